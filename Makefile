@@ -1,0 +1,40 @@
+# Two commands do everything: `make demo` and `make test`. See README.md.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: setup compiler demo test lint bench nightly clean
+
+setup: $(VENV)/.ready
+
+compiler:
+	@command -v g++ >/dev/null || command -v c++ >/dev/null || { \
+	  echo "error: no C++ compiler. DeepSpeed compiles a small CPU communication op at its first start."; \
+	  echo "       install one: 'apt-get install g++' (Debian, Ubuntu) or 'dnf install gcc-c++' (Fedora, RHEL)"; exit 1; }
+
+$(VENV)/.ready: requirements.txt requirements-dev.txt pyproject.toml | compiler
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+demo: setup
+	@PATH="$(CURDIR)/$(BIN):$$PATH" bash launch/demo.sh
+
+test: setup
+	$(BIN)/python -m pytest -m "not nightly"
+
+nightly: setup
+	$(BIN)/python -m pytest -m nightly --timeout 7200
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	@if command -v shellcheck >/dev/null; then shellcheck launch/*.sh .ci/run; else echo "shellcheck is not installed: shell scripts not checked"; fi
+
+bench: setup
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+clean:
+	rm -rf runs data/sample mlflow.db mlartifacts
