@@ -1,0 +1,118 @@
+"""Misspelled keys: thirty seeded ones at depths 1 to 4, and right keys in the wrong block.
+
+Run this file with `pytest -s` to see the table of typos and suggestions.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from dataclasses import fields
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dist_mem.config import ConfigError, known_keys, load_config
+from dist_mem.memory import memory_class, memory_kinds, memory_options
+
+NUM_BY_DEPTH = {1: 6, 2: 10, 3: 8, 4: 6}
+MIN_RIGHT = 27
+
+
+def memory_keys() -> list[str]:
+    return [f"memory.{field.name}" for kind in memory_kinds() for field in fields(memory_class(kind).Options)]
+
+
+def misspell(word: str, draw: random.Random) -> str:
+    """Drop, double or replace a letter, or swap two neighbours."""
+    mistake, place = draw.choice(["drop", "double", "swap", "replace"]), draw.randrange(len(word))
+    if mistake == "drop":
+        return word[:place] + word[place + 1 :]
+    if mistake == "double":
+        return word[:place] + word[place] + word[place:]
+    if mistake == "replace":
+        return word[:place] + draw.choice(string.ascii_lowercase) + word[place + 1 :]
+    place = draw.randrange(len(word) - 1)
+    return word[:place] + word[place + 1] + word[place] + word[place + 2 :]
+
+
+def draw_typos(seed: int) -> list[tuple[str, str]]:
+    """(key, key with its last part misspelled): our keys and DeepSpeed's in turn, and one of a memory."""
+    draw = random.Random(seed)
+    everything = [*known_keys(), *memory_keys()]
+    shuffled = [draw.choice(memory_keys()), *draw.sample(everything, len(everything))]
+    pairs: list[tuple[str, str]] = []
+    for depth, number in NUM_BY_DEPTH.items():
+        keys = [key for key in dict.fromkeys(shuffled) if key.count(".") + 1 == depth]
+        deepspeed = [key for key in keys if key.startswith("deepspeed.")]
+        ours = [key for key in keys if key not in deepspeed]
+        in_turn = [key for pair in zip_longest(ours, deepspeed) for key in pair if key is not None]
+        for key in in_turn[:number]:
+            block, dot, name = key.rpartition(".")
+            typo = key
+            while typo in everything:  # a letter replaced by itself, or two equal ones swapped
+                typo = f"{block}{dot}{misspell(name, draw)}"
+            pairs.append((key, typo))
+    return pairs
+
+
+def nested(key: str) -> dict[str, Any]:
+    """{"a": {"b": [{"c": 1}]}} for `a.b[].c`."""
+    tree: Any = 1
+    for name in reversed(key.split(".")):
+        tree = {name.removesuffix("[]"): [tree] if name.endswith("[]") else tree}
+    return tree
+
+
+def refusal(key: str, path: Path) -> str:
+    """What a file with this key is refused with; it must be refused, and named."""
+    tree = nested(key)
+    train, memory = tree.get("train", {}), tree.get("memory", {})
+    tree |= {"train": {"steps": 1, **train}, "memory": {"kind": "transformer_xl", **memory}}
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_config([str(path)], memory_options=memory_options)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: {key.replace('[]', '[0]')}: unknown key; ")
+    return message.split("unknown key; ")[1]
+
+
+def test_thirty_typos_are_refused_and_nearly_all_understood(tmp_path: Path) -> None:
+    typos = draw_typos(seed=0)
+    assert len(typos) == sum(NUM_BY_DEPTH.values()) == 30
+    right = 0
+    for key, typo in typos:
+        told = refusal(typo, tmp_path / "typo.yaml")
+        is_right = told == f"did you mean {key.replace('[]', '[0]')}?"
+        right += is_right
+        print(f"{key.count('.') + 1}  {typo:<58} {told:<72} {'right' if is_right else 'WRONG'}")
+    print(f"{right} of {len(typos)} right")
+    assert right >= MIN_RIGHT
+    assert {typo.split(".")[0] for _, typo in typos} >= {"memory", "deepspeed", "optimizer"}
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("train.lr", "optimizer.lr"),
+        ("model.seg_len", "train.seg_len"),
+        ("memory.lanes", "train.lanes"),
+        ("lr", "optimizer.lr"),
+        ("stage", "deepspeed.zero_optimization.stage"),
+        ("zero_optimization.stage", "deepspeed.zero_optimization"),
+        ("train.weigth_decay", "optimizer.weight_decay"),
+        ("deepspeed.stage", "deepspeed.zero_optimization.stage"),
+    ],
+)
+def test_right_key_in_the_wrong_block_is_found(key: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([f"{key}=3", "train.steps=1"], memory_options=memory_options)
+    assert f"did you mean {meant}" in str(caught.value)
+
+
+def test_key_like_nothing_is_told_the_keys_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.qqqq: unknown key; known keys here: every"):
+        load_config(["checkpoint.qqqq=1"])
