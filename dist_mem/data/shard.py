@@ -1,0 +1,284 @@
+"""The one definition of a shard: a webdataset tar of tokenized documents, and the index that finds every token in it.
+
+Data flow: builders (data/build.py) -> write_split -> tars + index.json -> read_index, read_tokens -> the lanes.
+
+    <split>/<name>-<split>-00000.tar     <id>.json and <id>.tokens.npy of each document, where they exist <id>.mask.npy
+                                         (which tokens are scored) and <id>.recall.npy (what tokens refer back to)
+    <split>/index.json                   shards, documents, byte offsets, checksums; written last
+
+Tars are written by webdataset's own writer, so that a bare `wds.WebDataset` reads them. Here they are never unpacked:
+a tar stores its files as they are, so tokens are memory-mapped in place, at the offsets of the index. shards/README.md
+describes the format for those who read it without this code. This module imports only data/tar.py and files.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dist_mem.data.tar import (
+    MASK_DTYPE,
+    RECALL_DTYPE,
+    TarFacts,
+    TokenizedDocument,
+    arrays_sha256,
+    check_id,
+    document_arrays,
+    document_facts,
+    sample_files,
+    write_tar,
+)
+from dist_mem.files import write_text
+
+FORMAT_VERSION = 1
+INDEX_NAME = "index.json"
+MAX_SHARD_BYTES = 64 * 2**20  # of arrays; a tar exceeds it by its last document and by headers
+
+
+class ShardError(ValueError):
+    """A shard or an index is missing, damaged or of a newer format."""
+
+
+@dataclass(frozen=True)
+class DocumentEntry:
+    """Where a document's arrays lie; offsets are bytes from the start of the tar to the first array element."""
+
+    id: str
+    title: str
+    year: int | None
+    words: int
+    bytes: int
+    num_tokens: int
+    shard: str
+    dtype: str  # of the tokens: "<u2" or "<u4"
+    tokens_offset: int
+    mask_offset: int | None
+    recall_offset: int | None
+    sha256: str  # of the token bytes, followed by those of mask and recall where they exist
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Index:
+    """One split: what index.json says, and the memory maps opened so far."""
+
+    split_dir: Path
+    format_version: int
+    name: str  # of the dataset
+    split: str
+    tokenizer_fingerprint: str
+    recipe: str  # fingerprint of what the builder made it from; "" where no builder did
+    official_words: int | None  # published word count of this split, where it is complete
+    num_tokens: int
+    counted_words: int
+    num_bytes: int  # of the text
+    shards: list[ShardEntry]
+    documents: list[DocumentEntry]
+    fingerprint: str  # sha256 of everything above but split_dir
+    maps: dict[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def num_words(self) -> int:
+        """Words of the split, for its word-level perplexity: the official count where there is one."""
+        return self.counted_words if self.official_words is None else self.official_words
+
+
+def write_split(
+    documents: Iterable[TokenizedDocument],
+    split_dir: Path | str,
+    *,
+    name: str,
+    split: str,
+    tokenizer_fingerprint: str,
+    recipe: str = "",
+    official_words: int | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Index:
+    """Write the tars of a split, in the order given, and then its index. The same documents always give the same bytes.
+
+    Raises:
+        ValueError: an id is unusable or comes twice, or an array does not fit its document.
+    """
+    split_dir = Path(split_dir)
+    split_dir.mkdir(parents=True, exist_ok=True)
+    (split_dir / INDEX_NAME).unlink(missing_ok=True)  # an old index must never describe new tars
+    shards: list[ShardEntry] = []
+    entries: list[DocumentEntry] = []
+    for number, group in enumerate(_shard_groups(_checked(documents, split), max_shard_bytes)):
+        shard, written = _write_shard(group, split_dir / f"{name}-{split}-{number:05d}.tar")
+        shards.append(shard)
+        entries.extend(written)
+    for stale in set(split_dir.glob(f"{name}-{split}-*.tar")) - {split_dir / shard.name for shard in shards}:
+        stale.unlink()  # of an earlier, longer build of the same split
+    body = {
+        "format_version": FORMAT_VERSION,
+        "name": name,
+        "split": split,
+        "tokenizer_fingerprint": tokenizer_fingerprint,
+        "recipe": recipe,
+        "official_words": official_words,
+        "num_tokens": sum(entry.num_tokens for entry in entries),
+        "counted_words": sum(entry.words for entry in entries),
+        "num_bytes": sum(entry.bytes for entry in entries),
+        "shards": [asdict(shard) for shard in shards],
+        "documents": [asdict(entry) for entry in entries],
+    }
+    body["fingerprint"] = _fingerprint(body)
+    write_text(split_dir / INDEX_NAME, json.dumps(body, indent=1) + "\n")
+    return read_index(split_dir)
+
+
+def read_index(split_dir: Path | str) -> Index:
+    """Read and check index.json.
+
+    Raises:
+        ShardError: it is missing, not what was written, or of a newer format.
+    """
+    split_dir = Path(split_dir)
+    path = split_dir / INDEX_NAME
+    try:
+        body = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ShardError(
+            f"{path} is missing: build the dataset first, or point data.path at one that is built"
+        ) from None
+    except ValueError as error:
+        raise ShardError(f"{path} is damaged ({error}): build the dataset again") from error
+    check_format_version(body, path)
+    if body.get("fingerprint") != _fingerprint(body):
+        raise ShardError(f"{path} is damaged (its content does not match its fingerprint): build the dataset again")
+    body["shards"] = [ShardEntry(**entry) for entry in body["shards"]]
+    body["documents"] = [DocumentEntry(**entry) for entry in body["documents"]]
+    return Index(split_dir=split_dir, **body)
+
+
+def read_tokens(index: Index, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+    """Tokens [start, stop) of a document, (n,) uint16 or uint32, a read-only view of the memory-mapped tar."""
+    entry = index.documents[document]
+    return _array(index, entry, entry.tokens_offset, np.dtype(entry.dtype))[start:stop]
+
+
+def read_mask(index: Index, document: int, start: int = 0, stop: int | None = None) -> np.ndarray | None:
+    """Which of tokens [start, stop) are scored, (n,) bool; None: all of them."""
+    entry = index.documents[document]
+    if entry.mask_offset is None:
+        return None
+    return _array(index, entry, entry.mask_offset, MASK_DTYPE)[start:stop]
+
+
+def read_recall(index: Index, document: int, start: int = 0, stop: int | None = None) -> np.ndarray | None:
+    """Distances of tokens [start, stop) to what they refer to, (n,) int32 in tokens, 0 = none; None: not recorded."""
+    entry = index.documents[document]
+    if entry.recall_offset is None:
+        return None
+    return _array(index, entry, entry.recall_offset, RECALL_DTYPE)[start:stop]
+
+
+def check_document(index: Index, document: int) -> None:
+    """Raise a ShardError that names document and shard, unless the document's arrays are what was written."""
+    entry = index.documents[document]
+    arrays = (read_tokens(index, document), read_mask(index, document), read_recall(index, document))
+    if arrays_sha256(*arrays) != entry.sha256:
+        raise ShardError(
+            f"document {entry.id} in {index.split_dir / entry.shard} is damaged: its checksum does not match"
+        )
+
+
+def check_format_version(body: Any, path: Path, *, newest: int = FORMAT_VERSION) -> None:
+    """Raise a ShardError unless the JSON object was written by this format version or an older one."""
+    version = body.get("format_version") if isinstance(body, dict) else None
+    if not isinstance(version, int):
+        raise ShardError(f"{path} is damaged (it has no format_version): build the dataset again")
+    if version > newest:
+        raise ShardError(
+            f"{path} has format_version {version}, newer than {newest}, the newest known here: update dist_mem"
+        )
+
+
+def _write_shard(documents: Iterable[TokenizedDocument], path: Path) -> tuple[ShardEntry, list[DocumentEntry]]:
+    written: list[tuple[TokenizedDocument, str]] = []
+
+    def samples() -> Iterator[dict[str, Any]]:
+        for document in documents:
+            sha256 = arrays_sha256(*document_arrays(document).values())
+            written.append((document, sha256))
+            yield sample_files(document, sha256)
+
+    tar = write_tar(samples(), path)
+    entries = [_entry(document, path.name, sha256, tar) for document, sha256 in written]
+    return ShardEntry(path.name, tar.num_bytes, tar.sha256), entries
+
+
+def _entry(document: TokenizedDocument, shard: str, sha256: str, tar: TarFacts) -> DocumentEntry:
+    offsets: dict[str, int | None] = {"tokens_offset": None, "mask_offset": None, "recall_offset": None}
+    for kind, array in document_arrays(document).items():
+        offset, size = tar.members[f"{document.id}.{kind}.npy"]
+        offsets[f"{kind}_offset"] = offset + size - array.nbytes  # an .npy file ends with its elements
+    facts: dict[str, Any] = {**document_facts(document), **offsets}
+    dtype = document.tokens.dtype.str
+    return DocumentEntry(num_tokens=len(document.tokens), shard=shard, dtype=dtype, sha256=sha256, **facts)
+
+
+def _checked(documents: Iterable[TokenizedDocument], split: str) -> Iterator[TokenizedDocument]:
+    seen: set[str] = set()
+    for document in documents:
+        check_id(document.id, seen, split)
+        yield document
+
+
+def _shard_groups(
+    documents: Iterable[TokenizedDocument], max_shard_bytes: int
+) -> Iterator[Iterator[TokenizedDocument]]:
+    """Consecutive documents shard by shard; a shard is closed by the document with which it reaches its size."""
+    queue = iter(documents)
+    for first in queue:
+
+        def group(document: TokenizedDocument | None = first) -> Iterator[TokenizedDocument]:
+            size = 0
+            while document is not None:
+                yield document
+                size += sum(array.nbytes for array in document_arrays(document).values())
+                document = next(queue, None) if size < max_shard_bytes else None
+
+        yield group()
+
+
+def _array(index: Index, entry: DocumentEntry, offset: int, dtype: np.dtype[Any]) -> np.ndarray:
+    shard = index.maps.get(entry.shard)
+    if shard is None:
+        shard = index.maps[entry.shard] = _map_shard(index, entry)
+    return np.frombuffer(shard, dtype=dtype, count=entry.num_tokens, offset=offset)
+
+
+def _map_shard(index: Index, entry: DocumentEntry) -> np.ndarray:
+    path = index.split_dir / entry.shard
+    expected = next(shard.bytes for shard in index.shards if shard.name == entry.shard)
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        raise ShardError(
+            f"{path} is missing; document {entry.id} lies in it: build (--overwrite) or copy it again"
+        ) from None
+    if size != expected:
+        raise ShardError(
+            f"{path} has {size} bytes, not the {expected} of the index; document {entry.id} lies in it: "
+            "build (--overwrite) or copy it again"
+        )
+    return np.memmap(path, dtype=np.uint8, mode="r")
+
+
+def _fingerprint(body: dict[str, Any]) -> str:
+    content = {key: value for key, value in body.items() if key != "fingerprint"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,128 @@
+"""How a tokenized document lies in a tar: its files, the same bytes every time; the one door to webdataset's writer."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+import tarfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+
+from dist_mem.files import fsync_path, sha256_of
+
+BLOCK_BYTES = 512  # headers and payloads of a tar start at multiples of it
+TOKEN_DTYPES = (np.uint16, np.uint32)
+MASK_DTYPE = np.dtype(bool)
+RECALL_DTYPE = np.dtype("<i4")
+ID_PATTERN = re.compile(r"[^\x00-\x1f\x7f-\U0010ffff./\\]{1,80}")
+
+
+@dataclass(frozen=True)
+class TokenizedDocument:
+    """What a builder hands to `write_split`."""
+
+    id: str  # unique in its split; printable ASCII without ".", "/" and "\\"
+    title: str
+    year: int | None
+    words: int  # len(text.split())
+    bytes: int  # of the text as UTF-8 with LF
+    tokens: np.ndarray  # (num_tokens,) uint16 or uint32, without BOS
+    mask: np.ndarray | None = None  # (num_tokens,) bool, tokens that are scored; None: all
+    recall: np.ndarray | None = None  # (num_tokens,) int32, distance in tokens to what a token refers to, 0 = none
+
+
+class TarFacts(NamedTuple):
+    num_bytes: int
+    sha256: str  # of the whole file
+    members: dict[str, tuple[int, int]]  # name -> (byte offset of its payload in the tar, payload bytes)
+
+
+def check_id(document_id: str, seen: set[str], split: str) -> None:
+    """Refuse an id that cannot be a name in a tar, or is in `seen`; then add it there."""
+    # webdataset cuts names at the first dot, and the header of a tar member has room for 100 bytes
+    if not ID_PATTERN.fullmatch(document_id):
+        raise ValueError(
+            f"document id {document_id!r} in split {split!r} cannot be a name in a tar: rename it to at most "
+            "80 printable ASCII characters without '.', '/' and '\\'"
+        )
+    if document_id in seen:
+        raise ValueError(f"document id {document_id!r} comes twice in split {split!r}: ids must be unique")
+    seen.add(document_id)
+
+
+def sample_files(document: TokenizedDocument, sha256: str) -> dict[str, Any]:
+    """A document as webdataset's writer takes it: `__key__`, and file suffix -> bytes."""
+    facts = {**document_facts(document), "tokens": len(document.tokens), "sha256": sha256}
+    files: dict[str, Any] = {"__key__": document.id, "json": (json.dumps(facts) + "\n").encode()}
+    for kind, array in document_arrays(document).items():
+        stream = io.BytesIO()
+        np.lib.format.write_array(stream, array, allow_pickle=False)
+        files[f"{kind}.npy"] = stream.getvalue()
+    return files
+
+
+def document_facts(document: TokenizedDocument) -> dict[str, Any]:
+    """What the index and the .json of a document both say."""
+    return {key: getattr(document, key) for key in ("id", "title", "year", "words", "bytes")}
+
+
+def document_arrays(document: TokenizedDocument) -> dict[str, np.ndarray]:
+    """The arrays of a document as they are stored, in the order in which they are hashed."""
+    if document.tokens.dtype not in TOKEN_DTYPES:
+        raise ValueError(f"document {document.id}: tokens are {document.tokens.dtype}; they must be uint16 or uint32")
+    arrays = {"tokens": document.tokens.astype(document.tokens.dtype.newbyteorder("<"), copy=False)}
+    for kind, array, dtype in (("mask", document.mask, MASK_DTYPE), ("recall", document.recall, RECALL_DTYPE)):
+        if array is None:
+            continue
+        if array.shape != document.tokens.shape:
+            raise ValueError(f"document {document.id}: {kind} has shape {array.shape}, tokens {document.tokens.shape}")
+        arrays[kind] = array.astype(dtype, copy=False)
+    return arrays
+
+
+def arrays_sha256(*arrays: np.ndarray | None) -> str:
+    """sha256 over the bytes of the arrays that exist, one after another."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        if array is not None:
+            digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+def write_tar(samples: Iterable[Mapping[str, Any]], path: Path) -> TarFacts:
+    """Write samples (`__key__` and file suffix -> bytes) as one tar, atomically, and say where every payload lies."""
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("wb") as stream, _open_writer(stream) as tar:
+        for sample in samples:
+            tar.write(dict(sample))
+    fsync_path(partial)
+    # Offsets are read back from the tar itself: what a reader will find, whatever the writer put in front of a payload.
+    with tarfile.open(partial, "r:") as tar:
+        members = {member.name: (member.offset_data, member.size) for member in tar}
+    facts = TarFacts(partial.stat().st_size, sha256_of(partial), members)
+    partial.replace(path)
+    fsync_path(path.parent)
+    return facts
+
+
+def tar_bytes(sample: Mapping[str, Any]) -> bytes:
+    """The bytes one sample takes in a tar: headers, payloads, padding; without the end of the archive."""
+    stream = io.BytesIO()
+    with _open_writer(stream) as tar:
+        tar.write(dict(sample))
+        end = tar.tarstream.offset
+    return stream.getvalue()[:end]
+
+
+def _open_writer(stream: IO[bytes]) -> Any:
+    """webdataset's writer, told to write nothing that changes from one build to the next."""
+    # Imported here because webdataset imports torch: a second that reading an index or checking a config need not pay.
+    from webdataset.writer import TarWriter
+
+    return TarWriter(stream, user="dist_mem", group="dist_mem", mode=0o444, mtime=0, encoder=False, compress=False)

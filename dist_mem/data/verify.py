@@ -1,0 +1,176 @@
+"""Does a data directory hold what its builder wrote? Finds missing, cut and altered files, and names the documents hit.
+
+`dist-mem prepare verify DIR` prints what is found here. Every byte is read once: each tar is compared with the checksum
+in its index. Only a tar that differs is looked into: a document's arrays have a checksum of their own, and everything
+around them (tar headers, the .json, padding) is written anew and compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from dist_mem.data.shard import (
+    INDEX_NAME,
+    DocumentEntry,
+    Index,
+    ShardEntry,
+    ShardError,
+    check_document,
+    read_index,
+    read_mask,
+    read_recall,
+    read_tokens,
+)
+from dist_mem.data.tar import BLOCK_BYTES, TokenizedDocument, sample_files, tar_bytes
+from dist_mem.data.tokenizer import JSON_NAME, load_tokenizer
+from dist_mem.files import sha256_of
+
+REMEDY = "build (--overwrite) or copy the tar again"
+
+
+class Problem(NamedTuple):
+    where: str  # the file, or the folder, relative to the data directory
+    document: str | None  # id of the (first) document hit; None: all of the file, or none
+    message: str
+
+
+def verify_dataset(data_dir: Path | str) -> list[Problem]:
+    """Everything that is wrong in a data directory: its tokenizer, and every folder that holds an index or tars."""
+    data_dir = Path(data_dir)
+    problems = []
+    fingerprint = None
+    try:
+        fingerprint = load_tokenizer(data_dir).fingerprint
+    except ValueError as error:
+        problems.append(Problem(JSON_NAME, None, str(error)))
+    split_dirs = sorted({path.parent for pattern in (f"*/{INDEX_NAME}", "*/*.tar") for path in data_dir.glob(pattern)})
+    if not split_dirs:
+        problems.append(Problem(".", None, f"no split: {data_dir} has no folder with an {INDEX_NAME}"))
+    for split_dir in split_dirs:
+        problems.extend(verify_split(split_dir, fingerprint))
+    return problems
+
+
+def verify_split(split_dir: Path | str, tokenizer_fingerprint: str | None) -> list[Problem]:
+    """Everything that is wrong with one split; `tokenizer_fingerprint` None: do not compare tokenizers."""
+    split_dir = Path(split_dir)
+    try:
+        index = read_index(split_dir)
+    except ShardError as error:
+        return [Problem(f"{split_dir.name}/{INDEX_NAME}", None, str(error))]
+    problems = []
+    if tokenizer_fingerprint not in (None, index.tokenizer_fingerprint):
+        message = (
+            f"tokenized with another tokenizer (fingerprint {index.tokenizer_fingerprint[:12]}) than the one beside it "
+            f"({tokenizer_fingerprint[:12]}): bring back {JSON_NAME} and its model, or build again (--overwrite)"
+        )
+        problems.append(Problem(f"{split_dir.name}/{INDEX_NAME}", None, message))
+    for shard in index.shards:
+        problems.extend(_verify_shard(index, shard))
+    for stray in sorted({path.name for path in split_dir.glob("*.tar")} - {shard.name for shard in index.shards}):
+        problems.append(Problem(f"{split_dir.name}/{stray}", None, f"not in {INDEX_NAME}: it belongs to another build"))
+    return problems
+
+
+def format_report(data_dir: Path | str, problems: list[Problem]) -> str:
+    """The problems as a table, or one line a split where there are none."""
+    if not problems:
+        indexes = [read_index(path.parent) for path in sorted(Path(data_dir).glob(f"*/{INDEX_NAME}"))]
+        return "\n".join(
+            f"{index.split}: {_count(len(index.documents), 'document')}, {_count(index.num_tokens, 'token')}, "
+            f"{_count(len(index.shards), 'tar')}: as written"
+            for index in indexes
+        )
+    rows = [("file", "document", "problem"), *((row.where, row.document or "-", row.message) for row in problems)]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return "\n".join(f"{where:<{widths[0]}}  {document:<{widths[1]}}  {message}" for where, document, message in rows)
+
+
+def _verify_shard(index: Index, shard: ShardEntry) -> Iterator[Problem]:
+    path = index.split_dir / shard.name
+    where = f"{index.split_dir.name}/{shard.name}"
+    numbers = [number for number, entry in enumerate(index.documents) if entry.shard == shard.name]
+    if not path.exists():
+        first = index.documents[numbers[0]].id
+        yield Problem(
+            where,
+            first,
+            f"missing, with {_count(len(numbers), 'document')} from {first} on: {REMEDY}",
+        )
+        return
+    size = path.stat().st_size
+    if size < shard.bytes:
+        yield _cut(where, size, shard, [index.documents[number] for number in numbers])
+    elif size > shard.bytes:
+        yield Problem(
+            where,
+            None,
+            f"{_count(size - shard.bytes, 'byte')} longer than it was written: {REMEDY}",
+        )
+    elif sha256_of(path) != shard.sha256:
+        yield from _altered(index, path, where, numbers)
+
+
+def _cut(where: str, size: int, shard: ShardEntry, entries: list[DocumentEntry]) -> Problem:
+    lost = [entry for entry in entries if _end(entry) > size]
+    message = f"cut at byte {size:,} of {shard.bytes:,}: {REMEDY}"
+    if not lost:
+        return Problem(where, None, f"{message}; no document is hit, only the end mark is")
+    return Problem(where, lost[0].id, f"{message}; {_count(len(lost), 'document')} from {lost[0].id} on cut or missing")
+
+
+def _altered(index: Index, path: Path, where: str, numbers: list[int]) -> Iterator[Problem]:
+    content = np.memmap(path, dtype=np.uint8, mode="r")
+    start, found = 0, 0
+    for number in numbers:
+        entry = index.documents[number]
+        end = -(-_end(entry) // BLOCK_BYTES) * BLOCK_BYTES
+        message = _document_damage(index, number, content[start:end], start)
+        if message:
+            found += 1
+            yield Problem(where, entry.id, f"{message}: {REMEDY}")
+        start = end
+    if content[start:].any():
+        found += 1
+        yield Problem(where, None, f"bytes after the last document are altered: {REMEDY}")
+    if not found:
+        message = "differs from its checksum, but a second reading finds it whole: check the disk and its cables"
+        yield Problem(where, None, message)
+
+
+def _document_damage(index: Index, number: int, actual: np.ndarray, start: int) -> str | None:
+    """What is wrong with the bytes a document has in its tar, from byte `start` on."""
+    try:
+        check_document(index, number)
+    except ShardError:
+        return "its tokens (or mask, or recall) are altered: their checksum does not match"
+    entry = index.documents[number]
+    document = TokenizedDocument(
+        id=entry.id,
+        title=entry.title,
+        year=entry.year,
+        words=entry.words,
+        bytes=entry.bytes,
+        tokens=read_tokens(index, number),
+        mask=read_mask(index, number),
+        recall=read_recall(index, number),
+    )
+    written = np.frombuffer(tar_bytes(sample_files(document, entry.sha256)), dtype=np.uint8)
+    if len(written) == len(actual) and (written == actual).all():
+        return None
+    common = min(len(written), len(actual))
+    differs = np.flatnonzero(written[:common] != actual[:common])
+    return f"byte {start + int(differs[0] if len(differs) else common):,}, around its tokens, is altered"
+
+
+def _end(entry: DocumentEntry) -> int:
+    """First byte after a document's arrays; its tokens come last."""
+    return entry.tokens_offset + entry.num_tokens * np.dtype(entry.dtype).itemsize
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

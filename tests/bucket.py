@@ -1,0 +1,74 @@
+"""A stand-in for a public Google Cloud Storage bucket, for the tests of the download."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import urllib.parse
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+LISTING = "/storage/v1/b/books/o"
+
+
+class Bucket(ThreadingHTTPServer):
+    """A Google Cloud Storage bucket "books" on the loopback: its listing, in pages of two, and its files."""
+
+    daemon_threads = True
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(("127.0.0.1", 0), BucketHandler)
+        self.root = root
+        self.asked: Counter[str] = Counter()  # path -> requests
+        self.failures: dict[str, list[int]] = {}  # path -> statuses to answer with first
+        self.altered: dict[str, bytes] = {}  # path -> content that is not what the listing says
+        self.url = f"http://127.0.0.1:{self.server_port}/books"
+
+
+class BucketHandler(BaseHTTPRequestHandler):
+    server: Bucket
+
+    def do_GET(self) -> None:
+        parts = urllib.parse.urlsplit(self.path)
+        self.server.asked[parts.path] += 1
+        if self.server.failures.get(parts.path):
+            self.answer(self.server.failures[parts.path].pop(0), b"")
+        elif parts.path in self.server.altered:
+            self.answer(200, self.server.altered[parts.path])
+        elif parts.path == LISTING:
+            self.answer(200, json.dumps(self.listing(dict(urllib.parse.parse_qsl(parts.query)))).encode())
+        elif (path := self.server.root / parts.path.removeprefix("/books/")).is_file():
+            self.answer(200, path.read_bytes())
+        else:
+            self.answer(404, b"")
+
+    def listing(self, query: dict[str, str]) -> dict[str, Any]:
+        names = sorted(
+            str(path.relative_to(self.server.root)) for path in self.server.root.rglob("*") if path.is_file()
+        )
+        names = [name for name in names if name.startswith(query["prefix"])]
+        start = int(query.get("pageToken", "0"))
+        page: dict[str, Any] = {"items": [self.item(name) for name in names[start : start + 2]]}
+        if start + 2 < len(names):
+            page["nextPageToken"] = str(start + 2)
+        return page
+
+    def item(self, name: str) -> dict[str, str]:
+        content = (self.server.root / name).read_bytes()
+        return {
+            "name": name,
+            "size": str(len(content)),
+            "md5Hash": base64.b64encode(hashlib.md5(content).digest()).decode(),
+        }
+
+    def answer(self, status: int, content: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *arguments: object) -> None:
+        """Say nothing: the output of tests is for failures."""
