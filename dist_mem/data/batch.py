@@ -1,0 +1,31 @@
+"""What the data side hands to the training loop: one micro-batch, and all micro-batches of one update."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+IGNORE = -100  # target of a position that is not scored
+
+
+class Batch(NamedTuple):
+    """One segment of each lane of a lane group, on the CPU."""
+
+    tokens: Tensor  # (B, T) int64, inputs; real tokens first, padding is token 0
+    targets: Tensor  # (B, T) int64, the next token, or IGNORE
+    valid_len: Tensor  # (B,) int64, how many of the T positions are real; 0 for an idle lane
+    is_new_document: Tensor  # (B,) bool, this segment is the first of its document
+    document: Tensor  # (B,) int64, index of the document in its split, -1 for an idle lane
+    recall: Tensor | None  # (B, T) int64, tokens from a target back to its referent, 0 = none; None: not recorded
+
+
+class Update(NamedTuple):
+    """Everything one rank feeds in one optimizer update."""
+
+    batches: list[Batch]  # segments_per_update * num_groups; all groups of the first segment, then of the second, ...
+    cursors: Tensor  # (lanes of this rank, 3) int64, where each lane stands AFTER this update: epoch, place, offset
+    num_scored: int  # targets of this rank in this update that are not IGNORE
+    epoch: float  # epochs completed after this update by the mean lane of this rank
+    documents_started: int  # whose first token is among the targets
+    documents_skipped: int = 0  # damaged ones that lanes passed over (data.on_corrupt: skip)

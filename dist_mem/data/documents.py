@@ -1,0 +1,68 @@
+"""Documents opened for reading: checked, memory-mapped, and what to do with a damaged one."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import numpy as np
+
+from dist_mem.data.shard import Index, ShardError, check_document, read_mask, read_recall, read_tokens
+
+log = logging.getLogger(__name__)
+ON_CORRUPT = ("stop", "skip")
+
+
+class Document(NamedTuple):
+    """An opened document, cut to the length that is read."""
+
+    number: int
+    tokens: np.ndarray  # (length,)
+    scored: np.ndarray | None  # (length,) bool
+    recall: np.ndarray | None  # (length,)
+
+
+class Documents:
+    """Opens the documents of a split; each is checked against its checksum when it is opened."""
+
+    def __init__(self, index: Index, lengths: np.ndarray, *, bos_id: int, on_corrupt: str = "stop") -> None:
+        """`lengths` (documents,): tokens read of each, as the plan counts them."""
+        if on_corrupt not in ON_CORRUPT:
+            raise ValueError(f"data.on_corrupt = {on_corrupt!r}: must be one of {', '.join(ON_CORRUPT)}")
+        self.index = index
+        self.lengths = lengths
+        self.bos_id = bos_id
+        self.has_recall = any(entry.recall_offset is not None for entry in index.documents)
+        self._skips = on_corrupt == "skip"
+        self._warned: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def open(self, number: int) -> Document:
+        """The document; raises ShardError naming document and shard if its bytes are not what was written."""
+        check_document(self.index, number)
+        length = int(self.lengths[number])
+        return Document(
+            number,
+            read_tokens(self.index, number, 0, length),
+            read_mask(self.index, number, 0, length),
+            read_recall(self.index, number, 0, length),
+        )
+
+    def open_or_skip(self, number: int) -> Document | None:
+        """The document, or None if it is damaged and data.on_corrupt is `skip`; warns once of each."""
+        try:
+            return self.open(number)
+        except ShardError as error:
+            if not self._skips:
+                raise ShardError(f"{error}; data.on_corrupt=skip would leave it out") from error
+            if number not in self._warned:
+                self._warned.add(number)
+                log.warning("skipped a damaged document: %s", error)
+            return None
+
+    def blank(self, number: int) -> Document:
+        """As long as the document, nothing in it but BOS and nothing scored."""
+        length = int(self.lengths[number])
+        return Document(number, np.full(length, self.bos_id), np.zeros(length, dtype=bool), None)

@@ -1,0 +1,243 @@
+"""The plan: which lane reads which document when.
+
+A pure function of (seed, document lengths, G, T). It knows nothing of ranks, so that the global batch of step s is the
+same set of segments on any number of them; `lanes_of_rank` alone says who holds which lane. data/lanes.py reads it.
+
+Two layouts. `documents`: epoch after epoch the documents are permuted and each is dealt to the lane that is free first,
+so that lanes stay busy although books differ a thousandfold in length. `stream`: the corpus in its own order is one
+token stream cut into G contiguous lanes, as Transformer-XL's published code does for WikiText-103, enwik8 and text8.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+LAYOUTS = ("documents", "stream")
+MIN_TRAINING_LEN = 2  # tokens; a document of one token has nothing to learn from but BOS
+
+
+class Cursor(NamedTuple):
+    """Where a lane stands; resume seeks to it."""
+
+    epoch: int
+    place: int  # in the lane's documents of that epoch; always 0 in the stream layout
+    offset: int  # tokens already read of that document, or of the lane's part of the stream
+
+
+START = Cursor(0, 0, 0)
+
+
+class Deal(NamedTuple):
+    """One epoch of the `documents` layout, lane after lane."""
+
+    documents: np.ndarray  # (documents,) int32, those of lane 0 in reading order, then those of lane 1, ...
+    bounds: np.ndarray  # (G + 1,) int64, lane l has documents[bounds[l]:bounds[l + 1]]
+    segments_before: np.ndarray  # (documents + 1,) int64, running sum of the segments of `documents`
+
+
+def lanes_of_rank(num_lanes: int, world_size: int, rank: int, micro_lanes: int) -> range:
+    """The global lane ids a rank holds: as many on every rank, a multiple of `micro_lanes`; ids >= G are idle lanes."""
+    if num_lanes < 1 or micro_lanes < 1:
+        raise ValueError(f"train.lanes = {num_lanes} and train.micro_lanes = {micro_lanes}: both must be at least 1")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} is outside of 0..{world_size - 1}")
+    groups = -(-num_lanes // (world_size * micro_lanes))
+    held = groups * micro_lanes
+    return range(rank * held, (rank + 1) * held)
+
+
+def cut_lengths(num_tokens: Sequence[int] | np.ndarray, max_document_len: int | None) -> np.ndarray:
+    """Tokens read of each document, (documents,) int64: all, or at most the first `max_document_len`."""
+    lengths = np.asarray(num_tokens, dtype=np.int64)
+    if max_document_len is None:
+        return lengths
+    if max_document_len < 1:
+        raise ValueError(f"max_document_len = {max_document_len}: give at least 1, or null for whole documents")
+    return np.minimum(lengths, max_document_len)
+
+
+def num_segments_of(lengths: np.ndarray, seg_len: int) -> np.ndarray:
+    """Segments of T tokens each document fills, the last one perhaps in part: ceil(length / T)."""
+    return -(-lengths // seg_len)
+
+
+def permutation(size: int, *, seed: int, epoch: int) -> np.ndarray:
+    """The epoch's order of `size` documents, (size,) int64.
+
+    Made of the raw PCG64 stream and a stable sort: numpy promises that stream for good (NEP 19), but may change
+    `Generator.permutation`, and a run resumed under a newer numpy must find the same plan.
+    """
+    bits = np.random.PCG64(np.random.SeedSequence((seed, epoch)))
+    return np.argsort(bits.random_raw(size), kind="stable")
+
+
+class DocumentPlan:
+    """Training order of whole documents: endless, each document once an epoch, lanes roll on into the next epoch.
+
+    `documents` is a pure function; epochs are dealt in turn, because a lane's load carries over, and kept: 12 bytes a
+    document and epoch.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | np.ndarray,
+        *,
+        num_lanes: int,
+        seg_len: int,
+        seed: int,
+        min_len: int = MIN_TRAINING_LEN,
+    ) -> None:
+        """Raises ValueError if fewer documents than lanes can be read: two lanes would then read the same one."""
+        if seed < 0:
+            raise ValueError(f"data.seed = {seed}: give 0 or more")
+        self.lengths = np.asarray(lengths, dtype=np.int64)
+        self.num_lanes, self.seg_len, self.seed = num_lanes, seg_len, seed
+        self.skipped: list[int] = np.flatnonzero(self.lengths < min_len).tolist()
+        self._usable = np.flatnonzero(self.lengths >= min_len)
+        if len(self._usable) < num_lanes:
+            raise ValueError(
+                f"train.lanes = {num_lanes}, but only {len(self._usable)} documents have at least {min_len} tokens and "
+                "lanes read different ones: set train.lanes to "
+                f"at most {len(self._usable)}, or data.layout=stream"
+            )
+        self._segments = num_segments_of(self.lengths, seg_len)
+        self.num_segments = int(self._segments[self._usable].sum())  # of one epoch, all lanes
+        self._deals: list[Deal] = []
+        # load * G + lane: one integer compares faster than a tuple, and ties go by lane
+        self._heap = list(range(num_lanes))
+        # the load at which each document was dealt last, and the largest of them: see _keep_apart
+        self._started = np.full(len(self.lengths), -1, dtype=np.int64)
+        self._last_start = -1
+
+    def documents(self, epoch: int, lane: int) -> list[int]:
+        """Document numbers of this lane in this epoch, in order; none where it is still busy with a long book."""
+        deal = self._deal(epoch)
+        return deal.documents[deal.bounds[lane] : deal.bounds[lane + 1]].tolist()
+
+    def epochs_done(self, lane: int, cursor: Cursor) -> float:
+        """Epochs a lane has completed, the share of the current one counted in segments."""
+        deal = self._deal(cursor.epoch)
+        first, stop = (int(deal.segments_before[bound]) for bound in deal.bounds[lane : lane + 2])
+        done = int(deal.segments_before[deal.bounds[lane] + cursor.place]) - first + cursor.offset / self.seg_len
+        return cursor.epoch + (done / (stop - first) if stop > first else 1.0)
+
+    def check_cursor(self, lane: int, cursor: Cursor) -> None:
+        """Raise ValueError if no reader of this plan can have stopped here."""
+        if cursor.epoch < 0:
+            raise _foreign_cursor(lane, cursor)
+        documents = self.documents(cursor.epoch, lane)
+        at_end = cursor.place == len(documents) and cursor.offset == 0
+        if not at_end and not (
+            0 <= cursor.place < len(documents) and 0 <= cursor.offset < self.lengths[documents[cursor.place]]
+        ):
+            raise _foreign_cursor(lane, cursor)
+
+    def _deal(self, epoch: int) -> Deal:
+        while len(self._deals) <= epoch:
+            self._deals.append(self._deal_next())
+        return self._deals[epoch]
+
+    def _deal_next(self) -> Deal:
+        order = self._usable[permutation(len(self._usable), seed=self.seed, epoch=len(self._deals))]
+        order = self._keep_apart(order)
+        heap = self._heap
+        costs = (self._segments[order] * self.num_lanes).tolist()
+        keys = np.array([heapq.heapreplace(heap, heap[0] + cost) for cost in costs], dtype=np.int64)
+        self._started[order] = keys // self.num_lanes
+        self._last_start = int(keys[-1]) // self.num_lanes
+        lanes = keys % self.num_lanes
+        dealt = order[np.argsort(lanes, kind="stable")]
+        bounds = np.concatenate(([0], np.cumsum(np.bincount(lanes, minlength=self.num_lanes))))
+        segments_before = np.concatenate(([0], np.cumsum(self._segments[dealt])))
+        return Deal(dealt.astype(np.int32), bounds, segments_before)
+
+    def _keep_apart(self, order: np.ndarray) -> np.ndarray:
+        """Move documents back that would start in this epoch at the step at which they started in the last one.
+
+        Otherwise two lanes could read the same document side by side, the same tokens in every step. Only documents
+        that started last are in danger, and only while a lane is free at that very step: such lanes take the first
+        others, of which there are enough because there are no fewer documents than lanes.
+        """
+        num_free = sum(key // self.num_lanes == self._last_start for key in self._heap)
+        others = np.flatnonzero(self._started[order] != self._last_start)[:num_free]
+        return np.concatenate((order[others], np.delete(order, others)))
+
+
+class StreamPlan:
+    """Training order of one token stream: lane l reads positions `span(l)`, and starts over in each epoch."""
+
+    def __init__(self, lengths: Sequence[int] | np.ndarray, *, num_lanes: int, seg_len: int) -> None:
+        """Raises ValueError if the corpus has fewer tokens than lanes."""
+        self.lengths = np.asarray(lengths, dtype=np.int64)
+        self.num_lanes, self.seg_len = num_lanes, seg_len
+        self.skipped: list[int] = np.flatnonzero(self.lengths == 0).tolist()
+        # (documents + 1,) position of each document's first token
+        self.starts = np.concatenate(([0], np.cumsum(self.lengths)))
+        num_tokens = int(self.starts[-1])
+        if num_tokens < num_lanes:
+            raise ValueError(
+                f"train.lanes = {num_lanes}, but the corpus has {num_tokens} tokens: use at most {num_tokens} lanes"
+            )
+        self._bounds = [(lane * num_tokens + num_lanes // 2) // num_lanes for lane in range(num_lanes + 1)]
+        self.num_segments = sum(-(-(stop - start) // seg_len) for start, stop in map(self.span, range(num_lanes)))
+
+    def span(self, lane: int) -> tuple[int, int]:
+        """First position of a lane and the one after its last."""
+        return self._bounds[lane], self._bounds[lane + 1]
+
+    def epochs_done(self, lane: int, cursor: Cursor) -> float:
+        """Epochs a lane has completed, the share of the current one counted in tokens."""
+        start, stop = self.span(lane)
+        return cursor.epoch + cursor.offset / (stop - start)
+
+    def check_cursor(self, lane: int, cursor: Cursor) -> None:
+        """Raise ValueError if no reader of this plan can have stopped here."""
+        start, stop = self.span(lane)
+        if cursor.epoch < 0 or cursor.place != 0 or not 0 <= cursor.offset < stop - start:
+            raise _foreign_cursor(lane, cursor)
+
+
+Plan = DocumentPlan | StreamPlan
+
+
+def make_plan(
+    lengths: Sequence[int] | np.ndarray, *, num_lanes: int, seg_len: int, seed: int, layout: str = "documents"
+) -> Plan:
+    """The training plan of a layout; `lengths` in tokens, after `cut_lengths`. Raises ValueError as the plans do."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"data.layout = {layout!r}: must be one of {', '.join(LAYOUTS)}")
+    if layout == "stream":
+        return StreamPlan(lengths, num_lanes=num_lanes, seg_len=seg_len)
+    return DocumentPlan(lengths, num_lanes=num_lanes, seg_len=seg_len, seed=seed)
+
+
+def evaluation_plan(lengths: Sequence[int] | np.ndarray, *, num_lanes: int, seg_len: int) -> list[list[int]]:
+    """Documents of each lane, every non-empty document once, longest first: lanes end at nearly the same step."""
+    sizes = np.asarray(lengths, dtype=np.int64)
+    segments = num_segments_of(sizes, seg_len)
+    lanes: list[list[int]] = [[] for _ in range(num_lanes)]
+    heap = [(0, lane) for lane in range(num_lanes)]
+    for document in np.argsort(-sizes, kind="stable").tolist():
+        if sizes[document] > 0:
+            load, lane = heap[0]
+            lanes[lane].append(document)
+            heapq.heapreplace(heap, (load + int(segments[document]), lane))
+    return lanes
+
+
+def evaluation_steps(lanes: Sequence[Sequence[int]], lengths: Sequence[int] | np.ndarray, *, seg_len: int) -> int:
+    """Forward passes until the last of all lanes has run out; every rank makes this many."""
+    segments = num_segments_of(np.asarray(lengths, dtype=np.int64), seg_len)
+    return max((int(segments[list(documents)].sum()) for documents in lanes if documents), default=0)
+
+
+def _foreign_cursor(lane: int, cursor: Cursor) -> ValueError:
+    return ValueError(
+        f"lane {lane} cannot resume at epoch {cursor.epoch}, place {cursor.place}, token {cursor.offset}: the plan has "
+        "no such position. The checkpoint was made with other shards, or another data.seed, data.layout, "
+        "data.max_document_len, train.lanes or train.seg_len"
+    )

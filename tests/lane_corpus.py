@@ -1,0 +1,139 @@
+"""A tiny corpus whose tokens say where they came from, and readers of it, for the tests of the lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dist_mem.config import DataConfig
+from dist_mem.data.batch import IGNORE, Batch, Update
+from dist_mem.data.lanes import LaneReader
+from dist_mem.data.shard import Index, TokenizedDocument, write_split
+from dist_mem.data.stream import cut_lengths, lanes_of_rank, make_plan
+
+SEG_LEN = 4
+BOS = 60_000
+LENGTHS = [9, 0, 3, 30, 1, 4, 8, 17, 2, 5, 12]
+STARTS = np.cumsum([0, *LENGTHS]).tolist()  # of each document, the number of its first token
+ONE_TOKEN_DOCUMENT = 42  # the only token of document 4
+LAYOUTS = ["documents", "stream"]
+SEGMENTS = 2  # per update, in the tests of several ranks
+
+
+def make_split(
+    folder: Path,
+    lengths: Sequence[int] = LENGTHS,
+    *,
+    with_extras: bool = False,
+    dtype: type = np.uint16,
+    **options: Any,
+) -> Index:
+    """Documents whose tokens are their positions in the corpus, so that a token says where it came from.
+
+    `with_extras`: every third document has a mask without its even tokens, every second recall distances 0, 1, 2, ...
+    """
+    starts = np.cumsum([0, *lengths])
+    documents = [
+        TokenizedDocument(
+            id=f"d{number}",
+            title=f"Document {number}",
+            year=None,
+            words=length,
+            bytes=length,
+            tokens=np.arange(starts[number], starts[number + 1], dtype=dtype),
+            mask=np.arange(length) % 2 == 1 if with_extras and number % 3 == 0 else None,
+            recall=np.arange(length, dtype=np.int32) if with_extras and number % 2 == 0 else None,
+        )
+        for number, length in enumerate(lengths)
+    ]
+    return write_split(documents, folder, name="tiny", split="train", tokenizer_fingerprint="f", **options)
+
+
+@contextmanager
+def reader_of(
+    index: Index,
+    *,
+    num_lanes: int = 3,
+    world_size: int = 1,
+    rank: int = 0,
+    micro_lanes: int = 1,
+    segments_per_update: int = 1,
+    cursors: Tensor | None = None,
+    **data: Any,
+) -> Iterator[LaneReader]:
+    config = DataConfig(**data)
+    lengths = cut_lengths([entry.num_tokens for entry in index.documents], config.max_document_len)
+    plan = make_plan(lengths, num_lanes=num_lanes, seg_len=SEG_LEN, seed=config.seed, layout=config.layout)
+    reader = LaneReader(
+        config,
+        index,
+        plan,
+        lane_ids=lanes_of_rank(num_lanes, world_size, rank, micro_lanes),
+        micro_lanes=micro_lanes,
+        segments_per_update=segments_per_update,
+        bos_id=BOS,
+        cursors=cursors,
+    )
+    with closing(reader):
+        yield reader
+
+
+def first_updates(index: Index, count: int, **options: Any) -> list[Update]:
+    with reader_of(index, **options) as reader:
+        return list(islice(reader, count))
+
+
+def global_segments(updates: Sequence[Update], num_lanes: int) -> list[Batch]:
+    """All G lanes in one Batch for each segment of an update, from the updates of all ranks; idle lanes are empty."""
+    segments = len(updates[0].batches)
+    assert {len(update.batches) for update in updates} == {segments}
+    groups = segments // SEGMENTS
+    result = []
+    for segment in range(SEGMENTS):
+        batches = [batch for update in updates for batch in update.batches[segment * groups : (segment + 1) * groups]]
+        whole = Batch(*(None if parts[0] is None else torch.cat(parts) for parts in zip(*batches, strict=True)))
+        assert_idle(Batch(*(None if part is None else part[num_lanes:] for part in whole)))
+        result.append(Batch(*(None if part is None else part[:num_lanes] for part in whole)))
+    return result
+
+
+def assert_idle(batch: Batch) -> None:
+    assert (batch.tokens == 0).all() and (batch.targets == IGNORE).all() and (batch.valid_len == 0).all()
+    assert (batch.document == -1).all() and not batch.is_new_document.any()
+
+
+def assert_equal_batches(first: Batch, second: Batch) -> None:
+    for name, one, other in zip(Batch._fields, first, second, strict=True):
+        assert (one is None and other is None) or torch.equal(one, other), name
+
+
+def assert_equal_updates(first: Update, second: Update) -> None:
+    for one, other in zip(first.batches, second.batches, strict=True):
+        assert_equal_batches(one, other)
+    assert torch.equal(first.cursors, second.cursors)
+    assert first[2:] == second[2:]
+
+
+def global_steps(index: Index, count: int, *, num_lanes: int, world_size: int, **options: Any) -> list[list[Batch]]:
+    """Of each of the first updates, of all ranks together, the SEGMENTS batches of all lanes."""
+    options |= {"num_lanes": num_lanes, "world_size": world_size, "segments_per_update": SEGMENTS}
+    ranks = [first_updates(index, count, rank=rank, **options) for rank in range(world_size)]
+    return [global_segments(updates, num_lanes) for updates in zip(*ranks, strict=True)]
+
+
+def assert_resumes_everywhere(index: Index, num_updates: int, **options: Any) -> None:
+    """From every position of a straight run, a resumed reader gives the same next updates to the bit."""
+    straight = first_updates(index, num_updates, **options)
+    assert straight[-1].epoch > 2
+    for position, before in enumerate(straight[:-1]):
+        expected = straight[position + 1 : position + 5]
+        resumed = first_updates(index, len(expected), cursors=before.cursors, **options)
+        for one, other in zip(expected, resumed, strict=True):
+            assert_equal_updates(one, other)
