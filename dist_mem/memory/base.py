@@ -1,0 +1,117 @@
+"""The memory contract: a block's attention sub-layer is its memory layer.
+
+A memory is an `nn.Module` built from a `LayerSpec` and its own `Options`. Its state is a NamedTuple of tensors, lane
+first, handed in and handed out; `forward` changes nothing it was given. The model (dist_mem/model.py), not the memory,
+decides whether a new state is kept: only complete segments are committed, and a lane that starts a new document starts
+empty.
+
+Rules, each tested on every memory by discovery (tests/test_memory_contract.py):
+1. pure  2. same structure, shapes, dtypes; no gradient through the state  3. only complete segments are committed
+4. causal  5. lanes are independent; a reset lane equals a fresh one  6. document ends are masks, never branches
+7. parameters are used only in the forward of a module that registers them  8. randomness is a counter hash
+9. parity with the published reference vectors where they exist
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+StateT = TypeVar("StateT")
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What the model tells a memory about the block it serves."""
+
+    layer_index: int  # 0 is the block nearest the embedding
+    num_layers: int
+    d_model: int  # D
+    num_heads: int  # H
+    d_head: int  # K
+    seg_len: int  # T, tokens
+    dropout: float
+    attention_dropout: float
+    norm: str  # pre | post
+    clamp_len: int | None
+    same_length: bool
+
+    @property
+    def attention(self) -> dict[str, Any]:
+        """Keyword arguments of `layers.RelativeAttention`."""
+        names = ("d_model", "num_heads", "d_head", "dropout", "attention_dropout", "clamp_len")
+        return {name: getattr(self, name) for name in names}
+
+
+class MemoryOutput(NamedTuple):
+    y: Tensor  # (B, T, D) attention sub-layer output, before the residual
+    state: Any  # the same NamedTuple type as the state handed in, without gradient
+    aux: dict[str, Tensor]  # name -> (B,) weighted auxiliary loss per lane, averaged over real queries
+
+
+class Memory(nn.Module):
+    """Base of every memory layer.
+
+    `forward(x, state, valid_len)` takes x (B, T, D), the raw block input with real tokens first, and valid_len (B,)
+    int64, how many of the T tokens are real. With `spec.norm == "pre"` the memory applies its own layer norm to stored
+    and new rows alike, so it stores raw rows; it returns the attention output before residual and post-norm, which are
+    the block's.
+    """
+
+    @dataclass
+    class Options:
+        """The keys a memory accepts besides `kind`; OmegaConf structured."""
+
+    def __init__(self, spec: LayerSpec, options: Any) -> None:
+        super().__init__()
+        self.spec = spec
+        self.options = options
+
+    def init_state(self, lane_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> Any:
+        """An empty memory for each lane; `lane_ids` (B,) int64 are global lane numbers."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, state: Any, valid_len: Tensor) -> MemoryOutput:
+        raise NotImplementedError
+
+    def share(self, first: Any) -> None:
+        """Take shared parameters from the first block's memory, as u and v of relative attention; by default none."""
+
+    @classmethod
+    def small_options(cls, seg_len: int) -> dict[str, Any]:
+        """Options that fit segments of `seg_len` tokens and fill within two of them; used by the contract tests."""
+        return {}
+
+
+def map_state(function: Any, *states: Any) -> Any:
+    """Apply `function` to corresponding tensors of equally structured states (NamedTuples and tuples of them)."""
+    first = states[0]
+    if isinstance(first, Tensor):
+        return function(*states)
+    mapped = [map_state(function, *parts) for parts in zip(*states, strict=True)]
+    return type(first)(*mapped) if hasattr(first, "_fields") else tuple(mapped)
+
+
+def select_lanes(keep_new: Tensor, new: StateT, old: StateT) -> StateT:
+    """Per lane, the new state where `keep_new` (B,) bool is true, else the old one."""
+
+    def choose(new_part: Tensor, old_part: Tensor) -> Tensor:
+        mask = keep_new.view(-1, *[1] * (new_part.dim() - 1))
+        return torch.where(mask, new_part, old_part)
+
+    return map_state(choose, new, old)
+
+
+def named_tensors(state: Any, prefix: str = "") -> dict[str, Tensor]:
+    """Flat names of a state's tensors: field names of NamedTuples, indices of tuples, joined by dots."""
+    if isinstance(state, Tensor):
+        return {prefix: state}
+    names: Sequence[str] = getattr(state, "_fields", [str(index) for index in range(len(state))])
+    result: dict[str, Tensor] = {}
+    for name, part in zip(names, state, strict=True):
+        result.update(named_tensors(part, f"{prefix}.{name}" if prefix else name))
+    return result

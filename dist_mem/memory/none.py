@@ -1,0 +1,37 @@
+"""No memory: attention within the segment only, with relative positions (the papers' "Transformer + RPE")."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dist_mem.layers import RelativeAttention, visible_keys
+from dist_mem.memory.base import LayerSpec, Memory, MemoryOutput
+
+
+class State(NamedTuple):
+    """Nothing is carried."""
+
+
+class NoMemory(Memory):
+    def __init__(self, spec: LayerSpec, options: Any) -> None:
+        super().__init__(spec, options)
+        if spec.same_length:
+            raise ValueError("model.same_length needs a memory: set it to false, or memory.kind to another than none")
+        self.norm = nn.LayerNorm(spec.d_model) if spec.norm == "pre" else nn.Identity()
+        self.attention = RelativeAttention(**spec.attention)
+
+    def share(self, first: Memory) -> None:
+        assert isinstance(first, NoMemory)
+        self.attention.share_biases(first.attention)
+
+    def init_state(self, lane_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
+        return State()
+
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        no_context = x.new_empty(x.shape[0], 0, x.shape[2])
+        nothing = no_context.new_empty(x.shape[0], 0, dtype=torch.bool)
+        visible = visible_keys(nothing, x.shape[1], same_length=False)
+        return MemoryOutput(self.attention(self.norm(x), no_context, visible), state, {})

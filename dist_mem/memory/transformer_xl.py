@@ -1,0 +1,64 @@
+"""Transformer-XL (Dai et al. 2019, sec. 3.2): the last M inputs of every block are kept and attended to.
+
+The cache holds block inputs, not keys and values: they are projected with the weights of the day. Rows are
+right-aligned and a count says how many are valid: a lane's memory starts empty and no zero row is ever attended to, as
+in the authors' code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dist_mem.layers import RelativeAttention, newest_rows, visible_keys
+from dist_mem.memory.base import LayerSpec, Memory, MemoryOutput
+
+
+class State(NamedTuple):
+    hidden: Tensor  # (B, M, D), the block's last inputs, newest last; rows not yet filled are 0
+    length: Tensor  # (B,) int64, how many of the newest rows are valid
+
+
+def push(state: State, rows: Tensor) -> State:
+    """Append rows (B, T, D), all real, and keep the newest M."""
+    mem_len, num_rows = state.hidden.shape[1], rows.shape[1]
+    newest = rows.detach()[:, -mem_len:].to(state.hidden.dtype)
+    hidden = torch.cat([state.hidden[:, num_rows:], newest], dim=1)
+    return State(hidden, (state.length + num_rows).clamp(max=mem_len))
+
+
+class TransformerXL(Memory):
+    @dataclass
+    class Options:
+        mem_len: int = 128  # M, tokens
+
+    def __init__(self, spec: LayerSpec, options: Any) -> None:
+        super().__init__(spec, options)
+        if options.mem_len < 1:
+            raise ValueError(
+                f"memory.mem_len is {options.mem_len}, but must be at least 1; for no memory set memory.kind=none"
+            )
+        self.norm = nn.LayerNorm(spec.d_model) if spec.norm == "pre" else nn.Identity()
+        self.attention = RelativeAttention(**spec.attention)
+
+    @classmethod
+    def small_options(cls, seg_len: int) -> dict[str, Any]:
+        return {"mem_len": 2 * seg_len - 1}
+
+    def share(self, first: Memory) -> None:
+        assert isinstance(first, TransformerXL)
+        self.attention.share_biases(first.attention)
+
+    def init_state(self, lane_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
+        num_lanes = lane_ids.shape[0]
+        hidden = torch.zeros(num_lanes, self.options.mem_len, self.spec.d_model, device=device, dtype=dtype)
+        return State(hidden, torch.zeros(num_lanes, device=device, dtype=torch.int64))
+
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        valid = newest_rows(state.length, state.hidden.shape[1])
+        visible = visible_keys(valid, x.shape[1], same_length=self.spec.same_length)
+        y = self.attention(self.norm(x), self.norm(state.hidden.to(x.dtype)), visible)
+        return MemoryOutput(y, push(state, x), {})

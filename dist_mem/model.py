@@ -1,0 +1,187 @@
+"""MemoryLM: embed -> blocks, each with its memory -> softmax -> one negative log-likelihood per token.
+
+The model decides what is remembered: a lane's new memory is kept only if its segment was complete (rule 3 of the memory
+contract). State goes in and out as a NamedTuple; nothing is stored in the module. Shape letters: B lanes, T segment, D
+model, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dist_mem.config import Config, ModelConfig
+from dist_mem.layers import Dropout, FeedForward, initialize
+from dist_mem.memory import build_memory
+from dist_mem.memory.base import LayerSpec, Memory, MemoryOutput, named_tensors, select_lanes
+from dist_mem.vocabulary import Bin, Embedding, Softmax, adaptive_bins, plain_bin
+
+
+class LMState(NamedTuple):
+    blocks: tuple[Any, ...]  # one state a block, as its memory defines it
+
+
+class Features(NamedTuple):
+    hidden: Tensor  # (B, T, D), input of the softmax
+    aux: dict[str, Tensor]  # name -> (B,) weighted auxiliary loss per lane, summed over blocks
+    state: LMState
+
+
+class LMOutput(NamedTuple):
+    nll: Tensor  # (B, T) float32, nats; 0 where the target is IGNORE
+    aux: dict[str, Tensor]  # name -> (B,) weighted auxiliary loss per lane, summed over blocks
+    state: LMState  # committed: new for lanes with a complete segment, unchanged for the others
+
+
+def reset_lanes(state: LMState, fresh: LMState, is_new_document: Tensor) -> LMState:
+    """Fresh memories for the lanes that start a document, (B,) bool."""
+    return select_lanes(is_new_document, fresh, state)
+
+
+class Block(nn.Module):
+    """Memory layer (attention) and feed-forward, each with its residual and its layer norm.
+
+    With pre-norm the memory normalises its own input, because stored and new rows go through the same norm.
+    """
+
+    def __init__(self, memory: Memory, *, d_inner: int) -> None:
+        super().__init__()
+        spec = memory.spec
+        self.pre_norm = spec.norm == "pre"
+        self.memory = memory
+        self.attention_norm = nn.Identity() if self.pre_norm else nn.LayerNorm(spec.d_model)
+        self.feed_forward = FeedForward(spec.d_model, d_inner=d_inner, dropout=spec.dropout)
+        self.feed_forward_norm = nn.LayerNorm(spec.d_model)
+
+    def forward(self, x: Tensor, state: Any, valid_len: Tensor) -> MemoryOutput:
+        y, state, aux = self.memory(x, state, valid_len)
+        attended = self.attention_norm(x + y)
+        if self.pre_norm:
+            out = attended + self.feed_forward(self.feed_forward_norm(attended))
+        else:
+            out = self.feed_forward_norm(attended + self.feed_forward(attended))
+        return MemoryOutput(out, state, aux)
+
+
+class MemoryLM(nn.Module):
+    """A language model whose blocks carry memory from segment to segment."""
+
+    def __init__(self, config: Config, vocab_size: int) -> None:
+        super().__init__()
+        model = config.model
+        bins = vocabulary_bins(model, vocab_size)
+        self.activation_checkpointing = config.train.activation_checkpointing
+        self.embedding = Embedding(bins, d_model=model.d_model)
+        self.blocks = nn.ModuleList(
+            Block(build_memory(config.memory, layer_spec(config, index)), d_inner=model.d_inner)
+            for index in range(model.num_layers)
+        )
+        # Deviation: the published pre-norm model has no norm before the softmax; post-norm ends with one anyway.
+        self.final_norm = nn.LayerNorm(model.d_model) if model.norm == "pre" and model.final_norm else nn.Identity()
+        self.head = Softmax(bins, d_model=model.d_model)
+        self.dropout = Dropout(model.dropout)
+        initialize(self, std=model.init_std)
+        if model.tie_embeddings:
+            self.head.tie(self.embedding)
+        for memory in self.memories():
+            memory.share(self.memories()[0])
+
+    def memories(self) -> list[Memory]:
+        """The memory layer of every block."""
+        return [cast(Block, block).memory for block in self.blocks]
+
+    def init_state(self, lane_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> LMState:
+        """Empty memories of the lanes `lane_ids` (B,) int64; `dtype` is the activations'."""
+        return LMState(tuple(memory.init_state(lane_ids, device, dtype) for memory in self.memories()))
+
+    def features(self, tokens: Tensor, valid_len: Tensor, *, state: LMState) -> Features:
+        """All but the softmax: tokens (B, T) int64, valid_len (B,) int64."""
+        x = self.dropout(self.embedding(tokens))
+        complete = valid_len == tokens.shape[1]
+        aux: dict[str, Tensor] = {}
+        committed = []
+        for block, old in zip(self.blocks, state.blocks, strict=True):
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                output = checkpoint(block, x, old, valid_len, use_reentrant=False)
+            else:
+                output = block(x, old, valid_len)
+            x = output.y
+            committed.append(select_lanes(complete, output.state, old))
+            for name, loss in output.aux.items():
+                aux[name] = aux[name] + loss if name in aux else loss
+        return Features(self.dropout(self.final_norm(x)), aux, LMState(tuple(committed)))
+
+    def forward(self, tokens: Tensor, targets: Tensor, valid_len: Tensor, *, state: LMState) -> LMOutput:
+        """One segment of every lane.
+
+        Args:
+            tokens: (B, T) int64, real tokens first.  targets: (B, T) int64, IGNORE where nothing is scored.
+            valid_len: (B,) int64, real tokens; 0 for an idle lane.  state: see `init_state` and `reset_lanes`.
+        """
+        hidden, aux, state = self.features(tokens, valid_len, state=state)
+        return LMOutput(self.head(hidden, targets), aux, state)
+
+    def log_probs(self, tokens: Tensor, valid_len: Tensor, *, state: LMState) -> tuple[Tensor, LMState]:
+        """Log-probabilities of every next token, (B, T, V) float32, and the committed state; for generation."""
+        hidden, _, state = self.features(tokens, valid_len, state=state)
+        return self.head.log_probs(hidden), state
+
+
+def layer_spec(config: Config, layer_index: int) -> LayerSpec:
+    """What the memory of block `layer_index` is told."""
+    model = config.model
+    if model.norm not in ("pre", "post"):
+        raise ValueError(f"model.norm is {model.norm!r}, but must be pre or post")
+    if model.d_head is None and model.d_model % model.num_heads:
+        raise ValueError(
+            f"model.d_model is {model.d_model}, no multiple of model.num_heads = {model.num_heads}; give model.d_head"
+        )
+    return LayerSpec(
+        layer_index=layer_index,
+        num_layers=model.num_layers,
+        d_model=model.d_model,
+        num_heads=model.num_heads,
+        d_head=model.d_head or model.d_model // model.num_heads,
+        seg_len=config.train.seg_len,
+        dropout=model.dropout,
+        attention_dropout=model.attention_dropout,
+        norm=model.norm,
+        clamp_len=model.clamp_len,
+        same_length=model.same_length,
+    )
+
+
+def vocabulary_bins(model: ModelConfig, vocab_size: int) -> list[Bin]:
+    """One bin, or those of `model.adaptive`."""
+    d_embed = model.d_embed or model.d_model
+    if model.adaptive is None:
+        return plain_bin(vocab_size, d_model=model.d_model, d_embed=d_embed)
+    adaptive = model.adaptive
+    ties = None if adaptive.tie_projections is None else list(adaptive.tie_projections)
+    return adaptive_bins(
+        vocab_size,
+        d_model=model.d_model,
+        d_embed=d_embed,
+        cutoffs=list(adaptive.cutoffs),
+        div_val=adaptive.div_val,
+        tie_projections=ties,
+    )
+
+
+def describe(config: Config, vocab_size: int) -> dict[str, int]:
+    """Sizes of a configuration, without allocating it: parameters and bytes of memory that a lane carries."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.train.precision]
+    with torch.device("meta"):
+        model = MemoryLM(config, vocab_size)
+        state = model.init_state(torch.zeros(1, dtype=torch.int64), "meta", dtype)
+    vocabulary = {id(parameter) for part in (model.embedding, model.head) for parameter in part.parameters()}
+    counts = {id(parameter): parameter.numel() for parameter in model.parameters()}
+    return {
+        "num_parameters": sum(counts.values()),
+        "num_vocabulary_parameters": sum(count for key, count in counts.items() if key in vocabulary),
+        "num_layer_parameters": sum(count for key, count in counts.items() if key not in vocabulary),
+        "state_bytes_per_lane": sum(part.numel() * part.element_size() for part in named_tensors(state).values()),
+    }
