@@ -1,0 +1,159 @@
+"""The door to DeepSpeed: its configuration, its start, one update, its files.
+
+DeepSpeed's habits this module exists for: it divides the loss by the accumulation steps on top of ours; it skips an
+update silently when a gradient is not finite (and in fp32 without ZeRO poisons every parameter instead); it clips at
+norm 1 unless told otherwise; it ignores unknown top-level keys (refused in the configuration).
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import sys
+import warnings
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dist_mem.optimizer import build_optimizer
+
+try:
+    # DeepSpeed's autotuner imports mlflow where it can, on every rank: 1.7 s, 115 MB and a telemetry client. A None
+    # here makes that import fail, which it is prepared for; tracking.py imports mlflow later, on rank 0 alone.
+    sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]
+    import deepspeed
+    from deepspeed.utils import logger as deepspeed_logger
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+finally:
+    if sys.modules["mlflow"] is None:
+        del sys.modules["mlflow"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# DeepSpeed 0.19 calls collectives by names that torch 2.13 has renamed: nothing a user can change, said at every step.
+warnings.filterwarnings("ignore", r".*`torch.distributed.\w+` is deprecated", FutureWarning)
+_TAG = "engine"  # folder of DeepSpeed's files inside a checkpoint
+_STAGE0_FILE = "mp_rank_00_model_states.pt"
+
+
+def deepspeed_config(block: dict[str, Any], train: Any, *, world_size: int, accumulation: int) -> dict[str, Any]:
+    """The user's `deepspeed:` block completed with the keys this project owns.
+
+    Args:
+        block: the block as the user wrote it, without the keys we own.
+        train: `TrainConfig`.
+        accumulation: forward and backward passes of one rank in one update.
+    """
+    owned = {
+        "train_micro_batch_size_per_gpu": train.micro_lanes,
+        "gradient_accumulation_steps": accumulation,
+        "train_batch_size": train.micro_lanes * accumulation * world_size,
+        "gradient_clipping": train.max_grad_norm or 0.0,  # left out, DeepSpeed clips at 1.0
+        "zero_allow_untested_optimizer": True,  # torch's own optimizers, checked by our tests
+        "zero_force_ds_cpu_optimizer": False,  # offloading works with torch's Adam too
+        "steps_per_print": None,
+    }
+    merged = copy.deepcopy(block)
+    for precision in ("bf16", "fp16"):
+        merged[precision] = {**merged.get(precision, {}), "enabled": train.precision == precision}
+    return {**merged, **owned}
+
+
+class Engine:
+    """A model under DeepSpeed: call it for a forward, then `backward`, and `step` once an update."""
+
+    def __init__(
+        self, model: nn.Module, config: Any, block: dict[str, Any], *, world_size: int, accumulation: int
+    ) -> None:
+        deepspeed_logger.setLevel(logging.WARNING)  # dozens of lines a start that tell a user nothing
+        optimizer = build_optimizer(model, config.optimizer)
+        self.config = deepspeed_config(block, config.train, world_size=world_size, accumulation=accumulation)
+        self._engine, _, _, _ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
+            config=self.config,
+        )
+        self.lr = self._lr = config.optimizer.lr  # of the last update, for groups that have none of their own
+        self._peak_lrs = [group["lr"] for group in self._engine.optimizer.param_groups]
+        self.dtype = DTYPES[config.train.precision]
+        self.device = self._engine.device
+        self.stage: int = self._engine.zero_optimization_stage()
+        self._unguarded = self.stage == 0 and self.dtype == torch.float32
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._engine(*args, **kwargs)
+
+    @property
+    def module(self) -> Any:
+        """The model as DeepSpeed holds it; under ZeRO-3 its parameters are empty outside a forward."""
+        return self._engine.module
+
+    @property
+    def optimizer(self) -> Any:
+        """DeepSpeed's optimizer, for tests that compare its moments."""
+        return self._engine.optimizer
+
+    def train(self, mode: bool = True) -> None:
+        """Dropout on or off."""
+        self._engine.train(mode)
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward of a normalized micro-loss, which DeepSpeed must not divide by the accumulation steps again."""
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def end_micro_batch(self) -> None:
+        """Count a micro-batch that is not the last of its update."""
+        self._engine.step()
+
+    def gradients_finite(self) -> bool:
+        """Whether it is safe to `step`; only fp32 without ZeRO has to look, everything else skips by itself."""
+        if not self._unguarded:
+            return True
+        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        return bool(torch.isfinite(torch.nn.utils.get_total_norm(gradients)))
+
+    def step(self, lr_factor: float) -> bool:
+        """Update with each group's peak learning rate times `lr_factor`; False if DeepSpeed skipped it."""
+        for group, peak in zip(self._engine.optimizer.param_groups, self._peak_lrs, strict=True):
+            group["lr"] = peak * lr_factor
+        self.lr = self._lr * lr_factor
+        self._gradient_norm_before = self._norm_of_gradients() if self._unguarded else None
+        self._engine.step()
+        return self._engine.was_step_applied()
+
+    def _norm_of_gradients(self) -> float:
+        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients))
+
+    def gradient_norm(self) -> float:
+        """Global gradient norm of the last update before clipping; nan where DeepSpeed does not know it."""
+        norm = self._gradient_norm_before if self._unguarded else self._engine.get_global_grad_norm()
+        return float("nan") if norm is None else float(norm)
+
+    def save(self, directory: Path) -> None:
+        """Write DeepSpeed's files under `directory`; every rank calls it. Its own `latest` is not crash-safe."""
+        self._engine.save_checkpoint(str(directory), tag=_TAG, save_latest=False)
+
+    def load(self, directory: Path) -> None:
+        """Restore parameters, optimizer and loss scale; every rank calls it, at the same world size."""
+        path, _ = self._engine.load_checkpoint(str(directory), tag=_TAG, load_lr_scheduler_states=False)
+        if path is None:
+            raise FileNotFoundError(f"{directory / _TAG}: DeepSpeed found nothing to load")
+
+
+def consolidated_state_dict(directory: Path) -> dict[str, Tensor]:
+    """fp32 weights of a checkpoint written by any ZeRO stage on any number of ranks.
+
+    DeepSpeed's files are pickles: load only checkpoints you trust.
+    """
+    zero_files = list((directory / _TAG).glob("*zero_pp_rank_*_optim_states.pt"))
+    if zero_files:
+        # It prints its progress, on every rank; what goes wrong it raises.
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            return get_fp32_state_dict_from_zero_checkpoint(str(directory), tag=_TAG)
+    saved = torch.load(directory / _TAG / _STAGE0_FILE, map_location="cpu", weights_only=False)
+    return {name: tensor.float() for name, tensor in saved["module"].items()}

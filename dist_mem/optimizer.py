@@ -1,0 +1,82 @@
+"""The optimizer: parameter groups by name pattern, torch's own Adam and SGD, and the learning-rate schedule.
+
+The learning rate is a pure function of the step (`lr_factor`), written into the groups before every update, so there is
+no scheduler state to save and a resumed run cannot be off by one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+# Vectors in all but shape: the content and position biases u and v of relative attention are (H, K).
+_NEVER_DECAYED = re.compile(r"(^|[._])(u|v|bias)$")
+
+
+def _decays(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.dim() >= 2 and not _NEVER_DECAYED.search(name)
+
+
+def parameter_groups(model: nn.Module, config: Any) -> list[dict[str, Any]]:
+    """Parameters grouped by (lr, weight decay); `trainable: false` groups are frozen and left out.
+
+    Args:
+        config: `OptimizerConfig`. The first entry of `config.groups` whose pattern is found in a name takes the
+            parameter; weight decay applies to matrices only, unless the group that takes the parameter sets it.
+
+    Raises:
+        ValueError: a pattern matches no parameter, or nothing is left to train.
+    """
+    taken: dict[tuple[float, float], list[nn.Parameter]] = {}
+    matched = [0] * len(config.groups)
+    for name, parameter in model.named_parameters():
+        lr, weight_decay = config.lr, config.weight_decay if _decays(name, parameter) else 0.0
+        for index, group in enumerate(config.groups):
+            if re.search(group.match, name):
+                matched[index] += 1
+                parameter.requires_grad_(group.trainable)
+                lr = lr if group.lr is None else group.lr
+                weight_decay = weight_decay if group.weight_decay is None else group.weight_decay
+                break
+        if parameter.requires_grad:
+            taken.setdefault((lr, weight_decay), []).append(parameter)
+    for index, count in enumerate(matched):
+        if count == 0:
+            names = ", ".join(name for name, _ in list(model.named_parameters())[:5])
+            pattern = config.groups[index].match
+            raise ValueError(
+                f"optimizer.groups.{index}.match={pattern!r} takes no parameter (did an earlier group take them?); "
+                f"parameters are named like {names}"
+            )
+    if not taken:
+        raise ValueError("optimizer.groups: every parameter has trainable: false; leave at least one to train")
+    return [{"params": params, "lr": lr, "weight_decay": decay} for (lr, decay), params in taken.items()]
+
+
+def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
+    """AdamW, Adam (L2 in the gradient, as published with Transformer-XL) or SGD over `parameter_groups`."""
+    groups = parameter_groups(model, config)
+    if config.kind == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+    kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[config.kind]
+    return kind(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps)
+
+
+def lr_factor(step: int, config: Any, total_steps: int) -> float:
+    """Learning rate of update `step` (from 0) as a share of its peak.
+
+    Linear warmup over `warmup_steps`, then constant, or a linear or cosine descent over `decay_steps` (default: all
+    that is left) to `end_factor`, and constant from there.
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.kind == "constant":
+        return 1.0
+    decay_steps = config.decay_steps or max(1, total_steps - config.warmup_steps)
+    progress = min(1.0, (step - config.warmup_steps) / decay_steps)
+    shape = 1 - progress if config.kind == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return config.end_factor + (1 - config.end_factor) * shape

@@ -1,0 +1,71 @@
+"""Where ranks come from, and how ranks agree."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from ranks import RankPool
+
+from dist_mem.distributed import StopSignal, World, agree_all_well, from_rank0, in_job_step, read_ranks, sum_over_ranks
+
+BATCH_STEP = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}
+JOB_STEP = {**BATCH_STEP, "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
+
+
+def test_launcher_variables_win_over_slurm() -> None:
+    launcher = {"RANK": "2", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    assert read_ranks({**JOB_STEP, **launcher}) == (2, 8, 0, 2)
+
+
+def test_slurm_is_read_inside_a_job_step_only() -> None:
+    assert read_ranks({**JOB_STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}) == (3, 4, 1, 2)
+    assert read_ranks(BATCH_STEP) == (0, 1, 0, 1)
+
+
+@pytest.mark.parametrize("step", ["4294967291", "4294967290", "4294967292", "interactive", ""])
+def test_batch_extern_and_interactive_steps_are_no_job_steps(step: str) -> None:
+    assert not in_job_step({**JOB_STEP, "SLURM_STEP_ID": step})
+
+
+def test_no_launcher_is_a_single_process() -> None:
+    assert read_ranks({}) == (0, 1, 0, 1)
+
+
+@pytest.mark.parametrize("present", [{"RANK": "0"}, {"WORLD_SIZE": "2"}])
+def test_half_a_launcher_is_refused_by_name(present: dict[str, str]) -> None:
+    (missing,) = {"RANK", "WORLD_SIZE"} - present.keys()
+    with pytest.raises(ValueError, match=f"{missing} is not set"):
+        read_ranks(present)
+
+
+def agreement(world: World) -> tuple[list[float], Any, str]:
+    summed = sum_over_ranks([world.rank, 1.0], world.device)
+    told = from_rank0({"from": world.rank})
+    error = OSError("disk full") if world.rank == 1 else None
+    try:
+        agree_all_well(error, "saving")
+    except RuntimeError as caught:
+        return summed, told, str(caught)
+    return summed, told, ""
+
+
+def test_one_failing_rank_fails_all_and_is_named(rank_pool: Callable[[int], RankPool]) -> None:
+    for summed, told, message in rank_pool(2).run(agreement):
+        assert summed == [1.0, 2.0]
+        assert told == {"from": 0}
+        assert message == "saving failed on 1 of 2 ranks. rank 1: OSError: disk full"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
+def test_stop_signal_is_noted_and_handlers_come_back(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    stop = StopSignal()
+    os.kill(os.getpid(), number)
+    os.kill(os.getpid(), number)
+    assert stop.received == number.name
+    stop.restore()
+    assert signal.getsignal(number) == before

@@ -1,0 +1,111 @@
+"""The import arrows of docs/design.md: one way only, and one door per dependency."""
+
+from __future__ import annotations
+
+import ast
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "dist_mem"
+
+# Lower layers first; a module may import modules of lower layers, and of its own layer where no cycle results.
+LAYERS: list[set[str]] = [
+    {"config", "config_*", "deepspeed_keys", "distributed", "files"},
+    {"layers", "memory.base", "data.batch", "data.shard", "data.tar"},
+    {"memory", "memory.*", "data", "data.*", "manifest", "optimizer", "lease", "resume_rules", "vocabulary"},
+    {"engine", "checkpoint", "tracking", "sinks", "delivery", "progress", "model"},
+    {"evaluate", "scoring", "meter", "plan", "report", "compare"},
+    {"job", "update", "train"},
+    {"__main__"},
+]
+LEAVES = {"layers", "distributed", "files", "data.shard", "data.batch", "memory.base"}
+DOORS = {
+    "deepspeed": {"engine"},
+    "mlflow": {"tracking"},
+    "webdataset": {"data.*"},
+}
+
+
+def module_name(path: Path) -> str:
+    name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    return name.removesuffix(".__init__")
+
+
+MODULES = {module_name(path): path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py"}
+
+
+def imported_names(path: Path) -> set[str]:
+    """Absolute names of everything a file imports, at top level or inside functions."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            names.add(node.module or "")
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def own_imports(path: Path) -> set[str]:
+    names = {name.removeprefix("dist_mem.") for name in imported_names(path) if name.startswith("dist_mem.")}
+    return {name for name in names if name in MODULES}
+
+
+def matches(name: str, patterns: set[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def layer_of(name: str) -> int:
+    for number, members in enumerate(LAYERS):
+        if name in members:
+            return number
+    for number, members in enumerate(LAYERS):
+        if matches(name, members):
+            return number
+    pytest.fail(f"{name} stands in no layer: add it to LAYERS in {__file__}")
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_imports_point_to_lower_layers(name: str) -> None:
+    mine = layer_of(name)
+    upward = {other for other in own_imports(MODULES[name]) if layer_of(other) > mine}
+    assert not upward, f"{name} imports {upward}, which stand above it"
+
+
+@pytest.mark.parametrize("name", sorted(LEAVES))
+def test_leaves_import_nothing_of_ours(name: str) -> None:
+    assert own_imports(MODULES[name]) <= {"files", "data.tar"}
+
+
+def test_no_import_cycles() -> None:
+    graph = {name: own_imports(path) - {name} for name, path in MODULES.items()}
+    while graph:
+        free = [name for name, needs in graph.items() if not needs & graph.keys()]
+        assert free, f"these modules import each other in a circle: {sorted(graph)}"
+        for name in free:
+            del graph[name]
+
+
+@pytest.mark.parametrize("library", sorted(DOORS))
+def test_each_library_has_one_door(library: str) -> None:
+    users = {
+        name
+        for name, path in MODULES.items()
+        if any(imported == library or imported.startswith(f"{library}.") for imported in imported_names(path))
+    }
+    strangers = {name for name in users if not matches(name, DOORS[library])}
+    assert not strangers, f"{library} is imported by {strangers}; its door is {DOORS[library]}"
+
+
+def test_environment_variables_have_one_door() -> None:
+    readers = {name for name, path in MODULES.items() if "os.environ" in path.read_text(encoding="utf-8")}
+    assert readers <= {"distributed"}
+
+
+def test_configuration_is_read_without_torch() -> None:
+    for name in MODULES:
+        if matches(name, {"config", "config_*", "deepspeed_keys"}):
+            assert not any(imported.split(".")[0] == "torch" for imported in imported_names(MODULES[name])), name

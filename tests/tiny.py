@@ -1,0 +1,126 @@
+"""Tiny configurations, batches and jobs for tests that run real engines."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from dist_mem.config import Config
+from dist_mem.data.batch import IGNORE, Batch, Update
+from dist_mem.data.stream import lanes_of_rank
+from dist_mem.distributed import World
+from dist_mem.engine import Engine
+from dist_mem.model import MemoryLM
+from dist_mem.update import Outcome, train_step
+
+VOCAB = 37
+TINY = {
+    "model": {"num_layers": 2, "d_model": 16, "num_heads": 2, "d_inner": 32, "dropout": 0.0},
+    "memory": {"kind": "transformer_xl", "mem_len": 12},
+    "train": {"lanes": 8, "micro_lanes": 4, "seg_len": 8, "steps": 100, "precision": "fp32", "max_grad_norm": None},
+    "optimizer": {"kind": "sgd", "lr": 0.5, "weight_decay": 0.0},
+    "schedule": {"kind": "constant"},
+}
+
+
+def tiny_config(*overrides: dict[str, Any]) -> Any:
+    """A configuration of a model that trains in milliseconds."""
+    return OmegaConf.merge(OmegaConf.structured(Config), TINY, *overrides)
+
+
+def zero_block(stage: int) -> dict[str, Any]:
+    """ZeRO with nothing kept gathered: a small model hides the bugs of stage 3 otherwise."""
+    return {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+
+
+def ragged_segments(config: Any, *, step: int) -> list[Batch]:
+    """The global batch of one step, one Batch of all G lanes for each of its segments: documents of all lengths."""
+    train = config.train
+    generator = torch.Generator().manual_seed(1000 + step)
+    segments = []
+    for part in range(train.segments_per_update):
+        shape = (train.lanes, train.seg_len)
+        tokens = torch.randint(1, VOCAB, shape, generator=generator)
+        targets = torch.randint(1, VOCAB, shape, generator=generator)
+        valid_len = torch.randint(1, train.seg_len + 1, (train.lanes,), generator=generator)
+        valid_len[:: 2 + part] = train.seg_len  # some lanes are complete and remember
+        targets[torch.arange(train.seg_len) >= valid_len[:, None]] = IGNORE
+        is_new = torch.rand(train.lanes, generator=generator) < 0.3
+        document = torch.arange(train.lanes)
+        segments.append(Batch(tokens, targets, valid_len, is_new, document, None))
+    return segments
+
+
+def _idle_rows(batch: Batch, count: int) -> Batch:
+    """`count` idle lanes appended."""
+    if count <= 0:
+        return batch
+    seg_len = batch.tokens.shape[1]
+    return Batch(
+        torch.cat([batch.tokens, torch.zeros(count, seg_len, dtype=torch.int64)]),
+        torch.cat([batch.targets, torch.full((count, seg_len), IGNORE)]),
+        torch.cat([batch.valid_len, torch.zeros(count, dtype=torch.int64)]),
+        torch.cat([batch.is_new_document, torch.zeros(count, dtype=torch.bool)]),
+        torch.cat([batch.document, torch.full((count,), -1)]),
+        None,
+    )
+
+
+def update_of_rank(config: Any, world: World, *, step: int) -> Update:
+    """This rank's share of `ragged_segments`, in micro-batches."""
+    train = config.train
+    lanes = lanes_of_rank(train.lanes, world_size=world.size, rank=world.rank, micro_lanes=train.micro_lanes)
+    batches: list[Batch] = []
+    for whole in ragged_segments(config, step=step):
+        padded = _idle_rows(whole, lanes.stop - train.lanes)
+        for first in range(lanes.start, lanes.stop, train.micro_lanes):
+            rows = slice(first, first + train.micro_lanes)
+            batches.append(Batch(*(None if part is None else part[rows] for part in padded)))
+    scored = sum(int((batch.targets != IGNORE).sum()) for batch in batches)
+    cursors = torch.full((len(lanes), 3), step)
+    return Update(batches, cursors, scored, epoch=0.0, documents_started=0, documents_skipped=0)
+
+
+def tiny_job(config: Any, world: World, *, stage: int, block: dict[str, Any] | None = None) -> Any:
+    """What `train_step` touches of a Job, with a real engine on a freshly seeded model."""
+    train = config.train
+    torch.manual_seed(train.seed)
+    model = MemoryLM(config, VOCAB)
+    lanes = lanes_of_rank(train.lanes, world_size=world.size, rank=world.rank, micro_lanes=train.micro_lanes)
+    lane_ids = torch.tensor(lanes)
+    accumulation = len(lane_ids) // train.micro_lanes * train.segments_per_update
+    ds_block = {**zero_block(stage), **(block or {})}
+    engine = Engine(model, config, ds_block, world_size=world.size, accumulation=accumulation)
+    engine.train()
+    fresh = [model.init_state(group, engine.device, engine.dtype) for group in lane_ids.split(train.micro_lanes)]
+    return SimpleNamespace(
+        config=config, world=world, engine=engine, fresh=fresh, states=fresh, step=0, total_steps=100,
+        lane_ids=lane_ids, cursors=torch.zeros(len(lane_ids), 3, dtype=torch.int64),
+    )  # fmt: skip
+
+
+def run_steps(job: Any, *, first: int, last: int) -> list[Outcome]:
+    """Real training steps over `ragged_segments`."""
+    from dist_mem.distributed import sum_over_ranks
+
+    outcomes = []
+    for step in range(first, last):
+        update = update_of_rank(job.config, job.world, step=step)
+        num_scored = int(sum_over_ranks([update.num_scored], job.world.device)[0])
+        outcomes.append(train_step(job, update, num_scored, 0, stop=False))
+        job.step += 1
+    return outcomes
+
+
+def full_parameters(job: Any) -> dict[str, torch.Tensor]:
+    """Every parameter whole, on every rank."""
+    import deepspeed
+
+    found = {}
+    for name, parameter in job.engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=job.engine.stage == 3):
+            found[name] = parameter.detach().clone()
+    return found
