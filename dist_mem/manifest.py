@@ -1,0 +1,110 @@
+"""What makes a checkpoint a checkpoint: a manifest, written last, that lists every file with its size and SHA-256.
+
+A directory `step-00001000` with a manifest whose files all match is complete; anything else is not a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from dist_mem.files import sha256_of, write_text
+
+FORMAT_VERSION = 1
+_NAME = "manifest.json"
+_STEP_DIR = re.compile(r"step-(\d{8})")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be used; the message says why and what to do."""
+
+
+def step_dir(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of `step` lives."""
+    return run_dir / "checkpoints" / f"step-{step:08d}"
+
+
+def list_steps(run_dir: Path) -> list[int]:
+    """Steps that have a checkpoint directory, oldest first, verified or not."""
+    found = (_STEP_DIR.fullmatch(path.name) for path in (run_dir / "checkpoints").glob("step-*"))
+    return sorted(int(match.group(1)) for match in found if match)
+
+
+def files_in(directory: Path) -> list[Path]:
+    """Every file of a checkpoint but the manifest, in a fixed order."""
+    return sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / _NAME)
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """A file's entry in the manifest."""
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+
+
+def write_manifest(directory: Path, content: dict[str, Any]) -> None:
+    """Write the manifest; from here on the directory is a checkpoint."""
+    write_text(directory / _NAME, json.dumps({"format_version": FORMAT_VERSION, **content}, indent=1) + "\n")
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: no manifest, an unreadable one, or one of a newer format.
+    """
+    path = directory / _NAME
+    if not path.exists():
+        raise CheckpointError(f"{directory}: no {_NAME}, so this save never finished")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not readable as JSON ({error})") from error
+    if manifest["format_version"] > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path}: format_version {manifest['format_version']} is newer than {FORMAT_VERSION}, the newest that this "
+            "dist_mem reads; update dist_mem"
+        )
+    return manifest
+
+
+def verify(directory: Path) -> dict[str, Any]:
+    """The manifest, after comparing size and SHA-256 of every file it lists.
+
+    Raises:
+        CheckpointError: naming the first file that is missing or different.
+    """
+    manifest = read_manifest(directory)
+    for name, entry in manifest["files"].items():
+        path = directory / name
+        if not path.is_file():
+            raise CheckpointError(f"{path}: missing")
+        if path.stat().st_size != entry["bytes"]:
+            raise CheckpointError(f"{path}: {path.stat().st_size} bytes, {entry['bytes']} expected (cut short?)")
+        if sha256_of(path) != entry["sha256"]:
+            raise CheckpointError(f"{path}: SHA-256 differs from the manifest (damaged)")
+    return manifest
+
+
+def newest_verified(run_dir: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that verifies, and why newer ones were passed over.
+
+    Raises:
+        CheckpointError: there are checkpoints, but none verifies: the run must not start over silently.
+    """
+    reasons: list[str] = []
+    for step in reversed(list_steps(run_dir)):
+        directory = step_dir(run_dir, step)
+        try:
+            verify(directory)
+        except CheckpointError as error:
+            reasons.append(str(error))
+        else:
+            return directory, reasons
+    if reasons:
+        listed = "\n  ".join(reasons)
+        raise CheckpointError(
+            f"{run_dir / 'checkpoints'}: no checkpoint verifies:\n  {listed}\n"
+            "Restore one of them, or give the run a new run_dir to start over"
+        )
+    return None, reasons

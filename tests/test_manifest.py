@@ -1,0 +1,76 @@
+"""A checkpoint is what its manifest says, to the last bit, or it is no checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dist_mem.manifest import (
+    FORMAT_VERSION,
+    CheckpointError,
+    describe_file,
+    files_in,
+    newest_verified,
+    step_dir,
+    verify,
+    write_manifest,
+)
+
+
+def make_checkpoint(run_dir: Path, step: int) -> Path:
+    directory = step_dir(run_dir, step)
+    (directory / "lanes").mkdir(parents=True)
+    (directory / "lanes" / "rank-00000.safetensors").write_bytes(bytes(range(100)))
+    (directory / "config.yaml").write_text("name: test\n")
+    files = {path.relative_to(directory).as_posix(): describe_file(path) for path in files_in(directory)}
+    write_manifest(directory, {"step": step, "files": files})
+    return directory
+
+
+def test_newest_checkpoint_that_verifies_is_chosen(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 5)
+    newest = make_checkpoint(tmp_path, 10)
+    assert newest_verified(tmp_path) == (newest, [])
+
+
+def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
+    assert newest_verified(tmp_path) == (None, [])
+
+
+@pytest.mark.parametrize("position", [0, 50, 99])
+def test_one_flipped_bit_is_found(tmp_path: Path, position: int) -> None:
+    older, newer = make_checkpoint(tmp_path, 5), make_checkpoint(tmp_path, 10)
+    path = newer / "lanes" / "rank-00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[position] ^= 4
+    path.write_bytes(content)
+    chosen, reasons = newest_verified(tmp_path)
+    assert chosen == older
+    assert "rank-00000.safetensors: SHA-256 differs" in reasons[0]
+
+
+def test_file_cut_short_and_file_missing_are_named(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path, 5)
+    path = directory / "lanes" / "rank-00000.safetensors"
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(CheckpointError, match=r"rank-00000.*40 bytes, 100 expected"):
+        verify(directory)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"rank-00000.*missing"):
+        verify(directory)
+
+
+def test_directory_without_manifest_is_not_a_checkpoint(tmp_path: Path) -> None:
+    (make_checkpoint(tmp_path, 5) / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="no checkpoint verifies"):
+        newest_verified(tmp_path)
+
+
+def test_newer_format_is_refused_by_name(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path, 5)
+    path = directory / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": FORMAT_VERSION + 1}))
+    with pytest.raises(CheckpointError, match=f"format_version {FORMAT_VERSION + 1} is newer"):
+        verify(directory)

@@ -1,0 +1,142 @@
+"""A run that is killed and started again ends in the very bits of a run that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from jobs import (
+    build_books,
+    checkpoint_content,
+    difference,
+    finish,
+    logged_steps,
+    losses,
+    run_ranks,
+    start_ranks,
+    wait_for,
+    write_config,
+)
+from ranks import RankPool
+
+from dist_mem.config import load_config
+from dist_mem.distributed import EXIT_REQUEUE, StopSignal, World
+from dist_mem.memory import memory_options
+from dist_mem.train import run_job
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_books(tmp_path_factory.mktemp("books"))
+
+
+def train_here(world: World, config_file: Path) -> int:
+    """The training of `dist-mem train`, in ranks that are already there."""
+    stop_signal = StopSignal()
+    try:
+        return run_job(load_config([str(config_file)], memory_options=memory_options), world, stop_signal)
+    finally:
+        stop_signal.restore()
+
+
+def zero(stage: int) -> dict[str, object]:
+    return {"deepspeed": {"zero_optimization": {"stage": stage}}}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_resume_after_kill_is_bitwise(
+    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool], stage: int
+) -> None:
+    """kill -9 at step 7, resume to 12, beside a straight 12; dropout on, accumulation 2, in mid-book."""
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    for run_dir in (straight, killed):
+        write_config(tmp_path / f"{run_dir.name}.yaml", books, run_dir, zero(stage))
+    assert rank_pool(2).run(train_here, tmp_path / "straight.yaml") == [0, 0]
+
+    processes = start_ranks(["train", "killed.yaml"], world_size=2, cwd=tmp_path)
+    wait_for(lambda: 7 in logged_steps(killed), "step 7")
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+    finish(processes)
+    assert not (killed / "checkpoints" / "step-00000012").exists()
+    codes, text = run_ranks(["train", "killed.yaml"], world_size=2, cwd=tmp_path)
+    assert codes == [0, 0], text
+    assert "resuming from" in text
+
+    ends = [checkpoint_content(run_dir / "checkpoints" / "step-00000012") for run_dir in (straight, killed)]
+    assert any(name.startswith("lanes/") for name in ends[0])
+    assert any(name.startswith("engine/") for name in ends[0])
+    assert difference(*ends) is None
+    assert losses(straight) == losses(killed)
+    cursors = [content["lanes/rank-00000.safetensors"]["cursors"] for content in ends]
+    assert cursors[0][:, 2].any(), "no lane stands in the middle of a book: the test proves little"
+
+
+def test_signal_on_one_rank_saves_and_asks_to_be_started_again(tmp_path: Path, books: Path) -> None:
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 5000}})
+    processes = start_ranks(["train", str(config)], world_size=2, cwd=tmp_path)
+    wait_for(lambda: 3 in logged_steps(tmp_path / "run"), "step 3")
+    processes[1].send_signal(signal.SIGTERM)
+    codes, text = finish(processes)
+    assert codes == [EXIT_REQUEUE] * 2, text
+    newest = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1]
+    assert json.loads((newest / "manifest.json").read_text())["step"] == logged_steps(tmp_path / "run")[-1]
+    assert not (tmp_path / "run" / "lease.json").exists()
+
+
+def test_changed_model_is_refused_by_name(tmp_path: Path, books: Path) -> None:
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 1}})
+    codes, text = run_ranks(["train", str(config)], world_size=1, cwd=tmp_path)
+    assert codes == [0], text
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    changes = ["memory.mem_len=16", "train.lanes=4", "train.steps=2"]
+    codes, text = run_ranks(["train", str(config), *changes], world_size=1, cwd=tmp_path)
+    assert codes == [2], text
+    assert "memory.mem_len" in text
+    assert "train.lanes" in text
+    assert "train.steps" not in text
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
+
+
+def test_damaged_checkpoint_is_passed_over_and_kept(tmp_path: Path, books: Path) -> None:
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 10}})
+    codes, text = run_ranks(["train", str(config)], world_size=1, cwd=tmp_path)
+    assert codes == [0], text
+    damaged = tmp_path / "run" / "checkpoints" / "step-00000010"
+    lanes = damaged / "lanes" / "rank-00000.safetensors"
+    content = bytearray(lanes.read_bytes())
+    content[-1] ^= 1
+    lanes.write_bytes(content)
+    codes, text = run_ranks(["train", str(config)], world_size=1, cwd=tmp_path)
+    assert codes == [0], text
+    assert "SHA-256 differs" in text
+    assert "resuming from" in text
+    assert "step-00000005" in text
+    assert damaged.with_name("step-00000010.broken").is_dir()
+    assert damaged.is_dir()
+
+
+def test_second_job_on_a_run_directory_is_refused(tmp_path: Path, books: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    holder = {"format_version": 1, "host": os.uname().nodename, "pid": os.getpid(), "started": 0}
+    (run_dir / "lease.json").write_text(json.dumps(holder))
+    config = write_config(tmp_path / "run.yaml", books, run_dir)
+    codes, text = run_ranks(["train", str(config)], world_size=1, cwd=tmp_path)
+    assert codes == [2], text
+    assert f"process {os.getpid()}" in text
+    assert (run_dir / "lease.json").exists()
+
+
+def test_memory_that_is_not_finite_stops_all_ranks_in_the_same_step(tmp_path: Path, books: Path) -> None:
+    """A learning rate beyond all reason: the loss overflows, and nobody saves the wreck."""
+    overrides = {"optimizer": {"lr": 1e30, "groups": []}, "checkpoint": {"every": None}}
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", overrides)
+    codes, text = run_ranks(["train", str(config)], world_size=2, cwd=tmp_path)
+    assert codes == [3, 3], text
+    assert "not finite" in text
+    assert not (tmp_path / "run" / "checkpoints").exists()
