@@ -1,0 +1,194 @@
+"""The command line: `dist-mem COMMAND`, or `python -m dist_mem COMMAND`.
+
+    dist-mem train configs/demo.yaml memory/none.yaml train.steps=100
+    dist-mem train configs/demo.yaml --check --world 8
+    dist-mem evaluate runs/demo --split test
+    dist-mem compare runs/none runs/demo
+    dist-mem prepare verify data/sample
+    dist-mem config configs/demo.yaml
+
+Every command imports what it needs when it runs, so that help and mistakes are answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dist_mem.config import Config, ConfigError, load_config, to_yaml
+from dist_mem.config_help import schema_as_yaml
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2  # as argparse has it
+
+
+def load_checked(arguments: Sequence[str]) -> Config:
+    """`load_config` with the memory block checked too, which takes torch, and so comes last."""
+
+    def memory_options(block: Any) -> tuple[str, Any]:
+        from dist_mem.memory import memory_options as check
+
+        return check(block)
+
+    return load_config(arguments, memory_options=memory_options)
+
+
+def train(options: argparse.Namespace) -> int:
+    """Start a run, or resume it."""
+    config = load_checked(options.config)
+    if options.check:
+        from dist_mem import plan
+
+        print(plan.report(config, world_size=options.world))
+        return 0
+    from dist_mem.train import run
+
+    return run(config)
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """Score a checkpoint on whole documents."""
+    from dist_mem.evaluate import run
+
+    return run(options.run, split=options.split, checkpoint=options.checkpoint, overrides=options.overrides)
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Show the evaluations of several runs side by side."""
+    from dist_mem.compare import run
+
+    return run(options.runs, split=options.split)
+
+
+def prepare(options: argparse.Namespace) -> int:
+    """Check built data: every tar, every document, the tokenizer."""
+    from dist_mem.data.verify import verify_dataset
+
+    problems = verify_dataset(options.data)
+    for problem in problems:
+        document = f"document {problem.document}" if problem.document else ""
+        print(": ".join(part for part in (problem.where, document, problem.message) if part), file=sys.stderr)
+    plural = "" if len(problems) == 1 else "s"
+    print(f"{options.data}: {f'{len(problems)} problem{plural}' if problems else 'all is well'}")
+    return EXIT_FAILED if problems else 0
+
+
+def config(options: argparse.Namespace) -> int:
+    """Print a configuration as it would be run, or every key with its default and its meaning."""
+    print(to_yaml(load_checked(options.config)) if options.config else schema_as_yaml(), end="")
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(prog="dist-mem", description="Train transformers that remember whole books.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_train(commands)
+    _add_evaluate(commands)
+    _add_compare(commands)
+    _add_prepare(commands)
+    _add_config(commands)
+    return parser
+
+
+_CONFIG_HELP = "YAML files, merged left to right, and key=value overrides"
+
+
+def _add(
+    commands: argparse._SubParsersAction, function: Callable[[argparse.Namespace], int]
+) -> argparse.ArgumentParser:
+    summary = function.__doc__ or ""
+    added = commands.add_parser(function.__name__, help=summary.rstrip("."), description=summary, allow_abbrev=False)
+    added.set_defaults(function=function)
+    return added
+
+
+def _add_train(commands: argparse._SubParsersAction) -> None:
+    added = _add(commands, train)
+    added.add_argument("config", nargs="*", help=_CONFIG_HELP)
+    added.add_argument("--check", action="store_true", help="only check the configuration and say what it amounts to")
+    added.add_argument("--world", type=_count, default=1, help="ranks to assume in --check (default: 1)")
+
+
+def _add_evaluate(commands: argparse._SubParsersAction) -> None:
+    added = _add(commands, evaluate)
+    added.add_argument("run", type=Path, help="a run directory, or one checkpoint in it")
+    added.add_argument("overrides", nargs="*", help="key=value overrides, of eval.* and data.path")
+    added.add_argument("--split", help="default: eval.split")
+    added.add_argument("--checkpoint", type=_count, help="step of the checkpoint (default: the newest that verifies)")
+
+
+def _add_compare(commands: argparse._SubParsersAction) -> None:
+    added = _add(commands, compare)
+    added.add_argument("runs", nargs="+", type=Path, help="run directories, or reports of evaluations")
+    added.add_argument("--split", help="default: test, else validation")
+
+
+def _add_prepare(commands: argparse._SubParsersAction) -> None:
+    added = _add(commands, prepare)
+    added.add_argument("action", choices=["verify"])
+    added.add_argument("data", type=Path, help="a data directory")
+
+
+def _add_config(commands: argparse._SubParsersAction) -> None:
+    _add(commands, config).add_argument("config", nargs="*", help=f"{_CONFIG_HELP}; none: every key there is")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return value
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse, with overrides allowed after options too, which argparse's `*` does not see."""
+    parser = build_parser()
+    options, rest = parser.parse_known_args(arguments)
+    several = "overrides" if hasattr(options, "overrides") else "config"
+    unknown = [text for text in rest if text.startswith("-") or not hasattr(options, several)]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest:
+        setattr(options, several, [*getattr(options, several), *rest])
+    return options
+
+
+def _is_told_elsewhere(options: argparse.Namespace) -> bool:
+    """Whether another rank prints the same error."""
+    if options.command not in ("train", "evaluate") or getattr(options, "check", False):
+        return False
+    from dist_mem.distributed import global_rank
+
+    return global_rank() != 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    options = parse(arguments)
+    try:
+        return options.function(options)
+    except ConfigError as error:
+        if not _is_told_elsewhere(options):
+            print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def entry() -> NoReturn:
+    """`main`, then the end of this process, with everything it has said on its way.
+
+    Not by `sys.exit`: when the interpreter tears down gloo's threads, now and then (once in about 30 warm runs of two
+    ranks, after barrier and destroy_process_group) one of them aborts a process that has succeeded.
+    """
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    entry()

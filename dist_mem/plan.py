@@ -1,0 +1,146 @@
+"""What a configuration amounts to, before anything is started: `dist-mem train CONFIG --check [--world N]`.
+
+Sizes come from the model on torch's meta device, epochs from the index of the data where it is built already. Letters:
+G lanes of the whole job, T tokens of a segment, K segments of an update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dist_mem.config import Config, ConfigError, deepspeed_block
+from dist_mem.config_check import Problem
+from dist_mem.data.shard import read_index
+from dist_mem.data.stream import Plan, cut_lengths, lanes_of_rank, make_plan
+from dist_mem.data.tokenizer import read_tokenizer_facts
+from dist_mem.model import describe
+
+ASSUMED_VOCAB_SIZE = 32_000  # of the builders, where the data is not built yet
+_LABEL_WIDTH = 11
+
+
+class BatchPlan(NamedTuple):
+    """How the lanes of the job are divided."""
+
+    world_size: int
+    lanes_per_rank: int  # idle ones included; the same on every rank
+    groups: int  # micro-batches in which a rank goes through its lanes once
+    accumulation: int  # forwards and backwards of one rank in one update: groups * K
+    idle_lanes: int  # of the whole job: they compute and are thrown away
+
+
+def batch_plan(train: Any, world_size: int) -> BatchPlan:
+    """Divide `train.lanes` among `world_size` ranks; `train` is a `TrainConfig`."""
+    held = len(lanes_of_rank(train.lanes, world_size=world_size, rank=0, micro_lanes=train.micro_lanes))
+    groups = held // train.micro_lanes
+    return BatchPlan(world_size, held, groups, groups * train.segments_per_update, held * world_size - train.lanes)
+
+
+def best_micro_lanes(train: Any, world_size: int) -> int:
+    """The largest `train.micro_lanes`, not above the present one, that leaves the fewest idle lanes."""
+
+    def idle_lanes(micro_lanes: int) -> int:
+        return -train.lanes % (world_size * micro_lanes)
+
+    return min(range(train.micro_lanes, 0, -1), key=idle_lanes)
+
+
+def steps_per_epoch(train: Any, plan: Plan) -> float:
+    """Updates in which every document is read once; a segment that ends a document counts as a whole one."""
+    return plan.num_segments / (train.lanes * train.segments_per_update)
+
+
+def total_steps(config: Config, plan: Plan) -> int:
+    """Updates of the whole run: `train.steps`, or what `train.epochs` come to, rounded up."""
+    if config.train.steps is not None:
+        return config.train.steps
+    assert config.train.epochs is not None, "load_config sees to it"
+    return max(1, math.ceil(config.train.epochs * steps_per_epoch(config.train, plan)))
+
+
+def report(config: Config, *, world_size: int) -> str:
+    """The report, a line a subject.
+
+    Raises:
+        ConfigError: the model cannot be built, or the data is damaged or has too few documents for the lanes.
+    """
+    try:
+        lines = [*_model_lines(config, world_size), *_batch_lines(config, world_size), *_data_lines(config)]
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError([Problem("", str(error))]) from error
+    return "\n".join(f"{label:<{_LABEL_WIDTH}} {text}" for label, text in lines)
+
+
+def _data_is_built(config: Config) -> bool:
+    return (Path(config.data.path) / "tokenizer.json").exists()
+
+
+def _model_lines(config: Config, world_size: int) -> Iterator[tuple[str, str]]:
+    model, train = config.model, config.train
+    is_built = _data_is_built(config)
+    vocab_size = read_tokenizer_facts(config.data.path)["vocab_size"] if is_built else ASSUMED_VOCAB_SIZE
+    sizes = describe(config, vocab_size)
+    assumed = "" if is_built else " (assumed: the data is not built yet)"
+    options = ", ".join(f"{name} {value}" for name, value in config.memory.items() if name != "kind")
+    per_rank = sizes["state_bytes_per_lane"] * batch_plan(train, world_size).lanes_per_rank
+    layers, words = sizes["num_layer_parameters"], sizes["num_vocabulary_parameters"]
+    state = f"{sizes['state_bytes_per_lane']:,} bytes a lane, {per_rank:,} bytes a rank"
+    yield "run", f"{config.name}, in {config.run_dir}"
+    yield "model", f"{model.num_layers} layers, D {model.d_model}, H {model.num_heads}, {model.norm}-norm"
+    yield "parameters", f"{sizes['num_parameters']:,}: {layers:,} in the layers, {words:,} in the vocabulary"
+    yield "vocabulary", f"{vocab_size:,}{assumed}"
+    yield "memory", f"{config.memory.kind}{f' ({options})' if options else ''}: {state}"
+
+
+def _batch_lines(config: Config, world_size: int) -> Iterator[tuple[str, str]]:
+    train, batch = config.train, batch_plan(config.train, world_size)
+    places = batch.lanes_per_rank * world_size
+    of_places = f" of {places:,}" if batch.idle_lanes else ""
+    product = f"{_count(world_size, 'rank')} x {_count(batch.groups, 'micro-batch')} x {train.micro_lanes} lanes"
+    yield "lanes", f"{train.lanes:,}{of_places} = {product}"
+    if batch.idle_lanes:
+        better = best_micro_lanes(train, world_size)
+        idle = -train.lanes % (world_size * better)
+        advice = f"; with train.micro_lanes={better} it would be {idle}" if idle < batch.idle_lanes else ""
+        yield "idle", f"{_count(batch.idle_lanes, 'lane')}, {batch.idle_lanes / places:.1%} of the work{advice}"
+    tokens = train.lanes * train.seg_len * train.segments_per_update
+    passes = _count(batch.accumulation, "forward and backward", "forwards and backwards")
+    segments = _count(train.segments_per_update, "segment")
+    yield "update", f"{train.lanes} lanes x {segments} of {train.seg_len}: {tokens:,} tokens, {passes} a rank"
+    clipping = "no clipping" if train.max_grad_norm is None else f"clipped at norm {train.max_grad_norm:g}"
+    stage = deepspeed_block(config).get("zero_optimization", {}).get("stage", 0)
+    yield "engine", f"ZeRO stage {stage}, {train.precision}, {config.optimizer.kind}, {clipping}"
+
+
+def _data_lines(config: Config) -> Iterator[tuple[str, str]]:
+    data, train = config.data, config.train
+    if not _data_is_built(config):
+        asked, other = (train.steps, "epochs") if train.steps is not None else (train.epochs, "steps")
+        yield "data", f"{data.path}: not built yet"
+        yield "training", f"{asked:,} {'steps' if other == 'epochs' else 'epochs'}; the data will tell how many {other}"
+        return
+    index = read_index(Path(data.path) / data.train_split)
+    lengths = cut_lengths([entry.num_tokens for entry in index.documents], data.max_document_len)
+    plan = make_plan(lengths, num_lanes=train.lanes, seg_len=train.seg_len, seed=data.seed, layout=data.layout)
+    num_tokens, per_epoch = int(lengths.sum()), steps_per_epoch(train, plan)
+    steps = total_steps(config, plan)
+    skipped = f", {_count(len(plan.skipped), 'document')} too short" if plan.skipped else ""
+    padding = 1 - num_tokens / (plan.num_segments * train.seg_len)
+    size = f"{_count(len(lengths), 'document')}{skipped}, {num_tokens:,} tokens, padding {padding:.2%}"
+    read = round(steps / per_epoch * num_tokens)
+    yield "data", f"{index.split_dir}: {size}"
+    yield "epoch", f"{per_epoch:,.1f} steps"
+    yield "training", f"{steps:,} steps = {steps / per_epoch:.3g} epochs = {read:,} tokens"
+
+
+def _count(number: int, singular: str, plural: str | None = None) -> str:
+    return f"{number:,} {singular if number == 1 else plural or _plural(singular)}"
+
+
+def _plural(word: str) -> str:
+    return f"{word}es" if word.endswith("ch") else f"{word}s"

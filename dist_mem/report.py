@@ -1,0 +1,233 @@
+"""What an evaluation found: per document and in all, with the perplexities of the papers; as a table, JSON and CSV.
+
+Word-level perplexity is exp(total NLL / words), whatever the tokens were (Rae et al. 2020, sec. 4.1), so that models
+with different tokenizers compare. Recall perplexity is that of tokens whose referent stood a known distance before
+them, kept by distance, so that any band can be read from a report later.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from dist_mem.files import write_text
+
+FORMAT_VERSION = 1
+TABLE_ROWS = 20  # documents shown; the files have all
+_TITLE_CHARS = 36
+_CSV_COLUMNS = ("id", "title", "num_scored", "words", "bytes", "nll")
+
+
+class Band(NamedTuple):
+    """Distances in tokens: above `low`, up to `high`."""
+
+    low: int
+    high: int | None  # None: no limit
+
+    def __str__(self) -> str:
+        return f"> {self.low}" if self.high is None else f"({self.low}, {self.high}]"
+
+
+class RecallScore(NamedTuple):
+    """All recall tokens at one distance."""
+
+    distance: int  # tokens back to the referent
+    nll: float  # nats, sum
+    num_scored: int
+
+
+@dataclass(frozen=True)
+class DocumentScore:
+    """One document; words and bytes are those of the scored tokens."""
+
+    id: str
+    title: str
+    nll: float  # nats, sum
+    num_scored: int
+    words: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """One split, scored."""
+
+    split: str
+    data_fingerprint: str
+    tokenizer_fingerprint: str
+    max_document_len: int | None  # tokens scored of each document; None: all
+    seg_len: int  # T
+    mem_len: int  # M, of the short-term memory; 0: none
+    num_words: int  # official count where the split has one and is scored whole, else the sum over documents
+    documents: list[DocumentScore]
+    recall: list[RecallScore]  # by growing distance; empty where the data records none
+
+    @property
+    def nll(self) -> float:
+        """Total, nats."""
+        return math.fsum(document.nll for document in self.documents)
+
+    @property
+    def num_scored(self) -> int:
+        return sum(document.num_scored for document in self.documents)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(document.bytes for document in self.documents)
+
+    @property
+    def word_perplexity(self) -> float:
+        return perplexity(self.nll, self.num_words)
+
+    @property
+    def token_perplexity(self) -> float:
+        return perplexity(self.nll, self.num_scored)
+
+    @property
+    def bits_per_byte(self) -> float:
+        return bits_per_byte(self.nll, self.num_bytes)
+
+    def recall_in(self, band: Band) -> tuple[float, int]:
+        """Total NLL in nats, and number, of the recall tokens in a band."""
+        within = [score for score in self.recall if band.low < score.distance <= (band.high or math.inf)]
+        return math.fsum(score.nll for score in within), sum(score.num_scored for score in within)
+
+    def recall_perplexity(self, band: Band) -> float:
+        """nan where the band holds no recall token."""
+        return perplexity(*self.recall_in(band))
+
+    def figures(self) -> dict[str, float]:
+        """The figures to track, "validation/word_perplexity" and so on; bands without recall tokens are left out."""
+        found = {
+            "word_perplexity": self.word_perplexity,
+            "token_perplexity": self.token_perplexity,
+            "bits_per_byte": self.bits_per_byte,
+        }
+        for name, band in recall_bands(self.seg_len, self.mem_len).items():
+            if self.recall_in(band)[1]:
+                found[f"recall_perplexity_{name}"] = self.recall_perplexity(band)
+        return {f"{self.split}/{name}": value for name, value in found.items()}
+
+
+def recall_bands(seg_len: int, mem_len: int) -> dict[str, Band]:
+    """Referents within reach of the segment alone, of the short-term memory, and of neither."""
+    bands = {
+        "segment": Band(0, seg_len),
+        "memory": Band(seg_len, seg_len + mem_len),
+        "beyond": Band(seg_len + mem_len, None),
+    }
+    return {name: band for name, band in bands.items() if band.low != band.high}
+
+
+def perplexity(nll: float, count: int) -> float:
+    """exp(nll / count), nll in nats; nan for a count of 0, inf where a float cannot hold it."""
+    if count == 0:
+        return math.nan
+    mean = nll / count
+    return math.exp(mean) if mean < 709 else math.inf
+
+
+def bits_per_byte(nll: float, num_bytes: int) -> float:
+    """nll in nats; nan without bytes."""
+    return nll / math.log(2) / num_bytes if num_bytes else math.nan
+
+
+def shown(value: float) -> str:
+    """A figure in at most ten characters."""
+    return f"{value:,.2f}" if value < 1e6 else f"{value:.3e}"
+
+
+def to_table(report: Report, *, rows: int = TABLE_ROWS) -> str:
+    """The report for a terminal: up to `rows` documents, and all of them together."""
+    header = (
+        f"{'document':<10} {'title':<{_TITLE_CHARS}} {'tokens':>11} {'words':>10} "
+        f"{'word ppl':>10} {'token ppl':>10} {'bits/byte':>9}"
+    )
+    lines = [header]
+    for document in report.documents[:rows]:
+        title = _shortened(document.title)
+        lines.append(_row(document.id[:10], title, document.nll, document.num_scored, document.words, document.bytes))
+    left_out = len(report.documents) - rows
+    if left_out > 0:
+        lines.append(f"... {left_out} more documents, in the files")
+    total = f"{len(report.documents)} documents"
+    lines.append(_row("all", total, report.nll, report.num_scored, report.num_words, report.num_bytes))
+    for name, band in recall_bands(report.seg_len, report.mem_len).items():
+        nll, count = report.recall_in(band)
+        if count:
+            found = f"{shown(perplexity(nll, count))} over {count:,} tokens"
+            lines.append(f"recall perplexity, referent {band} tokens back ({name}): {found}")
+    return "\n".join(lines)
+
+
+def _shortened(title: str) -> str:
+    return title if len(title) <= _TITLE_CHARS else title[: _TITLE_CHARS - 3] + "..."
+
+
+def _row(name: str, title: str, nll: float, num_scored: int, words: int, num_bytes: int) -> str:
+    return (
+        f"{name:<10} {title:<{_TITLE_CHARS}} {num_scored:>11,} {words:>10,} {shown(perplexity(nll, words)):>10} "
+        f"{shown(perplexity(nll, num_scored)):>10} {bits_per_byte(nll, num_bytes):>9.4f}"
+    )
+
+
+def to_csv(documents: Iterable[DocumentScore]) -> str:
+    """One line a document."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*_CSV_COLUMNS, "word_perplexity", "token_perplexity", "bits_per_byte"])
+    for document in documents:
+        nll = document.nll
+        derived = (
+            perplexity(nll, document.words),
+            perplexity(nll, document.num_scored),
+            bits_per_byte(nll, document.bytes),
+        )
+        writer.writerow([*(getattr(document, name) for name in _CSV_COLUMNS), *derived])
+    return text.getvalue()
+
+
+def write_report(report: Report, directory: Path, name: str, *, facts: dict[str, object]) -> list[Path]:
+    """Write NAME.json and NAME.csv; `facts` go into the JSON beside the report. Returns the paths."""
+    directory.mkdir(parents=True, exist_ok=True)
+    body = {
+        "format_version": FORMAT_VERSION,
+        **facts,
+        "figures": report.figures(),
+        "report": {**asdict(report), "recall": [list(score) for score in report.recall]},
+    }
+    contents = {f"{name}.csv": to_csv(report.documents), f"{name}.json": json.dumps(body, indent=1) + "\n"}
+    for file_name, text in contents.items():
+        write_text(directory / file_name, text)
+    return [directory / file_name for file_name in contents]
+
+
+def read_report(path: Path) -> Report:
+    """The report that `write_report` wrote.
+
+    Raises:
+        ValueError: not a report, or one of a newer format.
+    """
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+        version, content = body["format_version"], body["report"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: not a report of `dist-mem evaluate` ({error}); evaluate again") from error
+    if version > FORMAT_VERSION:
+        raise ValueError(
+            f"{path}: format_version {version} is newer than {FORMAT_VERSION}, known here: update dist_mem"
+        )
+    documents = [DocumentScore(**document) for document in content.pop("documents")]
+    recall = [RecallScore(*score) for score in content.pop("recall")]
+    return Report(**content, documents=documents, recall=recall)
+
+
+def same_text(reports: Sequence[Report]) -> bool:
+    """Whether all reports score the same documents to the same word."""
+    return len({tuple((document.id, document.words) for document in report.documents) for report in reports}) == 1

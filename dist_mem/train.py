@@ -1,0 +1,117 @@
+"""The training loop: `run` starts a job, `train` is the loop.
+
+dist-mem train configs/demo.yaml
+RANKS=2 launch/local.sh configs/demo.yaml
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from dist_mem import distributed
+from dist_mem.config import ConfigError
+from dist_mem.config_check import Problem
+from dist_mem.data.shard import ShardError
+from dist_mem.distributed import (
+    EXIT_DIVERGED,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_REQUEUE,
+    EXIT_USAGE,
+    StopSignal,
+    World,
+    sum_over_ranks,
+)
+from dist_mem.job import Job, UnusableError, evaluate_now, open_job, save
+from dist_mem.lease import Lease, LeaseError
+from dist_mem.manifest import CheckpointError
+from dist_mem.update import DivergedError, train_step
+
+
+def train(job: Job, stop_signal: StopSignal) -> int:
+    """Train to the last step, or to the step at which any rank was told to stop; returns the exit code."""
+    updates = iter(job.reader)
+    upcoming = next(updates)
+    num_scored = int(sum_over_ranks([upcoming.num_scored], job.world.device)[0])
+    while job.step < job.total_steps:
+        update, upcoming = upcoming, job.meter.timed_next(updates)
+        outcome = train_step(job, update, num_scored, upcoming.num_scored, stop=stop_signal.received is not None)
+        while not outcome.applied:
+            job.tracker.message(f"step {job.step}: fp16 overflow, the same segments again with a smaller loss scale")
+            outcome = train_step(job, update, num_scored, upcoming.num_scored, stop=stop_signal.received is not None)
+        job.step += 1
+        num_scored = outcome.next_scored
+        job.meter.add(update, outcome.nll, outcome.aux, outcome.num_scored)
+        is_last = outcome.stop or job.step == job.total_steps
+        if is_last or job.step % job.config.tracking.every == 0:
+            job.tracker.log(job.step, job.meter.read(job.engine))
+        if job.config.eval.every and job.step % job.config.eval.every == 0:
+            evaluate_now(job)
+        if is_last or (job.config.checkpoint.every and job.step % job.config.checkpoint.every == 0):
+            save(job)
+        if outcome.stop:
+            job.tracker.message(f"step {job.step}: told to stop; everything is saved, start the same command to go on")
+            return EXIT_REQUEUE
+    return EXIT_DONE
+
+
+def hold_run_dir(run_dir: Path, world: World) -> Lease | None:
+    """Rank 0's lease on the run directory; every rank raises LeaseError when another job has it."""
+    lease, refusal = None, None
+    if world.rank == 0:
+        try:
+            lease = Lease(run_dir)
+        except LeaseError as error:
+            refusal = error
+    refusal = distributed.from_rank0(refusal)
+    if refusal is not None:
+        raise refusal
+    return lease
+
+
+_STATUS = {EXIT_DONE: "FINISHED", EXIT_REQUEUE: "KILLED", EXIT_DIVERGED: "FAILED", EXIT_FAILED: "FAILED"}
+
+
+def run_job(config: Any, world: World, stop_signal: StopSignal) -> int:
+    """Open the run in `config.run_dir`, fresh or from its newest checkpoint, and train; returns the exit code."""
+    job = open_job(config, world)
+    code = EXIT_FAILED
+    try:
+        code = train(job, stop_signal)
+    except DivergedError as error:
+        job.tracker.message(f"error: {error}")
+        code = EXIT_DIVERGED
+    finally:
+        job.reader.close()
+        job.tracker.close(_STATUS[code])
+    return code
+
+
+def run(config: Any) -> int:
+    """A whole process of the job: join the others, train, leave cleanly; returns the exit code.
+
+    Raises:
+        ConfigError: on every rank; the configuration, the checkpoints or the run directory cannot be used as they are.
+    """
+    stop_signal = StopSignal()
+    world = distributed.initialize(threads=config.train.threads)
+    lease = None
+    try:
+        lease = hold_run_dir(Path(config.run_dir), world)
+        code = run_job(config, world, stop_signal)
+        distributed.shut_down(agreed=True)
+        return code
+    except (CheckpointError, LeaseError) as error:
+        raise ConfigError([Problem("", str(error))]) from error
+    except ConfigError:
+        raise
+    except (UnusableError, ShardError) as error:  # perhaps of this rank alone: each tells its own
+        print(f"error on rank {world.rank}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    finally:
+        if lease is not None:
+            lease.release()
+        distributed.shut_down(agreed=False)
+        stop_signal.restore()
