@@ -13,7 +13,6 @@ goes into DeepSpeed's client_state or into module buffers: they keep rank 0's co
 
 from __future__ import annotations
 
-import itertools
 import platform
 import shutil
 from collections.abc import Sequence
@@ -192,11 +191,10 @@ def read_lanes(directory: Path, manifest: dict[str, Any], lane_ids: Tensor, fres
     empty = map_state(lambda *parts: torch.cat(parts), *fresh)
     names = iter(named_tensors(empty))  # walks a state in the same order as map_state
     whole = map_state(lambda wanted: _fitting(name := next(names), gather(name), wanted), empty)
-    sizes = [next(iter(named_tensors(state).values())).shape[0] for state in fresh]
-    ends = list(itertools.accumulate(sizes))
+    size = len(lane_ids) // len(fresh)  # a memory without state has no tensor to ask
     states = [
-        map_state(lambda part, first=end - size, last=end: part[first:last].clone(), whole)
-        for size, end in zip(sizes, ends, strict=True)
+        map_state(lambda part, first=first: part[first : first + size].clone(), whole)
+        for first in range(0, len(lane_ids), size)
     ]
     return Lanes(lane_ids=lane_ids, cursors=gather("cursors"), states=states)
 

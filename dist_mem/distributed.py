@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sysconfig
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -94,6 +95,14 @@ def _export_for_libraries(rank: int, size: int, local_rank: int, local_size: int
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
+def _find_own_tools() -> None:
+    """Put this environment's programs first on PATH: DeepSpeed compiles with `ninja`, activated environment or not."""
+    own = sysconfig.get_path("scripts")
+    found = os.environ.get("PATH", "").split(os.pathsep)
+    if found[0] != own:
+        os.environ["PATH"] = os.pathsep.join([own, *found])
+
+
 def quiet_tracking_environment() -> None:
     """MLflow sends usage figures home and asks for git unless told not to, before it is imported; and it is patient."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -116,6 +125,7 @@ def initialize(*, threads: int | None = None, timeout_seconds: float = 1800.0) -
     """
     rank, size, local_rank, local_size = read_ranks(os.environ)
     _export_for_libraries(rank, size, local_rank, local_size)
+    _find_own_tools()
     if torch.cuda.is_available():
         # A launcher may show each rank one GPU only; its number is 0 then, whatever the local rank.
         device = torch.device("cuda", local_rank % torch.cuda.device_count())

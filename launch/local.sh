@@ -15,4 +15,4 @@ if ! command -v nvidia-smi >/dev/null; then
 fi
 
 # Slots by hand: without a GPU to count, the launcher would start a single process.
-exec deepspeed --num_gpus "$ranks" --num_nodes 1 --no_local_rank --master_port "$port" --module dist_mem train "$@"
+exec deepspeed --log_level error --num_gpus "$ranks" --num_nodes 1 --no_local_rank --master_port "$port" --module dist_mem train "$@"

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from ranks import RankPool
 
+torch.set_num_threads(1)  # tiny tensors: more threads only get in each other's way
 ROOT = Path(__file__).parent.parent
 
 

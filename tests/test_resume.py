@@ -21,11 +21,12 @@ from jobs import (
     wait_for,
     write_config,
 )
+from omegaconf import OmegaConf
 from ranks import RankPool
 
 from dist_mem.config import load_config
 from dist_mem.distributed import EXIT_REQUEUE, StopSignal, World
-from dist_mem.memory import memory_options
+from dist_mem.memory import memory_class, memory_kinds, memory_options
 from dist_mem.train import run_job
 
 
@@ -74,6 +75,24 @@ def test_resume_after_kill_is_bitwise(
     assert losses(straight) == losses(killed)
     cursors = [content["lanes/rank-00000.safetensors"]["cursors"] for content in ends]
     assert cursors[0][:, 2].any(), "no lane stands in the middle of a book: the test proves little"
+
+
+@pytest.mark.parametrize("kind", memory_kinds())
+def test_every_memory_comes_back_bitwise(
+    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool], kind: str
+) -> None:
+    """Three steps, then on to six in newly opened jobs, beside a straight six; successive segments share an update."""
+    ends = []
+    for name, stops in (("straight", [6]), ("paused", [3, 6])):
+        for steps in stops:
+            changes = {"schedule": {"kind": "constant"}, "train": {"steps": steps, "segments_per_update": 2}}
+            config = write_config(tmp_path / f"{name}.yaml", books, tmp_path / name, changes)
+            written = OmegaConf.load(config)
+            written.memory = {"kind": kind, **memory_class(kind).small_options(16)}
+            OmegaConf.save(written, config)
+            assert rank_pool(2).run(train_here, config) == [0, 0]
+        ends.append((losses(tmp_path / name), checkpoint_content(tmp_path / name / "checkpoints" / "step-00000006")))
+    assert difference(*ends) is None
 
 
 def test_signal_on_one_rank_saves_and_asks_to_be_started_again(tmp_path: Path, books: Path) -> None:
