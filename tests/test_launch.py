@@ -1,0 +1,67 @@
+"""The same training through every launcher of the README: the deepspeed launcher, torchrun, and none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import build_books, losses, write_config
+from ranks import free_port
+
+ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+
+LAUNCHERS = {
+    "deepspeed": (2, ["bash", str(ROOT / "launch" / "local.sh")]),
+    "torchrun": (2, ["torchrun", "--nproc_per_node", "2", "--master_port", "PORT", "-m", "dist_mem", "train"]),
+    "none": (1, [sys.executable, "-m", "dist_mem", "train"]),
+}
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_books(tmp_path_factory.mktemp("books"))
+
+
+def launch(name: str, config: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    world_size, command = LAUNCHERS[name]
+    port = str(free_port())
+    environment = {
+        **{key: value for key, value in os.environ.items() if not key.startswith("SLURM_")},
+        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+        "RANKS": str(world_size),
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": "1",
+    }
+    arguments = [port if part == "PORT" else part for part in command]
+    return subprocess.run(
+        [*arguments, str(config), *overrides],
+        cwd=config.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def test_all_launchers_train_to_the_same_losses(tmp_path: Path, books: Path) -> None:
+    found = {}
+    for name in LAUNCHERS:
+        changes = {"train": {"steps": 3}, "model": {"dropout": 0.0}}
+        done = launch(name, write_config(tmp_path / f"{name}.yaml", books, tmp_path / name, changes))
+        assert done.returncode == 0, done.stdout + done.stderr
+        found[name] = losses(tmp_path / name)
+    assert found["deepspeed"] == found["torchrun"]
+    assert found["none"] == pytest.approx(found["torchrun"], abs=1e-5)
+    assert len(found["none"]) == 3
+
+
+@pytest.mark.parametrize("name", sorted(LAUNCHERS))
+def test_launcher_passes_the_exit_code_of_a_refused_configuration(tmp_path: Path, books: Path, name: str) -> None:
+    done = launch(name, write_config(tmp_path / "run.yaml", books, tmp_path / "run"), "train.lane=4")
+    # torchrun has no exit code but 1 for a failed rank
+    assert done.returncode == (1 if name == "torchrun" else 2), done.stdout + done.stderr
+    assert (done.stdout + done.stderr).count("train.lane: unknown key; did you mean train.lanes?") == 1
