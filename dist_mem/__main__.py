@@ -61,7 +61,7 @@ def compare(options: argparse.Namespace) -> int:
     """Show the evaluations of several runs side by side."""
     from dist_mem.compare import run
 
-    return run(options.runs, split=options.split)
+    return run(options.runs, split=options.split, picture=options.plot)
 
 
 def prepare(options: argparse.Namespace) -> int:
@@ -126,6 +126,7 @@ def _add_compare(commands: argparse._SubParsersAction) -> None:
     added = _add(commands, compare)
     added.add_argument("runs", nargs="+", type=Path, help="run directories, or reports of evaluations")
     added.add_argument("--split", help="default: test, else validation")
+    added.add_argument("--plot", type=Path, help="also draw recall perplexity by distance into this file")
 
 
 def _add_prepare(commands: argparse._SubParsersAction) -> None:

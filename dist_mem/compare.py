@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from dist_mem.plot import plot_recall
 from dist_mem.report import Band, Report, read_report, recall_bands, same_text, shown
 
 EXIT_DONE, EXIT_FAILED = 0, 1
@@ -114,11 +115,14 @@ def _cell(value: float, gain: float) -> str:
     return f"{shown(value)} ({gain:.2f}x lower)" if gain > 1 else f"{shown(value)} ({1 / gain:.2f}x higher)"
 
 
-def run(paths: Sequence[Path], *, split: str | None = None) -> int:
-    """The command. Returns the exit code of the process."""
+def run(paths: Sequence[Path], *, split: str | None = None, picture: Path | None = None) -> int:
+    """The command; `picture` is a file to draw the recall curves into. Returns the exit code of the process."""
     try:
         entries = find_reports(paths, split)
         print(to_table(entries, compare(entries)))
+        if picture is not None:
+            plot_recall(entries, picture)
+            print(f"written: {picture}")
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED

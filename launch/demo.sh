@@ -53,6 +53,6 @@ for directory in "$baseline" "$run"; do
 done
 
 say "7. Does the memory remember? Perplexity of words that only an earlier passage tells, by the distance to it"
-dist-mem compare "$baseline" "$run" --split test
+dist-mem compare "$baseline" "$run" --split test --plot runs/recall.png
 echo
 echo "The runs in MLflow: mlflow ui --backend-store-uri sqlite:///mlflow.db"

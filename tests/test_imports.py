@@ -16,7 +16,7 @@ LAYERS: list[set[str]] = [
     {"layers", "memory.base", "data.batch", "data.shard", "data.tar"},
     {"memory", "memory.*", "data", "data.*", "manifest", "optimizer", "lease", "resume_rules", "vocabulary"},
     {"engine", "checkpoint", "tracking", "sinks", "delivery", "progress", "model"},
-    {"evaluate", "scoring", "meter", "plan", "report", "compare"},
+    {"evaluate", "scoring", "meter", "plan", "report", "compare", "plot"},
     {"job", "update", "train"},
     {"__main__"},
 ]

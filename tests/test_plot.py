@@ -1,0 +1,48 @@
+"""The picture of recall by distance."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dist_mem.plot import MIN_TOKENS, distance_bins, plot_recall, recall_curve
+from dist_mem.report import DocumentScore, RecallScore, Report
+
+
+def report(recall: list[RecallScore]) -> Report:
+    return Report(
+        split="test",
+        data_fingerprint="",
+        tokenizer_fingerprint="",
+        max_document_len=None,
+        seg_len=64,
+        mem_len=192,
+        num_words=10,
+        documents=[DocumentScore("1", "One", 20.0, 10, 10, 50)],
+        recall=recall,
+    )
+
+
+def test_bins_hold_every_distance_once() -> None:
+    bins = distance_bins([report([RecallScore(1, 1.0, 1), RecallScore(1000, 1.0, 1)])])
+    for distance in range(1, 1001):
+        assert sum(band.low < distance <= (band.high or 0) for band in bins) == 1
+
+
+def test_curve_is_the_perplexity_in_each_bin_with_enough_tokens() -> None:
+    known = report([RecallScore(100, MIN_TOKENS * math.log(7.0), MIN_TOKENS), RecallScore(500, 1.0, MIN_TOKENS - 1)])
+    middles, values = recall_curve(known, distance_bins([known]))
+    assert values == [pytest.approx(7.0)]
+    assert 64 < middles[0] < 128
+
+
+def test_picture_is_written_and_needs_recall_tokens(tmp_path: Path) -> None:
+    known = report([RecallScore(100, 300.0, 100)])
+    plot_recall([("none", known), ("other", replace(known, mem_len=0))], tmp_path / "recall.png")
+    assert (tmp_path / "recall.png").read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(ValueError, match="no recall tokens"):
+        plot_recall([("none", report([]))], tmp_path / "nothing.png")
+    assert not (tmp_path / "nothing.png").exists()
