@@ -160,12 +160,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _is_told_elsewhere(options: argparse.Namespace) -> bool:
-    """Whether another rank prints the same error."""
+    """Whether another rank prints the same error; each node tells its own, for its files may differ."""
     if options.command not in ("train", "evaluate") or getattr(options, "check", False):
         return False
-    from dist_mem.distributed import global_rank
+    from dist_mem.distributed import is_first_on_node
 
-    return global_rank() != 0
+    return not is_first_on_node()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -180,12 +180,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """`main`, then the end of this process, with everything it has said on its way.
+    """`main`, then the end of this process, with everything it has said on its way, an unexpected error too.
 
     Not by `sys.exit`: when the interpreter tears down gloo's threads, now and then (once in about 30 warm runs of two
-    ranks, after barrier and destroy_process_group) one of them aborts a process that has succeeded.
+    ranks, after barrier and destroy_process_group) one of them aborts a process that has succeeded, or hides the exit
+    code of one that has not.
     """
-    code = main()
+    try:
+        code = main()
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        code = EXIT_FAILED
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

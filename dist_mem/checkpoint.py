@@ -17,14 +17,16 @@ import platform
 import shutil
 from collections.abc import Sequence
 from importlib.metadata import version
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dist_mem.distributed import World, agree_all_well, from_rank0, gather_objects
+from dist_mem.distributed import World, agree_all_well, decided_by_rank0, gather_objects
 from dist_mem.engine import Engine
 from dist_mem.files import fsync_path, write_text
 from dist_mem.manifest import CheckpointError, describe_file, files_in, newest_verified, step_dir, write_manifest
@@ -82,12 +84,18 @@ def _lane_rows(lanes: Lanes, rank: int) -> dict[str, tuple[str, int]]:
     return {str(lane): (name, row) for row, lane in enumerate(lanes.lane_ids.tolist())}
 
 
+def _free_name(path: Path) -> Path:
+    """The path, or the first of PATH-2, PATH-3, ... that nothing has."""
+    numbered = (path.with_name(f"{path.name}-{number}") for number in count(2))
+    return next(name for name in chain([path], numbered) if not name.exists())
+
+
 def _commit(partial: Path, final: Path, content: dict[str, Any]) -> None:
     write_manifest(partial, content)
     for folder in {path.parent for path in files_in(partial)}:
         fsync_path(folder)
     if final.exists():  # left by an interrupted run and passed over at the restart, or it would have been used
-        final.rename(final.with_name(f"{final.name}.broken"))
+        final.rename(_free_name(final.with_name(f"{final.name}.broken")))
     partial.rename(final)
     fsync_path(final.parent)
     write_text(final.parent / "latest", final.name + "\n")
@@ -109,7 +117,8 @@ def save_checkpoint(
     error: BaseException | None = None
     if world.rank == 0:
         try:
-            shutil.rmtree(partial, ignore_errors=True)
+            for left_behind in final.parent.glob(".step-*.partial"):  # by saves that were killed
+                shutil.rmtree(left_behind, ignore_errors=True)
             partial.mkdir(parents=True)
             write_text(partial / "config.yaml", config_text)
         except OSError as caught:
@@ -119,7 +128,7 @@ def save_checkpoint(
     entries: dict[str, Any] = {}
     try:
         _write_rank_files(partial, lanes, world)
-    except (OSError, RuntimeError) as caught:  # safetensors reports a full disk as its own kind of exception
+    except (OSError, SafetensorError) as caught:  # safetensors reports a full disk as its own kind of exception
         error = caught
     agree_all_well(error, f"writing checkpoint {partial}")
     try:
@@ -146,22 +155,13 @@ def save_checkpoint(
     return final
 
 
-def choose_checkpoint(run_dir: Path, world: World) -> tuple[Path | None, list[str]]:
+def choose_checkpoint(run_dir: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that verifies, the same on every rank, and why newer ones were passed over.
 
     Raises:
         CheckpointError: on every rank, when there are checkpoints but none is usable.
     """
-    answer: Any = None
-    if world.rank == 0:
-        try:
-            answer = newest_verified(run_dir)
-        except CheckpointError as error:
-            answer = error
-    answer = from_rank0(answer)
-    if isinstance(answer, CheckpointError):
-        raise answer
-    return answer
+    return decided_by_rank0(lambda: newest_verified(run_dir), CheckpointError)
 
 
 def _fitting(name: str, stored: Tensor, wanted: Tensor) -> Tensor:

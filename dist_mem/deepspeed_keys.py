@@ -54,7 +54,6 @@ _ZERO: dict[str, Any] = {
     "stage3_gather_fp16_weights_on_model_save": bool,
     "ignore_unused_parameters": bool,
     "legacy_stage1": bool,
-    "round_robin_gradients": bool,
     "parameter_alignment": bool,
     "zero_hpz_partition_size": int,
     "zero_quantized_weights": bool,
@@ -205,6 +204,7 @@ UNSUPPORTED: dict[str, str] = {
     "use_data_before_expert_parallelism": _ONE_AXIS,
     "vocabulary_size": "it only warns; the vocabulary is the tokenizer's",
     "weight_quantization": "it is for inference",
+    "zero_optimization.round_robin_gradients": "DeepSpeed would put the weights of such a checkpoint together wrongly",
 }
 
 # Keys that DeepSpeed has removed; old files still carry them.

@@ -11,12 +11,12 @@ import os
 import signal
 import subprocess
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2  # the configuration or an argument is wrong: trying again will not help
 EXIT_DIVERGED = 3  # a loss, a memory or a gradient is not finite
 EXIT_REQUEUE = 85  # stopped by a signal with everything saved: start me again
+
+ResultT = TypeVar("ResultT")
 
 _LARGEST_STEP_ID = 4_294_967_000  # Slurm numbers the batch, extern and interactive steps from here
 
@@ -63,9 +65,12 @@ def read_ranks(environ: Mapping[str, str]) -> tuple[int, int, int, int]:
     return 0, 1, 0, 1
 
 
-def global_rank() -> int:
-    """Rank of this process, known before anything is initialized."""
-    return read_ranks(os.environ)[0]
+def is_first_on_node() -> bool:
+    """Whether this process speaks for its node, known before anything is initialized."""
+    try:
+        return read_ranks(os.environ)[2] == 0
+    except ValueError:
+        return True
 
 
 def _slurm_rendezvous(environ: Mapping[str, str]) -> tuple[str, str]:
@@ -175,6 +180,20 @@ def from_rank0(value: Any) -> Any:
     return box[0]
 
 
+def decided_by_rank0(decide: Callable[[], ResultT], refusal: type[Exception]) -> ResultT:
+    """What `decide` returns on rank 0, on every rank; so is the error, if it is a `refusal`."""
+    result: Any = None
+    if dist.get_rank() == 0:
+        try:
+            result = decide()
+        except refusal as error:
+            result = error
+    result = from_rank0(result)
+    if isinstance(result, refusal):
+        raise result
+    return result
+
+
 def gather_objects(value: Any) -> list[Any]:
     """Every rank's picklable value, in rank order, on every rank."""
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -182,13 +201,17 @@ def gather_objects(value: Any) -> list[Any]:
     return gathered
 
 
+class AgreedError(RuntimeError):
+    """Something failed on at least one rank; raised on all of them, with the same message."""
+
+
 def agree_all_well(error: BaseException | None, what: str) -> None:
-    """Raise on every rank when any rank failed in `what`, naming the ranks and their errors."""
+    """Raise AgreedError on every rank when any failed in `what`, naming the ranks and their errors."""
     told = gather_objects(None if error is None else f"{type(error).__name__}: {error}")
     failed = {rank: message for rank, message in enumerate(told) if message is not None}
     if failed:
         lines = "; ".join(f"rank {rank}: {message}" for rank, message in failed.items())
-        raise RuntimeError(f"{what} failed on {len(failed)} of {len(told)} ranks. {lines}") from error
+        raise AgreedError(f"{what} failed on {len(failed)} of {len(told)} ranks. {lines}") from error
 
 
 class StopSignal:

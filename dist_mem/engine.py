@@ -26,6 +26,9 @@ try:
     # here makes that import fail, which it is prepared for; tracking.py imports mlflow later, on rank 0 alone.
     sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]
     import deepspeed
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.config import DeepSpeedConfigError
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
     from deepspeed.utils import logger as deepspeed_logger
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 finally:
@@ -36,7 +39,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # DeepSpeed 0.19 calls collectives by names that torch 2.13 has renamed: nothing a user can change, said at every step.
 warnings.filterwarnings("ignore", r".*`torch.distributed.\w+` is deprecated", FutureWarning)
 _TAG = "engine"  # folder of DeepSpeed's files inside a checkpoint
-_STAGE0_FILE = "mp_rank_00_model_states.pt"
+_WHOLE_MODEL_FILE = "mp_rank_00_model_states.pt"  # written by stages 0 to 2
+_MASTERS = "names_of_fp32_masters"  # our key in DeepSpeed's file, see `_names_by_group`
 
 
 def deepspeed_config(block: dict[str, Any], train: Any, *, world_size: int, accumulation: int) -> dict[str, Any]:
@@ -62,6 +66,34 @@ def deepspeed_config(block: dict[str, Any], train: Any, *, world_size: int, accu
     return {**merged, **owned}
 
 
+def _names_by_group(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[list[str]]]:
+    """All names of every trained parameter, in the order in which DeepSpeed keeps their fp32 copies, group by group."""
+    names: dict[Tensor, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _start_deepspeed(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        engine, _, _, _ = deepspeed.initialize(
+            model=model, optimizer=optimizer, model_parameters=trained, config=config
+        )
+    except (AssertionError, DeepSpeedConfigError, NotImplementedError) as error:
+        raise ValueError(f"deepspeed: DeepSpeed refuses this block: {error}") from error
+    if isinstance(engine.optimizer, BF16_Optimizer):
+        raise ValueError(
+            "deepspeed.data_types.grad_accum_dtype: with bf16 at ZeRO stage 1 DeepSpeed writes checkpoints of which it "
+            "cannot read the weights; set deepspeed.zero_optimization.stage=2, or leave the key out"
+        )
+    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        # Half precision without ZeRO: it has made a step without gradients, which decays weights and counts in Adam.
+        engine.optimizer.refresh_fp32_params()
+        engine.optimizer.optimizer.state.clear()
+    return engine
+
+
 class Engine:
     """A model under DeepSpeed: call it for a forward, then `backward`, and `step` once an update."""
 
@@ -70,19 +102,16 @@ class Engine:
     ) -> None:
         deepspeed_logger.setLevel(logging.WARNING)  # dozens of lines a start that tell a user nothing
         optimizer = build_optimizer(model, config.optimizer)
+        self._master_names = _names_by_group(model, optimizer)
         self.config = deepspeed_config(block, config.train, world_size=world_size, accumulation=accumulation)
-        self._engine, _, _, _ = deepspeed.initialize(
-            model=model,
-            optimizer=optimizer,
-            model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
-            config=self.config,
-        )
+        self._engine = _start_deepspeed(model, optimizer, self.config)
         self.lr = self._lr = config.optimizer.lr  # of the last update, for groups that have none of their own
         self._peak_lrs = [group["lr"] for group in self._engine.optimizer.param_groups]
         self.dtype = DTYPES[config.train.precision]
         self.device = self._engine.device
         self.stage: int = self._engine.zero_optimization_stage()
         self._unguarded = self.stage == 0 and self.dtype == torch.float32
+        self._gradient_norm_before: float | None = None  # of the last update, where `_unguarded`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._engine(*args, **kwargs)
@@ -136,7 +165,8 @@ class Engine:
 
     def save(self, directory: Path) -> None:
         """Write DeepSpeed's files under `directory`; every rank calls it. Its own `latest` is not crash-safe."""
-        self._engine.save_checkpoint(str(directory), tag=_TAG, save_latest=False)
+        names = {_MASTERS: self._master_names}  # the same on every rank: DeepSpeed keeps rank 0's
+        self._engine.save_checkpoint(str(directory), tag=_TAG, client_state=names, save_latest=False)
 
     def load(self, directory: Path) -> None:
         """Restore parameters, optimizer and loss scale; every rank calls it, at the same world size."""
@@ -150,10 +180,24 @@ def consolidated_state_dict(directory: Path) -> dict[str, Tensor]:
 
     DeepSpeed's files are pickles: load only checkpoints you trust.
     """
-    zero_files = list((directory / _TAG).glob("*zero_pp_rank_*_optim_states.pt"))
-    if zero_files:
-        # It prints its progress, on every rank; what goes wrong it raises.
+    whole_model = directory / _TAG / _WHOLE_MODEL_FILE
+    saved = torch.load(whole_model, map_location="cpu", weights_only=False) if whole_model.exists() else {"module": {}}
+    weights = dict(saved["module"])
+    if any((directory / _TAG).glob("*zero_pp_rank_*_optim_states.pt")):
+        # It prints its progress, on every rank; what goes wrong it raises. At stage 1 it leaves out what is frozen.
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            return get_fp32_state_dict_from_zero_checkpoint(str(directory), tag=_TAG)
-    saved = torch.load(directory / _TAG / _STAGE0_FILE, map_location="cpu", weights_only=False)
-    return {name: tensor.float() for name, tensor in saved["module"].items()}
+            weights |= get_fp32_state_dict_from_zero_checkpoint(str(directory), tag=_TAG)
+    else:
+        weights |= _stage0_masters(saved)
+    return {name: tensor.float() for name, tensor in weights.items()}
+
+
+def _stage0_masters(saved: dict[str, Any]) -> dict[str, Tensor]:
+    """The fp32 copies that an optimizer of half precision trains without ZeRO; none in fp32."""
+    if "fp32_groups" not in saved["optimizer"]:
+        return {}
+    masters: dict[str, Tensor] = {}
+    for names_of_group, group in zip(saved[_MASTERS], saved["optimizer"]["fp32_groups"], strict=True):
+        for names, master in zip(names_of_group, group, strict=True):
+            masters.update(dict.fromkeys(names, master.detach()))
+    return masters

@@ -24,7 +24,7 @@ from dist_mem.config import Config, ConfigError, load_config
 from dist_mem.config_check import Problem
 from dist_mem.data.shard import read_index
 from dist_mem.data.tokenizer import Tokenizer, load_tokenizer
-from dist_mem.distributed import EXIT_DONE, EXIT_FAILED, World, from_rank0
+from dist_mem.distributed import EXIT_DONE, EXIT_FAILED, World, decided_by_rank0
 from dist_mem.engine import DTYPES, consolidated_state_dict
 from dist_mem.manifest import CheckpointError, read_manifest, step_dir, verify
 from dist_mem.memory import memory_options
@@ -82,7 +82,7 @@ def find_checkpoint(path: Path, step: int | None, world: World) -> Checkpoint:
     elif step is not None:
         directory = step_dir(path, step)
     else:
-        newest, passed_over = choose_checkpoint(path, world)
+        newest, passed_over = choose_checkpoint(path)
         for reason in passed_over:
             _say(f"passed over: {reason}", world)
         if newest is None:
@@ -90,16 +90,9 @@ def find_checkpoint(path: Path, step: int | None, world: World) -> Checkpoint:
                 f"{path / 'checkpoints'}: no checkpoint; give a run directory or one checkpoint in it"
             )
         return Checkpoint(newest, path, read_manifest(newest))
-    answer: Any = None
-    if world.rank == 0:
-        try:
-            answer = verify(directory)
-        except CheckpointError as error:
-            answer = error
-    answer = from_rank0(answer)
-    if isinstance(answer, CheckpointError):
-        raise answer
-    return Checkpoint(directory, directory.absolute().parents[1], answer)
+    return Checkpoint(
+        directory, directory.absolute().parents[1], decided_by_rank0(lambda: verify(directory), CheckpointError)
+    )
 
 
 def read_settings(directory: Path, overrides: Sequence[str]) -> Config:
@@ -144,6 +137,9 @@ def run(path: Path, *, split: str | None = None, checkpoint: int | None = None, 
         split: None: eval.split.
         checkpoint: step of the checkpoint; None: the newest that verifies.
         overrides: `key=value`, of the keys in OVERRIDABLE.
+
+    Raises:
+        ConfigError: checkpoint, data or overrides cannot be used as they are.
     """
     world = distributed.initialize()
     code = EXIT_FAILED
@@ -157,9 +153,12 @@ def run(path: Path, *, split: str | None = None, checkpoint: int | None = None, 
             _publish(report, found, config)
         code = EXIT_DONE
     except ConfigError:
-        raise  # the command line reports it
-    except (CheckpointError, EvaluationError, ValueError) as error:
-        print(f"error: {f'rank {world.rank}: ' if world.rank else ''}{error}", file=sys.stderr)
+        raise
+    except (CheckpointError, ValueError) as error:
+        raise ConfigError([Problem("", str(error))]) from error
+    except EvaluationError as error:
+        if world.rank == 0:
+            print(f"error: {error}", file=sys.stderr)
     finally:
         distributed.shut_down(agreed=code == EXIT_DONE)
     return code

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -19,11 +20,11 @@ from dist_mem.checkpoint import (
     save_checkpoint,
 )
 from dist_mem.config import ConfigError, deepspeed_block, read_config, save_config, to_yaml
-from dist_mem.data.lanes import LaneReader, training_reader
+from dist_mem.data.lanes import LaneReader, check_tokenizer, training_reader
 from dist_mem.data.shard import Index, read_index
 from dist_mem.data.stream import lanes_of_rank
 from dist_mem.data.tokenizer import Tokenizer, load_tokenizer
-from dist_mem.distributed import World
+from dist_mem.distributed import AgreedError, World, agree_all_well
 from dist_mem.engine import Engine
 from dist_mem.evaluate import evaluate_split
 from dist_mem.manifest import read_manifest
@@ -35,7 +36,7 @@ from dist_mem.tracking import Tracker, start_tracking
 
 
 class UnusableError(ValueError):
-    """The data or the configuration cannot be used as they are; the message says what to change."""
+    """The data or the configuration cannot be used as they are; raised on every rank, says what to change."""
 
 
 @dataclass
@@ -95,7 +96,7 @@ class Start(NamedTuple):
 
 def _restore(config: Any, world: World, index: Index, engine: Engine, fresh: Lanes) -> Start:
     """Load the newest checkpoint that verifies, or begin at step 0."""
-    chosen, passed_over = choose_checkpoint(Path(config.run_dir), world)
+    chosen, passed_over = choose_checkpoint(Path(config.run_dir))
     messages = [f"passed over: {reason}" for reason in passed_over]
     if chosen is None:
         torch.manual_seed(_dropout_seed(config.train.seed, 0, world.rank))
@@ -114,7 +115,7 @@ def open_job(config: Any, world: World) -> Job:
     """Build model, engine, reader and tracker; restore the newest checkpoint where there is one.
 
     Raises:
-        UnusableError: the data or the configuration, perhaps on this rank alone.
+        UnusableError: the data, the configuration, or a file of the run directory; on every rank.
         ConfigError: the configuration does not fit the one the run began with; on every rank.
         CheckpointError: there are checkpoints, but none can be used; on every rank.
     """
@@ -126,23 +127,61 @@ def open_job(config: Any, world: World) -> Job:
         raise UnusableError(str(error)) from error
 
 
+ResultT = TypeVar("ResultT")
+
+
+def on_all_ranks(work: Callable[[], ResultT], what: str) -> ResultT:
+    """The result of `work`, which uses what only some ranks may lack: files of their nodes, the run directory.
+
+    Raises:
+        UnusableError: on every rank, if `work` failed on any; else the others would wait for it without an end.
+    """
+    error: Exception | None = None
+    result: ResultT | None = None
+    try:
+        result = work()
+    except (ValueError, OSError) as caught:
+        error = caught
+    try:
+        agree_all_well(error, what)
+    except AgreedError as told:
+        raise UnusableError(str(error or told)) from error
+    return cast(ResultT, result)
+
+
+def _open_data(config: Any) -> tuple[Tokenizer, Index]:
+    """Tokenizer and training index; what evaluation will need is looked at now and not hours later."""
+    data = Path(config.data.path)
+    tokenizer, index = load_tokenizer(data), read_index(data / config.data.train_split)
+    splits = [index, *([read_index(data / config.eval.split)] if config.eval.every else [])]
+    for split in splits:
+        check_tokenizer(split, tokenizer)
+    return tokenizer, index
+
+
 def _open_job(config: Any, world: World) -> Job:
     train, run_dir = config.train, Path(config.run_dir)
-    tokenizer = load_tokenizer(Path(config.data.path))
-    index = read_index(Path(config.data.path) / config.data.train_split)
+    tokenizer, index = on_all_ranks(lambda: _open_data(config), f"opening {config.data.path}")
     lane_ids = torch.tensor(
         lanes_of_rank(train.lanes, world_size=world.size, rank=world.rank, micro_lanes=train.micro_lanes)
     )
     engine, fresh = _build(config, world, tokenizer, lane_ids)
     cursors = torch.zeros(len(lane_ids), 3, dtype=torch.int64)
     start = _restore(config, world, index, engine, Lanes(lane_ids, cursors, fresh))
-    if world.rank == 0:
-        save_config(config, run_dir / "config.yaml")
-    reader = training_reader(config, world_size=world.size, rank=world.rank, cursors=start.lanes.cursors)
-    steps = total_steps(config, reader.plan)
-    tracker = start_tracking(
-        config, rank=world.rank, run_dir=run_dir, run_id=start.run_id, total_steps=steps, first_step=start.step
+    reader = on_all_ranks(
+        lambda: training_reader(config, world_size=world.size, rank=world.rank, cursors=start.lanes.cursors),
+        f"reading {index.split_dir}",
     )
+    steps = total_steps(config, reader.plan)
+
+    def open_run_dir() -> Tracker:
+        if world.rank == 0:
+            save_config(config, run_dir / "config.yaml")
+        return start_tracking(
+            config, rank=world.rank, run_dir=run_dir, run_id=start.run_id, total_steps=steps, first_step=start.step
+        )
+
+    tracker = on_all_ranks(open_run_dir, f"opening {run_dir}")
     for message in start.messages:
         tracker.message(message)
     return Job(

@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,41 @@ class LeaseError(RuntimeError):
     """Another job holds the run directory."""
 
 
-def _process_lives(pid: int) -> bool:
+def _kernel_facts(pid: int) -> tuple[str, str]:
+    """State letter and start of a process, in ticks since boot, as Linux tells them; empty where it does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return "", ""
+    fields = stat.rpartition(")")[2].split()  # the name before may hold blanks
+    return fields[0], fields[19]
+
+
+def _process_lives(pid: int, ticks: str) -> bool:
+    """Whether the process that wrote `ticks` is still there: neither a zombie nor another one with its number."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
-    return True
+        pass
+    state, present_ticks = _kernel_facts(pid)
+    return state not in ("Z", "X") and (not ticks or not present_ticks or ticks == present_ticks)
 
 
 def _is_abandoned(holder: dict[str, Any], age_seconds: float) -> bool:
-    if holder.get("host") == socket.gethostname():
-        return not _process_lives(int(holder["pid"]))
+    if holder.get("host") == socket.gethostname() and isinstance(holder.get("pid"), int):
+        return not _process_lives(holder["pid"], holder.get("started_ticks", ""))
     return age_seconds > STALE_SECONDS
+
+
+def _read_holder(text: str) -> dict[str, Any]:
+    """What a lease says; nothing while it is being written, or if its writer died in the middle."""
+    try:
+        holder = json.loads(text)
+    except ValueError:
+        return {}
+    return holder if isinstance(holder, dict) else {}
 
 
 class Lease:
@@ -62,11 +84,13 @@ class Lease:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "started": time.time(),
+            "started_ticks": _kernel_facts(os.getpid())[1],
         }
+        self._text = json.dumps(me)
         for _ in range(2):
             try:
                 with self.path.open("x", encoding="utf-8") as file:
-                    json.dump(me, file)
+                    file.write(self._text)
                 return
             except FileExistsError:
                 self._remove_if_abandoned()
@@ -78,25 +102,41 @@ class Lease:
             age = time.time() - self.path.stat().st_mtime
         except FileNotFoundError:
             return  # its holder has just released it
-        # An empty file is a lease being written, or one whose writer died before the first byte.
-        abandoned = age > STALE_SECONDS if not text else _is_abandoned(json.loads(text), age)
-        if not abandoned:
-            holder = json.loads(text) if text else {}
+        holder = _read_holder(text)
+        if not _is_abandoned(holder, age):
             raise LeaseError(
                 f"{self.path}: process {holder.get('pid')} on {holder.get('host')} is using this run directory (last "
                 f"sign of life {age:.0f} s ago). Stop that job, or give this one another run_dir"
             )
-        self.path.unlink(missing_ok=True)
+        self._remove(text)
+
+    def _remove(self, text: str) -> None:
+        """Remove the lease that says `text`, and no other: another job may have taken it over since it was read."""
+        aside = self.path.with_name(f"{self.path.name}.{socket.gethostname()}.{os.getpid()}")
+        try:
+            self.path.rename(aside)
+        except FileNotFoundError:
+            return
+        if aside.read_text(encoding="utf-8") != text:
+            with suppress(FileExistsError):
+                self.path.hardlink_to(aside)
+        aside.unlink()
+
+    def _is_mine(self) -> bool:
+        try:
+            return self.path.read_text(encoding="utf-8") == self._text
+        except FileNotFoundError:
+            return False
 
     def _beat(self) -> None:
         while not self._released.wait(HEARTBEAT_SECONDS):
-            try:
-                os.utime(self.path)
-            except FileNotFoundError:
-                return
+            with suppress(OSError):  # a file system that stumbles once must not end the heartbeat
+                if self._is_mine():
+                    os.utime(self.path)
 
     def release(self) -> None:
-        """Give the run directory back."""
+        """Give the run directory back, unless another job has taken it over from this one, held up for too long."""
         self._released.set()
         self._heart.join()
-        self.path.unlink(missing_ok=True)
+        if self._is_mine():
+            self._remove(self._text)

@@ -21,6 +21,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be used; the message says why and what to do."""
 
 
+class NewerFormatError(CheckpointError):
+    """A checkpoint of a newer dist_mem; going on from an older one would undo what that one did."""
+
+
 def step_dir(run_dir: Path, step: int) -> Path:
     """Where the checkpoint of `step` lives."""
     return run_dir / "checkpoints" / f"step-{step:08d}"
@@ -51,17 +55,21 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """The manifest of a checkpoint.
 
     Raises:
-        CheckpointError: no manifest, an unreadable one, or one of a newer format.
+        CheckpointError: no checkpoint, no manifest, an unreadable one, or one of a newer format.
     """
     path = directory / _NAME
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: there is no such checkpoint")
     if not path.exists():
         raise CheckpointError(f"{directory}: no {_NAME}, so this save never finished")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: not readable as JSON ({error})") from error
+    if not isinstance(manifest, dict) or "format_version" not in manifest:
+        raise CheckpointError(f"{path}: not a manifest: it has no format_version (damaged)")
     if manifest["format_version"] > FORMAT_VERSION:
-        raise CheckpointError(
+        raise NewerFormatError(
             f"{path}: format_version {manifest['format_version']} is newer than {FORMAT_VERSION}, the newest that this "
             "dist_mem reads; update dist_mem"
         )
@@ -90,13 +98,16 @@ def newest_verified(run_dir: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that verifies, and why newer ones were passed over.
 
     Raises:
-        CheckpointError: there are checkpoints, but none verifies: the run must not start over silently.
+        CheckpointError: there are checkpoints, but none verifies: the run must not start over silently; or the newest
+            is of a newer format.
     """
     reasons: list[str] = []
     for step in reversed(list_steps(run_dir)):
         directory = step_dir(run_dir, step)
         try:
             verify(directory)
+        except NewerFormatError:
+            raise
         except CheckpointError as error:
             reasons.append(str(error))
         else:

@@ -13,36 +13,41 @@ from typing import Any
 from dist_mem import distributed
 from dist_mem.config import ConfigError
 from dist_mem.config_check import Problem
+from dist_mem.data.batch import Update
 from dist_mem.data.shard import ShardError
 from dist_mem.distributed import (
     EXIT_DIVERGED,
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_REQUEUE,
-    EXIT_USAGE,
+    AgreedError,
     StopSignal,
     World,
     sum_over_ranks,
 )
-from dist_mem.job import Job, UnusableError, evaluate_now, open_job, save
+from dist_mem.job import Job, UnusableError, evaluate_now, on_all_ranks, open_job, save
 from dist_mem.lease import Lease, LeaseError
 from dist_mem.manifest import CheckpointError
+from dist_mem.scoring import EvaluationError
 from dist_mem.update import DivergedError, train_step
 
 
 def train(job: Job, stop_signal: StopSignal) -> int:
     """Train to the last step, or to the step at which any rank was told to stop; returns the exit code."""
-    updates = iter(job.reader)
-    upcoming = next(updates)
-    num_scored = int(sum_over_ranks([upcoming.num_scored], job.world.device)[0])
-    while job.step < job.total_steps:
-        update, upcoming = upcoming, job.meter.timed_next(updates)
-        outcome = train_step(job, update, num_scored, upcoming.num_scored, stop=stop_signal.received is not None)
+    if job.step >= job.total_steps:
+        job.tracker.message(f"step {job.step} of {job.total_steps}: nothing is left to train")
+        return EXIT_DONE
+    update = agreed(read_ahead(job))
+    num_scored = int(sum_over_ranks([update.num_scored], job.world.device)[0])
+    while True:
+        ahead = read_ahead(job)
+        next_scored = ahead.num_scored if isinstance(ahead, Update) else 0
+        stop = stop_signal.received is not None or not isinstance(ahead, Update)
+        outcome = train_step(job, update, num_scored, next_scored, stop=stop)
         while not outcome.applied:
             job.tracker.message(f"step {job.step}: fp16 overflow, the same segments again with a smaller loss scale")
-            outcome = train_step(job, update, num_scored, upcoming.num_scored, stop=stop_signal.received is not None)
+            outcome = train_step(job, update, num_scored, next_scored, stop=stop)
         job.step += 1
-        num_scored = outcome.next_scored
         job.meter.add(update, outcome.nll, outcome.aux, outcome.num_scored)
         is_last = outcome.stop or job.step == job.total_steps
         if is_last or job.step % job.config.tracking.every == 0:
@@ -51,20 +56,45 @@ def train(job: Job, stop_signal: StopSignal) -> int:
             evaluate_now(job)
         if is_last or (job.config.checkpoint.every and job.step % job.config.checkpoint.every == 0):
             save(job)
+        if job.step == job.total_steps:
+            return EXIT_DONE
         if outcome.stop:
+            agreed(ahead)
             job.tracker.message(f"step {job.step}: told to stop; everything is saved, start the same command to go on")
             return EXIT_REQUEUE
-    return EXIT_DONE
+        assert isinstance(ahead, Update), "a rank that cannot read on stops all ranks"
+        update, num_scored = ahead, outcome.next_scored
+
+
+def read_ahead(job: Job) -> Update | Exception:
+    """The update after the present one, or why there is none; a rank alone must not raise it amid the others' steps."""
+    try:
+        return job.meter.timed_next(job.reader)
+    except (ShardError, OSError) as error:
+        return error
+
+
+def agreed(ahead: Update | Exception) -> Update:
+    """The update; every rank raises UnusableError if any rank has none."""
+
+    def unwrap() -> Update:
+        if isinstance(ahead, Exception):
+            raise ahead
+        return ahead
+
+    return on_all_ranks(unwrap, "reading the next update")
 
 
 def hold_run_dir(run_dir: Path, world: World) -> Lease | None:
-    """Rank 0's lease on the run directory; every rank raises LeaseError when another job has it."""
+    """Rank 0's lease on the run directory; every rank raises LeaseError when another job has it, or nobody can."""
     lease, refusal = None, None
     if world.rank == 0:
         try:
             lease = Lease(run_dir)
         except LeaseError as error:
             refusal = error
+        except OSError as error:
+            refusal = LeaseError(f"run_dir {run_dir} cannot be used: {error}")
     refusal = distributed.from_rank0(refusal)
     if refusal is not None:
         raise refusal
@@ -93,23 +123,25 @@ def run(config: Any) -> int:
     """A whole process of the job: join the others, train, leave cleanly; returns the exit code.
 
     Raises:
-        ConfigError: on every rank; the configuration, the checkpoints or the run directory cannot be used as they are.
+        ConfigError: on every rank; configuration, data, checkpoints or run directory cannot be used as they are.
     """
     stop_signal = StopSignal()
-    world = distributed.initialize(threads=config.train.threads)
+    try:
+        world = distributed.initialize(threads=config.train.threads)
+    except ValueError as error:  # half of a launcher's variables
+        raise ConfigError([Problem("", str(error))]) from error
     lease = None
     try:
         lease = hold_run_dir(Path(config.run_dir), world)
         code = run_job(config, world, stop_signal)
         distributed.shut_down(agreed=True)
         return code
-    except (CheckpointError, LeaseError) as error:
+    except (CheckpointError, EvaluationError, LeaseError, ShardError, UnusableError) as error:
         raise ConfigError([Problem("", str(error))]) from error
-    except ConfigError:
-        raise
-    except (UnusableError, ShardError) as error:  # perhaps of this rank alone: each tells its own
-        print(f"error on rank {world.rank}: {error}", file=sys.stderr)
-        return EXIT_USAGE
+    except AgreedError as error:
+        if world.rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
     finally:
         if lease is not None:
             lease.release()

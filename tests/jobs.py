@@ -48,7 +48,7 @@ def write_config(path: Path, data: Path, run_dir: Path, *overrides: dict[str, An
         "data": {"path": str(data)},
         "model": {"num_layers": 2, "d_model": 16, "num_heads": 2, "d_inner": 32, "dropout": 0.2},
         "memory": {"kind": "transformer_xl", "mem_len": 24},
-        "train": {"lanes": 8, "micro_lanes": 2, "seg_len": 16, "steps": 12, "precision": "fp32"},
+        "train": {"lanes": 8, "micro_lanes": 2, "seg_len": 16, "steps": 12, "precision": "fp32", "threads": 1},
         "optimizer": {"lr": 3e-3, "weight_decay": 0.1, "groups": [{"match": "embedding", "lr": 1e-3}]},
         "checkpoint": {"every": 5},
         "tracking": {"every": 1, "mlflow": False},
@@ -145,7 +145,7 @@ def checkpoint_content(directory: Path) -> dict[str, Any]:
 def _clear_padding(content: dict[str, Any]) -> None:
     """ZeRO-3 fills up the last rank's share of a parameter that the ranks do not divide, with memory as it finds it."""
     for name, saved in content.items():
-        states = content.get(name.replace("optim", "model"), {})
+        states = content.get(name.replace("bf16_zero", "zero").replace("optim", "model"), {})
         if name.endswith("optim_states.pt") and "zero_pp_rank" in name and "param_shapes" in states:
             world_size = sum(other.endswith("optim_states.pt") for other in content)
             rank = int(name.split("zero_pp_rank_")[1].split("_")[0])

@@ -60,6 +60,15 @@ def test_only_rank_0_of_a_job_tells_of_a_typo(
         assert bool(capsys.readouterr().err) is told
 
 
+def test_each_node_tells_of_its_own_missing_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "absent.yaml"]) == 2
+    assert "absent.yaml" in capsys.readouterr().err
+
+
 def test_typo_in_the_memory_block_is_refused_before_anything_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +137,10 @@ def test_evaluate_and_compare_hand_on_what_they_are_told(monkeypatch: pytest.Mon
     assert main(["evaluate", "runs/x", "--split", "test", "--checkpoint", "5", "eval.lanes=3"]) == 0
     assert main(["compare", "runs/x", "runs/y"]) == 0
     expected = {"split": "test", "checkpoint": 5, "overrides": ["eval.lanes=3"]}
-    assert calls == [((Path("runs/x"),), expected), (([Path("runs/x"), Path("runs/y")],), {"split": None})]
+    assert calls == [
+        ((Path("runs/x"),), expected),
+        (([Path("runs/x"), Path("runs/y")],), {"split": None, "picture": None}),
+    ]
 
 
 def test_prepare_verify_tells_what_is_wrong(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from dist_mem.manifest import (
     describe_file,
     files_in,
     newest_verified,
+    read_manifest,
     step_dir,
     verify,
     write_manifest,
@@ -74,3 +75,18 @@ def test_newer_format_is_refused_by_name(tmp_path: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": FORMAT_VERSION + 1}))
     with pytest.raises(CheckpointError, match=f"format_version {FORMAT_VERSION + 1} is newer"):
         verify(directory)
+    make_checkpoint(tmp_path, 3)
+    with pytest.raises(CheckpointError, match="update dist_mem"):
+        newest_verified(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "{", "null"])
+def test_manifest_that_is_none_is_a_damaged_checkpoint(tmp_path: Path, text: str) -> None:
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"manifest\.json: not "):
+        read_manifest(tmp_path)
+
+
+def test_checkpoint_that_is_not_there_is_not_called_unfinished(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no such checkpoint"):
+        read_manifest(tmp_path / "step-00000007")

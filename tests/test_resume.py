@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,8 @@ from omegaconf import OmegaConf
 from ranks import RankPool
 
 from dist_mem.config import load_config
+from dist_mem.data.shard import read_index
+from dist_mem.data.stream import DocumentPlan, make_plan
 from dist_mem.distributed import EXIT_REQUEUE, StopSignal, World
 from dist_mem.memory import memory_class, memory_kinds, memory_options
 from dist_mem.train import run_job
@@ -137,6 +140,102 @@ def test_damaged_checkpoint_is_passed_over_and_kept(tmp_path: Path, books: Path)
     assert "step-00000005" in text
     assert damaged.with_name("step-00000010.broken").is_dir()
     assert damaged.is_dir()
+
+
+def test_checkpoint_damaged_twice_does_not_stop_the_run(
+    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
+) -> None:
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 6}})
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for _ in range(3):
+        assert rank_pool(2).run(train_here, config) == [0, 0]
+        (checkpoints / "step-00000006" / "manifest.json").write_text("{}")
+    kept = sorted(path.name for path in checkpoints.glob("*.broken*"))
+    assert kept == ["step-00000006.broken", "step-00000006.broken-2"]
+
+
+def test_what_a_killed_save_left_is_removed_by_the_next_one(
+    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
+) -> None:
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 1}})
+    (tmp_path / "run" / "checkpoints" / ".step-00000007.partial" / "engine").mkdir(parents=True)
+    assert rank_pool(2).run(train_here, config) == [0, 0]
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["latest", "step-00000001"]
+
+
+def test_finished_run_says_that_nothing_is_left(
+    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
+) -> None:
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 4}})
+    for _ in range(2):
+        assert rank_pool(2).run(train_here, config) == [0, 0]
+    codes, text = run_ranks(["train", str(config), "train.steps=2"], world_size=2, cwd=tmp_path)
+    assert codes == [0, 0], text
+    assert "step 4 of 2: nothing is left to train" in text
+    assert logged_steps(tmp_path / "run") == [1, 2, 3, 4]
+
+
+def damage_second_document_of_a_lane(config_file: Path) -> None:
+    """Flip a byte of a document that is met amid the training, by the rank of its lane alone."""
+    config = load_config([str(config_file)], memory_options=memory_options)
+    index = read_index(Path(config.data.path) / "train")
+    lengths = [entry.num_tokens for entry in index.documents]
+    plan = make_plan(lengths, num_lanes=config.train.lanes, seg_len=config.train.seg_len, seed=config.data.seed)
+    assert isinstance(plan, DocumentPlan)
+    dealt = [plan.documents(0, lane) for lane in range(config.train.lanes)]
+    entry = index.documents[next(documents[1] for documents in dealt if len(documents) > 1)]
+    tar = index.split_dir / entry.shard
+    content = bytearray(tar.read_bytes())
+    content[entry.tokens_offset] ^= 1
+    tar.write_bytes(content)
+
+
+def test_damaged_document_of_one_rank_stops_all_with_everything_saved(tmp_path: Path, books: Path) -> None:
+    """No rank is left in a collective; with `skip`, the run goes on from there."""
+    data = tmp_path / "data"
+    shutil.copytree(books, data)
+    config = write_config(tmp_path / "run.yaml", data, tmp_path / "run", {"train": {"steps": 60}})
+    damage_second_document_of_a_lane(config)
+    codes, text = run_ranks(["train", str(config)], world_size=2, cwd=tmp_path)
+    assert codes == [2, 2], text
+    assert text.count("error: ") == 1
+    assert "data.on_corrupt=skip" in text
+    assert "Traceback" not in text
+    newest = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1]
+    step = json.loads((newest / "manifest.json").read_text())["step"]
+    assert step == logged_steps(tmp_path / "run")[-1]
+    changes = ["data.on_corrupt=skip", f"train.steps={step + 3}"]
+    codes, text = run_ranks(["train", str(config), *changes], world_size=2, cwd=tmp_path)
+    assert codes == [0, 0], text
+    assert logged_steps(tmp_path / "run") == list(range(1, step + 4))
+
+
+def test_missing_validation_split_is_told_before_training(tmp_path: Path, books: Path) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(books, data)
+    shutil.rmtree(data / "validation")
+    config = write_config(tmp_path / "run.yaml", data, tmp_path / "run", {"eval": {"every": 5}})
+    codes, text = run_ranks(["train", str(config)], world_size=2, cwd=tmp_path)
+    assert codes == [2, 2], text
+    assert "validation/index.json is missing" in text
+    assert [path.name for path in (tmp_path / "run").iterdir()] == []
+
+
+def test_run_directory_that_cannot_be_written_is_an_error_of_two_lines(tmp_path: Path, books: Path) -> None:
+    """Not a traceback; when it shows only at the first save, no rank is left behind."""
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 2}})
+    (tmp_path / "run").write_text("a file")
+    codes, text = run_ranks(["train", str(config)], world_size=2, cwd=tmp_path)
+    assert codes == [2, 2], text
+    assert f"run_dir {tmp_path / 'run'} cannot be used" in text
+    (tmp_path / "run").unlink()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("a file")
+    codes, again = run_ranks(["train", str(config)], world_size=2, cwd=tmp_path)
+    assert codes == [1, 1], again
+    assert "error: opening checkpoint" in again
+    assert "Traceback" not in text + again
 
 
 def test_second_job_on_a_run_directory_is_refused(tmp_path: Path, books: Path) -> None:
