@@ -1,0 +1,117 @@
+"""The sample library (sample_library.py) as texts in the layout of PG-19, and as shards.
+
+    python shards/build_sample.py --out data/sample
+    python shards/build_sample.py --out data/sample --books 1000 --seed 1
+
+<out>/texts holds {train,validation,test}/<id>.txt and metadata.csv, as `build_pg19.py --source` reads them; the shards beside
+it hold the same books with their recall distances. The same options always give the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from sample_library import Book, write_book
+
+from dist_mem.data.build import build_dataset
+from dist_mem.data.source import SourceDocument
+from dist_mem.data.workers import WorkerKilledError
+from dist_mem.files import write_text
+
+
+class Size(NamedTuple):
+    books: dict[str, int]  # split -> books
+    shortest: int  # tokens of a book, about
+    longest: int  # tokens; most books are much nearer the shortest
+    vocab_size: int
+
+
+SIZES = {
+    "demo": Size({"train": 320, "validation": 32, "test": 32}, shortest=2_000, longest=20_000, vocab_size=1024),
+    "tiny": Size({"train": 16, "validation": 4, "test": 4}, shortest=1_000, longest=2_000, vocab_size=768),
+}
+FIRST_IDS = {"train": 1001, "validation": 8001, "test": 9001}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Build, and say what went wrong; returns the exit code."""
+    options = parse_arguments(arguments)
+    size = SIZES[options.size]
+    counts = {**size.books, "train": options.books or size.books["train"]}
+    try:
+        library = {split: write_split(split, count, size, seed=options.seed) for split, count in counts.items()}
+        write_texts(library, options.out / "texts")
+        splits = {
+            split: [
+                SourceDocument(id=book_id, title=book.title, source=book.text, year=book.year, recall=book.recall)
+                for book_id, book in books.items()
+            ]
+            for split, books in library.items()
+        }
+        build_dataset(
+            splits,
+            options.out,
+            name="sample",
+            vocab_size=options.vocab_size or size.vocab_size,
+            workers=options.workers,
+            overwrite=options.overwrite,
+        )
+    except (ValueError, WorkerKilledError) as error:
+        print(f"build_sample: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    summary, _, details = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("data/sample"), help="data directory to build (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of the whole library (default: %(default)s)")
+    add("--size", choices=tuple(SIZES), default="demo", help="tiny: for tests (default: %(default)s)")
+    add("--books", type=positive, metavar="N", help="of the train split, instead of those of --size")
+    add("--vocab-size", type=positive, metavar="N", help="of SentencePiece, instead of that of --size")
+    add("--workers", type=positive, default=1, metavar="N", help="processes (default: %(default)s)")
+    add("--overwrite", action="store_true", help="replace another build in --out")
+    return parser.parse_args(arguments)
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def write_split(split: str, count: int, size: Size, *, seed: int) -> dict[str, Book]:
+    """Book id -> book. Book k of a split is the same in a library of any number of books."""
+    books = {}
+    for number in range(FIRST_IDS[split], FIRST_IDS[split] + count):
+        draw = random.Random(f"dist_mem sample library {seed} {split} {number}")
+        num_tokens = int(size.shortest * (size.longest / size.shortest) ** (draw.random() ** 4))
+        books[str(number)] = write_book(draw, num_tokens=num_tokens)
+    return books
+
+
+def write_texts(library: dict[str, dict[str, Book]], folder: Path) -> None:
+    """{train,validation,test}/<id>.txt and metadata.csv, as in PG-19."""
+    rows = io.StringIO()
+    metadata = csv.writer(rows, lineterminator="\n")
+    for split, books in library.items():
+        (folder / split).mkdir(parents=True, exist_ok=True)
+        for book_id, book in books.items():
+            write_text(folder / split / f"{book_id}.txt", book.text)
+            metadata.writerow([book_id, book.title, book.year, ""])
+    write_text(folder / "metadata.csv", rows.getvalue())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""A procedural library of readable books whose words must be remembered from earlier pages.
+
+Every book tells how one person keeps a promise. Each chapter has its own company, a few people, and its own things: one
+village, one inn, one beast and so on, all drawn anew. A thing that comes back ("fed the mule") and the surname after a
+first name can be predicted only by remembering their latest mention; so can the words of the promise, with which every
+chapter begins. The place of each such word and of that mention is recorded (`RecallSpan`).
+
+After each mention the next one is due at a gap drawn from GAPS. So many words recall something within one segment of 64
+tokens, many something in a memory of 192 tokens before it, and many something farther away.
+
+Nearly everything is drawn per chapter because a lane reads one book for many steps: what holds for a whole book is soon
+memorised in the weights, and the model never learns to use its memory (docs/log.md, 2026-11-20).
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import deque
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from sample_words import HOMES, MATERIALS, NAMES, PAUSES, SURNAMES, THINGS, TIMES, TREASURES
+
+from dist_mem.data.source import RecallSpan
+
+
+class Gap(NamedTuple):
+    share: float  # of all mentions
+    shortest: int  # tokens
+    longest: int  # tokens
+
+
+class Book(NamedTuple):
+    title: str
+    year: int
+    text: str
+    recall: list[RecallSpan]
+
+
+class Person(NamedTuple):
+    name: str
+    surname: str
+
+
+class Promise(NamedTuple):
+    """What a book is about, from its first page to its last."""
+
+    hero: Person
+    home: str
+    material: str
+    treasure: str
+    friend: Person
+    friend_home: str
+
+
+GAPS = (Gap(0.50, 6, 60), Gap(0.42, 66, 185), Gap(0.08, 260, 350))
+COMPANY_SIZE = 4  # people of a chapter
+CHAPTER_LEN = 560  # tokens, about
+PROMISE_GAP = 265  # tokens after which a chapter comes back to the promise: farther than a memory of 192 reaches
+NUM_SENTENCES = (4, 6)  # of a paragraph
+NUM_DEEDS = (3, 4)  # of a sentence
+PAUSE_SHARE = 0.04  # of all sentences: those in which nothing is recalled
+
+
+@dataclass
+class Page:
+    """Text under way; it knows its length and where each fact was last mentioned."""
+
+    parts: list[str] = field(default_factory=list)
+    num_chars: int = 0
+    num_tokens: int = 0  # words, marks and newlines
+    latest: dict[Hashable, int] = field(default_factory=dict)  # fact -> first character of the word that told it last
+    recall: list[RecallSpan] = field(default_factory=list)
+
+    def write(self, text: str) -> None:
+        self.parts.append(text)
+        self.num_chars += len(text)
+        self.num_tokens += len(re.findall(r"\w+|[^\w ]", text))
+
+    def mention(self, fact: Hashable, word: str) -> None:
+        """Write a space and the word that tells a fact; it is a recall if the fact was told before."""
+        start = self.num_chars + 1
+        if fact in self.latest:
+            self.recall.append(RecallSpan(start, start + len(word), self.latest[fact]))
+        self.latest[fact] = start
+        self.write(f" {word}")
+
+
+class Schedule:
+    """When each of a chapter's people or things is to be mentioned next."""
+
+    def __init__(self, keys: Iterable[str], draw: random.Random, *, start: int, num_resting: int) -> None:
+        self.draw = draw
+        self.resting: deque[str] = deque(maxlen=num_resting)  # taken last; not to be taken again yet
+        self.due = {key: start + draw.randrange(GAPS[0].longest) for key in keys}  # in tokens of the page
+
+    def take(self, position: int) -> str:
+        """The one that has been due longest, or will be soonest; `position` is the page's length now."""
+        key = min((key for key in self.due if key not in self.resting), key=self.due.__getitem__)
+        self.resting.append(key)
+        gap = self.draw.choices(GAPS, [gap.share for gap in GAPS])[0]
+        self.due[key] = position + self.draw.randint(gap.shortest, gap.longest)
+        return key
+
+
+def write_book(draw: random.Random, *, num_tokens: int) -> Book:
+    """A book of about `num_tokens` words, marks and newlines."""
+    people = _draw_people(draw, 2)
+    homes = draw.sample(HOMES.split(), 2)
+    promise = Promise(people[0], homes[0], draw.choice(MATERIALS.split()), draw.choice(TREASURES.split()), people[1], homes[1])
+    author = _draw_people(draw, 1)[0]
+    page = Page()
+    page.write("The Promise of")
+    _write_person(page, promise.hero)
+    page.write("\n\n")
+    chapter = 0
+    while page.num_tokens < num_tokens:
+        chapter += 1
+        page.write(f"Chapter {chapter}\n\n")
+        _write_promise(page, promise, "Once" if chapter == 1 else "Still", "promised" if chapter == 1 else "meant")
+        _write_chapter(page, draw, chapter, promise)
+    page.write("The End\n\n")
+    _write_promise(page, promise, "Then", "came")
+    title = f"The {promise.material.title()} {promise.treasure.title()} by {author.name} {author.surname}"
+    return Book(title, draw.randrange(1800, 1900), "".join(page.parts), page.recall)
+
+
+def _draw_people(draw: random.Random, count: int, *, others: Iterable[Person] = ()) -> list[Person]:
+    """People whose names differ from each other's and from those of `others`."""
+    names = [name for name in NAMES.split() if all(name != other.name for other in others)]
+    surnames = [surname for surname in SURNAMES.split() if all(surname != other.surname for other in others)]
+    return [Person(*pair) for pair in zip(draw.sample(names, count), draw.sample(surnames, count), strict=True)]
+
+
+def _write_person(page: Page, person: Person, *, of: Hashable = "the book") -> None:
+    page.write(f" {person.name}")
+    page.mention((of, person.name), person.surname)
+
+
+def _write_promise(page: Page, promise: Promise, opener: str, verb: str) -> None:
+    """Such as: Still Mara Holt of Dunwick meant to bring the copper lantern to Tom Reed of Poole."""
+    page.write(opener)
+    _write_person(page, promise.hero)
+    page.write(" of")
+    page.mention("home", promise.home)
+    page.write(f" {verb} to bring the")
+    page.mention("material", promise.material)
+    page.mention("treasure", promise.treasure)
+    page.write(" to")
+    _write_person(page, promise.friend)
+    page.write(" of")
+    page.mention("friend's home", promise.friend_home)
+    page.write(".\n\n")
+
+
+def _write_chapter(page: Page, draw: random.Random, chapter: int, promise: Promise) -> None:
+    end = page.num_tokens + CHAPTER_LEN
+    company = {person.name: person for person in _draw_people(draw, COMPANY_SIZE, others=(promise.hero, promise.friend))}
+    things = {deed: draw.choice(choices.split()) for deed, choices in THINGS.items()}
+    people_due = Schedule(company, draw, start=page.num_tokens, num_resting=1)
+    things_due = Schedule(things, draw, start=page.num_tokens, num_resting=NUM_DEEDS[1])
+    middle = page.num_tokens + PROMISE_GAP
+    while page.num_tokens < end:
+        if page.num_tokens > middle:
+            _write_promise(page, promise, "Still", "meant")
+            middle = end
+        page.write(draw.choice(TIMES))  # so that no name begins a line: it would be another token there
+        for _ in range(draw.randint(*NUM_SENTENCES)):
+            _write_person(page, company[people_due.take(page.num_tokens)], of=chapter)
+            num_deeds = draw.randint(*NUM_DEEDS)
+            for place in range(num_deeds):
+                deed = things_due.take(page.num_tokens)
+                page.write(f"{_joint(place, num_deeds)} {deed}")
+                page.mention((chapter, deed), things[deed])
+            page.write(".")
+            if draw.random() < PAUSE_SHARE:
+                page.write(f" {draw.choice(PAUSES)}")
+        page.write("\n\n")
+
+
+def _joint(place: int, count: int) -> str:
+    """What stands before item `place` of an enumeration of `count`."""
+    if place == 0:
+        return ""
+    return " and" if place == count - 1 else ","
