@@ -45,6 +45,9 @@ def train(options: argparse.Namespace) -> int:
 
         print(plan.report(config, world_size=options.world))
         return 0
+    from dist_mem.distributed import choose_accelerator
+
+    choose_accelerator()
     from dist_mem.train import run
 
     return run(config)
@@ -52,6 +55,9 @@ def train(options: argparse.Namespace) -> int:
 
 def evaluate(options: argparse.Namespace) -> int:
     """Score a checkpoint on whole documents."""
+    from dist_mem.distributed import choose_accelerator
+
+    choose_accelerator()
     from dist_mem.evaluate import run
 
     return run(options.run, split=options.split, checkpoint=options.checkpoint, overrides=options.overrides)

@@ -96,6 +96,10 @@ def _export_for_libraries(rank: int, size: int, local_rank: int, local_size: int
     os.environ.update(
         {name: str(value) for name, value in zip(names, (rank, size, local_rank, local_size), strict=True)}
     )
+
+
+def choose_accelerator() -> None:
+    """Tell DeepSpeed, before it is imported, that this machine has no GPU; else it warns about that on every rank."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 run=runs/demo
 baseline=runs/demo_none
 config=configs/demo.yaml
-export RANKS=2
+export RANKS=2 OMP_NUM_THREADS=1
 
 say() { printf '\n== %s\n' "$*"; }
 
@@ -15,9 +15,10 @@ train() { bash launch/local.sh "$config" "$@"; }
 
 # Ask rank 0 to stop, as a scheduler would, once half of the steps are done.
 stop_halfway() {
-  local half=$1
-  until [ -f "$run/metrics.jsonl" ] && [ "$(tail -n 1 "$run/metrics.jsonl" | sed 's/.*"step": \([0-9]*\).*/\1/')" -ge "$half" ]; do
+  local half=$1 step=0
+  until [ "${step:-0}" -ge "$half" ]; do
     sleep 0.5
+    step=$(sed -n '$s/.*"step": \([0-9]*\).*/\1/p' "$run/metrics.jsonl" 2>/dev/null) || true
   done
   say "SIGTERM to rank 0 after step $half"
   kill -TERM "$(sed 's/.*"pid": \([0-9]*\).*/\1/' "$run/lease.json")"
@@ -40,6 +41,7 @@ else
   train || code=$?
   wait
   [ "$code" -eq 85 ] || { echo "error: expected exit code 85 (stopped, all saved), got $code" >&2; exit 1; }
+  echo "exit code 85: stopped, all saved, start me again"
 fi
 say "4. The same command again: it resumes"
 train
