@@ -34,9 +34,8 @@ def test_memory_halves_recall_perplexity_within_its_reach(tmp_path: Path, seed: 
         run(tmp_path, "bash", str(ROOT / "launch" / "local.sh"), str(ROOT / "configs" / "demo.yaml"), *changes)
         run(tmp_path, "dist-mem", "evaluate", f"runs/{name}", "--split", "test")
     run(tmp_path, "dist-mem", "compare", "runs/forgets", "runs/remembers")
-    forgets, remembers = (
-        entry.report for entry in find_reports([tmp_path / "runs" / n for n in ("forgets", "remembers")], "test")
-    )
+    entries = find_reports([tmp_path / "runs" / "forgets", tmp_path / "runs" / "remembers"], "test")
+    forgets, remembers = (entry.report for entry in entries)
     band = recall_bands(remembers.seg_len, remembers.mem_len)["memory"]
     assert remembers.recall_in(band)[1] > 1000
     assert forgets.recall_perplexity(band) >= LEAST_GAIN * remembers.recall_perplexity(band)
