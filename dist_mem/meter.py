@@ -6,6 +6,7 @@ import math
 import resource
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -37,6 +38,15 @@ class Meter:
         update = next(updates)
         self._waited += time.perf_counter() - began
         return update
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent here, saving or evaluating, is no training time."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._began += time.perf_counter() - began
 
     def add(self, update: Update, nll: float, aux: float, num_scored: int) -> None:
         """Count one update; `nll`, `aux` and `num_scored` are sums over all ranks."""

@@ -53,9 +53,11 @@ def train(job: Job, stop_signal: StopSignal) -> int:
         if is_last or job.step % job.config.tracking.every == 0:
             job.tracker.log(job.step, job.meter.read(job.engine))
         if job.config.eval.every and job.step % job.config.eval.every == 0:
-            evaluate_now(job)
+            with job.meter.paused():
+                evaluate_now(job)
         if is_last or (job.config.checkpoint.every and job.step % job.config.checkpoint.every == 0):
-            save(job)
+            with job.meter.paused():
+                save(job)
         if job.step == job.total_steps:
             return EXIT_DONE
         if outcome.stop:
