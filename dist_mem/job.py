@@ -182,6 +182,7 @@ def _open_job(config: Any, world: World) -> Job:
         )
 
     tracker = on_all_ranks(open_run_dir, f"opening {run_dir}")
+    tracker.log_artifact(run_dir / "config.yaml")
     for message in start.messages:
         tracker.message(message)
     return Job(

@@ -35,7 +35,6 @@ _METRICS_PER_REQUEST = 900  # MLflow takes 1000 metrics, parameters and tags tog
 _PARAMS_PER_REQUEST = 100
 _PARAM_CHARS = 500  # mlflow 3 takes 6000, the servers of earlier versions 500; the whole configuration is an artifact
 _TAG_CHARS = 5000  # likewise 8000 and 5000
-_TRAINING_VIEW = {"mlflow.experimentKind": "custom_model_development"}  # else the page opens in its chat-model view
 _SENT_TAG = "dist_mem.sent."  # + "train" or split: last step that MLflow has of it
 
 
@@ -293,7 +292,7 @@ def _experiment_id(client: Any, name: str) -> str:
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
         try:
-            return client.create_experiment(name, tags=_TRAINING_VIEW)
+            return client.create_experiment(name)
         except MlflowException:
             experiment = client.get_experiment_by_name(name)  # another job may have made it in between
             if experiment is None:

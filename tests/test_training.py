@@ -10,6 +10,7 @@ import deepspeed
 import pytest
 import torch
 from jobs import build_books, checkpoint_content, difference, losses, write_config
+from mlflow import MlflowClient
 from ranks import RankPool
 from tiny import full_parameters, run_steps, tiny_config, tiny_job, update_of_rank
 from torch import Tensor
@@ -172,6 +173,25 @@ def test_training_is_bit_identical_with_and_without_evaluation(
     text = (tmp_path / "with" / "metrics.jsonl").read_text()
     assert text.count("validation/word_perplexity") == 3
     assert difference(*ends) is None
+
+
+def test_mlflow_gets_points_parameters_and_configuration_of_one_run(
+    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
+) -> None:
+    """Two jobs of one run directory, three steps each, on two ranks."""
+    store = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"schedule": {"kind": "constant"}})
+    for steps in (3, 6):
+        changes = [f"train.steps={steps}", "tracking.mlflow=true", f"tracking.uri={store}"]
+        assert rank_pool(2).run(train_here, config, changes) == [0, 0]
+    client = MlflowClient(store)
+    experiment = client.get_experiment_by_name("dist_mem")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    assert sorted(point.step for point in client.get_metric_history(run.info.run_id, "loss")) == [1, 2, 3, 4, 5, 6]
+    assert run.data.params["memory.mem_len"] == "24"
+    written = Path(client.download_artifacts(run.info.run_id, "config.yaml", str(tmp_path)))
+    assert "mem_len: 24" in written.read_text()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
