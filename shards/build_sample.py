@@ -3,8 +3,8 @@
     python shards/build_sample.py --out data/sample
     python shards/build_sample.py --out data/sample --books 1000 --seed 1
 
-<out>/texts holds {train,validation,test}/<id>.txt and metadata.csv, as `build_pg19.py --source` reads them; the shards beside
-it hold the same books with their recall distances. The same options always give the same bytes.
+<out>/texts holds {train,validation,test}/<id>.txt and metadata.csv, as `build_pg19.py --source` reads them; the shards
+beside it hold the same books with their recall distances. The same options always give the same bytes.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Size(NamedTuple):
     books: dict[str, int]  # split -> books
     shortest: int  # tokens of a book, about
     longest: int  # tokens; most books are much nearer the shortest
-    vocab_size: int
 
 
 SIZES = {
-    "demo": Size({"train": 320, "validation": 32, "test": 32}, shortest=2_000, longest=20_000, vocab_size=1024),
-    "tiny": Size({"train": 16, "validation": 4, "test": 4}, shortest=1_000, longest=2_000, vocab_size=768),
+    "demo": Size({"train": 320, "validation": 32, "test": 32}, shortest=2_000, longest=20_000),
+    "tiny": Size({"train": 16, "validation": 4, "test": 4}, shortest=1_000, longest=2_000),
 }
+VOCAB_SIZE = 1280  # the smallest multiple of 256 at which every word that recalls something is one token
 FIRST_IDS = {"train": 1001, "validation": 8001, "test": 9001}
 
 
@@ -47,7 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     counts = {**size.books, "train": options.books or size.books["train"]}
     try:
         library = {split: write_split(split, count, size, seed=options.seed) for split, count in counts.items()}
-        write_texts(library, options.out / "texts")
         splits = {
             split: [
                 SourceDocument(id=book_id, title=book.title, source=book.text, year=book.year, recall=book.recall)
@@ -59,10 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             splits,
             options.out,
             name="sample",
-            vocab_size=options.vocab_size or size.vocab_size,
+            vocab_size=options.vocab_size,
             workers=options.workers,
             overwrite=options.overwrite,
         )
+        write_texts(library, options.out / "texts")  # last: not over another library's, which build_dataset refuses
     except (ValueError, WorkerKilledError) as error:
         print(f"build_sample: {error}", file=sys.stderr)
         return 2
@@ -79,7 +79,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the whole library (default: %(default)s)")
     add("--size", choices=tuple(SIZES), default="demo", help="tiny: for tests (default: %(default)s)")
     add("--books", type=positive, metavar="N", help="of the train split, instead of those of --size")
-    add("--vocab-size", type=positive, metavar="N", help="of SentencePiece, instead of that of --size")
+    add("--vocab-size", type=positive, default=VOCAB_SIZE, metavar="N", help="of SentencePiece (default: %(default)s)")
     add("--workers", type=positive, default=1, metavar="N", help="processes (default: %(default)s)")
     add("--overwrite", action="store_true", help="replace another build in --out")
     return parser.parse_args(arguments)
@@ -102,11 +102,14 @@ def write_split(split: str, count: int, size: Size, *, seed: int) -> dict[str, B
 
 
 def write_texts(library: dict[str, dict[str, Book]], folder: Path) -> None:
-    """{train,validation,test}/<id>.txt and metadata.csv, as in PG-19."""
+    """{train,validation,test}/<id>.txt and metadata.csv, as in PG-19; no other book stays there."""
     rows = io.StringIO()
     metadata = csv.writer(rows, lineterminator="\n")
     for split, books in library.items():
         (folder / split).mkdir(parents=True, exist_ok=True)
+        for path in (folder / split).glob("*.txt"):
+            if path.stem not in books:
+                path.unlink()
         for book_id, book in books.items():
             write_text(folder / split / f"{book_id}.txt", book.text)
             metadata.writerow([book_id, book.title, book.year, ""])

@@ -108,12 +108,13 @@ class Schedule:
 def write_book(draw: random.Random, *, num_tokens: int) -> Book:
     """A book of about `num_tokens` words, marks and newlines."""
     people = _draw_people(draw, 2)
-    homes = draw.sample(HOMES.split(), 2)
-    promise = Promise(people[0], homes[0], draw.choice(MATERIALS.split()), draw.choice(TREASURES.split()), people[1], homes[1])
-    author = _draw_people(draw, 1)[0]
+    homes = draw.sample(HOMES, 2)
+    promise = Promise(people[0], homes[0], draw.choice(MATERIALS), draw.choice(TREASURES), people[1], homes[1])
+    author = _draw_people(draw, 1, others=people)[0]
     page = Page()
     page.write("The Promise of")
     _write_person(page, promise.hero)
+    title = f"{''.join(page.parts)} by {author.name} {author.surname}"
     page.write("\n\n")
     chapter = 0
     while page.num_tokens < num_tokens:
@@ -123,14 +124,13 @@ def write_book(draw: random.Random, *, num_tokens: int) -> Book:
         _write_chapter(page, draw, chapter, promise)
     page.write("The End\n\n")
     _write_promise(page, promise, "Then", "came")
-    title = f"The {promise.material.title()} {promise.treasure.title()} by {author.name} {author.surname}"
     return Book(title, draw.randrange(1800, 1900), "".join(page.parts), page.recall)
 
 
 def _draw_people(draw: random.Random, count: int, *, others: Iterable[Person] = ()) -> list[Person]:
     """People whose names differ from each other's and from those of `others`."""
-    names = [name for name in NAMES.split() if all(name != other.name for other in others)]
-    surnames = [surname for surname in SURNAMES.split() if all(surname != other.surname for other in others)]
+    names = [name for name in NAMES if all(name != other.name for other in others)]
+    surnames = [surname for surname in SURNAMES if all(surname != other.surname for other in others)]
     return [Person(*pair) for pair in zip(draw.sample(names, count), draw.sample(surnames, count), strict=True)]
 
 
@@ -157,8 +157,10 @@ def _write_promise(page: Page, promise: Promise, opener: str, verb: str) -> None
 
 def _write_chapter(page: Page, draw: random.Random, chapter: int, promise: Promise) -> None:
     end = page.num_tokens + CHAPTER_LEN
-    company = {person.name: person for person in _draw_people(draw, COMPANY_SIZE, others=(promise.hero, promise.friend))}
-    things = {deed: draw.choice(choices.split()) for deed, choices in THINGS.items()}
+    company = {
+        person.name: person for person in _draw_people(draw, COMPANY_SIZE, others=(promise.hero, promise.friend))
+    }
+    things = {deed: draw.choice(choices) for deed, choices in THINGS.items()}
     people_due = Schedule(company, draw, start=page.num_tokens, num_resting=1)
     things_due = Schedule(things, draw, start=page.num_tokens, num_resting=NUM_DEEDS[1])
     middle = page.num_tokens + PROMISE_GAP
