@@ -98,7 +98,7 @@ def wait_for(condition: Callable[[], bool], what: str, *, seconds: float = 90) -
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        time.sleep(0.02)
+        time.sleep(0.005)
 
 
 def losses(run_dir: Path) -> list[float]:
