@@ -20,6 +20,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from builder_options import builder_parser, positive
+
 from dist_mem.data.build import build_dataset
 from dist_mem.data.download import DownloadError, download_files, fetch, list_files
 from dist_mem.data.source import SourceDocument, read_text
@@ -85,10 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    summary, _, details = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = builder_parser(__doc__, vocab_size=32_000)
     add = parser.add_argument
     add("--source", type=Path, required=True, help="folder of the texts; --download fills it")
     add("--out", type=Path, required=True, help="data directory to build: data.path of a configuration")
@@ -103,20 +102,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "or as in metadata.csv (documents it does not name come after them) (default: %(default)s)",
     )
     add("--tokenizer", choices=("sentencepiece", "bytes"), default="sentencepiece", help="default: %(default)s")
-    add("--vocab-size", type=positive, default=32_000, metavar="N", help="of SentencePiece (default: %(default)s)")
     add("--tokenizer-from", type=Path, metavar="DIR", help="take the tokenizer of this data directory instead")
     add("--seed", type=int, default=0, help="of the lines SentencePiece is trained on (default: %(default)s)")
-    add("--workers", type=positive, default=1, metavar="N", help="processes (default: %(default)s)")
     add("--download", action="store_true", help="first fetch what is missing in --source")
     add("--base-url", default=BUCKET_URL, metavar="URL", help="bucket to download from (default: %(default)s)")
-    add("--overwrite", action="store_true", help="replace another build in --out")
     return parser.parse_args(arguments)
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return int(text)
 
 
 def download(options: argparse.Namespace) -> None:

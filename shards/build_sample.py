@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from builder_options import builder_parser, positive
 from sample_library import Book, write_book
 
 from dist_mem.data.build import build_dataset
@@ -70,25 +71,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    summary, _, details = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = builder_parser(__doc__, vocab_size=VOCAB_SIZE)
     add = parser.add_argument
     add("--out", type=Path, default=Path("data/sample"), help="data directory to build (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the whole library (default: %(default)s)")
     add("--size", choices=tuple(SIZES), default="demo", help="tiny: for tests (default: %(default)s)")
     add("--books", type=positive, metavar="N", help="of the train split, instead of those of --size")
-    add("--vocab-size", type=positive, default=VOCAB_SIZE, metavar="N", help="of SentencePiece (default: %(default)s)")
-    add("--workers", type=positive, default=1, metavar="N", help="processes (default: %(default)s)")
-    add("--overwrite", action="store_true", help="replace another build in --out")
     return parser.parse_args(arguments)
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return int(text)
 
 
 def write_split(split: str, count: int, size: Size, *, seed: int) -> dict[str, Book]:
