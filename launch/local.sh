@@ -7,6 +7,10 @@
 # One process, no launcher: python -m dist_mem train configs/demo.yaml
 set -euo pipefail
 
+own=$(cd "$(dirname "$0")/.." && pwd)/.venv/bin
+if ! command -v deepspeed >/dev/null && [ -x "$own/deepspeed" ]; then
+  PATH="$own:$PATH" # the environment that make setup made, not activated
+fi
 ranks=${RANKS:-$(nvidia-smi --list-gpus 2>/dev/null | wc -l)}
 [ "$ranks" -gt 0 ] || ranks=1
 port=${MASTER_PORT:-$((20000 + RANDOM % 20000))}
