@@ -188,9 +188,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def entry() -> NoReturn:
     """`main`, then the end of this process, with everything it has said on its way, an unexpected error too.
 
-    Not by `sys.exit`: when the interpreter tears down gloo's threads, now and then (once in about 30 warm runs of two
-    ranks, after barrier and destroy_process_group) one of them aborts a process that has succeeded, or hides the exit
-    code of one that has not.
+    Not by `sys.exit`: when the interpreter tears down gloo's threads, now and then (seen after barrier and
+    destroy_process_group, in a warm run of two ranks) one of them aborts a process that has succeeded, or hides the
+    exit code of one that has not.
     """
     try:
         code = main()

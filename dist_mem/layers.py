@@ -108,7 +108,7 @@ def masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:
 
 
 class Dropout(nn.Module):
-    """Dropout; on the CPU with masks from 16 random bits an element, three times as fast as torch's there."""
+    """Dropout; on CPUs from 16 random bits an element: 1.5 (fp32) to 2.3 times (bf16) as fast as torch's."""
 
     def __init__(self, probability: float) -> None:
         super().__init__()

@@ -139,16 +139,11 @@ def _score(forward: Forward, fresh: Sequence[Any], batches: Any, tables: Tables,
     states = list(fresh)
     for groups in batches:
         for number, host_batch in enumerate(groups):
-            batch = _to_device(host_batch, device)
+            batch = host_batch.to(device)
             state = reset_lanes(states[number], fresh[number], batch.is_new_document)
             output = forward(batch.tokens, batch.targets, batch.valid_len, state=state)
             states[number] = output.state
             _add(tables, batch, output.nll.double())
-
-
-def _to_device(batch: Batch, device: torch.device) -> Batch:
-    moved: list[Any] = [part if part is None else part.to(device, non_blocking=True) for part in batch]
-    return Batch(*moved)
 
 
 def _add(tables: Tables, batch: Batch, nll: Tensor) -> None:

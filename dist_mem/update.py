@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dist_mem.data.batch import Batch, Update
+from dist_mem.data.batch import Update
 from dist_mem.distributed import gather_objects, sum_over_ranks
 from dist_mem.memory.base import named_tensors
 from dist_mem.model import reset_lanes
@@ -46,11 +46,6 @@ class Outcome(NamedTuple):
     next_scored: int  # of the next one, all ranks
 
 
-def _to_device(batch: Batch, device: torch.device) -> Batch:
-    moved = (None if part is None else part.to(device, non_blocking=True) for part in batch)
-    return Batch._make(moved)
-
-
 def accumulate_gradients(job: Job, update: Update, num_scored: int) -> Forward:
     """Forward and backward of every micro-batch of one update.
 
@@ -62,7 +57,7 @@ def accumulate_gradients(job: Job, update: Update, num_scored: int) -> Forward:
     nll_sum, aux_sum = torch.zeros((), device=world.device), torch.zeros((), device=world.device)
     for index, host_batch in enumerate(update.batches):
         group = index % len(states)
-        batch = _to_device(host_batch, world.device)
+        batch = host_batch.to(world.device)
         state = reset_lanes(states[group], job.fresh[group], batch.is_new_document)
         with torch.set_grad_enabled(num_scored > 0):
             output = job.engine(batch.tokens, batch.targets, batch.valid_len, state=state)

@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,12 @@ from omegaconf import OmegaConf
 from ranks import free_port, launcher_environment
 from safetensors.torch import load_file
 
+from dist_mem.config import load_config
 from dist_mem.data.build import build_dataset
 from dist_mem.data.source import SourceDocument
+from dist_mem.distributed import StopSignal, World
+from dist_mem.memory import memory_options
+from dist_mem.train import run_job
 
 SYLLABLES = ["ba", "ko", "mi", "ru", "ten", "sol", "qua", "ver"]
 
@@ -84,6 +88,16 @@ def finish(processes: list[subprocess.Popen[str]], *, timeout: float = 120) -> t
 def run_ranks(arguments: list[str], *, world_size: int, cwd: Path) -> tuple[list[int], str]:
     """Start and finish."""
     return finish(start_ranks(arguments, world_size=world_size, cwd=cwd))
+
+
+def train_here(world: World, config_file: Path, changes: Sequence[str] = ()) -> int:
+    """The training of `dist-mem train`, in ranks that are already there."""
+    stop_signal = StopSignal()
+    try:
+        config = load_config([str(config_file), *changes], memory_options=memory_options)
+        return run_job(config, world, stop_signal)
+    finally:
+        stop_signal.restore()
 
 
 def logged_steps(run_dir: Path) -> list[int]:

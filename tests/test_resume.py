@@ -19,6 +19,7 @@ from jobs import (
     losses,
     run_ranks,
     start_ranks,
+    train_here,
     wait_for,
     write_config,
 )
@@ -28,23 +29,13 @@ from ranks import RankPool
 from dist_mem.config import load_config
 from dist_mem.data.shard import read_index
 from dist_mem.data.stream import DocumentPlan, make_plan
-from dist_mem.distributed import EXIT_REQUEUE, StopSignal, World
+from dist_mem.distributed import EXIT_REQUEUE
 from dist_mem.memory import memory_class, memory_kinds, memory_options
-from dist_mem.train import run_job
 
 
 @pytest.fixture(scope="module")
 def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_books(tmp_path_factory.mktemp("books"))
-
-
-def train_here(world: World, config_file: Path) -> int:
-    """The training of `dist-mem train`, in ranks that are already there."""
-    stop_signal = StopSignal()
-    try:
-        return run_job(load_config([str(config_file)], memory_options=memory_options), world, stop_signal)
-    finally:
-        stop_signal.restore()
 
 
 def zero(stage: int) -> dict[str, object]:

@@ -9,18 +9,15 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from jobs import build_books, checkpoint_content, difference, losses, write_config
+from jobs import build_books, checkpoint_content, difference, losses, train_here, write_config
 from mlflow import MlflowClient
 from ranks import RankPool
 from tiny import full_parameters, run_steps, tiny_config, tiny_job, update_of_rank
 from torch import Tensor
 
-from dist_mem.config import load_config
 from dist_mem.data.batch import IGNORE
-from dist_mem.distributed import StopSignal, World
-from dist_mem.memory import memory_options
+from dist_mem.distributed import World
 from dist_mem.memory.base import named_tensors
-from dist_mem.train import run_job
 from dist_mem.update import DivergedError, train_step
 
 ADAM = {"optimizer": {"kind": "adamw", "lr": 1e-2}, "train": {"micro_lanes": 2}}
@@ -148,15 +145,6 @@ def test_fp16_overflow_feeds_the_same_segments_again(rank_pool: Callable[[int], 
 @pytest.fixture(scope="module")
 def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_books(tmp_path_factory.mktemp("books"))
-
-
-def train_here(world: World, config_file: Path, changes: list[str]) -> int:
-    stop_signal = StopSignal()
-    try:
-        config = load_config([str(config_file), *changes], memory_options=memory_options)
-        return run_job(config, world, stop_signal)
-    finally:
-        stop_signal.restore()
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 IGNORE = -100  # target of a position that is not scored
@@ -18,6 +19,10 @@ class Batch(NamedTuple):
     is_new_document: Tensor  # (B,) bool, this segment is the first of its document
     document: Tensor  # (B,) int64, index of the document in its split, -1 for an idle lane
     recall: Tensor | None  # (B, T) int64, tokens from a target back to its referent, 0 = none; None: not recorded
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on `device`."""
+        return Batch._make(None if part is None else part.to(device, non_blocking=True) for part in self)
 
 
 class Update(NamedTuple):

@@ -148,15 +148,7 @@ def read_index(split_dir: Path | str) -> Index:
     """
     split_dir = Path(split_dir)
     path = split_dir / INDEX_NAME
-    try:
-        body = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ShardError(
-            f"{path} is missing: build the dataset first, or point data.path at one that is built"
-        ) from None
-    except ValueError as error:
-        raise ShardError(f"{path} is damaged ({error}): build the dataset again") from error
-    check_format_version(body, path)
+    body = read_facts(path)
     if body.get("fingerprint") != _fingerprint(body):
         raise ShardError(f"{path} is damaged (its content does not match its fingerprint): build the dataset again")
     body["shards"] = [ShardEntry(**entry) for entry in body["shards"]]
@@ -194,6 +186,24 @@ def check_document(index: Index, document: int) -> None:
         raise ShardError(
             f"document {entry.id} in {index.split_dir / entry.shard} is damaged: its checksum does not match"
         )
+
+
+def read_facts(path: Path, *, newest: int = FORMAT_VERSION) -> dict[str, Any]:
+    """A JSON file of a data directory.
+
+    Raises:
+        ShardError: it is missing, damaged or of a newer format.
+    """
+    try:
+        body = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ShardError(
+            f"{path} is missing: build the dataset first, or point data.path at one that is built"
+        ) from None
+    except ValueError as error:
+        raise ShardError(f"{path} is damaged ({error}): build the dataset again") from error
+    check_format_version(body, path, newest=newest)
+    return body
 
 
 def check_format_version(body: Any, path: Path, *, newest: int = FORMAT_VERSION) -> None:

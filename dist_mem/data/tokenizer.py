@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import sentencepiece
 
-from dist_mem.data.shard import check_format_version
+from dist_mem.data.shard import read_facts
 from dist_mem.files import write_bytes, write_text
 
 FORMAT_VERSION = 1
@@ -219,17 +219,7 @@ def read_tokenizer_facts(data_dir: Path | str) -> dict[str, Any]:
     Raises:
         ValueError: it is missing, damaged or of a newer format.
     """
-    path = Path(data_dir) / JSON_NAME
-    try:
-        facts = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ValueError(
-            f"{path} is missing: build the dataset first, or point data.path at one that is built"
-        ) from None
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}): build the dataset again") from error
-    check_format_version(facts, path, newest=FORMAT_VERSION)
-    return facts
+    return read_facts(Path(data_dir) / JSON_NAME, newest=FORMAT_VERSION)
 
 
 def load_tokenizer(data_dir: Path | str) -> Tokenizer:
