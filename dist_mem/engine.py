@@ -130,6 +130,10 @@ class Engine:
         """Dropout on or off."""
         self._engine.train(mode)
 
+    def init_state(self, document_ids: Tensor) -> Any:
+        """Empty memories of lanes that begin these documents, (B,) int64, on the engine's device and in its dtype."""
+        return self.module.init_state(document_ids.to(self.device), self.device, self.dtype)
+
     def backward(self, loss: Tensor) -> None:
         """Backward of a normalized micro-loss, which DeepSpeed must not divide by the accumulation steps again."""
         self._engine.backward(loss, scale_wrt_gas=False)

@@ -123,8 +123,8 @@ def evaluate_checkpoint(checkpoint: Checkpoint, config: Any, *, split: str, worl
     model.load_state_dict(consolidated_state_dict(checkpoint.directory))
     model.to(world.device, dtype).eval()
 
-    def init_state(lane_ids: Tensor) -> Any:
-        return model.init_state(lane_ids.to(world.device), world.device, dtype)
+    def init_state(document_ids: Tensor) -> Any:
+        return model.init_state(document_ids.to(world.device), world.device, dtype)
 
     return evaluate_split(model, init_state, config=config, split=split, tokenizer=tokenizer, world=world)
 

@@ -53,7 +53,6 @@ class Job:
     tracker: Tracker
     meter: Meter
     lane_ids: Tensor  # (P,) int64
-    fresh: list[Any]  # empty memories, one per lane group
     states: list[Any]  # memories after `step` updates
     cursors: Tensor  # (P, 3) int64, after `step` updates
     step: int
@@ -81,8 +80,7 @@ def _build(config: Any, world: World, tokenizer: Tokenizer, lane_ids: Tensor) ->
     accumulation = len(lane_ids) // train.micro_lanes * train.segments_per_update
     engine = Engine(model, config, deepspeed_block(config), world_size=world.size, accumulation=accumulation)
     engine.train()
-    fresh = [model.init_state(group, engine.device, engine.dtype) for group in lane_ids.split(train.micro_lanes)]
-    return engine, fresh
+    return engine, [engine.init_state(group) for group in lane_ids.split(train.micro_lanes)]
 
 
 class Start(NamedTuple):
@@ -196,7 +194,6 @@ def _open_job(config: Any, world: World) -> Job:
         tracker=tracker,
         meter=Meter(lane_segments_per_update=train.lanes * train.segments_per_update),
         lane_ids=lane_ids,
-        fresh=fresh,
         states=start.lanes.states,
         cursors=start.lanes.cursors,
         step=start.step,
@@ -226,14 +223,15 @@ def save(job: Job) -> None:
 
 def evaluate_now(job: Job) -> None:
     """Score the validation split with fresh lanes; training goes on as if it had not happened."""
-    engine, device = job.engine, job.world.device
-
-    def init_state(lane_ids: Tensor) -> Any:
-        return engine.module.init_state(lane_ids.to(device), device, engine.dtype)
-
+    engine = job.engine
     engine.train(False)
     report = evaluate_split(
-        engine, init_state, config=job.config, split=job.config.eval.split, tokenizer=job.tokenizer, world=job.world
+        engine,
+        engine.init_state,
+        config=job.config,
+        split=job.config.eval.split,
+        tokenizer=job.tokenizer,
+        world=job.world,
     )
     engine.train(True)
     job.tracker.log(job.step, report.figures())

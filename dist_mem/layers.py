@@ -155,14 +155,14 @@ class RelativeAttention(nn.Module):
         self.content_bias = first.content_bias
         self.position_bias = first.position_bias
 
-    def forward(self, x: Tensor, context: Tensor, visible: Tensor) -> Tensor:
+    def forward(self, x: Tensor, context: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
         """Attend from the segment to context and segment.
 
         Args:
             x: (B, T, D).  context: (B, M, D), M may be 0.  visible: (B, T, M + T) bool, see `visible_keys`.
 
         Returns:
-            (B, T, D), before the residual.
+            (B, T, D), before the residual, and the queries, (H, B, T, K), before biases.
         """
         query = split_heads(self.query(x), self.num_heads)
         # Apart, so that no gradient is computed for the rows of a context without gradient.
@@ -177,7 +177,7 @@ class RelativeAttention(nn.Module):
             position_bias=self.position_bias,
         )
         weights = self.attention_dropout(masked_softmax(scores, visible).to(value.dtype))
-        return self.dropout(self.output(merge_heads(weights @ value)))
+        return self.dropout(self.output(merge_heads(weights @ value))), query
 
     def position_keys(self, x: Tensor, *, num_keys: int) -> Tensor:
         """W_r R_t at every distance: (H, K, J + 1).

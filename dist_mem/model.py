@@ -16,12 +16,13 @@ from torch.utils.checkpoint import checkpoint
 from dist_mem.config import Config, ModelConfig
 from dist_mem.layers import Dropout, FeedForward, initialize
 from dist_mem.memory import build_memory
-from dist_mem.memory.base import LayerSpec, Memory, MemoryOutput, named_tensors, select_lanes
+from dist_mem.memory.base import LayerSpec, Memory, named_tensors, select_lanes
 from dist_mem.vocabulary import Bin, Embedding, Softmax, adaptive_bins, plain_bin
 
 
 class LMState(NamedTuple):
     blocks: tuple[Any, ...]  # one state a block, as its memory defines it
+    stem: Any  # of the rows that come before the segment, see `Stem`
 
 
 class Features(NamedTuple):
@@ -41,6 +42,12 @@ def reset_lanes(state: LMState, fresh: LMState, is_new_document: Tensor) -> LMSt
     return select_lanes(is_new_document, fresh, state)
 
 
+class BlockOutput(NamedTuple):
+    y: Tensor  # (B, T, D), the rows of a stem before them
+    state: Any  # of the memory
+    aux: dict[str, Tensor]  # name -> (B,) weighted auxiliary loss per lane
+
+
 class Block(nn.Module):
     """Memory layer (attention) and feed-forward, each with its residual and its layer norm.
 
@@ -56,14 +63,14 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(spec.d_model, d_inner=d_inner, dropout=spec.dropout)
         self.feed_forward_norm = nn.LayerNorm(spec.d_model)
 
-    def forward(self, x: Tensor, state: Any, valid_len: Tensor) -> MemoryOutput:
-        y, state, aux = self.memory(x, state, valid_len)
-        attended = self.attention_norm(x + y)
+    def forward(self, x: Tensor, state: Any, valid_len: Tensor) -> BlockOutput:
+        y, state, aux, _, _ = self.memory(x, state, valid_len)
+        attended = self.attention_norm(x[:, -y.shape[1] :] + y)
         if self.pre_norm:
             out = attended + self.feed_forward(self.feed_forward_norm(attended))
         else:
             out = self.feed_forward_norm(attended + self.feed_forward(attended))
-        return MemoryOutput(out, state, aux)
+        return BlockOutput(out, state, aux)
 
 
 class MemoryLM(nn.Module):
@@ -88,19 +95,21 @@ class MemoryLM(nn.Module):
             self.head.tie(self.embedding)
         for memory in self.memories():
             memory.share(self.memories()[0])
+        self.stem = self.memories()[0].stem()
 
     def memories(self) -> list[Memory]:
         """The memory layer of every block."""
         return [cast(Block, block).memory for block in self.blocks]
 
-    def init_state(self, lane_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> LMState:
-        """Empty memories of the lanes `lane_ids` (B,) int64; `dtype` is the activations'."""
-        return LMState(tuple(memory.init_state(lane_ids, device, dtype) for memory in self.memories()))
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> LMState:
+        """Empty memories of lanes that begin these documents, (B,) int64; `dtype` is the activations'."""
+        blocks = tuple(memory.init_state(document_ids, device, dtype) for memory in self.memories())
+        return LMState(blocks, self.stem.init_state(document_ids, device, dtype))
 
     def features(self, tokens: Tensor, valid_len: Tensor, *, state: LMState) -> Features:
         """All but the softmax: tokens (B, T) int64, valid_len (B,) int64."""
-        x = self.dropout(self.embedding(tokens))
         complete = valid_len == tokens.shape[1]
+        x, stem_state = self.stem(self.dropout(self.embedding(tokens)), state.stem)
         aux: dict[str, Tensor] = {}
         committed = []
         for block, old in zip(self.blocks, state.blocks, strict=True):
@@ -112,7 +121,8 @@ class MemoryLM(nn.Module):
             committed.append(select_lanes(complete, output.state, old))
             for name, loss in output.aux.items():
                 aux[name] = aux[name] + loss if name in aux else loss
-        return Features(self.dropout(self.final_norm(x)), aux, LMState(tuple(committed)))
+        hidden = self.dropout(self.final_norm(x[:, -tokens.shape[1] :]))
+        return Features(hidden, aux, LMState(tuple(committed), select_lanes(complete, stem_state, state.stem)))
 
     def forward(self, tokens: Tensor, targets: Tensor, valid_len: Tensor, *, state: LMState) -> LMOutput:
         """One segment of every lane.
@@ -151,6 +161,7 @@ def layer_spec(config: Config, layer_index: int) -> LayerSpec:
         norm=model.norm,
         clamp_len=model.clamp_len,
         same_length=model.same_length,
+        seed=config.train.seed,
     )
 
 

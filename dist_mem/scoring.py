@@ -24,7 +24,7 @@ from dist_mem.model import reset_lanes
 from dist_mem.report import DocumentScore, RecallScore, Report
 
 Forward = Callable[..., Any]  # (tokens, targets, valid_len, state=state) -> LMOutput, without dropout
-InitState = Callable[[Tensor], Any]  # lane ids (B,) int64 -> empty memories on the device
+InitState = Callable[[Tensor], Any]  # document numbers (B,) int64 -> empty memories on the device
 
 
 class EvaluationError(RuntimeError):
@@ -100,10 +100,10 @@ def evaluate_documents(
         bos_id=tokenizer.bos_id,
         max_document_len=max_document_len,
     )
-    fresh = [init_state(group) for group in torch.tensor(lane_ids).split(micro_lanes)]
+    states = [init_state(group) for group in torch.tensor(lane_ids).split(micro_lanes)]
     tables = _empty_tables(len(lengths), share.max_distance, world.device)
     with torch.no_grad():
-        _score(forward, fresh, batches, tables, world.device)
+        _score(forward, states, batches, tables, init_state=init_state, device=world.device)
     sums = Sums(*_summed([*tables, share.words, share.bytes], world))
     _check_complete(index, lengths, sums)
     documents = _document_scores(index, sums)
@@ -134,13 +134,16 @@ def _recall_scores(sums: Sums) -> list[RecallScore]:
     ]
 
 
-def _score(forward: Forward, fresh: Sequence[Any], batches: Any, tables: Tables, device: torch.device) -> None:
+def _score(
+    forward: Forward, states: list[Any], batches: Any, tables: Tables, *, init_state: InitState, device: torch.device
+) -> None:
     """Add the scores of all micro-batches to `tables`, in place; the memory of each lane group is carried along."""
-    states = list(fresh)
     for groups in batches:
         for number, host_batch in enumerate(groups):
             batch = host_batch.to(device)
-            state = reset_lanes(states[number], fresh[number], batch.is_new_document)
+            state = states[number]
+            if host_batch.is_new_document.any():  # asked on the CPU, so that nothing waits for the device
+                state = reset_lanes(state, init_state(batch.document), batch.is_new_document)
             output = forward(batch.tokens, batch.targets, batch.valid_len, state=state)
             states[number] = output.state
             _add(tables, batch, output.nll.double())

@@ -58,7 +58,9 @@ def accumulate_gradients(job: Job, update: Update, num_scored: int) -> Forward:
     for index, host_batch in enumerate(update.batches):
         group = index % len(states)
         batch = host_batch.to(world.device)
-        state = reset_lanes(states[group], job.fresh[group], batch.is_new_document)
+        state = states[group]
+        if host_batch.is_new_document.any():  # asked on the CPU, so that nothing waits for the device
+            state = reset_lanes(state, job.engine.init_state(batch.document), batch.is_new_document)
         with torch.set_grad_enabled(num_scored > 0):
             output = job.engine(batch.tokens, batch.targets, batch.valid_len, state=state)
             nll = output.nll.sum()

@@ -9,21 +9,29 @@ import torch
 from torch import Tensor, nn
 
 from dist_mem.config import Config, ModelConfig, TrainConfig
-from dist_mem.memory import memory_class
+from dist_mem.memory import memory_class, memory_kinds
 from dist_mem.memory.base import map_state, named_tensors
 from dist_mem.model import LMOutput, LMState, MemoryLM
 
 VOCAB, WIDTH, LANES, SEG_LEN, SEGMENTS = 11, 12, 4, 4, 4
 
 
-def small_model(kind: str, *, norm: str = "pre", dropout: float = 0.0, checkpointing: bool = False) -> MemoryLM:
+def small_block(kind: str, **options: Any) -> dict[str, Any]:
+    """The `memory:` block of a memory that fits the segments here."""
+    return {"kind": kind, **memory_class(kind).small_options(SEG_LEN), **options}
+
+
+# Every memory of the package by its file name, and what is tested besides: variants and compositions.
+CASES: dict[str, dict[str, Any]] = {kind: small_block(kind) for kind in memory_kinds()}
+
+
+def small_model(case: str, *, norm: str = "pre", dropout: float = 0.0, checkpointing: bool = False) -> MemoryLM:
     """Three blocks with large weights: attention far from uniform shows what small weights hide."""
     model = ModelConfig(num_layers=3, d_model=WIDTH, num_heads=2, d_head=5, d_inner=16, norm=norm, dropout=dropout)
-    memory = {"kind": kind, **memory_class(kind).small_options(SEG_LEN)}
     train = TrainConfig(seg_len=SEG_LEN, activation_checkpointing=checkpointing)
     model.init_std = 0.5
     torch.manual_seed(0)
-    return MemoryLM(Config(model=model, memory=memory, train=train), VOCAB)
+    return MemoryLM(Config(model=model, memory=CASES[case], train=train), VOCAB)
 
 
 def random_segments(seed: int = 0) -> list[tuple[Tensor, Tensor]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from contract_cases import (
+    CASES,
     LANES,
     SEG_LEN,
     SEGMENTS,
@@ -28,22 +29,21 @@ from contract_cases import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dist_mem.data.batch import IGNORE
-from dist_mem.memory import memory_kinds
 from dist_mem.memory.base import named_tensors
 from dist_mem.model import reset_lanes
 
-every_memory = pytest.mark.parametrize("kind", memory_kinds())
+every_memory = pytest.mark.parametrize("case", CASES)
 every_norm = pytest.mark.parametrize("norm", ["pre", "post"])
 
 
 @every_memory
-def test_rule_1_forward_changes_nothing_it_was_given(kind: str) -> None:
-    model = small_model(kind)
+def test_rule_1_forward_changes_nothing_it_was_given(case: str) -> None:
+    model = small_model(case)
     state = warm_state(model)
     before = copied(state)
     parameters = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    x, valid_len = torch.randn(LANES, SEG_LEN, WIDTH), full_lanes()
-    inputs = x.clone()
+    x, _ = model.stem(torch.randn(LANES, SEG_LEN, WIDTH), state.stem)
+    inputs, valid_len = x.clone(), full_lanes()
     for block, block_state in zip(model.blocks, state.blocks, strict=True):
         block.memory(x, block_state, valid_len)
     assert_same(state, before)
@@ -52,8 +52,8 @@ def test_rule_1_forward_changes_nothing_it_was_given(kind: str) -> None:
 
 
 @every_memory
-def test_rule_1_the_same_input_gives_the_same_output_whatever_came_between(kind: str) -> None:
-    model = small_model(kind)
+def test_rule_1_the_same_input_gives_the_same_output_whatever_came_between(case: str) -> None:
+    model = small_model(case)
     state, segment = warm_state(model), random_segments(1)[0]
     first = model(*segment, full_lanes(), state=state)
     list(read(model, random_segments(2), fresh_state(model)))
@@ -63,11 +63,11 @@ def test_rule_1_the_same_input_gives_the_same_output_whatever_came_between(kind:
 
 
 @every_memory
-def test_rule_1_activation_checkpointing_changes_no_bit(kind: str) -> None:
+def test_rule_1_activation_checkpointing_changes_no_bit(case: str) -> None:
     """Losses, states and gradients, with dropout; the backward runs every memory a second time."""
     results = []
     for checkpointing in (False, True):
-        model = small_model(kind, dropout=0.2, checkpointing=checkpointing)
+        model = small_model(case, dropout=0.2, checkpointing=checkpointing)
         torch.manual_seed(3)
         outputs = list(read(model, random_segments(), fresh_state(model)))
         sum(total_loss(output) for output in outputs).backward()
@@ -84,9 +84,9 @@ def test_rule_1_activation_checkpointing_changes_no_bit(kind: str) -> None:
     ("activations", "asked"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
 )
 def test_rule_2_the_state_keeps_structure_shapes_and_dtypes_and_has_no_gradient(
-    kind: str, activations: str, asked: str
+    case: str, activations: str, asked: str
 ) -> None:
-    model = small_model(kind).to(getattr(torch, activations))
+    model = small_model(case).to(getattr(torch, activations))
     state = fresh_state(model, getattr(torch, asked))
     for output in read(model, random_segments(), state):
         old, new = named_tensors(state), named_tensors(output.state)
@@ -102,18 +102,19 @@ def test_rule_2_the_state_keeps_structure_shapes_and_dtypes_and_has_no_gradient(
 
 
 @every_memory
-def test_rule_2_the_state_is_no_alias_of_an_activation(kind: str) -> None:
+def test_rule_2_the_state_is_no_alias_of_an_activation(case: str) -> None:
     """A view of the block's input would keep its storage alive, and change with it."""
-    model = small_model(kind)
-    x = torch.randn(LANES, SEG_LEN, WIDTH)
-    for block, state in zip(model.blocks, fresh_state(model).blocks, strict=True):
+    model = small_model(case)
+    fresh = fresh_state(model)
+    x, _ = model.stem(torch.randn(LANES, SEG_LEN, WIDTH), fresh.stem)
+    for block, state in zip(model.blocks, fresh.blocks, strict=True):
         for name, part in named_tensors(block.memory(x, state, full_lanes()).state).items():
             assert part.untyped_storage().data_ptr() != x.untyped_storage().data_ptr(), name
 
 
 @every_memory
-def test_rule_3_only_complete_segments_are_committed(kind: str) -> None:
-    model = small_model(kind)
+def test_rule_3_only_complete_segments_are_committed(case: str) -> None:
+    model = small_model(case)
     state = warm_state(model)
     tokens, targets = random_segments()[0]
     complete = model(tokens, targets, full_lanes(), state=state).state
@@ -128,9 +129,9 @@ def test_rule_3_only_complete_segments_are_committed(kind: str) -> None:
 
 @every_memory
 @every_norm
-def test_rule_4_no_output_depends_on_a_later_token(kind: str, norm: str) -> None:
+def test_rule_4_no_output_depends_on_a_later_token(case: str, norm: str) -> None:
     """Over several segments and blocks: changing token j leaves every loss before j bit for bit."""
-    model = small_model(kind, norm=norm)
+    model = small_model(case, norm=norm)
     segments = random_segments()
     with torch.no_grad():
         before = torch.cat([output.nll for output in read(model, segments, fresh_state(model))], dim=1)
@@ -144,8 +145,8 @@ def test_rule_4_no_output_depends_on_a_later_token(kind: str, norm: str) -> None
 
 
 @every_memory
-def test_rule_4_padding_changes_no_real_token(kind: str) -> None:
-    model = small_model(kind)
+def test_rule_4_padding_changes_no_real_token(case: str) -> None:
+    model = small_model(case)
     state, (tokens, targets) = warm_state(model), random_segments()[0]
     valid_len = torch.tensor([3, 2, 1, 3])
     padding = torch.arange(SEG_LEN) >= valid_len[:, None]
@@ -158,9 +159,9 @@ def test_rule_4_padding_changes_no_real_token(kind: str) -> None:
 
 
 @every_memory
-def test_rule_5_lanes_are_independent(kind: str) -> None:
+def test_rule_5_lanes_are_independent(case: str) -> None:
     """Other tokens, other memories and other lengths in lanes 1.. leave lane 0 bit for bit."""
-    model = small_model(kind)
+    model = small_model(case)
     state, fresh, (tokens, targets) = warm_state(model), fresh_state(model), random_segments()[0]
     others = torch.tensor([False, True, True, True])
     one = model(tokens, targets, full_lanes(), state=state)
@@ -174,9 +175,9 @@ def test_rule_5_lanes_are_independent(kind: str) -> None:
 
 
 @every_memory
-def test_rule_5_a_lane_alone_equals_the_lane_in_a_batch(kind: str) -> None:
+def test_rule_5_a_lane_alone_equals_the_lane_in_a_batch(case: str) -> None:
     """Products of another shape round differently, hence float64 and a tolerance."""
-    model = small_model(kind).double()
+    model = small_model(case).double()
     together = list(read(model, random_segments(), fresh_state(model, torch.float64)))
     for lane in range(LANES):
         state = model.init_state(torch.tensor([lane]), "cpu", torch.float64)
@@ -188,8 +189,8 @@ def test_rule_5_a_lane_alone_equals_the_lane_in_a_batch(kind: str) -> None:
 
 
 @every_memory
-def test_rule_5_a_reset_lane_equals_a_fresh_lane(kind: str) -> None:
-    model = small_model(kind)
+def test_rule_5_a_reset_lane_equals_a_fresh_lane(case: str) -> None:
+    model = small_model(case)
     fresh = fresh_state(model)
     is_new_document = torch.tensor([True, False, True, False])
     state = reset_lanes(warm_state(model), fresh, is_new_document)
@@ -202,9 +203,9 @@ def test_rule_5_a_reset_lane_equals_a_fresh_lane(kind: str) -> None:
 @every_memory
 @every_norm
 @pytest.mark.parametrize("idle", ["some", "all"])
-def test_rule_6_every_parameter_gets_a_gradient_in_every_step(kind: str, norm: str, idle: str) -> None:
+def test_rule_6_every_parameter_gets_a_gradient_in_every_step(case: str, norm: str, idle: str) -> None:
     """From the first segment, when memories are empty, with idle and incomplete lanes, or with idle lanes only."""
-    model = small_model(kind, norm=norm)
+    model = small_model(case, norm=norm)
     state = fresh_state(model)
     valid_len = torch.tensor([SEG_LEN, SEG_LEN, 2, 0]) if idle == "some" else torch.zeros(LANES, dtype=torch.int64)
     padding = torch.arange(SEG_LEN) >= valid_len[:, None]
@@ -219,9 +220,9 @@ def test_rule_6_every_parameter_gets_a_gradient_in_every_step(kind: str, norm: s
 
 
 @every_memory
-def test_rule_6_nothing_branches_on_data(kind: str) -> None:
+def test_rule_6_nothing_branches_on_data(case: str) -> None:
     """Fake tensors have no values: a branch, an .item() or a shape that depends on data raises."""
-    model = small_model(kind)
+    model = small_model(case)
     with FakeTensorMode(allow_non_fake_inputs=True):
         tokens = torch.zeros(LANES, SEG_LEN, dtype=torch.int64)
         state = fresh_state(model)
@@ -234,8 +235,8 @@ def test_rule_6_nothing_branches_on_data(kind: str) -> None:
 @every_memory
 @every_norm
 @pytest.mark.parametrize("elsewhere", ["empty", "nan"])
-def test_rule_7_parameters_are_used_in_a_module_that_registers_them(kind: str, norm: str, elsewhere: str) -> None:
-    model = small_model(kind, norm=norm)
+def test_rule_7_parameters_are_used_in_a_module_that_registers_them(case: str, norm: str, elsewhere: str) -> None:
+    model = small_model(case, norm=norm)
     with torch.no_grad():
         expected = [output.nll for output in read(model, random_segments(), fresh_state(model))]
         Partitioned(model, elsewhere=elsewhere)
@@ -244,9 +245,9 @@ def test_rule_7_parameters_are_used_in_a_module_that_registers_them(kind: str, n
 
 
 @every_memory
-def test_rule_8_no_generator_is_touched(kind: str) -> None:
+def test_rule_8_no_generator_is_touched(case: str) -> None:
     """Draws are a counter hash: apart from dropout, a forward in training leaves torch's generator where it was."""
-    model = small_model(kind).train()
+    model = small_model(case).train()
     state = fresh_state(model)
     before = torch.get_rng_state()
     for output in read(model, random_segments(), state):
@@ -254,10 +255,10 @@ def test_rule_8_no_generator_is_touched(kind: str) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in memory_kinds() if kind != "none"])
-def test_a_memory_remembers(kind: str) -> None:
+@pytest.mark.parametrize("case", [case for case in CASES if case != "none"])
+def test_a_memory_remembers(case: str) -> None:
     """A token of the first segment changes losses of the second; otherwise the rules above say little."""
-    model = small_model(kind)
+    model = small_model(case)
     segments = random_segments()
     altered = [(tokens.clone(), targets) for tokens, targets in segments]
     altered[0][0][:, 1] = (altered[0][0][:, 1] + 1) % VOCAB

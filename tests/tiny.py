@@ -95,9 +95,9 @@ def tiny_job(config: Any, world: World, *, stage: int, block: dict[str, Any] | N
     ds_block = {**zero_block(stage), **(block or {})}
     engine = Engine(model, config, ds_block, world_size=world.size, accumulation=accumulation)
     engine.train()
-    fresh = [model.init_state(group, engine.device, engine.dtype) for group in lane_ids.split(train.micro_lanes)]
+    states = [engine.init_state(group) for group in lane_ids.split(train.micro_lanes)]
     return SimpleNamespace(
-        config=config, world=world, engine=engine, fresh=fresh, states=fresh, step=0, total_steps=100,
+        config=config, world=world, engine=engine, states=states, step=0, total_steps=100,
         lane_ids=lane_ids, cursors=torch.zeros(len(lane_ids), 3, dtype=torch.int64),
     )  # fmt: skip
 

@@ -39,6 +39,7 @@ class LayerSpec:
     norm: str  # pre | post
     clamp_len: int | None
     same_length: bool
+    seed: int  # train.seed, of a memory's own draws (rule 8)
 
     @property
     def attention(self) -> dict[str, Any]:
@@ -47,19 +48,28 @@ class LayerSpec:
         return {name: getattr(self, name) for name in names}
 
 
+class Evicted(NamedTuple):
+    """What leaves a memory in this step, for a memory that lies over it."""
+
+    rows: Tensor  # (B, E, D), E = `Memory.evicted_len`; rows of the block's input, oldest first, without gradient
+    valid: Tensor  # (B,) bool, whether the lane evicts E rows; if not, it evicts none
+
+
 class MemoryOutput(NamedTuple):
-    y: Tensor  # (B, T, D) attention sub-layer output, before the residual
+    y: Tensor  # (B, T, D) attention sub-layer output of the last T rows of x, before the residual
     state: Any  # the same NamedTuple type as the state handed in, without gradient
     aux: dict[str, Tensor]  # name -> (B,) weighted auxiliary loss per lane, averaged over real queries
+    query: Tensor  # (H, B, T, K) content queries of the segment, before biases; a memory over this one reads with them
+    evicted: Evicted  # as if every segment were complete: of others the model drops the new state, and with it the use
 
 
 class Memory(nn.Module):
     """Base of every memory layer.
 
     `forward(x, state, valid_len)` takes x (B, T, D), the raw block input with real tokens first, and valid_len (B,)
-    int64, how many of the T tokens are real. With `spec.norm == "pre"` the memory applies its own layer norm to stored
-    and new rows alike, so it stores raw rows; it returns the attention output before residual and post-norm, which are
-    the block's.
+    int64, how many of the T tokens are real. Where the memory has a stem, x is (B, M + T, D): its rows come first. With
+    `spec.norm == "pre"` the memory applies its own layer norm to stored and new rows alike, so it stores raw rows; it
+    returns the attention output before residual and post-norm, which are the block's.
     """
 
     @dataclass
@@ -71,8 +81,17 @@ class Memory(nn.Module):
         self.spec = spec
         self.options = options
 
-    def init_state(self, lane_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> Any:
-        """An empty memory for each lane; `lane_ids` (B,) int64 are global lane numbers."""
+    @property
+    def evicted_len(self) -> int:
+        """E: how many rows leave this memory at once, tokens or compressed rows."""
+        return self.spec.seg_len
+
+    def stem(self) -> Stem:
+        """What prepends rows to the first block's input; asked of the first block's memory. By default nothing does."""
+        return Stem()
+
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> Any:
+        """An empty memory for each lane; `document_ids` (B,) int64 tell what it reads, for draws of its own."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, state: Any, valid_len: Tensor) -> MemoryOutput:
@@ -85,6 +104,18 @@ class Memory(nn.Module):
     def small_options(cls, seg_len: int) -> dict[str, Any]:
         """Options that fit segments of `seg_len` tokens and fill within two of them; used by the contract tests."""
         return {}
+
+
+class Stem(nn.Module):
+    """Prepends memory rows to the segment, so that they pass through all blocks with it; this one prepends none."""
+
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> Any:
+        """As `Memory.init_state`."""
+        return ()
+
+    def forward(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """The embedded segment (B, T, D) with its M memory rows before it, (B, M + T, D), and the new state."""
+        return x, state
 
 
 def map_state(function: Any, *states: Any) -> Any:

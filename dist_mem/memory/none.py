@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_mem.layers import RelativeAttention, visible_keys
-from dist_mem.memory.base import LayerSpec, Memory, MemoryOutput
+from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput
 
 
 class State(NamedTuple):
@@ -27,11 +27,13 @@ class NoMemory(Memory):
         assert isinstance(first, NoMemory)
         self.attention.share_biases(first.attention)
 
-    def init_state(self, lane_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
         return State()
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         no_context = x.new_empty(x.shape[0], 0, x.shape[2])
         nothing = no_context.new_empty(x.shape[0], 0, dtype=torch.bool)
         visible = visible_keys(nothing, x.shape[1], same_length=False)
-        return MemoryOutput(self.attention(self.norm(x), no_context, visible), state, {})
+        y, query = self.attention(self.norm(x), no_context, visible)
+        everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
+        return MemoryOutput(y, state, {}, query, everything)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_mem.layers import RelativeAttention, newest_rows, visible_keys
-from dist_mem.memory.base import LayerSpec, Memory, MemoryOutput
+from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput
 
 
 class State(NamedTuple):
@@ -52,13 +52,14 @@ class TransformerXL(Memory):
         assert isinstance(first, TransformerXL)
         self.attention.share_biases(first.attention)
 
-    def init_state(self, lane_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
-        num_lanes = lane_ids.shape[0]
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
+        num_lanes = document_ids.shape[0]
         hidden = torch.zeros(num_lanes, self.options.mem_len, self.spec.d_model, device=device, dtype=dtype)
         return State(hidden, torch.zeros(num_lanes, device=device, dtype=torch.int64))
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         valid = newest_rows(state.length, state.hidden.shape[1])
         visible = visible_keys(valid, x.shape[1], same_length=self.spec.same_length)
-        y = self.attention(self.norm(x), self.norm(state.hidden.to(x.dtype)), visible)
-        return MemoryOutput(y, push(state, x), {})
+        y, query = self.attention(self.norm(x), self.norm(state.hidden.to(x.dtype)), visible)
+        evicted = Evicted(state.hidden[:, : x.shape[1]].to(x.dtype), state.length == self.options.mem_len)
+        return MemoryOutput(y, push(state, x), {}, query, evicted)
