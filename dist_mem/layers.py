@@ -11,6 +11,7 @@ with a table that no lane owns, and it is never expanded over the lanes.
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -124,6 +125,44 @@ class Dropout(nn.Module):
         return x * kept.to(x.dtype).mul_(2**16 / self.keep)
 
 
+class _FrozenProduct(torch.autograd.Function):
+    """x W^T with a gradient for x alone. Saves the parameter itself, which ZeRO-3 gathers again for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return gradients[0] @ weight, None
+
+
+class Projection(nn.Linear):
+    """A linear map without bias; called `frozen`, it lets a loss reach its input and not its weight."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, x: Tensor, frozen: bool = False) -> Tensor:
+        return _FrozenProduct.apply(x, self.weight) if frozen else super().forward(x)
+
+
+class Norm(nn.LayerNorm):
+    """Layer norm; called `frozen`, it lets a loss reach its input and not its own gain and bias."""
+
+    def forward(self, x: Tensor, frozen: bool = False) -> Tensor:
+        gain, bias = (self.weight.detach(), self.bias.detach()) if frozen else (self.weight, self.bias)
+        return F.layer_norm(x, self.normalized_shape, gain, bias, self.eps)
+
+
+class Attended(NamedTuple):
+    y: Tensor  # (B, T, D), before the residual
+    query: Tensor  # (H, B, T, K), before biases
+    weights: Tensor  # (H, B, T, M + T), attention probabilities before dropout
+
+
 class RelativeAttention(nn.Module):
     """Multi-head attention with relative positions over context rows and the segment itself."""
 
@@ -141,8 +180,8 @@ class RelativeAttention(nn.Module):
         self.num_heads = num_heads
         self.clamp_len = clamp_len
         width = num_heads * d_head
-        self.query = nn.Linear(d_model, width, bias=False)
-        self.key_value = nn.Linear(d_model, 2 * width, bias=False)
+        self.query = Projection(d_model, width)
+        self.key_value = Projection(d_model, 2 * width)
         self.position = nn.Linear(d_model, width, bias=False)
         self.output = nn.Linear(width, d_model, bias=False)
         self.content_bias = nn.Parameter(torch.zeros(num_heads, d_head))  # u, see share_biases
@@ -155,14 +194,11 @@ class RelativeAttention(nn.Module):
         self.content_bias = first.content_bias
         self.position_bias = first.position_bias
 
-    def forward(self, x: Tensor, context: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, context: Tensor, visible: Tensor) -> Attended:
         """Attend from the segment to context and segment.
 
         Args:
             x: (B, T, D).  context: (B, M, D), M may be 0.  visible: (B, T, M + T) bool, see `visible_keys`.
-
-        Returns:
-            (B, T, D), before the residual, and the queries, (H, B, T, K), before biases.
         """
         query = split_heads(self.query(x), self.num_heads)
         # Apart, so that no gradient is computed for the rows of a context without gradient.
@@ -176,8 +212,9 @@ class RelativeAttention(nn.Module):
             content_bias=self.content_bias,
             position_bias=self.position_bias,
         )
-        weights = self.attention_dropout(masked_softmax(scores, visible).to(value.dtype))
-        return self.dropout(self.output(merge_heads(weights @ value))), query
+        weights = masked_softmax(scores, visible).to(value.dtype)
+        context_rows = self.attention_dropout(weights) @ value
+        return Attended(self.dropout(self.output(merge_heads(context_rows))), query, weights)
 
     def position_keys(self, x: Tensor, *, num_keys: int) -> Tensor:
         """W_r R_t at every distance: (H, K, J + 1).

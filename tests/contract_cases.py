@@ -22,7 +22,11 @@ def small_block(kind: str, **options: Any) -> dict[str, Any]:
 
 
 # Every memory of the package by its file name, and what is tested besides: variants and compositions.
-CASES: dict[str, dict[str, Any]] = {kind: small_block(kind) for kind in memory_kinds()}
+CASES: dict[str, dict[str, Any]] = {
+    **{kind: small_block(kind) for kind in memory_kinds()},
+    "compressive, dilated": small_block("compressive", compression="dilated", compression_loss="autoencoder"),
+    "compressive, most used": small_block("compressive", compression="most_used"),
+}
 
 
 def small_model(case: str, *, norm: str = "pre", dropout: float = 0.0, checkpointing: bool = False) -> MemoryLM:

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "dist_mem"
 LAYERS: list[set[str]] = [
     {"config", "config_*", "deepspeed_keys", "distributed", "files"},
     {"layers", "memory.base", "data.batch", "data.shard", "data.tar"},
-    {"memory", "memory.*", "data", "data.*", "manifest", "optimizer", "lease", "resume_rules", "vocabulary"},
+    {"memory", "memory.*", "data", "data.*", "manifest", "optimizer", "lease", "resume_rules", "vocabulary", "compression"},
     {"engine", "checkpoint", "tracking", "sinks", "delivery", "progress", "model"},
     {"evaluate", "scoring", "meter", "plan", "report", "compare", "plot"},
     {"job", "update", "train"},

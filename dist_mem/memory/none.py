@@ -34,6 +34,6 @@ class NoMemory(Memory):
         no_context = x.new_empty(x.shape[0], 0, x.shape[2])
         nothing = no_context.new_empty(x.shape[0], 0, dtype=torch.bool)
         visible = visible_keys(nothing, x.shape[1], same_length=False)
-        y, query = self.attention(self.norm(x), no_context, visible)
+        y, query, _ = self.attention(self.norm(x), no_context, visible)
         everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
         return MemoryOutput(y, state, {}, query, everything)

@@ -22,6 +22,12 @@ class State(NamedTuple):
     length: Tensor  # (B,) int64, how many of the newest rows are valid
 
 
+def empty(num_lanes: int, num_rows: int, d_model: int, *, device: torch.device | str, dtype: torch.dtype) -> State:
+    """A memory of `num_rows` rows of which none is valid."""
+    hidden = torch.zeros(num_lanes, num_rows, d_model, device=device, dtype=dtype)
+    return State(hidden, torch.zeros(num_lanes, device=device, dtype=torch.int64))
+
+
 def push(state: State, rows: Tensor) -> State:
     """Append rows (B, T, D), all real, and keep the newest M."""
     mem_len, num_rows = state.hidden.shape[1], rows.shape[1]
@@ -48,18 +54,25 @@ class TransformerXL(Memory):
     def small_options(cls, seg_len: int) -> dict[str, Any]:
         return {"mem_len": 2 * seg_len - 1}
 
+    @property
+    def evicted_len(self) -> int:
+        if self.options.mem_len % self.spec.seg_len:
+            raise ValueError(
+                f"memory.mem_len is {self.options.mem_len}, but a memory over this one needs a multiple of "
+                f"train.seg_len = {self.spec.seg_len}"
+            )
+        return self.spec.seg_len
+
     def share(self, first: Memory) -> None:
         assert isinstance(first, TransformerXL)
         self.attention.share_biases(first.attention)
 
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
-        num_lanes = document_ids.shape[0]
-        hidden = torch.zeros(num_lanes, self.options.mem_len, self.spec.d_model, device=device, dtype=dtype)
-        return State(hidden, torch.zeros(num_lanes, device=device, dtype=torch.int64))
+        return empty(len(document_ids), self.options.mem_len, self.spec.d_model, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         valid = newest_rows(state.length, state.hidden.shape[1])
         visible = visible_keys(valid, x.shape[1], same_length=self.spec.same_length)
-        y, query = self.attention(self.norm(x), self.norm(state.hidden.to(x.dtype)), visible)
+        y, query, _ = self.attention(self.norm(x), self.norm(state.hidden.to(x.dtype)), visible)
         evicted = Evicted(state.hidden[:, : x.shape[1]].to(x.dtype), state.length == self.options.mem_len)
         return MemoryOutput(y, push(state, x), {}, query, evicted)

@@ -1,0 +1,78 @@
+"""Compression functions of the Compressive Transformer (Rae et al. 2020, sec. 3.1): T rows become floor(T / c).
+
+Where c does not divide T, the newest T mod c rows are left out. Shape letters: B lanes, T rows, D model, c rate.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Compression(nn.Module):
+    """`forward(rows, usage)`: rows (B, T, D), usage (B, T) the attention each row receives -> (B, T // c, D)."""
+
+    def __init__(self, d_model: int, *, rate: int) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, rows: Tensor, usage: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class MeanPool(Compression):
+    def forward(self, rows: Tensor, usage: Tensor) -> Tensor:
+        return F.avg_pool1d(rows.mT, self.rate).mT
+
+
+class MaxPool(Compression):
+    def forward(self, rows: Tensor, usage: Tensor) -> Tensor:
+        return F.max_pool1d(rows.mT, self.rate).mT
+
+
+class MostUsed(Compression):
+    """Keeps the rows that the segment's queries attend to most, in their order."""
+
+    def forward(self, rows: Tensor, usage: Tensor) -> Tensor:
+        kept = usage.topk(rows.shape[1] // self.rate, dim=1).indices.sort(dim=1).values
+        return rows.gather(1, kept[..., None].expand(-1, -1, rows.shape[2]))
+
+
+class Convolution(Compression):
+    """One convolution whose width and stride are the rate."""
+
+    def __init__(self, d_model: int, *, rate: int) -> None:
+        super().__init__(d_model, rate=rate)
+        self.convolution = nn.Conv1d(d_model, d_model, rate, stride=rate)
+
+    def forward(self, rows: Tensor, usage: Tensor) -> Tensor:
+        return self.convolution(rows.mT).mT
+
+
+class DilatedConvolutions(Compression):
+    """Three convolutions of width 3 and dilation 1, 2, 4, each added to its input, then one as in `Convolution`.
+
+    The paper names dilated convolutions and says nothing of their number or widths.
+    """
+
+    def __init__(self, d_model: int, *, rate: int) -> None:
+        super().__init__(d_model, rate=rate)
+        self.mixing = nn.ModuleList(
+            nn.Conv1d(d_model, d_model, 3, dilation=dilation, padding=dilation) for dilation in (1, 2, 4)
+        )
+        self.convolution = nn.Conv1d(d_model, d_model, rate, stride=rate)
+
+    def forward(self, rows: Tensor, usage: Tensor) -> Tensor:
+        columns = rows.mT
+        for convolution in self.mixing:
+            columns = columns + F.relu(convolution(columns))
+        return self.convolution(columns).mT
+
+
+COMPRESSIONS: dict[str, type[Compression]] = {
+    "conv": Convolution,
+    "dilated": DilatedConvolutions,
+    "max": MaxPool,
+    "mean": MeanPool,
+    "most_used": MostUsed,
+}

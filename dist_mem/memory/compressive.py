@@ -1,0 +1,152 @@
+"""Compressive Transformer (Rae et al. 2020): what leaves the short-term memory is compressed and kept longer.
+
+Every block attends to [compressed memory; memory; segment] with Transformer-XL's relative positions, where a compressed
+row counts as one position. A lane whose memory is full passes its T oldest rows through the compression, which makes
+floor(T / c) of them. The compression learns only from its own loss, the model only from the task's (sec. 3.2).
+
+Deviations: memories start empty, where the paper starts with rows of zeros that take attention; one optimizer with one
+clip of the joint gradient norm serves model and compression. Shape letters: B lanes, T segment, M memory, C compressed
+memory, D model, H heads, K head width.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dist_mem.compression import COMPRESSIONS
+from dist_mem.layers import Norm, RelativeAttention, newest_rows, split_heads, visible_keys
+from dist_mem.memory import transformer_xl
+from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, select_lanes
+
+LOSSES = ("attention", "autoencoder")
+
+
+class State(NamedTuple):
+    memory: transformer_xl.State  # M rows, as of Transformer-XL
+    compressed: transformer_xl.State  # C rows, older than those
+
+
+def content_attention(attention: RelativeAttention, query: Tensor, rows: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(K)) v without positions or mask (Algorithm 2), with a gradient for `rows` alone.
+
+    Args:
+        query: (H, B, T, K).  rows: (B, J, D), normalized.
+
+    Returns:
+        (H, B, T, K), one context a query.
+    """
+    pairs = split_heads(attention.key_value(rows, frozen=True), 2 * attention.num_heads)
+    key, value = pairs.chunk(2)
+    scores = query @ key.mT / math.sqrt(query.shape[-1])
+    return scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1).to(value.dtype) @ value
+
+
+def distance(one: Tensor, other: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Euclidean norm of the difference over `dims`, in float32 at least; its gradient at 0 is 0."""
+    working = torch.promote_types(one.dtype, torch.float32)
+    return ((one.to(working) - other.to(working)).square().sum(dims) + 1e-12).sqrt()
+
+
+class Compressive(Memory):
+    @dataclass
+    class Options:
+        mem_len: int = 128  # M, tokens; a multiple of train.seg_len
+        cmem_len: int = 128  # C, compressed rows
+        compression_rate: int = 4  # c, tokens a compressed row
+        compression: str = "conv"  # conv | dilated | max | mean | most_used
+        compression_loss: str = "attention"  # attention | autoencoder: what conv and dilated learn from
+        loss_weight: float = 1.0  # of that loss
+
+    def __init__(self, spec: LayerSpec, options: Any) -> None:
+        super().__init__(spec, options)
+        check_options(options, seg_len=spec.seg_len)
+        self.norm = Norm(spec.d_model) if spec.norm == "pre" else nn.Identity()
+        self.attention = RelativeAttention(**spec.attention)
+        rate = options.compression_rate
+        self.compression = COMPRESSIONS[options.compression](spec.d_model, rate=rate)
+        self.learns = any(True for _ in self.compression.parameters())
+        if self.learns and options.compression_loss == "autoencoder":
+            self.decoder = nn.ConvTranspose1d(spec.d_model, spec.d_model, rate, stride=rate)
+
+    @classmethod
+    def small_options(cls, seg_len: int) -> dict[str, Any]:
+        return {"mem_len": seg_len, "cmem_len": seg_len, "compression_rate": 2}
+
+    @property
+    def evicted_len(self) -> int:
+        rows = self.spec.seg_len // self.options.compression_rate
+        if self.options.cmem_len % rows:
+            raise ValueError(
+                f"memory.cmem_len is {self.options.cmem_len}, but a memory over this one needs a multiple of the "
+                f"{rows} rows that train.seg_len / memory.compression_rate gives"
+            )
+        return rows
+
+    def share(self, first: Memory) -> None:
+        assert isinstance(first, Compressive)
+        self.attention.share_biases(first.attention)
+
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
+        def empty(num_rows: int) -> transformer_xl.State:
+            return transformer_xl.empty(len(document_ids), num_rows, self.spec.d_model, device=device, dtype=dtype)
+
+        return State(empty(self.options.mem_len), empty(self.options.cmem_len))
+
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        memory, compressed = state
+        seg_len, cmem_len, mem_len = x.shape[1], self.options.cmem_len, self.options.mem_len
+        context = torch.cat([compressed.hidden, memory.hidden], dim=1).to(x.dtype)
+        valid = [newest_rows(compressed.length, cmem_len), newest_rows(memory.length, mem_len)]
+        visible = visible_keys(torch.cat(valid, dim=1), seg_len, same_length=self.spec.same_length)
+        y, query, weights = self.attention(self.norm(x), self.norm(context), visible)
+
+        old = memory.hidden[:, :seg_len].to(x.dtype)
+        usage = weights.detach()[..., cmem_len : cmem_len + seg_len].float().mean((0, 2))
+        new = self.compression(old, usage)
+        is_full = memory.length == mem_len
+        kept = select_lanes(is_full, transformer_xl.push(compressed, new), compressed)
+        evicted = Evicted(compressed.hidden[:, : new.shape[1]].to(x.dtype), is_full & (compressed.length == cmem_len))
+        aux = {}
+        if self.learns and torch.is_grad_enabled():
+            loss = self.compression_loss(query.detach(), old, new)
+            aux["compression"] = torch.where(is_full & (valid_len == seg_len), self.options.loss_weight * loss, 0.0)
+        return MemoryOutput(y, State(transformer_xl.push(memory, x), kept), aux, query, evicted)
+
+    def compression_loss(self, query: Tensor, old: Tensor, new: Tensor) -> Tensor:
+        """What is lost when `old` (B, T, D) becomes `new` (B, T // c, D): (B,), a norm as in the paper, not squared.
+
+        attention: of the difference that it makes to what the segment's queries (H, B, T, K) read.
+        autoencoder: of the difference between the old rows and those decoded from the new ones.
+        """
+        if self.options.compression_loss == "autoencoder":
+            decoded = self.decoder(new.mT).mT
+            return distance(decoded, old[:, : decoded.shape[1]], (1, 2))
+        with torch.no_grad():
+            target = content_attention(self.attention, query, self.norm(old))
+        normalized = self.norm(new, frozen=True) if self.spec.norm == "pre" else new
+        return distance(content_attention(self.attention, query, normalized), target, (0, 2, 3))
+
+
+def check_options(options: Any, *, seg_len: int) -> None:
+    """Refuse lengths that do not fit each other, and names that do not exist; ValueError."""
+    if options.mem_len < seg_len or options.mem_len % seg_len:
+        raise ValueError(
+            f"memory.mem_len is {options.mem_len}, but must be a multiple of train.seg_len = {seg_len}: "
+            "whole segments leave it for the compressed memory"
+        )
+    if not 1 <= options.compression_rate <= seg_len:
+        raise ValueError(
+            f"memory.compression_rate is {options.compression_rate}, but must be 1 to train.seg_len = {seg_len}"
+        )
+    if options.cmem_len < 1:
+        raise ValueError(
+            f"memory.cmem_len is {options.cmem_len}, but must be at least 1; without it set memory.kind=transformer_xl"
+        )
+    for key, allowed in (("compression", tuple(COMPRESSIONS)), ("compression_loss", LOSSES)):
+        if getattr(options, key) not in allowed:
+            raise ValueError(f"memory.{key} is {getattr(options, key)!r}, but must be one of {', '.join(allowed)}")
