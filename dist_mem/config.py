@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from dist_mem import deepspeed_keys
 from dist_mem.config_check import ConfigError, Problem, all_keys, check_tree, flatten, located, optional_keys, stop_on
 from dist_mem.config_rules import check_together, check_values
-from dist_mem.config_sources import Source, merge_source, plain_block, read_sources, resolve
+from dist_mem.config_sources import Source, merge, merge_source, plain_block, read_sources, resolve
 from dist_mem.files import write_text
 
 __all__ = [
@@ -237,7 +237,7 @@ def _write_out_memory(config: DictConfig, memory_options: MemoryOptions) -> None
         key, _, text = str(error).partition(" ") if str(error).startswith("memory.") else ("memory", "", str(error))
         raise ConfigError([Problem(key, text)]) from error
     given = cast(dict[str, Any], OmegaConf.to_container(config.memory))  # unresolved
-    config.memory = {"kind": kind, **asdict(options), **given}
+    config.memory = merge({"kind": kind, **asdict(options)}, given)
 
 
 def merge_checked(schema: type, node: Mapping[str, Any], where: str) -> DictConfig:

@@ -134,15 +134,23 @@ def _read_deepspeed(path: Path) -> dict[str, Any]:
 def merge_source(tree: dict[str, Any], source: Source) -> dict[str, Any]:
     """`tree` with a later source merged into it.
 
-    Another `memory.kind` takes none of the former one's options with it, and a ds_config.json none of the former block.
+    Another `memory.kind` or `memory.over.kind` takes none of the former one's options with it, and a ds_config.json
+    none of the former block.
     """
     new = source.tree
-    kind = new["memory"].get("kind") if isinstance(new.get("memory"), Mapping) else None
-    if kind is not None and isinstance(tree["memory"], Mapping) and kind != tree["memory"].get("kind"):
-        tree = {**tree, "memory": {}}
+    if isinstance(new.get("memory"), Mapping):
+        tree = {**tree, "memory": _same_kind(tree["memory"], new["memory"])}
     if source.is_whole_deepspeed:
         tree = {**tree, "deepspeed": {}}
     return merge(tree, new) if new else tree
+
+
+def _same_kind(old: Any, new: Mapping[str, Any]) -> Any:
+    """The old memory block, emptied where the new one is of another kind; so also the memory it lies over."""
+    if not isinstance(old, Mapping) or new.get("kind", old.get("kind")) != old.get("kind"):
+        return {}
+    over = new.get("over")
+    return {**old, "over": _same_kind(old.get("over"), over)} if isinstance(over, Mapping) else old
 
 
 def merge(old: Any, new: Any, key: str = "") -> Any:

@@ -26,6 +26,9 @@ CASES: dict[str, dict[str, Any]] = {
     **{kind: small_block(kind) for kind in memory_kinds()},
     "compressive, dilated": small_block("compressive", compression="dilated", compression_loss="autoencoder"),
     "compressive, most used": small_block("compressive", compression="most_used"),
+    "infinite, sticky": small_block("infinite", sampling="sticky"),
+    "infinite over transformer_xl": small_block("infinite", over={"kind": "transformer_xl", "mem_len": SEG_LEN}),
+    "infinite over compressive": small_block("infinite", over=small_block("compressive"), sampling="stratified"),
 }
 
 

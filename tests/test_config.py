@@ -163,7 +163,7 @@ def test_merge_checked_completes_a_block_and_resolves_it() -> None:
         ("schedule.warmup_steps=11", "schedule.warmup_steps: 11 is more than train.steps = 10"),
         ("data.train_split=test", "training never opens the test split"),
         ("memory=3", "memory: is 3, but must be a block with a kind"),
-        ("memory.kind=transformer", "memory.kind: is 'transformer', but must be one of none, transformer_xl"),
+        ("memory.kind=transformer", "memory.kind: is 'transformer', but must be one of compressive"),
         ("memory.mem_len=long", "memory.mem_len: is 'long', but must be an integer"),
     ],
 )

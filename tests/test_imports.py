@@ -13,9 +13,10 @@ PACKAGE = Path(__file__).parent.parent / "dist_mem"
 # Lower layers first; a module may import modules of lower layers, and of its own layer where no cycle results.
 LAYERS: list[set[str]] = [
     {"config", "config_*", "deepspeed_keys", "distributed", "files"},
-    {"layers", "memory.base", "data.batch", "data.shard", "data.tar"},
+    {"layers", "look_ahead", "basis", "counter_hash", "sticky", "memory.base", "data.batch", "data.shard", "data.tar"},
     {"memory", "memory.*", "data", "data.*", "manifest", "optimizer", "lease", "resume_rules", "vocabulary", "compression"},
     {"engine", "checkpoint", "tracking", "sinks", "delivery", "progress", "model"},
+    {"contract", "contract.*"},
     {"evaluate", "scoring", "meter", "plan", "report", "compare", "plot"},
     {"job", "update", "train"},
     {"__main__"},

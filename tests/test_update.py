@@ -33,7 +33,7 @@ class WithAuxiliaryLoss(TransformerXL):
 
 
 def with_auxiliary_loss() -> Any:
-    return mock.patch.object(memory, "memory_class", lambda kind: WithAuxiliaryLoss)
+    return mock.patch.object(memory, "memory_class", lambda *_: WithAuxiliaryLoss)
 
 
 def one_update(world: World, stage: int, train: dict[str, Any]) -> tuple[dict[str, Tensor], float, float]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from dist_mem.config import merge_checked
 from dist_mem.config_check import nearest
+from dist_mem.config_sources import plain_block
 from dist_mem.memory.base import LayerSpec, Memory
 
 
@@ -19,8 +22,8 @@ def memory_kinds() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "base")
 
 
-def memory_class(kind: str) -> type[Memory]:
-    """The memory of that name.
+def memory_class(kind: str, where: str = "memory") -> type[Memory]:
+    """The memory of that name; `where` is the key of its block, for messages.
 
     Raises:
         ValueError: no such file in this package; names the nearest one.
@@ -28,7 +31,7 @@ def memory_class(kind: str) -> type[Memory]:
     kinds = memory_kinds()
     if kind not in kinds:
         meant = nearest(str(kind), kinds, 0.0)
-        raise ValueError(f"memory.kind is {kind!r}, but must be one of {', '.join(kinds)}; did you mean {meant}?")
+        raise ValueError(f"{where}.kind is {kind!r}, but must be one of {', '.join(kinds)}; did you mean {meant}?")
     module = importlib.import_module(f"{__name__}.{kind}")
     own = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
     found = [value for value in own if isinstance(value, type) and issubclass(value, Memory)]
@@ -38,20 +41,34 @@ def memory_class(kind: str) -> type[Memory]:
     return found[0]
 
 
-def memory_options(block: Mapping[str, Any]) -> tuple[str, Any]:
-    """Kind and typed options of a configuration's `memory` block.
+def memory_options(block: Mapping[str, Any], where: str = "memory") -> tuple[str, Any]:
+    """Kind and typed options of a configuration's `memory` block, and of the blocks under its `over`, written out.
+
+    Args:
+        where: key of the block in the configuration, for messages.
 
     Raises:
         ValueError: an unknown kind or key (names the nearest known one), or a value of the wrong type.
     """
-    if "kind" not in block:
-        raise ValueError(f"memory.kind is missing; give one of {', '.join(memory_kinds())}")
-    given = {key: value for key, value in block.items() if key != "kind"}
-    checked = merge_checked(memory_class(block["kind"]).Options, given, "memory")
-    return block["kind"], OmegaConf.to_object(checked)
+    if not isinstance(block, Mapping) or "kind" not in block:
+        raise ValueError(f"{where}.kind is missing; give one of {', '.join(memory_kinds())}")
+    given = plain_block(block)
+    kind = given.pop("kind")
+    options: Any = OmegaConf.to_object(merge_checked(memory_class(kind, where).Options, given, where))
+    if hasattr(options, "over"):
+        below, below_options = memory_options(options.over, f"{where}.over")
+        options.over = {"kind": below, **asdict(below_options)}
+    return kind, options
 
 
 def build_memory(block: Mapping[str, Any], spec: LayerSpec) -> Memory:
-    """The memory layer of one block of the model."""
+    """The memory layer of one block of the model; one with the option `over` is built over that memory."""
     kind, options = memory_options(block)
-    return memory_class(kind)(spec, options)
+    build: Callable[..., Memory] = memory_class(kind)
+    if not hasattr(options, "over"):
+        return build(spec, options)
+    try:
+        over = build_memory(options.over, spec)
+    except ValueError as error:  # a memory does not know that it lies under another
+        raise ValueError(re.sub(r"\bmemory\.(?=\w)", "memory.over.", str(error))) from None
+    return build(spec, options, over)

@@ -1,0 +1,156 @@
+"""Gaussian radial basis functions on [0, 1], their expectations, and the ridge regression onto them.
+
+Rows x_p at positions t_p in [0, 1] become a continuous signal x(t) = sum_j B_j psi_j(t) with coefficients B = G^T X,
+where G^T = (F F^T + ridge I)^-1 F and F (N, P) holds the basis at the positions. G depends on the geometry only: it is
+solved once in float64 and cached for all layers. Source: Martins et al. 2022, "infinity-former", sec. 3.1, eq. 3-5, and
+the authors' code. Shape letters: B lanes, E new rows, S samples of the past, N basis functions, W widths, P positions.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+PADDINGS = ("published", "none")
+_LOWEST = -60.0  # log of the least expectation: exp is up to twelve times as slow where float32 underflows
+
+
+class Geometry(NamedTuple):
+    """All that the regression depends on."""
+
+    num_basis: int  # N
+    widths: tuple[float, ...]  # standard deviations of the basis functions; N / W centres have each of them
+    ridge: float
+    tau: float  # the past is contracted to [0, tau], new rows fill the rest
+    num_samples: int  # S
+    num_rows: int  # E
+    padding: str  # published | none
+
+
+class Fit(NamedTuple):
+    """Regression matrices: the coefficients are their products with rows, oldest first."""
+
+    first: Tensor  # (N, E), of a memory's first rows
+    past: Tensor  # (N, S), of samples of the contracted past, together with
+    new: Tensor  # (N, E), the new rows
+    linear: Tensor  # (N, N), `past` times the basis at m / S, m = 1..S: contracts the coefficients themselves
+
+
+class ExpectedBasis(torch.autograd.Function):
+    """E[psi_j] under normal densities; the backward is written out, so that only the result is kept.
+
+    The basis function of centre c and width s is the normal density of that mean and standard deviation; its
+    expectation under N(mu, v) is the normal density at mu - c with variance v + s^2. Order: by width, then by centre.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, mu: Tensor, variance: Tensor, widths: tuple[float, ...], num_basis: int) -> Tensor:
+        distance, total = _distances(mu, variance, widths, num_basis)
+        log_height = -0.5 * torch.log(2.0 * math.pi * total)
+        exponent = torch.addcmul(log_height[..., None], distance.square_().unsqueeze(-2), (-0.5 / total)[..., None])
+        expected = exponent.clamp_(min=_LOWEST).exp_().flatten(-2)
+        ctx.save_for_backward(mu, variance, expected)
+        ctx.widths = widths
+        return expected
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None]:
+        mu, variance, expected = ctx.saved_tensors
+        distance, total = _distances(mu, variance, ctx.widths, expected.shape[-1])
+        product = (grads[0] * expected).unflatten(-1, (len(ctx.widths), -1))
+        mass = product.sum(-1)
+        first = product.mul_(distance.unsqueeze(-2)).sum(-1)
+        second = product.mul_(distance.unsqueeze(-2)).sum(-1)
+        to_mu = (first / total).sum(-1)
+        to_variance = ((second / total - mass) / (2.0 * total)).sum(-1)
+        return to_mu, to_variance, None, None
+
+
+def _distances(mu: Tensor, variance: Tensor, widths: tuple[float, ...], num_basis: int) -> tuple[Tensor, Tensor]:
+    """c - mu (..., N / W), and v + s^2 (..., W)."""
+    centres = torch.linspace(0.0, 1.0, num_basis // len(widths), device=mu.device, dtype=mu.dtype)
+    squares = torch.tensor([width**2 for width in widths], device=mu.device, dtype=mu.dtype)
+    return centres - mu[..., None], variance[..., None] + squares
+
+
+def expected_basis(mu: Tensor, variance: Tensor, *, widths: tuple[float, ...], num_basis: int) -> Tensor:
+    """E[psi] under N(mu, variance), both (...) -> (..., N); see `ExpectedBasis`."""
+    return ExpectedBasis.apply(mu, variance, widths, num_basis)
+
+
+def evaluate_basis(positions: Tensor, *, widths: tuple[float, ...], num_basis: int) -> Tensor:
+    """psi at positions (...) -> (..., N)."""
+    return expected_basis(positions, torch.zeros_like(positions), widths=widths, num_basis=num_basis)
+
+
+def first_positions(num_rows: int, padding: str) -> tuple[Tensor, Tensor]:
+    """Positions of a memory's first rows (E,) and of the zero rows around them.
+
+    The published code places rows at bin middles and goes on with zeros at the same spacing to -0.5 and 1.5; the paper
+    has neither.
+    """
+    if padding == "none":
+        return _steps(num_rows), torch.empty(0, dtype=torch.float64, device="cpu")
+    margin = num_rows // 2
+    places = torch.arange(-margin, num_rows + margin, dtype=torch.float64, device="cpu").add(0.5) / num_rows
+    rows = places[margin : margin + num_rows]
+    return rows, torch.cat([places[:margin], places[margin + num_rows :]])
+
+
+def update_positions(num_samples: int, num_rows: int, *, tau: float, padding: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions of the samples of the past (S,), of the new rows (E,) and of the zero rows around them."""
+    past, new = tau * _steps(num_samples), tau + (1.0 - tau) * _steps(num_rows)
+    if padding == "none":
+        return past, new, torch.empty(0, dtype=torch.float64, device="cpu")
+    num_places = 2 * (num_samples + num_rows)
+    shift = 1.0 / (2 * num_rows + num_samples)  # sic; half a step would be 1 / num_places
+    places = torch.linspace(-0.5 + shift, 1.5 - shift, num_places, dtype=torch.float64, device="cpu")
+    return past, new, places[(places < 0.0) | (places > 1.0)]
+
+
+def _steps(number: int) -> Tensor:
+    """1 / n, 2 / n, ..., 1."""
+    return torch.arange(1, number + 1, dtype=torch.float64, device="cpu") / number
+
+
+def regression(positions: Tensor, zeros: Tensor, *, geometry: Geometry) -> Tensor:
+    """G^T of rows at `positions` (P,), and of zero rows at `zeros`, which fall away: (N, P) float64."""
+    design = evaluate_basis(
+        torch.cat([positions, zeros]), widths=geometry.widths, num_basis=geometry.num_basis
+    ).T.contiguous()
+    ridge = geometry.ridge * torch.eye(geometry.num_basis, dtype=torch.float64, device="cpu")
+    return torch.linalg.solve(design @ design.T + ridge, design[:, : len(positions)])
+
+
+def solve(geometry: Geometry) -> Fit:
+    """The matrices in float64; explicit float32 inverses, as published, are wrong by 1 to 5 %."""
+    first = regression(*first_positions(geometry.num_rows, geometry.padding), geometry=geometry)
+    past, new, zeros = update_positions(
+        geometry.num_samples, geometry.num_rows, tau=geometry.tau, padding=geometry.padding
+    )
+    update = regression(torch.cat([past, new]), zeros, geometry=geometry)
+    past_matrix, new_matrix = update.split([geometry.num_samples, geometry.num_rows], dim=1)
+    samples = evaluate_basis(_steps(geometry.num_samples), widths=geometry.widths, num_basis=geometry.num_basis)
+    return Fit(first, past_matrix.contiguous(), new_matrix.contiguous(), past_matrix @ samples)
+
+
+_SOLVED: dict[tuple[Geometry, torch.device, torch.dtype], Fit] = {}
+
+
+def fit_matrices(geometry: Geometry, *, device: torch.device | str, dtype: torch.dtype) -> Fit:
+    """`solve`, once for each geometry, device and dtype in this process."""
+    key = (geometry, torch.device(device), dtype)
+    if key in _SOLVED:
+        return _SOLVED[key]
+    with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode could not be used in training
+        if key[1:] == (torch.device("cpu"), torch.float64):
+            fit = solve(geometry)
+        else:
+            exact = fit_matrices(geometry, device="cpu", dtype=torch.float64)
+            fit = Fit(*(part.to(device, dtype) for part in exact))
+    if type(fit.first) is Tensor:  # a fake tensor, which has no values, must not stay
+        _SOLVED[key] = fit
+    return fit
