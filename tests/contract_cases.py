@@ -29,6 +29,12 @@ CASES: dict[str, dict[str, Any]] = {
     "infinite, sticky": small_block("infinite", sampling="sticky"),
     "infinite over transformer_xl": small_block("infinite", over={"kind": "transformer_xl", "mem_len": SEG_LEN}),
     "infinite over compressive": small_block("infinite", over=small_block("compressive"), sampling="stratified"),
+    "infinite over lamemo": small_block("infinite", over=small_block("lamemo", mem_len=SEG_LEN), sampling="sticky"),
+    "lamemo, shorter than a segment": small_block("lamemo", mem_len=SEG_LEN - 1),
+    "lamemo, published window": small_block("lamemo", mem_len=2 * SEG_LEN - 1, window="segment"),
+    "lamemo, shared positions": small_block("lamemo", positions="shared"),
+    "lamemo, no look-ahead": small_block("lamemo", look_ahead=False),
+    "lamemo, no interpolation": small_block("lamemo", mem_len=SEG_LEN, interpolation=False),
 }
 
 

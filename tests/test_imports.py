@@ -14,7 +14,8 @@ PACKAGE = Path(__file__).parent.parent / "dist_mem"
 LAYERS: list[set[str]] = [
     {"config", "config_*", "deepspeed_keys", "distributed", "files"},
     {"layers", "look_ahead", "basis", "counter_hash", "sticky", "memory.base", "data.batch", "data.shard", "data.tar"},
-    {"memory", "memory.*", "data", "data.*", "manifest", "optimizer", "lease", "resume_rules", "vocabulary", "compression"},
+    {"memory", "memory.*", "compression", "outside_memory", "data", "data.*", "manifest", "optimizer", "lease"}
+    | {"resume_rules", "vocabulary"},
     {"engine", "checkpoint", "tracking", "sinks", "delivery", "progress", "model"},
     {"contract", "contract.*"},
     {"evaluate", "scoring", "meter", "plan", "report", "compare", "plot"},

@@ -1,4 +1,7 @@
-"""The registry of memories: `memory.kind: NAME` is the class in dist_mem/memory/NAME.py; there is no list to edit."""
+"""The registry of memories: `memory.kind: NAME` is the class in dist_mem/memory/NAME.py; there is no list to edit.
+
+What is not here is looked for outside of the package (dist_mem/outside_memory.py).
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from dist_mem.config import merge_checked
 from dist_mem.config_check import nearest
 from dist_mem.config_sources import plain_block
 from dist_mem.memory.base import LayerSpec, Memory
+from dist_mem.outside_memory import is_file, load_from_file, load_offered, offered_kinds
 
 
 def memory_kinds() -> list[str]:
@@ -23,15 +27,22 @@ def memory_kinds() -> list[str]:
 
 
 def memory_class(kind: str, where: str = "memory") -> type[Memory]:
-    """The memory of that name; `where` is the key of its block, for messages.
+    """The memory of that name, here or outside; `where` is the key of its block, for messages.
 
     Raises:
-        ValueError: no such file in this package; names the nearest one.
+        ValueError: there is none; names the nearest one.
     """
-    kinds = memory_kinds()
+    if is_file(kind):
+        return load_from_file(kind, where)
+    kinds, offered = memory_kinds(), offered_kinds()
+    if kind not in kinds and kind in offered:
+        return load_offered(kind)
     if kind not in kinds:
-        meant = nearest(str(kind), kinds, 0.0)
-        raise ValueError(f"{where}.kind is {kind!r}, but must be one of {', '.join(kinds)}; did you mean {meant}?")
+        allowed = [*kinds, *offered]
+        meant = nearest(kind, allowed, 0.0)
+        raise ValueError(
+            f"{where}.kind is {kind!r}, but must be one of {', '.join(allowed)} or PATH.py:CLASS; did you mean {meant}?"
+        )
     module = importlib.import_module(f"{__name__}.{kind}")
     own = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
     found = [value for value in own if isinstance(value, type) and issubclass(value, Memory)]
@@ -69,6 +80,7 @@ def build_memory(block: Mapping[str, Any], spec: LayerSpec) -> Memory:
         return build(spec, options)
     try:
         over = build_memory(options.over, spec)
+        assert over.evicted_len, "asked here, where its refusal is told with the right key"
     except ValueError as error:  # a memory does not know that it lies under another
         raise ValueError(re.sub(r"\bmemory\.(?=\w)", "memory.over.", str(error))) from None
     return build(spec, options, over)

@@ -118,6 +118,16 @@ class Stem(nn.Module):
         return x, state
 
 
+def whole_segments(mem_len: int, *, seg_len: int) -> int:
+    """`Memory.evicted_len` of a FIFO of M rows: T. Raises ValueError where less than a segment would leave at times."""
+    if mem_len % seg_len:
+        raise ValueError(
+            f"memory.mem_len is {mem_len}, but must be a multiple of train.seg_len = {seg_len}: only whole segments "
+            "pass on to a memory over this one"
+        )
+    return seg_len
+
+
 def map_state(function: Any, *states: Any) -> Any:
     """Apply `function` to corresponding tensors of equally structured states (NamedTuples and tuples of them)."""
     first = states[0]

@@ -82,8 +82,8 @@ class Compressive(Memory):
         rows = self.spec.seg_len // self.options.compression_rate
         if self.options.cmem_len % rows:
             raise ValueError(
-                f"memory.over.cmem_len is {self.options.cmem_len}, but a memory over this one needs a multiple of the "
-                f"{rows} rows that train.seg_len / memory.over.compression_rate gives"
+                f"memory.cmem_len is {self.options.cmem_len}, but a memory over this one needs a multiple of the "
+                f"{rows} rows that train.seg_len / memory.compression_rate gives"
             )
         return rows
 

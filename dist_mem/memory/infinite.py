@@ -63,7 +63,6 @@ class Infinite(Memory):
     def __init__(self, spec: LayerSpec, options: Any, over: Memory) -> None:
         super().__init__(spec, options)
         check_options(options)
-        check_over(over)
         width = spec.num_heads * spec.d_head
         self.over = over
         self.gate = nn.Conv1d(spec.d_model, spec.d_model, kernel_size=3, padding=1) if options.gate else None
@@ -219,14 +218,4 @@ def check_options(options: Any) -> None:
     if options.memory_threshold is not None and options.memory_threshold < 1:
         raise ValueError(
             f"memory.memory_threshold is {options.memory_threshold}, but must be at least 1; null never forgets"
-        )
-
-
-def check_over(over: Memory) -> None:
-    """Raise ValueError where the memory below does not give up whole segments."""
-    mem_len, seg_len = getattr(over.options, "mem_len", 0), over.spec.seg_len
-    if mem_len % seg_len:
-        raise ValueError(
-            f"memory.over.mem_len is {mem_len}, but must be a multiple of train.seg_len = {seg_len}: only whole "
-            "segments pass on to this memory"
         )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_mem.layers import RelativeAttention, newest_rows, visible_keys
-from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput
+from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, whole_segments
 
 
 class State(NamedTuple):
@@ -56,12 +56,7 @@ class TransformerXL(Memory):
 
     @property
     def evicted_len(self) -> int:
-        if self.options.mem_len % self.spec.seg_len:
-            raise ValueError(
-                f"memory.mem_len is {self.options.mem_len}, but a memory over this one needs a multiple of "
-                f"train.seg_len = {self.spec.seg_len}"
-            )
-        return self.spec.seg_len
+        return whole_segments(self.options.mem_len, seg_len=self.spec.seg_len)
 
     def share(self, first: Memory) -> None:
         assert isinstance(first, TransformerXL)

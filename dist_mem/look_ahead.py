@@ -1,0 +1,196 @@
+"""Look-ahead attention: the rows of a memory attend to what came after them (Ji et al. 2022, "LaMemo").
+
+A memory row keeps the context C it once attended (before the output projection) and s, the log of the exponentials it
+summed for that. Keys to its right refresh it: C' = alpha C + (1 - alpha) C_ahead, alpha = e^s / (e^s + e^s_ahead), and
+s' = logaddexp(s, s_ahead). That is one softmax in which the old context is one more key, of score s and value C, and so
+it is computed here: nothing overflows, and a row without a visible key has alpha = 1. The published code divides with
+an epsilon of 1e-6, hides 0/0 behind nan_to_num, clamps infinities after the feed-forward and stores s in the dtype of
+the activations.
+
+Shape letters as in dist_mem/layers.py; W is the window, how many keys a memory row can see at most: the newest W - 1
+memory rows and the first token of the segment (eq. 7). That token is the input of the first prediction, so nothing
+leaks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dist_mem.layers import RelativeAttention, relative_scores, sinusoid_table, split_heads
+
+
+class Past(NamedTuple):
+    """What memory rows have attended so far."""
+
+    context: Tensor  # (B, M, H, K), C, before the output projection
+    log_sum: Tensor  # (B, M, H), s, float32 at least
+
+
+class Refreshed(NamedTuple):
+    y: Tensor  # (B, M + T, D), before the residual: the refreshed memory rows, then the segment
+    query: Tensor  # (H, B, T, K) of the segment, before biases
+    past: Past  # of the newest M of the M + T rows, without gradient
+
+
+def visible_ahead(valid: Tensor, window_len: Tensor, num_keys: int) -> Tensor:
+    """Which of the W window keys each memory row sees: valid (B, M) bool, window_len (B,) int64 -> (B, M, W) bool.
+
+    A valid row sees the keys to its right among the newest `window_len`.
+    """
+    mem_len = valid.shape[1]
+    row = torch.arange(mem_len, device=valid.device)[:, None]
+    key = torch.arange(mem_len - num_keys + 1, mem_len + 1, device=valid.device)
+    in_window = key > mem_len - window_len[:, None]
+    return (key > row) & in_window[:, None] & valid[..., None]
+
+
+def ahead_scores(
+    query: Tensor, key: Tensor, position: Tensor, *, content_bias: Tensor, position_bias: Tensor
+) -> Tensor:
+    """score(i, j) = [(q_i + u) . k_j + (q_i + v) . r_(j-i)] / sqrt(K) of memory rows and window keys, float32 at least.
+
+    Rows are taken in blocks of W, each with the distances it meets, so the cost grows with M W and not with M M.
+
+    Args:
+        query: (H, B, M, K).  key: (H, B, W, K), of rows M - W + 1, ..., M.
+        position: (H, K, M + 1), W_r R_t at distances 1, ..., M and a dummy.
+        content_bias, position_bias: u and v, (H, K).
+
+    Returns:
+        (H, B, M, W). Entries of keys that are not to the right of the row are meaningless.
+    """
+    num_heads, num_lanes, mem_len, d_head = query.shape
+    window = key.shape[2]
+    scale = 1.0 / math.sqrt(d_head)
+    position_query = (query + position_bias[:, None, None]) * scale
+    blocks: list[Tensor] = []
+    for end in range(mem_len, 0, -window):
+        begin = max(0, end - window)
+        rows = end - begin
+        # Row r of the block meets key c at distance nearest + c - r. Columns begin at distance 1, or at the smallest
+        # that the block meets, so that this is column skipped + c - r: as in `align_distances`, entry
+        # skipped + r (columns - 1) + c of the flat block, a plain window.
+        nearest = mem_len - window + 1 - begin
+        skipped = min(rows, nearest) - 1
+        columns = window + skipped + 1
+        distances = position[..., nearest - skipped - 1 : nearest + window]
+        block_query = position_query[:, :, begin:end].reshape(num_heads, num_lanes * rows, d_head)
+        flat = torch.bmm(block_query, distances).view(num_heads, num_lanes, rows * columns)
+        aligned = flat.narrow(-1, skipped, rows * (columns - 1)).unflatten(-1, (rows, columns - 1))
+        blocks.insert(0, aligned[..., :window])
+    by_position = torch.cat(blocks, dim=2) if len(blocks) > 1 else blocks[0]
+    by_content = ((query + content_bias[:, None, None]) * scale) @ key.transpose(-1, -2)
+    return by_content.to(torch.promote_types(by_content.dtype, torch.float32)) + by_position
+
+
+def log_sum_exp(scores: Tensor, weights: Tensor) -> Tensor:
+    """Log of the sum of exponentials over the last axis, from the scores and their softmax, without gradient.
+
+    The largest score less the log of its weight: two maxima instead of a second pass of exponentials.
+    """
+    return scores.detach().amax(-1) - weights.detach().amax(-1).log()
+
+
+def refresh_weights(log_sum: Tensor, scores: Tensor, visible: Tensor, *, interpolation: bool) -> tuple[Tensor, Tensor]:
+    """alpha, then (1 - alpha) times the look-ahead probabilities, as one softmax; and the new s.
+
+    Args:
+        log_sum: (H, B, M).  scores: (H, B, M, W).  visible: (B, M, W) bool.
+        interpolation: if false, the old context counts only where no key is visible.
+
+    Returns:
+        (H, B, M, 1 + W), and (H, B, M) without gradient: logaddexp(s, s_ahead).
+    """
+    kept = torch.ones_like(visible[..., :1]) if interpolation else ~visible.any(-1, keepdim=True)
+    shown = torch.where(torch.cat([kept, visible], dim=-1), 0.0, -math.inf)
+    joint = torch.cat([log_sum[..., None], scores], dim=-1) + shown
+    weights = joint.softmax(dim=-1)
+    return weights, log_sum_exp(joint, weights)
+
+
+class LookAheadAttention(RelativeAttention):
+    """Relative attention of the segment to memory and segment, and of the memory rows to their right."""
+
+    def __init__(
+        self, *, mem_len: int, window: int, look_ahead: bool, interpolation: bool, disentangled: bool, **attention: Any
+    ) -> None:
+        super().__init__(**attention)
+        self.mem_len = mem_len
+        self.window = window
+        self.look_ahead = look_ahead
+        self.interpolation = interpolation
+        if look_ahead and disentangled:
+            # v of keys to the right. Deviation: published as Xavier's rule draws it, ten times wider than u and v.
+            self.ahead_bias = nn.Parameter(torch.zeros_like(self.position_bias))
+        else:
+            self.register_parameter("ahead_bias", None)
+
+    def share_biases(self, first: RelativeAttention) -> None:
+        super().share_biases(first)
+        assert isinstance(first, LookAheadAttention)
+        self.ahead_bias = first.ahead_bias
+
+    def forward(self, x: Tensor, past: Past, visible: Tensor, ahead: Tensor) -> Refreshed:  # type: ignore[override]
+        """Attend from the segment to memory and segment, and refresh what the memory rows have attended.
+
+        Args:
+            x: (B, M + T, D), memory rows first.  past: of the memory rows.
+            visible: (B, T, M + T) bool, see `visible_keys`.  ahead: (B, M, W) bool, see `visible_ahead`.
+        """
+        mem_len = self.mem_len
+        query = split_heads(self.query(x if self.look_ahead else x[:, mem_len:]), self.num_heads)
+        key, value = split_heads(self.key_value(x), 2 * self.num_heads).contiguous().chunk(2)
+        position = self.position_keys(x, num_keys=x.shape[1])
+        segment_query = query[:, :, mem_len - x.shape[1] :]
+        scores = relative_scores(
+            segment_query, key, position, content_bias=self.content_bias, position_bias=self.position_bias
+        )
+        masked = scores + torch.where(visible, 0.0, -math.inf)
+        weights = masked.softmax(dim=-1)
+        context = self.attention_dropout(weights.to(value.dtype)) @ value
+        refreshed = self.refresh(query[:, :, :mem_len], key, value, position, past, ahead)
+        contexts = torch.cat([refreshed.context, context.permute(1, 2, 0, 3)], dim=1)
+        log_sums = torch.cat([refreshed.log_sum, log_sum_exp(masked, weights).permute(1, 2, 0)], dim=1)
+        newest = Past(
+            contexts[:, -mem_len:].detach().to(past.context.dtype, copy=True),
+            log_sums[:, -mem_len:].to(past.log_sum.dtype),
+        )
+        return Refreshed(self.dropout(self.output(contexts.flatten(-2))), segment_query, newest)
+
+    def refresh(self, query: Tensor, key: Tensor, value: Tensor, position: Tensor, past: Past, ahead: Tensor) -> Past:
+        """What the memory rows have attended, with their look-ahead: query (H, B, M, K), the rest as in `forward`."""
+        if not self.look_ahead:
+            return Past(past.context.to(value.dtype), past.log_sum)
+        window = slice(self.mem_len - self.window + 1, self.mem_len + 1)
+        scores = ahead_scores(
+            query,
+            key[:, :, window],
+            self.ahead_position_keys(position),
+            content_bias=self.content_bias,
+            position_bias=self.position_bias if self.ahead_bias is None else self.ahead_bias,
+        )
+        weights, log_sum = refresh_weights(
+            past.log_sum.permute(2, 0, 1), scores, ahead, interpolation=self.interpolation
+        )
+        alpha, looking = weights[..., :1], weights[..., 1:]
+        attended = self.attention_dropout(looking.to(value.dtype)) @ value[:, :, window]
+        context = alpha * past.context.permute(2, 0, 1, 3) + attended
+        return Past(context.to(value.dtype).permute(1, 2, 0, 3), log_sum.permute(1, 2, 0))
+
+    def ahead_position_keys(self, position: Tensor) -> Tensor:
+        """W_r R_t at t = 1, ..., M and a dummy, (H, K, M + 1), from those of the segment; or at t = -1, ..., -M.
+
+        Disentangled positions share R_t, and here also its dropout, between both directions, and tell them apart by v.
+        """
+        if self.ahead_bias is not None:
+            num_tokens = position.shape[-1] - 1 - self.mem_len
+            return F.pad(position[..., num_tokens - 1 : -2].flip(-1), (0, 1))
+        # Deviation: the published code clamps only distances to the left.
+        distances = -torch.arange(1, self.mem_len + 2, device=position.device).clamp(min=1, max=self.clamp_len)
+        table = self.dropout(sinusoid_table(distances, self.position.in_features, position.dtype))
+        return self.position(table).unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0)

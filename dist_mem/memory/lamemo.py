@@ -1,0 +1,134 @@
+"""LaMemo (Ji et al. 2022): the memory looks ahead, and is refreshed at every segment instead of frozen.
+
+A block keeps no hidden rows but what its memory rows have attended, C and s (dist_mem/look_ahead.py). In every segment
+the embeddings of the last M tokens go up through the blocks before the segment (the stem): each block lets the memory
+rows look ahead, at the newest rows that they have not seen, and hands the refreshed rows to the next block. Only the
+embeddings, C and s are constants; all weights learn from the look-ahead too.
+
+The last block refreshes nothing, as no loss would see it: it is Transformer-XL's, over the refreshed rows. The
+published code computes it all the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dist_mem.layers import RelativeAttention, newest_rows, visible_keys
+from dist_mem.look_ahead import LookAheadAttention, Past, visible_ahead
+from dist_mem.memory import transformer_xl
+from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, Stem, whole_segments
+
+
+class State(NamedTuple):
+    past: Past | tuple[()]  # of the M memory rows, newest last, 0 where not yet filled; the last block needs none
+    length: Tensor  # (B,) int64, how many of the newest rows are valid
+
+
+class EmbeddingStem(Stem):
+    """The embeddings of the last M tokens, after their dropout, before those of the segment."""
+
+    def __init__(self, *, mem_len: int, d_model: int) -> None:
+        super().__init__()
+        self.mem_len = mem_len
+        self.d_model = d_model
+
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> transformer_xl.State:
+        return transformer_xl.empty(len(document_ids), self.mem_len, self.d_model, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, state: transformer_xl.State) -> tuple[Tensor, transformer_xl.State]:
+        return torch.cat([state.hidden.to(x.dtype), x], dim=1), transformer_xl.push(state, x)
+
+
+def check(options: LaMemo.Options) -> None:
+    """Raises ValueError where an option, or two of them together, have no meaning."""
+    if options.mem_len < 1:
+        raise ValueError(
+            f"memory.mem_len is {options.mem_len}, but must be at least 1; for no memory set memory.kind=none"
+        )
+    if options.positions not in ("disentangled", "shared"):
+        raise ValueError(f"memory.positions is {options.positions!r}, but must be disentangled or shared")
+    if options.window not in ("previous", "segment"):
+        raise ValueError(f"memory.window is {options.window!r}, but must be previous or segment")
+    if not options.look_ahead and not options.interpolation:
+        raise ValueError(
+            "memory.interpolation is false and memory.look_ahead too: without look-ahead there is nothing to "
+            "interpolate with; leave memory.interpolation at true"
+        )
+
+
+class LaMemo(Memory):
+    @dataclass
+    class Options:
+        mem_len: int = 128  # M, tokens
+        look_ahead: bool = True  # false: memory rows go up with the contexts they once attended
+        interpolation: bool = True  # false: what was attended ahead replaces the old context
+        positions: str = "disentangled"  # disentangled: v for keys to the left, another to the right | shared: XL-RPE
+        # Of how many newest rows the look-ahead sees at most: previous, as many as the previous segment had tokens;
+        # segment, as this one has, which is the published rule: after a short segment or in generation, memory rows
+        # never see some of the tokens between.
+        window: str = "previous"
+
+    def __init__(self, spec: LayerSpec, options: Any) -> None:
+        super().__init__(spec, options)
+        check(options)
+        self.norm = nn.LayerNorm(spec.d_model) if spec.norm == "pre" else nn.Identity()
+        self.window = min(spec.seg_len, options.mem_len)
+        self.refreshes = spec.layer_index < spec.num_layers - 1
+        self.attention = self.look_ahead_attention() if self.refreshes else RelativeAttention(**spec.attention)
+
+    def look_ahead_attention(self) -> LookAheadAttention:
+        """The attention of all blocks but the last."""
+        return LookAheadAttention(
+            mem_len=self.options.mem_len,
+            window=self.window,
+            look_ahead=self.options.look_ahead,
+            interpolation=self.options.interpolation,
+            disentangled=self.options.positions == "disentangled",
+            **self.spec.attention,
+        )
+
+    @classmethod
+    def small_options(cls, seg_len: int) -> dict[str, Any]:
+        return {"mem_len": 2 * seg_len}
+
+    @property
+    def evicted_len(self) -> int:
+        return whole_segments(self.options.mem_len, seg_len=self.spec.seg_len)
+
+    def stem(self) -> EmbeddingStem:
+        return EmbeddingStem(mem_len=self.options.mem_len, d_model=self.spec.d_model)
+
+    def share(self, first: Memory) -> None:
+        assert isinstance(first, LaMemo)
+        self.attention.share_biases(first.attention)
+
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
+        num_lanes = document_ids.shape[0]
+        length = torch.zeros(num_lanes, device=device, dtype=torch.int64)
+        if not self.refreshes:
+            return State((), length)
+        shape = (num_lanes, self.options.mem_len, self.spec.num_heads)
+        log_sum = torch.zeros(shape, device=device, dtype=torch.promote_types(dtype, torch.float32))
+        return State(Past(torch.zeros(*shape, self.spec.d_head, device=device, dtype=dtype), log_sum), length)
+
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        mem_len = self.options.mem_len
+        num_tokens = x.shape[1] - mem_len
+        valid = newest_rows(state.length, mem_len)
+        visible = visible_keys(valid, num_tokens, same_length=self.spec.same_length)
+        rows = self.norm(x)
+        length = (state.length + num_tokens).clamp(max=mem_len)
+        evicted = Evicted(x[:, : self.spec.seg_len].detach(), state.length == mem_len)
+        if not self.refreshes:
+            y, query = self.attention(rows[:, mem_len:], rows[:, :mem_len], visible)[:2]
+            return MemoryOutput(y, State((), length), {}, query, evicted)
+        window_len = state.length.clamp(max=self.spec.seg_len)
+        if self.options.window == "segment":
+            window_len = torch.minimum(state.length, valid_len)
+        ahead = visible_ahead(valid, window_len, self.window)
+        y, query, past = self.attention(rows, state.past, visible, ahead)
+        return MemoryOutput(y, State(past, length), {}, query, evicted)

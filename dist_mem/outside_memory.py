@@ -1,0 +1,102 @@
+"""Memories from outside the package: a file, or a package that offers one.
+
+memory: {kind: ./my_memory.py:MyMemory}      # the path as seen from where the command is started
+memory: {kind: my_memory}                    # an entry point of the group dist_mem.memories
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from dist_mem.memory.base import Memory
+
+GROUP = "dist_mem.memories"
+
+
+def is_file(kind: str) -> bool:
+    """Whether a kind names a class in a file."""
+    return ":" in kind
+
+
+def offered_kinds() -> list[str]:
+    """Names under which installed packages offer memories."""
+    return sorted(entry_points(group=GROUP).names)
+
+
+def load_offered(kind: str) -> type[Memory]:
+    """The memory that an installed package offers under this name. Raises ValueError if it is none."""
+    (offer,) = entry_points(group=GROUP, name=kind)
+    return _checked(offer.load(), f"the entry point {kind} ({offer.value})")
+
+
+def load_from_file(kind: str, where: str = "memory") -> type[Memory]:
+    """The memory `PATH:CLASS`; the file is read once, however often it is asked for.
+
+    Raises:
+        ValueError: no such file or class, or the file does not run; names the file, and the line where one is to blame.
+    """
+    path, name = source_of(kind), kind.rpartition(":")[2]
+    if not path.is_file():
+        raise ValueError(f"{where}.kind is {kind!r}: there is no file {path.absolute()}; give PATH:CLASS")
+    module_name = f"dist_mem_outside_{sha256_of(path)[:16]}"
+    if module_name not in sys.modules:
+        _run(path, module_name)
+    found = getattr(sys.modules[module_name], name, None)
+    if found is None:
+        raise ValueError(f"{where}.kind is {kind!r}: {path} has no {name}")
+    return _checked(found, f"{where}.kind is {kind!r}: {name}")
+
+
+def _run(path: Path, module_name: str) -> None:
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is no Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses look their module up while the file runs
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever a user's file raises is told in one line, with where it happened
+        del sys.modules[module_name]
+        raise ValueError(f"{path}{_line_in(path, error)} does not run: {type(error).__name__}: {error}") from error
+
+
+def _line_in(path: Path, error: Exception) -> str:
+    """The innermost line of that file that an error passed through, as `, line 12`."""
+    if isinstance(error, SyntaxError):
+        return f", line {error.lineno}"
+    lines, traceback = [], error.__traceback__
+    while traceback is not None:
+        if Path(traceback.tb_frame.f_code.co_filename) == path:
+            lines.append(traceback.tb_lineno)
+        traceback = traceback.tb_next
+    return f", line {lines[-1]}" if lines else ""
+
+
+def _checked(found: Any, what: str) -> type[Memory]:
+    if not (isinstance(found, type) and issubclass(found, Memory)):
+        raise ValueError(f"{what} is no class derived from dist_mem.memory.base.Memory")
+    return found
+
+
+def source_of(kind: str) -> Path:
+    """The file of a kind `PATH:CLASS`."""
+    return Path(kind.rpartition(":")[0])
+
+
+def sha256_of(path: Path) -> str:
+    """What tells one version of a file from another."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def source_files(block: Mapping[str, Any]) -> Iterator[Path]:
+    """The files outside the package that a `memory:` block takes memories from, the ones it lies over too."""
+    if is_file(block["kind"]):
+        yield source_of(block["kind"])
+    if isinstance(block.get("over"), Mapping):
+        yield from source_files(block["over"])
