@@ -5,6 +5,7 @@
     dist-mem evaluate runs/demo --split test
     dist-mem compare runs/none runs/demo
     dist-mem prepare verify data/sample
+    dist-mem check-memory examples/averages.py:Averages
     dist-mem config configs/demo.yaml
 
 Every command imports what it needs when it runs, so that help and mistakes are answered at once.
@@ -83,6 +84,13 @@ def prepare(options: argparse.Namespace) -> int:
     return EXIT_FAILED if problems else 0
 
 
+def check_memory(options: argparse.Namespace) -> int:
+    """Put a memory through every rule of the contract."""
+    from dist_mem.contract.check import run
+
+    return run(options.kind)
+
+
 def config(options: argparse.Namespace) -> int:
     """Print a configuration as it would be run, or every key with its default and its meaning."""
     print(to_yaml(load_checked(options.config)) if options.config else schema_as_yaml(), end="")
@@ -97,6 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_evaluate(commands)
     _add_compare(commands)
     _add_prepare(commands)
+    _add_check_memory(commands)
     _add_config(commands)
     return parser
 
@@ -108,7 +117,8 @@ def _add(
     commands: argparse._SubParsersAction, function: Callable[[argparse.Namespace], int]
 ) -> argparse.ArgumentParser:
     summary = function.__doc__ or ""
-    added = commands.add_parser(function.__name__, help=summary.rstrip("."), description=summary, allow_abbrev=False)
+    name = function.__name__.replace("_", "-")
+    added = commands.add_parser(name, help=summary.rstrip("."), description=summary, allow_abbrev=False)
     added.set_defaults(function=function)
     return added
 
@@ -139,6 +149,10 @@ def _add_prepare(commands: argparse._SubParsersAction) -> None:
     added = _add(commands, prepare)
     added.add_argument("action", choices=["verify"])
     added.add_argument("data", type=Path, help="a data directory")
+
+
+def _add_check_memory(commands: argparse._SubParsersAction) -> None:
+    _add(commands, check_memory).add_argument("kind", help="PATH.py:CLASS, or the name of a memory")
 
 
 def _add_config(commands: argparse._SubParsersAction) -> None:

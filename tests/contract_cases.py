@@ -1,4 +1,4 @@
-"""Small models, states and segments for the tests of the memory contract."""
+"""Every memory, variant and composition that the tests of the memory contract know, in a small size."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dist_mem.config import Config, ModelConfig, TrainConfig
+from dist_mem.contract.subject import Size, Subject
 from dist_mem.memory import memory_class, memory_kinds
-from dist_mem.memory.base import map_state, named_tensors
 from dist_mem.model import LMOutput, LMState, MemoryLM
 
-VOCAB, WIDTH, LANES, SEG_LEN, SEGMENTS = 11, 12, 4, 4, 4
+LANES, SEG_LEN = 4, 4
+SIZE = Size(lanes=LANES, seg_len=SEG_LEN, segments=4, layers=3)
 
 
 def small_block(kind: str, **options: Any) -> dict[str, Any]:
@@ -38,20 +38,18 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def small_model(case: str, *, norm: str = "pre", dropout: float = 0.0, checkpointing: bool = False) -> MemoryLM:
-    """Three blocks with large weights: attention far from uniform shows what small weights hide."""
-    model = ModelConfig(num_layers=3, d_model=WIDTH, num_heads=2, d_head=5, d_inner=16, norm=norm, dropout=dropout)
-    train = TrainConfig(seg_len=SEG_LEN, activation_checkpointing=checkpointing)
-    model.init_std = 0.5
-    torch.manual_seed(0)
-    return MemoryLM(Config(model=model, memory=CASES[case], train=train), VOCAB)
+def subject(case: str, norm: str = "pre") -> Subject:
+    """What the rules are applied to."""
+    return Subject(lambda _: CASES[case], SIZE, norm)
+
+
+def small_model(case: str, *, norm: str = "pre") -> MemoryLM:
+    return subject(case, norm).model()
 
 
 def random_segments(seed: int = 0) -> list[tuple[Tensor, Tensor]]:
-    """SEGMENTS pairs of tokens and targets, each (LANES, SEG_LEN)."""
-    generator = torch.Generator().manual_seed(seed)
-    draw = torch.randint(0, VOCAB, (SEGMENTS, 2, LANES, SEG_LEN), generator=generator)
-    return [(tokens, targets) for tokens, targets in draw]
+    """Pairs of tokens and targets, each (LANES, SEG_LEN)."""
+    return subject("none").segments(seed)
 
 
 def full_lanes() -> Tensor:
@@ -64,58 +62,4 @@ def fresh_state(model: MemoryLM, dtype: torch.dtype = torch.float32) -> LMState:
 
 def read(model: MemoryLM, segments: list[tuple[Tensor, Tensor]], state: LMState) -> Iterator[LMOutput]:
     """Complete segments, one after the other."""
-    for tokens, targets in segments:
-        output = model(tokens, targets, full_lanes(), state=state)
-        state = output.state
-        yield output
-
-
-def warm_state(model: MemoryLM) -> LMState:
-    """A state after enough segments to fill a small memory."""
-    with torch.no_grad():
-        return list(read(model, random_segments(99), fresh_state(model)))[-1].state
-
-
-def copied(state: Any) -> Any:
-    return map_state(torch.clone, state)
-
-
-def assert_same(state: Any, other: Any, lanes: Any = slice(None)) -> None:
-    """Bitwise, in the given lanes."""
-    first, second = named_tensors(state), named_tensors(other)
-    assert first.keys() == second.keys()
-    for name in first:
-        assert torch.equal(first[name][lanes], second[name][lanes]), name
-
-
-def total_loss(output: LMOutput) -> Tensor:
-    return output.nll.sum() + sum(loss.sum() for loss in output.aux.values())
-
-
-class Partitioned:
-    """ZeRO-3 in small: a parameter has its value only while a module that registers it runs its forward.
-
-    Elsewhere it is empty, as under ZeRO-3, or NaN: that shows uses an empty tensor lets pass, like `0 * p.sum()`.
-    """
-
-    def __init__(self, model: nn.Module, *, elsewhere: str) -> None:
-        self.full = {parameter: parameter.data for parameter in model.parameters()}
-        self.users = dict.fromkeys(self.full, 0)
-        self.elsewhere = elsewhere
-        for parameter in self.full:
-            self.release(parameter)
-        for module in model.modules():
-            module.register_forward_pre_hook(lambda module, _: self.count(module, 1))
-            module.register_forward_hook(lambda module, _, __: self.count(module, -1))
-
-    def release(self, parameter: nn.Parameter) -> None:
-        full = self.full[parameter]
-        parameter.data = torch.empty(0) if self.elsewhere == "empty" else torch.full_like(full, torch.nan)
-
-    def count(self, module: nn.Module, change: int) -> None:
-        for parameter in module.parameters(recurse=False):
-            self.users[parameter] += change
-            if self.users[parameter]:
-                parameter.data = self.full[parameter]
-            else:
-                self.release(parameter)
+    return subject("none").read(model, segments, state)

@@ -1,0 +1,271 @@
+"""The rules of the memory contract (dist_mem/memory/base.py), each a function that raises BrokenRuleError.
+
+`tests/test_memory_contract.py` applies them to every memory of the package, `dist-mem check-memory` to yours. What
+each of them means and what mostly breaks it stands in dist_mem/contract/check.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dist_mem.contract.subject import (
+    VOCAB,
+    BrokenRuleError,
+    Partitioned,
+    Subject,
+    padded,
+    require,
+    require_same,
+    total_loss,
+)
+from dist_mem.memory.base import map_state, named_tensors
+from dist_mem.model import reset_lanes
+
+
+def changes_nothing_it_was_given(subject: Subject) -> None:
+    model = subject.model()
+    state = subject.warm(model)
+    before = map_state(torch.clone, state)
+    parameters = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    x = subject.layer_inputs(model, state)
+    inputs, valid_len = x.clone(), subject.full()
+    for memory, block_state in zip(model.memories(), state.blocks, strict=True):
+        memory(x, block_state, valid_len)
+    require_same(state, before, "forward changes the state in place")
+    require(torch.equal(x, inputs), "forward changes its input in place")
+    require(torch.equal(valid_len, subject.full()), "forward changes valid_len in place")
+    for name, tensor in model.state_dict().items():
+        require(torch.equal(tensor, parameters[name]), f"forward changes the parameter or buffer {name}")
+
+
+def is_a_function_of_its_arguments(subject: Subject) -> None:
+    model = subject.model()
+    state, segment = subject.warm(model), subject.segments(1)[0]
+    first = model(*segment, subject.full(), state=state)
+    list(subject.read(model, subject.segments(2), subject.fresh(model)))
+    again = model(*segment, subject.full(), state=state)
+    require(torch.equal(first.nll, again.nll), "the same input gives another output after other calls")
+    require_same(first.state, again.state, "the same input gives another state after other calls")
+
+
+def may_be_computed_twice(subject: Subject) -> None:
+    """Activation checkpointing runs every memory a second time in the backward."""
+    results = []
+    for checkpointing in (False, True):
+        model = subject.model(dropout=0.2, checkpointing=checkpointing)
+        torch.manual_seed(3)
+        outputs = list(subject.read(model, subject.segments(), subject.fresh(model)))
+        torch.stack([total_loss(output) for output in outputs]).sum().backward()
+        results.append((outputs, {name: parameter.grad for name, parameter in model.named_parameters()}))
+    (plain, plain_grads), (saved, saved_grads) = results
+    for one, other in zip(plain, saved, strict=True):
+        require(torch.equal(one.nll, other.nll), "activation checkpointing changes a loss")
+        require_same(one.state, other.state, "activation checkpointing changes a state")
+    for name, gradient in plain_grads.items():
+        again = saved_grads[name]
+        same = gradient is again or (gradient is not None and again is not None and torch.equal(gradient, again))
+        require(same, f"activation checkpointing changes the gradient of {name}")
+
+
+def state_keeps_its_form(subject: Subject) -> None:
+    for activations, asked in (
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+    ):
+        model = subject.model().to(activations)
+        state = subject.fresh(model, asked)
+        x = subject.layer_inputs(model, state).to(activations)
+        for memory, old in zip(model.memories(), state.blocks, strict=True):
+            # Of the memory itself: what the model commits has been through a `where` of old and new.
+            _require_form(old, memory(x, old, subject.full()).state, f"with {activations} activations")
+        for output in subject.read(model, subject.segments(), state):
+            _require_form(state, output.state, f"with {activations} activations")
+            require(output.nll.dtype == torch.float32, "losses are not float32")
+
+
+def _require_form(old: Any, new: Any, where: str) -> None:
+    require(type(new) is type(old), f"a {type(old).__name__} becomes a {type(new).__name__}")
+    before, after = named_tensors(old), named_tensors(new)
+    require(before.keys() == after.keys(), f"the new state has fields {sorted(after)}, the old one {sorted(before)}")
+    for name, part in after.items():
+        form, wanted = (tuple(part.shape), part.dtype), (tuple(before[name].shape), before[name].dtype)
+        require(form == wanted, f"{name} was {wanted} and becomes {form} {where}")
+        require(torch.isfinite(part).all(), f"{name} is not finite {where}")
+
+
+def state_has_no_gradient(subject: Subject) -> None:
+    model = subject.model()
+    for output in subject.read(model, subject.segments(), subject.fresh(model)):
+        for name, part in named_tensors(output.state).items():
+            require(not part.requires_grad and part.grad_fn is None, f"{name} carries a gradient")
+
+
+def state_is_no_alias(subject: Subject) -> None:
+    """A view of the block's input would keep its storage alive, and change with it."""
+    model = subject.model()
+    fresh = subject.fresh(model)
+    x = subject.layer_inputs(model, fresh)
+    for memory, state in zip(model.memories(), fresh.blocks, strict=True):
+        for name, part in named_tensors(memory(x, state, subject.full()).state).items():
+            require(part.untyped_storage().data_ptr() != x.untyped_storage().data_ptr(), f"{name} is a view of x")
+
+
+def incomplete_segments_are_not_committed(subject: Subject) -> None:
+    model = subject.model()
+    state, (tokens, targets) = subject.warm(model), subject.segments()[0]
+    valid_len = subject.ragged()
+    complete = model(tokens, targets, subject.full(), state=state).state
+    ragged = model(tokens, targets, valid_len, state=state).state
+    is_full = valid_len == subject.size.seg_len
+    require_same(ragged, complete, "a complete segment is not remembered beside incomplete ones", lanes=is_full)
+    require_same(ragged, state, "an incomplete segment is remembered", lanes=~is_full)
+
+
+def no_output_depends_on_a_later_token(subject: Subject) -> None:
+    model = subject.model()
+    segments, seg_len = subject.segments(), subject.size.seg_len
+    with torch.no_grad():
+        before = torch.cat([output.nll for output in subject.read(model, segments, subject.fresh(model))], dim=1)
+        for j in range(subject.size.segments * seg_len):
+            altered = [(tokens.clone(), targets) for tokens, targets in segments]
+            tokens = altered[j // seg_len][0]
+            tokens[:, j % seg_len] = (tokens[:, j % seg_len] + 1) % VOCAB
+            after = torch.cat([output.nll for output in subject.read(model, altered, subject.fresh(model))], dim=1)
+            earlier = (after[:, :j] != before[:, :j]).any(0).nonzero().flatten().tolist()
+            where = f"token {j % seg_len} of segment {j // seg_len}"
+            require(not earlier, f"{where} changes earlier losses, at positions {earlier} of {j}")
+            require((after[:, j] != before[:, j]).any(), f"{where} does not change its own prediction")
+
+
+def padding_changes_no_real_token(subject: Subject) -> None:
+    model = subject.model()
+    state, (tokens, targets) = subject.warm(model), subject.segments()[0]
+    valid_len = subject.ragged().clamp(max=subject.size.seg_len - 1)
+    targets, padding = padded(targets, valid_len)
+    one = model(tokens.masked_fill(padding, 0), targets, valid_len, state=state)
+    other = model(tokens.masked_fill(padding, 7), targets, valid_len, state=state)
+    require(torch.equal(one.nll, other.nll), "what stands in the padding changes the loss of a real token")
+    for name, loss in one.aux.items():
+        require(torch.equal(loss, other.aux[name]), f"what stands in the padding changes the loss {name}")
+
+
+def lanes_are_independent(subject: Subject) -> None:
+    """Other tokens, memories and lengths in lanes 1.. leave lane 0 bit for bit, with a full memory and an empty one."""
+    model = subject.model()
+    warm, fresh, (tokens, targets) = subject.warm(model), subject.fresh(model), subject.segments()[0]
+    others = torch.arange(subject.size.lanes) > 0
+    altered = torch.where(others[:, None], (tokens + 3) % VOCAB, tokens)
+    for state in (warm, reset_lanes(warm, fresh, ~others)):
+        one = model(tokens, targets, subject.full(), state=state)
+        other = model(altered, targets, subject.ragged(), state=reset_lanes(state, fresh, others))
+        require(torch.equal(one.nll[0], other.nll[0]), "lane 0 reads another loss when other lanes change")
+        require_same(one.state, other.state, "lane 0 gets another state when other lanes change", lanes=slice(0, 1))
+        for name, loss in one.aux.items():
+            require(torch.equal(loss[0], other.aux[name][0]), f"lane 0 has another loss {name} when other lanes change")
+
+
+def a_lane_alone_equals_it_in_a_batch(subject: Subject) -> None:
+    """Products of another shape round differently, hence float64 and a tolerance."""
+    model = subject.model().double()
+    together = list(subject.read(model, subject.segments(), subject.fresh(model, torch.float64)))
+    for lane in range(subject.size.lanes):
+        state = model.init_state(torch.tensor([lane]), "cpu", torch.float64)
+        rows = slice(lane, lane + 1)
+        for number, (tokens, targets) in enumerate(subject.segments()):
+            output = model(tokens[rows], targets[rows], subject.full()[rows], state=state)
+            state = output.state
+            error = (output.nll - together[number].nll[rows]).abs().max()
+            require(error < 1e-6, f"lane {lane} alone differs by {error:.1e} in segment {number}")
+
+
+def a_reset_lane_equals_a_fresh_one(subject: Subject) -> None:
+    model = subject.model()
+    is_new_document = torch.arange(subject.size.lanes) % 2 == 0
+    state = reset_lanes(subject.warm(model), subject.fresh(model), is_new_document)
+    segments = subject.segments()
+    pairs = zip(subject.read(model, segments, state), subject.read(model, segments, subject.fresh(model)), strict=True)
+    for number, (reset, fresh) in enumerate(pairs):
+        same = torch.equal(reset.nll[is_new_document], fresh.nll[is_new_document])
+        require(same, f"a reset lane reads another loss than a fresh one in segment {number}")
+        require_same(reset.state, fresh.state, "a reset lane's state differs from a fresh one's", lanes=is_new_document)
+
+
+def every_parameter_gets_a_gradient(subject: Subject) -> None:
+    """In every step: while memories are empty, with incomplete and idle lanes, and with idle lanes only."""
+    for valid_len in (subject.full(), subject.ragged(), torch.zeros_like(subject.full())):
+        model = subject.model()
+        state = subject.fresh(model)
+        for number, (tokens, targets) in enumerate(subject.segments()):
+            model.zero_grad()
+            output = model(tokens, padded(targets, valid_len)[0], valid_len, state=state)
+            state = output.state
+            total_loss(output).backward()
+            where = f"in segment {number} with valid_len {valid_len.tolist()}"
+            for name, parameter in model.named_parameters():
+                gradient = parameter.grad
+                if gradient is None:
+                    raise BrokenRuleError(f"{name} has no gradient {where}")
+                require(torch.isfinite(gradient).all(), f"the gradient of {name} is not finite {where}")
+
+
+def nothing_branches_on_data(subject: Subject) -> None:
+    """Fake tensors have no values: a branch, an .item() or a shape that depends on data raises."""
+    model = subject.model()
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            tokens = torch.zeros(subject.size.lanes, subject.size.seg_len, dtype=torch.int64)
+            state = subject.fresh(model)
+            for _ in range(2):
+                output = model(tokens, tokens, subject.full(), state=state)
+                is_new_document = torch.zeros(subject.size.lanes, dtype=torch.bool)
+                state = reset_lanes(output.state, subject.fresh(model), is_new_document)
+            total_loss(output).backward()
+    except RuntimeError as error:  # torch's errors about values and shapes that depend on data
+        raise BrokenRuleError(f"forward depends on values: {str(error).splitlines()[0]}") from error
+
+
+def parameters_are_used_where_they_are_registered(subject: Subject) -> None:
+    model = subject.model()
+    segments = subject.segments()
+    with torch.no_grad():
+        expected = [output.nll for output in subject.read(model, segments, subject.fresh(model))]
+    for elsewhere in ("empty", "nan"):
+        partitioned = subject.model()
+        Partitioned(partitioned, elsewhere=elsewhere)
+        try:
+            with torch.no_grad():
+                found = [output.nll for output in subject.read(partitioned, segments, subject.fresh(partitioned))]
+        except (RuntimeError, IndexError) as error:  # shapes that do not fit, where the parameter is empty
+            first = str(error).splitlines()[0]
+            raise BrokenRuleError(f"a parameter is used outside the forward of its module: {first}") from error
+        same = all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+        require(same, "a parameter is used outside the forward of the module that registers it")
+
+
+def no_generator_is_touched(subject: Subject) -> None:
+    """Without dropout, a forward and a backward in training leave torch's generator where it was."""
+    model = subject.model().train()
+    state = subject.fresh(model)
+    before = torch.get_rng_state()
+    for output in subject.read(model, subject.segments(), state):
+        total_loss(output).backward()
+    require(torch.equal(torch.get_rng_state(), before), "torch's random generator was used")
+
+
+def it_remembers(subject: Subject) -> None:
+    """A token of the first segment changes losses of a later one; otherwise the rules say little."""
+    model = subject.model()
+    if not named_tensors(subject.fresh(model)):
+        return  # a memory without state says so
+    segments = subject.segments()
+    altered = [(tokens.clone(), targets) for tokens, targets in segments]
+    altered[0][0][:, 1] = (altered[0][0][:, 1] + 1) % VOCAB
+    with torch.no_grad():
+        one = list(subject.read(model, segments, subject.fresh(model)))
+        other = list(subject.read(model, altered, subject.fresh(model)))
+    changes = [(first.nll - second.nll).abs().amax() for first, second in zip(one[1:], other[1:], strict=True)]
+    require(max(changes) > 1e-6, "no later segment feels a token of the first")

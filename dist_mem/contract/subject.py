@@ -1,0 +1,144 @@
+"""What the rules of the memory contract are tried on: small models around one memory, segments, states.
+
+A rule gets a `Subject` and raises `BrokenRuleError` if the memory breaks it. Shape letters: B lanes, T segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dist_mem.config import Config, ModelConfig, TrainConfig
+from dist_mem.data.batch import IGNORE
+from dist_mem.memory.base import named_tensors
+from dist_mem.model import LMOutput, LMState, MemoryLM
+
+Segment = tuple[Tensor, Tensor]  # tokens and targets, both (lanes, seg_len) int64
+VOCAB = 11
+
+
+class BrokenRuleError(AssertionError):
+    """The memory breaks the rule that raised this."""
+
+
+class Size(NamedTuple):
+    """How much of everything a rule is tried on."""
+
+    lanes: int
+    seg_len: int
+    segments: int
+    layers: int
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A memory, in the size in which it is tried."""
+
+    block: Callable[[int], dict[str, Any]]  # segment length -> the `memory:` block of the configuration
+    size: Size
+    norm: str = "pre"
+
+    def model(self, *, dropout: float = 0.0, checkpointing: bool = False) -> MemoryLM:
+        """Large weights: attention far from uniform shows what small weights hide."""
+        model = ModelConfig(
+            num_layers=self.size.layers, d_model=12, num_heads=2, d_head=5, d_inner=16, norm=self.norm, dropout=dropout
+        )
+        model.init_std = 0.5
+        train = TrainConfig(seg_len=self.size.seg_len, activation_checkpointing=checkpointing)
+        torch.manual_seed(0)
+        return MemoryLM(Config(model=model, memory=self.block(self.size.seg_len), train=train), VOCAB)
+
+    def segments(self, seed: int = 0) -> list[Segment]:
+        """Random segments for all lanes."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = (self.size.segments, 2, self.size.lanes, self.size.seg_len)
+        return [(tokens, targets) for tokens, targets in torch.randint(0, VOCAB, shape, generator=generator)]
+
+    def full(self) -> Tensor:
+        """`valid_len` of complete segments."""
+        return torch.full((self.size.lanes,), self.size.seg_len)
+
+    def ragged(self) -> Tensor:
+        """`valid_len` with a complete segment, incomplete ones and an idle lane, as far as there are lanes."""
+        lengths = [self.size.seg_len, 0, self.size.seg_len - 1, 1]
+        return torch.tensor([lengths[lane % 4] for lane in range(self.size.lanes)])
+
+    def fresh(self, model: MemoryLM, dtype: torch.dtype = torch.float32) -> LMState:
+        """Empty memories."""
+        return model.init_state(torch.arange(self.size.lanes), "cpu", dtype)
+
+    def read(self, model: MemoryLM, segments: list[Segment], state: LMState) -> Iterator[LMOutput]:
+        """Complete segments, one after the other."""
+        for tokens, targets in segments:
+            output = model(tokens, targets, self.full(), state=state)
+            state = output.state
+            yield output
+
+    def warm(self, model: MemoryLM) -> LMState:
+        """Memories after enough segments to fill small ones."""
+        with torch.no_grad():
+            return list(self.read(model, self.segments(99), self.fresh(model)))[-1].state
+
+    def layer_inputs(self, model: MemoryLM, state: LMState) -> Tensor:
+        """A block's input: random rows, those of the stem before them."""
+        generator = torch.Generator().manual_seed(5)
+        rows = torch.randn(self.size.lanes, self.size.seg_len, 12, generator=generator)
+        return model.stem(rows, state.stem)[0]
+
+
+def require(condition: bool | Tensor, message: str) -> None:
+    """Raise BrokenRuleError with the message unless the condition holds."""
+    if not bool(condition):
+        raise BrokenRuleError(message)
+
+
+def require_same(state: Any, other: Any, message: str, lanes: Any = slice(None)) -> None:
+    """The same bits in the given lanes."""
+    first, second = named_tensors(state), named_tensors(other)
+    require(first.keys() == second.keys(), f"{message}: fields {sorted(first)} and {sorted(second)}")
+    for name in first:
+        require(torch.equal(first[name][lanes], second[name][lanes]), f"{message}: field {name} differs")
+
+
+def total_loss(output: LMOutput) -> Tensor:
+    """Everything that is trained on."""
+    return output.nll.sum() + sum(loss.sum() for loss in output.aux.values())
+
+
+def padded(targets: Tensor, valid_len: Tensor) -> tuple[Tensor, Tensor]:
+    """Targets that ignore the padding, and where the padding is."""
+    padding = torch.arange(targets.shape[1]) >= valid_len[:, None]
+    return targets.masked_fill(padding, IGNORE), padding
+
+
+class Partitioned:
+    """ZeRO-3 in small: a parameter has its value only while a module that registers it runs its forward.
+
+    Elsewhere it is empty, as under ZeRO-3, or NaN: that shows uses an empty tensor lets pass, like `0 * p.sum()`.
+    """
+
+    def __init__(self, model: nn.Module, *, elsewhere: str) -> None:
+        self.full = {parameter: parameter.data for parameter in model.parameters()}
+        self.users = dict.fromkeys(self.full, 0)
+        self.elsewhere = elsewhere
+        for parameter in self.full:
+            self.release(parameter)
+        for module in model.modules():
+            module.register_forward_pre_hook(lambda module, _: self.count(module, 1))
+            module.register_forward_hook(lambda module, _, __: self.count(module, -1))
+
+    def release(self, parameter: nn.Parameter) -> None:
+        full = self.full[parameter]
+        parameter.data = torch.empty(0) if self.elsewhere == "empty" else torch.full_like(full, torch.nan)
+
+    def count(self, module: nn.Module, change: int) -> None:
+        for parameter in module.parameters(recurse=False):
+            self.users[parameter] += change
+            if self.users[parameter]:
+                parameter.data = self.full[parameter]
+            else:
+                self.release(parameter)

@@ -1,0 +1,90 @@
+"""`dist-mem check-memory` names the rule that a memory breaks; memories come from files and from other packages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dist_mem.__main__ import main
+from dist_mem.contract.check import failures
+from dist_mem.memory import memory_class
+
+HERE = Path(__file__).parent
+BROKEN = HERE / "broken_memories.py"
+EXAMPLE = HERE.parent / "examples" / "averages.py"
+
+PLANTED = {
+    "FutureLeak": "no output depends on a later token",
+    "PaddingLeak": "padding changes no real token",
+    "MutatedState": "forward changes nothing it was given",
+    "MutatedInput": "forward changes nothing it was given",
+    "LaneMixing": "lanes are independent",
+    "ReadsInvalidRows": "lanes are independent",
+    "ForgottenReset": "the output depends on the arguments alone",
+    "NotEmptyAtFirst": "a reset lane equals a fresh one",
+    "BranchOnData": "nothing branches on data",
+    "GradientThroughState": "the state carries no gradient",
+    "UnstableDtype": "the state keeps its fields, shapes and dtypes",
+    "GrowingState": "the state keeps its fields, shapes and dtypes",
+    "AliasOfInput": "the state is no view of the input",
+    "OwnRandomness": "no random generator is touched",
+    "WeightElsewhere": "parameters are used where they are registered",
+    "UnusedParameter": "every parameter gets a gradient in every step",
+    "ForgetsEverything": "a later segment feels an earlier one",
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_bug_is_named_by_its_rule_first(name: str) -> None:
+    kind = f"{BROKEN}:{name}"
+    chosen = memory_class(kind)
+    first = next(failures(lambda seg_len: {"kind": kind, **chosen.small_options(seg_len)}))
+    assert first.rule.statement == PLANTED[name], first.message
+
+
+def test_the_command_tells_rule_smallest_case_and_usual_cause(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-memory", f"{BROKEN}:FutureLeak"]) == 1
+    told = capsys.readouterr().out
+    assert "rule 4 is broken: no output depends on a later token\n  found: token 1 of segment 0 changes earlier" in told
+    assert "smallest case: 2 lanes, segments of 2 tokens, 3 segments, 1 layers" in told
+    assert "usual cause: a mask that lets a query see keys after itself" in told
+
+
+def test_the_example_keeps_every_rule_and_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-memory", f"{EXAMPLE}:Averages"]) == 0
+    assert "keeps all" in capsys.readouterr().out
+    assert len(EXAMPLE.read_text().splitlines()) <= 80
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "message"),
+    [
+        (None, "Mine", "there is no file"),
+        ("x = 1\n", "Mine", "has no Mine"),
+        ("Mine = 3\n", "Mine", "Mine is no class derived from dist_mem.memory.base.Memory"),
+        ("a = 1\nb = a.nothing\n", "Mine", "mine.py, line 2 does not run: AttributeError"),
+        ("def f(:\n", "Mine", "mine.py, line 1 does not run: SyntaxError"),
+    ],
+)
+def test_a_file_that_gives_no_memory_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, name: str, message: str
+) -> None:
+    path = tmp_path / "mine.py"
+    if text is not None:
+        path.write_text(text)
+    assert main(["check-memory", f"{path}:{name}"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_installed_packages_offer_memories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real distribution on the path, with an entry point, as pip would leave it."""
+    (tmp_path / "their_memory.py").write_text(EXAMPLE.read_text())
+    info = tmp_path / "their_memory-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-memory\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[dist_mem.memories]\ntheirs = their_memory:Averages\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert memory_class("theirs").__name__ == "Averages"
+    with pytest.raises(ValueError, match=r"must be one of .*theirs.*did you mean theirs\?"):
+        memory_class("their")
