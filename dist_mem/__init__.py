@@ -15,6 +15,32 @@ Shape letters, used in every comment and docstring
     B lanes held here    T segment length      M short-term memory length    C compressed memory length
     N basis functions    D model width         H heads                       K head width
     V vocabulary         G global lanes        L layers
+
+From Python (docs/python.md; `import dist_mem` itself loads nothing)
+    load_model   a trained model, its tokenizer and its configuration, from a run or a checkpoint
+    score        the negative log-likelihood of every token of a text, read with memory
+    init_state   empty memories
+    read_lanes   the memories that lanes carried at the checkpoint
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dist_mem.trained import init_state, load_model, read_lanes, score
+
 __version__ = "0.1.0"
+__all__ = ["init_state", "load_model", "read_lanes", "score"]
+
+
+def __getattr__(name: str) -> Any:
+    """The names of `__all__`, imported when they are asked for: torch and DeepSpeed take seconds."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from dist_mem.distributed import choose_accelerator
+
+    choose_accelerator()
+    from dist_mem import trained
+
+    return getattr(trained, name)

@@ -4,6 +4,7 @@
     dist-mem train configs/demo.yaml --check --world 8
     dist-mem evaluate runs/demo --split test
     dist-mem compare runs/none runs/demo
+    dist-mem track sync runs/demo
     dist-mem prepare verify data/sample
     dist-mem check-memory examples/averages.py:Averages
     dist-mem config configs/demo.yaml
@@ -20,11 +21,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dist_mem.config import Config, ConfigError, load_config, to_yaml
+from dist_mem.config import Config, load_config, to_yaml
 from dist_mem.config_help import schema_as_yaml
-
-EXIT_FAILED = 1
-EXIT_USAGE = 2  # as argparse has it
+from dist_mem.environment import is_first_on_node
+from dist_mem.errors import EXIT_FAILED, EXIT_USAGE, UnusableError
 
 
 def load_checked(arguments: Sequence[str]) -> Config:
@@ -73,15 +73,24 @@ def compare(options: argparse.Namespace) -> int:
 
 def prepare(options: argparse.Namespace) -> int:
     """Check built data: every tar, every document, the tokenizer."""
+    from dist_mem.data.remote import show
     from dist_mem.data.verify import verify_dataset
 
-    problems = verify_dataset(options.data)
+    problems = verify_dataset(options.data, cache=options.cache, splits=options.split)
     for problem in problems:
         document = f"document {problem.document}" if problem.document else ""
         print(": ".join(part for part in (problem.where, document, problem.message) if part), file=sys.stderr)
     plural = "" if len(problems) == 1 else "s"
-    print(f"{options.data}: {f'{len(problems)} problem{plural}' if problems else 'all is well'}")
+    print(f"{show(options.data)}: {f'{len(problems)} problem{plural}' if problems else 'all is well'}")
     return EXIT_FAILED if problems else 0
+
+
+def track(options: argparse.Namespace) -> int:
+    """Send MLflow what it could not take while a run was going on."""
+    from dist_mem.sync import run
+
+    overrides = [text for text in options.runs if text.startswith("tracking.")]
+    return run([Path(text) for text in options.runs if text not in overrides], overrides)
 
 
 def check_memory(options: argparse.Namespace) -> int:
@@ -93,6 +102,12 @@ def check_memory(options: argparse.Namespace) -> int:
 
 def config(options: argparse.Namespace) -> int:
     """Print a configuration as it would be run, or every key with its default and its meaning."""
+    if options.markdown:
+        from dist_mem.config_page import config_page
+        from dist_mem.memory import described_memories
+
+        print(config_page(described_memories()), end="")
+        return 0
     print(to_yaml(load_checked(options.config)) if options.config else schema_as_yaml(), end="")
     return 0
 
@@ -105,6 +120,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_evaluate(commands)
     _add_compare(commands)
     _add_prepare(commands)
+    _add_track(commands)
     _add_check_memory(commands)
     _add_config(commands)
     return parser
@@ -148,7 +164,17 @@ def _add_compare(commands: argparse._SubParsersAction) -> None:
 def _add_prepare(commands: argparse._SubParsersAction) -> None:
     added = _add(commands, prepare)
     added.add_argument("action", choices=["verify"])
-    added.add_argument("data", type=Path, help="a data directory")
+    added.add_argument("data", help="a data directory, or its URL, whose tars are fetched into the cache")
+    added.add_argument("--cache", help="as data.cache")
+    added.add_argument(
+        "--split", action="append", default=[], help="only this one (default: all; at a URL train, validation, test)"
+    )
+
+
+def _add_track(commands: argparse._SubParsersAction) -> None:
+    added = _add(commands, track)
+    added.add_argument("action", choices=["sync"])
+    added.add_argument("runs", nargs="+", help="run directories, and overrides of tracking.uri and tracking.experiment")
 
 
 def _add_check_memory(commands: argparse._SubParsersAction) -> None:
@@ -156,7 +182,9 @@ def _add_check_memory(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_config(commands: argparse._SubParsersAction) -> None:
-    _add(commands, config).add_argument("config", nargs="*", help=f"{_CONFIG_HELP}; none: every key there is")
+    added = _add(commands, config)
+    added.add_argument("config", nargs="*", help=f"{_CONFIG_HELP}; none: every key there is")
+    added.add_argument("--markdown", action="store_true", help="every key there is, as docs/config.md")
 
 
 def _count(text: str) -> int:
@@ -183,8 +211,6 @@ def _is_told_elsewhere(options: argparse.Namespace) -> bool:
     """Whether another rank prints the same error; each node tells its own, for its files may differ."""
     if options.command not in ("train", "evaluate") or getattr(options, "check", False):
         return False
-    from dist_mem.distributed import is_first_on_node
-
     return not is_first_on_node()
 
 
@@ -193,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         return options.function(options)
-    except ConfigError as error:
+    except UnusableError as error:
         if not _is_told_elsewhere(options):
             print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import platform
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from itertools import chain, count
 from pathlib import Path
@@ -26,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dist_mem.distributed import World, agree_all_well, decided_by_rank0, gather_objects
+from dist_mem.distributed import AgreedError, World, agree_all_well, decided_by_rank0, gather_objects
 from dist_mem.engine import Engine
 from dist_mem.files import fsync_path, write_text
 from dist_mem.manifest import CheckpointError, describe_file, files_in, newest_verified, step_dir, write_manifest
@@ -110,49 +111,89 @@ def save_checkpoint(
         facts: what else the manifest should tell (fingerprints, MLflow run id).
 
     Raises:
-        RuntimeError: on every rank, if any rank could not write its part; names the ranks.
+        AgreedError: on every rank, if any rank could not write its part; names the ranks.
     """
     final = step_dir(run_dir, step)
     partial = final.with_name(f".{final.name}.partial")
-    error: BaseException | None = None
+    with _whole_or_nothing(partial, world):
+        _open_partial(partial, config_text, world)
+        entries = _write_share(partial, engine, lanes, world)
+        told = gather_objects((entries, _lane_rows(lanes, world.rank)))
+        error: OSError | None = None
+        if world.rank == 0:
+            content = {
+                "step": step,
+                "world_size": world.size,
+                "zero_stage": engine.stage,
+                "versions": {name: version(name) for name in _LIBRARIES} | {"python": platform.python_version()},
+                **facts,
+                "files": dict(sorted(item for files, _ in told for item in files.items())),
+                "lanes": {lane: row for _, rows in told for lane, row in rows.items()},
+            }
+            try:
+                _commit(partial, final, content)
+            except OSError as caught:
+                error = caught
+        agree_all_well(error, f"committing checkpoint {final}")
+    return final
+
+
+@contextmanager
+def _whole_or_nothing(partial: Path, world: World) -> Iterator[None]:
+    """Remove what a failed save has written: on a full disk it would take the room of the next one."""
+    try:
+        yield
+    except AgreedError as error:
+        if world.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise AgreedError(f"{error}. Earlier checkpoints are whole: mend this, and the same command resumes") from error
+
+
+def _open_partial(partial: Path, config_text: str, world: World) -> None:
+    error: OSError | None = None
     if world.rank == 0:
         try:
-            for left_behind in final.parent.glob(".step-*.partial"):  # by saves that were killed
-                shutil.rmtree(left_behind, ignore_errors=True)
             partial.mkdir(parents=True)
             write_text(partial / "config.yaml", config_text)
         except OSError as caught:
             error = caught
     agree_all_well(error, f"opening checkpoint {partial}")
-    engine.save(partial)
-    entries: dict[str, Any] = {}
+
+
+def _write_share(partial: Path, engine: Engine, lanes: Lanes, world: World) -> dict[str, Any]:
+    """Write what is this rank's; returns the entries of its share of all files."""
+    error: Exception | None = None
     try:
+        engine.save(partial)
         _write_rank_files(partial, lanes, world)
     except (OSError, SafetensorError) as caught:  # safetensors reports a full disk as its own kind of exception
         error = caught
     agree_all_well(error, f"writing checkpoint {partial}")
+    entries: dict[str, Any] = {}
     try:
         entries = _describe_share(partial, world)
     except OSError as caught:
         error = caught
     agree_all_well(error, f"flushing checkpoint {partial}")
-    told = gather_objects((entries, _lane_rows(lanes, world.rank)))
-    if world.rank == 0:
-        content = {
-            "step": step,
-            "world_size": world.size,
-            "zero_stage": engine.stage,
-            "versions": {name: version(name) for name in _LIBRARIES} | {"python": platform.python_version()},
-            **facts,
-            "files": dict(sorted(item for files, _ in told for item in files.items())),
-            "lanes": {lane: row for _, rows in told for lane, row in rows.items()},
-        }
-        try:
-            _commit(partial, final, content)
-        except OSError as caught:
-            error = caught
-    agree_all_well(error, f"committing checkpoint {final}")
-    return final
+    return entries
+
+
+def open_checkpoints(run_dir: Path) -> None:
+    """Make the directory of the checkpoints, see that it can be written, and remove what killed saves have left there.
+
+    Raises:
+        OSError: it cannot be made or written.
+    """
+    directory = step_dir(run_dir, 0).parent
+    probe = directory / ".probe.partial"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for left_behind in directory.glob(".*.partial"):
+            shutil.rmtree(left_behind, ignore_errors=True)
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:
+        raise OSError(f"checkpoints cannot be written: {error}; mend that, or give the run another run_dir") from error
 
 
 def choose_checkpoint(run_dir: Path) -> tuple[Path | None, list[str]]:

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED
 from dist_mem.plot import plot_recall
 from dist_mem.report import Band, Report, read_report, recall_bands, same_text, shown
 
-EXIT_DONE, EXIT_FAILED = 0, 1
 _PREFERRED = ("test", "validation")
 
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+from dist_mem.errors import UnusableError
+
 _SURE = 0.75  # similarity from which a key of the same block is taken for the one that was meant
 _MAYBE = 0.5  # two letters swapped in a name of two
 _SHOWN = 15  # keys listed in a message
@@ -32,7 +34,7 @@ class Problem(NamedTuple):
         return ": ".join(part for part in (self.where, self.key, self.text) if part)
 
 
-class ConfigError(ValueError):
+class ConfigError(UnusableError):
     """The configuration is wrong; the message has one line for each problem."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:

@@ -117,6 +117,10 @@ def check_together(config: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _check_schedule(config["schedule"], train["steps"])
     if config["data"]["train_split"] == "test":
         yield Problem("data.train_split", "is 'test'; training never opens the test split")
+    seg_len = config["eval"]["seg_len"]
+    if config["eval"]["every"] is not None and seg_len not in (None, train["seg_len"]):
+        other = f"is {seg_len}, but memories are built for train.seg_len = {train['seg_len']} while training"
+        yield Problem("eval.seg_len", f"{other}; set it to null, or eval.every to null and use `dist-mem evaluate`")
     if config["eval"]["split"] == "test" and config["eval"]["every"] is not None:
         yield Problem(
             "eval.split", "is 'test'; training never opens the test split, use `dist-mem evaluate --split test`"

@@ -1,36 +1,24 @@
-"""Who this process is among the others, how they start, agree and end. The only reader of environment variables.
-
-Ranks come from RANK, LOCAL_RANK, WORLD_SIZE (torchrun, the deepspeed launcher), else from SLURM_* when this process
-runs inside a job step, else this is a single process. SLURM_PROCID also stands in the batch script's environment, where
-it means nothing.
-"""
+"""The ranks of a job: how they start, agree and end."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-EXIT_DONE = 0
-EXIT_FAILED = 1
-EXIT_USAGE = 2  # the configuration or an argument is wrong: trying again will not help
-EXIT_DIVERGED = 3  # a loss, a memory or a gradient is not finite
-EXIT_REQUEUE = 85  # stopped by a signal with everything saved: start me again
+from dist_mem.environment import export_for_libraries, find_own_tools, read_ranks, use_cpu_accelerator
+from dist_mem.errors import UnusableError
 
 ResultT = TypeVar("ResultT")
-
-_LARGEST_STEP_ID = 4_294_967_000  # Slurm numbers the batch, extern and interactive steps from here
 
 
 @dataclass(frozen=True)
@@ -44,86 +32,10 @@ class World:
     device: torch.device
 
 
-def in_job_step(environ: Mapping[str, str]) -> bool:
-    """Whether Slurm started this very process as one task of a step (and not as the batch script)."""
-    step = environ.get("SLURM_STEP_ID", "")
-    return "SLURM_PROCID" in environ and step.isdigit() and int(step) < _LARGEST_STEP_ID
-
-
-def read_ranks(environ: Mapping[str, str]) -> tuple[int, int, int, int]:
-    """(rank, world size, local rank, local size) from the launcher's variables; (0, 1, 0, 1) without a launcher."""
-    if "RANK" in environ or "WORLD_SIZE" in environ:
-        missing = [name for name in ("RANK", "WORLD_SIZE") if name not in environ]
-        if missing:
-            raise ValueError(f"environment: {missing[0]} is not set while its partner is; set both, or neither")
-        rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-        return rank, size, int(environ.get("LOCAL_RANK", rank)), int(environ.get("LOCAL_WORLD_SIZE", size))
-    if in_job_step(environ):
-        rank, size = int(environ["SLURM_PROCID"]), int(environ["SLURM_NTASKS"])
-        per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)).split("(")[0].split(",")[0]
-        return rank, size, int(environ.get("SLURM_LOCALID", 0)), int(per_node)
-    return 0, 1, 0, 1
-
-
-def is_first_on_node() -> bool:
-    """Whether this process speaks for its node, known before anything is initialized."""
-    try:
-        return read_ranks(os.environ)[2] == 0
-    except ValueError:
-        return True
-
-
-def _slurm_rendezvous(environ: Mapping[str, str]) -> tuple[str, str]:
-    nodes = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "localhost"))
-    hosts = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
-    port = 20000 + int(environ.get("SLURM_JOB_ID", 0)) % 20000
-    return hosts.stdout.split()[0], str(port)
-
-
-def _export_for_libraries(rank: int, size: int, local_rank: int, local_size: int) -> None:
-    """Tell torch and DeepSpeed what we found, and keep libraries quiet and private."""
-    if size > 1 and "MASTER_ADDR" not in os.environ:
-        if not in_job_step(os.environ):
-            raise ValueError(
-                "environment: MASTER_ADDR and MASTER_PORT are not set; start with torchrun, deepspeed or srun"
-            )
-        address, port = _slurm_rendezvous(os.environ)
-        os.environ.setdefault("MASTER_ADDR", address)
-        os.environ.setdefault("MASTER_PORT", port)
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "0")
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    os.environ.update(
-        {name: str(value) for name, value in zip(names, (rank, size, local_rank, local_size), strict=True)}
-    )
-
-
 def choose_accelerator() -> None:
-    """Tell DeepSpeed, before it is imported, that this machine has no GPU; else it warns about that on every rank."""
+    """Before DeepSpeed is imported: on a machine without a GPU it would warn about that on every rank."""
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
-
-def _find_own_tools() -> None:
-    """Put this environment's programs first on PATH: DeepSpeed compiles with `ninja`, activated environment or not."""
-    own = sysconfig.get_path("scripts")
-    found = os.environ.get("PATH", "").split(os.pathsep)
-    if found[0] != own:
-        os.environ["PATH"] = os.pathsep.join([own, *found])
-
-
-def quiet_tracking_environment() -> None:
-    """MLflow sends usage figures home and asks for git unless told not to, before it is imported; and it is patient."""
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
-    # Our own thread tries again (delivery.py); MLflow would keep one call for four minutes, and log every attempt.
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")  # seconds; 120 by default
-
-
-def tracking_uri_from_environment() -> str | None:
-    """MLFLOW_TRACKING_URI, as MLflow users set it."""
-    return os.environ.get("MLFLOW_TRACKING_URI")
+        use_cpu_accelerator()
 
 
 def initialize(*, threads: int | None = None, timeout_seconds: float = 1800.0) -> World:
@@ -132,9 +44,9 @@ def initialize(*, threads: int | None = None, timeout_seconds: float = 1800.0) -
     Args:
         threads: CPU threads of this rank; None divides the node's cores among its ranks (CPU only).
     """
-    rank, size, local_rank, local_size = read_ranks(os.environ)
-    _export_for_libraries(rank, size, local_rank, local_size)
-    _find_own_tools()
+    rank, size, local_rank, local_size = read_ranks()
+    export_for_libraries(rank, size, local_rank, local_size)
+    find_own_tools()
     if torch.cuda.is_available():
         # A launcher may show each rank one GPU only; its number is 0 then, whatever the local rank.
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -214,8 +126,28 @@ def agree_all_well(error: BaseException | None, what: str) -> None:
     told = gather_objects(None if error is None else f"{type(error).__name__}: {error}")
     failed = {rank: message for rank, message in enumerate(told) if message is not None}
     if failed:
-        lines = "; ".join(f"rank {rank}: {message}" for rank, message in failed.items())
+        named = [f"rank {rank}: {message}" for rank, message in failed.items()]
+        lines = "; ".join(named[:3] + ["..."] * (len(named) > 3))  # a full disk fails on all of 512 ranks alike
         raise AgreedError(f"{what} failed on {len(failed)} of {len(told)} ranks. {lines}") from error
+
+
+def on_all_ranks(work: Callable[[], ResultT], what: str) -> ResultT:
+    """The result of `work`, which uses what only some ranks may lack: files of their nodes, the run directory.
+
+    Raises:
+        UnusableError: on every rank, if `work` failed on any; else the others would wait for it without an end.
+    """
+    error: Exception | None = None
+    result: ResultT | None = None
+    try:
+        result = work()
+    except (ValueError, OSError) as caught:
+        error = caught
+    try:
+        agree_all_well(error, what)
+    except AgreedError as told:
+        raise UnusableError(str(error or told)) from error
+    return cast(ResultT, result)
 
 
 class StopSignal:

@@ -10,14 +10,19 @@ from __future__ import annotations
 import copy
 import io
 import logging
+import re
+import shutil
 import sys
+import time
 import warnings
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.cpp_extension import _get_build_directory
 
 from dist_mem.optimizer import build_optimizer
 
@@ -26,6 +31,7 @@ try:
     # here makes that import fail, which it is prepared for; tracking.py imports mlflow later, on rank 0 alone.
     sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]
     import deepspeed
+    from deepspeed.runtime import compiler as deepspeed_compiler
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.config import DeepSpeedConfigError
     from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -40,6 +46,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 warnings.filterwarnings("ignore", r".*`torch.distributed.\w+` is deprecated", FutureWarning)
 _TAG = "engine"  # folder of DeepSpeed's files inside a checkpoint
 _WHOLE_MODEL_FILE = "mp_rank_00_model_states.pt"  # written by stages 0 to 2
+_CPU_OP = "deepspeed_shm_comm"  # compiled at the first start
+_LONGEST_COMPILATION = 900.0  # seconds; it takes 30 to 150
 _MASTERS = "names_of_fp32_masters"  # our key in DeepSpeed's file, see `_names_by_group`
 
 
@@ -74,8 +82,22 @@ def _names_by_group(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
     return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
+def _import_muon_uncompiled() -> None:
+    """Import DeepSpeed's Muon, for which ZeRO takes every optimizer in turn, without compiling what nobody will run.
+
+    Its decorators would load torch's compiler, 0.8 s and 43 MB on every rank.
+    """
+    decorator = deepspeed_compiler.compile
+    deepspeed_compiler.compile = lambda: lambda function: function
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    finally:
+        deepspeed_compiler.compile = decorator
+
+
 def _start_deepspeed(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    _import_muon_uncompiled()
     try:
         engine, _, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, model_parameters=trained, config=config
@@ -94,6 +116,48 @@ def _start_deepspeed(model: nn.Module, optimizer: torch.optim.Optimizer, config:
     return engine
 
 
+def _holding_back(write: Callable[..., None], errors: list[Exception]) -> Callable[..., None]:
+    """`write`, which adds to `errors` what it would have raised; torch reports a full disk as RuntimeError."""
+
+    def hold_back(*args: Any, **kwargs: Any) -> None:
+        try:
+            write(*args, **kwargs)
+        except (OSError, RuntimeError) as error:
+            errors.append(error)
+
+    return hold_back
+
+
+def start_communication() -> None:
+    """Load what DeepSpeed communicates with: on CPUs an op, which it compiles at its first start on a machine.
+
+    Raises:
+        ValueError: it could not be compiled; names the reason and the fix.
+    """
+    try:
+        if torch.distributed.get_backend() == "gloo":
+            _refuse_stale_lock(Path(_get_build_directory(_CPU_OP, False)) / "lock")
+        with redirect_stdout(io.StringIO()):  # it says on every rank that all is well
+            deepspeed.init_distributed(torch.distributed.get_backend())
+    except (ImportError, OSError, RuntimeError) as error:  # ImportError: a rank waited for another one's compiler
+        reasons = re.findall(r"^.*(?:not found|[Ee]rror: ).*$", str(error).partition("\n")[2], re.MULTILINE)
+        raise ValueError(
+            f"DeepSpeed could not compile its CPU communication op ({reasons[0] if reasons else error}): install a C++ "
+            "compiler ('apt-get install g++'), and see that TORCH_EXTENSIONS_DIR (default: ~/.cache/torch_extensions) "
+            "can be written"
+        ) from error
+
+
+def _refuse_stale_lock(lock: Path) -> None:
+    """Raise ValueError for the lock of a compilation that was killed: torch would wait for it without an end."""
+    try:
+        age = time.time() - lock.stat().st_mtime
+    except FileNotFoundError:
+        return
+    if age > _LONGEST_COMPILATION:
+        raise ValueError(f"{lock} is {age / 60:.0f} minutes old: a killed process has left it, remove it")
+
+
 class Engine:
     """A model under DeepSpeed: call it for a forward, then `backward`, and `step` once an update."""
 
@@ -105,6 +169,10 @@ class Engine:
         self._master_names = _names_by_group(model, optimizer)
         self.config = deepspeed_config(block, config.train, world_size=world_size, accumulation=accumulation)
         self._engine = _start_deepspeed(model, optimizer, self.config)
+        self._errors: list[Exception] = []  # of writing, held back until a save is over
+        files = self._engine.checkpoint_engine
+        files.save = _holding_back(files.save, self._errors)
+        self._engine._copy_recovery_script = _holding_back(self._engine._copy_recovery_script, self._errors)
         self.lr = self._lr = config.optimizer.lr  # of the last update, for groups that have none of their own
         self._peak_lrs = [group["lr"] for group in self._engine.optimizer.param_groups]
         self.dtype = DTYPES[config.train.precision]
@@ -168,9 +236,19 @@ class Engine:
         return float("nan") if norm is None else float(norm)
 
     def save(self, directory: Path) -> None:
-        """Write DeepSpeed's files under `directory`; every rank calls it. Its own `latest` is not crash-safe."""
+        """Write DeepSpeed's files under `directory`; every rank calls it. Its own `latest` is not crash-safe.
+
+        Raises:
+            OSError: this rank could not write its files. Only when all ranks are through: an error amid DeepSpeed's
+                barriers would leave the others waiting.
+        """
         names = {_MASTERS: self._master_names}  # the same on every rank: DeepSpeed keeps rank 0's
+        self._errors.clear()
         self._engine.save_checkpoint(str(directory), tag=_TAG, client_state=names, save_latest=False)
+        if self._errors:
+            free = shutil.disk_usage(directory).free  # torch tells of a full disk in riddles
+            first_line = str(self._errors[0]).partition("\n")[0]
+            raise OSError(f"{directory / _TAG}: {first_line} ({free:,} bytes are free)") from self._errors[0]
 
     def load(self, directory: Path) -> None:
         """Restore parameters, optimizer and loss scale; every rank calls it, at the same world size."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 
 def fsync_path(path: Path) -> None:
@@ -16,15 +19,28 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write into that takes the place of `path` at the end, durably, or leaves no trace if that fails."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException as error:
+        partial.unlink(missing_ok=True)  # on a full disk it would take the room of the next attempt
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # a full disk does not say where
+        raise
+    fsync_path(path.parent)
+
+
 def write_bytes(path: Path, content: bytes) -> None:
     """Replace `path` by a file holding `content`, atomically and durably."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with partial.open("wb") as file:
+    with replacing(path) as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    fsync_path(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:

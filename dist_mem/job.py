@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,28 +14,31 @@ from dist_mem.checkpoint import (
     Lanes,
     check_same_world,
     choose_checkpoint,
+    open_checkpoints,
     read_lanes,
     read_random_state,
     save_checkpoint,
 )
-from dist_mem.config import ConfigError, deepspeed_block, read_config, save_config, to_yaml
+from dist_mem.config import deepspeed_block, read_config, save_config, to_yaml
+from dist_mem.data.directory import open_index, open_tokenizer, refresh_on_all_ranks
 from dist_mem.data.lanes import LaneReader, check_tokenizer, training_reader
-from dist_mem.data.shard import Index, read_index
+from dist_mem.data.remote import show
+from dist_mem.data.shard import Index, fetch_shards
 from dist_mem.data.stream import lanes_of_rank
-from dist_mem.data.tokenizer import Tokenizer, load_tokenizer
-from dist_mem.distributed import AgreedError, World, agree_all_well
-from dist_mem.engine import Engine
+from dist_mem.data.tokenizer import Tokenizer
+from dist_mem.distributed import World, on_all_ranks
+from dist_mem.engine import Engine, start_communication
+from dist_mem.errors import UnusableError
 from dist_mem.evaluate import evaluate_split
 from dist_mem.manifest import read_manifest
-from dist_mem.meter import Meter
+from dist_mem.meter import MEASUREMENTS, Meter
 from dist_mem.model import MemoryLM
 from dist_mem.plan import total_steps
 from dist_mem.resume_rules import refuse_changes
-from dist_mem.tracking import Tracker, start_tracking
-
-
-class UnusableError(ValueError):
-    """The data or the configuration cannot be used as they are; raised on every rank, says what to change."""
+from dist_mem.run_facts import describe_run
+from dist_mem.scoring import check_scorable
+from dist_mem.sinks import Tracker
+from dist_mem.tracking import start_tracking
 
 
 @dataclass
@@ -89,6 +91,7 @@ class Start(NamedTuple):
     step: int
     lanes: Lanes
     run_id: str | None  # of MLflow
+    meter: dict[str, float]  # what it had summed
     messages: list[str]
 
 
@@ -98,7 +101,7 @@ def _restore(config: Any, world: World, index: Index, engine: Engine, fresh: Lan
     messages = [f"passed over: {reason}" for reason in passed_over]
     if chosen is None:
         torch.manual_seed(_dropout_seed(config.train.seed, 0, world.rank))
-        return Start(0, fresh, None, [*messages, f"starting {config.run_dir}"])
+        return Start(0, fresh, None, {}, [*messages, f"starting {config.run_dir}"])
     manifest = read_manifest(chosen)
     refuse_changes(read_config(chosen / "config.yaml"), config)
     check_same_world(chosen, manifest, world, engine.stage)
@@ -106,63 +109,49 @@ def _restore(config: Any, world: World, index: Index, engine: Engine, fresh: Lan
     engine.load(chosen)
     lanes = read_lanes(chosen, manifest, fresh.lane_ids, fresh.states)
     read_random_state(chosen, world)
-    return Start(manifest["step"], lanes, manifest["mlflow_run_id"], [*messages, f"resuming from {chosen}"])
+    meter = manifest.get("meter", {})  # checkpoints of before 2026-11-20 have none: counts begin anew
+    return Start(manifest["step"], lanes, manifest["mlflow_run_id"], meter, [*messages, f"resuming from {chosen}"])
 
 
 def open_job(config: Any, world: World) -> Job:
     """Build model, engine, reader and tracker; restore the newest checkpoint where there is one.
 
     Raises:
-        UnusableError: the data, the configuration, or a file of the run directory; on every rank.
-        ConfigError: the configuration does not fit the one the run began with; on every rank.
-        CheckpointError: there are checkpoints, but none can be used; on every rank.
+        UnusableError: data, configuration, checkpoints or run directory; on every rank.
     """
     try:
         return _open_job(config, world)
-    except ConfigError:
+    except UnusableError:
         raise
-    except ValueError as error:
+    except ValueError as error:  # a memory, the plan or DeepSpeed refuses what the configuration says
         raise UnusableError(str(error)) from error
 
 
-ResultT = TypeVar("ResultT")
+def _open_data(config: Any) -> tuple[Tokenizer, list[Index]]:
+    """Tokenizer and the splits of `_splits`; what evaluation will need is looked at now and not hours later."""
+    tokenizer = open_tokenizer(config.data)
+    indexes = [open_index(config.data, split) for split in _splits(config)]
+    for index in indexes:
+        check_tokenizer(index, tokenizer)
+    for index in indexes[1:]:
+        check_scorable(index, tokenizer)
+        fetch_shards(index)
+    return tokenizer, indexes
 
 
-def on_all_ranks(work: Callable[[], ResultT], what: str) -> ResultT:
-    """The result of `work`, which uses what only some ranks may lack: files of their nodes, the run directory.
-
-    Raises:
-        UnusableError: on every rank, if `work` failed on any; else the others would wait for it without an end.
-    """
-    error: Exception | None = None
-    result: ResultT | None = None
-    try:
-        result = work()
-    except (ValueError, OSError) as caught:
-        error = caught
-    try:
-        agree_all_well(error, what)
-    except AgreedError as told:
-        raise UnusableError(str(error or told)) from error
-    return cast(ResultT, result)
-
-
-def _open_data(config: Any) -> tuple[Tokenizer, Index]:
-    """Tokenizer and training index; what evaluation will need is looked at now and not hours later."""
-    data = Path(config.data.path)
-    tokenizer, index = load_tokenizer(data), read_index(data / config.data.train_split)
-    splits = [index, *([read_index(data / config.eval.split)] if config.eval.every else [])]
-    for split in splits:
-        check_tokenizer(split, tokenizer)
-    return tokenizer, index
+def _splits(config: Any) -> list[str]:
+    return [config.data.train_split, *([config.eval.split] if config.eval.every else [])]
 
 
 def _open_job(config: Any, world: World) -> Job:
     train, run_dir = config.train, Path(config.run_dir)
-    tokenizer, index = on_all_ranks(lambda: _open_data(config), f"opening {config.data.path}")
+    refresh_on_all_ranks(config.data, _splits(config))
+    tokenizer, indexes = on_all_ranks(lambda: _open_data(config), f"opening {show(config.data.path)}")
+    index = indexes[0]
     lane_ids = torch.tensor(
         lanes_of_rank(train.lanes, world_size=world.size, rank=world.rank, micro_lanes=train.micro_lanes)
     )
+    on_all_ranks(start_communication, "starting DeepSpeed")
     engine, fresh = _build(config, world, tokenizer, lane_ids)
     cursors = torch.zeros(len(lane_ids), 3, dtype=torch.int64)
     start = _restore(config, world, index, engine, Lanes(lane_ids, cursors, fresh))
@@ -173,14 +162,23 @@ def _open_job(config: Any, world: World) -> Job:
     steps = total_steps(config, reader.plan)
 
     def open_run_dir() -> Tracker:
-        if world.rank == 0:
-            save_config(config, run_dir / "config.yaml")
-        return start_tracking(
-            config, rank=world.rank, run_dir=run_dir, run_id=start.run_id, total_steps=steps, first_step=start.step
+        if world.rank != 0:
+            return Tracker()
+        open_checkpoints(run_dir)  # now, and not at the first save, hours later
+        save_config(config, run_dir / "config.yaml")
+        tracker = start_tracking(
+            config,
+            run_dir=run_dir,
+            run_id=start.run_id,
+            total_steps=steps,
+            first_step=start.step,
+            measurements=MEASUREMENTS,
         )
+        if config.tracking.mlflow:
+            describe_run(tracker, config, world, indexes)
+        return tracker
 
     tracker = on_all_ranks(open_run_dir, f"opening {run_dir}")
-    tracker.log_artifact(run_dir / "config.yaml")
     for message in start.messages:
         tracker.message(message)
     return Job(
@@ -192,7 +190,7 @@ def _open_job(config: Any, world: World) -> Job:
         engine=engine,
         reader=reader,
         tracker=tracker,
-        meter=Meter(lane_segments_per_update=train.lanes * train.segments_per_update),
+        meter=Meter(lane_segments_per_update=train.lanes * train.segments_per_update, saved=start.meter),
         lane_ids=lane_ids,
         states=start.lanes.states,
         cursors=start.lanes.cursors,
@@ -207,6 +205,7 @@ def save(job: Job) -> None:
         "mlflow_run_id": job.tracker.run_id,
         "data_fingerprint": job.index.fingerprint,
         "tokenizer_fingerprint": job.tokenizer.fingerprint,
+        "meter": job.meter.state(),  # the same sums on every rank; the times are rank 0's
     }
     lanes = Lanes(job.lane_ids, job.cursors, job.states)
     path = save_checkpoint(
@@ -221,8 +220,8 @@ def save(job: Job) -> None:
     job.tracker.message(f"step {job.step}: saved {path}")
 
 
-def evaluate_now(job: Job) -> None:
-    """Score the validation split with fresh lanes; training goes on as if it had not happened."""
+def evaluate_now(job: Job) -> dict[str, float]:
+    """Figures of the validation split, scored with fresh lanes; training goes on as if it had not happened."""
     engine = job.engine
     engine.train(False)
     report = evaluate_split(
@@ -234,4 +233,4 @@ def evaluate_now(job: Job) -> None:
         world=job.world,
     )
     engine.train(True)
-    job.tracker.log(job.step, report.figures())
+    return report.figures()

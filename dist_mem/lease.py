@@ -1,14 +1,15 @@
 """One job per run directory: a lease file with a heartbeat.
 
 Two jobs that write the same checkpoints destroy each other's. The first takes `RUN/lease.json` (created exclusively)
-and touches it every few seconds; a second one is refused while the heartbeat is fresh. A lease whose job is dead is
-taken over: at once where the process can be seen to be gone (same host), else when the heartbeat is `STALE_SECONDS`
-old.
+and touches it every few seconds; a second one is refused at the next touch it sees. A lease whose job is dead is taken
+over: at once where the process can be seen to be gone (same host), else after watching it for `STALE_SECONDS` without a
+touch. No two clocks are compared: those of hosts and file servers differ, by hours where nobody looks.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import threading
@@ -17,12 +18,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dist_mem.errors import UnusableError
+
 HEARTBEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0
 FORMAT_VERSION = 1
 
+log = logging.getLogger(__name__)
 
-class LeaseError(RuntimeError):
+
+class LeaseError(UnusableError):
     """Another job holds the run directory."""
 
 
@@ -48,10 +53,28 @@ def _process_lives(pid: int, ticks: str) -> bool:
     return state not in ("Z", "X") and (not ticks or not present_ticks or ticks == present_ticks)
 
 
-def _is_abandoned(holder: dict[str, Any], age_seconds: float) -> bool:
+def _is_abandoned(path: Path, text: str) -> bool:
+    """Whether the job that wrote `text` is dead. Raises FileNotFoundError if the lease is given back meanwhile."""
+    holder = _read_holder(text)
     if holder.get("host") == socket.gethostname() and isinstance(holder.get("pid"), int):
         return not _process_lives(holder["pid"], holder.get("started_ticks", ""))
-    return age_seconds > STALE_SECONDS
+    log.warning("%s: waiting up to %.0f s for a sign of life of %s", path, STALE_SECONDS, _name(holder))
+    first_touch = _last_touch(path)
+    deadline = time.monotonic() + STALE_SECONDS
+    while time.monotonic() < deadline:
+        time.sleep(HEARTBEAT_SECONDS / 10)
+        if _last_touch(path) != first_touch:
+            return False
+    return True
+
+
+def _last_touch(path: Path) -> int:
+    with path.open("rb") as file:  # opened anew each time, or NFS answers from its cache
+        return os.fstat(file.fileno()).st_mtime_ns
+
+
+def _name(holder: dict[str, Any]) -> str:
+    return f"process {holder['pid']} on {holder.get('host')}" if "pid" in holder else "a job that is just starting"
 
 
 def _read_holder(text: str) -> dict[str, Any]:
@@ -67,7 +90,8 @@ class Lease:
     """Held from construction to `release`.
 
     Raises:
-        LeaseError: another live job holds the directory; names its host, process and the age of its last sign of life.
+        LeaseError: another live job holds the directory; names its host and process.
+        OSError: the directory cannot be written.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -89,25 +113,31 @@ class Lease:
         self._text = json.dumps(me)
         for _ in range(2):
             try:
-                with self.path.open("x", encoding="utf-8") as file:
-                    file.write(self._text)
+                self._create()
                 return
             except FileExistsError:
                 self._remove_if_abandoned()
         raise LeaseError(f"{self.path}: another job took the run directory at the same moment; start one of them again")
 
+    def _create(self) -> None:
+        with self.path.open("x", encoding="utf-8") as file:
+            try:
+                file.write(self._text)
+                file.flush()
+            except OSError:  # a full disk; an empty lease would keep the next job waiting
+                self.path.unlink()
+                raise
+
     def _remove_if_abandoned(self) -> None:
         try:
             text = self.path.read_text(encoding="utf-8")
-            age = time.time() - self.path.stat().st_mtime
+            if not _is_abandoned(self.path, text):
+                raise LeaseError(
+                    f"{self.path}: {_name(_read_holder(text))} is using this run directory. Stop that job, or give "
+                    "this one another run_dir"
+                )
         except FileNotFoundError:
             return  # its holder has just released it
-        holder = _read_holder(text)
-        if not _is_abandoned(holder, age):
-            raise LeaseError(
-                f"{self.path}: process {holder.get('pid')} on {holder.get('host')} is using this run directory (last "
-                f"sign of life {age:.0f} s ago). Stop that job, or give this one another run_dir"
-            )
         self._remove(text)
 
     def _remove(self, text: str) -> None:
@@ -138,5 +168,6 @@ class Lease:
         """Give the run directory back, unless another job has taken it over from this one, held up for too long."""
         self._released.set()
         self._heart.join()
-        if self._is_mine():
-            self._remove(self._text)
+        with suppress(OSError):  # the disk has gone away: the next job finds the lease of a dead process
+            if self._is_mine():
+                self._remove(self._text)

@@ -1,23 +1,26 @@
 """What makes a checkpoint a checkpoint: a manifest, written last, that lists every file with its size and SHA-256.
 
-A directory `step-00001000` with a manifest whose files all match is complete; anything else is not a checkpoint.
+A directory `step-00001000` with a manifest whose files all match is complete; anything else is not a checkpoint. The
+manifest has a SHA-256 of its own: what it says of lanes and steps is as precious as the files.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+from dist_mem.errors import UnusableError
 from dist_mem.files import sha256_of, write_text
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _NAME = "manifest.json"
 _STEP_DIR = re.compile(r"step-(\d{8})")
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UnusableError):
     """A checkpoint that cannot be used; the message says why and what to do."""
 
 
@@ -48,7 +51,13 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 def write_manifest(directory: Path, content: dict[str, Any]) -> None:
     """Write the manifest; from here on the directory is a checkpoint."""
-    write_text(directory / _NAME, json.dumps({"format_version": FORMAT_VERSION, **content}, indent=1) + "\n")
+    content = {"format_version": FORMAT_VERSION, **content}
+    write_text(directory / _NAME, json.dumps({**content, "sha256": _fingerprint(content)}, indent=1) + "\n")
+
+
+def _fingerprint(content: dict[str, Any]) -> str:
+    own = {key: value for key, value in content.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -66,8 +75,11 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: not readable as JSON ({error})") from error
-    if not isinstance(manifest, dict) or "format_version" not in manifest:
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("format_version"), int):
         raise CheckpointError(f"{path}: not a manifest: it has no format_version (damaged)")
+    has_own = manifest["format_version"] > 1 or "sha256" in manifest  # format 1 had none
+    if has_own and manifest.get("sha256") != _fingerprint(manifest):
+        raise CheckpointError(f"{path}: SHA-256 differs from its own (damaged)")
     if manifest["format_version"] > FORMAT_VERSION:
         raise NewerFormatError(
             f"{path}: format_version {manifest['format_version']} is newer than {FORMAT_VERSION}, the newest that this "
@@ -85,13 +97,20 @@ def verify(directory: Path) -> dict[str, Any]:
     manifest = read_manifest(directory)
     for name, entry in manifest["files"].items():
         path = directory / name
-        if not path.is_file():
-            raise CheckpointError(f"{path}: missing")
-        if path.stat().st_size != entry["bytes"]:
-            raise CheckpointError(f"{path}: {path.stat().st_size} bytes, {entry['bytes']} expected (cut short?)")
-        if sha256_of(path) != entry["sha256"]:
-            raise CheckpointError(f"{path}: SHA-256 differs from the manifest (damaged)")
+        try:
+            _verify_file(path, entry)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error})") from error
     return manifest
+
+
+def _verify_file(path: Path, entry: dict[str, Any]) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: missing")
+    if path.stat().st_size != entry["bytes"]:
+        raise CheckpointError(f"{path}: {path.stat().st_size} bytes, {entry['bytes']} expected (cut short?)")
+    if sha256_of(path) != entry["sha256"]:
+        raise CheckpointError(f"{path}: SHA-256 differs from the manifest (damaged)")
 
 
 def newest_verified(run_dir: Path) -> tuple[Path | None, list[str]]:

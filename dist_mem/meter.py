@@ -1,36 +1,56 @@
-"""What a run measures about itself between two logged points."""
+"""What a run measures about itself between two logged points.
+
+Everything that is summed goes into the checkpoint, so that a resumed run logs the very points of one that went straight
+on, wherever between two of them it was stopped.
+"""
 
 from __future__ import annotations
 
 import math
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
 from dist_mem.data.batch import Update
 from dist_mem.engine import Engine
 
+# Metrics of the machine and not of the training: they differ when a step is repeated.
+MEASUREMENTS = frozenset({"tokens_per_second", "step_seconds", "data_wait_share", "memory_gb"})
+
+
+class Totals(NamedTuple):
+    """Sums over all ranks, of one update or of several."""
+
+    nll: float = 0.0  # nats, over the scored tokens
+    aux: float = 0.0  # auxiliary losses, over lanes and segments
+    recall_nll: float = 0.0  # the share of nll that is of recall tokens
+    num_scored: float = 0.0
+    num_recall: float = 0.0
+    documents: float = 0.0  # started
+    documents_skipped: float = 0.0
+
 
 class Meter:
     """Sums since the last `read`; every rank keeps one, rank 0's is logged."""
 
-    def __init__(self, *, lane_segments_per_update: int) -> None:
+    def __init__(self, *, lane_segments_per_update: int, saved: Mapping[str, float] | None = None) -> None:
+        """Begin at 0, or where the meter stood whose `state()` was saved."""
         self._lane_segments = lane_segments_per_update
-        self._documents = 0
-        self._skipped = 0
-        self._epoch = 0.0
-        self._restart()
+        saved = saved or {}
+        self._totals = Totals(**{name: saved.get(name, 0.0) for name in Totals._fields})
+        self._steps = saved.get("steps", 0.0)
+        self._waited = saved.get("waited", 0.0)
+        self._began = time.perf_counter() - saved.get("seconds", 0.0)
+        self._epoch = 0.0  # of the last update
 
-    def _restart(self) -> None:
-        self._began = time.perf_counter()
-        self._steps = 0
-        self._scored = 0
-        self._nll = 0.0
-        self._aux = 0.0
-        self._waited = 0.0
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps; JSON keeps every bit of it."""
+        seconds = time.perf_counter() - self._began
+        return {**self._totals._asdict(), "steps": self._steps, "waited": self._waited, "seconds": seconds}
 
     def timed_next(self, updates: Iterator[Update]) -> Update:
         """The next update; the time spent waiting for it is what `data_wait_share` reports."""
@@ -48,41 +68,44 @@ class Meter:
         finally:
             self._began += time.perf_counter() - began
 
-    def add(self, update: Update, nll: float, aux: float, num_scored: int) -> None:
-        """Count one update; `nll`, `aux` and `num_scored` are sums over all ranks."""
+    def add(self, totals: Totals, *, epoch: float) -> None:
+        """Count one update; `epoch` is `Update.epoch`."""
+        self._totals = Totals(*map(sum, zip(self._totals, totals, strict=True)))
         self._steps += 1
-        self._nll += nll
-        self._aux += aux
-        self._scored += num_scored
-        self._epoch = update.epoch
-        self._documents += update.documents_started
-        self._skipped += update.documents_skipped
+        self._epoch = epoch
 
     def read(self, engine: Engine) -> dict[str, float]:
         """The metrics of a logged point, and a fresh start.
 
-        loss is nats per token averaged over all tokens since the last point; documents count this rank's since the
-        start of this job; memory is this process's peak so far in GB (the GPU's where there is one).
+        Losses are nats per token averaged over all tokens since the last point; documents count since the start of the
+        run; memory is this process's peak so far in GB (the GPU's where there is one).
         """
-        seconds = time.perf_counter() - self._began
-        loss = self._nll / self._scored if self._scored else math.nan
+        seconds, totals = time.perf_counter() - self._began, self._totals
+        loss = totals.nll / totals.num_scored if totals.num_scored else math.nan
         metrics = {
             "loss": loss,
-            "perplexity": math.exp(min(loss, 700.0)),
-            "tokens_per_second": self._scored / seconds,
-            "step_seconds": seconds / max(1, self._steps),
+            "perplexity": _perplexity(loss),
+            "tokens_per_second": totals.num_scored / seconds,
+            "step_seconds": seconds / max(1.0, self._steps),
             "data_wait_share": self._waited / seconds,
             "grad_norm": engine.gradient_norm(),
             "lr": engine.lr,
             "epoch": self._epoch,
-            "documents": float(self._documents),
-            "documents_skipped": float(self._skipped),
+            "documents": totals.documents,
+            "documents_skipped": totals.documents_skipped,
             "memory_gb": peak_memory_gb(),
         }
-        if self._aux:
-            metrics["aux_loss"] = self._aux / (self._lane_segments * max(1, self._steps))
-        self._restart()
+        if totals.num_recall:
+            metrics["recall_perplexity"] = _perplexity(totals.recall_nll / totals.num_recall)
+        if totals.aux:
+            metrics["aux_loss"] = totals.aux / (self._lane_segments * max(1.0, self._steps))
+        self._totals = Totals(documents=totals.documents, documents_skipped=totals.documents_skipped)
+        self._steps, self._waited, self._began = 0.0, 0.0, self._began + seconds
         return metrics
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0))  # math.exp raises beyond 709
 
 
 def peak_memory_gb() -> float:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from dist_mem.config import Config, ConfigError, deepspeed_block
-from dist_mem.config_check import Problem
-from dist_mem.data.shard import read_index
+from dist_mem.config import Config, deepspeed_block
+from dist_mem.data.directory import local_dir, open_index, refresh
+from dist_mem.data.remote import show
 from dist_mem.data.stream import Plan, cut_lengths, lanes_of_rank, make_plan
-from dist_mem.data.tokenizer import read_tokenizer_facts
+from dist_mem.data.tokenizer import JSON_NAME, read_tokenizer_facts
+from dist_mem.errors import UnusableError
 from dist_mem.model import describe
 
 ASSUMED_VOCAB_SIZE = 32_000  # of the builders, where the data is not built yet
@@ -65,25 +65,26 @@ def report(config: Config, *, world_size: int) -> str:
     """The report, a line a subject.
 
     Raises:
-        ConfigError: the model cannot be built, or the data is damaged or has too few documents for the lanes.
+        UnusableError: the model cannot be built, or the data is damaged or has too few documents for the lanes.
     """
     try:
+        refresh(config.data, [config.data.train_split])
         lines = [*_model_lines(config, world_size), *_batch_lines(config, world_size), *_data_lines(config)]
-    except ConfigError:
+    except UnusableError:
         raise
     except ValueError as error:
-        raise ConfigError([Problem("", str(error))]) from error
+        raise UnusableError(str(error)) from error
     return "\n".join(f"{label:<{_LABEL_WIDTH}} {text}" for label, text in lines)
 
 
 def _data_is_built(config: Config) -> bool:
-    return (Path(config.data.path) / "tokenizer.json").exists()
+    return (local_dir(config.data) / JSON_NAME).exists()
 
 
 def _model_lines(config: Config, world_size: int) -> Iterator[tuple[str, str]]:
     model, train = config.model, config.train
     is_built = _data_is_built(config)
-    vocab_size = read_tokenizer_facts(config.data.path)["vocab_size"] if is_built else ASSUMED_VOCAB_SIZE
+    vocab_size = read_tokenizer_facts(local_dir(config.data))["vocab_size"] if is_built else ASSUMED_VOCAB_SIZE
     sizes = describe(config, vocab_size)
     assumed = "" if is_built else " (assumed: the data is not built yet)"
     options = ", ".join(f"{name} {value}" for name, value in config.memory.items() if name != "kind")
@@ -124,7 +125,7 @@ def _data_lines(config: Config) -> Iterator[tuple[str, str]]:
         yield "data", f"{data.path}: not built yet"
         yield "training", f"{asked:,} {'steps' if other == 'epochs' else 'epochs'}; the data will tell how many {other}"
         return
-    index = read_index(Path(data.path) / data.train_split)
+    index = open_index(data, data.train_split)
     lengths = cut_lengths([entry.num_tokens for entry in index.documents], data.max_document_len)
     plan = make_plan(lengths, num_lanes=train.lanes, seg_len=train.seg_len, seed=data.seed, layout=data.layout)
     num_tokens, per_epoch = int(lengths.sum()), steps_per_epoch(train, plan)
@@ -133,7 +134,7 @@ def _data_lines(config: Config) -> Iterator[tuple[str, str]]:
     padding = 1 - num_tokens / (plan.num_segments * train.seg_len)
     size = f"{_count(len(lengths), 'document')}{skipped}, {num_tokens:,} tokens, padding {padding:.2%}"
     read = round(steps / per_epoch * num_tokens)
-    yield "data", f"{index.split_dir}: {size}"
+    yield "data", f"{show(data.path)}, {data.train_split}: {size}"
     yield "epoch", f"{per_epoch:,.1f} steps"
     yield "training", f"{steps:,} steps = {steps / per_epoch:.3g} epochs = {read:,} tokens"
 

@@ -81,10 +81,11 @@ def evaluate_documents(
         max_document_len: tokens; score only the beginning of each document.
 
     Raises:
-        ValueError: the shards were made with another tokenizer; on a single rank ShardError, for a damaged document.
-        EvaluationError: on every rank: a document is damaged, a loss is not finite, or not every token was scored once.
+        ValueError: the shards were made with another tokenizer.
+        ShardError: on every rank: a document is damaged, or cannot be read.
+        EvaluationError: on every rank: a loss is not finite, or not every token was scored once.
     """
-    check_tokenizer(index, tokenizer)
+    check_scorable(index, tokenizer)
     lengths = cut_lengths([entry.num_tokens for entry in index.documents], max_document_len)
     plan = evaluation_plan(lengths, num_lanes=num_lanes, seg_len=seg_len)
     lane_ids = lanes_of_rank(num_lanes, world_size=world.size, rank=world.rank, micro_lanes=micro_lanes)
@@ -106,19 +107,28 @@ def evaluate_documents(
         _score(forward, states, batches, tables, init_state=init_state, device=world.device)
     sums = Sums(*_summed([*tables, share.words, share.bytes], world))
     _check_complete(index, lengths, sums)
+    return _report(index, lengths, sums, max_document_len=max_document_len, seg_len=seg_len, mem_len=mem_len)
+
+
+def _report(index: Index, lengths: np.ndarray, sums: Sums, **settings: Any) -> Report:
     documents = _document_scores(index, sums)
     is_whole = all(_is_whole(index, document, lengths) for document in range(len(lengths)))
     return Report(
         split=index.split,
         data_fingerprint=index.fingerprint,
         tokenizer_fingerprint=index.tokenizer_fingerprint,
-        max_document_len=max_document_len,
-        seg_len=seg_len,
-        mem_len=mem_len,
         num_words=index.num_words if is_whole else sum(document.words for document in documents),
         documents=documents,
         recall=_recall_scores(sums),
+        **settings,
     )
+
+
+def check_scorable(index: Index, tokenizer: Tokenizer) -> None:
+    """Raise ValueError unless the split was made with this tokenizer and holds a token: no score is no perplexity."""
+    check_tokenizer(index, tokenizer)
+    if not index.num_tokens:
+        raise ValueError(f"{index.split_dir}: no document holds a token to score: set eval.split to a split with text")
 
 
 def _document_scores(index: Index, sums: Sums) -> list[DocumentScore]:
@@ -176,10 +186,10 @@ def _summed(parts: Sequence[Tensor], world: World) -> list[Tensor]:
 def _agreed_share(index: Index, mine: Sequence[int], lengths: np.ndarray, tokenizer: Tokenizer, world: World) -> Share:
     """Check and measure this rank's documents; all ranks stop here if any finds a damaged one, not amid forwards."""
     share = _no_share(len(lengths))
-    error: ShardError | None = None
+    error: ShardError | OSError | None = None
     try:
         share = _measure(index, mine, lengths, tokenizer)
-    except ShardError as caught:
+    except (ShardError, OSError) as caught:
         error = caught
     if world.size == 1:
         if error is not None:
@@ -188,7 +198,7 @@ def _agreed_share(index: Index, mine: Sequence[int], lengths: np.ndarray, tokeni
     try:
         agree_all_well(error, f"opening {index.split_dir}")
     except RuntimeError as told:
-        raise EvaluationError(str(told)) from told
+        raise ShardError(str(told)) from told
     return share._replace(max_distance=max(gather_objects(share.max_distance)))
 
 

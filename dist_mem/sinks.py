@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,19 +31,16 @@ class Point(NamedTuple):
 class Sink:
     """Where a tracker's news goes. A sink overrides what it cares for."""
 
-    run_id: str | None = None  # of the MLflow run
+    @property
+    def run_id(self) -> str | None:
+        """The MLflow run, or None: this is not the sink for MLflow, or MLflow has not answered yet."""
+        return None
 
     def log(self, point: Point) -> None:
         """Take the metrics of one step."""
 
-    def log_params(self, params: Mapping[str, str]) -> None:
-        """Take parameters of the run, flat names."""
-
-    def log_artifact(self, path: Path) -> None:
-        """Take a file to keep with the run."""
-
-    def log_text(self, text: str, name: str) -> None:
-        """Take a text to keep with the run as the file `name`."""
+    def record(self, kind: str, body: Mapping[str, Any]) -> None:
+        """Take something else to keep with the run; kinds and bodies are those of a journal's entries."""
 
     def message(self, text: str) -> None:
         """Take a line for whoever watches."""
@@ -93,7 +91,8 @@ class MetricsFile(Sink):
         self._file.write(_encode(point))
 
     def close(self, status: str) -> None:
-        self._file.close()
+        with suppress(OSError):  # a full disk: told when the point was logged
+            self._file.close()
 
 
 class Tracker:
@@ -113,22 +112,31 @@ class Tracker:
         for sink in self._sinks:
             sink.log(point)
 
-    def log_params(self, params: Mapping[str, Any]) -> None:
-        """Record parameters of the run; names of nested blocks are joined by dots."""
+    def log_params(self, params: Mapping[str, Any], *, step: int) -> None:
+        """Record parameters of the run, valid from `step` on; names of nested blocks are joined by dots."""
         leaves = flatten(params)
         flat = {name.replace("[", ".").replace("]", ""): str(value) for name, value in leaves.items()}
-        for sink in self._sinks:
-            sink.log_params(flat)
+        self._record("params", {"params": flat, "step": step})
 
-    def log_artifact(self, path: Path) -> None:
-        """Keep a file with the run; it must stay as it is until the run is closed."""
-        for sink in self._sinks:
-            sink.log_artifact(path)
+    def log_tags(self, tags: Mapping[str, str]) -> None:
+        """Label the run; a later value of a tag replaces the earlier one."""
+        self._record("tags", tags)
+
+    def log_datasets(self, datasets: Sequence[Mapping[str, Any]]) -> None:
+        """Record what the run reads: name, digest (at most 36 characters), source, context, profile of each."""
+        self._record("datasets", {"datasets": datasets})
+
+    def log_artifact(self, name: str) -> None:
+        """Keep a file of the run directory with the run, as it is when it is sent."""
+        self._record("artifact", {"path": name})
 
     def log_text(self, text: str, name: str) -> None:
         """Keep a text with the run, as the file `name`."""
+        self._record("text", {"text": text, "name": name})
+
+    def _record(self, kind: str, body: Mapping[str, Any]) -> None:
         for sink in self._sinks:
-            sink.log_text(text, name)
+            sink.record(kind, body)
 
     def message(self, text: str) -> None:
         """Tell whoever watches, without tearing the progress bar."""

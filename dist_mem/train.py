@@ -7,27 +7,17 @@ RANKS=2 launch/local.sh configs/demo.yaml
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dist_mem import distributed
-from dist_mem.config import ConfigError
-from dist_mem.config_check import Problem
 from dist_mem.data.batch import Update
 from dist_mem.data.shard import ShardError
-from dist_mem.distributed import (
-    EXIT_DIVERGED,
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_REQUEUE,
-    AgreedError,
-    StopSignal,
-    World,
-    sum_over_ranks,
-)
-from dist_mem.job import Job, UnusableError, evaluate_now, on_all_ranks, open_job, save
+from dist_mem.distributed import AgreedError, StopSignal, World, on_all_ranks, sum_over_ranks
+from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, UnusableError
+from dist_mem.job import Job, evaluate_now, open_job, save
 from dist_mem.lease import Lease, LeaseError
-from dist_mem.manifest import CheckpointError
 from dist_mem.scoring import EvaluationError
 from dist_mem.update import DivergedError, train_step
 
@@ -39,8 +29,9 @@ def train(job: Job, stop_signal: StopSignal) -> int:
         return EXIT_DONE
     update = agreed(read_ahead(job))
     num_scored = int(sum_over_ranks([update.num_scored], job.world.device)[0])
+    trouble: Exception | None = None  # what kept rank 0 from recording a step: no rank raises alone amid the others'
     while True:
-        ahead = read_ahead(job)
+        ahead = trouble or read_ahead(job)
         next_scored = ahead.num_scored if isinstance(ahead, Update) else 0
         stop = stop_signal.received is not None or not isinstance(ahead, Update)
         outcome = train_step(job, update, num_scored, next_scored, stop=stop)
@@ -48,17 +39,18 @@ def train(job: Job, stop_signal: StopSignal) -> int:
             job.tracker.message(f"step {job.step}: fp16 overflow, the same segments again with a smaller loss scale")
             outcome = train_step(job, update, num_scored, next_scored, stop=stop)
         job.step += 1
-        job.meter.add(update, outcome.nll, outcome.aux, outcome.num_scored)
+        job.meter.add(outcome.totals, epoch=update.epoch)
         is_last = outcome.stop or job.step == job.total_steps
-        if is_last or job.step % job.config.tracking.every == 0:
-            job.tracker.log(job.step, job.meter.read(job.engine))
+        if job.step == job.total_steps or job.step % job.config.tracking.every == 0:
+            trouble = record(job, job.meter.read(job.engine))
         if job.config.eval.every and job.step % job.config.eval.every == 0:
             with job.meter.paused():
-                evaluate_now(job)
+                trouble = evaluate_or_save(job) or trouble
         if is_last or (job.config.checkpoint.every and job.step % job.config.checkpoint.every == 0):
             with job.meter.paused():
                 save(job)
         if job.step == job.total_steps:
+            agreed(trouble)
             return EXIT_DONE
         if outcome.stop:
             agreed(ahead)
@@ -69,22 +61,47 @@ def train(job: Job, stop_signal: StopSignal) -> int:
 
 
 def read_ahead(job: Job) -> Update | Exception:
-    """The update after the present one, or why there is none; a rank alone must not raise it amid the others' steps."""
+    """The update after the present one, or why there is none."""
     try:
         return job.meter.timed_next(job.reader)
     except (ShardError, OSError) as error:
         return error
 
 
-def agreed(ahead: Update | Exception) -> Update:
-    """The update; every rank raises UnusableError if any rank has none."""
+def record(job: Job, figures: Mapping[str, float]) -> OSError | None:
+    """Record figures of the present step; returns what kept them from being written."""
+    try:
+        job.tracker.log(job.step, figures)
+    except OSError as error:
+        return error
+    return None
 
-    def unwrap() -> Update:
+
+def evaluate_or_save(job: Job) -> OSError | None:
+    """Score the validation split and record the figures, as `record`; what cannot be scored stops a run that is saved.
+
+    Raises:
+        EvaluationError, ShardError: on every rank.
+    """
+    try:
+        return record(job, evaluate_now(job))
+    except (EvaluationError, ShardError):
+        save(job)
+        raise
+
+
+ResultT = TypeVar("ResultT")
+
+
+def agreed(ahead: ResultT | Exception) -> ResultT:
+    """What the ranks go on with; every rank raises UnusableError if any rank has an error instead."""
+
+    def unwrap() -> ResultT:
         if isinstance(ahead, Exception):
             raise ahead
         return ahead
 
-    return on_all_ranks(unwrap, "reading the next update")
+    return on_all_ranks(unwrap, "going on to the next update")
 
 
 def hold_run_dir(run_dir: Path, world: World) -> Lease | None:
@@ -125,22 +142,20 @@ def run(config: Any) -> int:
     """A whole process of the job: join the others, train, leave cleanly; returns the exit code.
 
     Raises:
-        ConfigError: on every rank; configuration, data, checkpoints or run directory cannot be used as they are.
+        UnusableError: on every rank; configuration, data, checkpoints or run directory cannot be used as they are.
     """
     stop_signal = StopSignal()
     try:
         world = distributed.initialize(threads=config.train.threads)
     except ValueError as error:  # half of a launcher's variables
-        raise ConfigError([Problem("", str(error))]) from error
+        raise UnusableError(str(error)) from error
     lease = None
     try:
         lease = hold_run_dir(Path(config.run_dir), world)
         code = run_job(config, world, stop_signal)
         distributed.shut_down(agreed=True)
         return code
-    except (CheckpointError, EvaluationError, LeaseError, ShardError, UnusableError) as error:
-        raise ConfigError([Problem("", str(error))]) from error
-    except AgreedError as error:
+    except (AgreedError, EvaluationError) as error:
         if world.rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED

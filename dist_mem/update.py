@@ -15,6 +15,7 @@ from torch import Tensor
 from dist_mem.data.batch import Update
 from dist_mem.distributed import gather_objects, sum_over_ranks
 from dist_mem.memory.base import named_tensors
+from dist_mem.meter import Totals
 from dist_mem.model import reset_lanes
 from dist_mem.optimizer import lr_factor
 
@@ -32,6 +33,7 @@ class Forward(NamedTuple):
     states: list[Any]  # memory after the update, one per lane group
     nll: Tensor  # () fp32, summed over the scored tokens of this rank, nats
     aux: Tensor  # () fp32, auxiliary losses summed over this rank's lanes and segments
+    recall_nll: Tensor  # () fp32, the share of nll that is of recall tokens
     is_finite: Tensor  # () bool: nll, aux and every new state
 
 
@@ -40,10 +42,8 @@ class Outcome(NamedTuple):
 
     applied: bool  # False: DeepSpeed skipped it (fp16 overflow); feed the same segments again
     stop: bool  # some rank was told to stop
-    nll: float  # sum over all ranks, nats
-    aux: float
-    num_scored: int  # of this update
-    next_scored: int  # of the next one, all ranks
+    totals: Totals  # of this update
+    next_scored: int  # targets of the next one, all ranks
 
 
 def accumulate_gradients(job: Job, update: Update, num_scored: int) -> Forward:
@@ -54,7 +54,7 @@ def accumulate_gradients(job: Job, update: Update, num_scored: int) -> Forward:
     world, train = job.world, job.config.train
     lanes_segments = train.lanes * train.segments_per_update
     states = list(job.states)
-    nll_sum, aux_sum = torch.zeros((), device=world.device), torch.zeros((), device=world.device)
+    nll_sum, aux_sum, recall_sum = torch.zeros(3, device=world.device)
     for index, host_batch in enumerate(update.batches):
         group = index % len(states)
         batch = host_batch.to(world.device)
@@ -70,10 +70,12 @@ def accumulate_gradients(job: Job, update: Update, num_scored: int) -> Forward:
             if index + 1 < len(update.batches):
                 job.engine.end_micro_batch()
         nll_sum, aux_sum = nll_sum + nll.detach(), aux_sum + aux.detach()
+        if batch.recall is not None:
+            recall_sum = recall_sum + (output.nll.detach() * (batch.recall > 0)).sum()
         states[group] = output.state
     parts = [nll_sum, aux_sum, *(tensor for state in states for tensor in named_tensors(state).values())]
     is_finite = torch.stack([torch.isfinite(part).all() for part in parts]).all()
-    return Forward(states, nll_sum, aux_sum, is_finite)
+    return Forward(states, nll_sum, aux_sum, recall_sum, is_finite)
 
 
 def _diverged(step: int, forward_is_finite: bool) -> DivergedError:
@@ -91,8 +93,18 @@ def train_step(job: Job, update: Update, num_scored: int, next_scored: int, *, s
     """
     forward = accumulate_gradients(job, update, num_scored)
     is_bad = not (bool(forward.is_finite) and (num_scored == 0 or job.engine.gradients_finite()))
-    told = sum_over_ranks([float(forward.nll), float(forward.aux), is_bad, stop, next_scored], job.world.device)
-    nll, aux, num_bad, num_stop, all_next_scored = told
+    nll, aux, recall_nll = torch.stack([forward.nll, forward.aux, forward.recall_nll]).tolist()
+    mine = Totals(
+        nll=nll,
+        aux=aux,
+        recall_nll=recall_nll,
+        num_scored=update.num_scored,
+        num_recall=update.num_recall,
+        documents=update.documents_started,
+        documents_skipped=update.documents_skipped,
+    )
+    told = sum_over_ranks([is_bad, stop, next_scored, *mine], job.world.device)
+    num_bad, num_stop, all_next_scored, *totals = told
     if num_bad:
         raise _diverged(job.step, bool(forward.is_finite))
     applied = num_scored == 0 or job.engine.step(lr_factor(job.step, job.config.schedule, job.total_steps))
@@ -101,4 +113,4 @@ def train_step(job: Job, update: Update, num_scored: int, next_scored: int, *, s
     if applied:
         job.states = forward.states
         job.cursors = update.cursors
-    return Outcome(applied, num_stop > 0, nll, aux, num_scored, int(all_next_scored))
+    return Outcome(applied, num_stop > 0, Totals(*totals), int(all_next_scored))

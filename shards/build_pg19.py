@@ -12,20 +12,21 @@ from __future__ import annotations
 
 import argparse
 import csv
+import filecmp
 import hashlib
 import io
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
-from builder_options import builder_parser, positive
+from builder_options import builder_parser, exit_code, positive
 
 from dist_mem.data.build import build_dataset
-from dist_mem.data.download import DownloadError, download_files, fetch, list_files
+from dist_mem.data.download import download_files, fetch, list_files
 from dist_mem.data.source import SourceDocument, read_text
-from dist_mem.data.workers import WorkerKilledError
 from dist_mem.files import write_bytes
 
 BUCKET_URL = "https://storage.googleapis.com/deepmind-gutenberg"
@@ -54,36 +55,34 @@ class Metadata(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build, and say what went wrong; returns the exit code."""
     options = parse_arguments(arguments)
-    try:
-        if options.download:
-            download(options)
-        metadata = read_metadata(options.source / METADATA_NAME)
-        splits = {
-            split: read_split(options.source / split, metadata, order=options.order, limit=split_limit(split, options))
-            for split in OFFICIAL_SPLITS
-            if (options.source / split).is_dir()
-        }
-        if not splits:
-            raise ValueError(f"{options.source} has none of the folders {', '.join(OFFICIAL_SPLITS)}: check --source")
-        build_dataset(
-            splits,
-            options.out,
-            name=options.name,
-            tokenizer_kind=options.tokenizer,
-            vocab_size=options.vocab_size,
-            tokenizer_from=options.tokenizer_from,
-            workers=options.workers,
-            seed=options.seed,
-            official_words=official_words(splits),
-            overwrite=options.overwrite,
-        )
-    except (ValueError, DownloadError, WorkerKilledError) as error:
-        print(f"build_pg19: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("build_pg19: stopped; the same command goes on from here", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code(lambda: build(options), builder="build_pg19")
+
+
+def build(options: argparse.Namespace) -> None:
+    """Fetch what is missing, list the documents, and build."""
+    if options.download:
+        download(options)
+    metadata = read_metadata(options.source / METADATA_NAME)
+    splits = {
+        split: read_split(options.source / split, metadata, order=options.order, limit=split_limit(split, options))
+        for split in OFFICIAL_SPLITS
+        if (options.source / split).is_dir()
+    }
+    if not splits:
+        raise ValueError(f"{options.source} has none of the folders {', '.join(OFFICIAL_SPLITS)}: check --source")
+    refuse_shared_books(splits, metadata)
+    build_dataset(
+        splits,
+        options.out,
+        name=options.name,
+        tokenizer_kind=options.tokenizer,
+        vocab_size=options.vocab_size,
+        tokenizer_from=options.tokenizer_from,
+        workers=options.workers,
+        seed=options.seed,
+        official_words=official_words(splits),
+        overwrite=options.overwrite,
+    )
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -157,6 +156,22 @@ def read_split(folder: Path, metadata: dict[str, Metadata], *, order: str, limit
         known = metadata.get(document_id, Metadata(0, document_id, None))
         documents.append(SourceDocument(document_id, known.title, folder / f"{document_id}.txt", known.year))
     return documents
+
+
+def refuse_shared_books(splits: dict[str, list[SourceDocument]], metadata: dict[str, Metadata]) -> None:
+    """Raise ValueError for an id of two splits that means one book: the scores of a book trained on are worthless.
+
+    Ids that metadata.csv does not know may be mere numbers, begun anew in each split: there the texts decide.
+    """
+    for (split, documents), (other, others) in combinations(splits.items(), 2):
+        sources = {document.id: document.source for document in documents}
+        for document in others:
+            source = sources.get(document.id)
+            if source and (document.id in metadata or filecmp.cmp(source, document.source, shallow=False)):
+                raise ValueError(
+                    f"document {document.id} is in {split} and in {other} ({source}, {document.source}): "
+                    "leave it in one of them, or rename one if they are different books"
+                )
 
 
 def choose(ids: Iterable[str], metadata: dict[str, Metadata], *, order: str, limit: int | None) -> list[str]:

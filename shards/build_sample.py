@@ -18,12 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from builder_options import builder_parser, positive
+from builder_options import builder_parser, exit_code, positive
 from sample_library import Book, write_book
 
 from dist_mem.data.build import build_dataset
 from dist_mem.data.source import SourceDocument
-from dist_mem.data.workers import WorkerKilledError
 from dist_mem.files import write_text
 
 
@@ -44,30 +43,30 @@ FIRST_IDS = {"train": 1001, "validation": 8001, "test": 9001}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build, and say what went wrong; returns the exit code."""
     options = parse_arguments(arguments)
+    return exit_code(lambda: build(options), builder="build_sample")
+
+
+def build(options: argparse.Namespace) -> None:
+    """Write the library, its shards, and its texts."""
     size = SIZES[options.size]
     counts = {**size.books, "train": options.books or size.books["train"]}
-    try:
-        library = {split: write_split(split, count, size, seed=options.seed) for split, count in counts.items()}
-        splits = {
-            split: [
-                SourceDocument(id=book_id, title=book.title, source=book.text, year=book.year, recall=book.recall)
-                for book_id, book in books.items()
-            ]
-            for split, books in library.items()
-        }
-        build_dataset(
-            splits,
-            options.out,
-            name="sample",
-            vocab_size=options.vocab_size,
-            workers=options.workers,
-            overwrite=options.overwrite,
-        )
-        write_texts(library, options.out / "texts")  # last: not over another library's, which build_dataset refuses
-    except (ValueError, WorkerKilledError) as error:
-        print(f"build_sample: {error}", file=sys.stderr)
-        return 2
-    return 0
+    library = {split: write_split(split, count, size, seed=options.seed) for split, count in counts.items()}
+    splits = {
+        split: [
+            SourceDocument(id=book_id, title=book.title, source=book.text, year=book.year, recall=book.recall)
+            for book_id, book in books.items()
+        ]
+        for split, books in library.items()
+    }
+    build_dataset(
+        splits,
+        options.out,
+        name="sample",
+        vocab_size=options.vocab_size,
+        workers=options.workers,
+        overwrite=options.overwrite,
+    )
+    write_texts(library, options.out / "texts")  # last: not over another library's, which build_dataset refuses
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

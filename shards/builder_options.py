@@ -1,8 +1,13 @@
-"""The options that all builders share."""
+"""What all builders share: their options, and how they end."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable
+
+from dist_mem.data.download import DownloadError
+from dist_mem.data.workers import WorkerKilledError
 
 
 def builder_parser(docstring: str | None, *, vocab_size: int) -> argparse.ArgumentParser:
@@ -20,6 +25,29 @@ def builder_parser(docstring: str | None, *, vocab_size: int) -> argparse.Argume
     add("--workers", type=positive, default=1, metavar="N", help="processes (default: %(default)s)")
     add("--overwrite", action="store_true", help="replace another build in --out")
     return parser
+
+
+def exit_code(build: Callable[[], None], *, builder: str) -> int:
+    """Run a build, say what went wrong, and return the exit code: 2 to change something, 1 to look at the machine.
+
+    Args:
+        builder: its name, for messages.
+    """
+    try:
+        build()
+    except ValueError as error:
+        print(f"{builder}: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"{builder}: {error}; mend that, and the same command goes on from what is finished", file=sys.stderr)
+        return 1
+    except (DownloadError, WorkerKilledError) as error:
+        print(f"{builder}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{builder}: stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    return 0
 
 
 def positive(text: str) -> int:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from ranks import RankPool
+from scored_library import write_library
+
+from dist_mem.data.shard import Index, read_index
+from dist_mem.mlflow_run import connect
 
 torch.set_num_threads(1)  # tiny tensors: more threads only get in each other's way
 ROOT = Path(__file__).parent.parent
@@ -36,3 +41,31 @@ def shared_data() -> Path:
     if not (folder / "data").is_dir():
         pytest.skip(f"no real books at {folder / 'data'}; set DIST_MEM_SHARED to a folder that has data/pg19")
     return folder
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Nine small documents, see scored_library.py."""
+    return write_library(tmp_path_factory.mktemp("library"))
+
+
+@pytest.fixture
+def index(library: Path) -> Index:
+    """Of the library's only split."""
+    return read_index(library / "test")
+
+
+@pytest.fixture(scope="session")
+def sqlite_uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One store for all tests: making its tables takes seconds. Its experiment keeps artifacts beside it."""
+    folder = tmp_path_factory.mktemp("mlflow")
+    uri = f"sqlite:///{folder}/mlflow.db"
+    client = connect(uri)
+    client.create_experiment("dist_mem", artifact_location=(folder / "artifacts").as_uri())
+    return uri
+
+
+@pytest.fixture
+def client(sqlite_uri: str) -> Any:
+    """An MlflowClient of that store."""
+    return connect(sqlite_uri)

@@ -27,8 +27,8 @@ from dist_mem.train import run_job
 SYLLABLES = ["ba", "ko", "mi", "ru", "ten", "sol", "qua", "ver"]
 
 
-def build_books(out: Path) -> Path:
-    """A byte-tokenized corpus of a dozen small books: train, validation and test."""
+def build_books(out: Path, **options: Any) -> Path:
+    """A byte-tokenized corpus of a dozen small books: train, validation and test; `options` of `build_dataset`."""
     choose = random.Random(7)
 
     def book(split: str, number: int) -> SourceDocument:
@@ -40,7 +40,7 @@ def build_books(out: Path) -> Path:
 
     sizes = {"train": 12, "validation": 4, "test": 3}
     splits = {split: [book(split, number) for number in range(size)] for split, size in sizes.items()}
-    build_dataset(splits, out / "shards", name="tiny", tokenizer_kind="bytes")
+    build_dataset(splits, out / "shards", name="tiny", tokenizer_kind="bytes", **options)
     return out / "shards"
 
 

@@ -56,6 +56,16 @@ def make_split(
     return write_split(documents, folder, name="tiny", split="train", tokenizer_fingerprint="f", **options)
 
 
+def damage(index: Index, document: int) -> None:
+    """Flip a bit in the middle of a document's tokens."""
+    entry = index.documents[document]
+    with (index.split_dir / entry.shard).open("r+b") as tar:
+        tar.seek(entry.tokens_offset + entry.num_tokens)
+        byte = tar.read(1)[0]
+        tar.seek(-1, 1)
+        tar.write(bytes([byte ^ 4]))
+
+
 @contextmanager
 def reader_of(
     index: Index,

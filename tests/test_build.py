@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dist_mem.data import build
 from dist_mem.data.build import build_dataset
@@ -259,7 +261,7 @@ def test_recall_is_the_distance_in_tokens_to_the_referent() -> None:
     text = "Ann lives in \u00c9vian. Bob asked: where? In \u00c9vian."
     referent, word = text.index("\u00c9"), text.rindex("\u00c9")
     document = SourceDocument("a", "", text, recall=[(word, word + 5, referent)])
-    distances = recall_distances(document, text, BytesTokenizer())
+    distances = recall_distances(document, text, BytesTokenizer().encode_with_offsets(text)[1])
     first = len(text[:word].encode())  # bytes are the tokens
     assert distances.dtype == np.int32
     assert distances[first : first + 6].tolist() == [first - referent + extra for extra in range(6)]
@@ -272,11 +274,30 @@ def test_tokens_that_overlap_a_recalled_word_are_counted_whole(tmp_path: Path) -
     first, last = text.index("Paris"), text.rindex("Paris")
     document = SourceDocument("a", "", text, recall=[(last, last + 5, first)])
     tokens, starts = tokenizer.encode_with_offsets(text)
-    distances = recall_distances(document, text, tokenizer)
+    distances = recall_distances(document, text, starts)
     (hits,) = np.nonzero(distances)
     assert text[starts[hits[0]] :].strip() == "Paris"  # from the piece that holds the space before it
     assert tokenizer.decode(tokens[hits]).strip() == "Paris"
     assert tokenizer.decode(tokens[hits[0] - distances[hits[0]] :]).lstrip().startswith("Paris she went")
+
+
+@given(st.text("ab \u00c9\u20ac", min_size=8, max_size=60), st.data())
+def test_recall_of_many_spans_equals_one_span_after_the_other(text: str, data: st.DataObject) -> None:
+    tokens = data.draw(st.lists(st.integers(1, 5), max_size=60))  # bytes of each token, but the last
+    sizes = np.array([size for size, end in zip(tokens, np.cumsum(tokens), strict=True) if end < len(text.encode())])
+    characters = np.repeat(np.arange(len(text)), [len(character.encode()) for character in text])
+    starts = characters[np.concatenate(([0], np.cumsum(sizes))).astype(int)]
+    places = st.lists(st.integers(0, len(text)), min_size=3, max_size=3, unique=True).map(sorted)
+    spans = [(start, stop, referent) for referent, start, stop in data.draw(st.lists(places, max_size=12))]
+    expected = np.zeros(len(starts), dtype=np.int32)
+    good = []
+    for start, stop, referent in spans:
+        first, source = (int(np.flatnonzero(starts == starts[starts <= place][-1])[0]) for place in (start, referent))
+        if source < first:
+            good.append((start, stop, referent))
+            for token in range(first, np.count_nonzero(starts < stop)):
+                expected[token] = token - source
+    assert np.array_equal(recall_distances(SourceDocument("a", "", text, recall=good), text, starts), expected)
 
 
 def test_recall_is_stored_where_it_is_recorded(tmp_path: Path) -> None:
@@ -291,5 +312,6 @@ def test_recall_is_stored_where_it_is_recorded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("span", [(4, 4, 0), (4, 6, 4), (4, 6, 5), (4, 99, 0), (4, 6, -1)])
 def test_recall_spans_that_make_no_sense_are_refused(span: tuple[int, int, int]) -> None:
+    text = "some text"
     with pytest.raises(ValueError, match="document a: recall span"):
-        recall_distances(SourceDocument("a", "", "some text", recall=[span]), "some text", BytesTokenizer())
+        recall_distances(SourceDocument("a", "", text, recall=[span]), text, np.arange(len(text)))

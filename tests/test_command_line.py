@@ -13,10 +13,11 @@ import pytest
 
 from dist_mem import plan
 from dist_mem.__main__ import main, parse
-from dist_mem.config import ConfigError, load_config
+from dist_mem.config import load_config
 from dist_mem.data.shard import TokenizedDocument, write_split
 from dist_mem.data.stream import make_plan
 from dist_mem.data.tokenizer import BytesTokenizer, save_tokenizer
+from dist_mem.errors import UnusableError
 
 ROOT = Path(__file__).parent.parent
 MAX_CHECK_SECONDS = 2.0
@@ -175,7 +176,7 @@ def test_check_without_data_says_so(tmp_path: Path) -> None:
 
 
 def test_check_refuses_more_lanes_than_documents(data_dir: Path) -> None:
-    with pytest.raises(ConfigError, match=r"set train\.lanes to at most 20, or data\.layout=stream"):
+    with pytest.raises(UnusableError, match=r"set train\.lanes to at most 20, or data\.layout=stream"):
         check(f"data.path={data_dir}", "train.steps=7", "train.lanes=21")
 
 

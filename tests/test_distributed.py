@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from ranks import RankPool
 
-from dist_mem.distributed import StopSignal, World, agree_all_well, from_rank0, in_job_step, read_ranks, sum_over_ranks
+from dist_mem import distributed
+from dist_mem.distributed import AgreedError, StopSignal, World, agree_all_well, from_rank0, sum_over_ranks
+from dist_mem.environment import in_job_step, read_ranks
 
 BATCH_STEP = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}
 JOB_STEP = {**BATCH_STEP, "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
@@ -69,3 +71,11 @@ def test_stop_signal_is_noted_and_handlers_come_back(number: signal.Signals) -> 
     assert stop.received == number.name
     stop.restore()
     assert signal.getsignal(number) == before
+
+
+def test_an_error_of_many_ranks_names_the_first_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "gather_objects", lambda value: [f"OSError: {rank}" for rank in range(512)])
+    with pytest.raises(AgreedError) as caught:
+        agree_all_well(None, "saving")
+    named = "rank 0: OSError: 0; rank 1: OSError: 1; rank 2: OSError: 2; ..."
+    assert str(caught.value) == f"saving failed on 512 of 512 ranks. {named}"

@@ -24,7 +24,7 @@ FROZEN = [{"match": "embedding|bias", "trainable": False}]
 
 def losses_of(world: World, stage: int, precision: str, optimizer: dict[str, Any]) -> list[float]:
     config = tiny_config({"optimizer": optimizer, "train": {"precision": precision, "micro_lanes": 2}})
-    return [outcome.nll for outcome in run_steps(tiny_job(config, world, stage=stage), first=0, last=4)]
+    return [outcome.totals.nll for outcome in run_steps(tiny_job(config, world, stage=stage), first=0, last=4)]
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])

@@ -16,6 +16,7 @@ from lane_corpus import (
     STARTS,
     assert_equal_batches,
     assert_resumes_everywhere,
+    damage,
     first_updates,
     global_steps,
     make_split,
@@ -28,16 +29,6 @@ from dist_mem.data.shard import Index, ShardError, read_index
 from dist_mem.data.stream import make_plan
 
 DAMAGED = (3, 6)
-
-
-def damage(index: Index, document: int) -> None:
-    """Flip a bit in the middle of a document's tokens."""
-    entry = index.documents[document]
-    with (index.split_dir / entry.shard).open("r+b") as tar:
-        tar.seek(entry.tokens_offset + entry.num_tokens)
-        byte = tar.read(1)[0]
-        tar.seek(-1, 1)
-        tar.write(bytes([byte ^ 4]))
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dist_mem import manifest
 from dist_mem.manifest import (
     FORMAT_VERSION,
     CheckpointError,
@@ -69,15 +70,39 @@ def test_directory_without_manifest_is_not_a_checkpoint(tmp_path: Path) -> None:
         newest_verified(tmp_path)
 
 
-def test_newer_format_is_refused_by_name(tmp_path: Path) -> None:
-    directory = make_checkpoint(tmp_path, 5)
-    path = directory / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": FORMAT_VERSION + 1}))
+def test_newer_format_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as future:
+        future.setattr(manifest, "FORMAT_VERSION", FORMAT_VERSION + 1)
+        directory = make_checkpoint(tmp_path, 5)
     with pytest.raises(CheckpointError, match=f"format_version {FORMAT_VERSION + 1} is newer"):
         verify(directory)
     make_checkpoint(tmp_path, 3)
     with pytest.raises(CheckpointError, match="update dist_mem"):
         newest_verified(tmp_path)
+
+
+def test_one_flipped_bit_anywhere_in_the_manifest_is_found(tmp_path: Path) -> None:
+    """What it says of steps and lanes has no other copy."""
+    path = make_checkpoint(tmp_path, 5) / "manifest.json"
+    clean = path.read_bytes()
+    told = json.loads(clean)
+    for position in range(len(clean)):
+        for bit in (1, 16):
+            content = bytearray(clean)
+            content[position] ^= bit
+            path.write_bytes(content)
+            try:
+                assert read_manifest(path.parent) == told, position  # a blank that is another blank
+            except CheckpointError as error:
+                assert "damaged" in str(error) or "not readable" in str(error)
+
+
+def test_manifest_of_the_first_format_is_read_still(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path, 5)
+    body = json.loads((directory / "manifest.json").read_text())
+    del body["sha256"]
+    (directory / "manifest.json").write_text(json.dumps({**body, "format_version": 1}))
+    assert verify(directory)["step"] == 5
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "{", "null"])

@@ -25,7 +25,7 @@ def trained(world: World, case: str, stage: int) -> tuple[list[tuple[float, floa
     config.memory = CASES[case]
     job = tiny_job(config, world, stage=stage)
     outcomes = run_steps(job, first=0, last=STEPS)
-    return [(outcome.nll, outcome.aux) for outcome in outcomes], full_parameters(job)
+    return [(outcome.totals.nll, outcome.totals.aux) for outcome in outcomes], full_parameters(job)
 
 
 @pytest.fixture(scope="module")

@@ -180,11 +180,11 @@ def test_epochs_done_grows_with_every_segment_and_is_whole_at_the_ends() -> None
             for place, number in enumerate(places)
             for offset in range(0, int(plan.lengths[number]), SEG_LEN)
         ]
-        done = [plan.epochs_done(lane, cursor) for cursor in cursors]
+        done = [plan.epochs_done(lane, *cursor) for cursor in cursors]
         total = len(cursors)
         assert done == pytest.approx([step / total for step in range(total)])
-        assert plan.epochs_done(lane, Cursor(0, len(places), 0)) == 1.0
-        assert plan.epochs_done(lane, Cursor(2, 0, 0)) in (2.0, 3.0)  # 3 where the lane has nothing in epoch 2
+        assert plan.epochs_done(lane, 0, len(places), 0) == 1.0
+        assert plan.epochs_done(lane, 2, 0, 0) in (2.0, 3.0)  # 3 where the lane has nothing in epoch 2
 
 
 @pytest.mark.parametrize(

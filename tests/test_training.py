@@ -16,6 +16,7 @@ from tiny import full_parameters, run_steps, tiny_config, tiny_job, update_of_ra
 from torch import Tensor
 
 from dist_mem.data.batch import IGNORE
+from dist_mem.data.shard import read_index
 from dist_mem.distributed import World
 from dist_mem.memory.base import named_tensors
 from dist_mem.update import DivergedError, train_step
@@ -45,11 +46,11 @@ def one_update_without_targets(world: World, stage: int) -> dict[str, Any]:
     outcomes = run_steps(job, first=2, last=3)
     return {
         "applied": outcome.applied,
-        "nll": outcome.nll,
+        "nll": outcome.totals.nll,
         "unchanged": unchanged,
         "memory_changed": memory_changed,
         "cursors": cursors,
-        "next_is_finite": outcomes[0].nll > 0,
+        "next_is_finite": outcomes[0].totals.nll > 0,
     }
 
 
@@ -125,7 +126,7 @@ def fp16_steps(world: World, initial_scale_power: int) -> tuple[list[float], lis
                 break
             assert difference(before, memory_of(job)) is None
         job.step += 1
-        nll.append(outcome.nll)
+        nll.append(outcome.totals.nll)
     return nll, applied, memory_of(job)
 
 
@@ -163,7 +164,7 @@ def test_training_is_bit_identical_with_and_without_evaluation(
     assert difference(*ends) is None
 
 
-def test_mlflow_gets_points_parameters_and_configuration_of_one_run(
+def test_mlflow_gets_points_facts_and_configuration_of_one_run(
     tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
 ) -> None:
     """Two jobs of one run directory, three steps each, on two ranks."""
@@ -178,6 +179,9 @@ def test_mlflow_gets_points_parameters_and_configuration_of_one_run(
     assert run.info.status == "FINISHED"
     assert sorted(point.step for point in client.get_metric_history(run.info.run_id, "loss")) == [1, 2, 3, 4, 5, 6]
     assert run.data.params["memory.mem_len"] == "24"
+    assert run.data.tags["world_size"] == "2" and "version.torch" in run.data.tags
+    (data,) = [given.dataset for given in run.inputs.dataset_inputs]
+    assert (data.name, data.digest) == ("tiny/train", read_index(books / "train").fingerprint[:36])
     written = Path(client.download_artifacts(run.info.run_id, "config.yaml", str(tmp_path)))
     assert "mem_len: 24" in written.read_text()
 

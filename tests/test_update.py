@@ -40,7 +40,7 @@ def one_update(world: World, stage: int, train: dict[str, Any]) -> tuple[dict[st
     with with_auxiliary_loss():
         job = tiny_job(tiny_config({"train": train}), world, stage=stage)
     (outcome,) = run_steps(job, first=0, last=1)
-    return full_parameters(job), outcome.nll, outcome.aux
+    return full_parameters(job), outcome.totals.nll, outcome.totals.aux
 
 
 def plain_update(train: dict[str, Any]) -> tuple[dict[str, Tensor], float, float]:
@@ -98,7 +98,7 @@ def ten_losses(world: World, stage: int) -> list[float]:
     adam = {"optimizer": {"kind": "adamw", "lr": 2e-3, "weight_decay": 0.1}}
     config = tiny_config({"train": {"micro_lanes": 2, "max_grad_norm": 0.5}}, adam)
     return [
-        outcome.nll / outcome.num_scored
+        outcome.totals.nll / outcome.totals.num_scored
         for outcome in run_steps(tiny_job(config, world, stage=stage), first=0, last=10)
     ]
 

@@ -34,3 +34,4 @@ class Update(NamedTuple):
     epoch: float  # epochs completed after this update by the mean lane of this rank
     documents_started: int  # whose first token is among the targets
     documents_skipped: int = 0  # damaged ones that lanes passed over (data.on_corrupt: skip)
+    num_recall: int = 0  # scored targets that refer back to something; 0 where it is not recorded

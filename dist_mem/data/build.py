@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -26,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from dist_mem.data.facts import ShardError
 from dist_mem.data.shard import INDEX_NAME, MAX_SHARD_BYTES, TokenizedDocument, read_index, write_split
 from dist_mem.data.source import SourceDocument, check_sources, recall_distances
 from dist_mem.data.tokenizer import (
@@ -40,6 +40,7 @@ from dist_mem.data.tokenizer import (
     train_sentencepiece,
 )
 from dist_mem.data.workers import map_unordered
+from dist_mem.files import replacing
 
 WORK_DIR = ".build"
 PIECE_BYTES = 4 * 2**20  # of source text; one document at least
@@ -139,6 +140,10 @@ def _build_split(
         _tokenized(pieces), total=len(documents), desc=f"{split}: tars", unit="doc", leave=False, disable=None
     )
     index = write_split(tokenized, split_dir, recipe=recipe, **shard_options)
+    empty = [entry.id for entry in index.documents if entry.words == 0]
+    if empty:
+        listed = ", ".join(empty[:5]) + (", ..." if len(empty) > 5 else "")
+        print(f"{split}: {len(empty)} of {len(documents)} documents have no words: {listed}")
     print(
         f"{split}: {len(documents)} documents, {index.num_words:,} words, {index.num_tokens:,} tokens, "
         f"{len(index.shards)} {'tar' if len(index.shards) == 1 else 'tars'}",
@@ -153,16 +158,16 @@ def encode_piece(piece: Piece) -> int:
     facts = []
     for number, document in enumerate(piece.documents):
         text = document.text()
-        tokens = tokenizer.encode(text)
-        if document.recall is not None:
-            arrays[f"recall{number}"] = recall_distances(document, text, tokenizer)
+        if document.recall is None:
+            tokens = tokenizer.encode(text)
+        else:
+            tokens, starts = tokenizer.encode_with_offsets(text)
+            arrays[f"recall{number}"] = recall_distances(document, text, starts)
         arrays[f"tokens{number}"] = tokens
         facts.append((len(text.split()), len(text.encode())))
     arrays["facts"] = np.array(facts, dtype=np.int64).reshape(-1, 2)
-    partial = piece.path.with_name(f"{piece.path.name}.{os.getpid()}.partial")
-    with partial.open("wb") as stream:
+    with replacing(piece.path) as stream:
         np.savez(stream, **arrays)  # type: ignore[arg-type]
-    partial.replace(piece.path)
     return piece.num_bytes
 
 
@@ -222,7 +227,7 @@ def _cached_tokenizer(data_dir: Path, fingerprint: str) -> Tokenizer:  # the key
 def _train_tokenizer(documents: Sequence[SourceDocument], out: Path, options: dict[str, Any]) -> Tokenizer:
     recipe = _recipe([options, [document.signature() for document in documents]])
     if (out / JSON_NAME).exists():
-        if read_tokenizer_facts(out)["recipe"] != recipe:
+        if _tokenizer_facts(out)["recipe"] != recipe:
             raise _other_build(out / JSON_NAME)
         return load_tokenizer(out)
     print(f"tokenizer: training a SentencePiece model of {options['vocab_size']:,} pieces", flush=True)
@@ -234,19 +239,33 @@ def _train_tokenizer(documents: Sequence[SourceDocument], out: Path, options: di
 def _place_tokenizer(tokenizer: Tokenizer, out: Path) -> Tokenizer:
     if not (out / JSON_NAME).exists():
         save_tokenizer(tokenizer, out)
-    elif read_tokenizer_facts(out)["fingerprint"] != tokenizer.fingerprint:
+    elif _tokenizer_facts(out)["fingerprint"] != tokenizer.fingerprint:
         raise _other_build(out / JSON_NAME)
     return tokenizer
+
+
+def _tokenizer_facts(out: Path) -> dict[str, Any]:
+    try:
+        return read_tokenizer_facts(out)
+    except ShardError as error:
+        raise _unusable(error) from error
 
 
 def _is_built(split_dir: Path, recipe: str) -> bool:
     if not (split_dir / INDEX_NAME).exists():
         return False
-    index = read_index(split_dir)
+    try:
+        index = read_index(split_dir)
+    except ShardError as error:
+        raise _unusable(error) from error
     if index.recipe != recipe:
         raise _other_build(split_dir / INDEX_NAME)
     tars = {path.name: path.stat().st_size for path in split_dir.glob("*.tar")}
     return all(tars.get(shard.name) == shard.bytes for shard in index.shards)
+
+
+def _unusable(error: ShardError) -> ValueError:
+    return ValueError(f"{error}; here that is: give another --out, or --overwrite")
 
 
 def _other_build(path: Path) -> ValueError:
@@ -259,7 +278,7 @@ def _remove_dataset(out: Path) -> None:
     """Remove what builders write in `out`, and nothing else; finished pieces stay, should they fit the new build."""
     for index in out.glob(f"*/{INDEX_NAME}"):
         index.unlink()
-        for shard in index.parent.glob("*.tar"):
+        for shard in index.parent.glob(f"*-{index.parent.name}-[0-9][0-9][0-9][0-9][0-9].tar"):
             shard.unlink()
     for name in (JSON_NAME, MODEL_NAME):
         (out / name).unlink(missing_ok=True)

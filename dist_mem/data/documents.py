@@ -7,7 +7,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dist_mem.data.shard import Index, ShardError, check_document, read_mask, read_recall, read_tokens
+from dist_mem.data.shard import (
+    Index,
+    ShardError,
+    check_document,
+    expect_document,
+    read_mask,
+    read_recall,
+    read_tokens,
+)
 
 log = logging.getLogger(__name__)
 ON_CORRUPT = ("stop", "skip")
@@ -38,6 +46,11 @@ class Documents:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def expect(self, number: int) -> None:
+        """Say that the document will be opened soon: its shard may have to be fetched."""
+        if number < len(self):
+            expect_document(self.index, number)
 
     def open(self, number: int) -> Document:
         """The document; raises ShardError naming document and shard if its bytes are not what was written."""

@@ -1,6 +1,6 @@
 """Documents onto lanes: what one rank feeds in each update of training, or each step of an evaluation.
 
-    index, plan -> a generator of segments per lane (segments.py) -> Batch -> Update -> prefetch thread -> training loop
+    index, plan -> runs of segments (runs.py) -> blocks of all lanes (blocks.py) -> Update -> prefetch thread -> loop
 
 An Update carries the cursors after it. Only those of consumed updates are saved, so what the thread has read ahead is
 simply read again after a resume; nothing is replayed.
@@ -9,19 +9,25 @@ simply read again after a resume; nothing is replayed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dist_mem.config import Config, DataConfig
-from dist_mem.data.batch import IGNORE, Batch, Update
+from dist_mem.data.batch import Batch, Update
+from dist_mem.data.blocks import COUNTS, Block, batch_views, copy_batch, fill_block, new_block
+from dist_mem.data.directory import open_index, open_tokenizer
 from dist_mem.data.documents import Documents
 from dist_mem.data.prefetch import Prefetcher
-from dist_mem.data.segments import Lane, collate_groups, document_lane, finite_lane, idle_lane, stream_lane
-from dist_mem.data.shard import Index, read_index
-from dist_mem.data.stream import START, Cursor, Plan, StreamPlan, cut_lengths, lanes_of_rank, make_plan
-from dist_mem.data.tokenizer import Tokenizer, load_tokenizer
+from dist_mem.data.runs import DocumentLane, StreamLane, open_lane
+from dist_mem.data.segments import collate_groups, finite_lane
+from dist_mem.data.shard import Index, ShardError
+from dist_mem.data.stream import START, Cursor, Plan, cut_lengths, lanes_of_rank, make_plan
+from dist_mem.data.tokenizer import Tokenizer
+
+BLOCK_UPDATES = 32  # read in one go, at most
+BLOCK_TOKENS = 2**22  # likewise; 8 bytes each
 
 
 class LaneReader:
@@ -60,7 +66,8 @@ class LaneReader:
         return next(self._updates)
 
     def close(self) -> None:
-        """End the thread; may be called more than once."""
+        """End the thread, and what it waits for; may be called more than once."""
+        self._documents.index.source.close()
         self._updates.close()
 
     def _checked(self, saved: Tensor | None) -> list[Cursor]:
@@ -77,44 +84,49 @@ class LaneReader:
                 self.plan.check_cursor(lane, cursor)
         return cursors
 
-    def _open_lane(self, lane: int, cursor: Cursor) -> Lane:
-        if lane >= self.plan.num_lanes:
-            return idle_lane()
-        if isinstance(self.plan, StreamPlan):
-            return stream_lane(self._documents, self.plan, lane=lane, cursor=cursor)
-        return document_lane(self._documents, self.plan, lane=lane, cursor=cursor)
-
-    def _read(self) -> Iterator[Update]:
-        lanes = [self._open_lane(*start) for start in zip(self._lane_ids, self._cursors, strict=True)]
-        while True:
-            batches: list[Batch] = []
-            started = skipped = 0
-            for _ in range(self._segments_per_update):
-                segments, cursors = zip(*map(next, lanes), strict=True)
-                batches += collate_groups(
-                    segments,
-                    micro_lanes=self._micro_lanes,
-                    seg_len=self.plan.seg_len,
-                    with_recall=self._documents.has_recall,
-                )
-                started += sum(segment.documents_started for segment in segments)
-                skipped += sum(segment.documents_skipped for segment in segments)
-            yield Update(
-                batches,
-                torch.tensor(cursors),
-                num_scored=sum(int((batch.targets != IGNORE).sum()) for batch in batches),
-                epoch=self._mean_epoch(cursors),
-                documents_started=started,
-                documents_skipped=skipped,
-            )
-
-    def _mean_epoch(self, cursors: Sequence[Cursor]) -> float:
-        done = [
-            self.plan.epochs_done(lane, cursor)
+    def _open_lanes(self, cursors: Sequence[Cursor]) -> list[DocumentLane | StreamLane]:
+        return [
+            open_lane(self._documents, self.plan, lane=lane, cursor=cursor)
             for lane, cursor in zip(self._lane_ids, cursors, strict=True)
             if lane < self.plan.num_lanes
         ]
-        return sum(done) / len(done) if done else 0.0
+
+    def _read(self) -> Iterator[Update]:
+        num_steps, num_lanes, seg_len = self._segments_per_update, len(self._lane_ids), self.plan.seg_len
+        num_updates = min(BLOCK_UPDATES, max(1, BLOCK_TOKENS // (num_steps * num_lanes * seg_len)))
+        block = new_block(num_updates * num_steps, num_lanes, seg_len, with_recall=self._documents.has_recall)
+        views = batch_views(block, micro_lanes=self._micro_lanes)
+        num_views = num_steps * num_lanes // self._micro_lanes  # of an update
+        for num_filled in self._fill(block):
+            counts = block.counts[:num_filled].reshape(-1, num_steps * num_lanes, len(COUNTS)).sum(axis=1)
+            for number, row in enumerate(counts.tolist()):
+                last = (number + 1) * num_steps - 1
+                yield Update(
+                    [copy_batch(view) for view in views[number * num_views : (number + 1) * num_views]],
+                    torch.from_numpy(block.cursors[last].copy()),
+                    epoch=self._mean_epoch(block.epochs[last]),
+                    **dict(zip(COUNTS, row, strict=True)),
+                )
+
+    def _fill(self, block: Block) -> Iterator[int]:
+        """Read into the block, over and over; yields how many of its steps are filled: whole updates."""
+        cursors, num_steps = self._cursors, len(block.tokens)
+        lanes = self._open_lanes(cursors)
+        while True:
+            try:
+                fill_block(block, lanes, num_steps=num_steps)
+            except (ShardError, OSError):
+                if num_steps == self._segments_per_update:
+                    raise
+                # Somewhere in these steps; the updates before it are good, and from here on read one by one.
+                num_steps, lanes = self._segments_per_update, self._open_lanes(cursors)
+                continue
+            cursors = [Cursor(*row) for row in block.cursors[num_steps - 1].tolist()]
+            yield num_steps
+
+    def _mean_epoch(self, epochs: np.ndarray) -> float:
+        num_busy = sum(lane < self.plan.num_lanes for lane in self._lane_ids)  # the first ones
+        return sum(epochs[:num_busy].tolist()) / num_busy if num_busy else 0.0
 
 
 def training_reader(config: Config, *, world_size: int, rank: int, cursors: Tensor | None = None) -> LaneReader:
@@ -122,8 +134,7 @@ def training_reader(config: Config, *, world_size: int, rank: int, cursors: Tens
 
     Raises ValueError if index or tokenizer are missing or do not belong together, or if there are too few documents.
     """
-    tokenizer = load_tokenizer(config.data.path)
-    index = read_index(Path(config.data.path) / config.data.train_split)
+    tokenizer, index = open_tokenizer(config.data), open_index(config.data, config.data.train_split)
     check_tokenizer(index, tokenizer)
     train = config.train
     lengths = cut_lengths([entry.num_tokens for entry in index.documents], config.data.max_document_len)

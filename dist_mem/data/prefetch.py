@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterator
-from typing import Generic, TypeVar
+from queue import SimpleQueue
+from typing import Generic, NamedTuple, TypeVar
 
 ItemT = TypeVar("ItemT")
+
+
+class _End(NamedTuple):
+    """Stands in the queue after the last item."""
+
+    reason: BaseException  # StopIteration at a plain end
 
 
 class Prefetcher(Generic[ItemT]):
@@ -19,10 +25,12 @@ class Prefetcher(Generic[ItemT]):
 
     def __init__(self, source: Iterator[ItemT], *, depth: int) -> None:
         self._source = source
-        self._depth = depth
-        self._ready: deque[ItemT] = deque()
-        self._changed = threading.Condition()  # guards everything below and `_ready`
-        self._end: BaseException | None = None  # why no more items come; StopIteration at a plain end
+        # Two queues of C and not a condition: handing an item over costs half as much.
+        self._ready: SimpleQueue[ItemT | _End] = SimpleQueue()
+        self._places: SimpleQueue[None] = SimpleQueue()  # one for each item that may be put
+        for _ in range(depth):
+            self._places.put(None)
+        self._end: BaseException | None = None  # why no more items come
         self._closed = False
         # a daemon, so that a process whose consumer died without closing can still exit
         self._thread = threading.Thread(target=self._fill, name="prefetch", daemon=True)
@@ -32,42 +40,30 @@ class Prefetcher(Generic[ItemT]):
         return self
 
     def __next__(self) -> ItemT:
-        with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._end is not None or self._closed)
-            if self._closed:
-                raise RuntimeError("the reader is closed")
-            if self._ready:
-                item = self._ready.popleft()
-                self._changed.notify_all()
+        if self._end is None:
+            item = self._ready.get()
+            if not isinstance(item, _End):
+                self._places.put(None)
                 return item
-            assert self._end is not None
-            raise self._end
+            self._end = item.reason
+        raise self._end
 
     def close(self) -> None:
         """Stop reading ahead and wait for the thread; may be called more than once."""
-        with self._changed:
-            self._closed = True
-            self._ready.clear()
-            self._changed.notify_all()
+        self._closed = True
+        self._end = RuntimeError("the reader is closed")
+        self._places.put(None)  # the thread may wait for one,
+        self._ready.put(_End(self._end))  # and a consumer for an item
         self._thread.join()
 
     def _fill(self) -> None:
+        end: BaseException = StopIteration()
         try:
             for item in self._source:
-                if not self._put(item):
+                self._places.get()
+                if self._closed:
                     return
-            end: BaseException = StopIteration()
+                self._ready.put(item)
         except BaseException as error:  # handed to the consumer, whatever it is
             end = error
-        with self._changed:
-            self._end = end
-            self._changed.notify_all()
-
-    def _put(self, item: ItemT) -> bool:
-        """Wait for room and add the item; False once closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._ready) < self._depth or self._closed)
-            if not self._closed:
-                self._ready.append(item)
-                self._changed.notify_all()
-            return not self._closed
+        self._ready.put(_End(end))

@@ -8,7 +8,7 @@ Data flow: builders (data/build.py) -> write_split -> tars + index.json -> read_
 
 Tars are written by webdataset's own writer, so that a bare `wds.WebDataset` reads them. Here they are never unpacked:
 a tar stores its files as they are, so tokens are memory-mapped in place, at the offsets of the index. shards/README.md
-describes the format for those who read it without this code. This module imports only data/tar.py and files.py.
+describes the format for those who read it without this code.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from dist_mem.data.facts import FORMAT_VERSION, ShardError, read_facts
 from dist_mem.data.tar import (
     MASK_DTYPE,
     RECALL_DTYPE,
@@ -36,13 +37,8 @@ from dist_mem.data.tar import (
 )
 from dist_mem.files import write_text
 
-FORMAT_VERSION = 1
 INDEX_NAME = "index.json"
 MAX_SHARD_BYTES = 64 * 2**20  # of arrays; a tar exceeds it by its last document and by headers
-
-
-class ShardError(ValueError):
-    """A shard or an index is missing, damaged or of a newer format."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +66,19 @@ class ShardEntry:
     sha256: str
 
 
+class ShardSource:
+    """How the tars of a split come to lie beside its index: these lie there already."""
+
+    def fetch(self, shard: ShardEntry) -> None:
+        """Return when the tar is there. Raises OSError if it cannot be had."""
+
+    def expect(self, shard: ShardEntry) -> None:
+        """The tar will be needed soon."""
+
+    def close(self) -> None:
+        """Nothing will be needed any more; a `fetch` under way in another thread raises OSError."""
+
+
 @dataclass(frozen=True)
 class Index:
     """One split: what index.json says, and the memory maps opened so far."""
@@ -87,6 +96,7 @@ class Index:
     shards: list[ShardEntry]
     documents: list[DocumentEntry]
     fingerprint: str  # sha256 of everything above but split_dir
+    source: ShardSource = field(default_factory=ShardSource, repr=False, compare=False)
     maps: dict[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -141,19 +151,35 @@ def write_split(
 
 
 def read_index(split_dir: Path | str) -> Index:
-    """Read and check index.json.
+    """Read and check index.json. Raises ShardError as `read_index_facts`."""
+    split_dir = Path(split_dir)
+    body = read_index_facts(split_dir / INDEX_NAME)
+    body["shards"] = [ShardEntry(**entry) for entry in body["shards"]]
+    body["documents"] = [DocumentEntry(**entry) for entry in body["documents"]]
+    return Index(split_dir=split_dir, **body)
+
+
+def read_index_facts(path: Path) -> dict[str, Any]:
+    """The content of an index.json.
 
     Raises:
         ShardError: it is missing, not what was written, or of a newer format.
     """
-    split_dir = Path(split_dir)
-    path = split_dir / INDEX_NAME
     body = read_facts(path)
     if body.get("fingerprint") != _fingerprint(body):
         raise ShardError(f"{path} is damaged (its content does not match its fingerprint): build the dataset again")
-    body["shards"] = [ShardEntry(**entry) for entry in body["shards"]]
-    body["documents"] = [DocumentEntry(**entry) for entry in body["documents"]]
-    return Index(split_dir=split_dir, **body)
+    return body
+
+
+def fetch_shards(index: Index) -> None:
+    """Bring every tar of a remote split here. Raises OSError if one cannot be had."""
+    for shard in index.shards:
+        index.source.fetch(shard)
+
+
+def expect_document(index: Index, document: int) -> None:
+    """Say that a document will be read soon: its tar may be far away."""
+    index.source.expect(_shard_named(index, index.documents[document].shard))
 
 
 def read_tokens(index: Index, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
@@ -185,35 +211,6 @@ def check_document(index: Index, document: int) -> None:
     if arrays_sha256(*arrays) != entry.sha256:
         raise ShardError(
             f"document {entry.id} in {index.split_dir / entry.shard} is damaged: its checksum does not match"
-        )
-
-
-def read_facts(path: Path, *, newest: int = FORMAT_VERSION) -> dict[str, Any]:
-    """A JSON file of a data directory.
-
-    Raises:
-        ShardError: it is missing, damaged or of a newer format.
-    """
-    try:
-        body = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ShardError(
-            f"{path} is missing: build the dataset first, or point data.path at one that is built"
-        ) from None
-    except ValueError as error:
-        raise ShardError(f"{path} is damaged ({error}): build the dataset again") from error
-    check_format_version(body, path, newest=newest)
-    return body
-
-
-def check_format_version(body: Any, path: Path, *, newest: int = FORMAT_VERSION) -> None:
-    """Raise a ShardError unless the JSON object was written by this format version or an older one."""
-    version = body.get("format_version") if isinstance(body, dict) else None
-    if not isinstance(version, int):
-        raise ShardError(f"{path} is damaged (it has no format_version): build the dataset again")
-    if version > newest:
-        raise ShardError(
-            f"{path} has format_version {version}, newer than {newest}, the newest known here: update dist_mem"
         )
 
 
@@ -273,20 +270,25 @@ def _array(index: Index, entry: DocumentEntry, offset: int, dtype: np.dtype[Any]
 
 
 def _map_shard(index: Index, entry: DocumentEntry) -> np.ndarray:
-    path = index.split_dir / entry.shard
-    expected = next(shard.bytes for shard in index.shards if shard.name == entry.shard)
+    shard = _shard_named(index, entry.shard)
+    index.source.fetch(shard)
+    path = index.split_dir / shard.name
     try:
         size = path.stat().st_size
     except FileNotFoundError:
         raise ShardError(
             f"{path} is missing; document {entry.id} lies in it: build (--overwrite) or copy it again"
         ) from None
-    if size != expected:
+    if size != shard.bytes:
         raise ShardError(
-            f"{path} has {size} bytes, not the {expected} of the index; document {entry.id} lies in it: "
+            f"{path} has {size} bytes, not the {shard.bytes} of the index; document {entry.id} lies in it: "
             "build (--overwrite) or copy it again"
         )
     return np.memmap(path, dtype=np.uint8, mode="r")
+
+
+def _shard_named(index: Index, name: str) -> ShardEntry:
+    return next(shard for shard in index.shards if shard.name == name)
 
 
 def _fingerprint(body: dict[str, Any]) -> str:

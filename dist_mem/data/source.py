@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dist_mem.data.tar import check_id
-from dist_mem.data.tokenizer import Tokenizer
 
 
 class RecallSpan(NamedTuple):
@@ -51,18 +50,17 @@ class SourceDocument:
     def signature(self) -> list[Any]:
         """What tells this document from another without reading its file; the same on every machine."""
         content = self.num_bytes if isinstance(self.source, Path) else hashlib.sha256(self.source.encode()).hexdigest()
-        recall = None if self.recall is None else [list(span) for span in self.recall]
-        return [self.id, self.title, self.year, content, recall]
+        return [self.id, self.title, self.year, content, self.recall]
 
 
 def read_text(path: Path) -> str:
-    """A file's text as it is.
+    """A file's text as it is, without the mark (U+FEFF) that some editors put first.
 
     Raises:
         ValueError: the file is not UTF-8; names it and the first bad byte.
     """
     try:
-        return path.read_bytes().decode("utf-8")
+        return path.read_bytes().decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} is not UTF-8 (byte {error.start} is 0x{error.object[error.start]:02x}): convert it, "
@@ -77,34 +75,41 @@ def check_sources(documents: Sequence[SourceDocument], split: str) -> None:
         check_id(document.id, seen, split)
 
 
-def recall_distances(document: SourceDocument, text: str, tokenizer: Tokenizer) -> np.ndarray:
+def recall_distances(document: SourceDocument, text: str, starts: np.ndarray) -> np.ndarray:
     """Distance in tokens from each token to what it recalls, (num_tokens,) int32, 0 = it recalls nothing.
 
     Every token that overlaps a recall span, in part or whole, gets its distance back to the token that holds the
-    referent's first character. Spans are taken in order; of two that share a token the later one counts.
+    referent's first character. Of two spans that share a token the later one counts.
+
+    Args:
+        starts: (num_tokens,) where in `text` each token starts, as `Tokenizer.encode_with_offsets` gives it.
 
     Raises:
         ValueError: a span lies outside the text, is empty, or does not come after its referent.
     """
-    tokens, starts = tokenizer.encode_with_offsets(text)
-    distances = np.zeros(len(tokens), dtype=np.int32)
-    for start, stop, referent in document.recall or ():
-        if not 0 <= referent < start < stop <= len(text):
-            raise ValueError(
-                f"document {document.id}: recall span ({start}, {stop}, {referent}) needs "
-                f"0 <= referent < start < stop <= {len(text)}, the length of the text in characters"
-            )
-        first, source = _token_at(starts, start), _token_at(starts, referent)
-        if source >= first:
-            raise ValueError(
-                f"document {document.id}: recall span ({start}, {stop}, {referent}) begins in the token of its referent"
-            )
-        last = int(np.searchsorted(starts, stop, side="left"))  # the first token after the span
-        distances[first:last] = np.arange(first, last) - source
+    spans = np.array(document.recall or (), dtype=np.int64).reshape(-1, 3)
+    start, stop, referent = spans.T
+    outside = spans[~((referent >= 0) & (referent < start) & (start < stop) & (stop <= len(text)))]
+    if len(outside):
+        needs = f"needs 0 <= referent < start < stop <= {len(text)}, the length of the text in characters"
+        raise ValueError(f"document {document.id}: recall span {tuple(outside[0].tolist())} {needs}")
+    first, source = _tokens_at(starts, start), _tokens_at(starts, referent)
+    shared = spans[source >= first]
+    if len(shared):
+        span = tuple(shared[0].tolist())
+        raise ValueError(f"document {document.id}: recall span {span} begins in the token of its referent")
+    lengths = np.searchsorted(starts, stop, side="left") - first
+    # the tokens of all spans end to end, and the last span of each
+    tokens = np.arange(lengths.sum()) + np.repeat(first - (np.cumsum(lengths) - lengths), lengths)
+    span_of = np.full(len(starts), -1)
+    np.maximum.at(span_of, tokens, np.repeat(np.arange(len(spans)), lengths))
+    recalling = np.flatnonzero(span_of >= 0)
+    distances = np.zeros(len(starts), dtype=np.int32)
+    distances[recalling] = recalling - source[span_of[recalling]]
     return distances
 
 
-def _token_at(starts: np.ndarray, character: int) -> int:
-    """The token that holds a character's first byte; either may be the longer one."""
-    token = np.searchsorted(starts, character, side="right") - 1
-    return int(np.searchsorted(starts, starts[token], side="left"))
+def _tokens_at(starts: np.ndarray, characters: np.ndarray) -> np.ndarray:
+    """The token that holds the first byte of each character; either may be the longer one."""
+    tokens = np.searchsorted(starts, characters, side="right") - 1
+    return np.searchsorted(starts, starts[tokens], side="left")

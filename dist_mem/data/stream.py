@@ -99,10 +99,10 @@ class DocumentPlan:
         self.skipped: list[int] = np.flatnonzero(self.lengths < min_len).tolist()
         self._usable = np.flatnonzero(self.lengths >= min_len)
         if len(self._usable) < num_lanes:
+            fewer = f"set train.lanes to at most {len(self._usable)}, or data.layout=stream"
             raise ValueError(
                 f"train.lanes = {num_lanes}, but only {len(self._usable)} documents have at least {min_len} tokens and "
-                "lanes read different ones: set train.lanes to "
-                f"at most {len(self._usable)}, or data.layout=stream"
+                f"lanes read different ones: {fewer if len(self._usable) else 'build the split from texts'}"
             )
         self._segments = num_segments_of(self.lengths, seg_len)
         self.num_segments = int(self._segments[self._usable].sum())  # of one epoch, all lanes
@@ -118,12 +118,13 @@ class DocumentPlan:
         deal = self._deal(epoch)
         return deal.documents[deal.bounds[lane] : deal.bounds[lane + 1]].tolist()
 
-    def epochs_done(self, lane: int, cursor: Cursor) -> float:
-        """Epochs a lane has completed, the share of the current one counted in segments."""
-        deal = self._deal(cursor.epoch)
-        first, stop = (int(deal.segments_before[bound]) for bound in deal.bounds[lane : lane + 2])
-        done = int(deal.segments_before[deal.bounds[lane] + cursor.place]) - first + cursor.offset / self.seg_len
-        return cursor.epoch + (done / (stop - first) if stop > first else 1.0)
+    def epochs_done(self, lane: int, epoch: int, place: int, offset: int | np.ndarray) -> float | np.ndarray:
+        """Epochs a lane has completed at a cursor, or at several of one place; the current one's share in segments."""
+        deal = self._deal(epoch)
+        first, stop = deal.bounds[lane : lane + 2]
+        before, here, after = deal.segments_before[[first, first + place, stop]].tolist()
+        done = here - before + offset / self.seg_len
+        return epoch + (done / (after - before) if after > before else 1.0)
 
     def check_cursor(self, lane: int, cursor: Cursor) -> None:
         """Raise ValueError if no reader of this plan can have stopped here."""
@@ -189,10 +190,14 @@ class StreamPlan:
         """First position of a lane and the one after its last."""
         return self._bounds[lane], self._bounds[lane + 1]
 
-    def epochs_done(self, lane: int, cursor: Cursor) -> float:
-        """Epochs a lane has completed, the share of the current one counted in tokens."""
+    def document_at(self, position: int | np.ndarray) -> np.ndarray:
+        """Which document holds a position of the stream, or each of several, int64."""
+        return np.searchsorted(self.starts, position, side="right") - 1
+
+    def epochs_done(self, lane: int, epoch: int, place: int, offset: int | np.ndarray) -> float | np.ndarray:
+        """Epochs a lane has completed at a cursor, or at several of one epoch; the current one's share in tokens."""
         start, stop = self.span(lane)
-        return cursor.epoch + cursor.offset / (stop - start)
+        return epoch + offset / (stop - start)
 
     def check_cursor(self, lane: int, cursor: Cursor) -> None:
         """Raise ValueError if no reader of this plan can have stopped here."""

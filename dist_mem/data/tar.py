@@ -14,12 +14,13 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from dist_mem.files import fsync_path, sha256_of
+from dist_mem.files import replacing, sha256_of
 
 BLOCK_BYTES = 512  # headers and payloads of a tar start at multiples of it
 TOKEN_DTYPES = (np.uint16, np.uint32)
 MASK_DTYPE = np.dtype(bool)
 RECALL_DTYPE = np.dtype("<i4")
+MAX_TOKENS = np.iinfo(RECALL_DTYPE).max  # of a document
 ID_PATTERN = re.compile(r"[^\x00-\x1f\x7f-\U0010ffff./\\]{1,80}")
 
 
@@ -76,6 +77,11 @@ def document_arrays(document: TokenizedDocument) -> dict[str, np.ndarray]:
     """The arrays of a document as they are stored, in the order in which they are hashed."""
     if document.tokens.dtype not in TOKEN_DTYPES:
         raise ValueError(f"document {document.id}: tokens are {document.tokens.dtype}; they must be uint16 or uint32")
+    if len(document.tokens) > MAX_TOKENS:
+        raise ValueError(
+            f"document {document.id}: {len(document.tokens):,} tokens; at most {MAX_TOKENS:,} fit, because distances "
+            "between them are int32: split it"
+        )
     arrays = {"tokens": document.tokens.astype(document.tokens.dtype.newbyteorder("<"), copy=False)}
     for kind, array, dtype in (("mask", document.mask, MASK_DTYPE), ("recall", document.recall, RECALL_DTYPE)):
         if array is None:
@@ -97,18 +103,19 @@ def arrays_sha256(*arrays: np.ndarray | None) -> str:
 
 def write_tar(samples: Iterable[Mapping[str, Any]], path: Path) -> TarFacts:
     """Write samples (`__key__` and file suffix -> bytes) as one tar, atomically, and say where every payload lies."""
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as stream, _open_writer(stream) as tar:
-        for sample in samples:
-            tar.write(dict(sample))
-    fsync_path(partial)
+    with replacing(path) as stream:
+        with _open_writer(stream) as tar:
+            for sample in samples:
+                tar.write(dict(sample))
+        stream.flush()
+        return _tar_facts(Path(stream.name))
+
+
+def _tar_facts(path: Path) -> TarFacts:
     # Offsets are read back from the tar itself: what a reader will find, whatever the writer put in front of a payload.
-    with tarfile.open(partial, "r:") as tar:
+    with tarfile.open(path, "r:") as tar:
         members = {member.name: (member.offset_data, member.size) for member in tar}
-    facts = TarFacts(partial.stat().st_size, sha256_of(partial), members)
-    partial.replace(path)
-    fsync_path(path.parent)
-    return facts
+    return TarFacts(path.stat().st_size, sha256_of(path), members)
 
 
 def tar_bytes(sample: Mapping[str, Any]) -> bytes:

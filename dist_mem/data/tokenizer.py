@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import sentencepiece
 
-from dist_mem.data.shard import read_facts
+from dist_mem.data.facts import ShardError, read_facts
 from dist_mem.files import write_bytes, write_text
 
 FORMAT_VERSION = 1
@@ -219,7 +219,12 @@ def read_tokenizer_facts(data_dir: Path | str) -> dict[str, Any]:
     Raises:
         ValueError: it is missing, damaged or of a newer format.
     """
-    return read_facts(Path(data_dir) / JSON_NAME, newest=FORMAT_VERSION)
+    path = Path(data_dir) / JSON_NAME
+    facts = read_facts(path, newest=FORMAT_VERSION)
+    for key in ("kind", "vocab_size", "bos_id", "fingerprint", "recipe"):
+        if key not in facts:
+            raise ShardError(f"{path} is damaged (it has no {key}): build the dataset again")
+    return facts
 
 
 def load_tokenizer(data_dir: Path | str) -> Tokenizer:

@@ -1,18 +1,21 @@
 """Does a data directory hold what its builder wrote? Finds missing, cut and altered files, and names the documents hit.
 
-`dist-mem prepare verify DIR` prints what is found here. Every byte is read once: each tar is compared with the checksum
-in its index. Only a tar that differs is looked into: a document's arrays have a checksum of their own, and everything
-around them (tar headers, the .json, padding) is written anew and compared.
+`dist-mem prepare verify DIR` prints what is found here. Every byte is read: each tar is compared with the checksum in
+its index; those of a URL are fetched into the cache first. Only a tar that differs is looked into: a document's arrays
+have a checksum of their own, and everything around them (tar headers, the .json, padding) is written anew and compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from dist_mem.config import DataConfig
+from dist_mem.data.directory import local_dir, open_index, open_tokenizer, refresh
+from dist_mem.data.remote import RefusedError, RemoteError, is_remote, show
 from dist_mem.data.shard import (
     INDEX_NAME,
     DocumentEntry,
@@ -20,15 +23,15 @@ from dist_mem.data.shard import (
     ShardEntry,
     ShardError,
     check_document,
-    read_index,
     read_mask,
     read_recall,
     read_tokens,
 )
 from dist_mem.data.tar import BLOCK_BYTES, TokenizedDocument, sample_files, tar_bytes
-from dist_mem.data.tokenizer import JSON_NAME, load_tokenizer
+from dist_mem.data.tokenizer import JSON_NAME
 from dist_mem.files import sha256_of
 
+USUAL_SPLITS = ("train", "validation", "test")
 REMEDY = "build (--overwrite) or copy the tar again"
 
 
@@ -38,30 +41,57 @@ class Problem(NamedTuple):
     message: str
 
 
-def verify_dataset(data_dir: Path | str) -> list[Problem]:
-    """Everything that is wrong in a data directory: its tokenizer, and every folder that holds an index or tars."""
-    data_dir = Path(data_dir)
+def verify_dataset(path: Path | str, *, cache: str | None = None, splits: Sequence[str] = ()) -> list[Problem]:
+    """Everything that is wrong in a data directory: its tokenizer, and every folder that holds an index or tars.
+
+    Args:
+        path: as data.path.  cache: as data.cache.
+        splits: of a URL, which cannot be listed; none: those of USUAL_SPLITS that are there.
+    """
+    data = DataConfig(path=str(path), cache=cache)
     problems = []
     fingerprint = None
     try:
-        fingerprint = load_tokenizer(data_dir).fingerprint
-    except ValueError as error:
+        refresh(data, [])
+        fingerprint = open_tokenizer(data).fingerprint
+    except (RemoteError, ValueError) as error:
         problems.append(Problem(JSON_NAME, None, str(error)))
-    split_dirs = sorted({path.parent for pattern in (f"*/{INDEX_NAME}", "*/*.tar") for path in data_dir.glob(pattern)})
-    if not split_dirs:
-        problems.append(Problem(".", None, f"no split: {data_dir} has no folder with an {INDEX_NAME}"))
-    for split_dir in split_dirs:
-        problems.extend(verify_split(split_dir, fingerprint))
+    if is_remote(data.path):
+        found, unreached = _remote_splits(data, splits)
+    else:
+        found, unreached = list(splits) or _local_splits(local_dir(data)), []
+    problems += unreached
+    if not found and not unreached:
+        problems.append(Problem(".", None, f"no split: {show(data.path)} has no folder with an {INDEX_NAME}"))
+    for split in found:
+        problems.extend(verify_split(data, split, fingerprint))
     return problems
 
 
-def verify_split(split_dir: Path | str, tokenizer_fingerprint: str | None) -> list[Problem]:
+def _local_splits(data_dir: Path) -> list[str]:
+    return sorted({path.parent.name for pattern in (f"*/{INDEX_NAME}", "*/*.tar") for path in data_dir.glob(pattern)})
+
+
+def _remote_splits(data: DataConfig, asked: Sequence[str]) -> tuple[list[str], list[Problem]]:
+    """The splits whose index could be fetched, and why others could not."""
+    found, problems = [], []
+    for split in asked or USUAL_SPLITS:
+        try:
+            refresh(data, [split])
+            found.append(split)
+        except RemoteError as error:
+            if asked or not isinstance(error, RefusedError):
+                problems.append(Problem(f"{split}/{INDEX_NAME}", None, str(error)))
+    return found, problems
+
+
+def verify_split(data: DataConfig, split: str, tokenizer_fingerprint: str | None) -> list[Problem]:
     """Everything that is wrong with one split; `tokenizer_fingerprint` None: do not compare tokenizers."""
-    split_dir = Path(split_dir)
+    split_dir = local_dir(data) / split
     try:
-        index = read_index(split_dir)
+        index = open_index(data, split)
     except ShardError as error:
-        return [Problem(f"{split_dir.name}/{INDEX_NAME}", None, str(error))]
+        return [Problem(f"{split}/{INDEX_NAME}", None, str(error))]
     problems = []
     if tokenizer_fingerprint not in (None, index.tokenizer_fingerprint):
         message = (
@@ -71,29 +101,21 @@ def verify_split(split_dir: Path | str, tokenizer_fingerprint: str | None) -> li
         problems.append(Problem(f"{split_dir.name}/{INDEX_NAME}", None, message))
     for shard in index.shards:
         problems.extend(_verify_shard(index, shard))
-    for stray in sorted({path.name for path in split_dir.glob("*.tar")} - {shard.name for shard in index.shards}):
+    tars = set() if is_remote(data.path) else {path.name for path in split_dir.glob("*.tar")}  # a cache may hold others
+    for stray in sorted(tars - {shard.name for shard in index.shards}):
         problems.append(Problem(f"{split_dir.name}/{stray}", None, f"not in {INDEX_NAME}: it belongs to another build"))
     return problems
-
-
-def format_report(data_dir: Path | str, problems: list[Problem]) -> str:
-    """The problems as a table, or one line a split where there are none."""
-    if not problems:
-        indexes = [read_index(path.parent) for path in sorted(Path(data_dir).glob(f"*/{INDEX_NAME}"))]
-        return "\n".join(
-            f"{index.split}: {_count(len(index.documents), 'document')}, {_count(index.num_tokens, 'token')}, "
-            f"{_count(len(index.shards), 'tar')}: as written"
-            for index in indexes
-        )
-    rows = [("file", "document", "problem"), *((row.where, row.document or "-", row.message) for row in problems)]
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    return "\n".join(f"{where:<{widths[0]}}  {document:<{widths[1]}}  {message}" for where, document, message in rows)
 
 
 def _verify_shard(index: Index, shard: ShardEntry) -> Iterator[Problem]:
     path = index.split_dir / shard.name
     where = f"{index.split_dir.name}/{shard.name}"
     numbers = [number for number, entry in enumerate(index.documents) if entry.shard == shard.name]
+    try:
+        index.source.fetch(shard)
+    except RemoteError as error:
+        yield Problem(where, None, str(error))
+        return
     if not path.exists():
         first = index.documents[numbers[0]].id
         yield Problem(

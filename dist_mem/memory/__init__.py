@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -50,6 +51,16 @@ def memory_class(kind: str, where: str = "memory") -> type[Memory]:
         names = [found_class.__name__ for found_class in found]
         raise ValueError(f"{module.__file__} must define exactly one Memory, but defines {names}")
     return found[0]
+
+
+def described_memories() -> dict[str, tuple[str, type]]:
+    """Kind -> the first line of its file, and the dataclass of its options."""
+    described: dict[str, tuple[str, type]] = {}
+    for kind in memory_kinds():
+        chosen = memory_class(kind)
+        summary = (sys.modules[chosen.__module__].__doc__ or "").partition("\n")[0]
+        described[kind] = (summary, chosen.Options)
+    return described
 
 
 def memory_options(block: Mapping[str, Any], where: str = "memory") -> tuple[str, Any]:

@@ -67,10 +67,9 @@ class LaMemo(Memory):
         look_ahead: bool = True  # false: memory rows go up with the contexts they once attended
         interpolation: bool = True  # false: what was attended ahead replaces the old context
         positions: str = "disentangled"  # disentangled: v for keys to the left, another to the right | shared: XL-RPE
-        # Of how many newest rows the look-ahead sees at most: previous, as many as the previous segment had tokens;
-        # segment, as this one has, which is the published rule: after a short segment or in generation, memory rows
-        # never see some of the tokens between.
-        window: str = "previous"
+        # As many newest rows as a segment has tokens can be seen ahead. The published rule takes the present segment:
+        # after a short one, or in generation, memory rows never see some of the tokens between.
+        window: str = "previous"  # previous | segment: whose number of tokens bounds how far rows look ahead
 
     def __init__(self, spec: LayerSpec, options: Any) -> None:
         super().__init__(spec, options)

@@ -1,0 +1,127 @@
+"""MB of text a second through every part of building a data directory, on this machine.
+
+    python benchmarks/build.py                                                # the sample library, half a minute
+    python benchmarks/build.py --source FOLDER --vocab-size 8000 --rounds 1   # every .txt of a folder, as one split
+
+Medians over the rounds. Encoding with workers includes starting them, as a build does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "shards"))
+
+from build_sample import SIZES
+from build_sample import write_split as write_library
+
+from dist_mem.data import source, tokenizer, workers
+from dist_mem.data.build import build_dataset
+from dist_mem.data.shard import TokenizedDocument, write_split
+from dist_mem.data.source import SourceDocument
+from dist_mem.data.verify import verify_dataset
+
+NUM_PIECES = 8  # of the text, one encoded by a worker at a time
+
+
+def read_documents(folder: Path | None) -> list[SourceDocument]:
+    """The books of the sample library, or the texts of a folder."""
+    if folder is None:
+        books = write_library("train", SIZES["demo"].books["train"], SIZES["demo"], seed=0)
+        return [SourceDocument(id, book.title, book.text, book.year, book.recall) for id, book in books.items()]
+    return [SourceDocument(path.stem, path.stem, path) for path in sorted(folder.rglob("*.txt"))]
+
+
+def encode(piece: tuple[Path, list[str]]) -> int:
+    """Number of tokens of some texts."""
+    data_dir, texts = piece
+    own = tokenizer.load_tokenizer(data_dir)
+    return sum(len(own.encode(text)) for text in texts)
+
+
+def encode_all(data_dir: Path, texts: Sequence[str], *, num_workers: int) -> int:
+    """The same in worker processes."""
+    pieces = [(data_dir, list(texts[first::NUM_PIECES])) for first in range(NUM_PIECES)]
+    with workers.map_unordered(encode, pieces, workers=num_workers) as counts:
+        return sum(counts)
+
+
+def seconds(function: Callable[[], Any]) -> float:
+    """Wall time of one call."""
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", type=Path, help="folder with texts (default: the sample library)")
+    parser.add_argument("--vocab-size", type=int, default=1280)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    documents = read_documents(arguments.source)
+    texts = [document.text() for document in documents]
+    num_bytes = sum(len(text.encode()) for text in texts)
+    lines = [line for text in texts for line in text.split("\n")]
+    with tempfile.TemporaryDirectory() as folder:
+        data_dir = Path(folder) / "data"
+        own = tokenizer.train_sentencepiece(lines, data_dir, vocab_size=arguments.vocab_size)
+        encoded = [own.encode_with_offsets(text) for text in texts]
+        tokenized = [
+            TokenizedDocument(document.id, "", None, len(text.split()), len(text.encode()), tokens)
+            for document, text, (tokens, _) in zip(documents, texts, encoded, strict=True)
+        ]
+        recalling = [
+            (document, text, starts)
+            for document, text, (_, starts) in zip(documents, texts, encoded, strict=True)
+            if document.recall
+        ]
+
+        def write() -> None:
+            facts = {"name": "bench", "split": "train", "tokenizer_fingerprint": own.fingerprint}
+            write_split(tokenized, data_dir / "train", **facts)
+
+        def build(num_workers: int) -> None:
+            options = {"name": "bench", "vocab_size": arguments.vocab_size, "overwrite": True}
+            build_dataset({"train": documents}, Path(folder) / "whole", workers=num_workers, **options)
+
+        parts: dict[str, Callable[[], Any]] = {
+            f"train SentencePiece, {arguments.vocab_size:,} pieces": lambda: tokenizer.train_sentencepiece(
+                lines, Path(folder) / "again", vocab_size=arguments.vocab_size
+            ),
+            "encode": lambda: [own.encode(text) for text in texts],
+            "encode, 1 worker, tokenizer loaded": lambda: encode_all(data_dir, texts, num_workers=1),
+            "encode, 2 workers, started": lambda: encode_all(data_dir, texts, num_workers=2),
+            "place recall spans": lambda: [source.recall_distances(*parts) for parts in recalling],
+            "write tars and index": write,
+            "verify": lambda: verify_dataset(data_dir),
+            "whole build, 1 worker": lambda: build(1),
+            "whole build, 2 workers": lambda: build(2),
+        }
+        if not recalling:
+            del parts["place recall spans"]
+        times: dict[str, list[float]] = {name: [] for name in parts}
+        for _ in range(arguments.rounds):
+            for name, part in parts.items():
+                times[name].append(seconds(part))
+    num_tokens = sum(len(tokens) for tokens, _ in encoded)
+    print(f"{len(texts)} documents, {num_bytes / 1e6:.1f} MB, {num_tokens:,} tokens; {os.cpu_count()} cores, "
+          f"load {os.getloadavg()[0]:.1f}")  # fmt: skip
+    print(f"{'':<40}{'seconds':>9}{'MB/s of text':>14}{'lowest to highest':>20}")
+    for name, found in times.items():
+        spread = f"{num_bytes / max(found) / 1e6:.1f} to {num_bytes / min(found) / 1e6:.1f}"
+        median = statistics.median(found)
+        print(f"{name:<40}{median:>9.2f}{num_bytes / median / 1e6:>14.1f}{spread:>20}")
+
+
+if __name__ == "__main__":
+    main()

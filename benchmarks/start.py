@@ -1,0 +1,183 @@
+"""Seconds from the start of a process to the end of its first training step, and what they go into.
+
+    python benchmarks/start.py                 # about two minutes; one and two ranks on this machine's CPUs, MLflow on
+
+The sample library, the model of configs/demo.yaml, fresh run directories, an MLflow store that exists, one CPU thread a
+rank; medians. Ranks are started here, with a launcher's variables; what a launcher itself takes is measured apart. The
+parts are the job's own functions, timed from outside; those in which ranks wait for each other include the waiting, and
+"the rest" is what stands between them. DeepSpeed's communication op is compiled once a machine, in the first job, which
+is not timed; of that one comes the share of its steps in which training waits for data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+CONFIG = ROOT / "configs" / "demo.yaml"
+FIRST_STEP = "first step"
+MODULES = {
+    "import torch": "torch",
+    "import omegaconf, configuration": "dist_mem.config",
+    "import deepspeed": "dist_mem.engine",
+    "import the rest of dist_mem": "dist_mem.train",
+}
+# what is timed: (module, name in it) -> part; a class stands for making one
+PARTS = {
+    ("dist_mem.__main__", "load_checked"): "read the configuration",
+    ("dist_mem.distributed", "initialize"): "join the process group",
+    ("dist_mem.train", "hold_run_dir"): "hold the run directory",
+    ("dist_mem.job", "_open_data"): "open tokenizer and indexes",
+    ("dist_mem.job", "start_communication"): "load DeepSpeed's communication op",
+    ("dist_mem.job", "MemoryLM"): "make the model",
+    ("dist_mem.job", "Engine"): "initialize DeepSpeed",
+    ("dist_mem.job", "training_reader"): "plan and open the lanes",
+    ("dist_mem.job", "start_tracking"): "start tracking (imports mlflow)",
+    ("dist_mem.train", "train_step"): FIRST_STEP,
+}
+REST = "the rest"
+PYTHON_M = [sys.executable, "-m", "dist_mem"]
+BIN = Path(sys.executable).parent
+COMMANDS = {
+    "python -c pass": [sys.executable, "-c", "pass"],
+    "python -c 'import torch'": [sys.executable, "-c", "import torch"],
+    "dist-mem --help": [*PYTHON_M, "--help"],
+    "dist-mem config": [*PYTHON_M, "config"],
+    "dist-mem config FILE": [*PYTHON_M, "config", str(CONFIG)],
+    "dist-mem train FILE --check": [*PYTHON_M, "train", str(CONFIG), "--check"],
+    "dist-mem train FILE key.misspelt=1": [*PYTHON_M, "train", str(CONFIG), "train.stepz=1"],
+    "deepspeed launcher alone": [
+        *(str(BIN / "deepspeed"), "--log_level", "error", "--num_gpus", "1", "--num_nodes", "1"),
+        *("--no_local_rank", "--no_python", "/bin/true"),
+    ],
+    "torchrun alone": [str(BIN / "torchrun"), "--nproc_per_node", "1", "--no-python", "/bin/true"],
+}
+
+
+def timed(function: Callable[..., Any], part: str, seconds: dict[str, float], began: float) -> Callable[..., Any]:
+    """`function`, which also adds what it takes to its part; the first step's end is the process's."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        mark = time.time()
+        result = function(*arguments, **options)
+        seconds[part] = seconds.get(part, 0.0) + time.time() - mark
+        if part == FIRST_STEP:
+            total = time.time() - began
+            print(json.dumps({**seconds, REST: total - sum(seconds.values()), "total": total}), flush=True)
+            os._exit(0)  # nobody waits for MLflow
+        return result
+
+    return call
+
+
+def measure_one_rank(began: float, arguments: list[str]) -> int:
+    """In a process of its own: start the job of the command line and print the seconds of its parts as JSON."""
+    seconds = {"start the interpreter": time.time() - began}
+    for part, module in MODULES.items():
+        mark = time.time()
+        importlib.import_module(module)
+        seconds[part] = time.time() - mark
+    command_line = importlib.import_module("dist_mem.__main__")
+    for (module, name), part in PARTS.items():
+        owner = sys.modules[module]
+        setattr(owner, name, timed(getattr(owner, name), part, seconds, began))
+    return command_line.main(["train", *arguments])
+
+
+def job_options(data: Path, run_dir: Path) -> list[str]:
+    store = f"sqlite:///{run_dir.parent}/mlflow.db"
+    return [
+        str(CONFIG),
+        f"data.path={data}",
+        f"run_dir={run_dir}",
+        f"tracking.uri={store}",
+        "eval.every=null",
+        "train.threads=1",
+    ]
+
+
+def start_job(data: Path, run_dir: Path, num_ranks: int) -> dict[str, float]:
+    """Seconds of every part on rank 0 of a fresh job."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, __file__, "--rank", repr(time.time()), *job_options(data, run_dir)]
+    processes = []
+    for rank in range(num_ranks):
+        ranks = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": num_ranks}
+        launched = {name: str(value) for name, value in ranks.items()}
+        launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = os.environ | (launched if num_ranks > 1 else {})
+        output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+        processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.PIPE, text=True))
+    outputs = [process.communicate(timeout=300) for process in processes]
+    if processes[0].returncode != 0:
+        sys.exit(f"the job failed:\n{outputs[0][1]}")
+    return json.loads(outputs[0][0].splitlines()[-1])
+
+
+def first_job(data: Path, run_dir: Path) -> float:
+    """Train some steps on two ranks; returns the median share of time spent waiting for data."""
+    options = ["train.steps=60", "schedule.warmup_steps=1", "tracking.every=10"]
+    launcher = [str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2", "-m", "dist_mem", "train"]
+    subprocess.run([*launcher, *job_options(data, run_dir), *options], check=True, capture_output=True)
+    points = [json.loads(line)["metrics"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return statistics.median(point["data_wait_share"] for point in points[1:])
+
+
+def command_seconds(command: list[str]) -> float:
+    began = time.time()
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
+    return time.time() - began
+
+
+def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
+    return {part: statistics.median(one[part] for one in rounds) for part in rounds[0]}
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "data"
+        build = [sys.executable, str(ROOT / "shards" / "build_sample.py"), "--size", "tiny", "--out", str(data)]
+        subprocess.run(build, check=True, capture_output=True)
+        wait_share = first_job(data, Path(folder) / "first")
+        jobs: dict[int, list[dict[str, float]]] = {1: [], 2: []}
+        commands: dict[str, list[float]] = {name: [] for name in COMMANDS}
+        for number in range(arguments.rounds):
+            for num_ranks, found in jobs.items():
+                found.append(start_job(data, Path(folder) / f"run-{num_ranks}-{number}", num_ranks))
+            for name, command in COMMANDS.items():
+                commands[name].append(command_seconds(command))
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {arguments.rounds} rounds")
+    print(f"share of 50 steps of two ranks spent waiting for data: {wait_share:.4%}")
+    print(f"{'to the end of the first step, seconds':<44}{'1 rank':>8}{'2 ranks':>9}")
+    one, two = medians(jobs[1]), medians(jobs[2])
+    for part in one:
+        print(f"{part:<44}{one[part]:>8.2f}{two[part]:>9.2f}")
+    for name, found in commands.items():
+        print(f"{name:<44}{statistics.median(found):>8.2f}   {min(found):.2f} to {max(found):.2f}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        sys.exit(measure_one_rank(float(sys.argv[2]), sys.argv[3:]) or "the job ended before its first step")
+    main()

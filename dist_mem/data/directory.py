@@ -1,0 +1,232 @@
+"""What `data.path` names: a directory, or a URL whose files are kept in a cache on this node. The one place that asks.
+
+    start of a command   refresh: tokenizer.json, tokenizer.model and the indexes, anew, once on each node
+    a document is read   RemoteShards.fetch: the tar it lies in, if the cache has not got it; then it is memory-mapped
+
+A tar in the cache counts only if it has the size and the sha256 that index.json states; each process looks once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import threading
+import uuid
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from dist_mem.config import DataConfig
+from dist_mem.data.facts import ShardError, read_facts
+from dist_mem.data.remote import (
+    RemoteError,
+    UnreachableError,
+    Verify,
+    address,
+    download,
+    is_remote,
+    locked,
+    show,
+    writing,
+)
+from dist_mem.data.shard import INDEX_NAME, Index, ShardEntry, ShardSource, read_index, read_index_facts
+from dist_mem.data.tokenizer import JSON_NAME, MODEL_NAME, Tokenizer, load_tokenizer, read_tokenizer_facts
+from dist_mem.environment import user_cache_dir
+from dist_mem.files import sha256_of
+
+log = logging.getLogger(__name__)
+START_NAME = ".start"  # lock of `refresh`; holds the start it was last done for, and what came of it
+
+
+def local_dir(data: DataConfig) -> Path:
+    """The directory to read from: `data.path` itself, or its place in the cache."""
+    if not is_remote(data.path):
+        return Path(data.path)
+    shown = show(data.path)
+    readable = re.sub(r"[^A-Za-z0-9]+", "-", shown.partition(":")[2]).strip("-")[-60:]
+    # What is shown lacks only what may change from day to day, a password; but of a command nearly everything.
+    identity = data.path if data.path.startswith("pipe:") else shown
+    return _cache(data) / f"{readable}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+
+
+def open_tokenizer(data: DataConfig) -> Tokenizer:
+    """The tokenizer of `data.path`; after `refresh` where that is remote. Raises ValueError as `load_tokenizer`."""
+    return load_tokenizer(local_dir(data))
+
+
+def open_index(data: DataConfig, split: str) -> Index:
+    """A split of `data.path`; after `refresh` where that is remote. Raises ShardError as `read_index`."""
+    index = read_index(local_dir(data) / split)
+    if not is_remote(data.path):
+        return index
+    for shard in index.shards:
+        if Path(shard.name).name != shard.name:
+            raise ShardError(f"{index.split_dir / INDEX_NAME} has a tar {shard.name!r}: it must be the name of a file")
+    return replace(index, source=RemoteShards(data.path, index.split_dir))
+
+
+def refresh(data: DataConfig, splits: Iterable[str], *, start: str | None = None) -> None:
+    """Fetch tokenizer and indexes of a remote `data.path` anew; of all calls with the same `start`, one does it.
+
+    A server that cannot be reached is done without, with a warning, if all of them are in the cache from before.
+
+    Raises:
+        RemoteError: they cannot be had; so does every other call of this start, without asking the server again.
+    """
+    if not is_remote(data.path):
+        return
+    start = start or uuid.uuid4().hex
+    with locked(local_dir(data) / START_NAME) as record:
+        record.seek(0)
+        last_start, _, told = record.read().decode().partition("\n")
+        error = RemoteError(told) if told else None
+        if last_start != start:
+            error = _refresh(data, list(splits))
+            with writing(local_dir(data)):
+                record.truncate(0)
+                record.write(f"{start}\n{error or ''}".encode())
+    if error is not None:
+        raise error
+
+
+def refresh_on_all_ranks(data: DataConfig, splits: Sequence[str]) -> None:
+    """`refresh`, once on each node; every rank calls it.
+
+    Raises:
+        RemoteError: on every rank, if it failed on any, or if the nodes do not hold the same files now.
+    """
+    if not is_remote(data.path):
+        return
+    from dist_mem.distributed import AgreedError, agree_all_well, from_rank0, gather_objects  # they import torch
+
+    start = from_rank0(uuid.uuid4().hex)
+    error: RemoteError | None = None
+    held: list[str] = []
+    try:
+        refresh(data, splits, start=start)
+        held = [sha256_of(local_dir(data) / name) for name in _names(splits)]
+    except RemoteError as caught:
+        error = caught
+    try:
+        agree_all_well(error, f"fetching {show(data.path)}")
+    except AgreedError as told:
+        raise RemoteError(str(error or told)) from error
+    if any(other != held for other in gather_objects(held)):
+        raise RemoteError(
+            f"{show(data.path)}: the nodes of this job hold different versions of {', '.join(_names(splits))}; start "
+            "again when the server has one for all"
+        )
+
+
+def _cache(data: DataConfig) -> Path:
+    if data.cache is not None:
+        return Path(data.cache).expanduser()
+
+    return user_cache_dir() / "dist_mem"
+
+
+def _names(splits: Iterable[str]) -> list[str]:
+    return [JSON_NAME, *(f"{split}/{INDEX_NAME}" for split in splits)]
+
+
+def _refresh(data: DataConfig, splits: Sequence[str]) -> RemoteError | None:
+    """Returns what went wrong, if anything."""
+    directory = local_dir(data)
+    try:
+        _download_facts(data, directory, splits)
+    except UnreachableError as error:
+        if not all((directory / name).exists() for name in _names(splits)):
+            return error
+        log.warning("%s; going on with the tokenizer and the indexes fetched before, in %s", error, directory)
+    except RemoteError as error:
+        return error
+    return None
+
+
+def _download_facts(data: DataConfig, directory: Path, splits: Sequence[str]) -> None:
+    download(address(data.path, JSON_NAME), directory / JSON_NAME, verify=read_facts)
+    facts = read_tokenizer_facts(directory)
+    if facts["kind"] == "sentencepiece":
+        model = directory / MODEL_NAME
+
+        def verify(path: Path) -> None:
+            _check_sha256(path, facts["fingerprint"], JSON_NAME)
+
+        if not _is_good(model, verify):
+            download(address(data.path, MODEL_NAME), model, verify=verify)
+    for split in splits:
+        name = f"{split}/{INDEX_NAME}"
+        download(address(data.path, name), directory / name, verify=read_index_facts)
+
+
+def _is_good(path: Path, verify: Verify) -> bool:
+    with suppress(ValueError, FileNotFoundError):
+        verify(path)
+        return True
+    return False
+
+
+def _check_sha256(path: Path, expected: str, stated_in: str) -> None:
+    found = sha256_of(path)
+    if found != expected:
+        raise ValueError(f"{path} has sha256 {found[:12]}, but {stated_in} says {expected[:12]}")
+
+
+def _check_shard(path: Path, shard: ShardEntry) -> None:
+    """Raise ValueError, or FileNotFoundError, unless the tar is what the index says."""
+    size = path.stat().st_size
+    if size != shard.bytes:
+        raise ValueError(f"{path} has {size:,} bytes, but {INDEX_NAME} says {shard.bytes:,}")
+    _check_sha256(path, shard.sha256, INDEX_NAME)
+
+
+class RemoteShards(ShardSource):
+    """The tars of a remote split, brought into the cache by whichever process of the node needs one first."""
+
+    def __init__(self, url: str, split_dir: Path) -> None:
+        self._url = url
+        self._split_dir = split_dir
+        self._closed = threading.Event()
+        self._good: set[str] = set()  # in the cache, and looked at by this process
+        self._failed: dict[str, RemoteError] = {}  # asked for in vain; whoever asks again is answered at once
+        self._expected: set[str] = set()
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="shards")
+
+    def fetch(self, shard: ShardEntry) -> None:
+        """Return when the tar is in the cache, as the index has it. Raises RemoteError."""
+        if shard.name in self._failed:
+            raise self._failed[shard.name]
+        try:
+            self._fetch(shard)
+        except RemoteError as error:
+            self._failed[shard.name] = error
+            raise
+
+    def expect(self, shard: ShardEntry) -> None:
+        """Fetch the tar in the background, one at a time; an error is left to the `fetch` that needs it."""
+        if shard.name not in self._expected:
+            self._expected.add(shard.name)
+            self._ahead.submit(self._fetch, shard)
+
+    def close(self) -> None:
+        """End what is under way, also in other threads: their `fetch` raises RemoteError."""
+        self._closed.set()
+        self._ahead.shutdown(cancel_futures=True)
+
+    def _fetch(self, shard: ShardEntry) -> None:
+        path = self._split_dir / shard.name
+        if shard.name in self._good:
+            return
+
+        def verify(path: Path) -> None:
+            _check_shard(path, shard)
+
+        if not _is_good(path, verify):
+            with locked(path.with_name(f".{shard.name}.lock"), self._closed):
+                if not _is_good(path, verify):  # another process may have brought it while we waited
+                    source = address(self._url, f"{self._split_dir.name}/{shard.name}")
+                    download(source, path, verify=verify, cancelled=self._closed)
+        self._good.add(shard.name)

@@ -1,0 +1,39 @@
+"""The JSON files of a data directory: read whole, of a format that is known here, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dist_mem.errors import UnusableError
+
+FORMAT_VERSION = 1
+
+
+class ShardError(UnusableError):
+    """A shard or an index is missing, damaged or of a newer format."""
+
+
+def read_facts(path: Path, *, newest: int = FORMAT_VERSION) -> dict[str, Any]:
+    """A JSON file of a data directory.
+
+    Raises:
+        ShardError: it is missing, damaged or of a newer format.
+    """
+    try:
+        body = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ShardError(
+            f"{path} is missing: build the dataset first, or point data.path at one that is built"
+        ) from None
+    except ValueError as error:
+        raise ShardError(f"{path} is damaged ({error}): build the dataset again") from error
+    version = body.get("format_version") if isinstance(body, dict) else None
+    if not isinstance(version, int):
+        raise ShardError(f"{path} is damaged (it has no format_version): build the dataset again")
+    if version > newest:
+        raise ShardError(
+            f"{path} has format_version {version}, newer than {newest}, the newest known here: update dist_mem"
+        )
+    return body

@@ -1,0 +1,16 @@
+"""How the program ends: its exit codes, and the error that a user is told in one line. No torch in here."""
+
+from __future__ import annotations
+
+EXIT_DONE = 0
+EXIT_FAILED = 1  # something broke on the way: a disk, a network, a part of the machine
+EXIT_USAGE = 2  # configuration, data or run directory are wrong: trying again will not help; argparse's code too
+EXIT_DIVERGED = 3  # a loss, a memory or a gradient is not finite
+EXIT_REQUEUE = 85  # stopped by a signal with everything saved: start me again
+
+
+class UnusableError(ValueError):
+    """Configuration, data, checkpoint or run directory cannot be used as they are: exit code 2.
+
+    Raised on every rank of a job; the message says what to change.
+    """

@@ -1,0 +1,171 @@
+"""The journal of what MLflow is to get: written first, sent later. One JSON object a line.
+
+    RUN/mlflow/train.jsonl
+    {"format_version": 1, "uid": "5c1f...", "run_name": "demo", "experiment": {"name": "dist_mem"}}
+    {"kind": "point", "time": 1764000000123, "body": {"step": 10, "metrics": {"loss": 5.1}}}
+
+One process appends; delivery.py reads, in that process or in another one, `dist-mem track sync`. A journal only grows,
+so that "the first 1200 entries" stays true for ever. A last line without its end is being written, or was when the
+process was killed: readers leave it, and the writer cuts it when it opens the journal again.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dist_mem.files import write_text
+
+FORMAT_VERSION = 1
+DAMAGED = "damaged"  # kind of an entry that cannot be read
+
+
+class JournalError(ValueError):
+    """A journal has no header, or is of a newer format."""
+
+
+class Entry(NamedTuple):
+    """One thing to tell MLflow."""
+
+    kind: str  # point | system | superseded | params | tags | datasets | status | artifact | text
+    time: int  # milliseconds since 1970
+    body: Mapping[str, Any]
+
+
+class Header(NamedTuple):
+    """What a journal begins with: whose it is, and how its run is to be made where there is none yet."""
+
+    uid: str
+    run_name: str
+    experiment: Mapping[str, str]  # {"name": ...} or {"id": ...}
+
+
+def new_uid() -> str:
+    """What a run is known by before MLflow has given it an id."""
+    return uuid.uuid4().hex
+
+
+def read_header(path: Path) -> Header:
+    """The first line of a journal. Raises JournalError."""
+    with path.open(encoding="utf-8") as file:
+        line = file.readline()
+    try:
+        content = json.loads(line)
+        version = content.pop("format_version")
+        if version > FORMAT_VERSION:
+            raise JournalError(f"{path}: format_version {version} is newer than {FORMAT_VERSION}; update dist_mem")
+        return Header(**content)
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise JournalError(f"{path}: the first line is no header of a journal ({error}); move the file away") from error
+
+
+def write_journal(path: Path, header: Header, entries: Iterable[Entry] = ()) -> None:
+    """Make a whole journal, atomically."""
+    first = json.dumps({"format_version": FORMAT_VERSION, **header._asdict()}) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, first + "".join(_encode(entry) for entry in entries))
+
+
+def read_entries(path: Path) -> Iterator[Entry]:
+    """Every whole entry of a journal, in order."""
+    reader = JournalReader(path)
+    while entries := reader.batch(500):
+        yield from entries
+        reader.done()
+
+
+def find_entries(path: Path, kind: str) -> list[Entry]:
+    """Every entry of one kind; reads a large journal faster than `read_entries`."""
+    begin = json.dumps({"kind": kind})[:-1].encode()
+    with path.open("rb") as file:
+        return [_decode(line) for line in file if line.startswith(begin) and line.endswith(b"\n")]
+
+
+def _encode(entry: Entry) -> str:
+    return json.dumps(entry._asdict()) + "\n"
+
+
+def _decode(line: bytes) -> Entry:
+    try:
+        return Entry(**json.loads(line))
+    except (ValueError, TypeError):
+        return Entry(DAMAGED, 0, {"line": repr(line[:80])})
+
+
+class Journal:
+    """The writing end, for one process; any of its threads may append."""
+
+    def __init__(self, path: Path) -> None:
+        """Go on with a journal that `write_journal` has begun."""
+        self.path = path
+        self.header = read_header(path)
+        self._latest = _cut_torn_line(path)
+        self._lock = threading.Lock()
+        self._file = path.open("a", encoding="utf-8", newline="\n", buffering=1)  # by lines: a kill loses one at most
+
+    def append(self, kind: str, body: Mapping[str, Any], *, time: float) -> int:
+        """Add an entry; microseconds.
+
+        Args:
+            time: seconds since 1970.
+
+        Returns:
+            The time it got, in milliseconds. In a journal time never goes back, also where the clock of the node that
+            a run moved to is behind: of two points of one step, MLflow takes the later one.
+        """
+        with self._lock:
+            self._latest = max(self._latest, int(time * 1000))
+            self._file.write(_encode(Entry(kind, self._latest, body)))
+            return self._latest
+
+    def close(self) -> None:
+        """Nothing is appended any more."""
+        self._file.close()
+
+
+def _cut_torn_line(path: Path) -> int:
+    """Leave whole lines only; returns the time of the last one, 0 if it is no entry."""
+    size, last = 0, b""
+    with path.open("r+b") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                size, last = size + len(line), line
+        file.truncate(size)
+    return _decode(last).time
+
+
+class JournalReader:
+    """A place in a journal that somebody else may be writing, moved on when what was read is dealt with."""
+
+    def __init__(self, path: Path, num_done: int = 0) -> None:
+        """Stand behind the first `num_done` entries; before them all if there are not so many (an old copy)."""
+        self._path = path
+        with path.open("rb") as file:
+            self._offset = start = len(file.readline())  # the header
+            self.num_done = 0
+            while self.num_done < num_done and (line := file.readline()).endswith(b"\n"):
+                self.num_done += 1
+                self._offset += len(line)
+        if self.num_done < num_done:
+            self.num_done, self._offset = 0, start
+        self._ahead = (self.num_done, self._offset)
+
+    def batch(self, size: int) -> list[Entry]:
+        """The next entries, at most `size`; the same again until `done`."""
+        entries: list[Entry] = []
+        offset = self._offset
+        with self._path.open("rb") as file:  # each time, so that a network file system shows what others have written
+            file.seek(offset)
+            while len(entries) < size and (line := file.readline()).endswith(b"\n"):
+                entries.append(_decode(line))
+                offset += len(line)
+        self._ahead = (self.num_done + len(entries), offset)
+        return entries
+
+    def done(self) -> None:
+        """Go on behind the last batch."""
+        self.num_done, self._offset = self._ahead

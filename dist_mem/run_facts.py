@@ -1,0 +1,45 @@
+"""What MLflow is told of a run beside its figures: where it came from, what it runs on, what it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dist_mem.data.remote import show
+from dist_mem.data.shard import Index
+from dist_mem.distributed import World
+from dist_mem.environment import slurm_job
+from dist_mem.mlflow_run import client_tags
+from dist_mem.provenance import git_state, versions
+from dist_mem.sinks import Tracker
+
+_DIGEST_CHARS = 36  # MLflow takes no more
+_GIT_DIFF = "git.diff"
+
+
+def describe_run(tracker: Tracker, config: Any, world: World, indexes: Sequence[Index]) -> None:
+    """Tell the tracker all of it; for rank 0 alone, because it asks git and MLflow.
+
+    Args:
+        indexes: of the split that is trained on, then those of evaluation.
+    """
+    git = git_state()
+    tracker.log_tags({**client_tags(), **git.tags, **versions(), "world_size": str(world.size), **slurm_job()})
+    tracker.log_artifact("config.yaml")
+    if git.diff:
+        tracker.log_text(git.diff, _GIT_DIFF)
+    contexts = ["training", *["validation"] * (len(indexes) - 1)]
+    tracker.log_datasets(
+        [_dataset(index, show(config.data.path), context) for index, context in zip(indexes, contexts, strict=True)]
+    )
+
+
+def _dataset(index: Index, source: str, context: str) -> dict[str, Any]:
+    profile = {"documents": len(index.documents), "tokens": index.num_tokens, "words": index.num_words}
+    return {
+        "name": f"{index.name}/{index.split}",
+        "digest": index.fingerprint[:_DIGEST_CHARS],
+        "source": f"{source}/{index.split}",
+        "context": context,
+        "profile": profile,
+    }

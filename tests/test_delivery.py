@@ -1,0 +1,61 @@
+"""The delivery thread: what it does while a service is down, and how it ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from dist_mem.delivery import Delivery
+
+
+class Service:
+    """Takes what is written, unless told to fail."""
+
+    def __init__(self) -> None:
+        self.written: list[str] = []
+        self.received: list[str] = []
+        self.failures: list[Exception] = []
+        self.reports: list[str] = []
+
+    def send(self) -> None:
+        if self.failures:
+            raise self.failures.pop(0)
+        self.received += self.written[len(self.received) :]
+
+    def delivery(self) -> Delivery:
+        return Delivery(self.send, report=self.reports.append, service="Test", interval=0.01)
+
+
+def test_close_sends_what_was_written_before_it() -> None:
+    service = Service()
+    delivery = service.delivery()
+    service.written += ["first", "last"]
+    assert delivery.close(5.0)
+    assert service.received == ["first", "last"]
+
+
+def test_an_outage_loses_nothing_and_is_reported_once() -> None:
+    service = Service()
+    service.failures = [ConnectionError("down\nand a long story")] * 3
+    service.written.append("word")
+    delivery = service.delivery()
+    deadline = time.monotonic() + 5.0
+    while not service.received and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert delivery.close(5.0)
+    assert service.received == ["word"]
+    begins = ["Test cannot be used now (ConnectionError: down)", "Test works again"]
+    assert [report.startswith(begin) for report, begin in zip(service.reports, begins, strict=True)] == [True, True]
+
+
+def test_close_gives_up_on_a_service_that_hangs_or_is_down() -> None:
+    answer = threading.Event()
+    delivery = Delivery(answer.wait, report=print, service="Black hole", interval=0.01)
+    began = time.monotonic()
+    assert not delivery.close(0.1)
+    assert time.monotonic() - began < 1.0
+    answer.set()
+    service = Service()
+    service.failures = [ConnectionError("down")] * 1000
+    assert not service.delivery().close(5.0)
+    assert len(service.failures) > 900  # at the end one attempt is enough

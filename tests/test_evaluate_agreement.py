@@ -1,0 +1,70 @@
+"""A report says the same however many ranks and lanes made it: of trained checkpoints, every memory, every figure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from jobs import build_books, run_ranks, train_here, write_config
+from ranks import RankPool
+from scored_library import ALONE, LENGTHS, assert_same
+
+from dist_mem.data.shard import read_index
+from dist_mem.distributed import World
+from dist_mem.evaluate import evaluate_checkpoint
+from dist_mem.memory import memory_kinds
+from dist_mem.report import Report, read_report
+from dist_mem.trained import find_checkpoint, read_settings
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_books(tmp_path_factory.mktemp("books"))
+
+
+@pytest.fixture(scope="module", params=memory_kinds())
+def trained_run(
+    request: pytest.FixtureRequest,
+    books: Path,
+    rank_pool: Callable[[int], RankPool],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """A run of two ranks with ZeRO-2 whose memory is at work."""
+    folder = tmp_path_factory.mktemp(request.param)
+    config = write_config(folder / "run.yaml", books, folder / "run")
+    rank_pool(2).run(train_here, config, [f"memory.kind={request.param}", "optimizer.lr=0.02", "train.steps=40"])
+    return folder / "run"
+
+
+def evaluate_here(world: World, run_dir: Path, data: Path, num_lanes: int, precision: str = "fp32") -> Report:
+    """What `dist-mem evaluate` does, in ranks that are already there."""
+    checkpoint = find_checkpoint(run_dir)
+    overrides = [f"data.path={data}", f"eval.lanes={num_lanes}", f"eval.precision={precision}"]
+    config = read_settings(checkpoint.directory, overrides)
+    return evaluate_checkpoint(checkpoint, config, split="test", world=world)
+
+
+@pytest.mark.parametrize("num_lanes", [1, 5, 16])  # the last: more lanes than documents, and a rank without any
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ranks_and_lanes_change_no_figure(
+    trained_run: Path, library: Path, rank_pool: Callable[[int], RankPool], size: int, num_lanes: int
+) -> None:
+    expected = evaluate_here(ALONE, trained_run, library, num_lanes=3)
+    assert expected.num_scored == read_index(library / "test").num_tokens == sum(LENGTHS)
+    if size == 1:
+        reports = [evaluate_here(ALONE, trained_run, library, num_lanes)]
+    else:
+        reports = rank_pool(size).run(evaluate_here, trained_run, library, num_lanes)
+    assert all(report == reports[0] for report in reports)
+    assert_same(reports[0], expected)
+
+
+@pytest.mark.parametrize("trained_run", ["transformer_xl"], indirect=True)
+def test_the_command_on_two_ranks_says_what_one_rank_says(trained_run: Path, library: Path, tmp_path: Path) -> None:
+    arguments = ["evaluate", str(trained_run), "--split", "test", f"data.path={library}", "eval.lanes=5"]
+    codes, text = run_ranks(arguments, world_size=2, cwd=tmp_path)
+    assert codes == [0, 0], text
+    assert text.count("9 documents") == 1  # rank 0 alone speaks
+    report = read_report(trained_run / "evaluations" / "test-step-00000040.json")
+    assert_same(report, evaluate_here(ALONE, trained_run, library, num_lanes=3))

@@ -1,0 +1,123 @@
+"""Reports and their comparison: figures by their definitions, tables, files."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from dist_mem import compare
+from dist_mem.report import (
+    Band,
+    DocumentScore,
+    RecallScore,
+    Report,
+    read_report,
+    recall_bands,
+    to_csv,
+    to_table,
+    write_report,
+)
+
+
+def make_report(*, split: str = "test", factor: float = 1.0, mem_len: int = 64) -> Report:
+    documents = [DocumentScore(f"d{number}", "A title, " * 6, 100.0 * factor, 50, 20, 110) for number in range(25)]
+    recall = [
+        RecallScore(30, 10.0, 10),
+        RecallScore(32, 10.0, 10),
+        RecallScore(33, 40.0 * factor, 20),
+        RecallScore(96, 2.0, 1),
+    ]
+    recall.append(RecallScore(97, 30.0, 10))
+    return Report(split, "data", "tokens", None, 32, mem_len, 500, documents, recall)
+
+
+def test_bands_take_each_distance_once() -> None:
+    report = make_report()
+    segment, memory, beyond = recall_bands(32, 64).values()
+    assert (segment, memory, beyond) == (Band(0, 32), Band(32, 96), Band(96, None))
+    assert [report.recall_in(band) for band in (segment, memory, beyond)] == [(20.0, 20), (42.0, 21), (30.0, 10)]
+    assert report.recall_perplexity(beyond) == pytest.approx(math.exp(3.0))
+    assert list(recall_bands(32, 0).values()) == [Band(0, 32), Band(32, None)]
+
+
+def test_figures_are_those_of_the_definitions() -> None:
+    figures = make_report().figures()
+    assert figures["test/word_perplexity"] == pytest.approx(math.exp(2500 / 500))
+    assert figures["test/token_perplexity"] == pytest.approx(math.exp(2500 / 1250))
+    assert figures["test/bits_per_byte"] == pytest.approx(2500 / math.log(2) / 2750)
+    assert figures["test/recall_perplexity_memory"] == pytest.approx(math.exp(2.0))
+
+
+def test_a_report_survives_its_file(tmp_path: Path) -> None:
+    report = make_report()
+    paths = write_report(report, tmp_path / "evaluations", "test-step-00000007", facts={"step": 7})
+    assert [path.name for path in paths] == ["test-step-00000007.csv", "test-step-00000007.json"]
+    assert read_report(paths[1]) == report
+    body = json.loads(paths[1].read_text())
+    assert body["step"] == 7
+    paths[1].write_text(json.dumps({**body, "format_version": 99}))
+    with pytest.raises(ValueError, match="format_version 99 is newer than 1"):
+        read_report(paths[1])
+    paths[1].write_text("[]")
+    with pytest.raises(ValueError, match="not a report"):
+        read_report(paths[1])
+
+
+def test_table_and_csv_show_documents_and_totals() -> None:
+    report = make_report()
+    table = to_table(report, rows=20).splitlines()
+    assert len({len(line) for line in table[:21]}) == 1  # columns stand under each other
+    assert "... 5 more documents" in table[21]
+    assert "25 documents" in table[22] and "148.41" in table[22]
+    assert table[24] == "recall perplexity, referent (32, 96] tokens back (memory): 7.39 over 21 tokens"
+    lines = to_csv(report.documents).splitlines()
+    assert len(lines) == 26
+    assert lines[1].startswith('d0,"A title, A title,')
+
+
+def save_evaluation(run_dir: Path, report: Report, *, step: int = 5) -> Path:
+    write_report(report, run_dir / "evaluations", f"{report.split}-step-{step:08d}", facts={})
+    return run_dir
+
+
+def test_compare_shows_gains_over_common_bands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = save_evaluation(tmp_path / "none", make_report(factor=2.0, mem_len=0))
+    save_evaluation(tmp_path / "xl", make_report(factor=9.0), step=4)
+    memory = save_evaluation(tmp_path / "xl", make_report(factor=1.0), step=12)
+    assert compare.run([plain, memory]) == 0
+    heading, columns, first, second = capsys.readouterr().out.splitlines()
+    assert heading.endswith("to the referent: (0, 32] 20, (32, 96] 21, > 96 10")
+    assert columns.split("  ")[0] == "run" and "recall (32, 96]" in columns
+    assert first.split() == ["none", "22,026.47", "2.72", "49.64", "20.09"]
+    assert second.split() == ["xl", "148.41", "(148.41x", "lower)", "2.72", "7.39", "(6.72x", "lower)", "20.09"]
+
+
+def test_figures_too_large_for_a_float_still_make_a_table(tmp_path: Path) -> None:
+    huge, normal = make_report(factor=1e6), make_report()
+    assert huge.word_perplexity == math.inf
+    table = compare.to_table([compare.Entry("huge", huge)], compare.compare([compare.Entry("huge", huge)]))
+    assert "inf" in table
+    entries = [compare.Entry("normal", normal), compare.Entry("huge", huge)]
+    assert "inf" in compare.to_table(entries, compare.compare(entries))
+    assert "inf" in to_table(huge)
+
+
+def test_compare_refuses_what_does_not_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = save_evaluation(tmp_path / "none", make_report())
+    assert compare.run([plain, tmp_path / "unknown"]) == 1
+    assert "no evaluation of validation; run: dist-mem evaluate" in capsys.readouterr().err
+    report = make_report()
+    other = save_evaluation(tmp_path / "other", Report(**{**vars(report), "documents": report.documents[1:]}))
+    assert compare.run([plain, other]) == 1
+    assert "do not score the same documents" in capsys.readouterr().err
+
+
+def test_compare_takes_the_split_that_all_runs_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = save_evaluation(tmp_path / "one", make_report(split="validation"))
+    two = save_evaluation(tmp_path / "two", make_report(split="validation"))
+    save_evaluation(two, make_report(split="test"))
+    assert compare.run([one, two]) == 0
+    assert capsys.readouterr().out.startswith("split validation")

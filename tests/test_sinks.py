@@ -1,0 +1,78 @@
+"""metrics.jsonl, and the progress that a user sees."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from dist_mem.progress import ProgressBar, ProgressLines
+from dist_mem.sinks import METRICS_FILE, MetricsFile, Point, Tracker, read_points
+
+
+def test_every_logged_step_is_one_line(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / METRICS_FILE, first_step=0)
+    file.log(Point(1, 5.0, {"loss": 2.0}))
+    file.log(Point(2, 6.0, {"loss": 1.0, "lr": 0.1}))
+    lines = (tmp_path / METRICS_FILE).read_text().splitlines()  # before `close`: a killed job keeps its lines
+    assert [json.loads(line) for line in lines] == [
+        {"step": 1, "time": 5.0, "metrics": {"loss": 2.0}},
+        {"step": 2, "time": 6.0, "metrics": {"loss": 1.0, "lr": 0.1}},
+    ]
+    file.close("FINISHED")
+
+
+def test_resume_supersedes_points_past_the_restored_step(tmp_path: Path) -> None:
+    path = tmp_path / METRICS_FILE
+    for first_step, last_step in ((0, 7), (5, 12), (10, 11)):
+        file = MetricsFile(path, first_step=first_step)
+        for step in range(first_step + 1, last_step + 1):
+            file.log(Point(step, float(first_step), {"loss": 1.0}))
+        file.close("KILLED")
+    points = read_points(path)
+    assert [point.step for point in points] == list(range(1, 12))
+    assert [point.time for point in points] == [0.0] * 5 + [5.0] * 5 + [10.0]
+
+
+def test_a_torn_last_line_is_dropped_and_a_damaged_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / METRICS_FILE
+    whole = '{"step": 1, "time": 1.0, "metrics": {"loss": 2.0}}\n'
+    path.write_text(whole + '{"step": 2, "ti')
+    MetricsFile(path, first_step=5).close("FINISHED")
+    assert path.read_text() == whole
+    path.write_text("{}\n" + whole)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: line 1 is not a logged step"):
+        read_points(path)
+
+
+def test_a_status_that_mlflow_does_not_know_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be one of FINISHED, FAILED, KILLED"):
+        Tracker().close("DONE")
+
+
+# Progress
+
+
+def test_plain_lines_tell_loss_perplexity_speed_and_time_left() -> None:
+    stream = io.StringIO()
+    lines = ProgressLines(total_steps=100, first_step=0, every=10, stream=stream)
+    for step in (10, 15, 100):
+        lines.log(Point(step, 0.0, {"loss": 2.0, "perplexity": 7.389, "tokens_per_second": 12345.6}))
+    lines.log(Point(100, 0.0, {"validation/word_perplexity": 99.5, "validation/bits_per_byte": 1.25}))
+    ten, hundred, evaluation = stream.getvalue().splitlines()
+    assert ten.startswith("step 10/100  loss 2.0000  ppl 7.39  12,346 tokens/s  eta 0:00:0")
+    assert hundred.endswith("eta 0:00:00")
+    assert evaluation == "step 100: validation  word_perplexity 99.50  bits_per_byte 1.25"
+
+
+def test_the_bar_stands_at_the_logged_step_and_messages_do_not_tear_it() -> None:
+    stream = io.StringIO()
+    bar = ProgressBar(total_steps=100, first_step=40, stream=stream)
+    bar.log(Point(50, 0.0, {"loss": 2.0, "perplexity": 7.389}))
+    bar.message("saved")
+    bar.close("FINISHED")
+    last = stream.getvalue().split("\r")[-1]
+    assert "50/100" in last and "loss 2.0000  ppl 7.39" in last
+    assert "saved\n" in stream.getvalue()

@@ -1,0 +1,157 @@
+"""Sampling the machine: real monitors, and ones that fail as drivers do."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from dist_mem.environment import system_metrics_interval
+from dist_mem.mlflow_run import system_monitors
+from dist_mem.system_metrics import SystemMetrics
+
+INTERVAL = 0.02
+
+
+class Counting:
+    """A monitor whose figure tells how many samples it has taken since they were cleared."""
+
+    def __init__(self, name: str = "samples") -> None:
+        self.name = name
+        self.since_cleared = 0
+
+    def collect_metrics(self) -> None:
+        self.since_cleared += 1
+
+    def aggregate_metrics(self) -> dict[str, float]:
+        return {self.name: self.since_cleared}
+
+    def clear_metrics(self) -> None:
+        self.since_cleared = 0
+
+
+class Failing(Counting):
+    def aggregate_metrics(self) -> dict[str, float]:
+        raise RuntimeError("the driver is gone")
+
+
+class Hanging(Counting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_reached, self.may_go_on = threading.Event(), threading.Event()
+        self.has_worked = False
+
+    def collect_metrics(self) -> None:
+        super().collect_metrics()
+        if self.has_worked:
+            self.is_reached.set()
+            self.may_go_on.wait()
+
+    def clear_metrics(self) -> None:
+        self.has_worked = True
+
+
+Start = Callable[..., tuple[SystemMetrics, "queue.Queue[dict[str, float]]", list[str]]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start sampling; what is recorded and what is reported. Everything is closed in the end."""
+    started = []
+
+    def begin(
+        *monitors: Any, interval: float = INTERVAL
+    ) -> tuple[SystemMetrics, queue.Queue[dict[str, float]], list[str]]:
+        recorded: queue.Queue[dict[str, float]] = queue.Queue()
+        reported: list[str] = []
+        system = SystemMetrics(monitors, recorded.put, interval=interval, report=reported.append)
+        started.append(system)
+        return system, recorded, reported
+
+    yield begin
+    for system in started:
+        system.close()
+
+
+def test_cpu_use_is_measured_from_the_first_point_on(start: Start) -> None:
+    """It comes first here, because psutil would go on with the figures of an earlier thread."""
+    _, recorded, _ = start(*system_monitors(), interval=0.2)
+    deadline = time.monotonic() + 0.2
+    while time.monotonic() < deadline:  # keep a core busy
+        pass
+    assert recorded.get(timeout=20)["system/cpu_utilization_percentage"] > 0
+
+
+def test_mlflows_monitors_are_recorded_under_mlflows_names(start: Start) -> None:
+    _, recorded, reported = start(*system_monitors())
+    for _ in range(2):
+        figures = recorded.get(timeout=20)
+    assert {
+        "system/cpu_utilization_percentage",
+        "system/system_memory_usage_megabytes",
+        "system/disk_usage_percentage",
+        "system/network_receive_megabytes",
+    } <= figures.keys()
+    assert figures["system/system_memory_usage_megabytes"] > 100
+    assert reported == []
+
+
+def test_every_point_is_of_one_sample(start: Start) -> None:
+    _, recorded, _ = start(Counting())
+    assert [recorded.get(timeout=20) for _ in range(3)] == [{"system/samples": 1.0}] * 3
+
+
+def test_monitor_that_fails_is_told_once_and_the_others_go_on(start: Start) -> None:
+    _, recorded, reported = start(Failing(), Counting())
+    for _ in range(3):
+        assert recorded.get(timeout=20) == {"system/samples": 1.0}
+    assert reported == ["no more system metrics of Failing: RuntimeError: the driver is gone"]
+
+
+def test_thread_ends_when_no_monitor_is_left(start: Start) -> None:
+    before = set(threading.enumerate())
+    _, recorded, reported = start(Failing())
+    for thread in set(threading.enumerate()) - before:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert (recorded.empty(), len(reported)) == (True, 1)
+
+
+def test_full_disk_ends_the_thread_with_one_message() -> None:
+    def record(figures: dict[str, float]) -> None:
+        raise OSError("no space left on device")
+
+    before, reported = set(threading.enumerate()), list[str]()
+    SystemMetrics([Counting()], record, interval=INTERVAL, report=reported.append)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert reported == ["no more system metrics: no space left on device"]
+
+
+def test_close_does_not_wait_for_a_monitor_that_hangs_and_nothing_comes_after_it(start: Start) -> None:
+    hanging = Hanging()
+    system, recorded, _ = start(hanging)
+    assert hanging.is_reached.wait(20)
+    began = time.monotonic()
+    system.close()
+    assert time.monotonic() - began < 1
+    hanging.may_go_on.set()
+    time.sleep(5 * INTERVAL)
+    assert recorded.empty()
+
+
+def test_interval_is_mlflows_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL"
+    monkeypatch.delenv(name, raising=False)
+    assert system_metrics_interval() == 10.0
+    monkeypatch.setenv(name, "2.5")
+    assert system_metrics_interval() == 2.5
+    for wrong in ("0", "-1", "soon", "nan", "inf"):
+        monkeypatch.setenv(name, wrong)
+        with pytest.raises(ValueError, match=f"{name} is '{wrong}', but must be a number of seconds"):
+            system_metrics_interval()

@@ -1,0 +1,47 @@
+"""Tracked jobs for tests, without training: what they log, and what MLflow has of it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from dist_mem.config import Config
+from dist_mem.sinks import Tracker
+from dist_mem.tracking import start_tracking
+
+
+def config_for(uri: str, **overrides: Any) -> Any:
+    config = OmegaConf.structured(Config)
+    return OmegaConf.merge(config, {"name": "demo", "tracking": {"uri": uri, "system_metrics": False}}, overrides)
+
+
+def start(config: Any, run_dir: Path, *, run_id: str | None = None, first_step: int = 0) -> Tracker:
+    return start_tracking(
+        config,
+        run_dir=run_dir,
+        run_id=run_id,
+        total_steps=100,
+        first_step=first_step,
+        measurements={"seconds"},
+    )
+
+
+def job(config: Any, run_dir: Path, losses: dict[int, float], *, status: str = "KILLED", **options: Any) -> Tracker:
+    """A job from start to end that logs these losses."""
+    tracker = start(config, run_dir, **options)
+    for step, loss in losses.items():
+        tracker.log(step, {"loss": loss, "seconds": time.perf_counter()})
+    tracker.close(status)
+    return tracker
+
+
+def history(client: Any, run_id: str | None, name: str) -> list[tuple[int, float]]:
+    """(step, value), in the order in which MLflow took them."""
+    return [(point.step, point.value) for point in client.get_metric_history(run_id, name)]
+
+
+def steps(first: int, last: int) -> dict[int, float]:
+    return {step: float(step) for step in range(first, last + 1)}
