@@ -25,7 +25,7 @@ class Prefetcher(Generic[ItemT]):
 
     def __init__(self, source: Iterator[ItemT], *, depth: int) -> None:
         self._source = source
-        # Two queues of C and not a condition: handing an item over costs half as much.
+        # Two queues written in C and not a condition in Python: an item changes hands faster.
         self._ready: SimpleQueue[ItemT | _End] = SimpleQueue()
         self._places: SimpleQueue[None] = SimpleQueue()  # one for each item that may be put
         for _ in range(depth):

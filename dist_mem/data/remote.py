@@ -160,7 +160,9 @@ def _download_verified(source: Address, partial: Path, verify: Verify, cancelled
                 raise UnreachableError(f"{error} ({len(RETRY_PAUSES) + 1} attempts)") from error
             log.warning("%s; asking again in %g s", error, pause)
             cancelled.wait(pause)
-        except ValueError as error:
+        except RemoteError:
+            raise
+        except ValueError as error:  # of `verify`
             if was_wrong:
                 raise RemoteError(str(error).replace(str(partial), source.shown) + _web_page(partial)) from error
             was_wrong = True
