@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import platform
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from itertools import chain, count
@@ -103,11 +103,19 @@ def _commit(partial: Path, final: Path, content: dict[str, Any]) -> None:
 
 
 def save_checkpoint(
-    run_dir: Path, *, step: int, engine: Engine, lanes: Lanes, config_text: str, world: World, facts: dict[str, Any]
+    run_dir: Path,
+    *,
+    step: int,
+    engine: Engine,
+    lanes: Lanes,
+    texts: Mapping[str, str],
+    world: World,
+    facts: dict[str, Any],
 ) -> Path:
     """Write the checkpoint of `step`; it exists completely or not at all. Every rank calls it.
 
     Args:
+        texts: files to write besides, config.yaml among them.
         facts: what else the manifest should tell (fingerprints, MLflow run id).
 
     Raises:
@@ -116,7 +124,7 @@ def save_checkpoint(
     final = step_dir(run_dir, step)
     partial = final.with_name(f".{final.name}.partial")
     with _whole_or_nothing(partial, world):
-        _open_partial(partial, config_text, world)
+        _open_partial(partial, texts, world)
         entries = _write_share(partial, engine, lanes, world)
         told = gather_objects((entries, _lane_rows(lanes, world.rank)))
         error: OSError | None = None
@@ -149,12 +157,14 @@ def _whole_or_nothing(partial: Path, world: World) -> Iterator[None]:
         raise AgreedError(f"{error}. Earlier checkpoints are whole: mend this, and the same command resumes") from error
 
 
-def _open_partial(partial: Path, config_text: str, world: World) -> None:
+def _open_partial(partial: Path, texts: Mapping[str, str], world: World) -> None:
     error: OSError | None = None
     if world.rank == 0:
         try:
             partial.mkdir(parents=True)
-            write_text(partial / "config.yaml", config_text)
+            for name, text in texts.items():
+                (partial / name).parent.mkdir(exist_ok=True)
+                write_text(partial / name, text)
         except OSError as caught:
             error = caught
     agree_all_well(error, f"opening checkpoint {partial}")

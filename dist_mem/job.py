@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +35,7 @@ from dist_mem.evaluate import evaluate_split
 from dist_mem.manifest import read_manifest
 from dist_mem.meter import MEASUREMENTS, Meter
 from dist_mem.model import MemoryLM
+from dist_mem.outside_memory import sources
 from dist_mem.plan import total_steps
 from dist_mem.resume_rules import refuse_changes
 from dist_mem.run_facts import describe_run
@@ -54,6 +57,7 @@ class Job:
     reader: LaneReader
     tracker: Tracker
     meter: Meter
+    sources: dict[str, str]  # of memories outside the package, as this job runs them: name -> text
     lane_ids: Tensor  # (P,) int64
     states: list[Any]  # memories after `step` updates
     cursors: Tensor  # (P, 3) int64, after `step` updates
@@ -95,7 +99,9 @@ class Start(NamedTuple):
     messages: list[str]
 
 
-def _restore(config: Any, world: World, index: Index, engine: Engine, fresh: Lanes) -> Start:
+def _restore(
+    config: Any, world: World, index: Index, engine: Engine, fresh: Lanes, memory_sources: Mapping[str, str]
+) -> Start:
     """Load the newest checkpoint that verifies, or begin at step 0."""
     chosen, passed_over = choose_checkpoint(Path(config.run_dir))
     messages = [f"passed over: {reason}" for reason in passed_over]
@@ -109,6 +115,9 @@ def _restore(config: Any, world: World, index: Index, engine: Engine, fresh: Lan
     engine.load(chosen)
     lanes = read_lanes(chosen, manifest, fresh.lane_ids, fresh.states)
     read_random_state(chosen, world)
+    for name, text in memory_sources.items():
+        if hashlib.sha256(text.encode()).hexdigest() != manifest["files"][name]["sha256"]:
+            messages.append(f"{name} is not what the run was trained with so far: {chosen / name} was")
     meter = manifest.get("meter", {})  # checkpoints of before 2026-11-20 have none: counts begin anew
     return Start(manifest["step"], lanes, manifest["mlflow_run_id"], meter, [*messages, f"resuming from {chosen}"])
 
@@ -151,10 +160,11 @@ def _open_job(config: Any, world: World) -> Job:
     lane_ids = torch.tensor(
         lanes_of_rank(train.lanes, world_size=world.size, rank=world.rank, micro_lanes=train.micro_lanes)
     )
+    memory_sources = on_all_ranks(lambda: sources(config.memory), "reading the memory")
     on_all_ranks(start_communication, "starting DeepSpeed")
     engine, fresh = _build(config, world, tokenizer, lane_ids)
     cursors = torch.zeros(len(lane_ids), 3, dtype=torch.int64)
-    start = _restore(config, world, index, engine, Lanes(lane_ids, cursors, fresh))
+    start = _restore(config, world, index, engine, Lanes(lane_ids, cursors, fresh), memory_sources)
     reader = on_all_ranks(
         lambda: training_reader(config, world_size=world.size, rank=world.rank, cursors=start.lanes.cursors),
         f"reading {index.split_dir}",
@@ -175,7 +185,7 @@ def _open_job(config: Any, world: World) -> Job:
             measurements=MEASUREMENTS,
         )
         if config.tracking.mlflow:
-            describe_run(tracker, config, world, indexes)
+            describe_run(tracker, config, world, indexes, memory_sources)
         return tracker
 
     tracker = on_all_ranks(open_run_dir, f"opening {run_dir}")
@@ -191,6 +201,7 @@ def _open_job(config: Any, world: World) -> Job:
         reader=reader,
         tracker=tracker,
         meter=Meter(lane_segments_per_update=train.lanes * train.segments_per_update, saved=start.meter),
+        sources=memory_sources,
         lane_ids=lane_ids,
         states=start.lanes.states,
         cursors=start.lanes.cursors,
@@ -213,7 +224,7 @@ def save(job: Job) -> None:
         step=job.step,
         engine=job.engine,
         lanes=lanes,
-        config_text=to_yaml(job.config),
+        texts={"config.yaml": to_yaml(job.config), **job.sources},
         world=job.world,
         facts=facts,
     )

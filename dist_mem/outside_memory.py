@@ -44,7 +44,7 @@ def load_from_file(kind: str, where: str = "memory") -> type[Memory]:
     path, name = source_of(kind), kind.rpartition(":")[2]
     if not path.is_file():
         raise ValueError(f"{where}.kind is {kind!r}: there is no file {path.absolute()}; give PATH:CLASS")
-    module_name = f"dist_mem_outside_{sha256_of(path)[:16]}"
+    module_name = f"dist_mem_outside_{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
     if module_name not in sys.modules:
         _run(path, module_name)
     found = getattr(sys.modules[module_name], name, None)
@@ -89,14 +89,13 @@ def source_of(kind: str) -> Path:
     return Path(kind.rpartition(":")[0])
 
 
-def sha256_of(path: Path) -> str:
-    """What tells one version of a file from another."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def sources(block: Mapping[str, Any]) -> dict[str, str]:
+    """What a run keeps of the files that its `memory:` block takes memories from: `memory/NAME.py` and its text."""
+    return {f"memory/{path.name}": path.read_text(encoding="utf-8") for path in _source_files(block)}
 
 
-def source_files(block: Mapping[str, Any]) -> Iterator[Path]:
-    """The files outside the package that a `memory:` block takes memories from, the ones it lies over too."""
+def _source_files(block: Mapping[str, Any]) -> Iterator[Path]:
     if is_file(block["kind"]):
         yield source_of(block["kind"])
-    if isinstance(block.get("over"), Mapping):
-        yield from source_files(block["over"])
+    if "over" in block:
+        yield from _source_files(block["over"])

@@ -7,7 +7,7 @@ G lanes of the whole job, T tokens of a segment, K segments of an update.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from dist_mem.config import Config, deepspeed_block
@@ -81,13 +81,19 @@ def _data_is_built(config: Config) -> bool:
     return (local_dir(config.data) / JSON_NAME).exists()
 
 
+def _described(memory: Mapping[str, Any]) -> str:
+    """A memory with its options, and the one it lies over."""
+    options = ", ".join(f"{name} {value}" for name, value in memory.items() if name not in ("kind", "over"))
+    over = f" over {_described(memory['over'])}" if "over" in memory else ""
+    return f"{memory['kind']}{f' ({options})' if options else ''}{over}"
+
+
 def _model_lines(config: Config, world_size: int) -> Iterator[tuple[str, str]]:
     model, train = config.model, config.train
     is_built = _data_is_built(config)
     vocab_size = read_tokenizer_facts(local_dir(config.data))["vocab_size"] if is_built else ASSUMED_VOCAB_SIZE
     sizes = describe(config, vocab_size)
     assumed = "" if is_built else " (assumed: the data is not built yet)"
-    options = ", ".join(f"{name} {value}" for name, value in config.memory.items() if name != "kind")
     per_rank = sizes["state_bytes_per_lane"] * batch_plan(train, world_size).lanes_per_rank
     layers, words = sizes["num_layer_parameters"], sizes["num_vocabulary_parameters"]
     state = f"{sizes['state_bytes_per_lane']:,} bytes a lane, {per_rank:,} bytes a rank"
@@ -95,7 +101,7 @@ def _model_lines(config: Config, world_size: int) -> Iterator[tuple[str, str]]:
     yield "model", f"{model.num_layers} layers, D {model.d_model}, H {model.num_heads}, {model.norm}-norm"
     yield "parameters", f"{sizes['num_parameters']:,}: {layers:,} in the layers, {words:,} in the vocabulary"
     yield "vocabulary", f"{vocab_size:,}{assumed}"
-    yield "memory", f"{config.memory.kind}{f' ({options})' if options else ''}: {state}"
+    yield "memory", f"{_described(config.memory)}: {state}"
 
 
 def _batch_lines(config: Config, world_size: int) -> Iterator[tuple[str, str]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dist_mem.data.remote import show
@@ -17,17 +18,23 @@ _DIGEST_CHARS = 36  # MLflow takes no more
 _GIT_DIFF = "git.diff"
 
 
-def describe_run(tracker: Tracker, config: Any, world: World, indexes: Sequence[Index]) -> None:
+def describe_run(
+    tracker: Tracker, config: Any, world: World, indexes: Sequence[Index], sources: Mapping[str, str]
+) -> None:
     """Tell the tracker all of it; for rank 0 alone, because it asks git and MLflow.
 
     Args:
         indexes: of the split that is trained on, then those of evaluation.
+        sources: of memories outside the package, name -> text.
     """
     git = git_state()
     tracker.log_tags({**client_tags(), **git.tags, **versions(), "world_size": str(world.size), **slurm_job()})
     tracker.log_artifact("config.yaml")
     if git.diff:
         tracker.log_text(git.diff, _GIT_DIFF)
+    for name, text in sources.items():
+        tracker.log_text(text, name)
+        tracker.log_tags({f"dist_mem.sha256.{name}": hashlib.sha256(text.encode()).hexdigest()})
     contexts = ["training", *["validation"] * (len(indexes) - 1)]
     tracker.log_datasets(
         [_dataset(index, show(config.data.path), context) for index, context in zip(indexes, contexts, strict=True)]

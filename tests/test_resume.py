@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from faults import assert_told
@@ -72,22 +73,60 @@ def test_resume_after_kill_is_bitwise(
     assert cursors[0][:, 2].any(), "no lane stands in the middle of a book: the test proves little"
 
 
-@pytest.mark.parametrize("kind", memory_kinds())
+SEG_LEN = 16  # of the configurations of tests/jobs.py
+EXAMPLE = Path(__file__).parent.parent / "examples" / "averages.py"
+
+
+def small_memory(kind: str, **options: Any) -> dict[str, Any]:
+    return {"kind": kind, **memory_class(kind).small_options(SEG_LEN), **options}
+
+
+MEMORIES = {
+    **{kind: small_memory(kind) for kind in memory_kinds()},
+    "infinite, sticky, over lamemo": small_memory(
+        "infinite", over={"kind": "lamemo", "mem_len": SEG_LEN}, sampling="sticky"
+    ),
+    "a memory outside the package": small_memory(f"{EXAMPLE}:Averages"),
+}
+STAGES = [pytest.param(stage, marks=[] if stage in (2, 3) else pytest.mark.nightly) for stage in range(4)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("memory", MEMORIES)
 def test_every_memory_comes_back_bitwise(
-    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool], kind: str
+    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool], memory: str, stage: int
 ) -> None:
     """Three steps, then on to six in newly opened jobs, beside a straight six; successive segments share an update."""
     ends = []
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     for name, stops in (("straight", [6]), ("paused", [3, 6])):
         for steps in stops:
-            changes = {"schedule": {"kind": "constant"}, "train": {"steps": steps, "segments_per_update": 2}}
+            train = {"steps": steps, "segments_per_update": 2}
+            changes = {"schedule": {"kind": "constant"}, "train": train, "deepspeed": {"zero_optimization": zero}}
             config = write_config(tmp_path / f"{name}.yaml", books, tmp_path / name, changes)
             written = OmegaConf.load(config)
-            written.memory = {"kind": kind, **memory_class(kind).small_options(16)}
+            written.memory = MEMORIES[memory]
             OmegaConf.save(written, config)
             assert rank_pool(2).run(train_here, config) == [0, 0]
         ends.append((losses(tmp_path / name), checkpoint_content(tmp_path / name / "checkpoints" / "step-00000006")))
     assert difference(*ends) is None
+
+
+def test_the_source_of_a_memory_outside_is_kept_and_a_change_is_told(tmp_path: Path, books: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(EXAMPLE.read_text())
+    for steps in (1, 2):
+        changes = {"train": {"steps": steps}, "schedule": {"kind": "constant"}}
+        config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", changes)
+        written = OmegaConf.load(config)
+        written.memory = small_memory(f"{mine}:Averages")
+        OmegaConf.save(written, config)
+        codes, text = run_ranks(["train", str(config)], world_size=1, cwd=tmp_path)
+        assert codes == [0], text
+        kept = tmp_path / "run" / "checkpoints" / f"step-{steps:08d}" / "memory" / "mine.py"
+        assert kept.read_text() == mine.read_text()
+        mine.write_text(EXAMPLE.read_text() + "# mended\n")
+    assert "memory/mine.py is not what the run was trained with so far" in text
 
 
 def test_signal_on_one_rank_saves_and_asks_to_be_started_again(tmp_path: Path, books: Path) -> None:
