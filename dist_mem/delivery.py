@@ -7,6 +7,7 @@ taken for sent. Whoever goes on with a journal, the resumed job or `dist-mem tra
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,8 +26,8 @@ _LONGEST_PAUSE = 10.0  # seconds between two attempts while MLflow is down
 
 
 def brief(error: Exception) -> str:
-    """An error in one line."""
-    first_line = (str(error).splitlines() or [""])[0]
+    """An error in one line, without the user and password of a URL, which MLflow's client names."""
+    first_line = re.sub(r"//[^/\s]*@", "//", (str(error).splitlines() or [""])[0])
     return f"{type(error).__name__}: {first_line[:300]}"
 
 
@@ -63,7 +64,8 @@ class Sender:
                 raise
             self._batch_size = min(_LARGEST_BATCH, self._batch_size + 2)
             self._entries.done()
-            self.run.send_tags({SENT_TAG: str(self._entries.num_done), UID_TAG: self._uid})
+            counts = {SENT_TAG: str(self._entries.num_done), SENT_FILES_TAG: str(self._files.num_done)}
+            self.run.send_tags({**counts, UID_TAG: self._uid})  # all: a run of MLFLOW_RUN_ID may have another journal's
             self.num_sent += len(batch)
         while batch := self._files.batch(_LARGEST_BATCH):
             has_files = self._send_files(batch)

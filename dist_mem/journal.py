@@ -15,6 +15,7 @@ import json
 import threading
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,7 +83,8 @@ def find_entries(path: Path, kind: str) -> list[Entry]:
     """Every entry of one kind; reads a large journal faster than `read_entries`."""
     begin = json.dumps({"kind": kind})[:-1].encode()
     with path.open("rb") as file:
-        return [_decode(line) for line in file if line.startswith(begin) and line.endswith(b"\n")]
+        found = [_decode(line) for line in file if line.startswith(begin) and line.endswith(b"\n")]
+    return [entry for entry in found if entry.kind != DAMAGED]
 
 
 def _encode(entry: Entry) -> str:
@@ -103,7 +105,7 @@ class Journal:
         """Go on with a journal that `write_journal` has begun."""
         self.path = path
         self.header = read_header(path)
-        self._latest = _cut_torn_line(path)
+        self._latest = _cut_torn_line(path) + 1  # so that what the last job wrote is older than all of this one
         self._lock = threading.Lock()
         self._file = path.open("a", encoding="utf-8", newline="\n", buffering=1)  # by lines: a kill loses one at most
 
@@ -124,7 +126,8 @@ class Journal:
 
     def close(self) -> None:
         """Nothing is appended any more."""
-        self._file.close()
+        with suppress(OSError):  # a full disk: told when the entry was appended
+            self._file.close()
 
 
 def _cut_torn_line(path: Path) -> int:

@@ -77,6 +77,11 @@ def _name(holder: dict[str, Any]) -> str:
     return f"process {holder['pid']} on {holder.get('host')}" if "pid" in holder else "a job that is just starting"
 
 
+def _read(path: Path) -> str:
+    """What stands in a lease, also one that a broken disk has made rubbish of: rank 0 must not fail alone at it."""
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
 def _read_holder(text: str) -> dict[str, Any]:
     """What a lease says; nothing while it is being written, or if its writer died in the middle."""
     try:
@@ -130,7 +135,7 @@ class Lease:
 
     def _remove_if_abandoned(self) -> None:
         try:
-            text = self.path.read_text(encoding="utf-8")
+            text = _read(self.path)
             if not _is_abandoned(self.path, text):
                 raise LeaseError(
                     f"{self.path}: {_name(_read_holder(text))} is using this run directory. Stop that job, or give "
@@ -147,14 +152,14 @@ class Lease:
             self.path.rename(aside)
         except FileNotFoundError:
             return
-        if aside.read_text(encoding="utf-8") != text:
+        if _read(aside) != text:
             with suppress(FileExistsError):
                 self.path.hardlink_to(aside)
         aside.unlink()
 
     def _is_mine(self) -> bool:
         try:
-            return self.path.read_text(encoding="utf-8") == self._text
+            return _read(self.path) == self._text
         except FileNotFoundError:
             return False
 

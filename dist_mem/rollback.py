@@ -43,8 +43,12 @@ class Rollback:
         return True
 
     def supersedes(self, point: Point) -> range:
-        """The earlier steps that are wrong from here on, if this point is not what was logged before; else none."""
+        """The steps at which the points of earlier jobs are wrong, if this point is not what they logged; else none.
+
+        A step of which one point was repeated and another differs, as an evaluation, is not among them: the repeated
+        point stands nowhere else.
+        """
         if not any(name in self._old.get(point.step, {}) for name in point.metrics):
             return range(0)
         self._old = {}  # whatever follows is new
-        return range(min(self._same_until + 1, point.step), self._last_step + 1)
+        return range(self._same_until + 1, self._last_step + 1)

@@ -62,8 +62,11 @@ def start_tracking(
     if config.tracking.mlflow:
         _settle_run_id(run_dir, run_id, report=progress.message)
         journal = _open_journal(config, run_dir, metrics_file.kept)
-        target = Target(_uri(config), run_dir, journal.header)
-        past, num_system_points = _history(journal, first_step)
+        target = _target(config, run_dir, journal.header)
+        past, num_system_points, last_step = _history(journal, first_step)
+        for point in metrics_file.kept:
+            if point.step > last_step:  # logged by a job without MLflow
+                journal.append("point", _body(point), time=point.time)
         rollback = Rollback(past, first_step=first_step, measurements=measurements)
         sink = MlflowSink(journal, target, rollback, report=progress.message)
         if config.tracking.system_metrics:
@@ -89,11 +92,8 @@ def send_journals(config: Any, run_dir: Path, *, report: Callable[[str], None]) 
     journal = run_dir / JOURNAL
     if not journal.exists():
         raise ValueError(f"{journal} is missing: the run was never tracked with MLflow")
-    header = read_header(journal)
-    if config.tracking.experiment:  # may be given later than the run began
-        header = header._replace(experiment={"name": config.tracking.experiment})
-    uri = _uri(config)
-    sender = Sender(Target(uri, run_dir, header), journal, report=_discreet(report, uri))
+    target = _target(config, run_dir, read_header(journal))
+    sender = Sender(target, journal, report=_discreet(report, target.uri))
     sender.send()
     for path in sorted(journal.parent.glob(_EVALUATIONS)):
         with suppress(FileNotFoundError):  # somebody else has sent it
@@ -135,6 +135,13 @@ def _uri(config: Any) -> str:
     return config.tracking.uri or mlflow_environment().uri or DEFAULT_URI
 
 
+def _target(config: Any, run_dir: Path, header: Header) -> Target:
+    """The run of a journal; where it has none yet, `tracking.experiment` may be given later than the journal began."""
+    if config.tracking.experiment:
+        header = header._replace(experiment={"name": config.tracking.experiment})
+    return Target(_uri(config), run_dir, header)
+
+
 def _discreet(report: Callable[[str], None], uri: str) -> Callable[[str], None]:
     """`report` without the user and password of a URI, which end in log files otherwise."""
     credentials, at, _ = urlsplit(uri).netloc.rpartition("@")
@@ -168,15 +175,17 @@ def _body(point: Point) -> dict[str, Any]:
     return {"step": point.step, "metrics": point.metrics}
 
 
-def _history(journal: Journal, first_step: int) -> tuple[list[Point], int]:
-    """The points past `first_step`, and the number of system points."""
-    past, num_system_points = [], 0
+def _history(journal: Journal, first_step: int) -> tuple[list[Point], int, int]:
+    """The points past `first_step`, the number of system points, and the last step of all (-1 without one)."""
+    past, num_system_points, last_step = [], 0, -1
     for entry in read_entries(journal.path):
         if entry.kind == "system":
             num_system_points += 1
-        elif entry.kind == "point" and entry.body["step"] > first_step:
-            past.append(Point(entry.body["step"], entry.time / 1000, entry.body["metrics"]))
-    return past, num_system_points
+        elif entry.kind == "point":
+            last_step = max(last_step, entry.body["step"])
+            if entry.body["step"] > first_step:
+                past.append(Point(entry.body["step"], entry.time / 1000, entry.body["metrics"]))
+    return past, num_system_points, last_step
 
 
 class MlflowSink(Sink):
@@ -194,7 +203,7 @@ class MlflowSink(Sink):
         self._report = _discreet(report, target.uri)
         self._is_closed = False
         self._system: SystemMetrics | None = None
-        self.record("status", {"status": "RUNNING"})
+        self._began = journal.append("status", {"status": "RUNNING"}, time=time.time())
         self._sender = Sender(target, journal.path, report=self._say)
         self._service = f"MLflow at {target.uri}"
         self._delivery = Delivery(self._sender.send, report=self._say, service=self._service)
@@ -215,9 +224,9 @@ class MlflowSink(Sink):
     def log(self, point: Point) -> None:
         if self._rollback.repeats(point):
             return
-        milliseconds = self._journal.append("point", _body(point), time=point.time)
+        self._journal.append("point", _body(point), time=point.time)
         if steps := self._rollback.supersedes(point):
-            self.record("superseded", {"first": steps[0], "last": steps[-1], "before": milliseconds})
+            self.record("superseded", {"first": steps[0], "last": steps[-1], "before": self._began})
 
     def record(self, kind: str, body: Mapping[str, Any]) -> None:
         self._journal.append(kind, body, time=time.time())
@@ -225,7 +234,10 @@ class MlflowSink(Sink):
     def close(self, status: str) -> None:
         if self._system is not None:
             self._system.close()
-        self.record("status", {"status": status})
+        try:
+            self.record("status", {"status": status})
+        except OSError as error:  # a full disk; rank 0 must not end otherwise than the others
+            self._say(f"{self._journal.path}: {error}; MLflow is not told that the job is {status}")
         self._journal.close()
         if not self._delivery.close(FLUSH_SECONDS):
             self._say(

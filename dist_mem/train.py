@@ -42,7 +42,7 @@ def train(job: Job, stop_signal: StopSignal) -> int:
         job.meter.add(outcome.totals, epoch=update.epoch)
         is_last = outcome.stop or job.step == job.total_steps
         if job.step == job.total_steps or job.step % job.config.tracking.every == 0:
-            trouble = record(job, job.meter.read(job.engine))
+            trouble = record(job, job.meter.read(job.engine)) or trouble
         if job.config.eval.every and job.step % job.config.eval.every == 0:
             with job.meter.paused():
                 trouble = evaluate_or_save(job) or trouble

@@ -99,9 +99,17 @@ class FullMetricsFile(MetricsFile):
         super().__init__(path, first_step=first_step)
 
 
-def train_with_full_metrics(world: World, config: Path) -> str:
+class OnceFullMetricsFile(FullMetricsFile):
+    """There is room again one step later."""
+
+    def log(self, point: Point) -> None:
+        if point.step == 3:
+            super().log(point)
+
+
+def train_with_full_metrics(world: World, config: Path, disk: type[MetricsFile] = FullMetricsFile) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dist_mem.tracking.MetricsFile", FullMetricsFile)
+        patch.setattr("dist_mem.tracking.MetricsFile", disk)
         try:
             return f"ended with {train_here(world, config)}"
         except UnusableError as error:
@@ -117,6 +125,14 @@ def test_a_step_that_cannot_be_recorded_stops_a_run_that_is_saved(
     assert all("No space left on device: '" in text and "metrics.jsonl" in text for text in told), told
     assert list_steps(tmp_path / "run") == [min(steps, 4)]
     assert rank_pool(2).run(train_here, config) == [0, 0]
+
+
+def test_a_step_before_the_last_that_was_not_recorded_is_told_all_the_same(
+    tmp_path: Path, books: Path, rank_pool: Pool
+) -> None:
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 4}})
+    told = rank_pool(2).run(train_with_full_metrics, config, OnceFullMetricsFile)
+    assert all("No space left on device: '" in text for text in told), told
 
 
 def train_told(world: World, config: Path) -> str:

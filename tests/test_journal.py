@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from dist_mem.journal import DAMAGED, Entry, Header, Journal, JournalError, JournalReader, read_entries, write_journal
+from dist_mem.journal import (
+    DAMAGED,
+    Entry,
+    Header,
+    Journal,
+    JournalError,
+    JournalReader,
+    find_entries,
+    read_entries,
+    write_journal,
+)
 from dist_mem.rollback import Rollback
 from dist_mem.sinks import Point
 
@@ -32,13 +42,14 @@ def test_entries_are_on_disk_when_append_returns_and_in_order(tmp_path: Path) ->
     journal.close()
 
 
-def test_time_never_goes_back_not_on_a_node_with_a_slow_clock_either(tmp_path: Path) -> None:
+def test_every_job_is_later_than_the_one_before_on_a_node_with_a_slow_clock_too(tmp_path: Path) -> None:
+    """Else points of the earlier job could not be told from those that supersede them."""
     path = begin(tmp_path)
     for now in (1000.0, 400.0, 1001.5):
         journal = Journal(path)
         journal.append("status", {}, time=now)
         journal.close()
-    assert [entry.time for entry in read_entries(path)] == [1_000_000, 1_000_000, 1_001_500]
+    assert [entry.time for entry in read_entries(path)] == [1_000_000, 1_000_001, 1_001_500]
 
 
 def test_threads_do_not_tear_each_others_lines(tmp_path: Path) -> None:
@@ -107,6 +118,16 @@ def test_a_file_that_is_no_journal_is_named(tmp_path: Path) -> None:
             Journal(path)
 
 
+def test_a_damaged_entry_is_not_found_as_one_of_its_kind(tmp_path: Path) -> None:
+    path = begin(tmp_path)
+    journal = Journal(path)
+    journal.append("superseded", {"first": 1}, time=1.0)
+    journal.close()
+    with path.open("a") as file:
+        file.write('{"kind": "superseded", "ti\n')
+    assert [entry.body for entry in find_entries(path, "superseded")] == [{"first": 1}]
+
+
 # Rollback
 
 
@@ -149,3 +170,12 @@ def test_an_evaluation_that_the_killed_job_did_not_reach_is_new_and_supersedes_n
     assert not after.repeats(evaluation)
     assert not after.supersedes(evaluation)
     assert after.repeats(point(6, loss=1.0))
+
+
+def test_points_at_steps_that_were_not_logged_before_are_never_among_the_superseded() -> None:
+    """Of a repeated point MLflow has the earlier one; superseded before it was sent, it would be lost."""
+    after = rollback(point(6, loss=1.0), Point(6, 0.0, {"validation/nll": 3.0}), point(7, loss=2.0))
+    assert after.repeats(point(6, loss=1.0))
+    evaluation = Point(6, 0.0, {"validation/nll": 4.0})
+    assert not after.repeats(evaluation)
+    assert after.supersedes(evaluation) == range(7, 8)

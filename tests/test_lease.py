@@ -65,6 +65,14 @@ ODD_CLOCKS = [0, 3600, -3600]  # how old the last touch seems: the clocks agree,
 
 
 @pytest.mark.usefixtures("quick")
+def test_lease_that_a_broken_disk_made_rubbish_is_taken_too(tmp_path: Path) -> None:
+    """On rank 0, and no other rank looks: any error but a LeaseError would leave them waiting."""
+    (tmp_path / "lease.json").write_bytes(b"\xff\xfe{")
+    Lease(tmp_path).release()
+    assert not (tmp_path / "lease.json").exists()
+
+
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("age_seconds", ODD_CLOCKS)
 @pytest.mark.parametrize("text", [holder(1, "another-host"), "", '{"host": "x", "pi', "[]"])
 def test_lease_that_cannot_be_checked_is_taken_when_it_is_not_touched_for_a_while(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faults import small_disk
 from mlflow_server import points_of, wait_until
 from ranks import free_port
 from tracked import config_for, history, job, start, steps
@@ -207,6 +208,47 @@ def test_what_is_superseded_before_it_was_sent_is_never_sent(sqlite_uri: str, cl
         run_id = (tmp_path / RUN_ID_FILE).read_text().strip()
         assert history(client, run_id, "loss") == [*steps(1, 5).items(), (6, 6.5), (7, 7.5), (8, 8.5)]
         client.delete_run(run_id)
+
+
+def test_a_rollback_to_other_steps_loses_none_of_them_before_they_are_sent(
+    sqlite_uri: str, client: Any, tmp_path: Path
+) -> None:
+    """With another tracking.every, the first steps contradict nothing that was logged before."""
+    down = config_for(f"http://127.0.0.1:{free_port()}")
+    job(down, tmp_path, {10: 1.0, 20: 2.0, 30: 3.0})
+    tracker = start(down, tmp_path, first_step=10)
+    for step, loss in {15: 1.5, 20: 2.5, 25: 2.6}.items():
+        tracker.log(step, {"loss": loss})
+        time.sleep(0.002)  # a journal counts milliseconds
+    tracker.close("KILLED")
+    tracking.send_journals(config_for(sqlite_uri), tmp_path, report=print)
+    run_id = (tmp_path / RUN_ID_FILE).read_text().strip()
+    assert history(client, run_id, "loss") == [(10, 1.0), (15, 1.5), (20, 2.5), (25, 2.6)]
+
+
+def test_points_logged_while_mlflow_was_switched_off_reach_it_too(sqlite_uri: str, client: Any, tmp_path: Path) -> None:
+    job(config_for(sqlite_uri), tmp_path, steps(1, 3))
+    job(config_for(sqlite_uri, tracking={"mlflow": False}), tmp_path, steps(3, 5), first_step=2)
+    tracker = job(config_for(sqlite_uri), tmp_path, steps(6, 7), first_step=5)
+    assert history(client, tracker.run_id, "loss") == list(steps(1, 7).items())
+
+
+def test_a_disk_that_is_full_at_the_end_is_told_and_raises_nothing(
+    sqlite_uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with small_disk(tmp_path / "disk", "size=100k") as disk:
+        tracker = start(config_for(sqlite_uri), disk / "run")
+        with suppress(OSError), (disk / "filling").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        with pytest.raises(OSError, match="No space left"):
+            for step in range(1, 1000):
+                tracker.log(step, {"loss": 1.0})
+        with pytest.raises(OSError, match="No space left"):
+            for _ in range(100):
+                tracker.log_tags({"a": "x" * 100})
+        tracker.close("FAILED")
+        assert "MLflow is not told that the job is FAILED" in capsys.readouterr().err
 
 
 def test_system_metrics_count_on_over_resumes_and_are_in_no_other_file(

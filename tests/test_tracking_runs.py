@@ -81,10 +81,47 @@ def test_the_experiment_of_the_environment_is_used_unless_the_configuration_name
     assert client.get_run(run_id).info.experiment_id == client.get_experiment_by_name("dist_mem").experiment_id
 
 
+def test_an_experiment_that_does_not_exist_can_be_mended_at_the_next_start(
+    sqlite_uri: str, client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", "999")
+    assert job(config_for(sqlite_uri), tmp_path, steps(1, 1)).run_id is None
+    assert "No Experiment with id=999 exists" in capsys.readouterr().err
+    tracker = job(config_for(sqlite_uri, tracking={"experiment": "mended"}), tmp_path, steps(2, 2), first_step=1)
+    assert history(client, tracker.run_id, "loss") == [(1, 1.0), (2, 2.0)]
+
+
 def test_credentials_in_the_address_are_told_to_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job(config_for(f"http://ada:secret@127.0.0.1:{free_port()}"), tmp_path, steps(1, 1))
     told = capsys.readouterr().err
     assert "MLflow at http://127.0.0.1:" in told and "secret" not in told and "ada" not in told
+
+
+def test_nor_by_a_sync_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_for(f"http://ada:secret@127.0.0.1:{free_port()}")
+    save_config(config, tmp_path / "config.yaml")
+    job(config, tmp_path, steps(1, 1))
+    capsys.readouterr()
+    assert sync.run([tmp_path]) == 1
+    told = "".join(capsys.readouterr())
+    assert "http://127.0.0.1:" in told and "secret" not in told and "ada" not in told
+
+
+def test_files_of_a_run_that_had_another_journal_are_sent_even_late(
+    sqlite_uri: str, client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a run directory is deleted and begun again with the same MLFLOW_RUN_ID."""
+    (tmp_path / "no_folder").write_text("in the way")
+    experiment = client.create_experiment("x", artifact_location=(tmp_path / "no_folder" / "files").as_uri())
+    tags = {"dist_mem.uid": "another", "dist_mem.sent": "3", "dist_mem.sent_files": "3"}
+    run_id = client.create_run(experiment, tags=tags).info.run_id
+    monkeypatch.setenv("MLFLOW_RUN_ID", run_id)
+    tracker = start(config_for(sqlite_uri), tmp_path / "run")
+    tracker.log_text("later", "later.txt")
+    tracker.close("FINISHED")
+    (tmp_path / "no_folder").unlink()
+    tracking.send_journals(config_for(sqlite_uri), tmp_path / "run", report=print)
+    assert [file.path for file in client.list_artifacts(run_id)] == ["later.txt"]
 
 
 # Evaluations and syncs
