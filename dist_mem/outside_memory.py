@@ -11,6 +11,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,10 @@ def load_from_file(kind: str, where: str = "memory") -> type[Memory]:
     """
     path, name = source_of(kind), kind.rpartition(":")[2]
     if not path.is_file():
-        raise ValueError(f"{where}.kind is {kind!r}: there is no file {path.absolute()}; give PATH:CLASS")
+        raise ValueError(
+            f"{where}.kind is {kind!r}: there is no file {path.absolute()}; start the command in the folder from which "
+            "the path is right, for a trained run where it was trained"
+        )
     module_name = f"dist_mem_outside_{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
     if module_name not in sys.modules:
         _run(path, module_name)
@@ -72,7 +76,7 @@ def _line_in(path: Path, error: Exception) -> str:
         return f", line {error.lineno}"
     lines, traceback = [], error.__traceback__
     while traceback is not None:
-        if Path(traceback.tb_frame.f_code.co_filename) == path:
+        if Path(traceback.tb_frame.f_code.co_filename) == path.absolute():
             lines.append(traceback.tb_lineno)
         traceback = traceback.tb_next
     return f", line {lines[-1]}" if lines else ""
@@ -91,11 +95,27 @@ def source_of(kind: str) -> Path:
 
 def sources(block: Mapping[str, Any]) -> dict[str, str]:
     """What a run keeps of the files that its `memory:` block takes memories from: `memory/NAME.py` and its text."""
-    return {f"memory/{path.name}": path.read_text(encoding="utf-8") for path in _source_files(block)}
+    return {name: path.read_text(encoding="utf-8") for path, name in _kept_names(block).items()}
 
 
-def _source_files(block: Mapping[str, Any]) -> Iterator[Path]:
+def kept_kinds(block: Mapping[str, Any], directory: Path) -> list[str]:
+    """Overrides that make a `memory:` block take its files as `sources` has kept them in `directory`."""
+    names = _kept_names(block)
+    return [f"{key}={directory / names[source_of(kind)]}:{kind.rpartition(':')[2]}" for key, kind in _files_of(block)]
+
+
+def _kept_names(block: Mapping[str, Any]) -> dict[Path, str]:
+    """Each file and the name it is kept under; a second one of the same name is `memory/2-NAME.py`."""
+    names: dict[Path, str] = {}
+    for path in dict.fromkeys(source_of(kind) for _, kind in _files_of(block)):
+        numbered = (f"memory/{number}-{path.name}" for number in count(2))
+        names[path] = next(name for name in chain([f"memory/{path.name}"], numbered) if name not in names.values())
+    return names
+
+
+def _files_of(block: Mapping[str, Any], key: str = "memory") -> Iterator[tuple[str, str]]:
+    """Key and value of every kind that names a file, the ones it lies over too."""
     if is_file(block["kind"]):
-        yield source_of(block["kind"])
+        yield f"{key}.kind", block["kind"]
     if "over" in block:
-        yield from _source_files(block["over"])
+        yield from _files_of(block["over"], f"{key}.over")

@@ -23,6 +23,7 @@ from torch import Tensor
 from dist_mem.checkpoint import read_lanes as read_saved_lanes
 from dist_mem.config import Config, ConfigError, load_config
 from dist_mem.config_check import Problem
+from dist_mem.config_sources import plain_block
 from dist_mem.data.directory import open_tokenizer, refresh
 from dist_mem.data.documents import Document
 from dist_mem.data.remote import show
@@ -33,6 +34,7 @@ from dist_mem.manifest import CheckpointError, newest_verified, read_manifest, s
 from dist_mem.memory import memory_options
 from dist_mem.memory.base import map_state
 from dist_mem.model import LMState, MemoryLM
+from dist_mem.outside_memory import kept_kinds
 
 OVERRIDABLE = ("eval.", "tracking.", "data.path", "data.cache", "train.micro_lanes", "train.threads")
 
@@ -92,7 +94,9 @@ def read_settings(directory: Path, overrides: Sequence[str]) -> Config:
             allowed = ", ".join(f"{name}*" if name.endswith(".") else name for name in OVERRIDABLE)
             raise ConfigError([Problem(key, f"is fixed by the checkpoint; an evaluation may set {allowed}")])
     own = "eval.every=null"  # the run's; an evaluation may have another eval.seg_len, evaluation amid training not
-    return load_config([str(directory / "config.yaml"), own, *overrides], memory_options=memory_options)
+    path = directory / "config.yaml"
+    kept = kept_kinds(plain_block(load_config([str(path)]).memory), directory)  # as trained, whatever the file says now
+    return load_config([str(path), own, *kept, *overrides], memory_options=memory_options)
 
 
 def open_model(checkpoint: Checkpoint, config: Config, device: torch.device | str) -> TrainedModel:

@@ -9,6 +9,7 @@ import pytest
 from dist_mem.__main__ import main
 from dist_mem.contract.check import failures
 from dist_mem.memory import memory_class
+from dist_mem.outside_memory import sources
 
 HERE = Path(__file__).parent
 BROKEN = HERE / "broken_memories.py"
@@ -75,6 +76,24 @@ def test_a_file_that_gives_no_memory_is_refused_by_name(
         path.write_text(text)
     assert main(["check-memory", f"{path}:{name}"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_line_is_named_for_a_relative_path_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text("a = 2\nb = a.nothing\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["check-memory", "./mine.py:Mine"]) == 2
+    assert "mine.py, line 2 does not run: AttributeError" in capsys.readouterr().err
+
+
+def test_the_sources_of_two_files_of_one_name_are_both_kept(tmp_path: Path) -> None:
+    for folder in ("over", "under"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(folder)
+    over, under = (f"{tmp_path / folder / 'mine.py'}:Mine" for folder in ("over", "under"))
+    block = {"kind": over, "over": {"kind": under, "over": {"kind": over}}}
+    assert sources(block) == {"memory/mine.py": "over", "memory/2-mine.py": "under"}
 
 
 def test_installed_packages_offer_memories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

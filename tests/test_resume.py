@@ -33,6 +33,7 @@ from dist_mem.data.shard import read_index
 from dist_mem.data.stream import DocumentPlan, make_plan
 from dist_mem.errors import EXIT_REQUEUE
 from dist_mem.memory import memory_class, memory_kinds, memory_options
+from dist_mem.trained import load_model
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +128,8 @@ def test_the_source_of_a_memory_outside_is_kept_and_a_change_is_told(tmp_path: P
         assert kept.read_text() == mine.read_text()
         mine.write_text(EXAMPLE.read_text() + "# mended\n")
     assert "memory/mine.py is not what the run was trained with so far" in text
+    mine.unlink()
+    assert load_model(tmp_path / "run").config.memory.kind == f"{kept}:Averages", "an evaluation takes the copy"
 
 
 def test_signal_on_one_rank_saves_and_asks_to_be_started_again(tmp_path: Path, books: Path) -> None:
