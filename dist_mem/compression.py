@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dist_mem.flops import Flops, product
+
 
 class Compression(nn.Module):
     """`forward(rows, usage)`: rows (B, T, D), usage (B, T) the attention each row receives -> (B, T // c, D)."""
@@ -18,6 +20,10 @@ class Compression(nn.Module):
 
     def forward(self, rows: Tensor, usage: Tensor) -> Tensor:
         raise NotImplementedError
+
+    def flops(self, d_model: int, num_rows: int) -> Flops:
+        """Of the rows of one lane; by default there are no products."""
+        return Flops()
 
 
 class MeanPool(Compression):
@@ -48,6 +54,9 @@ class Convolution(Compression):
     def forward(self, rows: Tensor, usage: Tensor) -> Tensor:
         return self.convolution(rows.mT).mT
 
+    def flops(self, d_model: int, num_rows: int) -> Flops:
+        return product(num_rows // self.rate, self.rate * d_model, d_model, gradients=1)
+
 
 class DilatedConvolutions(Compression):
     """Three convolutions of width 3 and dilation 1, 2, 4, each added to its input, then one as in `Convolution`.
@@ -67,6 +76,11 @@ class DilatedConvolutions(Compression):
         for convolution in self.mixing:
             columns = columns + F.relu(convolution(columns))
         return self.convolution(columns).mT
+
+    def flops(self, d_model: int, num_rows: int) -> Flops:
+        first = product(num_rows, 3 * d_model, d_model, gradients=1)
+        last = product(num_rows // self.rate, self.rate * d_model, d_model)
+        return first + product(num_rows, 3 * d_model, 2 * d_model) + last
 
 
 COMPRESSIONS: dict[str, type[Compression]] = {

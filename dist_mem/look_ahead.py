@@ -49,6 +49,11 @@ def visible_ahead(valid: Tensor, window_len: Tensor, num_keys: int) -> Tensor:
     return (key > row) & in_window[:, None] & valid[..., None]
 
 
+def row_blocks(mem_len: int, window: int) -> list[tuple[int, int]]:
+    """First row, and the one after the last, of the blocks of `ahead_scores`: of W rows, but for the oldest."""
+    return [(max(0, end - window), end) for end in range(mem_len, 0, -window)][::-1]
+
+
 def ahead_scores(
     query: Tensor, key: Tensor, position: Tensor, *, content_bias: Tensor, position_bias: Tensor
 ) -> Tensor:
@@ -69,8 +74,7 @@ def ahead_scores(
     scale = 1.0 / math.sqrt(d_head)
     position_query = (query + position_bias[:, None, None]) * scale
     blocks: list[Tensor] = []
-    for end in range(mem_len, 0, -window):
-        begin = max(0, end - window)
+    for begin, end in row_blocks(mem_len, window):
         rows = end - begin
         # Row r of the block meets key c at distance nearest + c - r. Columns begin at distance 1, or at the smallest
         # that the block meets, so that this is column skipped + c - r: as in `align_distances`, entry
@@ -82,7 +86,7 @@ def ahead_scores(
         block_query = position_query[:, :, begin:end].reshape(num_heads, num_lanes * rows, d_head)
         flat = torch.bmm(block_query, distances).view(num_heads, num_lanes, rows * columns)
         aligned = flat.narrow(-1, skipped, rows * (columns - 1)).unflatten(-1, (rows, columns - 1))
-        blocks.insert(0, aligned[..., :window])
+        blocks.append(aligned[..., :window])
     by_position = torch.cat(blocks, dim=2) if len(blocks) > 1 else blocks[0]
     by_content = ((query + content_bias[:, None, None]) * scale) @ key.transpose(-1, -2)
     return by_content.to(torch.promote_types(by_content.dtype, torch.float32)) + by_position

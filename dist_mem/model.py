@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dist_mem.config import Config, ModelConfig
+from dist_mem.flops import Flops, product
 from dist_mem.layers import Dropout, FeedForward, initialize
 from dist_mem.memory import build_memory
 from dist_mem.memory.base import LayerSpec, Memory, named_tensors, select_lanes
@@ -71,6 +72,12 @@ class Block(nn.Module):
         else:
             out = self.feed_forward_norm(attended + self.feed_forward(attended))
         return BlockOutput(out, state, aux)
+
+    def flops(self) -> Flops | None:
+        """Of a complete segment of one lane; None where the memory does not count its own."""
+        memory, d_inner = self.memory, self.feed_forward.expand.out_features
+        flops = cast("Flops | None", memory.flops())
+        return flops and flops + product(memory.num_rows, 2 * memory.spec.d_model, d_inner)
 
 
 class MemoryLM(nn.Module):
@@ -134,6 +141,17 @@ class MemoryLM(nn.Module):
         hidden, aux, state = self.features(tokens, valid_len, state=state)
         return LMOutput(self.head(hidden, targets), aux, state)
 
+    def flops(self) -> Flops | None:
+        """Of a complete segment of one lane, all memories full; None where a memory does not count its own."""
+        seg_len = self.memories()[0].spec.seg_len
+        total = self.embedding.flops(seg_len) + self.head.flops(seg_len)
+        for block in self.blocks:
+            flops = cast(Block, block).flops()
+            if flops is None:
+                return None
+            total += flops
+        return total
+
     def log_probs(self, tokens: Tensor, valid_len: Tensor, *, state: LMState) -> tuple[Tensor, LMState]:
         """Log-probabilities of every next token, (B, T, V) float32, and the committed state; for generation."""
         hidden, _, state = self.features(tokens, valid_len, state=state)
@@ -183,14 +201,26 @@ def vocabulary_bins(model: ModelConfig, vocab_size: int) -> list[Bin]:
 
 
 def describe(config: Config, vocab_size: int) -> dict[str, int]:
-    """Sizes of a configuration, without allocating it: parameters and bytes of memory that a lane carries."""
+    """Sizes of a configuration, without allocating it: parameters, bytes of memory that a lane carries, FLOPs a token.
+
+    The FLOPs are those of `MemoryLM.flops`, and are left out where a memory does not count its own.
+    """
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.train.precision]
     with torch.device("meta"):
         model = MemoryLM(config, vocab_size)
         state = model.init_state(torch.zeros(1, dtype=torch.int64), "meta", dtype)
     vocabulary = {id(parameter) for part in (model.embedding, model.head) for parameter in part.parameters()}
     counts = {id(parameter): parameter.numel() for parameter in model.parameters()}
-    return {
+    flops = model.flops()
+    per_token = (
+        {}
+        if flops is None
+        else {
+            "scoring_flops_per_token": round(flops.scoring / config.train.seg_len),
+            "training_flops_per_token": round(flops.training / config.train.seg_len),
+        }
+    )
+    return per_token | {
         "num_parameters": sum(counts.values()),
         "num_vocabulary_parameters": sum(count for key, count in counts.items() if key in vocabulary),
         "num_layer_parameters": sum(count for key, count in counts.items() if key not in vocabulary),

@@ -77,6 +77,14 @@ def report(config: Config, *, world_size: int) -> str:
     return "\n".join(f"{label:<{_LABEL_WIDTH}} {text}" for label, text in lines)
 
 
+def _flops_text(sizes: Mapping[str, int]) -> str | None:
+    """The FLOPs that `describe` found, for people."""
+    if "training_flops_per_token" not in sizes:
+        return None
+    training, scoring = sizes["training_flops_per_token"] / 1e6, sizes["scoring_flops_per_token"] / 1e6
+    return f"{training:,.4g} M a predicted token in training, {scoring:,.4g} M in scoring; a full memory, products only"
+
+
 def _data_is_built(config: Config) -> bool:
     return (local_dir(config.data) / JSON_NAME).exists()
 
@@ -100,6 +108,7 @@ def _model_lines(config: Config, world_size: int) -> Iterator[tuple[str, str]]:
     yield "run", f"{config.name}, in {config.run_dir}"
     yield "model", f"{model.num_layers} layers, D {model.d_model}, H {model.num_heads}, {model.norm}-norm"
     yield "parameters", f"{sizes['num_parameters']:,}: {layers:,} in the layers, {words:,} in the vocabulary"
+    yield "flops", _flops_text(sizes) or "not counted: the memory has no flops()"
     yield "vocabulary", f"{vocab_size:,}{assumed}"
     yield "memory", f"{_described(config.memory)}: {state}"
 

@@ -6,11 +6,14 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dist_mem.data.directory import local_dir
 from dist_mem.data.remote import show
 from dist_mem.data.shard import Index
+from dist_mem.data.tokenizer import read_tokenizer_facts
 from dist_mem.distributed import World
 from dist_mem.environment import slurm_job
 from dist_mem.mlflow_run import client_tags
+from dist_mem.model import describe
 from dist_mem.provenance import git_state, versions
 from dist_mem.sinks import Tracker
 
@@ -29,6 +32,8 @@ def describe_run(
     """
     git = git_state()
     tracker.log_tags({**client_tags(), **git.tags, **versions(), "world_size": str(world.size), **slurm_job()})
+    sizes = describe(config, read_tokenizer_facts(local_dir(config.data))["vocab_size"])
+    tracker.log_tags({f"model.{name}": str(size) for name, size in sizes.items()})
     tracker.log_artifact("config.yaml")
     if git.diff:
         tracker.log_text(git.diff, _GIT_DIFF)

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dist_mem.data.batch import IGNORE
+from dist_mem.flops import Flops, product
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,11 @@ class Embedding(nn.Module):
             parts.append(vectors * part.holds(tokens).unsqueeze(-1))
         return torch.stack(parts).sum(0) * self.scale
 
+    def flops(self, num_tokens: int) -> Flops:
+        """Of one lane: the projections; looking up a vector costs none."""
+        projections = [cast(BinEmbedding, embed).projection for embed in self.bins]
+        return product(num_tokens, sum(matrix.numel() for matrix in projections if matrix is not None), 1)
+
 
 class BinLogits(nn.Module):
     """Logits of one bin; the first of an adaptive vocabulary also scores the others, in `num_clusters` more columns."""
@@ -153,6 +159,11 @@ class Softmax(nn.Module):
         else:
             nll = self.adaptive_nll(rows, row_targets)
         return nll.view_as(targets)
+
+    def flops(self, num_tokens: int) -> Flops:
+        """Of one lane. Adaptive bins but the first are counted as if no target were in them: only the data can tell."""
+        sizes = [sum(matrix.numel() for matrix in logits.parameters() if matrix.dim() == 2) for logits in self.bins]
+        return product(num_tokens, sizes[0], 1) + product(1, sum(sizes[1:]), 1)
 
     def adaptive_nll(self, rows: Tensor, targets: Tensor) -> Tensor:
         """log p(w in bin i) = log-probability of bin i in the head + that of w in bin i; (R, D), (R,) -> (R,)."""

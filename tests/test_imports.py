@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "dist_mem"
 LAYERS: list[set[str]] = [
     {"errors", "environment", "files"},
     {"config", "config_*", "deepspeed_keys", "distributed", "resume_rules"},
-    {"layers", "look_ahead", "basis", "counter_hash", "sticky", "memory.base"},
+    {"layers", "look_ahead", "basis", "counter_hash", "sticky", "memory.base", "flops"},
     {"data.batch", "data.facts", "data.shard", "data.tar"},
     {"memory", "memory.*", "compression", "outside_memory", "vocabulary"},
     {"data", "data.*", "manifest", "optimizer", "lease"},

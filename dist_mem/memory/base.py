@@ -86,6 +86,15 @@ class Memory(nn.Module):
         """E: how many rows leave this memory at once, tokens or compressed rows."""
         return self.spec.seg_len
 
+    @property
+    def num_rows(self) -> int:
+        """How many rows this memory hands on: the segment, and before it those of the stem that it refreshes."""
+        return self.spec.seg_len
+
+    def flops(self) -> Any:
+        """The `dist_mem.flops.Flops` of a complete segment of one lane, the memory full; None where nobody counts."""
+        return None
+
     def stem(self) -> Stem:
         """What prepends rows to the first block's input; asked of the first block's memory. By default nothing does."""
         return Stem()

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_mem.compression import COMPRESSIONS
+from dist_mem.flops import Flops, product, relative_attention
 from dist_mem.layers import Norm, RelativeAttention, newest_rows, split_heads, visible_keys
 from dist_mem.memory import transformer_xl
 from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, select_lanes
@@ -96,6 +97,26 @@ class Compressive(Memory):
             return transformer_xl.empty(len(document_ids), num_rows, self.spec.d_model, device=device, dtype=dtype)
 
         return State(empty(self.options.mem_len), empty(self.options.cmem_len))
+
+    def flops(self) -> Flops:
+        spec, options = self.spec, self.options
+        context_len = options.cmem_len + options.mem_len
+        attention = relative_attention(spec, context_len=context_len, context_learns=spec.norm == "pre")
+        return attention + self.compression.flops(spec.d_model, spec.seg_len) + self.loss_flops()
+
+    def loss_flops(self) -> Flops:
+        """Of `compression_loss`, that of attention with its target."""
+        seg_len, d_model, width = self.spec.seg_len, self.spec.d_model, self.spec.num_heads * self.spec.d_head
+        rate = self.options.compression_rate
+        rows = seg_len // rate
+        if not self.learns:
+            return Flops()
+        if self.options.compression_loss == "autoencoder":
+            return product(rows, d_model, rate * d_model, scored=False)
+        target = product(seg_len, 2 * d_model + 2 * seg_len, width, gradients=0, scored=False)
+        keys = product(rows, d_model, 2 * width, gradients=1, scored=False)
+        scores = product(seg_len, width, rows, gradients=1, scored=False)
+        return target + keys + scores + product(seg_len, rows, width, scored=False)
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         memory, compressed = state

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dist_mem.basis import PADDINGS, Fit, Geometry, evaluate_basis, expected_basis, fit_matrices
+from dist_mem.flops import Flops, product
 from dist_mem.layers import Dropout, merge_heads, split_heads
 from dist_mem.memory.base import LayerSpec, Memory, MemoryOutput, Stem
 from dist_mem.sticky import SAMPLINGS, read_histogram, sample_positions
@@ -95,6 +96,26 @@ class Infinite(Memory):
     def share(self, first: Memory) -> None:
         assert isinstance(first, Infinite)
         self.over.share(first.over)
+
+    @property
+    def num_rows(self) -> int:
+        return self.over.num_rows
+
+    def flops(self) -> Flops | None:
+        spec, options = self.spec, self.options
+        below = self.over.flops()
+        if below is None:
+            return None
+        seg_len, d_model, width = spec.seg_len, spec.d_model, spec.num_heads * spec.d_head
+        num_basis, evicted_len, learns = options.num_basis, self.evicted_len, 1 if options.gate else 0
+        fitted = product(num_basis, evicted_len, d_model, gradients=learns)
+        if options.gate:
+            fitted += product(evicted_len, 3 * d_model, d_model, gradients=1)
+        past = num_basis if options.sampling == "linear" else 2 * options.num_samples
+        contracted = product(num_basis, past, d_model, gradients=0)
+        read = product(2, num_basis, d_model, gradients=1 + learns) + product(2, d_model, width)
+        read += product(seg_len, width, 2) + product(num_basis, d_model, width, gradients=1 + learns)
+        return below + fitted + contracted + read + product(seg_len, num_basis + d_model, width)
 
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
         num_lanes, d_model, options = document_ids.shape[0], self.spec.d_model, self.options

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dist_mem.flops import Flops, relative_attention
 from dist_mem.layers import RelativeAttention, visible_keys
 from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput
 
@@ -29,6 +30,9 @@ class NoMemory(Memory):
 
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
         return State()
+
+    def flops(self) -> Flops:
+        return relative_attention(self.spec, context_len=0, context_learns=False)
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         no_context = x.new_empty(x.shape[0], 0, x.shape[2])

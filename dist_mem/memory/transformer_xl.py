@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dist_mem.flops import Flops, relative_attention
 from dist_mem.layers import RelativeAttention, newest_rows, visible_keys
 from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, whole_segments
 
@@ -64,6 +65,10 @@ class TransformerXL(Memory):
 
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
         return empty(len(document_ids), self.options.mem_len, self.spec.d_model, device=device, dtype=dtype)
+
+    def flops(self) -> Flops:
+        learns = self.spec.norm == "pre"  # through the norm of the context
+        return relative_attention(self.spec, context_len=self.options.mem_len, context_learns=learns)
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         valid = newest_rows(state.length, state.hidden.shape[1])

@@ -1,0 +1,180 @@
+"""Training speed of every memory on this machine, beside the machine's own matrix-product rate in the same run.
+
+    python benchmarks/memory.py                    # 4 layers of 410, T = M = 150: under two minutes on two cores
+    python benchmarks/memory.py --num-layers 2 --d-model 128 --num-heads 4 --d-head 32 --d-inner 512 --lanes 8
+
+One process, forward and backward on full segments with full memories, no dropout, no optimizer; then one layer of
+long-term memory alone. Rounds are interleaved and medians printed, so that a busy moment of the machine hits all alike.
+FLOPs are those of dist_mem/flops.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from dist_mem.config import Config
+from dist_mem.layers import split_heads
+from dist_mem.memory import build_memory
+from dist_mem.memory.infinite import Infinite
+from dist_mem.model import MemoryLM, layer_spec
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Step = Callable[[], Any]
+
+
+def memories(mem_len: int) -> dict[str, dict[str, Any]]:
+    """Every memory of M rows, and the infinity-former's composition; published widths of the basis."""
+    short = {"kind": "transformer_xl", "mem_len": mem_len}
+    signal = {"kind": "infinite", "num_basis": mem_len, "num_samples": mem_len, "widths": [0.01, 0.05]}
+    return {
+        "none": {"kind": "none"},
+        "transformer_xl": short,
+        "compressive": {"kind": "compressive", "mem_len": mem_len, "cmem_len": mem_len},
+        "lamemo": {"kind": "lamemo", "mem_len": mem_len},
+        "infinite": signal,
+        "infinite, sticky": {**signal, "sampling": "sticky"},
+        "infinite over transformer_xl": {**signal, "over": short},
+    }
+
+
+def seconds(function: Step, device: torch.device) -> float:
+    """Wall time of one call."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    function()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def matrix_product(dtype: torch.dtype, device: torch.device) -> tuple[Step, int]:
+    """A square product large enough to reach the machine's limit, and its FLOPs."""
+    size = 8192 if device.type == "cuda" else 1536
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return lambda: left @ right, 2 * size**3
+
+
+def configuration(memory: dict[str, Any], arguments: argparse.Namespace) -> Any:
+    sizes = ("num_layers", "d_model", "num_heads", "d_head", "d_inner")
+    model = {"dropout": 0.0, "norm": "post", **{name: getattr(arguments, name) for name in sizes}}
+    keys = {"model": model, "memory": memory, "train": {"seg_len": arguments.seg_len}}
+    return OmegaConf.merge(OmegaConf.structured(Config), keys)
+
+
+def training_step(
+    memory: dict[str, Any], dtype: torch.dtype, arguments: argparse.Namespace, device: torch.device
+) -> tuple[Step, int]:
+    """Forward and backward of all lanes, and the FLOPs of both."""
+    lanes, seg_len = arguments.lanes, arguments.seg_len
+    torch.manual_seed(0)
+    model = MemoryLM(configuration(memory, arguments), arguments.vocab).to(device, dtype)
+    tokens = torch.randint(arguments.vocab, (lanes, seg_len), device=device)
+    valid_len = torch.full((lanes,), seg_len, device=device)
+    state = [model.init_state(torch.arange(lanes), device, dtype)]
+
+    def step() -> None:
+        output = model(tokens, tokens, valid_len, state=state[0])
+        aux = sum(loss.mean() for loss in output.aux.values())
+        (output.nll.mean() + aux).backward()
+        model.zero_grad()
+        state[0] = output.state
+
+    for _ in range(4):  # fill the memory, warm up
+        step()
+    flops = model.flops()
+    assert flops is not None
+    return step, lanes * flops.training
+
+
+def long_term_layer(sampling: str, dtype: torch.dtype, device: torch.device) -> Step:
+    """Forward and backward of one layer of long-term memory at GPT-2's size, T = N = S = 512, one lane."""
+    size = {"num_layers": 1, "d_model": 768, "num_heads": 12, "d_head": 64, "d_inner": 768, "seg_len": 512}
+    block = {"kind": "infinite", "num_basis": 512, "num_samples": 512, "tau": 0.5, "sampling": sampling}
+    torch.manual_seed(0)
+    memory = build_memory(block, layer_spec(configuration(block, argparse.Namespace(**size)), 0)).to(device, dtype)
+    assert isinstance(memory, Infinite)
+    for parameter in memory.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    state = memory.init_state(torch.zeros(1, dtype=torch.int64), device, dtype)
+    state = state._replace(
+        coefficients=torch.randn_like(state.coefficients),
+        num_tokens=state.num_tokens + 512,
+        pending=torch.randn_like(state.pending),
+        has_pending=torch.ones_like(state.has_pending),
+    )
+    rows = torch.randn(1, 512, 768, device=device, dtype=dtype).requires_grad_()
+    counted = torch.ones(1, 512, device=device, dtype=torch.bool)
+
+    def step() -> None:
+        signal, _ = memory.append_pending(state, dtype)
+        densities = memory.read_densities(split_heads(rows, 12), signal)
+        reading = memory.read(*densities, signal, dtype)
+        (reading.float().square().mean() + memory.regulariser(*densities, counted).sum()).backward()
+        memory.zero_grad()
+
+    step()
+    return step
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = {"num_layers": 4, "d_model": 410, "num_heads": 10, "d_head": 41, "d_inner": 2100}
+    run = {"seg_len": 150, "mem_len": 150, "lanes": 4, "vocab": 8192, "rounds": 9, "threads": 2}
+    for name, value in {**sizes, **run}.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help="default: %(default)s")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Print both tables."""
+    arguments = parse()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(arguments.threads)
+    products = {name: matrix_product(dtype, device) for name, dtype in DTYPES.items()}
+    steps = {
+        (kind, name): training_step(memory, dtype, arguments, device)
+        for name, dtype in DTYPES.items()
+        for kind, memory in memories(arguments.mem_len).items()
+    }
+    layers = {
+        (sampling, name): long_term_layer(sampling, dtype, device)
+        for sampling in ("linear", "sticky")
+        for name, dtype in DTYPES.items()
+    }
+    calls: dict[Any, Step] = {name: call for name, (call, _) in products.items()}
+    calls |= {case: call for case, (call, _) in steps.items()} | layers
+    times: dict[Any, list[float]] = {case: [] for case in calls}
+    for _ in range(arguments.rounds):
+        for case, call in calls.items():
+            times[case].append(seconds(call, device))
+    medians = {case: statistics.median(values) for case, values in times.items()}
+    rates = {name: flops / medians[name] for name, (_, flops) in products.items()}
+
+    tokens = arguments.lanes * arguments.seg_len
+    print(
+        f"{'memory':<30}{'dtype':<6}{'tokens/s':>9}{'ms/step':>9}{'MFLOP/token':>13}{'GFLOP/s':>9}{'of products':>13}"
+    )
+    for (kind, name), (_, flops) in steps.items():
+        median = medians[kind, name]
+        print(
+            f"{kind:<30}{name:<6}{tokens / median:>9,.0f}{median * 1e3:>9.1f}{flops / tokens / 1e6:>13.1f}"
+            f"{flops / median / 1e9:>9,.0f}{flops / median / rates[name]:>13.0%}"
+        )
+    for sampling, name in layers:
+        milliseconds = medians[sampling, name] * 1e3
+        print(f"one long-term layer, T = N = S = 512, D 768, 12 heads, {sampling}, {name}: {milliseconds:.1f} ms")
+    rounds = f"medians of {arguments.rounds} rounds, {arguments.threads} threads, load {os.getloadavg()[0]:.1f}"
+    print(f"matrix products: {', '.join(f'{p} {rate / 1e9:,.0f} GFLOP/s' for p, rate in rates.items())}; {rounds}")
+
+
+if __name__ == "__main__":
+    main()
