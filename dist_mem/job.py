@@ -19,9 +19,8 @@ from dist_mem.checkpoint import (
     open_checkpoints,
     read_lanes,
     read_random_state,
-    save_checkpoint,
 )
-from dist_mem.config import deepspeed_block, read_config, save_config, to_yaml
+from dist_mem.config import deepspeed_block, read_config, save_config
 from dist_mem.data.directory import open_index, open_tokenizer, refresh_on_all_ranks
 from dist_mem.data.lanes import LaneReader, check_tokenizer, training_reader
 from dist_mem.data.remote import show
@@ -31,7 +30,6 @@ from dist_mem.data.tokenizer import Tokenizer
 from dist_mem.distributed import World, on_all_ranks
 from dist_mem.engine import Engine, start_communication
 from dist_mem.errors import UnusableError
-from dist_mem.evaluate import evaluate_split
 from dist_mem.manifest import read_manifest
 from dist_mem.meter import MEASUREMENTS, Meter
 from dist_mem.model import MemoryLM
@@ -40,7 +38,7 @@ from dist_mem.plan import total_steps
 from dist_mem.resume_rules import refuse_changes
 from dist_mem.run_facts import describe_run
 from dist_mem.scoring import check_scorable
-from dist_mem.sinks import Tracker
+from dist_mem.tracker import Tracker
 from dist_mem.tracking import start_tracking
 
 
@@ -208,40 +206,3 @@ def _open_job(config: Any, world: World) -> Job:
         step=start.step,
         total_steps=steps,
     )
-
-
-def save(job: Job) -> None:
-    """Write the checkpoint of the present step; every rank calls it."""
-    facts = {
-        "mlflow_run_id": job.tracker.run_id,
-        "data_fingerprint": job.index.fingerprint,
-        "tokenizer_fingerprint": job.tokenizer.fingerprint,
-        "meter": job.meter.state(),  # the same sums on every rank; the times are rank 0's
-    }
-    lanes = Lanes(job.lane_ids, job.cursors, job.states)
-    path = save_checkpoint(
-        job.run_dir,
-        step=job.step,
-        engine=job.engine,
-        lanes=lanes,
-        texts={"config.yaml": to_yaml(job.config), **job.sources},
-        world=job.world,
-        facts=facts,
-    )
-    job.tracker.message(f"step {job.step}: saved {path}")
-
-
-def evaluate_now(job: Job) -> dict[str, float]:
-    """Figures of the validation split, scored with fresh lanes; training goes on as if it had not happened."""
-    engine = job.engine
-    engine.train(False)
-    report = evaluate_split(
-        engine,
-        engine.init_state,
-        config=job.config,
-        split=job.config.eval.split,
-        tokenizer=job.tokenizer,
-        world=job.world,
-    )
-    engine.train(True)
-    return report.figures()

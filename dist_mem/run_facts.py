@@ -15,7 +15,7 @@ from dist_mem.environment import slurm_job
 from dist_mem.mlflow_run import client_tags
 from dist_mem.model import describe
 from dist_mem.provenance import git_state, versions
-from dist_mem.sinks import Tracker
+from dist_mem.tracker import Tracker
 
 _DIGEST_CHARS = 36  # MLflow takes no more
 _GIT_DIFF = "git.diff"

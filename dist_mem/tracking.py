@@ -28,8 +28,9 @@ from dist_mem.journal import Entry, Header, Journal, new_uid, read_entries, read
 from dist_mem.mlflow_run import RUN_ID_FILE, Target, import_mlflow_quietly, system_monitors
 from dist_mem.progress import progress_sink
 from dist_mem.rollback import Rollback
-from dist_mem.sinks import METRICS_FILE, MetricsFile, Point, Sink, Tracker
+from dist_mem.sinks import METRICS_FILE, MetricsFile, Point, Sink
 from dist_mem.system_metrics import SystemMetrics
+from dist_mem.tracker import Tracker
 
 JOURNAL = Path("mlflow") / "train.jsonl"  # in the run directory; beside it the journals of evaluations
 FLUSH_SECONDS = 6.0  # how long `close` waits for MLflow; with importing mlflow, a dead server costs less than 10

@@ -7,16 +7,16 @@ RANKS=2 launch/local.sh configs/demo.yaml
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dist_mem import distributed
+from dist_mem.between_steps import evaluate_or_save, record, save
 from dist_mem.data.batch import Update
 from dist_mem.data.shard import ShardError
 from dist_mem.distributed import AgreedError, StopSignal, World, on_all_ranks, sum_over_ranks
 from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, UnusableError
-from dist_mem.job import Job, evaluate_now, open_job, save
+from dist_mem.job import Job, open_job
 from dist_mem.lease import Lease, LeaseError
 from dist_mem.scoring import EvaluationError
 from dist_mem.update import DivergedError, train_step
@@ -66,28 +66,6 @@ def read_ahead(job: Job) -> Update | Exception:
         return job.meter.timed_next(job.reader)
     except (ShardError, OSError) as error:
         return error
-
-
-def record(job: Job, figures: Mapping[str, float]) -> OSError | None:
-    """Record figures of the present step; returns what kept them from being written."""
-    try:
-        job.tracker.log(job.step, figures)
-    except OSError as error:
-        return error
-    return None
-
-
-def evaluate_or_save(job: Job) -> OSError | None:
-    """Score the validation split and record the figures, as `record`; what cannot be scored stops a run that is saved.
-
-    Raises:
-        EvaluationError, ShardError: on every rank.
-    """
-    try:
-        return record(job, evaluate_now(job))
-    except (EvaluationError, ShardError):
-        save(job)
-        raise
 
 
 ResultT = TypeVar("ResultT")

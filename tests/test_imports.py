@@ -20,9 +20,11 @@ LAYERS: list[set[str]] = [
     {"data", "data.*", "manifest", "optimizer", "lease"},
     {"engine", "checkpoint", "model", "provenance"},
     {"contract", "contract.*"},
-    {"tracking", "sinks", "progress", "journal", "rollback", "delivery", "mlflow_run", "run_facts", "system_metrics"},
+    {"sinks", "journal"},
+    {"mlflow_run", "rollback", "delivery", "progress", "tracker", "system_metrics"},
+    {"tracking", "run_facts"},
     {"evaluate", "scoring", "trained", "meter", "plan", "report", "compare", "plot"},
-    {"job", "update", "train", "sync"},
+    {"job", "between_steps", "update", "train", "sync"},
     {"__main__"},
 ]
 LEAVES = {"layers", "distributed", "files", "data.facts", "data.shard", "data.batch", "memory.base"}

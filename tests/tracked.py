@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from dist_mem.config import Config
-from dist_mem.sinks import Tracker
+from dist_mem.tracker import Tracker
 from dist_mem.tracking import start_tracking
 
 
