@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.cpp_extension import _get_build_directory
 
+from dist_mem.layers import DTYPES
 from dist_mem.optimizer import build_optimizer
 
 try:
@@ -41,7 +42,6 @@ finally:
     if sys.modules["mlflow"] is None:
         del sys.modules["mlflow"]
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # DeepSpeed 0.19 calls collectives by names that torch 2.13 has renamed: nothing a user can change, said at every step.
 warnings.filterwarnings("ignore", r".*`torch.distributed.\w+` is deprecated", FutureWarning)
 _TAG = "engine"  # folder of DeepSpeed's files inside a checkpoint

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # train.precision
+
 
 def sinusoid_table(distances: Tensor, d_model: int, dtype: torch.dtype) -> Tensor:
     """R_t = [sin(t w), cos(t w)], w_j = 10000^(-2j/D): two halves, not interleaved (J,) -> (J, D).

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dist_mem.config import Config, ModelConfig
 from dist_mem.flops import Flops, product
-from dist_mem.layers import Dropout, FeedForward, initialize
+from dist_mem.layers import DTYPES, Dropout, FeedForward, initialize
 from dist_mem.memory import build_memory
 from dist_mem.memory.base import LayerSpec, Memory, named_tensors, select_lanes
 from dist_mem.vocabulary import Bin, Embedding, Softmax, adaptive_bins, plain_bin
@@ -205,7 +205,7 @@ def describe(config: Config, vocab_size: int) -> dict[str, int]:
 
     The FLOPs are those of `MemoryLM.flops`, and are left out where a memory does not count its own.
     """
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.train.precision]
+    dtype = DTYPES[config.train.precision]
     with torch.device("meta"):
         model = MemoryLM(config, vocab_size)
         state = model.init_state(torch.zeros(1, dtype=torch.int64), "meta", dtype)

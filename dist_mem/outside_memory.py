@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dist_mem.memory.base import Memory
+if TYPE_CHECKING:
+    from dist_mem.memory.base import Memory
 
 GROUP = "dist_mem.memories"
 
@@ -83,6 +84,8 @@ def _line_in(path: Path, error: Exception) -> str:
 
 
 def _checked(found: Any, what: str) -> type[Memory]:
+    from dist_mem.memory.base import Memory  # its package imports this module
+
     if not (isinstance(found, type) and issubclass(found, Memory)):
         raise ValueError(f"{what} is no class derived from dist_mem.memory.base.Memory")
     return found

@@ -29,7 +29,8 @@ from dist_mem.data.documents import Document
 from dist_mem.data.remote import show
 from dist_mem.data.segments import collate, document_segments
 from dist_mem.data.tokenizer import Tokenizer
-from dist_mem.engine import DTYPES, consolidated_state_dict
+from dist_mem.engine import consolidated_state_dict
+from dist_mem.layers import DTYPES
 from dist_mem.manifest import CheckpointError, newest_verified, read_manifest, step_dir, verify
 from dist_mem.memory import memory_options
 from dist_mem.memory.base import map_state

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,3 +109,8 @@ def test_installed_packages_offer_memories(tmp_path: Path, monkeypatch: pytest.M
     assert memory_class("theirs").__name__ == "Averages"
     with pytest.raises(ValueError, match=r"must be one of .*theirs.*did you mean theirs\?"):
         memory_class("their")
+
+
+def test_the_loader_can_be_the_first_thing_imported() -> None:
+    """Its package imports it, and it needs the package's base class: not at import."""
+    subprocess.run([sys.executable, "-c", "import dist_mem.outside_memory"], check=True)
