@@ -1,0 +1,189 @@
+"""Where DeepSpeed keeps what training goes on from, as slices of named parameters: the only place that knows.
+
+Every ZeRO stage hands torch's optimizer flat stretches of fp32 master weights. Without ZeRO a stretch is one parameter;
+at stages 1 and 2 it is this rank's part of a whole parameter group, with padding between and after the parameters; at
+stage 3 it is a sub-group, this rank's parts of its parameters one after another, each padded on the last rank. A name
+and a range in the flattened parameter mean the same at every stage and on any number of ranks; padding has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+COUNTERS = ("global_steps", "skipped_steps", "global_samples")
+LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of fp16, where it is dynamic
+
+
+class Slice(NamedTuple):
+    """A range of a flattened parameter or buffer that this rank holds."""
+
+    name: str  # its first name in the model
+    start: int
+    stop: int
+    parts: dict[str, Tensor]  # kind -> live (stop - start,) view, or a 0-d tensor that holds for the whole range
+
+
+class Span(NamedTuple):
+    """Where a range of a parameter lies in a flat stretch."""
+
+    name: str
+    start: int
+    stop: int
+    offset: int  # of `start`, in the stretch
+
+
+class Flat(NamedTuple):
+    """What torch's optimizer knows as one parameter."""
+
+    key: Tensor  # fp32, requires gradient: the optimizer's key of the state
+    spans: list[Span]
+
+
+def base_optimizer(engine: Any) -> torch.optim.Optimizer:
+    """Torch's own."""
+    return getattr(engine.optimizer, "optimizer", engine.optimizer)  # in fp32 without ZeRO nothing is wrapped around it
+
+
+def _names(engine: Any) -> dict[Tensor, str]:
+    return {parameter: name for name, parameter in engine.module.named_parameters()}
+
+
+def _flats_of_whole_parameters(engine: Any) -> Iterator[Flat]:
+    """Stage 0: in fp32 the model's own parameters, otherwise fp32 copies of them."""
+    names, optimizer = _names(engine), engine.optimizer
+    own = [group["params"] for group in optimizer.param_groups]
+    for group, keys in zip(getattr(optimizer, "fp16_groups", own), own, strict=True):
+        for parameter, key in zip(group, keys, strict=True):
+            yield Flat(key, [Span(names[parameter], 0, key.numel(), 0)])
+
+
+def _flats_of_groups(engine: Any) -> Iterator[Flat]:
+    """Stages 1 and 2: the group's parameters at their offsets, cut into one partition per rank."""
+    names, optimizer = _names(engine), engine.optimizer
+    for group, key in enumerate(optimizer.single_partition_of_fp32_groups):
+        first = dist.get_rank() * optimizer.partition_size[group]
+        spans = []
+        offsets = optimizer.round_robin_bit16_offsets[group]
+        for parameter, offset in zip(optimizer.round_robin_bit16_groups[group], offsets, strict=True):
+            start = max(0, first - offset)
+            stop = min(parameter.numel(), first + key.numel() - offset)
+            if start < stop:
+                spans.append(Span(names[parameter], start, stop, offset + start - first))
+        yield Flat(key, spans)
+
+
+def _partition(parameter: Any) -> tuple[int, int]:
+    """Start and stop of this rank's part of a parameter of stage 3; equal if it is all padding."""
+    size = parameter.ds_tensor.ds_numel
+    start = min(dist.get_rank() * size, parameter.ds_numel)
+    return start, min(start + size, parameter.ds_numel)
+
+
+def _flats_of_sub_groups(engine: Any) -> Iterator[Flat]:
+    """Stage 3."""
+    names, optimizer = _names(engine), engine.optimizer
+    for parameters, key in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
+        spans, offset = [], 0
+        for parameter in parameters:
+            start, stop = _partition(parameter)
+            if start < stop:
+                spans.append(Span(names[parameter], start, stop, offset))
+            offset += parameter.ds_tensor.ds_numel
+        yield Flat(key, spans)
+
+
+def flats(engine: Any) -> list[Flat]:
+    """Everything that this rank's optimizer steps."""
+    stage = engine.zero_optimization_stage()
+    find = (_flats_of_whole_parameters, _flats_of_groups, _flats_of_groups, _flats_of_sub_groups)[stage]
+    return list(find(engine))
+
+
+def _flat_slices(flat: Flat, state: Mapping[str, Tensor | None]) -> Iterator[Slice]:
+    tensors = {"master": flat.key.detach(), **{kind: tensor for kind, tensor in state.items() if tensor is not None}}
+    for name, start, stop, offset in flat.spans:
+        rows = slice(offset, offset + stop - start)
+        parts = {kind: tensor.view(-1)[rows] if tensor.dim() else tensor for kind, tensor in tensors.items()}
+        yield Slice(name, start, stop, parts)
+
+
+def _trained(engine: Any) -> list[Slice]:
+    state = base_optimizer(engine).state
+    return [found for flat in flats(engine) for found in _flat_slices(flat, state.get(flat.key, {}))]
+
+
+def frozen(engine: Any) -> Iterator[Slice]:
+    """Weights that no optimizer has, in the model's dtype."""
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            continue
+        is_cut = hasattr(parameter, "ds_tensor")
+        tensor = parameter.ds_tensor if is_cut else parameter
+        start, stop = _partition(parameter) if is_cut else (0, parameter.numel())
+        if start < stop:
+            yield Slice(name, start, stop, {"frozen": tensor.detach().view(-1)[: stop - start]})
+
+
+def buffers(engine: Any) -> Iterator[Slice]:
+    """Constants of the model that its state_dict has; every rank holds them whole."""
+    persistent = engine.module.state_dict().keys()
+    for name, buffer in engine.module.named_buffers():
+        if name in persistent:
+            yield Slice(name, 0, buffer.numel(), {"buffer": buffer.view(-1)})
+
+
+def held(engine: Any) -> list[Slice]:
+    """What this rank holds, as live views."""
+    return [*_trained(engine), *frozen(engine), *buffers(engine)]
+
+
+def owned(engine: Any) -> list[Slice]:
+    """This rank's share of what the ranks hold: together they have every element of every parameter exactly once."""
+    stage = engine.zero_optimization_stage()
+    found = [(stage > 0, _trained(engine)), (stage == 3, frozen(engine)), (False, buffers(engine))]
+    cut = [part for is_cut, parts in found if is_cut for part in parts]
+    whole = [part for is_cut, parts in found if not is_cut for part in parts]  # the same on every rank
+    return [*cut, *_dealt(whole, dist.get_rank(), dist.get_world_size())]
+
+
+def _dealt(slices: list[Slice], rank: int, num_ranks: int) -> Iterator[Slice]:
+    """The rank's even share of slices that all ranks hold alike, counted in elements."""
+    total = sum(found.stop - found.start for found in slices)
+    first, last = total * rank // num_ranks, total * (rank + 1) // num_ranks
+    offset = 0
+    for name, start, stop, parts in slices:
+        low, high = max(first - offset, 0), min(last - offset, stop - start)
+        if low < high:
+            own = {kind: tensor[low:high] if tensor.dim() else tensor for kind, tensor in parts.items()}
+            yield Slice(name, start + low, start + high, own)
+        offset += stop - start
+
+
+def loss_scaler(engine: Any) -> Any:
+    """What keeps the dynamic loss scale of fp16; None if the scale never moves."""
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    return scaler if getattr(scaler, "dynamic", False) else None
+
+
+def facts(engine: Any) -> dict[str, Any]:
+    """What the ranks hold alike: shapes and other names of parameters, and numbers that decide how training goes on."""
+    scaler, names = loss_scaler(engine), _names(engine)
+    scale = {name: getattr(scaler, name) for name in LOSS_SCALE} if scaler else {}
+    aliases: dict[str, list[str]] = {}
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+        if name != names[parameter]:
+            aliases.setdefault(names[parameter], []).append(name)
+    named = {**dict(engine.module.named_parameters()), **dict(engine.module.named_buffers())}
+    kept = engine.module.state_dict().keys()
+    return {
+        "counters": {name: getattr(engine, name) for name in COUNTERS} | scale,
+        "shapes": {
+            name: list(getattr(found, "ds_shape", found.shape)) for name, found in named.items() if name in kept
+        },
+        "aliases": aliases,
+    }
