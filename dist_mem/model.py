@@ -108,6 +108,11 @@ class MemoryLM(nn.Module):
         """The memory layer of every block."""
         return [cast(Block, block).memory for block in self.blocks]
 
+    def names_apart(self) -> list[str]:
+        """Names of the trained parameters that learn from an auxiliary loss alone."""
+        apart = {parameter for memory in self.memories() for parameter in memory.apart()}
+        return [name for name, parameter in self.named_parameters() if parameter in apart]
+
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> LMState:
         """Empty memories of lanes that begin these documents, (B,) int64; `dtype` is the activations'."""
         blocks = tuple(memory.init_state(document_ids, device, dtype) for memory in self.memories())

@@ -109,6 +109,10 @@ class Memory(nn.Module):
     def share(self, first: Any) -> None:
         """Take shared parameters from the first block's memory, as u and v of relative attention; by default none."""
 
+    def apart(self) -> list[nn.Parameter]:
+        """Parameters that learn from an auxiliary loss alone; the norm of their gradient is logged apart."""
+        return []
+
     @classmethod
     def small_options(cls, seg_len: int) -> dict[str, Any]:
         """Options that fit segments of `seg_len` tokens and fill within two of them; used by the contract tests."""

@@ -78,6 +78,10 @@ class Compressive(Memory):
     def small_options(cls, seg_len: int) -> dict[str, Any]:
         return {"mem_len": seg_len, "cmem_len": seg_len, "compression_rate": 2}
 
+    def apart(self) -> list[nn.Parameter]:
+        decoder = getattr(self, "decoder", None)
+        return [*self.compression.parameters(), *(decoder.parameters() if decoder else ())]
+
     @property
     def evicted_len(self) -> int:
         rows = self.spec.seg_len // self.options.compression_rate

@@ -97,6 +97,9 @@ class Infinite(Memory):
         assert isinstance(first, Infinite)
         self.over.share(first.over)
 
+    def apart(self) -> list[nn.Parameter]:
+        return self.over.apart()
+
     @property
     def num_rows(self) -> int:
         return self.over.num_rows
