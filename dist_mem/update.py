@@ -1,12 +1,14 @@
 """One update: forward and backward of every micro-batch, agreement of all ranks, then the step.
 
 The order of decision matters. Every lane reads one segment (or `segments_per_update`); the gradients of all micro-
-batches add up to that of one loss over all scored tokens of all ranks; all ranks learn in one small all-reduce whether
-it is finite; only then parameters and memories move on.
+batches add up to that of one loss over all scored tokens of all ranks; all ranks learn in one small all-reduce what the
+loss is and whether all is finite; only then they decide, and parameters and memories move on.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from dist_mem.data.batch import Update
 from dist_mem.distributed import gather_objects, sum_over_ranks
+from dist_mem.divergence import SKIP, Decision
 from dist_mem.memory.base import named_tensors
 from dist_mem.meter import Totals
 from dist_mem.model import reset_lanes
@@ -22,9 +25,7 @@ from dist_mem.optimizer import lr_factor
 if TYPE_CHECKING:
     from dist_mem.job import Job
 
-
-class DivergedError(RuntimeError):
-    """A loss, a memory or a gradient is not finite; every rank raises it in the same step."""
+_GRADIENT = "not finite: the gradient, though every loss and memory is"
 
 
 class Forward(NamedTuple):
@@ -34,16 +35,34 @@ class Forward(NamedTuple):
     nll: Tensor  # () fp32, summed over the scored tokens of this rank, nats
     aux: Tensor  # () fp32, auxiliary losses summed over this rank's lanes and segments
     recall_nll: Tensor  # () fp32, the share of nll that is of recall tokens
-    is_finite: Tensor  # () bool: nll, aux and every new state
+    memory_is_finite: Tensor  # () bool: every new state
+
+
+class Flags(NamedTuple):
+    """What a rank tells the others with its sums; of all ranks: whether any of them does."""
+
+    stop: bool = False  # it was told to stop, or cannot read on
+    save: bool = False  # a save is due by the clock
+    save_failed: bool = False  # one in the background
+
+
+class Agreed(NamedTuple):
+    """What all ranks know before they decide."""
+
+    flags: Flags
+    next_scored: int  # targets of the next update, all ranks
+    totals: Totals  # of this update
+    trouble: str | None  # what is not finite, and on which ranks
 
 
 class Outcome(NamedTuple):
     """What the ranks agreed on in one update."""
 
-    applied: bool  # False: DeepSpeed skipped it (fp16 overflow); feed the same segments again
-    stop: bool  # some rank was told to stop
-    totals: Totals  # of this update
+    again: bool  # fp16 overflow: nothing has changed, feed the same segments again
+    flags: Flags  # of all ranks
+    totals: Totals  # of this update; of one that diverged the documents only
     next_scored: int  # targets of the next one, all ranks
+    decision: Decision | None = None  # what is done about a divergence
 
 
 def accumulate_gradients(job: Job, update: Update, num_scored: int) -> Forward:
@@ -73,27 +92,26 @@ def accumulate_gradients(job: Job, update: Update, num_scored: int) -> Forward:
         if batch.recall is not None:
             recall_sum = recall_sum + (output.nll.detach() * (batch.recall > 0)).sum()
         states[group] = output.state
-    parts = [nll_sum, aux_sum, *(tensor for state in states for tensor in named_tensors(state).values())]
-    is_finite = torch.stack([torch.isfinite(part).all() for part in parts]).all()
+    is_finite = torch.cat([_finite_lanes(state, train.micro_lanes, world.device) for state in states]).all()
     return Forward(states, nll_sum, aux_sum, recall_sum, is_finite)
 
 
-def _diverged(step: int, forward_is_finite: bool) -> DivergedError:
-    """The error that every rank raises; it names the ranks whose own loss or memory it is."""
-    ranks = [rank for rank, is_finite in enumerate(gather_objects(forward_is_finite)) if not is_finite]
-    what = f"a loss or a memory is not finite on rank {ranks}" if ranks else "the gradient is not finite, every loss is"
-    return DivergedError(f"step {step}: {what}; nothing was updated")
+def _finite_lanes(state: Any, num_lanes: int, device: torch.device) -> Tensor:
+    """Which lanes' memories are finite, (B,) bool."""
+    is_finite = torch.ones(num_lanes, dtype=torch.bool, device=device)
+    for part in named_tensors(state).values():
+        is_finite &= torch.isfinite(part).unsqueeze(-1).flatten(1).all(1)
+    return is_finite
 
 
-def train_step(job: Job, update: Update, num_scored: int, next_scored: int, *, stop: bool) -> Outcome:
-    """One update: accumulate, agree, decide, step. Memories move on only if the update was applied.
-
-    Raises:
-        DivergedError: on every rank, before any parameter has changed.
-    """
-    forward = accumulate_gradients(job, update, num_scored)
-    is_bad = not (bool(forward.is_finite) and (num_scored == 0 or job.engine.gradients_finite()))
+def _agree(job: Job, update: Update, forward: Forward, *, trains: bool, flags: Flags, next_scored: int) -> Agreed:
+    """The one all-reduce of a step; whose fault it is, is asked only if there is one."""
     nll, aux, recall_nll = torch.stack([forward.nll, forward.aux, forward.recall_nll]).tolist()
+    finite = {
+        "loss": math.isfinite(nll) and math.isfinite(aux),
+        "memory": bool(forward.memory_is_finite),
+        "gradient": not trains or job.engine.gradients_finite(),
+    }
     mine = Totals(
         nll=nll,
         aux=aux,
@@ -103,14 +121,65 @@ def train_step(job: Job, update: Update, num_scored: int, next_scored: int, *, s
         documents=update.documents_started,
         documents_skipped=update.documents_skipped,
     )
-    told = sum_over_ranks([is_bad, stop, next_scored, *mine], job.world.device)
-    num_bad, num_stop, all_next_scored, *totals = told
-    if num_bad:
-        raise _diverged(job.step, bool(forward.is_finite))
-    applied = num_scored == 0 or job.engine.step(lr_factor(job.step, job.config.schedule, job.total_steps))
-    if not applied and job.config.train.precision != "fp16":
-        raise _diverged(job.step, True)
-    if applied:
-        job.states = forward.states
+    told = sum_over_ranks([not all(finite.values()), next_scored, *flags, *mine], job.world.device)
+    num_bad, all_next_scored, *rest = told
+    trouble = _whose(finite) if num_bad else None
+    all_flags = Flags(*(num > 0 for num in rest[: len(flags)]))
+    return Agreed(all_flags, int(all_next_scored), Totals(*rest[len(flags) :]), trouble)
+
+
+def _whose(finite: Mapping[str, bool]) -> str:
+    """Which ranks' losses and memories are not finite; `finite` is of this rank."""
+    told = gather_objects(finite)
+    bad = {what: [rank for rank, is_finite in enumerate(told) if not is_finite[what]] for what in ("loss", "memory")}
+    named = [f"the {what} of rank {ranks}" for what, ranks in bad.items() if ranks]
+    return f"not finite: {', '.join(named)}" if named else _GRADIENT
+
+
+def train_step(job: Job, update: Update, num_scored: int, next_scored: int, flags: Flags) -> Outcome:
+    """One update: accumulate, agree, decide, step. Memories and cursors move on, also past an update that is skipped.
+
+    Args:
+        num_scored: targets of the update, of all ranks; `next_scored`: of this rank, in the next update.
+
+    Raises:
+        DivergedError: on every rank, before any parameter has changed.
+    """
+    divergence = job.divergence
+    is_read_only = job.step < divergence.first_trained
+    trains = num_scored > 0 and not is_read_only
+    forward = accumulate_gradients(job, update, num_scored if trains else 0)
+    agreed = _agree(job, update, forward, trains=trains, flags=flags, next_scored=next_scored)
+    loss = agreed.totals.nll / num_scored if num_scored else math.nan
+    trouble = agreed.trouble
+    if trains:
+        trouble = trouble or divergence.judge(loss)
+        if trouble:
+            job.engine.discard()
+        elif job.engine.step(lr_factor(job.step, job.config.schedule, job.total_steps)):
+            divergence.remember(loss)
+        elif job.config.train.precision == "fp16":
+            return Outcome(True, agreed.flags, agreed.totals, agreed.next_scored)
+        else:
+            trouble = _GRADIENT  # DeepSpeed has skipped the update by itself, on all ranks
+    decision = divergence.decide(job.step, trouble, loss=loss) if trouble and not is_read_only else None
+    if decision is None or decision.action == SKIP:
+        job.states = _mended(job, update, forward.states) if trouble else forward.states
         job.cursors = update.cursors
-    return Outcome(applied, num_stop > 0, Totals(*totals), int(all_next_scored))
+    totals = agreed.totals
+    if trouble:  # figures are of what was trained on
+        totals = Totals(documents=totals.documents, documents_skipped=totals.documents_skipped)
+    return Outcome(False, agreed.flags, totals, agreed.next_scored, decision)
+
+
+def _mended(job: Job, update: Update, states: Sequence[Any]) -> list[Any]:
+    """New memories, empty in the lanes in which they are not finite: there the old ones may be the cause."""
+    groups = zip(states, update.batches[-len(states) :], strict=True)
+    return [
+        reset_lanes(
+            state,
+            job.engine.init_state(batch.document),
+            ~_finite_lanes(state, len(batch.document), job.world.device),
+        )
+        for state, batch in groups
+    ]
