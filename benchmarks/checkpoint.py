@@ -1,0 +1,235 @@
+"""Seconds that saving and restoring take, beside plain torch.save and torch.load of the same bytes and the disk itself.
+
+    python benchmarks/checkpoint.py                        # about three minutes, and 2 GB of disk while it runs
+    python benchmarks/checkpoint.py --ranks 1 --folder /scratch
+
+A Transformer-XL of 23 million parameters under ZeRO-2 with AdamW in fp32 on the sample library, one CPU thread a rank.
+All is measured in turn within one run, round after round; medians. The ranks work at once and the slowest counts.
+"Plain" is every rank's share of the very same tensors, flushed to disk like ours; it neither hashes nor verifies nor
+commits. Ours and torch's files are read back from the operating system's cache. Beside a save in the background
+training goes on: what it loses is the stall, and what its steps are slower while they share the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+OPTIONS = [
+    str(ROOT / "configs" / "demo.yaml"),
+    *("model.num_layers=3", "model.d_model=736", "model.num_heads=8", "model.d_inner=2944", "model.init_std=0.02"),
+    *("train.precision=fp32", "train.threads=1", "train.lanes=4", "train.micro_lanes=2", "schedule.warmup_steps=0"),
+    *("eval.every=null", "checkpoint.every=null", "tracking.mlflow=false", "tracking.every=1"),
+]
+CHUNK = bytes(1 << 20)
+STEPS = 6  # between two saves
+
+
+def options(data: Path, run_dir: Path, num_steps: int) -> list[str]:
+    return [*OPTIONS, f"data.path={data}", f"run_dir={run_dir}", f"train.steps={num_steps}"]
+
+
+def launch(command: list[str], num_ranks: int) -> list[subprocess.Popen[str]]:
+    """The command on every rank; what rank 0 prints is ours to read."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    processes = []
+    for rank in range(num_ranks):
+        ranks = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": num_ranks}
+        told = {name: str(value) for name, value in ranks.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+        processes.append(subprocess.Popen(command, env=os.environ | told, stdout=output, stderr=output, text=True))
+    return processes
+
+
+class Bench:
+    """One rank of a job that is saved, restored and trained in turn."""
+
+    def __init__(self, folder: Path) -> None:
+        from dist_mem import distributed
+        from dist_mem.config import load_config
+        from dist_mem.job import open_job
+        from dist_mem.memory import memory_options
+        from dist_mem.train import first_update
+
+        self.folder = folder
+        self.distributed = distributed
+        self.world = distributed.initialize(threads=1)
+        config = load_config(options(folder / "data", folder / "run", 10**6), memory_options=memory_options)
+        self.job = open_job(config, self.world)
+        self.update, self.num_scored = first_update(self.job)
+        self.seconds: dict[str, list[float]] = {}
+
+    def note(self, part: str, seconds: float) -> None:
+        """Add a measurement: that of the slowest rank."""
+        self.seconds.setdefault(part, []).append(max(self.distributed.gather_objects(seconds)))
+
+    def timed(self, part: str, work: Callable[[], Any]) -> None:
+        gc.collect()
+        self.distributed.gather_objects(None)
+        began = time.perf_counter()
+        work()
+        self.note(part, time.perf_counter() - began)
+
+    def step(self) -> float:
+        """Train one step; returns its seconds."""
+        from dist_mem.train import read_ahead
+        from dist_mem.update import Flags, train_step
+
+        began = time.perf_counter()
+        ahead = read_ahead(self.job)
+        assert not isinstance(ahead, Exception), ahead
+        outcome = train_step(self.job, self.update, self.num_scored, ahead.num_scored, Flags())
+        self.update, self.num_scored = ahead, outcome.next_scored
+        self.job.step += 1
+        return time.perf_counter() - began
+
+    def save(self, *, background: bool) -> Any:
+        """Save; train beside it until it is written on all ranks."""
+        from dist_mem.between_steps import save
+
+        self.job.config.checkpoint.background = background
+        save(self.job)
+        saved, steps = self.job.saver.finished(), []
+        while self.distributed.sum_over_ranks([not saved], self.world.device)[0]:
+            steps.append(self.step())
+            saved = saved or self.job.saver.finished()
+        if background:
+            self.note("save in the background: stall", saved[0].stall_seconds)
+            self.note("save in the background: until it is on disk", saved[0].seconds)
+            self.note("a step beside it", statistics.median(steps))
+        else:
+            self.note("save while training waits", saved[0].stall_seconds)
+        return saved[0]
+
+    def plain(self, content: dict[str, Any]) -> None:
+        """The same tensors without us."""
+        import torch
+
+        from dist_mem.files import fsync_path
+
+        path = self.folder / f"plain-{self.world.rank}"
+
+        def torch_save() -> None:
+            torch.save(content, path)
+            fsync_path(path)
+
+        def write_zeros() -> None:
+            with path.open("wb") as file:
+                for _ in range(sum(tensor.nbytes for tensor in content.values()) // len(CHUNK)):
+                    file.write(CHUNK)
+                file.flush()
+                os.fsync(file.fileno())
+
+        self.timed("plain torch.save", torch_save)
+        self.timed("plain torch.load", lambda: torch.load(path, weights_only=True))
+        path.unlink()
+        self.timed("plain writing of zeros", write_zeros)
+        path.unlink()
+
+    def round(self) -> Any:
+        """Everything once."""
+        from safetensors.torch import load_file
+
+        from dist_mem.restore import restore_into
+        from dist_mem.train import first_update
+
+        for _ in range(STEPS):
+            self.note("a step alone", self.step())
+        beside = self.save(background=True)
+        self.step()
+        saved = self.save(background=False)
+        files = saved.written.path.glob(f"*/rank-{self.world.rank:05d}.safetensors")
+        self.plain({f"{path}/{name}": tensor for path in files for name, tensor in load_file(path).items()})
+        self.timed("verify and restore", lambda: restore_into(self.job, saved.written.path))
+        self.update, self.num_scored = first_update(self.job)
+        if self.world.rank == 0:
+            for path in (beside.written.path, saved.written.path):
+                shutil.rmtree(path)
+        return saved
+
+
+def measure_rank(folder: Path, num_rounds: int) -> None:
+    """In a process of its own; rank 0 prints all seconds as JSON."""
+    bench = Bench(folder)
+    bench.step()  # makes the optimizer's state
+    saved = [bench.round() for _ in range(num_rounds)][-1]
+    bench.job.reader.close()
+    bench.job.saver.close()
+    if bench.world.rank == 0:
+        written = saved.written
+        what = f"{written.num_bytes:,} bytes, {written.num_files} files, {written.num_fsyncs} fsyncs"
+        print(json.dumps({"seconds": bench.seconds, "num_bytes": written.num_bytes, "what": what}))
+    bench.distributed.shut_down(agreed=True)
+
+
+def seconds_to_step(step: int, data: Path, run_dir: Path, num_ranks: int) -> float:
+    """Seconds from the start of the processes of a job until it has made its last step, `step`; it saves that one."""
+    metrics = run_dir / "metrics.jsonl"
+    began = time.time()
+    command = [sys.executable, "-m", "dist_mem", "train", *options(data, run_dir, step)]
+    processes = launch(command, num_ranks)
+    while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
+        if processes[0].poll() is not None:
+            sys.exit(f"the job failed:\n{processes[0].communicate()[1]}")
+        time.sleep(0.01)
+    seconds = time.time() - began
+    for process in processes:
+        process.communicate(timeout=300)
+    return seconds
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; default: that of temporary files")
+    arguments = parser.parse_args()
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        folder = Path(name)
+        build = [sys.executable, str(ROOT / "shards" / "build_sample.py"), "--size", "tiny"]
+        subprocess.run([*build, "--out", str(folder / "data")], check=True, capture_output=True)
+        command = [sys.executable, __file__, "--rank", str(folder), str(arguments.rounds)]
+        output, errors = launch(command, arguments.ranks)[0].communicate()
+        if not output:
+            sys.exit(f"the measurement failed:\n{errors}")
+        found = json.loads(output.splitlines()[-1])
+        starts: dict[str, list[float]] = {"fresh start to the first step": [], "restart to the first step": []}
+        for number in range(min(arguments.rounds, 3)):
+            for step, seconds in enumerate(starts.values(), start=1):
+                seconds.append(seconds_to_step(step, folder / "data", folder / f"start-{number}", arguments.ranks))
+    print(f"{arguments.ranks} ranks, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {arguments.rounds} rounds")
+    print(found["what"])
+    print(f"{'seconds':<48}{'median':>8}{'least':>8}{'most':>8}{'MB/s':>8}")
+    for part, seconds in (found["seconds"] | starts).items():
+        median = statistics.median(seconds)
+        rate = "" if "step" in part or "stall" in part else f"{found['num_bytes'] / median / 1e6:,.0f}"
+        print(f"{part:<48}{median:>8.2f}{min(seconds):>8.2f}{max(seconds):>8.2f}{rate:>8}")
+    stall, waited = (
+        statistics.median(found["seconds"][part])
+        for part in ("save in the background: stall", "save while training waits")
+    )
+    print(f"stall of a save in the background: {stall / waited:.0%} of one that training waits for")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        measure_rank(Path(sys.argv[2]), int(sys.argv[3]))
+    else:
+        main()

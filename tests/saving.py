@@ -1,0 +1,30 @@
+"""What the tests of saving share: faults at the writing of a file, and what lies among the checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_mem import commit
+from dist_mem.files import write_hashed
+
+Hook = Callable[[Path], None]  # called with the path of every file before it is written
+
+
+@contextmanager
+def before_writing(hook: Hook) -> Iterator[pytest.MonkeyPatch]:
+    def write(path: Path, parts: Any) -> dict[str, Any]:
+        hook(path)
+        return write_hashed(path, parts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commit, "write_hashed", write)
+        yield patch
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
