@@ -1,0 +1,221 @@
+"""Putting a job where a checkpoint stands, on any number of ranks, at any ZeRO stage, with any micro_lanes.
+
+    resume_choice.py: which one -> rules: may this configuration go on from it -> engine, lanes, random state
+
+Lanes move with memory and cursor to whichever rank holds them now; parameters and the optimizer's state are read by
+name and range; the plan of the data knows nothing of ranks. So every rank reads what it needs, nothing is converted. In
+the same world the random generators go on too, and with them every bit; in another one dropout is drawn anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dist_mem.checkpoint import Lanes, read_lanes, read_random_state, set_random_state
+from dist_mem.config import read_config
+from dist_mem.data.lanes import training_reader
+from dist_mem.data.shard import Index
+from dist_mem.distributed import World, decided_by_rank0, on_all_ranks
+from dist_mem.engine import Engine
+from dist_mem.engine_files import EngineReader
+from dist_mem.errors import UnusableError
+from dist_mem.manifest import LAST_WITH_PICKLES, CheckpointError, run_of
+from dist_mem.meter import Meter
+from dist_mem.provenance import code_differences
+from dist_mem.resume_choice import Choice, choose_checkpoint, readable, verify_together
+from dist_mem.resume_rules import check_changes
+
+_UNTOLD = (
+    *("train.micro_lanes", "deepspeed.zero_optimization.stage"),  # `_moves` tells them
+    *("name", "run_dir", "resume", "tracking.", "data.path", "data.cache"),  # places; they may hold credentials
+)
+
+
+class Start(NamedTuple):
+    """Where a job begins."""
+
+    step: int
+    lanes: Lanes
+    facts: Mapping[str, Any]  # the manifest of the checkpoint; empty at step 0
+    run_id: str | None  # of MLflow; None: a new one, as for what goes on from another run's checkpoint
+    messages: list[str]
+    tags: dict[str, str]  # for MLflow
+    superseded: list[Path]  # checkpoints to be set aside
+
+
+def dropout_seed(seed: int, step: int, rank: int) -> int:
+    """A seed of its own for every (seed, step, rank); the constants are large odd numbers."""
+    return (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB + 1) % (1 << 63)
+
+
+def restore(
+    config: Any,
+    world: World,
+    *,
+    index: Index,
+    engine: Engine,
+    fresh: Lanes,
+    sources: Mapping[str, str],
+    commit: str | None,
+    allowed: Sequence[str],
+) -> Start:
+    """Load the checkpoint that `resume` means, or begin at step 0.
+
+    Args:
+        index: of the split that is trained on.
+        fresh: this rank's lanes with empty memories.
+        sources: of memories outside the package, name -> text.
+        commit: of the running code.
+        allowed: keys given to `--allow`.
+
+    Raises:
+        UnusableError: on every rank.
+    """
+    run_dir = Path(config.run_dir)
+    choice = choose_checkpoint(config.resume, run_dir, world)
+    if choice is None:
+        torch.manual_seed(dropout_seed(config.train.seed, 0, world.rank))
+        return Start(0, fresh, {}, None, [f"starting {run_dir}"], {}, [])
+    directory, manifest = choice.directory, choice.manifest
+    saved = _saved_config(directory)
+    changes = decided_by_rank0(lambda: check_changes(saved, config, allowed=allowed), UnusableError)
+    on_all_ranks(lambda: _check_data(choice, index), f"comparing the data of {directory}")
+    _restore_engine(engine, choice, world)
+    lanes = _restore_lanes(config, saved, world, choice, fresh)
+    is_own = run_of(directory).resolve() == run_dir.resolve()
+    messages = [f"passed over: {reason}" for reason in choice.passed_over]
+    messages += [f"resuming from {directory}{'' if is_own else ', a checkpoint of another run'}"]
+    messages += [*_moves(choice, saved, config, engine, world), *_changed_sources(choice, sources)]
+    changed = ", ".join(str(change) for change in changes if not change.key.startswith(_UNTOLD))
+    messages += [f"changed since then: {changed}"] if changed else []
+    tags = {} if is_own else {"dist_mem.resumed_from": os.fspath(directory.absolute())}
+    if other_code := code_differences(manifest["versions"], manifest.get("commit"), commit):
+        messages.append(f"warning: {directory.name} was written by other code: {other_code}")
+        tags[f"dist_mem.other_code.step_{manifest['step']}"] = other_code
+    run_id = manifest["mlflow_run_id"] if is_own else None
+    return Start(manifest["step"], lanes, manifest, run_id, messages, tags, choice.superseded)
+
+
+def _saved_config(directory: Path) -> Any:
+    """The configuration of a checkpoint, read once."""
+    return decided_by_rank0(lambda: readable(lambda: read_config(directory / "config.yaml")), UnusableError)
+
+
+def _check_data(choice: Choice, index: Index) -> None:
+    trained = choice.manifest["data_fingerprint"]
+    if trained != index.fingerprint:
+        raise CheckpointError(
+            f"{choice.directory}: was trained on a split with fingerprint {trained[:12]}, {index.split_dir} has "
+            f"{index.fingerprint[:12]}; set data.path to the same data"
+        )
+
+
+def _restore_engine(engine: Engine, choice: Choice, world: World) -> None:
+    if choice.manifest["format_version"] <= LAST_WITH_PICKLES:
+        _check_same_world(choice, world, engine.stage)
+        engine.load(choice.directory)
+        return
+    reader = on_all_ranks(lambda: EngineReader(choice.directory), f"reading {choice.directory}")
+    engine.restore(reader.read, reader.counters)
+
+
+def _check_same_world(choice: Choice, world: World, stage: int) -> None:
+    """Refuse to read DeepSpeed's files on another number of ranks or at another ZeRO stage."""
+    manifest = choice.manifest
+    for what, saved, now in (
+        ("ranks", manifest["world_size"], world.size),
+        ("ZeRO stage", manifest["zero_stage"], stage),
+    ):
+        if saved != now:
+            raise CheckpointError(
+                f"{choice.directory}: format_version {manifest['format_version']} is read with {what} {saved}, "
+                f"but here it is {now}: start it once with {saved}; what it saves then can be read with any other"
+            )
+
+
+def _is_same_division(choice: Choice, saved: Any, config: Any, world: World) -> bool:
+    """Whether this rank holds the lanes that the rank of its number held, in the same micro-batches."""
+    return choice.manifest["world_size"] == world.size and saved.train.micro_lanes == config.train.micro_lanes
+
+
+def _restore_lanes(config: Any, saved: Any, world: World, choice: Choice, fresh: Lanes) -> Lanes:
+    """Read this rank's lanes, and put its random generators where they were, or to a seed of their own."""
+    directory, manifest = choice.directory, choice.manifest
+
+    def read() -> tuple[Lanes, dict[str, Tensor] | None]:
+        convert = saved.train.precision != config.train.precision
+        lanes = read_lanes(
+            directory, manifest, fresh.lane_ids, fresh.states, num_lanes=config.train.lanes, convert=convert
+        )
+        is_same = _is_same_division(choice, saved, config, world)
+        return lanes, read_random_state(directory, world) if is_same else None
+
+    lanes, random_state = on_all_ranks(read, f"reading the lanes of {directory}")
+    if random_state is None:
+        torch.manual_seed(dropout_seed(config.train.seed, manifest["step"], world.rank))
+    else:
+        set_random_state(random_state, world)
+    return lanes
+
+
+def _moves(choice: Choice, saved: Any, config: Any, engine: Engine, world: World) -> list[str]:
+    """What is another division of the same work than before, in one line; and an old format."""
+    manifest = choice.manifest
+    told = {
+        "ranks": (manifest["world_size"], world.size),
+        "ZeRO stage": (manifest["zero_stage"], engine.stage),
+        "micro_lanes": (saved.train.micro_lanes, config.train.micro_lanes),
+    }
+    moved = ", ".join(f"{what} {was} -> {now}" for what, (was, now) in told.items() if was != now)
+    anew = "" if _is_same_division(choice, saved, config, world) else "; dropout is drawn anew"
+    messages = [f"moved: {moved}{anew}"] if moved else []
+    if manifest["format_version"] <= LAST_WITH_PICKLES:
+        messages.append(
+            f"{choice.directory.name} has format_version {manifest['format_version']}, DeepSpeed's own files: from the "
+            "next save on, the run can move to other ranks and ZeRO stages"
+        )
+    return messages
+
+
+def _changed_sources(choice: Choice, sources: Mapping[str, str]) -> list[str]:
+    """Which files of memories outside the package are not those of the checkpoint."""
+    entries = choice.manifest["files"]
+    return [
+        f"{name} is not what the run was trained with so far: {choice.directory / name} was"
+        for name, text in sources.items()
+        if hashlib.sha256(text.encode()).hexdigest() != entries.get(name, {}).get("sha256")
+    ]
+
+
+def restore_into(job: Any, directory: Path) -> None:
+    """Put a running `Job` back to a checkpoint of its run, in mid-run; every rank calls it.
+
+    Parameters, optimizer, memories, cursors, random state, sums and step become those of the checkpoint, and the reader
+    is opened again there. What was accumulated of an update is dropped; what has counted divergences goes on counting.
+
+    Raises:
+        UnusableError: on every rank, if the checkpoint is damaged, or of a format that cannot be read in mid-run.
+    """
+    config, world, train = job.config, job.world, job.config.train
+    choice = Choice(directory, verify_together(directory, world), [], [])
+    version = choice.manifest["format_version"]
+    if version <= LAST_WITH_PICKLES:
+        raise CheckpointError(f"{directory}: format_version {version} is read at a start only: start the command again")
+    empty = [job.engine.init_state(group) for group in job.lane_ids.split(train.micro_lanes)]
+    fresh = Lanes(job.lane_ids, torch.zeros_like(job.cursors), empty)
+    _restore_engine(job.engine, choice, world)
+    lanes = _restore_lanes(config, _saved_config(directory), world, choice, fresh)
+    job.reader.close()
+    job.reader = on_all_ranks(
+        lambda: training_reader(config, world_size=world.size, rank=world.rank, cursors=lanes.cursors),
+        f"reading on from {directory}",
+    )
+    job.step, job.states, job.cursors = choice.manifest["step"], lanes.states, lanes.cursors
+    job.meter = Meter(lane_segments_per_update=train.lanes * train.segments_per_update, saved=choice.manifest["meter"])
