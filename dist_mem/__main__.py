@@ -3,6 +3,8 @@
     dist-mem train configs/demo.yaml memory/none.yaml train.steps=100
     dist-mem train configs/demo.yaml --check --world 8
     dist-mem evaluate runs/demo --split test
+    dist-mem export runs/demo --out models/demo
+    dist-mem checkpoints verify runs/demo
     dist-mem compare runs/none runs/demo
     dist-mem track sync runs/demo
     dist-mem prepare verify data/sample
@@ -25,6 +27,7 @@ from dist_mem.config import Config, load_config, to_yaml
 from dist_mem.config_help import schema_as_yaml
 from dist_mem.environment import is_first_on_node
 from dist_mem.errors import EXIT_FAILED, EXIT_USAGE, UnusableError
+from dist_mem.resume_rules import check_allowed
 
 
 def load_checked(arguments: Sequence[str]) -> Config:
@@ -41,6 +44,7 @@ def load_checked(arguments: Sequence[str]) -> Config:
 def train(options: argparse.Namespace) -> int:
     """Start a run, or resume it."""
     config = load_checked(options.config)
+    check_allowed(options.allow)
     if options.check:
         from dist_mem import plan
 
@@ -51,7 +55,7 @@ def train(options: argparse.Namespace) -> int:
     choose_accelerator()
     from dist_mem.train import run
 
-    return run(config)
+    return run(config, allowed=options.allow)
 
 
 def evaluate(options: argparse.Namespace) -> int:
@@ -62,6 +66,29 @@ def evaluate(options: argparse.Namespace) -> int:
     from dist_mem.evaluate import run
 
     return run(options.run, split=options.split, checkpoint=options.checkpoint, overrides=options.overrides)
+
+
+def export(options: argparse.Namespace) -> int:
+    """Make a directory of the weights of a checkpoint and all that loading them takes."""
+    from dist_mem.distributed import choose_accelerator
+
+    choose_accelerator()
+    from dist_mem.export import run
+
+    return run(
+        options.run,
+        out=options.out,
+        checkpoint=options.checkpoint,
+        precision=options.precision,
+        overrides=options.overrides,
+    )
+
+
+def checkpoints(options: argparse.Namespace) -> int:
+    """List the checkpoints of a run, verify them, or show one."""
+    from dist_mem.checkpoints import run
+
+    return run(options.action, options.path)
 
 
 def compare(options: argparse.Namespace) -> int:
@@ -118,6 +145,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_train(commands)
     _add_evaluate(commands)
+    _add_export(commands)
+    _add_checkpoints(commands)
     _add_compare(commands)
     _add_prepare(commands)
     _add_track(commands)
@@ -139,19 +168,41 @@ def _add(
     return added
 
 
+_ALLOW_HELP = "a key, or block of keys, that may be another than in the checkpoint, as optimizer.betas; repeatable"
+
+
 def _add_train(commands: argparse._SubParsersAction) -> None:
     added = _add(commands, train)
     added.add_argument("config", nargs="*", help=_CONFIG_HELP)
+    added.add_argument("--allow", action="append", default=[], metavar="KEY", help=_ALLOW_HELP)
     added.add_argument("--check", action="store_true", help="only check the configuration and say what it amounts to")
     added.add_argument("--world", type=_count, default=1, help="ranks to assume in --check (default: 1)")
 
 
+_STEP_HELP = "step of the checkpoint (default: the newest that verifies)"
+
+
 def _add_evaluate(commands: argparse._SubParsersAction) -> None:
     added = _add(commands, evaluate)
-    added.add_argument("run", type=Path, help="a run directory, or one checkpoint in it")
+    added.add_argument("run", type=Path, help="a run directory, one checkpoint in it, or an export")
     added.add_argument("overrides", nargs="*", help="key=value overrides, of eval.* and data.path")
     added.add_argument("--split", help="default: eval.split")
-    added.add_argument("--checkpoint", type=_count, help="step of the checkpoint (default: the newest that verifies)")
+    added.add_argument("--checkpoint", type=_count, help=_STEP_HELP)
+
+
+def _add_export(commands: argparse._SubParsersAction) -> None:
+    added = _add(commands, export)
+    added.add_argument("run", type=Path, help="a run directory, or one checkpoint in it")
+    added.add_argument("overrides", nargs="*", help="data.path=FOLDER where the data, and their tokenizer, have moved")
+    added.add_argument("--out", type=Path, required=True, help="the directory to make")
+    added.add_argument("--checkpoint", type=_count, help=_STEP_HELP)
+    added.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of the weights (default: fp32)")
+
+
+def _add_checkpoints(commands: argparse._SubParsersAction) -> None:
+    added = _add(commands, checkpoints)
+    added.add_argument("action", choices=["list", "verify", "show"])
+    added.add_argument("path", type=Path, help="a run directory, or one checkpoint in it")
 
 
 def _add_compare(commands: argparse._SubParsersAction) -> None:

@@ -1,15 +1,20 @@
-"""What is done to a job between its steps: record figures, evaluate, save."""
+"""What is done to a job between its steps: record figures, evaluate, save, carry out what a divergence asks for."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
-from dist_mem.checkpoint import Lanes, save_checkpoint
+from dist_mem.checkpoint import Lanes
 from dist_mem.config import to_yaml
 from dist_mem.data.shard import ShardError
+from dist_mem.divergence import METRICS, ROLLBACK, Decision, DivergedError
 from dist_mem.evaluate import evaluate_split
 from dist_mem.job import Job
+from dist_mem.restore import restore_into
+from dist_mem.resume_choice import AUTO, choose_checkpoint
 from dist_mem.scoring import EvaluationError
+from dist_mem.snapshot import take_snapshot
 
 
 def record(job: Job, figures: Mapping[str, float]) -> OSError | None:
@@ -35,24 +40,44 @@ def evaluate_or_save(job: Job) -> OSError | None:
 
 
 def save(job: Job) -> None:
-    """Write the checkpoint of the present step; every rank calls it."""
+    """Save the present step, in the background or now; every rank calls it.
+
+    Raises:
+        AgreedError: on every rank, if this save or the one before could not be written.
+    """
+    job.saver.wait()  # one in flight, and one copy in memory
+    began = time.perf_counter()
     facts = {
+        "time": time.time(),
+        "commit": job.commit,
+        "zero_stage": job.engine.stage,
         "mlflow_run_id": job.tracker.run_id,
         "data_fingerprint": job.index.fingerprint,
         "tokenizer_fingerprint": job.tokenizer.fingerprint,
         "meter": job.meter.state(),  # the same sums on every rank; the times are rank 0's
+        "divergence": job.divergence.state(),
+        "validation": job.validation,
     }
     lanes = Lanes(job.lane_ids, job.cursors, job.states)
-    path = save_checkpoint(
-        job.run_dir,
-        step=job.step,
-        engine=job.engine,
-        lanes=lanes,
-        texts={"config.yaml": to_yaml(job.config), **job.sources},
-        world=job.world,
-        facts=facts,
-    )
-    job.tracker.message(f"step {job.step}: saved {path}")
+    texts = {"config.yaml": to_yaml(job.config), **job.sources}
+    job.saver.save(take_snapshot(step=job.step, engine=job.engine, lanes=lanes, texts=texts, facts=facts), began=began)
+
+
+def tell_saved(job: Job) -> None:
+    """Say which checkpoints have come to be on disk since the last step, and which are no longer there."""
+    for saved in job.saver.finished():
+        job.meter.note(saved.figures())
+        for message in (str(saved), *saved.written.messages):
+            job.tracker.message(message)
+
+
+def end_saving(job: Job) -> None:
+    """Wait for what is being written when a run ends, for whatever reason; a failure does not hide that reason."""
+    try:
+        job.saver.close()
+    except RuntimeError as error:  # AgreedError, or the other ranks are gone
+        job.tracker.message(f"error: {error}")
+    tell_saved(job)
 
 
 def evaluate_now(job: Job) -> dict[str, float]:
@@ -68,4 +93,49 @@ def evaluate_now(job: Job) -> dict[str, float]:
         world=job.world,
     )
     engine.train(True)
+    job.validation = {"step": job.step, "loss": report.nll / report.num_scored}
     return report.figures()
+
+
+def carry_out(job: Job, decision: Decision) -> OSError | None:
+    """Do what was decided about a divergence, and tell it; returns what kept it from being recorded.
+
+    Raises:
+        DivergedError: on every rank: there is no checkpoint to roll back to.
+    """
+    job.tracker.message(decision.message)
+    if decision.action == ROLLBACK:
+        _roll_back(job, decision)
+    try:
+        if decision.action == ROLLBACK:
+            job.tracker.rewind(job.step)
+        job.tracker.log(job.step, {METRICS[decision.action]: job.divergence.counts[decision.action]})
+    except OSError as error:
+        return error
+    return tag_divergence(job, decision.step, decision.message)
+
+
+def tag_divergence(job: Job, step: int, message: str) -> OSError | None:
+    """Keep with the run what happened at `step`; returns what kept it from being recorded."""
+    try:
+        job.tracker.log_tags({f"dist_mem.divergence.step_{step}": message})
+    except OSError as error:
+        return error
+    return None
+
+
+def _roll_back(job: Job, decision: Decision) -> None:
+    """Go back to the newest checkpoint that verifies. From there past the present update, segments are only read."""
+    job.saver.wait()
+    choice = choose_checkpoint(AUTO, job.run_dir, job.world)
+    if choice is None:
+        raise DivergedError(f"{decision.message}, but there is no checkpoint yet")
+    restore_into(job, choice.directory)
+    job.divergence.roll_back(choice.manifest.get("divergence", {}), first_trained=decision.step + 1)
+    job.validation = choice.manifest.get("validation")
+    for reason in choice.passed_over:
+        job.tracker.message(f"passed over: {reason}")
+    job.tracker.message(
+        f"rolled back to {choice.directory}; the segments of steps {job.step} to {decision.step} are read, and not "
+        "trained on"
+    )

@@ -130,6 +130,19 @@ class EvalConfig:
 @dataclass
 class CheckpointConfig:
     every: int | None = None  # steps between checkpoints; None: only at the end and on a stop signal
+    every_minutes: float | None = None  # minutes between checkpoints, besides `every`, by the clock of rank 0
+    keep_last: int | None = None  # the newest checkpoints that are kept, older ones are deleted; None: all are kept
+    keep_every: int | None = None  # steps; with keep_last, checkpoints at multiples of it are kept too
+    keep_best: int | None = None  # with keep_last, the checkpoints with the lowest validation loss are kept too
+    background: bool = True  # files are written while training goes on; false: training waits until they are
+
+
+@dataclass
+class DivergenceConfig:
+    action: str = "stop"  # stop | skip | rollback: when a loss, memory or gradient is not finite, or a loss is a spike
+    spike_z: float | None = None  # robust z-score above which a loss is a spike; None: no finite loss is
+    window: int = 128  # updates whose losses a loss is compared with; until there are as many, none is a spike
+    max_times: int = 3  # how often a run may skip or roll back; the next time it stops
 
 
 @dataclass
@@ -146,6 +159,7 @@ class TrackingConfig:
 class Config:
     name: str = "run"  # of the run directory, and of the run in MLflow
     run_dir: str = "runs/${name}"  # checkpoints, resolved config, metrics.jsonl
+    resume: str = "auto"  # auto | never | a step | a path: from which checkpoint to go on, see docs/resume.md
     data: DataConfig = field(default_factory=DataConfig)  # what is read, and which lane reads what when
     model: ModelConfig = field(default_factory=ModelConfig)  # the transformer around the memory
     memory: Any = field(default_factory=lambda: {"kind": "transformer_xl"})  # kind, and the options of that memory
@@ -154,6 +168,7 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # the learning rate by step
     eval: EvalConfig = field(default_factory=EvalConfig)  # scoring whole documents, in training and after it
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # when all is saved, see docs/resume.md
+    divergence: DivergenceConfig = field(default_factory=DivergenceConfig)  # what is done then, see docs/divergence.md
     tracking: TrackingConfig = field(default_factory=TrackingConfig)  # what is told of the run, see docs/tracking.md
     deepspeed: Any = field(default_factory=lambda: {"zero_optimization": {"stage": 2}})  # or path of a ds_config.json
 
@@ -262,9 +277,9 @@ def deepspeed_block(config: Config) -> dict[str, Any]:
     return plain_block(config.deepspeed)
 
 
-def to_yaml(config: Config) -> str:
-    """The whole configuration, interpolations unresolved: no secret of the environment gets into a file."""
-    return OmegaConf.to_yaml(config, resolve=False)
+def to_yaml(config: Config, *, resolve: bool = False) -> str:
+    """The whole configuration; interpolations stay unresolved: no secret of the environment gets into a file."""
+    return OmegaConf.to_yaml(config, resolve=resolve)
 
 
 def save_config(config: Config, path: Path) -> None:

@@ -41,6 +41,9 @@ class ConfigError(UnusableError):
         super().__init__("\n".join(str(problem) for problem in problems))
         self.problems = tuple(problems)
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
+        return ConfigError, (self.problems,)  # from rank 0 to the others
+
 
 def stop_on(problems: Iterator[Problem] | Sequence[Problem]) -> None:
     """Raise `ConfigError` if there is any problem."""

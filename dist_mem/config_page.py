@@ -16,7 +16,7 @@ from dist_mem.config_check import describe_type, fields_of, is_optional, item_sc
 from dist_mem.config_help import as_yaml, block_of, default_of, meanings
 from dist_mem.config_rules import CHOICES, RANGES
 from dist_mem.deepspeed_keys import HANDED_ON, OWNED, REMOVED, UNSUPPORTED
-from dist_mem.resume_rules import RULES, SAME, rule_of
+from dist_mem.resume_rules import ALLOWED, RULES, SAME, rule_of
 
 INTRODUCTION = """\
 # Every configuration key
@@ -32,7 +32,8 @@ A file is looked up here, beside the first file, and under `configs/`. `${name}`
 one. `dist-mem config` prints this page as YAML, `dist-mem config FILES OVERRIDES` what those come to, and
 `dist-mem train FILES OVERRIDES --check` what it amounts to: parameters, lanes of a rank, steps of an epoch.
 
-A key that is *fixed* must be on resume what it was when the run began; the others may change ([resume.md](resume.md)).
+A key that is *fixed* must be on resume what it was when the run began; one with `--allow` may change where the command
+says so (`--allow optimizer.betas`); the others may change ([resume.md](resume.md)).
 """
 MEMORY = """\
 The memory of every block of the model. `memory.kind` chooses it; the default is {default}. Each kind has options of its
@@ -40,12 +41,14 @@ own, and all are fixed on resume. How to add one: [add_a_memory.md](add_a_memory
 """
 DEEPSPEED = """\
 What DeepSpeed is told: a block, or the path of a `ds_config.json`. The default is {default}. Stage 0 divides nothing
-among the ranks, 1 the optimizer's states, 2 the gradients too, 3 the parameters too. Fixed on resume: {fixed}.
+among the ranks, 1 the optimizer's states, 2 the gradients too, 3 the parameters too. All of it may change on resume,
+the stage too; {asking} take `--allow`.
 
 **Yours** is whatever else DeepSpeed 0.19.8 knows of {handed_on}.
 
 **dist_mem sets** these, and refuses them here unless they are `"auto"`:
 """
+_RULE_WORDS = {SAME: "fixed", ALLOWED: "`--allow`"}
 _SIGNS = {"at least": ">=", "greater than": ">", "less than": "<"}  # there is little room in a column
 _SIGN = re.compile("|".join(_SIGNS))
 _BLOCKS = "|".join(fields_of(Config) or {})
@@ -83,10 +86,10 @@ def _memory_parts(memories: Mapping[str, tuple[str, type]]) -> Iterator[str]:
 
 
 def _deepspeed_parts() -> Iterator[str]:
-    fixed = [pattern for pattern, rule in RULES.items() if rule == SAME and pattern.startswith("deepspeed.")]
+    asking = [pattern for pattern, rule in RULES.items() if rule == ALLOWED and pattern.startswith("deepspeed.")]
     yield DEEPSPEED.format(
         default=_code(as_yaml(Config().deepspeed)),
-        fixed=_listed(pattern.removeprefix("deepspeed.").removesuffix(".*") for pattern in fixed),
+        asking=_listed(pattern.removeprefix("deepspeed.").removesuffix(".*") for pattern in asking),
         handed_on=_listed(HANDED_ON),
     )
     yield _table(["key", "instead"], _by_reason(OWNED))
@@ -113,7 +116,7 @@ def _row(key: str, field: Field[Any], schema: type) -> Sequence[str]:
     kind, comment = (fields_of(schema) or {})[field.name], meanings(schema)[field.name]
     choices = " | ".join(CHOICES.get(key, ()))  # a comment may begin with them; here they have a column of their own
     meaning = comment.removeprefix(f"{choices}: ").replace(" | ", "; ")
-    rule = "fixed" if rule_of(key) == SAME else ""
+    rule = _RULE_WORDS.get(rule_of(key), "")
     return _code(key), _code(as_yaml(default_of(field))), _values(key, kind), rule, _prose(meaning)
 
 

@@ -21,6 +21,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "optimizer.kind": ("adamw", "adam", "sgd"),
     "schedule.kind": ("constant", "linear", "cosine"),
     "eval.precision": ("fp32", "bf16", "fp16"),
+    "divergence.action": ("stop", "skip", "rollback"),
 }
 
 
@@ -76,6 +77,13 @@ RANGES: dict[str, Range] = {
     "eval.seg_len": _COUNT,
     "eval.max_document_len": _COUNT,
     "checkpoint.every": _COUNT,
+    "checkpoint.every_minutes": _POSITIVE,
+    "checkpoint.keep_last": _COUNT,
+    "checkpoint.keep_every": _COUNT,
+    "checkpoint.keep_best": _COUNT,
+    "divergence.spike_z": _POSITIVE,
+    "divergence.window": Range("at least 8", lambda value: value >= 8),  # of fewer losses the spread is a guess
+    "divergence.max_times": _NOT_NEGATIVE,
     "tracking.every": _COUNT,
 }
 
@@ -115,6 +123,7 @@ def check_together(config: Mapping[str, Any]) -> Iterator[Problem]:
         yield from _check_adaptive(model["adaptive"])
     yield from _check_optimizer(optimizer)
     yield from _check_schedule(config["schedule"], train["steps"])
+    yield from _check_checkpoint(config["checkpoint"], config["eval"]["every"])
     if config["data"]["train_split"] == "test":
         yield Problem("data.train_split", "is 'test'; training never opens the test split")
     seg_len = config["eval"]["seg_len"]
@@ -157,6 +166,14 @@ def _pattern_error(pattern: str) -> str | None:
     except re.error as error:
         return f"is {pattern!r}, but must be a regular expression: {error}"
     return None
+
+
+def _check_checkpoint(checkpoint: Mapping[str, Any], eval_every: int | None) -> Iterator[Problem]:
+    for key in ("keep_every", "keep_best"):
+        if checkpoint[key] is not None and checkpoint["keep_last"] is None:
+            yield Problem(f"checkpoint.{key}", "does nothing while all checkpoints are kept; set checkpoint.keep_last")
+    if checkpoint["keep_best"] is not None and eval_every is None:
+        yield Problem("checkpoint.keep_best", "needs a validation loss; set eval.every")
 
 
 def _check_schedule(schedule: Mapping[str, Any], steps: int | None) -> Iterator[Problem]:

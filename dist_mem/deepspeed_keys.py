@@ -22,7 +22,6 @@ _ZERO: dict[str, Any] = {
     "allgather_partitions": bool,
     "allgather_bucket_size": int,
     "overlap_comm": bool,
-    "compute_grad_norm": bool,
     "load_from_fp32_weights": bool,
     "elastic_checkpoint": bool,
     "offload_param": {**_OFFLOAD, "buffer_size": int, "max_in_cpu": int},
@@ -84,7 +83,6 @@ HANDED_ON: dict[str, Any] = {
     "zero_optimization": {**_ZERO, **_STAGE3, **{f"stage3_{name}": kind for name, kind in _STAGE3.items()}},
     "bf16": {
         "immediate_grad_update": bool,
-        "check_grad_overflow": bool,
         "bf16_master_weights_and_grads": bool,
         "bf16_optimizer_states": bool,
     },
@@ -165,6 +163,7 @@ HANDED_ON: dict[str, Any] = {
 
 # Keys dist_mem sets itself, and what to write instead. "auto" is accepted for them.
 _PRECISION = "set train.precision"
+_FINITE = "leave it out; without it DeepSpeed applies gradients that are not finite"
 _BATCH = "set train.lanes and train.micro_lanes; accumulation follows from them and the number of ranks"
 OWNED: dict[str, str] = {
     "train_batch_size": _BATCH,
@@ -177,7 +176,9 @@ OWNED: dict[str, str] = {
     "scheduler": "set schedule.kind and its neighbours",
     "zero_allow_untested_optimizer": "leave it out",
     "zero_force_ds_cpu_optimizer": "leave it out",
+    "zero_optimization.compute_grad_norm": _FINITE,
     "bf16.enabled": _PRECISION,
+    "bf16.check_grad_overflow": _FINITE,
     "bfloat16": _PRECISION,
     "fp16.enabled": _PRECISION,
     "torch_autocast": f"{_PRECISION}; autocast would change the memory's dtype between segments",

@@ -123,12 +123,64 @@ class AgreedError(RuntimeError):
 
 def agree_all_well(error: BaseException | None, what: str) -> None:
     """Raise AgreedError on every rank when any failed in `what`, naming the ranks and their errors."""
-    told = gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+    failure = name_failures(gather_objects(describe_error(error)), what)
+    if failure is not None:
+        raise AgreedError(failure) from error
+
+
+def describe_error(error: BaseException | None) -> str | None:
+    """What a rank tells the others of its error, if it has one."""
+    return None if error is None else f"{type(error).__name__}: {error}"
+
+
+def name_failures(told: Sequence[str | None], what: str) -> str | None:
+    """The message for errors of `what`, one `describe_error` a rank; None if there is none."""
     failed = {rank: message for rank, message in enumerate(told) if message is not None}
-    if failed:
-        named = [f"rank {rank}: {message}" for rank, message in failed.items()]
-        lines = "; ".join(named[:3] + ["..."] * (len(named) > 3))  # a full disk fails on all of 512 ranks alike
-        raise AgreedError(f"{what} failed on {len(failed)} of {len(told)} ranks. {lines}") from error
+    if not failed:
+        return None
+    named = [f"rank {rank}: {message}" for rank, message in failed.items()]
+    lines = "; ".join(named[:3] + ["..."] * (len(named) > 3))  # a full disk fails on all of 512 ranks alike
+    return f"{what} failed on {len(failed)} of {len(told)} ranks. {lines}"
+
+
+class SideChannel:
+    """A gloo group of its own, in which a thread of every rank agrees beside the training and never meets it.
+
+    Opening it takes all ranks, in the thread of the training; closing takes nobody else.
+
+    Args:
+        timeout_seconds: how long a rank waits for the slowest one.
+    """
+
+    def __init__(self, world: World, *, timeout_seconds: float = 1800.0) -> None:
+        self._world = world
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        dist.barrier(self._group)  # a rank that closes it at once would cut off others that are still connecting
+
+    def decided_by_rank0(self, told: Any, decide: Callable[[list[Any]], ResultT]) -> ResultT:
+        """What `decide` makes on rank 0 of what every rank told, in rank order; the same result on every rank.
+
+        Raises:
+            AgreedError: on every rank, if `decide` raised.
+        """
+        is_rank0 = self._world.rank == 0
+        gathered: list[Any] | None = [None] * self._world.size if is_rank0 else None
+        dist.gather_object(told, gathered, dst=0, group=self._group)
+        result: Any = None
+        if gathered is not None:
+            try:
+                result = decide(gathered)
+            except Exception as error:  # whatever it is: the others wait for rank 0, and raise it too
+                result = AgreedError(str(error) if isinstance(error, AgreedError) else describe_error(error))
+        box = [result]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        if isinstance(box[0], AgreedError):
+            raise box[0]
+        return cast(ResultT, box[0])
+
+    def close(self) -> None:
+        """Leave the group."""
+        dist.destroy_process_group(self._group)
 
 
 def on_all_ranks(work: Callable[[], ResultT], what: str) -> ResultT:

@@ -1,4 +1,4 @@
-"""The door to DeepSpeed: its configuration, its start, one update, its files.
+"""The door to DeepSpeed: its configuration, its start, one update, and loading the files it wrote.
 
 DeepSpeed's habits this module exists for: it divides the loss by the accumulation steps on top of ours; it skips an
 update silently when a gradient is not finite (and in fp32 without ZeRO poisons every parameter instead); it clips at
@@ -11,11 +11,10 @@ import copy
 import io
 import logging
 import re
-import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Collection
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.cpp_extension import _get_build_directory
 
+from dist_mem import zero_restore, zero_state
+from dist_mem.gradient_shares import GradientShares, Norms
 from dist_mem.layers import DTYPES
 from dist_mem.optimizer import build_optimizer
+from dist_mem.zero_restore import Counters, ReadSlice
+from dist_mem.zero_state import Slice
 
 try:
     # DeepSpeed's autotuner imports mlflow where it can, on every rank: 1.7 s, 115 MB and a telemetry client. A None
@@ -44,11 +47,9 @@ finally:
 
 # DeepSpeed 0.19 calls collectives by names that torch 2.13 has renamed: nothing a user can change, said at every step.
 warnings.filterwarnings("ignore", r".*`torch.distributed.\w+` is deprecated", FutureWarning)
-_TAG = "engine"  # folder of DeepSpeed's files inside a checkpoint
-_WHOLE_MODEL_FILE = "mp_rank_00_model_states.pt"  # written by stages 0 to 2
+TAG = "engine"  # folder of DeepSpeed's files in a checkpoint of format 1 or 2
 _CPU_OP = "deepspeed_shm_comm"  # compiled at the first start
 _LONGEST_COMPILATION = 900.0  # seconds; it takes 30 to 150
-_MASTERS = "names_of_fp32_masters"  # our key in DeepSpeed's file, see `_names_by_group`
 
 
 def deepspeed_config(block: dict[str, Any], train: Any, *, world_size: int, accumulation: int) -> dict[str, Any]:
@@ -74,14 +75,6 @@ def deepspeed_config(block: dict[str, Any], train: Any, *, world_size: int, accu
     return {**merged, **owned}
 
 
-def _names_by_group(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[list[str]]]:
-    """All names of every trained parameter, in the order in which DeepSpeed keeps their fp32 copies, group by group."""
-    names: dict[Tensor, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-
-
 def _import_muon_uncompiled() -> None:
     """Import DeepSpeed's Muon, for which ZeRO takes every optimizer in turn, without compiling what nobody will run.
 
@@ -95,7 +88,20 @@ def _import_muon_uncompiled() -> None:
         deepspeed_compiler.compile = decorator
 
 
+def _refuse_what_cannot_be_saved(zero: dict[str, Any]) -> None:
+    """Raise ValueError for state of `zero_optimization` that is not where zero_state.py finds it."""
+    for key in ("offload_optimizer", "offload_param"):
+        if (zero.get(key) or {}).get("device") == "nvme":
+            raise ValueError(
+                f"deepspeed.zero_optimization.{key}.device=nvme: dist_mem cannot save what is on an NVMe drive; set cpu"
+            )
+    for key in ("zenflow", "zero_quantized_nontrainable_weights"):
+        if zero.get(key):
+            raise ValueError(f"deepspeed.zero_optimization.{key}: dist_mem cannot save what it keeps; leave it out")
+
+
 def _start_deepspeed(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
+    _refuse_what_cannot_be_saved(config.get("zero_optimization") or {})
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     _import_muon_uncompiled()
     try:
@@ -106,26 +112,19 @@ def _start_deepspeed(model: nn.Module, optimizer: torch.optim.Optimizer, config:
         raise ValueError(f"deepspeed: DeepSpeed refuses this block: {error}") from error
     if isinstance(engine.optimizer, BF16_Optimizer):
         raise ValueError(
-            "deepspeed.data_types.grad_accum_dtype: with bf16 at ZeRO stage 1 DeepSpeed writes checkpoints of which it "
-            "cannot read the weights; set deepspeed.zero_optimization.stage=2, or leave the key out"
+            "deepspeed.data_types.grad_accum_dtype: with bf16 at ZeRO stage 1 DeepSpeed takes an optimizer that cannot "
+            "be saved here; set deepspeed.zero_optimization.stage=2, or leave the key out"
+        )
+    if isinstance(engine.optimizer, FP16_UnfusedOptimizer) and engine.fp16_enabled():
+        raise ValueError(
+            "train.precision=fp16: without ZeRO DeepSpeed divides gradients by a loss scale with which it has not "
+            "multiplied the loss, and nothing is learnt; set deepspeed.zero_optimization.stage=1"
         )
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         # Half precision without ZeRO: it has made a step without gradients, which decays weights and counts in Adam.
         engine.optimizer.refresh_fp32_params()
         engine.optimizer.optimizer.state.clear()
     return engine
-
-
-def _holding_back(write: Callable[..., None], errors: list[Exception]) -> Callable[..., None]:
-    """`write`, which adds to `errors` what it would have raised; torch reports a full disk as RuntimeError."""
-
-    def hold_back(*args: Any, **kwargs: Any) -> None:
-        try:
-            write(*args, **kwargs)
-        except (OSError, RuntimeError) as error:
-            errors.append(error)
-
-    return hold_back
 
 
 def start_communication() -> None:
@@ -162,17 +161,20 @@ class Engine:
     """A model under DeepSpeed: call it for a forward, then `backward`, and `step` once an update."""
 
     def __init__(
-        self, model: nn.Module, config: Any, block: dict[str, Any], *, world_size: int, accumulation: int
+        self,
+        model: nn.Module,
+        config: Any,
+        block: dict[str, Any],
+        *,
+        world_size: int,
+        accumulation: int,
+        apart: Collection[str] = (),
     ) -> None:
+        """`apart`: names of parameters whose part of the gradient's norm is told apart."""
         deepspeed_logger.setLevel(logging.WARNING)  # dozens of lines a start that tell a user nothing
         optimizer = build_optimizer(model, config.optimizer)
-        self._master_names = _names_by_group(model, optimizer)
         self.config = deepspeed_config(block, config.train, world_size=world_size, accumulation=accumulation)
         self._engine = _start_deepspeed(model, optimizer, self.config)
-        self._errors: list[Exception] = []  # of writing, held back until a save is over
-        files = self._engine.checkpoint_engine
-        files.save = _holding_back(files.save, self._errors)
-        self._engine._copy_recovery_script = _holding_back(self._engine._copy_recovery_script, self._errors)
         self.lr = self._lr = config.optimizer.lr  # of the last update, for groups that have none of their own
         self._peak_lrs = [group["lr"] for group in self._engine.optimizer.param_groups]
         self.dtype = DTYPES[config.train.precision]
@@ -180,6 +182,7 @@ class Engine:
         self.stage: int = self._engine.zero_optimization_stage()
         self._unguarded = self.stage == 0 and self.dtype == torch.float32
         self._gradient_norm_before: float | None = None  # of the last update, where `_unguarded`
+        self._shares = GradientShares(self._engine, apart) if apart else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._engine(*args, **kwargs)
@@ -222,9 +225,23 @@ class Engine:
         for group, peak in zip(self._engine.optimizer.param_groups, self._peak_lrs, strict=True):
             group["lr"] = peak * lr_factor
         self.lr = self._lr * lr_factor
-        self._gradient_norm_before = self._norm_of_gradients() if self._unguarded else None
-        self._engine.step()
+        self._end_update()
         return self._engine.was_step_applied()
+
+    def discard(self) -> None:
+        """End an update without applying it: parameters and optimizer stay as they are; an fp16 loss scale moves on."""
+        optimizer: Any = zero_state.base_optimizer(self._engine)
+        optimizer.step = lambda *_, **__: None  # DeepSpeed goes all its way, and clears what it has accumulated
+        try:
+            self._end_update()
+        finally:
+            del optimizer.step
+
+    def _end_update(self) -> None:
+        self._gradient_norm_before = self._norm_of_gradients() if self._unguarded else None
+        if self._shares is not None:
+            self._shares.begin()
+        self._engine.step()
 
     def _norm_of_gradients(self) -> float:
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
@@ -235,51 +252,47 @@ class Engine:
         norm = self._gradient_norm_before if self._unguarded else self._engine.get_global_grad_norm()
         return float("nan") if norm is None else float(norm)
 
-    def save(self, directory: Path) -> None:
-        """Write DeepSpeed's files under `directory`; every rank calls it. Its own `latest` is not crash-safe.
+    def gradient_norms(self) -> Norms | None:
+        """The same for the parameters told apart and for all others; None without any. Every rank calls it."""
+        return None if self._shares is None else self._shares.norms(self.gradient_norm())
+
+    def held(self) -> list[Slice]:
+        """What this rank holds of masters and optimizer state, as live views."""
+        return zero_state.held(self._engine)
+
+    def owned(self) -> list[Slice]:
+        """What of it this rank saves: the ranks together own every element exactly once."""
+        return zero_state.owned(self._engine)
+
+    def facts(self) -> dict[str, Any]:
+        """What engine.json says besides who has what; the same on every rank."""
+        return {"dtype": str(self.dtype).removeprefix("torch."), **zero_state.facts(self._engine)}
+
+    def restore(self, read: ReadSlice, counters: Counters) -> None:
+        """Go on from a checkpoint of any ZeRO stage and number of ranks, fresh or trained already.
+
+        Every rank calls it, between two updates. Learning rates and weight decay stay the configuration's.
+
+        Args:
+            read: `EngineReader.read`.
+            counters: `EngineReader.counters`.
 
         Raises:
-            OSError: this rank could not write its files. Only when all ranks are through: an error amid DeepSpeed's
-                barriers would leave the others waiting.
+            UnusableError: on every rank; the checkpoint lacks something, or does not fit this engine's partitions.
         """
-        names = {_MASTERS: self._master_names}  # the same on every rank: DeepSpeed keeps rank 0's
-        self._errors.clear()
-        self._engine.save_checkpoint(str(directory), tag=_TAG, client_state=names, save_latest=False)
-        if self._errors:
-            free = shutil.disk_usage(directory).free  # torch tells of a full disk in riddles
-            first_line = str(self._errors[0]).partition("\n")[0]
-            raise OSError(f"{directory / _TAG}: {first_line} ({free:,} bytes are free)") from self._errors[0]
+        zero_restore.restore(self._engine, read, counters)
 
     def load(self, directory: Path) -> None:
-        """Restore parameters, optimizer and loss scale; every rank calls it, at the same world size."""
-        path, _ = self._engine.load_checkpoint(str(directory), tag=_TAG, load_lr_scheduler_states=False)
+        """Restore from a checkpoint of format 1 or 2, at the same ZeRO stage and world size; every rank calls it.
+
+        DeepSpeed's files are pickles: load only checkpoints you trust.
+        """
+        path, _ = self._engine.load_checkpoint(str(directory), tag=TAG, load_lr_scheduler_states=False)
         if path is None:
-            raise FileNotFoundError(f"{directory / _TAG}: DeepSpeed found nothing to load")
+            raise FileNotFoundError(f"{directory / TAG}: DeepSpeed found nothing to load")
 
 
-def consolidated_state_dict(directory: Path) -> dict[str, Tensor]:
-    """fp32 weights of a checkpoint written by any ZeRO stage on any number of ranks.
-
-    DeepSpeed's files are pickles: load only checkpoints you trust.
-    """
-    whole_model = directory / _TAG / _WHOLE_MODEL_FILE
-    saved = torch.load(whole_model, map_location="cpu", weights_only=False) if whole_model.exists() else {"module": {}}
-    weights = dict(saved["module"])
-    if any((directory / _TAG).glob("*zero_pp_rank_*_optim_states.pt")):
-        # It prints its progress, on every rank; what goes wrong it raises. At stage 1 it leaves out what is frozen.
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            weights |= get_fp32_state_dict_from_zero_checkpoint(str(directory), tag=_TAG)
-    else:
-        weights |= _stage0_masters(saved)
-    return {name: tensor.float() for name, tensor in weights.items()}
-
-
-def _stage0_masters(saved: dict[str, Any]) -> dict[str, Tensor]:
-    """The fp32 copies that an optimizer of half precision trains without ZeRO; none in fp32."""
-    if "fp32_groups" not in saved["optimizer"]:
-        return {}
-    masters: dict[str, Tensor] = {}
-    for names_of_group, group in zip(saved[_MASTERS], saved["optimizer"]["fp32_groups"], strict=True):
-        for names, master in zip(names_of_group, group, strict=True):
-            masters.update(dict.fromkeys(names, master.detach()))
-    return masters
+def consolidated_partitions(directory: Path) -> dict[str, Tensor]:
+    """fp32 weights from the files that ZeRO wrote, one a rank; at stage 1 it left out what is frozen."""
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # progress; what goes wrong is raised
+        return dict(get_fp32_state_dict_from_zero_checkpoint(str(directory), tag=TAG))

@@ -3,9 +3,9 @@
     dist-mem evaluate runs/demo --split test
     torchrun --nproc-per-node 4 -m dist_mem evaluate runs/demo/checkpoints/step-00001000 eval.lanes=32
 
-The command runs the plain model of a checkpoint (trained.py) on any number of ranks, and writes
-RUN/evaluations/<split>-step-<step>.json and .csv; the figures join the run in MLflow. The test split is opened here and
-nowhere else.
+The command runs the plain model of a checkpoint or an export (trained.py) on any number of ranks, and writes
+RUN/evaluations/<split>-step-<step>.json and .csv; the figures join the run in MLflow, those of an export do not. The
+test split is opened here and nowhere else.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dist_mem.manifest import CheckpointError
 from dist_mem.report import Report, to_table, write_report
 from dist_mem.scoring import EvaluationError, Forward, InitState, evaluate_documents
 from dist_mem.tracking import log_to_run
-from dist_mem.trained import Checkpoint, find_checkpoint, init_state, open_model, read_settings
+from dist_mem.trained import Checkpoint, find_checkpoint, init_state, open_model, read_settings, tokenizer_of_data
 
 
 def evaluate_split(
@@ -60,7 +60,7 @@ def short_term_len(memory: Mapping[str, Any]) -> int:
 def evaluate_checkpoint(checkpoint: Checkpoint, config: Any, *, split: str, world: World) -> Report:
     """Score a split with the model of a checkpoint; every rank calls it."""
     refresh_on_all_ranks(config.data, [split])
-    trained = open_model(checkpoint, config, world.device)
+    trained = open_model(checkpoint, config, tokenizer_of_data(checkpoint, config), world.device)
     return evaluate_split(
         trained.model,
         partial(init_state, trained),
@@ -75,7 +75,7 @@ def run(path: Path, *, split: str | None = None, checkpoint: int | None = None, 
     """The command. Returns the exit code of the process.
 
     Args:
-        path: a run directory, or one checkpoint in it.
+        path: a run directory, one checkpoint in it, or an export.
         split: None: eval.split.
         checkpoint: step of the checkpoint; None: the newest that verifies.
         overrides: `key=value`, of the keys in `trained.OVERRIDABLE`.
@@ -87,8 +87,8 @@ def run(path: Path, *, split: str | None = None, checkpoint: int | None = None, 
     code = EXIT_FAILED
     try:
         found = decided_by_rank0(lambda: find_checkpoint(path, checkpoint), CheckpointError)
-        for reason in found.passed_over if world.rank == 0 else ():
-            print(f"passed over: {reason}", file=sys.stderr)
+        for remark in found.remarks if world.rank == 0 else ():
+            print(remark, file=sys.stderr)
         config = read_settings(found.directory, overrides)
         if config.train.threads:  # known only now; `initialize` has divided the cores among the ranks
             torch.set_num_threads(config.train.threads)
@@ -122,7 +122,7 @@ def _publish(report: Report, checkpoint: Checkpoint, config: Any) -> None:
     name = f"{report.split}-step-{step:08d}"
     files = write_report(report, checkpoint.run_dir / "evaluations", name, facts=facts)
     print(f"written: {', '.join(str(path) for path in files)}")
-    if config.tracking.mlflow:
+    if config.tracking.mlflow and not checkpoint.is_export:
         complaint = log_to_run(config, run_dir=checkpoint.run_dir, step=step, metrics=report.figures(), files=files)
         if complaint:
             print(complaint, file=sys.stderr)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain, count
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+_CHUNK = 1 << 20  # bytes; written and hashed while they are in the processor's cache
 
 
 def fsync_path(path: Path) -> None:
@@ -17,6 +20,12 @@ def fsync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def free_name(path: Path) -> Path:
+    """The path, or the first of PATH-2, PATH-3, ... that nothing has."""
+    numbered = (path.with_name(f"{path.name}-{number}") for number in count(2))
+    return next(name for name in chain([path], numbered) if not name.exists())
 
 
 @contextmanager
@@ -46,6 +55,32 @@ def write_bytes(path: Path, content: bytes) -> None:
 def write_text(path: Path, text: str) -> None:
     """Replace `path` by a file holding `text` as UTF-8, atomically and durably."""
     write_bytes(path, text.encode())
+
+
+def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Write a new file durably, hashing it on the way; returns its {"bytes", "sha256"}.
+
+    A crash may leave half of it: for files in a directory that is renamed when all are whole.
+
+    Raises:
+        OSError: naming the file.
+    """
+    digest, size = hashlib.sha256(), 0
+    try:
+        with path.open("xb") as file:
+            for part in parts:
+                view = memoryview(part)
+                for begin in range(0, len(view), _CHUNK):
+                    chunk = view[begin : begin + _CHUNK]
+                    file.write(chunk)
+                    digest.update(chunk)
+                size += len(view)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk does not say where
+        raise
+    return {"bytes": size, "sha256": digest.hexdigest()}
 
 
 def sha256_of(path: Path) -> str:

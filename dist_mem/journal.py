@@ -105,8 +105,9 @@ class Journal:
         """Go on with a journal that `write_journal` has begun."""
         self.path = path
         self.header = read_header(path)
-        self._latest = _cut_torn_line(path) + 1  # so that what the last job wrote is older than all of this one
         self._lock = threading.Lock()
+        self._latest = _cut_torn_line(path)
+        self.begin_anew()  # what the last job wrote is older than all of this one
         self._file = path.open("a", encoding="utf-8", newline="\n", buffering=1)  # by lines: a kill loses one at most
 
     def append(self, kind: str, body: Mapping[str, Any], *, time: float) -> int:
@@ -122,6 +123,12 @@ class Journal:
         with self._lock:
             self._latest = max(self._latest, int(time * 1000))
             self._file.write(_encode(Entry(kind, self._latest, body)))
+            return self._latest
+
+    def begin_anew(self) -> int:
+        """Make all that is appended from now on later than what is there; returns its earliest time, milliseconds."""
+        with self._lock:
+            self._latest += 1
             return self._latest
 
     def close(self) -> None:

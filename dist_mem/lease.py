@@ -16,7 +16,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dist_mem.errors import UnusableError
 
@@ -89,6 +89,18 @@ def _read_holder(text: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return holder if isinstance(holder, dict) else {}
+
+
+def refuse_if_taken_over(run_dir: Path) -> None:
+    """Raise LeaseError if the lease is another process's by now: this job stood still for too long."""
+    try:
+        holder = _read_holder(_read(run_dir / "lease.json"))
+    except FileNotFoundError:
+        return
+    pid = holder.get("pid")
+    is_here = holder.get("host") == socket.gethostname() and isinstance(pid, int)
+    if not is_here or (pid != os.getpid() and _process_lives(cast(int, pid), holder.get("started_ticks", ""))):
+        raise LeaseError(f"{run_dir}: {_name(holder)} has taken the run directory over; leave it to that job")
 
 
 class Lease:

@@ -15,7 +15,8 @@ from typing import Any
 from dist_mem.errors import UnusableError
 from dist_mem.files import sha256_of, write_text
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+LAST_WITH_PICKLES = 2  # DeepSpeed's own files, which fit one number of ranks and one ZeRO stage; 1: no hash of its own
 _NAME = "manifest.json"
 _STEP_DIR = re.compile(r"step-(\d{8})")
 
@@ -31,6 +32,11 @@ class NewerFormatError(CheckpointError):
 def step_dir(run_dir: Path, step: int) -> Path:
     """Where the checkpoint of `step` lives."""
     return run_dir / "checkpoints" / f"step-{step:08d}"
+
+
+def run_of(directory: Path) -> Path:
+    """The run directory of a checkpoint, whatever it is called."""
+    return directory.absolute().parent.parent
 
 
 def list_steps(run_dir: Path) -> list[int]:
@@ -67,17 +73,19 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         CheckpointError: no checkpoint, no manifest, an unreadable one, or one of a newer format.
     """
     path = directory / _NAME
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory}: there is no such checkpoint")
-    if not path.exists():
-        raise CheckpointError(f"{directory}: no {_NAME}, so this save never finished")
     try:
+        if not directory.is_dir():
+            raise CheckpointError(f"{directory}: there is no such checkpoint")
+        if not path.exists():
+            raise CheckpointError(f"{directory}: no {_NAME}, so this save never finished")
         manifest = json.loads(path.read_text(encoding="utf-8"))
+    except CheckpointError:
+        raise
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: not readable as JSON ({error})") from error
     if not isinstance(manifest, dict) or not isinstance(manifest.get("format_version"), int):
         raise CheckpointError(f"{path}: not a manifest: it has no format_version (damaged)")
-    has_own = manifest["format_version"] > 1 or "sha256" in manifest  # format 1 had none
+    has_own = manifest["format_version"] > 1 or "sha256" in manifest
     if has_own and manifest.get("sha256") != _fingerprint(manifest):
         raise CheckpointError(f"{path}: SHA-256 differs from its own (damaged)")
     if manifest["format_version"] > FORMAT_VERSION:
@@ -96,21 +104,37 @@ def verify(directory: Path) -> dict[str, Any]:
     """
     manifest = read_manifest(directory)
     for name, entry in manifest["files"].items():
-        path = directory / name
-        try:
-            _verify_file(path, entry)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error})") from error
+        verify_file(directory, name, entry)
     return manifest
 
 
-def _verify_file(path: Path, entry: dict[str, Any]) -> None:
-    if not path.is_file():
-        raise CheckpointError(f"{path}: missing")
-    if path.stat().st_size != entry["bytes"]:
-        raise CheckpointError(f"{path}: {path.stat().st_size} bytes, {entry['bytes']} expected (cut short?)")
-    if sha256_of(path) != entry["sha256"]:
+def verify_file(directory: Path, name: str, entry: dict[str, Any]) -> None:
+    """Compare a file with its entry in the manifest.
+
+    Raises:
+        CheckpointError: it is missing, cut short, altered, or cannot be read.
+    """
+    verify_size(directory, name, entry)
+    path = directory / name
+    try:
+        found = sha256_of(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+    if found != entry["sha256"]:
         raise CheckpointError(f"{path}: SHA-256 differs from the manifest (damaged)")
+
+
+def verify_size(directory: Path, name: str, entry: dict[str, Any]) -> None:
+    """As `verify_file`, without reading it."""
+    path = directory / name
+    try:
+        if not path.is_file():
+            raise CheckpointError(f"{path}: missing")
+        size = path.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+    if size != entry["bytes"]:
+        raise CheckpointError(f"{path}: {size} bytes, {entry['bytes']} expected (cut short?)")
 
 
 def newest_verified(run_dir: Path) -> tuple[Path | None, list[str]]:
@@ -132,9 +156,14 @@ def newest_verified(run_dir: Path) -> tuple[Path | None, list[str]]:
         else:
             return directory, reasons
     if reasons:
-        listed = "\n  ".join(reasons)
-        raise CheckpointError(
-            f"{run_dir / 'checkpoints'}: no checkpoint verifies:\n  {listed}\n"
-            "Restore one of them, or give the run a new run_dir to start over"
-        )
+        raise nothing_verifies(run_dir, reasons)
     return None, reasons
+
+
+def nothing_verifies(run_dir: Path, reasons: list[str]) -> CheckpointError:
+    """The error for a run whose checkpoints are all useless: it must not start over silently."""
+    listed = "\n  ".join(reasons)
+    return CheckpointError(
+        f"{run_dir / 'checkpoints'}: no checkpoint verifies:\n  {listed}\n"
+        "Restore one of them, or give the run a new run_dir to start over"
+    )

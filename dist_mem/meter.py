@@ -19,7 +19,10 @@ from dist_mem.data.batch import Update
 from dist_mem.engine import Engine
 
 # Metrics of the machine and not of the training: they differ when a step is repeated.
-MEASUREMENTS = frozenset({"tokens_per_second", "step_seconds", "data_wait_share", "memory_gb"})
+MEASUREMENTS = frozenset(
+    {"tokens_per_second", "step_seconds", "data_wait_share", "memory_gb"}
+    | {"checkpoint/seconds", "checkpoint/stall_seconds", "checkpoint/bytes"}
+)
 
 
 class Totals(NamedTuple):
@@ -46,6 +49,7 @@ class Meter:
         self._waited = saved.get("waited", 0.0)
         self._began = time.perf_counter() - saved.get("seconds", 0.0)
         self._epoch = 0.0  # of the last update
+        self._noted: dict[str, float] = {}
 
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps; JSON keeps every bit of it."""
@@ -74,6 +78,10 @@ class Meter:
         self._steps += 1
         self._epoch = epoch
 
+    def note(self, figures: Mapping[str, float]) -> None:
+        """Add to the next point what does not happen in every step; of several, it has the latest."""
+        self._noted.update(figures)
+
     def read(self, engine: Engine) -> dict[str, float]:
         """The metrics of a logged point, and a fresh start.
 
@@ -94,13 +102,16 @@ class Meter:
             "documents": totals.documents,
             "documents_skipped": totals.documents_skipped,
             "memory_gb": peak_memory_gb(),
+            **self._noted,
         }
+        if norms := engine.gradient_norms():
+            metrics |= {"grad_norm_model": norms.model, "grad_norm_aux": norms.apart}
         if totals.num_recall:
             metrics["recall_perplexity"] = _perplexity(totals.recall_nll / totals.num_recall)
         if totals.aux:
             metrics["aux_loss"] = totals.aux / (self._lane_segments * max(1.0, self._steps))
         self._totals = Totals(documents=totals.documents, documents_skipped=totals.documents_skipped)
-        self._steps, self._waited, self._began = 0.0, 0.0, self._began + seconds
+        self._steps, self._waited, self._began, self._noted = 0.0, 0.0, self._began + seconds, {}
         return metrics
 
 

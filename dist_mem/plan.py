@@ -48,6 +48,17 @@ def best_micro_lanes(train: Any, world_size: int) -> int:
     return min(range(train.micro_lanes, 0, -1), key=idle_lanes)
 
 
+def idle_text(train: Any, batch: BatchPlan) -> str | None:
+    """What is wasted where the ranks do not divide the lanes, and how to waste less; None if nothing is."""
+    if not batch.idle_lanes:
+        return None
+    share = batch.idle_lanes / (train.lanes + batch.idle_lanes)
+    better = best_micro_lanes(train, batch.world_size)
+    idle = -train.lanes % (batch.world_size * better)
+    advice = f"; with train.micro_lanes={better} it would be {idle}" if idle < batch.idle_lanes else ""
+    return f"{_count(batch.idle_lanes, 'lane')}, {share:.1%} of the work{advice}"
+
+
 def steps_per_epoch(train: Any, plan: Plan) -> float:
     """Updates in which every document is read once; a segment that ends a document counts as a whole one."""
     return plan.num_segments / (train.lanes * train.segments_per_update)
@@ -119,11 +130,8 @@ def _batch_lines(config: Config, world_size: int) -> Iterator[tuple[str, str]]:
     of_places = f" of {places:,}" if batch.idle_lanes else ""
     product = f"{_count(world_size, 'rank')} x {_count(batch.groups, 'micro-batch')} x {train.micro_lanes} lanes"
     yield "lanes", f"{train.lanes:,}{of_places} = {product}"
-    if batch.idle_lanes:
-        better = best_micro_lanes(train, world_size)
-        idle = -train.lanes % (world_size * better)
-        advice = f"; with train.micro_lanes={better} it would be {idle}" if idle < batch.idle_lanes else ""
-        yield "idle", f"{_count(batch.idle_lanes, 'lane')}, {batch.idle_lanes / places:.1%} of the work{advice}"
+    if waste := idle_text(train, batch):
+        yield "idle", waste
     tokens = train.lanes * train.seg_len * train.segments_per_update
     passes = _count(batch.accumulation, "forward and backward", "forwards and backwards")
     segments = _count(train.segments_per_update, "segment")

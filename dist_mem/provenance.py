@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
@@ -76,6 +76,25 @@ def git_state(package: Path = PACKAGE) -> GitState:
     if reasons:
         tags[UNKNOWN_TAG] = "; ".join(reasons)
     return GitState({tag: value for tag, value in tags.items() if value}, _cut(diff))
+
+
+def running_commit(package: Path = PACKAGE) -> str | None:
+    """The commit of the running code, with `+` behind it where files are changed; None if git cannot tell."""
+    try:
+        if not _git(package, "ls-files", "__init__.py"):
+            return None
+        return _git(package, "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*").strip()
+    except GitError:
+        return None
+
+
+def code_differences(versions_then: Mapping[str, str], commit_then: str | None, commit_now: str | None) -> str:
+    """What differs between the code that wrote a checkpoint and the running one, as `torch 2.12 -> 2.13`; or ""."""
+    now = {tag.removeprefix("version.").replace("_", "-"): text for tag, text in versions().items()}
+    pairs = {name: (then, now.get(name)) for name, then in versions_then.items()}
+    if commit_then and commit_now:
+        pairs["commit"] = (commit_then, commit_now)
+    return ", ".join(f"{name} {then} -> {is_now}" for name, (then, is_now) in pairs.items() if then != is_now)
 
 
 def _git(folder: Path, *arguments: str) -> str:

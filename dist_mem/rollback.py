@@ -1,4 +1,4 @@
-"""What a resumed run says again: the steps between its checkpoint and the point where the last job ended.
+"""What a run says again that was resumed or rolled back: the steps past its checkpoint that were logged before.
 
 MLflow cannot take points back. An exact resume makes them again, equal to the last bit, and nothing needs to be sent.
 A resume with another learning rate or on other ranks makes others: from the first that differs on all are sent, with
@@ -25,7 +25,7 @@ class Rollback:
             points: everything logged so far, in order.
             measurements: names of metrics that no two jobs have alike, as times.
         """
-        self._measurements = measurements
+        self.measurements = measurements
         self._old: dict[int, dict[str, float]] = {}
         for point in points:
             if point.step > first_step:
@@ -36,7 +36,7 @@ class Rollback:
     def repeats(self, point: Point) -> bool:
         """Whether all of this point was logged before, measurements aside."""
         old = self._old.get(point.step, {})
-        values = {name: value for name, value in point.metrics.items() if name not in self._measurements}
+        values = {name: value for name, value in point.metrics.items() if name not in self.measurements}
         if not all(name in old and _same(old[name], value) for name, value in values.items()):
             return False
         self._same_until = point.step

@@ -40,6 +40,9 @@ class Sink:
     def record(self, kind: str, body: Mapping[str, Any]) -> None:
         """Take something else to keep with the run; kinds and bodies are those of a journal's entries."""
 
+    def rewind(self, step: int) -> None:
+        """The run has gone back to `step`: points past it count no more, and may come again."""
+
     def message(self, text: str) -> None:
         """Take a line for whoever watches."""
 
@@ -81,12 +84,21 @@ class MetricsFile(Sink):
 
     def __init__(self, path: Path, *, first_step: int) -> None:
         """Drop the points past `first_step`, the step the run continues from (0: a fresh start), then append."""
-        self.kept = [point for point in read_points(path) if point.step <= first_step]
-        write_text(path, "".join(_encode(point) for point in self.kept))
-        self._file = path.open("a", encoding="utf-8", newline="\n", buffering=1)  # by lines: a kill loses one at most
+        self._path = path
+        self._open(first_step)
+
+    def _open(self, first_step: int) -> None:
+        self.kept = [point for point in read_points(self._path) if point.step <= first_step]
+        write_text(self._path, "".join(_encode(point) for point in self.kept))
+        # by lines: a kill loses one at most
+        self._file = self._path.open("a", encoding="utf-8", newline="\n", buffering=1)
 
     def log(self, point: Point) -> None:
         self._file.write(_encode(point))
+
+    def rewind(self, step: int) -> None:
+        self._file.close()
+        self._open(step)
 
     def close(self, status: str) -> None:
         with suppress(OSError):  # a full disk: told when the point was logged

@@ -53,6 +53,11 @@ class Tracker:
         for sink in self._sinks:
             sink.record(kind, body)
 
+    def rewind(self, step: int) -> None:
+        """The run has gone back to `step`: points past it count no more, and may come again."""
+        for sink in self._sinks:
+            sink.rewind(step)
+
     def message(self, text: str) -> None:
         """Tell whoever watches, without tearing the progress bar."""
         for sink in self._sinks:

@@ -229,6 +229,11 @@ class MlflowSink(Sink):
         if steps := self._rollback.supersedes(point):
             self.record("superseded", {"first": steps[0], "last": steps[-1], "before": self._began})
 
+    def rewind(self, step: int) -> None:
+        past, _, _ = _history(self._journal, step)
+        self._rollback = Rollback(past, first_step=step, measurements=self._rollback.measurements)
+        self._began = self._journal.begin_anew()
+
     def record(self, kind: str, body: Mapping[str, Any]) -> None:
         self._journal.append(kind, body, time=time.time())
 

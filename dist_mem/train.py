@@ -7,19 +7,29 @@ RANKS=2 launch/local.sh configs/demo.yaml
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dist_mem import distributed
-from dist_mem.between_steps import evaluate_or_save, record, save
+from dist_mem.between_steps import (
+    carry_out,
+    end_saving,
+    evaluate_or_save,
+    record,
+    save,
+    tag_divergence,
+    tell_saved,
+)
 from dist_mem.data.batch import Update
 from dist_mem.data.shard import ShardError
 from dist_mem.distributed import AgreedError, StopSignal, World, on_all_ranks, sum_over_ranks
+from dist_mem.divergence import ROLLBACK, DivergedError
 from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, UnusableError
 from dist_mem.job import Job, open_job
 from dist_mem.lease import Lease, LeaseError
 from dist_mem.scoring import EvaluationError
-from dist_mem.update import DivergedError, train_step
+from dist_mem.update import Flags, Outcome, train_step
 
 
 def train(job: Job, stop_signal: StopSignal) -> int:
@@ -27,37 +37,62 @@ def train(job: Job, stop_signal: StopSignal) -> int:
     if job.step >= job.total_steps:
         job.tracker.message(f"step {job.step} of {job.total_steps}: nothing is left to train")
         return EXIT_DONE
-    update = agreed(read_ahead(job))
-    num_scored = int(sum_over_ranks([update.num_scored], job.world.device)[0])
+    update, num_scored = first_update(job)
     trouble: Exception | None = None  # what kept rank 0 from recording a step: no rank raises alone amid the others'
     while True:
         ahead = trouble or read_ahead(job)
         next_scored = ahead.num_scored if isinstance(ahead, Update) else 0
         stop = stop_signal.received is not None or not isinstance(ahead, Update)
-        outcome = train_step(job, update, num_scored, next_scored, stop=stop)
-        while not outcome.applied:
-            job.tracker.message(f"step {job.step}: fp16 overflow, the same segments again with a smaller loss scale")
-            outcome = train_step(job, update, num_scored, next_scored, stop=stop)
+        flags = Flags(stop=stop, save=job.saver.is_due(), save_failed=job.saver.failed())
+        outcome = step_until_no_overflow(job, update, num_scored, next_scored, flags)
+        if outcome.decision is not None:
+            trouble = carry_out(job, outcome.decision) or trouble
+            if outcome.decision.action == ROLLBACK:
+                update, num_scored = first_update(job)
+                continue
         job.step += 1
         job.meter.add(outcome.totals, epoch=update.epoch)
-        is_last = outcome.stop or job.step == job.total_steps
+        is_last = outcome.flags.stop or job.step == job.total_steps
         if job.step == job.total_steps or job.step % job.config.tracking.every == 0:
             trouble = record(job, job.meter.read(job.engine)) or trouble
-        if job.config.eval.every and job.step % job.config.eval.every == 0:
+        if is_multiple(job.step, job.config.eval.every):
             with job.meter.paused():
                 trouble = evaluate_or_save(job) or trouble
-        if is_last or (job.config.checkpoint.every and job.step % job.config.checkpoint.every == 0):
+        if outcome.flags.save_failed:
+            job.saver.wait()  # raises on all ranks
+        if is_last or outcome.flags.save or is_multiple(job.step, job.config.checkpoint.every):
             with job.meter.paused():
                 save(job)
+        if is_last:
+            job.saver.wait()
+        tell_saved(job)
         if job.step == job.total_steps:
             agreed(trouble)
             return EXIT_DONE
-        if outcome.stop:
+        if outcome.flags.stop:
             agreed(ahead)
             job.tracker.message(f"step {job.step}: told to stop; everything is saved, start the same command to go on")
             return EXIT_REQUEUE
         assert isinstance(ahead, Update), "a rank that cannot read on stops all ranks"
         update, num_scored = ahead, outcome.next_scored
+
+
+def step_until_no_overflow(job: Job, update: Update, num_scored: int, next_scored: int, flags: Flags) -> Outcome:
+    """`train_step`, as often as it takes until the loss scale of fp16 is small enough."""
+    while (outcome := train_step(job, update, num_scored, next_scored, flags)).again:
+        job.tracker.message(f"step {job.step}: fp16 overflow, the same segments again with a smaller loss scale")
+    return outcome
+
+
+def is_multiple(step: int, every: int | None) -> bool:
+    """Whether something that is done every so many steps is due; None: never."""
+    return every is not None and step % every == 0
+
+
+def first_update(job: Job) -> tuple[Update, int]:
+    """The first update of a reader, and how many targets it has on all ranks."""
+    update = agreed(read_ahead(job))
+    return update, int(sum_over_ranks([update.num_scored], job.world.device)[0])
 
 
 def read_ahead(job: Job) -> Update | Exception:
@@ -101,23 +136,28 @@ def hold_run_dir(run_dir: Path, world: World) -> Lease | None:
 _STATUS = {EXIT_DONE: "FINISHED", EXIT_REQUEUE: "KILLED", EXIT_DIVERGED: "FAILED", EXIT_FAILED: "FAILED"}
 
 
-def run_job(config: Any, world: World, stop_signal: StopSignal) -> int:
-    """Open the run in `config.run_dir`, fresh or from its newest checkpoint, and train; returns the exit code."""
-    job = open_job(config, world)
+def run_job(config: Any, world: World, stop_signal: StopSignal, allowed: Sequence[str] = ()) -> int:
+    """Open the run in `config.run_dir`, fresh or from a checkpoint, and train; returns the exit code."""
+    job = open_job(config, world, allowed)
     code = EXIT_FAILED
     try:
         code = train(job, stop_signal)
     except DivergedError as error:
         job.tracker.message(f"error: {error}")
+        tag_divergence(job, job.step, str(error))
         code = EXIT_DIVERGED
     finally:
         job.reader.close()
+        end_saving(job)
         job.tracker.close(_STATUS[code])
     return code
 
 
-def run(config: Any) -> int:
+def run(config: Any, *, allowed: Sequence[str] = ()) -> int:
     """A whole process of the job: join the others, train, leave cleanly; returns the exit code.
+
+    Args:
+        allowed: keys that may have changed since the checkpoint, given to `--allow`.
 
     Raises:
         UnusableError: on every rank; configuration, data, checkpoints or run directory cannot be used as they are.
@@ -130,7 +170,7 @@ def run(config: Any) -> int:
     lease = None
     try:
         lease = hold_run_dir(Path(config.run_dir), world)
-        code = run_job(config, world, stop_signal)
+        code = run_job(config, world, stop_signal, allowed)
         distributed.shut_down(agreed=True)
         return code
     except (AgreedError, EvaluationError) as error:

@@ -1,4 +1,4 @@
-"""A trained model out of a checkpoint: for `dist-mem evaluate`, and for a notebook.
+"""A trained model out of a checkpoint or an export: for `dist-mem evaluate`, and for a notebook.
 
     import dist_mem
 
@@ -6,18 +6,21 @@
     scores = dist_mem.score(trained, Path("book.txt").read_text(encoding="utf-8"))
     scores.nll  # of every token of the book, read with the memory of all that stands before it
 
-It reads checkpoints of any ZeRO stage and number of ranks through their fp32 weights, and needs no process group. The
-package offers `load_model`, `init_state`, `score` and `read_lanes` as its own names (docs/python.md).
+It reads checkpoints of any ZeRO stage and number of ranks through their fp32 weights, and what export.py has made of
+them, and needs no process group. The package offers `load_model`, `init_state`, `score` and `read_lanes` as its own
+names (docs/python.md).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors.torch import load_model as load_into
 from torch import Tensor
 
 from dist_mem.checkpoint import read_lanes as read_saved_lanes
@@ -28,25 +31,41 @@ from dist_mem.data.directory import open_tokenizer, refresh
 from dist_mem.data.documents import Document
 from dist_mem.data.remote import show
 from dist_mem.data.segments import collate, document_segments
-from dist_mem.data.tokenizer import Tokenizer
-from dist_mem.engine import consolidated_state_dict
+from dist_mem.data.tokenizer import Tokenizer, load_tokenizer
+from dist_mem.engine_files import EngineReader
 from dist_mem.layers import DTYPES
-from dist_mem.manifest import CheckpointError, newest_verified, read_manifest, step_dir, verify
+from dist_mem.manifest import (
+    LAST_WITH_PICKLES,
+    CheckpointError,
+    newest_verified,
+    read_manifest,
+    run_of,
+    step_dir,
+    verify,
+)
 from dist_mem.memory import memory_options
 from dist_mem.memory.base import map_state
 from dist_mem.model import LMState, MemoryLM
 from dist_mem.outside_memory import kept_kinds
 
+WEIGHTS = "model.safetensors"  # of an export
 OVERRIDABLE = ("eval.", "tracking.", "data.path", "data.cache", "train.micro_lanes", "train.threads")
+
+log = logging.getLogger(__name__)
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint whose files are what was written."""
+    """A checkpoint, or an export of one, whose files are what was written."""
 
     directory: Path
-    run_dir: Path
+    run_dir: Path  # of an export: itself
     manifest: dict[str, Any]
-    passed_over: list[str]  # why newer ones were not taken
+    remarks: list[str]  # what a user should know of it: why newer ones were not taken, what loading it can do
+
+    @property
+    def is_export(self) -> bool:
+        """Whether it holds weights only, and its tokenizer."""
+        return WEIGHTS in self.manifest["files"]
 
 
 class TrainedModel(NamedTuple):
@@ -69,18 +88,31 @@ class Scores(NamedTuple):
 
 
 def find_checkpoint(path: Path, step: int | None = None) -> Checkpoint:
-    """The checkpoint at `path`, or in the run directory `path` that of `step` (None: the newest that verifies).
+    """The checkpoint or export at `path`, or in the run directory `path` the checkpoint of `step`.
+
+    Args:
+        step: None: the newest that verifies.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    if (path / "manifest.json").exists() or step is not None:
+    if step is not None or (path / "manifest.json").exists():
         directory = path if step is None else step_dir(path, step)
-        return Checkpoint(directory, directory.absolute().parents[1], verify(directory), [])
+        return _described(directory, verify(directory), [])
     newest, passed_over = newest_verified(path)
     if newest is None:
         raise CheckpointError(f"{path / 'checkpoints'}: no checkpoint; give a run directory or one checkpoint in it")
-    return Checkpoint(newest, path, read_manifest(newest), passed_over)
+    return _described(newest, read_manifest(newest), [f"passed over: {reason}" for reason in passed_over])
+
+
+def _described(directory: Path, manifest: dict[str, Any], remarks: list[str]) -> Checkpoint:
+    if manifest["format_version"] <= LAST_WITH_PICKLES:
+        remarks.append(
+            f"{directory}: its weights are DeepSpeed's pickles (format {manifest['format_version']}), and loading a "
+            "pickle can run any code; go on only if you trust where it comes from"
+        )
+    run_dir = directory if WEIGHTS in manifest["files"] else run_of(directory)
+    return Checkpoint(directory, run_dir, manifest, remarks)
 
 
 def read_settings(directory: Path, overrides: Sequence[str]) -> Config:
@@ -100,8 +132,8 @@ def read_settings(directory: Path, overrides: Sequence[str]) -> Config:
     return load_config([str(path), own, *kept, *overrides], memory_options=memory_options)
 
 
-def open_model(checkpoint: Checkpoint, config: Config, device: torch.device | str) -> TrainedModel:
-    """The model of a checkpoint in `eval.precision`; where `data.path` is remote, after `refresh`.
+def tokenizer_of_data(checkpoint: Checkpoint, config: Config) -> Tokenizer:
+    """The tokenizer of `data.path`; where that is remote, after `refresh`.
 
     Raises:
         ValueError: data.path has no tokenizer, or another one than the model was trained with.
@@ -113,10 +145,29 @@ def open_model(checkpoint: Checkpoint, config: Config, device: torch.device | st
             f"trained with {checkpoint.manifest['tokenizer_fingerprint'][:12]}; point data.path at data made with that "
             "one"
         )
+    return tokenizer
+
+
+def _load_weights(model: MemoryLM, checkpoint: Checkpoint) -> None:
+    directory = checkpoint.directory
+    if checkpoint.is_export:
+        load_into(model, directory / WEIGHTS)
+    elif checkpoint.manifest["format_version"] > LAST_WITH_PICKLES:
+        model.load_state_dict(EngineReader(directory).weights())
+    else:
+        from dist_mem.legacy_checkpoint import consolidated_state_dict  # takes DeepSpeed, which nothing else here needs
+
+        model.load_state_dict(consolidated_state_dict(directory))
+
+
+def open_model(
+    checkpoint: Checkpoint, config: Config, tokenizer: Tokenizer, device: torch.device | str
+) -> TrainedModel:
+    """The model of a checkpoint or an export, in `eval.precision`."""
     config.train.seg_len = config.eval.seg_len or config.train.seg_len  # what the memories are built for
     device, dtype = torch.device(device), DTYPES[config.eval.precision]
     model = MemoryLM(config, tokenizer.vocab_size)
-    model.load_state_dict(consolidated_state_dict(checkpoint.directory))
+    _load_weights(model, checkpoint)
     model.to(device, dtype).eval()
     return TrainedModel(model, tokenizer, config, checkpoint, device, dtype)
 
@@ -124,10 +175,10 @@ def open_model(checkpoint: Checkpoint, config: Config, device: torch.device | st
 def load_model(
     path: Path | str, *overrides: str, step: int | None = None, device: torch.device | str = "cpu"
 ) -> TrainedModel:
-    """The model of a run.
+    """The model of a run, or of an export.
 
     Args:
-        path: a run directory, or one checkpoint in it.
+        path: a run directory, one checkpoint in it, or an export.
         overrides: `key=value`, of the keys in OVERRIDABLE: "data.path=elsewhere", "eval.precision=bf16".
         step: of the checkpoint; None: the newest that verifies.
 
@@ -137,9 +188,13 @@ def load_model(
         ValueError: an override or the data cannot be used; the message says which and why.
     """
     checkpoint = find_checkpoint(Path(path), step)
+    for remark in checkpoint.remarks:
+        log.warning(remark)
     config = read_settings(checkpoint.directory, overrides)
+    if checkpoint.is_export:
+        return open_model(checkpoint, config, load_tokenizer(checkpoint.directory), device)
     refresh(config.data, [])
-    return open_model(checkpoint, config, device)
+    return open_model(checkpoint, config, tokenizer_of_data(checkpoint, config), device)
 
 
 def init_state(trained: TrainedModel, document_ids: Sequence[int] | Tensor = (0,)) -> LMState:
@@ -171,9 +226,11 @@ def read_lanes(trained: TrainedModel, lane_ids: Sequence[int]) -> LMState:
     """The memories that these lanes of the training carried at the checkpoint, in the model's precision.
 
     Raises:
-        CheckpointError: no such lane, or eval.seg_len has changed what a memory holds.
+        CheckpointError: no such lane, eval.seg_len has changed what a memory holds, or it is an export.
     """
     directory, _, manifest, _ = trained.checkpoint
+    if trained.checkpoint.is_export:
+        raise CheckpointError(f"{directory}: an export holds weights and no memories of lanes; load the run itself")
     wanted = torch.tensor(lane_ids)
     saved_dtype = DTYPES[trained.config.train.precision]
     empty = trained.model.init_state(wanted, "cpu", saved_dtype)

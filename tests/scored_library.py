@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,18 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
+from safetensors.torch import save_file
 
 from dist_mem.config import Config, save_config
 from dist_mem.data.shard import Index, TokenizedDocument, write_split
 from dist_mem.data.tokenizer import BytesTokenizer, save_tokenizer
 from dist_mem.distributed import World
+from dist_mem.engine_files import ENGINE_JSON, engine_index, engine_ranges, engine_tensors, rank_file
 from dist_mem.manifest import describe_file, files_in, step_dir, write_manifest
 from dist_mem.model import MemoryLM
 from dist_mem.report import Report
 from dist_mem.scoring import evaluate_documents
+from dist_mem.zero_state import Slice
 
 SEG_LEN, MEM_LEN = 8, 16
 TOKENIZER = BytesTokenizer()
@@ -69,10 +73,14 @@ def make_model() -> MemoryLM:
 
 
 def save_weights(run_dir: Path, model: MemoryLM, config: Any, *, step: int) -> Path:
-    """A checkpoint as far as evaluation reads it: fp32, ZeRO stage 0."""
+    """A checkpoint as far as evaluation reads it, of one rank."""
     directory = step_dir(run_dir, step)
     (directory / "engine").mkdir(parents=True)
-    torch.save({"module": model.state_dict(), "optimizer": {}}, directory / "engine" / "mp_rank_00_model_states.pt")
+    weights = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
+    facts = {"counters": {}, "shapes": {name: list(weight.shape) for name, weight in weights.items()}, "aliases": {}}
+    slices = [Slice(name, 0, weight.numel(), {"master": weight.view(-1)}) for name, weight in weights.items()]
+    save_file(engine_tensors(slices), rank_file(directory, 0))
+    (directory / ENGINE_JSON).write_text(json.dumps(engine_index(facts, [engine_ranges(slices)])))
     save_config(config, directory / "config.yaml")
     files = {path.relative_to(directory).as_posix(): describe_file(path) for path in files_in(directory)}
     facts = {"step": step, "tokenizer_fingerprint": TOKENIZER.fingerprint, "files": files}

@@ -81,13 +81,16 @@ def test_typo_in_the_memory_block_is_refused_before_anything_starts(
 def test_train_hands_on_the_configuration_and_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def run(config: object) -> int:
-        seen.append(config)
+    def run(config: object, *, allowed: list[str]) -> int:
+        seen.append((config, allowed))
         return 85
 
     monkeypatch.setitem(sys.modules, "dist_mem.train", SimpleNamespace(run=run))
-    assert main(["train", "train.steps=5"]) == 85
-    assert seen[0].train.steps == 5
+    assert main(["train", "train.steps=5", "--allow", "optimizer.betas", "--allow", "model"]) == 85
+    config, allowed = seen[0]
+    assert config.train.steps == 5
+    assert allowed == ["optimizer.betas", "model"]
+    assert main(["train", "train.steps=5", "--allow", "train.lanes"]) == 2
 
 
 def test_overrides_may_follow_options() -> None:

@@ -17,7 +17,7 @@ from dist_mem.deepspeed_keys import HANDED_ON, REFUSED
 from dist_mem.memory import described_memories
 
 PAGE = Path(__file__).parent.parent / "docs" / "config.md"
-ROW = re.compile(r"^\| `([^`]+)` \| `([^`]*)` \| (.*) \| (fixed|) \| (.*) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| `([^`]+)` \| `([^`]*)` \| (.*) \| (fixed|`--allow`|) \| (.*) \|$", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +51,8 @@ def test_every_key_has_a_row_with_a_meaning(page: str) -> None:
     "row",
     [
         "| `train.steps` | `null` | integer >= 1 or `null` |  | updates; give this or epochs |",
-        "| `optimizer.betas` | `[0.9, 0.999]` | list of numbers, each >= 0 and < 1 | fixed | adamw and adam only |",
-        "| `optimizer.groups[].lr` | `null` | number > 0 or `null` | fixed | `null`: `optimizer.lr` |",
+        "| `optimizer.betas` | `[0.9, 0.999]` | list of numbers, each >= 0 and < 1 | `--allow` | adamw and adam only |",
+        "| `optimizer.groups[].lr` | `null` | number > 0 or `null` | `--allow` | `null`: `optimizer.lr` |",
         "| `model.norm` | `pre` | `pre`, `post` | fixed | layer norm before or after each sub-layer |",
         "| `memory.mem_len` | `128` | integer | fixed | M, tokens |",
     ],

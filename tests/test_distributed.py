@@ -11,7 +11,15 @@ import pytest
 from ranks import RankPool
 
 from dist_mem import distributed
-from dist_mem.distributed import AgreedError, StopSignal, World, agree_all_well, from_rank0, sum_over_ranks
+from dist_mem.distributed import (
+    AgreedError,
+    SideChannel,
+    StopSignal,
+    World,
+    agree_all_well,
+    from_rank0,
+    sum_over_ranks,
+)
 from dist_mem.environment import in_job_step, read_ranks
 
 BATCH_STEP = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}
@@ -60,6 +68,16 @@ def test_one_failing_rank_fails_all_and_is_named(rank_pool: Callable[[int], Rank
         assert summed == [1.0, 2.0]
         assert told == {"from": 0}
         assert message == "saving failed on 1 of 2 ranks. rank 1: OSError: disk full"
+
+
+def open_and_close_side_channels(world: World) -> None:
+    for _ in range(30):
+        SideChannel(world).close()
+
+
+def test_a_side_channel_can_be_closed_at_once(rank_pool: Callable[[int], RankPool]) -> None:
+    """As by a job that has nothing left to train; without a barrier the slower rank was cut off while it connected."""
+    rank_pool(2).run(open_and_close_side_channels)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])

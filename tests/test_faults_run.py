@@ -46,7 +46,7 @@ def assert_one_message(text: str, *phrases: str) -> None:
     assert len(re.findall("^error: ", text, re.MULTILINE)) == 1, text
 
 
-def test_a_full_disk_at_a_save_stops_all_ranks_and_loses_nothing_saved(
+def test_a_disk_without_room_for_a_save_stops_all_ranks_and_loses_nothing_saved(
     tmp_path: Path, books: Path, rank_pool: Pool
 ) -> None:
     with small_disk(tmp_path / "disk", "size=40m") as disk:
@@ -58,8 +58,9 @@ def test_a_full_disk_at_a_save_stops_all_ranks_and_loses_nothing_saved(
         assert codes == [1, 1], text
         assert_one_message(
             text,
-            "error: writing checkpoint ",
-            " bytes are free)",
+            "error: checkpoint ",
+            ": it needs ",
+            " free: make room there, or keep fewer checkpoints, see checkpoint.keep_last",
             "Earlier checkpoints are whole: mend this, and the same command resumes",
         )
         assert names(run_dir) == ["latest", "step-00000005"]
@@ -81,7 +82,7 @@ def test_a_disk_that_fills_up_in_mid_run_stops_all_ranks(tmp_path: Path, books: 
         remount(disk, f"size={used_kilobytes(disk) + 4}k")
         codes, text = finish(processes)
         assert codes == [1, 1], text
-        assert_one_message(text, "No space left on device")
+        assert_one_message(text, " free: make room there, or keep fewer checkpoints, see checkpoint.keep_last")
         assert names(run_dir) == []
         assert not (run_dir / "lease.json").exists()
 

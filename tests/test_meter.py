@@ -24,7 +24,7 @@ from dist_mem.meter import MEASUREMENTS, Meter, Totals
 from dist_mem.model import MemoryLM
 from dist_mem.sinks import read_points
 from dist_mem.train import run_job
-from dist_mem.update import train_step
+from dist_mem.update import Flags, train_step
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_loss_and_speed_are_those_since_the_last_point(clock: SimpleNamespace) -> None:
-    engine = SimpleNamespace(gradient_norm=lambda: 1.0, lr=0.1)
+    engine = SimpleNamespace(gradient_norm=lambda: 1.0, gradient_norms=lambda: None, lr=0.1)
     meter = Meter(lane_segments_per_update=4)
     for nll in (30.0, 10.0):
         clock.now += 2.0
@@ -60,7 +60,7 @@ def test_loss_and_speed_are_those_since_the_last_point(clock: SimpleNamespace) -
 
 def test_meter_goes_on_where_its_saved_state_stood(clock: SimpleNamespace) -> None:
     """The time between two jobs is nobody's."""
-    engine = SimpleNamespace(gradient_norm=lambda: 1.0, lr=0.1)
+    engine = SimpleNamespace(gradient_norm=lambda: 1.0, gradient_norms=lambda: None, lr=0.1)
     straight, first = (Meter(lane_segments_per_update=4) for _ in range(2))
     clock.now += 0.7
     for meter in (straight, first):
@@ -84,7 +84,10 @@ def test_waiting_for_data_is_a_share_of_the_time(clock: SimpleNamespace) -> None
     meter = Meter(lane_segments_per_update=1)
     assert meter.timed_next(slow()) == "update"
     clock.now += 3.0
-    assert meter.read(SimpleNamespace(gradient_norm=lambda: 0.0, lr=0.0))["data_wait_share"] == 0.25
+    assert (
+        meter.read(SimpleNamespace(gradient_norm=lambda: 0.0, gradient_norms=lambda: None, lr=0.0))["data_wait_share"]
+        == 0.25
+    )
 
 
 def with_recall(batch: Batch) -> Batch:
@@ -102,7 +105,7 @@ def recall_totals(world: World) -> Totals:
     update = update_of_rank(config, world, step=0)
     num_recall = sum(int(recall_of(batch).sum()) for batch in update.batches)
     update = update._replace(batches=[with_recall(batch) for batch in update.batches], num_recall=num_recall)
-    return train_step(tiny_job(config, world, stage=2), update, 300, 0, stop=False).totals
+    return train_step(tiny_job(config, world, stage=2), update, 300, 0, Flags()).totals
 
 
 def test_recall_perplexity_is_that_of_the_scored_recall_tokens_of_all_ranks(

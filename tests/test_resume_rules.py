@@ -1,13 +1,26 @@
-"""Which keys may change on resume: every key has a rule, and changes are told by name."""
+"""What may change on resume: every key has a rule, and what may not, or not unasked, is told by name."""
 
 from __future__ import annotations
+
+import pickle
+from fnmatch import fnmatchcase
 
 import pytest
 
 from dist_mem.config import Config, ConfigError, known_keys, load_config
 from dist_mem.config_check import all_keys, fields_of
 from dist_mem.memory import memory_options
-from dist_mem.resume_rules import FREE, RULES, SAME, changed_keys, refuse_changes, rule_of
+from dist_mem.resume_rules import (
+    ALLOWED,
+    FREE,
+    REASONS,
+    RULES,
+    SAME,
+    changed_keys,
+    check_allowed,
+    check_changes,
+    rule_of,
+)
 
 
 def load(*overrides: str) -> Config:
@@ -21,7 +34,7 @@ def schema_leaves() -> list[str]:
 
 def test_every_key_of_the_schema_has_one_rule() -> None:
     for key in schema_leaves():
-        assert rule_of(key) in (FREE, SAME)
+        assert rule_of(key) in (FREE, ALLOWED, SAME)
     with pytest.raises(KeyError, match=r"train\.new_key has no rule"):
         rule_of("train.new_key")
 
@@ -35,47 +48,109 @@ def test_no_rule_is_for_a_key_that_does_not_exist() -> None:
     assert len(set(all_keys(Config))) == len(list(all_keys(Config)))
 
 
+def test_everything_that_must_stay_has_a_reason() -> None:
+    assert {pattern for pattern, rule in RULES.items() if rule == SAME} == REASONS.keys()
+    for key in schema_leaves():
+        assert (rule_of(key) != SAME) or any(fnmatchcase(key, pattern) for pattern in REASONS), key
+
+
 def test_equal_configurations_have_no_changes() -> None:
     assert changed_keys(load(), load("train.seg_len=64")) == []
     assert changed_keys(load(), load("memory.mem_len=128")) == []  # the default, written out
 
 
+FREE_CHANGES = {
+    "train.steps=20": "train.steps",
+    "optimizer.lr=5": "optimizer.lr",
+    "schedule.kind=linear": "schedule.kind",
+    "name=other": "name",
+    "eval.every=5": "eval.every",
+    "data.path=d": "data.path",
+    "checkpoint.every=5": "checkpoint.every",
+    "train.micro_lanes=4": "train.micro_lanes",
+    "deepspeed.zero_optimization.stage=3": "deepspeed.zero_optimization.stage",
+    "resume=5": "resume",
+}
+
+
 def test_free_changes_are_accepted() -> None:
-    new = load("train.steps=20", "optimizer.lr=5", "schedule.kind=linear", "name=other", "eval.every=5", "data.path=d")
-    changes = changed_keys(load(), new)
-    assert {change.key for change in changes} == {
-        "name",
-        "run_dir",
-        "data.path",
-        "train.steps",
-        "optimizer.lr",
-        "schedule.kind",
-        "eval.every",
-    }
+    changes = check_changes(load(), load(*FREE_CHANGES))
+    assert {change.key for change in changes} == {*FREE_CHANGES.values(), "run_dir"}
     assert {change.rule for change in changes} == {FREE}
-    refuse_changes(load(), new)
+
+
+ALLOWED_CHANGES = {
+    "model.dropout=0.3": ("model.dropout", "model.dropout"),
+    "optimizer.betas=[0.8, 0.999]": ("optimizer.betas[0]", "optimizer.betas"),
+    "optimizer.weight_decay=0.5": ("optimizer.weight_decay", "optimizer.weight_decay"),
+    "optimizer.groups=[{match: u, lr: 1}]": ("optimizer.groups[0].match", "optimizer.groups"),
+    "train.precision=fp32": ("train.precision", "train.precision"),
+    "train.segments_per_update=2": ("train.segments_per_update", "train.segments_per_update"),
+    "deepspeed.fp16.initial_scale_power=8": ("deepspeed.fp16.initial_scale_power",) * 2,
+}
+
+
+@pytest.mark.parametrize("override", ALLOWED_CHANGES)
+def test_changes_of_what_is_computed_are_refused_until_they_are_allowed(override: str) -> None:
+    """The message says what to add, and adding that does it."""
+    key, allow = ALLOWED_CHANGES[override]
+    with pytest.raises(ConfigError) as caught:
+        check_changes(load(), load(override))
+    assert key in {problem.key for problem in caught.value.problems}
+    assert f"set it back, or add --allow {allow} to go on with the new value" in str(caught.value)
+    changes = check_changes(load(), load(override), allowed=[allow])
+    assert key in {change.key for change in changes}
+    check_changes(load(), load(override), allowed=[allow.split(".")[0]])  # a whole block
+    with pytest.raises(ConfigError):
+        check_changes(load(), load(override), allowed=["model.attention_dropout"])
+    check_allowed([allow, allow.split(".")[0]])
 
 
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ("model.dropout=0.3", "model.dropout"),
+        ("model.num_layers=3", "model.num_layers"),
         ("memory.mem_len=5", "memory.mem_len"),
         ("memory.kind=none", "memory.kind"),
         ("train.seg_len=32", "train.seg_len"),
         ("train.lanes=32", "train.lanes"),
-        ("train.micro_lanes=4", "train.micro_lanes"),
+        ("train.seed=1", "train.seed"),
         ("data.seed=1", "data.seed"),
-        ("optimizer.groups=[{match: u, lr: 1}]", "optimizer.groups[0].match"),
-        ("deepspeed.zero_optimization.stage=3", "deepspeed.zero_optimization.stage"),
-        ("deepspeed.fp16.initial_scale_power=8", "deepspeed.fp16.initial_scale_power"),
+        ("data.layout=stream", "data.layout"),
+        ("optimizer.kind=sgd", "optimizer.kind"),
     ],
 )
-def test_other_changes_are_refused_by_name(override: str, key: str) -> None:
+def test_other_changes_are_refused_with_old_value_new_value_reason_and_fix(override: str, key: str) -> None:
+    old, new = load(), load(override)
     with pytest.raises(ConfigError) as caught:
-        refuse_changes(load(), load(override))
-    assert key in {problem.key for problem in caught.value.problems}
-    assert "but the run began with" in str(caught.value)
+        check_changes(old, new, allowed=["model", "train", "optimizer", "data", "memory"])
+    (problem,) = [problem for problem in caught.value.problems if problem.key == key]
+    (change,) = [change for change in changed_keys(old, new) if change.key == key]
+    assert problem.text.startswith(f"is {change.new!r}, but the run began with {change.old!r}, and must stay so: ")
+    assert problem.text.endswith("; set it back, or begin a new run in another run_dir")
+    assert any(reason in problem.text for reason in REASONS.values())
+
+
+def test_changed_number_of_lanes_is_told_why() -> None:
+    with pytest.raises(ConfigError, match=r"a memory belongs to a lane.*\(the number of ranks, "):
+        check_changes(load(), load("train.lanes=32"))
+
+
+def test_only_what_can_be_allowed_is_accepted_by_allow() -> None:
+    with pytest.raises(ConfigError, match=r"--allow: optimizer\.beta is no key; did you mean optimizer\.betas\?"):
+        check_allowed(["optimizer.beta"])
+    with pytest.raises(ConfigError, match=r"--allow: train\.lanes must stay what it is: a memory belongs to a lane"):
+        check_allowed(["train.lanes"])
+    with pytest.raises(ConfigError, match=r"--allow: memory\.kind must stay what it is"):
+        check_allowed(["memory.kind"])
+    check_allowed(["optimizer.lr"])  # it may change anyway
+
+
+def test_problems_reach_the_other_ranks_whole() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_changes(load(), load("train.lanes=32"))
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.problems) == (str(caught.value), caught.value.problems)
 
 
 def test_interpolated_values_are_compared_resolved(monkeypatch: pytest.MonkeyPatch) -> None:

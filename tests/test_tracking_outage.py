@@ -38,22 +38,26 @@ def run_id_of(run_dir: Path) -> str:
 
 
 def logged(run_dir: Path) -> Counter[tuple[str, int, float | None]]:
-    """(name, step, value) of metrics.jsonl; no value for measurements, which a repeated step has its own of."""
+    """(name, step, value) of metrics.jsonl; no value for measurements, which a repeated step has its own of.
+
+    Nothing of saves: at which step one in the background is over, no two jobs have alike.
+    """
     return Counter(
         (name, point.step, None if name in MEASUREMENTS else value)
         for point in read_points(run_dir / METRICS_FILE)
         for name, value in point.metrics.items()
+        if not name.startswith("checkpoint/")
     )
 
 
 def kept(client: Any, run_dir: Path) -> Counter[tuple[str, int, float | None]]:
-    """The same of the MLflow run, its system metrics aside."""
+    """The same of the MLflow run, its system metrics aside too."""
     points = points_of(client, run_id_of(run_dir))
     return Counter(
         (name, step, None if name in MEASUREMENTS else value)
         for (name, step, _, value), count in points.items()
         for _ in range(count)
-        if not name.startswith("system/")
+        if not name.startswith(("system/", "checkpoint/"))
     )
 
 

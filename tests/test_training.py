@@ -18,8 +18,9 @@ from torch import Tensor
 from dist_mem.data.batch import IGNORE
 from dist_mem.data.shard import read_index
 from dist_mem.distributed import World
+from dist_mem.divergence import DivergedError
 from dist_mem.memory.base import named_tensors
-from dist_mem.update import DivergedError, train_step
+from dist_mem.update import Flags, train_step
 
 ADAM = {"optimizer": {"kind": "adamw", "lr": 1e-2}, "train": {"micro_lanes": 2}}
 
@@ -38,14 +39,14 @@ def one_update_without_targets(world: World, stage: int) -> dict[str, Any]:
     before, memory_before = full_parameters(job), memory_of(job)
     update = update_of_rank(job.config, world, step=1)
     silent = [batch._replace(targets=torch.full_like(batch.targets, IGNORE)) for batch in update.batches]
-    outcome = train_step(job, update._replace(batches=silent, num_scored=0), 0, 0, stop=False)
+    outcome = train_step(job, update._replace(batches=silent, num_scored=0), 0, 0, Flags())
     unchanged = difference(before, full_parameters(job))
     memory_changed = difference(memory_before, memory_of(job))
     cursors = job.cursors.tolist()
     job.step = 2
     outcomes = run_steps(job, first=2, last=3)
     return {
-        "applied": outcome.applied,
+        "again": outcome.again,
         "nll": outcome.totals.nll,
         "unchanged": unchanged,
         "memory_changed": memory_changed,
@@ -57,7 +58,7 @@ def one_update_without_targets(world: World, stage: int) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_update_without_targets_moves_memory_and_cursors_only(rank_pool: Callable[[int], RankPool], stage: int) -> None:
     for found in rank_pool(2).run(one_update_without_targets, stage):
-        assert found["applied"]
+        assert not found["again"]
         assert found["nll"] == 0.0
         assert found["unchanged"] is None
         assert found["memory_changed"] is not None
@@ -84,7 +85,7 @@ def poisoned_update(world: World, stage: int, what: str) -> tuple[str, str | Non
         weight = job.engine.module.final_norm.weight
         weight.register_hook(lambda gradient: gradient * torch.nan)
     try:
-        train_step(job, update, 300, 0, stop=False)
+        train_step(job, update, 300, 0, Flags())
     except DivergedError as error:
         message = str(error)
     else:
@@ -120,9 +121,9 @@ def fp16_steps(world: World, initial_scale_power: int) -> tuple[list[float], lis
         update = update_of_rank(config, world, step=step)
         while True:
             before = memory_of(job)
-            outcome = train_step(job, update, 300, 0, stop=False)
-            applied.append(outcome.applied)
-            if outcome.applied:
+            outcome = train_step(job, update, 300, 0, Flags())
+            applied.append(not outcome.again)
+            if not outcome.again:
                 break
             assert difference(before, memory_of(job)) is None
         job.step += 1

@@ -12,9 +12,10 @@ from dist_mem.config import Config
 from dist_mem.data.batch import IGNORE, Batch, Update
 from dist_mem.data.stream import lanes_of_rank
 from dist_mem.distributed import World
+from dist_mem.divergence import Divergence
 from dist_mem.engine import Engine
 from dist_mem.model import MemoryLM
-from dist_mem.update import Outcome, train_step
+from dist_mem.update import Flags, Outcome, train_step
 
 VOCAB = 37
 TINY = {
@@ -93,11 +94,13 @@ def tiny_job(config: Any, world: World, *, stage: int, block: dict[str, Any] | N
     lane_ids = torch.tensor(lanes)
     accumulation = len(lane_ids) // train.micro_lanes * train.segments_per_update
     ds_block = {**zero_block(stage), **(block or {})}
-    engine = Engine(model, config, ds_block, world_size=world.size, accumulation=accumulation)
+    apart = model.names_apart()
+    engine = Engine(model, config, ds_block, world_size=world.size, accumulation=accumulation, apart=apart)
     engine.train()
     states = [engine.init_state(group) for group in lane_ids.split(train.micro_lanes)]
     return SimpleNamespace(
         config=config, world=world, engine=engine, states=states, step=0, total_steps=100,
+        divergence=Divergence(config.divergence),
         lane_ids=lane_ids, cursors=torch.zeros(len(lane_ids), 3, dtype=torch.int64),
     )  # fmt: skip
 
@@ -110,7 +113,7 @@ def run_steps(job: Any, *, first: int, last: int) -> list[Outcome]:
     for step in range(first, last):
         update = update_of_rank(job.config, job.world, step=step)
         num_scored = int(sum_over_ranks([update.num_scored], job.world.device)[0])
-        outcomes.append(train_step(job, update, num_scored, 0, stop=False))
+        outcomes.append(train_step(job, update, num_scored, 0, Flags()))
         job.step += 1
     return outcomes
 
