@@ -28,7 +28,6 @@ from dist_mem.layers import Dropout, merge_heads, split_heads
 from dist_mem.memory.base import LayerSpec, Memory, MemoryOutput, Stem
 from dist_mem.sticky import SAMPLINGS, read_histogram, sample_positions
 
-
 DENSITIES = ("affine", "moments")
 
 
