@@ -27,6 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "compressive, dilated": small_block("compressive", compression="dilated", compression_loss="autoencoder"),
     "compressive, most used": small_block("compressive", compression="most_used"),
     "infinite, sticky": small_block("infinite", sampling="sticky"),
+    "infinite, moments": small_block("infinite", density="moments", sampling="stratified"),
     "infinite over transformer_xl": small_block("infinite", over={"kind": "transformer_xl", "mem_len": SEG_LEN}),
     "infinite over compressive": small_block("infinite", over=small_block("compressive"), sampling="stratified"),
     "infinite over lamemo": small_block("infinite", over=small_block("lamemo", mem_len=SEG_LEN), sampling="sticky"),

@@ -25,6 +25,7 @@ REALISTIC_CASES: dict[str, dict[str, Any]] = {
     "compressive": {"kind": "compressive", "mem_len": 96, "cmem_len": 40, "compression_rate": 5},
     "lamemo": {"kind": "lamemo", "mem_len": 110},
     "infinite": {"kind": "infinite", "num_basis": 64, "num_samples": 80, "sampling": "sticky"},
+    "infinite, moments": {"kind": "infinite", "num_basis": 64, "num_samples": 80, "density": "moments"},
     "infinite, no gate": {"kind": "infinite", "num_basis": 64, "gate": False},
     "infinite over lamemo": {"kind": "infinite", "num_basis": 64, "over": {"kind": "lamemo", "mem_len": 96}},
 }

@@ -167,6 +167,37 @@ def test_state_stays_as_large_as_it_began() -> None:
     assert len(set(sizes)) == 1
 
 
+def test_moments_are_those_of_a_softmax_over_samples_of_the_signal() -> None:
+    memory, inputs = memory_of(density="moments"), segments(3)
+    state = read(memory, inputs[:2])[-1].state
+    signal, _ = memory.append_pending(state, torch.float64)
+    query = memory.over(inputs[2], state.over, torch.full((LANES,), SEG_LEN)).query
+    mu, variance = memory.read_densities(query, signal)
+    places = (torch.arange(12, dtype=torch.float64) + 0.5) / 12
+    rows = evaluate_basis(places, **memory.basis) @ signal
+    for head in range(NUM_HEADS):
+        keys = rows @ memory.key.weight[head * D_HEAD : (head + 1) * D_HEAD].T
+        share = (query[head] @ keys.mT / D_HEAD**0.5).softmax(dim=-1)
+        torch.testing.assert_close(mu[head], share @ places, rtol=0, atol=1e-12)
+        spread = share @ places.square() - mu[head].square() + memory.options.variance_floor
+        torch.testing.assert_close(variance[head], spread, rtol=0, atol=1e-12)
+
+
+def test_by_moments_a_query_finds_the_row_that_is_like_it_wherever_it_lies() -> None:
+    """The affine networks of the paper know places, not rows: they would have to be trained for each."""
+    narrow = {"num_basis": 64, "widths": [0.01, 0.02], "num_samples": 64, "variance_floor": 1e-6, "ridge": 1e-3}
+    memory = memory_of(density="moments", gate=False, **narrow)
+    torch.nn.init.eye_(memory.key.weight)
+    for row in range(SEG_LEN):
+        x = torch.zeros(LANES, SEG_LEN, WIDTH, dtype=torch.float64)
+        x[:, row] = 1.0
+        state = read(memory, [x])[-1].state
+        signal, _ = memory.append_pending(state, torch.float64)
+        mu, variance = memory.read_densities(torch.full((NUM_HEADS, LANES, 1, D_HEAD), 100.0).double(), signal)
+        torch.testing.assert_close(mu, torch.full_like(mu, (row + 0.5) / SEG_LEN), rtol=0, atol=0.02)
+        assert variance.max() < 0.02**2
+
+
 @pytest.mark.parametrize("prior_mean", [None, 0.3])
 def test_divergence_is_the_mean_over_the_real_queries_of_a_lane(prior_mean: float | None) -> None:
     memory, inputs = memory_of(prior_mean=prior_mean), segments(3)
@@ -283,6 +314,7 @@ def test_wrong_keys_of_the_memory_below_are_refused_by_name(overrides: list[str]
     [
         ({"sampling": "even"}, "memory.sampling is 'even', but must be one of linear, sticky, stratified"),
         ({"padding": "zeros"}, "memory.padding is 'zeros', but must be one of published, none"),
+        ({"density": "sharp"}, "memory.density is 'sharp', but must be one of affine, moments"),
         ({"num_basis": 15}, "memory.num_basis is 15, but must be a multiple of 2"),
         ({"num_samples": 0}, "memory.num_samples is 0, but must be greater than 0"),
         ({"ridge": 0.0}, "memory.ridge is 0.0, but must be greater than 0"),

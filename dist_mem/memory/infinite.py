@@ -28,6 +28,8 @@ from dist_mem.layers import Dropout, merge_heads, split_heads
 from dist_mem.memory.base import LayerSpec, Memory, MemoryOutput, Stem
 from dist_mem.sticky import SAMPLINGS, read_histogram, sample_positions
 
+DENSITIES = ("affine", "moments")
+
 
 class State(NamedTuple):
     over: Any  # state of the memory below
@@ -54,6 +56,7 @@ class Infinite(Memory):
         padding: str = "published"  # published: zero rows on both sides of the signal | none: the paper's plain form
         sampling: str = "linear"  # linear | sticky, as published | stratified: sticky with less noise
         num_bins: int = 128  # of the histogram of sticky sampling
+        density: str = "affine"  # affine: the paper's networks | moments: of a softmax over the samples, see `moments`
         gate: bool = True  # a convolution over three rows, then a sigmoid, on new rows
         prior_std: float = 0.05  # sigma_0 of the KL regulariser
         prior_mean: float | None = None  # None: widths only, as in the paper; the published GPT-2 configuration has -1
@@ -67,7 +70,8 @@ class Infinite(Memory):
         width = spec.num_heads * spec.d_head
         self.over = over
         self.gate = nn.Conv1d(spec.d_model, spec.d_model, kernel_size=3, padding=1) if options.gate else None
-        self.densities = nn.Parameter(torch.zeros(2, options.num_basis))  # weights of mu's and the variance's networks
+        # Weights of mu's and the variance's networks.
+        self.densities = nn.Parameter(torch.zeros(2, options.num_basis)) if options.density == "affine" else None
         self.key = nn.Linear(spec.d_model, width, bias=False)
         self.value = nn.Linear(spec.d_model, width, bias=False)
         self.output = nn.Linear(width, spec.d_model, bias=False)
@@ -116,8 +120,14 @@ class Infinite(Memory):
             fitted += product(evicted_len, 3 * d_model, d_model, gradients=1)
         past = num_basis if options.sampling == "linear" else 2 * options.num_samples
         contracted = product(num_basis, past, d_model, gradients=0)
-        read = product(2, num_basis, d_model, gradients=1 + learns) + product(2, d_model, width)
-        read += product(seg_len, width, 2) + product(num_basis, d_model, width, gradients=1 + learns)
+        if self.densities is None:
+            num_keys = options.num_samples
+            read = product(num_keys, num_basis, d_model, gradients=learns)
+            read += product(num_keys, d_model, width, gradients=1 + learns)
+        else:
+            num_keys = 2
+            read = product(2, num_basis, d_model, gradients=1 + learns) + product(2, d_model, width)
+        read += product(seg_len, width, num_keys) + product(num_basis, d_model, width, gradients=1 + learns)
         return below + fitted + contracted + read + product(seg_len, num_basis + d_model, width)
 
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
@@ -197,11 +207,29 @@ class Infinite(Memory):
 
         The networks are linear in the scores, w . (K q) = (K^T w) . q with K = signal W_K: no score is ever formed.
         """
+        if self.densities is None:
+            return self.moments(query, signal)
         weighted = (self.densities.to(signal.dtype) @ signal).to(query.dtype)  # (B, 2, D)
         keys = split_heads(self.key(weighted), self.spec.num_heads).to(signal.dtype)  # (H, B, 2, K)
         scores = query.to(signal.dtype) @ keys.transpose(-1, -2) / math.sqrt(self.spec.d_head)
         mu, variance = scores.unbind(-1)
         return mu.sigmoid(), F.softplus(variance).clamp(min=self.options.variance_floor)
+
+    def moments(self, query: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance of where a softmax over samples of the signal would look, both (H, B, T).
+
+        As in continuous attention (Martins et al. 2020, "Sparse and continuous attention mechanisms", sec. 4): a query
+        finds the rows that are like it, where the affine networks would have to learn where rows lie.
+        """
+        number = self.options.num_samples
+        places = (torch.arange(number, device=signal.device, dtype=signal.dtype) + 0.5) / number
+        rows = evaluate_basis(places, **self.basis) @ signal  # (B, S, D)
+        keys = split_heads(self.key(rows.to(query.dtype)), self.spec.num_heads).to(signal.dtype)  # (H, B, S, K)
+        scores = query.to(signal.dtype) @ keys.transpose(-1, -2) / math.sqrt(self.spec.d_head)
+        attention = scores.softmax(dim=-1)
+        mu = (attention * places).sum(dim=-1)
+        spread = (attention * (places - mu[..., None]).square()).sum(dim=-1)  # E[t^2] - mu^2 would cancel in fp32
+        return mu, spread + self.options.variance_floor
 
     def read(self, mu: Tensor, variance: Tensor, signal: Tensor, dtype: torch.dtype) -> Tensor:
         """The expected signal under the densities, by heads: (B, T, D). An empty memory reads 0: nothing has a bias."""
@@ -224,7 +252,7 @@ class Infinite(Memory):
 
 def check_options(options: Any) -> None:
     """Raise ValueError for what the types let pass."""
-    for name, words in (("sampling", SAMPLINGS), ("padding", PADDINGS)):
+    for name, words in (("sampling", SAMPLINGS), ("padding", PADDINGS), ("density", DENSITIES)):
         if getattr(options, name) not in words:
             raise ValueError(f"memory.{name} is {getattr(options, name)!r}, but must be one of {', '.join(words)}")
     for name in ("num_basis", "num_samples", "num_bins", "ridge", "prior_std", "variance_floor"):
