@@ -130,7 +130,7 @@ def find_candidates(resume: str, run_dir: Path) -> Wish:
     asked = _asked_for(resume, run_dir, own)
     # A job that was asked for this and started again: it goes on from what it has saved since.
     since = list(takewhile(lambda path: path not in asked and _has_wish(path, resume), own))
-    if not asked[0].exists():
+    if not since and not asked[0].exists():  # checkpoint.keep_last may have deleted it since
         raise CheckpointError(f"resume = {resume}: there is no {asked[0]}; {run_dir} has {_listed(own)}")
     is_own = run_of(asked[0]).resolve() == run_dir.resolve()
     if not is_own and len(since) < len(own):

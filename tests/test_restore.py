@@ -147,6 +147,17 @@ def test_earlier_step_is_taken_and_what_came_after_it_is_set_aside(
     assert list_steps(run_dir) == [3, 6]
 
 
+def test_the_same_command_goes_on_when_the_step_it_asks_for_is_no_longer_kept(
+    copied: Path, rank_pool: Callable[[int], RankPool]
+) -> None:
+    """Issue 5: `resume: STEP` and `checkpoint.keep_last`, and the scheduler starts the job again."""
+    changes = ("resume=3", "train.steps=7", "checkpoint.keep_last=1")
+    assert rank_pool(2).run(train_here, copied, changes) == [0, 0]
+    assert list_steps(copied.with_suffix("")) == [7]
+    assert open_two(rank_pool, copied, *changes)[0] == 7
+    assert "there is no " in refusal(rank_pool, copied, "resume=4"), "nobody has asked for that before"
+
+
 def test_damaged_step_that_was_asked_for_is_refused(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
     flip(step_dir(copied.with_suffix(""), 6) / "config.yaml", 3)
     text = refusal(rank_pool, copied, "resume=6")
