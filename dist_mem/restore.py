@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor
 
 from dist_mem.checkpoint import Lanes, read_lanes, read_random_state, set_random_state
-from dist_mem.config import read_config
+from dist_mem.config import load_config, read_config
+from dist_mem.config_check import ConfigError
 from dist_mem.data.lanes import training_reader
 from dist_mem.data.shard import Index
 from dist_mem.distributed import World, decided_by_rank0, on_all_ranks
@@ -27,6 +29,7 @@ from dist_mem.engine import Engine
 from dist_mem.engine_files import EngineReader
 from dist_mem.errors import UnusableError
 from dist_mem.manifest import LAST_WITH_PICKLES, CheckpointError, run_of
+from dist_mem.memory import memory_options
 from dist_mem.meter import Meter
 from dist_mem.provenance import code_differences
 from dist_mem.resume_choice import Choice, choose_checkpoint, readable, verify_together
@@ -84,7 +87,7 @@ def restore(
         torch.manual_seed(dropout_seed(config.train.seed, 0, world.rank))
         return Start(0, fresh, {}, None, [f"starting {run_dir}"], {}, [])
     directory, manifest = choice.directory, choice.manifest
-    saved = _saved_config(directory)
+    saved = _saved_config(directory, config)
     changes = decided_by_rank0(lambda: check_changes(saved, config, allowed=allowed), UnusableError)
     on_all_ranks(lambda: _check_data(choice, index), f"comparing the data of {directory}")
     _restore_engine(engine, choice, world)
@@ -103,9 +106,23 @@ def restore(
     return Start(manifest["step"], lanes, manifest, run_id, messages, tags, choice.superseded)
 
 
-def _saved_config(directory: Path) -> Any:
-    """The configuration of a checkpoint, read once."""
-    return decided_by_rank0(lambda: readable(lambda: read_config(directory / "config.yaml")), UnusableError)
+def _saved_config(directory: Path, config: Any) -> Any:
+    """The configuration of a checkpoint, read once; options that its memory has got since are at their defaults."""
+    path = directory / "config.yaml"
+
+    def read() -> Any:
+        saved = read_config(path)
+        if _kinds(saved.memory) == _kinds(config.memory):  # what `config` has not named is not loaded
+            with suppress(ConfigError):  # an option is no more: the rules say which
+                return load_config([str(path)], memory_options=memory_options)
+        return saved
+
+    return decided_by_rank0(lambda: readable(read), UnusableError)
+
+
+def _kinds(memory: Mapping[str, Any]) -> list[str]:
+    """The kind of a memory, and of those that it lies over."""
+    return [memory["kind"], *(_kinds(memory["over"]) if "over" in memory else [])]
 
 
 def _check_data(choice: Choice, index: Index) -> None:
@@ -211,7 +228,7 @@ def restore_into(job: Any, directory: Path) -> None:
     empty = [job.engine.init_state(group) for group in job.lane_ids.split(train.micro_lanes)]
     fresh = Lanes(job.lane_ids, torch.zeros_like(job.cursors), empty)
     _restore_engine(job.engine, choice, world)
-    lanes = _restore_lanes(config, _saved_config(directory), world, choice, fresh)
+    lanes = _restore_lanes(config, _saved_config(directory, config), world, choice, fresh)
     job.reader.close()
     job.reader = on_all_ranks(
         lambda: training_reader(config, world_size=world.size, rank=world.rank, cursors=lanes.cursors),

@@ -327,6 +327,24 @@ def test_changed_model_is_refused_whatever_is_allowed(copied: Path, rank_pool: C
     assert "train.lanes: is 4, but the run began with 8" in text
 
 
+def test_an_option_that_a_memory_has_got_since_is_no_change(
+    copied: Path, tmp_path: Path, rank_pool: Callable[[int], RankPool]
+) -> None:
+    """Issue 5: newer code reads older files. Left out, an option has its default, as it had then."""
+    text = copied.read_text().replace("kind: transformer_xl", "kind: infinite").replace("mem_len: 24", "num_basis: 4")
+    copied.write_text(text.replace(f"{tmp_path}/run", f"{tmp_path}/old"))
+    assert rank_pool(2).run(train_here, copied, ("train.steps=1",)) == [0, 0]
+    directory = step_dir(tmp_path / "old", 1)
+    config = directory / "config.yaml"
+    config.write_text(config.read_text().replace("  density: affine\n", ""))
+    body = {key: value for key, value in manifest.read_manifest(directory).items() if key != "sha256"}
+    body["files"]["config.yaml"] = manifest.describe_file(config)
+    manifest.write_manifest(directory, body)
+    assert open_two(rank_pool, copied)[0] == 1
+    told = refusal(rank_pool, copied, "memory.density=moments")
+    assert "memory.density: is 'moments', but the run began with 'affine', and must stay so" in told
+
+
 def test_precision_may_change_where_it_is_allowed(
     copied: Path, tmp_path: Path, rank_pool: Callable[[int], RankPool]
 ) -> None:
