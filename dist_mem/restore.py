@@ -51,6 +51,7 @@ class Start(NamedTuple):
     messages: list[str]
     tags: dict[str, str]  # for MLflow
     superseded: list[Path]  # checkpoints to be set aside
+    broken: list[Path]  # likewise, with the next save
 
 
 def dropout_seed(seed: int, step: int, rank: int) -> int:
@@ -85,7 +86,7 @@ def restore(
     choice = choose_checkpoint(config.resume, run_dir, world)
     if choice is None:
         torch.manual_seed(dropout_seed(config.train.seed, 0, world.rank))
-        return Start(0, fresh, {}, None, [f"starting {run_dir}"], {}, [])
+        return Start(0, fresh, {}, None, [f"starting {run_dir}"], {}, [], [])
     directory, manifest = choice.directory, choice.manifest
     saved = _saved_config(directory, config)
     changes = decided_by_rank0(lambda: check_changes(saved, config, allowed=allowed), UnusableError)
@@ -103,7 +104,7 @@ def restore(
         messages.append(f"warning: {directory.name} was written by other code: {other_code}")
         tags[f"dist_mem.other_code.step_{manifest['step']}"] = other_code
     run_id = manifest["mlflow_run_id"] if is_own else None
-    return Start(manifest["step"], lanes, manifest, run_id, messages, tags, choice.superseded)
+    return Start(manifest["step"], lanes, manifest, run_id, messages, tags, choice.superseded, choice.broken)
 
 
 def _saved_config(directory: Path, config: Any) -> Any:
@@ -221,7 +222,7 @@ def restore_into(job: Any, directory: Path) -> None:
         UnusableError: on every rank, if the checkpoint is damaged, or of a format that cannot be read in mid-run.
     """
     config, world, train = job.config, job.world, job.config.train
-    choice = Choice(directory, verify_together(directory, world), [], [])
+    choice = Choice(directory, verify_together(directory, world), [], [], [])
     version = choice.manifest["format_version"]
     if version <= LAST_WITH_PICKLES:
         raise CheckpointError(f"{directory}: format_version {version} is read at a start only: start the command again")

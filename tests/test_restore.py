@@ -158,6 +158,17 @@ def test_the_same_command_goes_on_when_the_step_it_asks_for_is_no_longer_kept(
     assert "there is no " in refusal(rank_pool, copied, "resume=4"), "nobody has asked for that before"
 
 
+def test_damaged_checkpoint_is_never_deleted_for_newer_ones(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
+    """Issue 5: kept for inspection, whatever `checkpoint.keep_last` says."""
+    run_dir = copied.with_suffix("")
+    flip(step_dir(run_dir, STEPS) / "lanes" / "rank-00000.safetensors", -1)
+    before = checkpoint_content(step_dir(run_dir, STEPS))
+    changes = ("checkpoint.every=5", "checkpoint.keep_last=1", "train.steps=11")
+    assert rank_pool(2).run(train_here, copied, changes) == [0, 0]
+    assert list_steps(run_dir) == [11]
+    assert difference(before, checkpoint_content(run_dir / "checkpoints" / "step-00000009.broken")) is None
+
+
 def test_damaged_step_that_was_asked_for_is_refused(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
     flip(step_dir(copied.with_suffix(""), 6) / "config.yaml", 3)
     text = refusal(rank_pool, copied, "resume=6")
