@@ -131,6 +131,7 @@ def _roll_back(job: Job, decision: Decision) -> None:
     if choice is None:
         raise DivergedError(f"{decision.message}, but there is no checkpoint yet")
     restore_into(job, choice.directory)
+    job.saver.set_aside(choice.broken)
     job.divergence.roll_back(choice.manifest.get("divergence", {}), first_trained=decision.step + 1)
     job.validation = choice.manifest.get("validation")
     for reason in choice.passed_over:
