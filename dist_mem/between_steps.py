@@ -109,7 +109,8 @@ def carry_out(job: Job, decision: Decision) -> OSError | None:
     try:
         if decision.action == ROLLBACK:
             job.tracker.rewind(job.step)
-        job.tracker.log(job.step, {METRICS[decision.action]: job.divergence.counts[decision.action]})
+        step = job.step if decision.action == ROLLBACK else job.step + 1  # the point of the update that is skipped
+        job.tracker.log(step, {METRICS[decision.action]: job.divergence.counts[decision.action]})
     except OSError as error:
         return error
     return tag_divergence(job, decision.step, decision.message)
@@ -131,6 +132,7 @@ def _roll_back(job: Job, decision: Decision) -> None:
     if choice is None:
         raise DivergedError(f"{decision.message}, but there is no checkpoint yet")
     restore_into(job, choice.directory)
+    job.saver.set_aside(choice.broken)
     job.divergence.roll_back(choice.manifest.get("divergence", {}), first_trained=decision.step + 1)
     job.validation = choice.manifest.get("validation")
     for reason in choice.passed_over:

@@ -58,9 +58,18 @@ class Share(NamedTuple):
 
 
 def write_checkpoint(
-    snapshot: Snapshot, *, run_dir: Path, world: World, channel: SideChannel, rules: CheckpointConfig
+    snapshot: Snapshot,
+    *,
+    run_dir: Path,
+    world: World,
+    channel: SideChannel,
+    rules: CheckpointConfig,
+    broken: Sequence[Path] = (),
 ) -> Written:
     """Write the checkpoint of a snapshot and delete those that `rules` no longer keep. Every rank calls it.
+
+    Args:
+        broken: checkpoints that become `.broken` with this commit.
 
     Raises:
         AgreedError: on every rank, if any could not write its part; names the ranks.
@@ -70,7 +79,7 @@ def write_checkpoint(
     try:
         channel.decided_by_rank0(snapshot.num_bytes, lambda sizes: _open(partial, snapshot, sum(sizes)))
         share = _write_share(partial, snapshot, world.rank)
-        return channel.decided_by_rank0(share, lambda shares: _finish(partial, final, snapshot, shares, rules))
+        return channel.decided_by_rank0(share, lambda shares: _finish(partial, final, snapshot, shares, rules, broken))
     except AgreedError as error:
         raise AgreedError(
             f"checkpoint {final}: {error}. Earlier checkpoints are whole: mend this, and the same command resumes"
@@ -114,7 +123,12 @@ def _rank_file(kind: str, rank: int) -> str:
 
 
 def _finish(
-    partial: Path, final: Path, snapshot: Snapshot, shares: Sequence[Share], rules: CheckpointConfig
+    partial: Path,
+    final: Path,
+    snapshot: Snapshot,
+    shares: Sequence[Share],
+    rules: CheckpointConfig,
+    broken: Sequence[Path],
 ) -> Written:
     """Commit what all ranks have written, or remove it: on a full disk it would take the room of the next one."""
     refuse_if_taken_over(run_of(final))  # before anything is removed: the other job's directory has the same name
@@ -122,14 +136,14 @@ def _finish(
         failure = name_failures([share.error for share in shares], "writing")
         if failure is not None:
             raise AgreedError(failure)
-        written = _commit(partial, final, snapshot, shares)
+        written = _commit(partial, final, snapshot, shares, broken)
         return written._replace(messages=prune(run_of(final), snapshot.step, rules))
     except Exception:
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def _commit(partial: Path, final: Path, snapshot: Snapshot, shares: Sequence[Share]) -> Written:
+def _commit(partial: Path, final: Path, snapshot: Snapshot, shares: Sequence[Share], broken: Sequence[Path]) -> Written:
     index = engine_index(snapshot.engine, [share.ranges for share in shares])
     texts = {**snapshot.texts, ENGINE_JSON: json.dumps(index, sort_keys=True) + "\n"}
     own = {name: write_hashed(partial / name, [text.encode()]) for name, text in texts.items()}
@@ -138,8 +152,9 @@ def _commit(partial: Path, final: Path, snapshot: Snapshot, shares: Sequence[Sha
     for folder in folders:
         fsync_path(folder)
     write_manifest(partial, _manifest(snapshot, files, shares))  # flushes the staging directory too
-    if final.exists():  # left by an interrupted run and passed over at the restart, or it would have been used
-        final.rename(free_name(final.with_name(f"{final.name}.broken")))
+    for old in {final, *(final.with_name(path.name) for path in broken)}:  # passed over, or it would have been used
+        if old.exists():
+            old.rename(free_name(old.with_name(f"{old.name}.broken")))
     partial.rename(final)
     fsync_path(final.parent)
     write_text(final.parent / "latest", final.name + "\n")

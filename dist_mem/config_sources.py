@@ -71,7 +71,7 @@ def _same_name(name: str, paths: Sequence[Path]) -> str | None:
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path))
-    except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         raise ConfigError([Problem("", f"cannot be read as YAML: {error}", str(path))]) from error
     if not isinstance(tree, dict):
         raise ConfigError([Problem("", "must hold keys and values, but holds a list", str(path))])

@@ -12,7 +12,6 @@ import io
 import logging
 import re
 import sys
-import time
 import warnings
 from collections.abc import Collection
 from contextlib import redirect_stderr, redirect_stdout
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.cpp_extension import _get_build_directory
 
 from dist_mem import zero_restore, zero_state
+from dist_mem.build_lock import building
 from dist_mem.gradient_shares import GradientShares, Norms
 from dist_mem.layers import DTYPES
 from dist_mem.optimizer import build_optimizer
@@ -35,6 +35,7 @@ try:
     # here makes that import fail, which it is prepared for; tracking.py imports mlflow later, on rank 0 alone.
     sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]
     import deepspeed
+    from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime import compiler as deepspeed_compiler
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.config import DeepSpeedConfigError
@@ -49,7 +50,6 @@ finally:
 warnings.filterwarnings("ignore", r".*`torch.distributed.\w+` is deprecated", FutureWarning)
 TAG = "engine"  # folder of DeepSpeed's files in a checkpoint of format 1 or 2
 _CPU_OP = "deepspeed_shm_comm"  # compiled at the first start
-_LONGEST_COMPILATION = 900.0  # seconds; it takes 30 to 150
 
 
 def deepspeed_config(block: dict[str, Any], train: Any, *, world_size: int, accumulation: int) -> dict[str, Any]:
@@ -135,7 +135,8 @@ def start_communication() -> None:
     """
     try:
         if torch.distributed.get_backend() == "gloo":
-            _refuse_stale_lock(Path(_get_build_directory(_CPU_OP, False)) / "lock")
+            with building(Path(_get_build_directory(_CPU_OP, False))), redirect_stdout(io.StringIO()):
+                get_accelerator().create_op_builder("ShareMemCommBuilder").load()
         with redirect_stdout(io.StringIO()):  # it says on every rank that all is well
             deepspeed.init_distributed(torch.distributed.get_backend())
     except (ImportError, OSError, RuntimeError) as error:  # ImportError: a rank waited for another one's compiler
@@ -145,16 +146,6 @@ def start_communication() -> None:
             "compiler ('apt-get install g++'), and see that TORCH_EXTENSIONS_DIR (default: ~/.cache/torch_extensions) "
             "can be written"
         ) from error
-
-
-def _refuse_stale_lock(lock: Path) -> None:
-    """Raise ValueError for the lock of a compilation that was killed: torch would wait for it without an end."""
-    try:
-        age = time.time() - lock.stat().st_mtime
-    except FileNotFoundError:
-        return
-    if age > _LONGEST_COMPILATION:
-        raise ValueError(f"{lock} is {age / 60:.0f} minutes old: a killed process has left it, remove it")
 
 
 class Engine:

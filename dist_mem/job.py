@@ -172,7 +172,7 @@ def _open_job(config: Any, world: World, allowed: Sequence[str]) -> Job:
         reader=reader,
         tracker=tracker,
         meter=Meter(lane_segments_per_update=train.lanes * train.segments_per_update, saved=start.facts.get("meter")),
-        saver=Saver(run_dir, world, config.checkpoint),
+        saver=Saver(run_dir, world, config.checkpoint, broken=start.broken),
         validation=start.facts.get("validation"),
         divergence=Divergence(config.divergence, start.facts.get("divergence", {})),
         commit=commit,

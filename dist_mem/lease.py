@@ -4,10 +4,15 @@ Two jobs that write the same checkpoints destroy each other's. The first takes `
 and touches it every few seconds; a second one is refused at the next touch it sees. A lease whose job is dead is taken
 over: at once where the process can be seen to be gone (same host), else after watching it for `STALE_SECONDS` without a
 touch. No two clocks are compared: those of hosts and file servers differ, by hours where nobody looks.
+
+Of several jobs that find the same dead lease, one may take it: who creates its claim, a file named after the lease's
+content. The claim then replaces the lease; a live one is never moved. If the job that claims dies as well, there is a
+claim to its claim, and so on. No locks are used: not every file system of a cluster has them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -16,13 +21,14 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from dist_mem.errors import UnusableError
 
 HEARTBEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0
 FORMAT_VERSION = 1
+_ATTEMPTS = 4  # at a lease that changes hands while it is looked at
 
 log = logging.getLogger(__name__)
 
@@ -34,11 +40,29 @@ class LeaseError(UnusableError):
 def _kernel_facts(pid: int) -> tuple[str, str]:
     """State letter and start of a process, in ticks since boot, as Linux tells them; empty where it does not."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")  # a name may be any bytes
     except OSError:
         return "", ""
     fields = stat.rpartition(")")[2].split()  # the name before may hold blanks
     return fields[0], fields[19]
+
+
+def _sight() -> str:
+    """Which processes this one sees by number: those of its host since the boot, and of its container if it is in one.
+
+    Containers often have the name of their host, and hosts may all have the same name.
+    """
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    return ""
+
+
+def _seen_pid(holder: dict[str, Any]) -> int | None:
+    """The process of a lease, if it can be looked at from here."""
+    pid = holder.get("pid")
+    is_seen = holder.get("host") == socket.gethostname() and holder.get("sight", _sight()) == _sight()
+    return pid if is_seen and isinstance(pid, int) and 0 < pid < 1 << 31 else None
 
 
 def _process_lives(pid: int, ticks: str) -> bool:
@@ -56,8 +80,9 @@ def _process_lives(pid: int, ticks: str) -> bool:
 def _is_abandoned(path: Path, text: str) -> bool:
     """Whether the job that wrote `text` is dead. Raises FileNotFoundError if the lease is given back meanwhile."""
     holder = _read_holder(text)
-    if holder.get("host") == socket.gethostname() and isinstance(holder.get("pid"), int):
-        return not _process_lives(holder["pid"], holder.get("started_ticks", ""))
+    pid = _seen_pid(holder)
+    if pid is not None:
+        return not _process_lives(pid, holder.get("started_ticks", ""))
     log.warning("%s: waiting up to %.0f s for a sign of life of %s", path, STALE_SECONDS, _name(holder))
     first_touch = _last_touch(path)
     deadline = time.monotonic() + STALE_SECONDS
@@ -91,16 +116,47 @@ def _read_holder(text: str) -> dict[str, Any]:
     return holder if isinstance(holder, dict) else {}
 
 
+_held: dict[Path, str] = {}  # what stands in the leases that this process has taken, by path
+
+
 def refuse_if_taken_over(run_dir: Path) -> None:
-    """Raise LeaseError if the lease is another process's by now: this job stood still for too long."""
-    try:
-        holder = _read_holder(_read(run_dir / "lease.json"))
-    except FileNotFoundError:
+    """Raise LeaseError if the lease that this process took is not its own by now: it stood still for too long.
+
+    A lease that is gone is not either: the other job may have ended already.
+    """
+    path = run_dir / "lease.json"
+    mine = _held.get(path.resolve())
+    if mine is None:
         return
-    pid = holder.get("pid")
-    is_here = holder.get("host") == socket.gethostname() and isinstance(pid, int)
-    if not is_here or (pid != os.getpid() and _process_lives(cast(int, pid), holder.get("started_ticks", ""))):
-        raise LeaseError(f"{run_dir}: {_name(holder)} has taken the run directory over; leave it to that job")
+    try:
+        text = _read(path)
+    except FileNotFoundError:
+        raise LeaseError(
+            f"{path} is gone: another job has taken the run directory over and ended, or somebody has removed the "
+            "file. Start the same command again"
+        ) from None
+    if text != mine:
+        raise LeaseError(
+            f"{run_dir}: {_name(_read_holder(text))} has taken the run directory over; leave it to that job"
+        )
+
+
+def _line(path: Path) -> list[tuple[Path, str]]:
+    """A lease with what stands in it, the claim to it, the claim to that claim, and so on."""
+    line: list[tuple[Path, str]] = []
+    heir = path
+    with suppress(FileNotFoundError):
+        while True:
+            text = _read(heir)
+            line.append((heir, text))
+            heir = _claim(heir, text)
+    return line
+
+
+def _claim(path: Path, text: str) -> Path:
+    """Where a job that takes over from the one that wrote `text` into `path` says so; only one can create it."""
+    digest = hashlib.sha256(f"{path.name} {text}".encode()).hexdigest()
+    return path.with_name(f"lease.json.{digest[:16]}")
 
 
 class Lease:
@@ -115,6 +171,7 @@ class Lease:
         self.path = run_dir / "lease.json"
         run_dir.mkdir(parents=True, exist_ok=True)
         self._take()
+        _held[self.path.resolve()] = self._text
         self._released = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="lease-heartbeat", daemon=True)
         self._heart.start()
@@ -126,48 +183,48 @@ class Lease:
             "pid": os.getpid(),
             "started": time.time(),
             "started_ticks": _kernel_facts(os.getpid())[1],
+            "sight": _sight(),
         }
         self._text = json.dumps(me)
-        for _ in range(2):
-            try:
-                self._create()
-                return
-            except FileExistsError:
-                self._remove_if_abandoned()
+        for _ in range(_ATTEMPTS):
+            with suppress(FileExistsError, FileNotFoundError):  # another job was faster: look who has it
+                line = _line(self.path)
+                is_mine = self._take_over(line) if line else self._create(self.path)
+                if is_mine:
+                    return
         raise LeaseError(f"{self.path}: another job took the run directory at the same moment; start one of them again")
 
-    def _create(self) -> None:
-        with self.path.open("x", encoding="utf-8") as file:
+    def _create(self, path: Path) -> bool:
+        with path.open("x", encoding="utf-8") as file:
             try:
                 file.write(self._text)
                 file.flush()
             except OSError:  # a full disk; an empty lease would keep the next job waiting
-                self.path.unlink()
+                path.unlink()
                 raise
+        return True
 
-    def _remove_if_abandoned(self) -> None:
-        try:
-            text = _read(self.path)
-            if not _is_abandoned(self.path, text):
-                raise LeaseError(
-                    f"{self.path}: {_name(_read_holder(text))} is using this run directory. Stop that job, or give "
-                    "this one another run_dir"
-                )
-        except FileNotFoundError:
-            return  # its holder has just released it
-        self._remove(text)
+    def _take_over(self, line: list[tuple[Path, str]]) -> bool:
+        """Claim what the last of the line has left, and put the claim in the place of the lease.
 
-    def _remove(self, text: str) -> None:
-        """Remove the lease that says `text`, and no other: another job may have taken it over since it was read."""
-        aside = self.path.with_name(f"{self.path.name}.{socket.gethostname()}.{os.getpid()}")
-        try:
-            self.path.rename(aside)
-        except FileNotFoundError:
-            return
-        if _read(aside) != text:
-            with suppress(FileExistsError):
-                self.path.hardlink_to(aside)
-        aside.unlink()
+        Returns:
+            False if the line has become another one meanwhile: its last one was not the holder any more.
+        """
+        last, text = line[-1]
+        if not _is_abandoned(last, text):
+            raise LeaseError(
+                f"{self.path}: {_name(_read_holder(text))} is using this run directory. Stop that job, or give "
+                "this one another run_dir"
+            )
+        claim = _claim(last, text)
+        self._create(claim)
+        if _line(self.path) != [*line, (claim, self._text)]:
+            claim.unlink(missing_ok=True)
+            return False
+        claim.replace(self.path)
+        for settled in self.path.parent.glob(f"{self.path.name}.*"):
+            settled.unlink(missing_ok=True)
+        return True
 
     def _is_mine(self) -> bool:
         try:
@@ -185,6 +242,7 @@ class Lease:
         """Give the run directory back, unless another job has taken it over from this one, held up for too long."""
         self._released.set()
         self._heart.join()
+        _held.pop(self.path.resolve(), None)
         with suppress(OSError):  # the disk has gone away: the next job finds the lease of a dead process
             if self._is_mine():
-                self._remove(self._text)
+                self.path.unlink()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor
 
 from dist_mem.checkpoint import Lanes, read_lanes, read_random_state, set_random_state
-from dist_mem.config import read_config
+from dist_mem.config import load_config, read_config
+from dist_mem.config_check import ConfigError
 from dist_mem.data.lanes import training_reader
 from dist_mem.data.shard import Index
 from dist_mem.distributed import World, decided_by_rank0, on_all_ranks
@@ -27,6 +29,7 @@ from dist_mem.engine import Engine
 from dist_mem.engine_files import EngineReader
 from dist_mem.errors import UnusableError
 from dist_mem.manifest import LAST_WITH_PICKLES, CheckpointError, run_of
+from dist_mem.memory import memory_options
 from dist_mem.meter import Meter
 from dist_mem.provenance import code_differences
 from dist_mem.resume_choice import Choice, choose_checkpoint, readable, verify_together
@@ -48,6 +51,7 @@ class Start(NamedTuple):
     messages: list[str]
     tags: dict[str, str]  # for MLflow
     superseded: list[Path]  # checkpoints to be set aside
+    broken: list[Path]  # likewise, with the next save
 
 
 def dropout_seed(seed: int, step: int, rank: int) -> int:
@@ -82,9 +86,9 @@ def restore(
     choice = choose_checkpoint(config.resume, run_dir, world)
     if choice is None:
         torch.manual_seed(dropout_seed(config.train.seed, 0, world.rank))
-        return Start(0, fresh, {}, None, [f"starting {run_dir}"], {}, [])
+        return Start(0, fresh, {}, None, [f"starting {run_dir}"], {}, [], [])
     directory, manifest = choice.directory, choice.manifest
-    saved = _saved_config(directory)
+    saved = _saved_config(directory, config)
     changes = decided_by_rank0(lambda: check_changes(saved, config, allowed=allowed), UnusableError)
     on_all_ranks(lambda: _check_data(choice, index), f"comparing the data of {directory}")
     _restore_engine(engine, choice, world)
@@ -100,12 +104,26 @@ def restore(
         messages.append(f"warning: {directory.name} was written by other code: {other_code}")
         tags[f"dist_mem.other_code.step_{manifest['step']}"] = other_code
     run_id = manifest["mlflow_run_id"] if is_own else None
-    return Start(manifest["step"], lanes, manifest, run_id, messages, tags, choice.superseded)
+    return Start(manifest["step"], lanes, manifest, run_id, messages, tags, choice.superseded, choice.broken)
 
 
-def _saved_config(directory: Path) -> Any:
-    """The configuration of a checkpoint, read once."""
-    return decided_by_rank0(lambda: readable(lambda: read_config(directory / "config.yaml")), UnusableError)
+def _saved_config(directory: Path, config: Any) -> Any:
+    """The configuration of a checkpoint, read once; options that its memory has got since are at their defaults."""
+    path = directory / "config.yaml"
+
+    def read() -> Any:
+        saved = read_config(path)
+        if _kinds(saved.memory) == _kinds(config.memory):  # what `config` has not named is not loaded
+            with suppress(ConfigError):  # an option is no more: the rules say which
+                return load_config([str(path)], memory_options=memory_options)
+        return saved
+
+    return decided_by_rank0(lambda: readable(read), UnusableError)
+
+
+def _kinds(memory: Mapping[str, Any]) -> list[str]:
+    """The kind of a memory, and of those that it lies over."""
+    return [memory["kind"], *(_kinds(memory["over"]) if "over" in memory else [])]
 
 
 def _check_data(choice: Choice, index: Index) -> None:
@@ -204,14 +222,14 @@ def restore_into(job: Any, directory: Path) -> None:
         UnusableError: on every rank, if the checkpoint is damaged, or of a format that cannot be read in mid-run.
     """
     config, world, train = job.config, job.world, job.config.train
-    choice = Choice(directory, verify_together(directory, world), [], [])
+    choice = Choice(directory, verify_together(directory, world), [], [], [])
     version = choice.manifest["format_version"]
     if version <= LAST_WITH_PICKLES:
         raise CheckpointError(f"{directory}: format_version {version} is read at a start only: start the command again")
     empty = [job.engine.init_state(group) for group in job.lane_ids.split(train.micro_lanes)]
     fresh = Lanes(job.lane_ids, torch.zeros_like(job.cursors), empty)
     _restore_engine(job.engine, choice, world)
-    lanes = _restore_lanes(config, _saved_config(directory), world, choice, fresh)
+    lanes = _restore_lanes(config, _saved_config(directory, config), world, choice, fresh)
     job.reader.close()
     job.reader = on_all_ranks(
         lambda: training_reader(config, world_size=world.size, rank=world.rank, cursors=lanes.cursors),

@@ -40,6 +40,7 @@ class Choice(NamedTuple):
     manifest: dict[str, Any]
     passed_over: list[str]  # why better ones were not taken
     superseded: list[Path]  # the run's own checkpoints that are newer: an earlier one was asked for
+    broken: list[Path]  # of the others of its own, those that were passed over
 
 
 class Wish(NamedTuple):
@@ -57,7 +58,7 @@ def choose_checkpoint(resume: str, run_dir: Path, world: World) -> Choice | None
     """
     wish = decided_by_rank0(lambda: readable(lambda: find_candidates(resume, run_dir)), CheckpointError)
     reasons: list[str] = []
-    for directory in wish.candidates:
+    for number, directory in enumerate(wish.candidates):
         try:
             manifest = verify_together(directory, world)
         except NewerFormatError:
@@ -66,7 +67,8 @@ def choose_checkpoint(resume: str, run_dir: Path, world: World) -> Choice | None
             reasons.append(str(error))
         else:
             newer = [path for path in wish.own if path.name > directory.name]
-            return Choice(directory, manifest, reasons, newer)
+            own = [path for path in wish.candidates[:number] if run_of(path).resolve() == run_dir.resolve()]
+            return Choice(directory, manifest, reasons, newer, [path for path in own if path not in newer])
     if reasons:
         raise nothing_verifies(run_of(wish.candidates[-1]), reasons)
     return None
@@ -130,7 +132,7 @@ def find_candidates(resume: str, run_dir: Path) -> Wish:
     asked = _asked_for(resume, run_dir, own)
     # A job that was asked for this and started again: it goes on from what it has saved since.
     since = list(takewhile(lambda path: path not in asked and _has_wish(path, resume), own))
-    if not asked[0].exists():
+    if not since and not asked[0].exists():  # checkpoint.keep_last may have deleted it since
         raise CheckpointError(f"resume = {resume}: there is no {asked[0]}; {run_dir} has {_listed(own)}")
     is_own = run_of(asked[0]).resolve() == run_dir.resolve()
     if not is_own and len(since) < len(own):

@@ -7,6 +7,7 @@ the very same happens with `checkpoint.background: false`, where the training wa
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -45,7 +46,8 @@ class Saver:
     Opening it takes all ranks.
     """
 
-    def __init__(self, run_dir: Path, world: World, rules: CheckpointConfig) -> None:
+    def __init__(self, run_dir: Path, world: World, rules: CheckpointConfig, *, broken: Sequence[Path] = ()) -> None:
+        """`broken`: as `set_aside` takes it."""
         self._run_dir, self._world, self._rules = run_dir, world, rules
         self._channel = SideChannel(world)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
@@ -53,7 +55,16 @@ class Saver:
         self._step = 0  # of the flight
         self._stall_seconds = 0.0  # of the flight
         self._saved: list[Saved] = []  # not told yet
+        self._broken = list(broken)
         self._last_began = time.monotonic()
+
+    def set_aside(self, broken: Sequence[Path]) -> None:
+        """Take the names of checkpoints that were passed over from them, when the next one is committed.
+
+        Not now: if the disk of one rank did not answer, the next start may find them whole. Not later: retention would
+        count them, and delete them.
+        """
+        self._broken += broken
 
     def is_due(self) -> bool:
         """Whether `checkpoint.every_minutes` are over since the last save; rank 0's clock speaks for all."""
@@ -72,15 +83,21 @@ class Saver:
         self.wait()
         self._last_began = time.monotonic()
         self._step = snapshot.step
-        self._flight = self._thread.submit(self._write, snapshot)
+        broken, self._broken = self._broken, []  # the names may be those of good ones after this
+        self._flight = self._thread.submit(self._write, snapshot, broken)
         self._stall_seconds = time.perf_counter() - began
         if not self._rules.background:
             self.wait()
 
-    def _write(self, snapshot: Snapshot) -> tuple[Written, float]:
+    def _write(self, snapshot: Snapshot, broken: Sequence[Path]) -> tuple[Written, float]:
         began = time.perf_counter()
         written = write_checkpoint(
-            snapshot, run_dir=self._run_dir, world=self._world, channel=self._channel, rules=self._rules
+            snapshot,
+            run_dir=self._run_dir,
+            world=self._world,
+            channel=self._channel,
+            rules=self._rules,
+            broken=broken,
         )
         return written, time.perf_counter() - began
 

@@ -49,38 +49,45 @@ def fork_server() -> Any:
     return context
 
 
-def run_forked(
-    function: Callable[..., int],
-    arguments: Sequence[Sequence[Any]],
-    *,
-    folder: Path,
-    patience: float = 5.0,
-    timeout: float = 120.0,
-) -> Ended:
-    """`function(*arguments[rank])` on every rank, to the end.
+class Ranks:
+    """The processes of one job, running `function(*arguments[rank])`, which returns the exit code.
 
     Args:
-        function: returns the exit code of its process.
         folder: for what the ranks print.
-        patience: seconds after the first death until the ranks that are left are killed, as launchers do.
     """
-    size, port = len(arguments), free_port()
-    logs = [folder / f"rank-{rank}.log" for rank in range(size)]
-    processes = [
-        fork_server().Process(target=_serve, args=(function, own, rank, size, port, log), daemon=True)
-        for rank, (own, log) in enumerate(zip(arguments, logs, strict=True))
-    ]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + timeout
-    for process in sorted(processes, key=lambda process: process.name):
-        while process.is_alive():
-            if any(other.exitcode for other in processes):
-                deadline = min(deadline, time.monotonic() + patience)
-            process.join(0.05)
-            if time.monotonic() > deadline:
-                process.kill()
-    return Ended([process.exitcode for process in processes], [log.read_text(encoding="utf-8") for log in logs])
+
+    def __init__(self, function: Callable[..., int], arguments: Sequence[Sequence[Any]], *, folder: Path) -> None:
+        size, port = len(arguments), free_port()
+        self._logs = [folder / f"rank-{rank}.log" for rank in range(size)]
+        self.processes = [
+            fork_server().Process(target=_serve, args=(function, own, rank, size, port, log), daemon=True)
+            for rank, (own, log) in enumerate(zip(arguments, self._logs, strict=True))
+        ]
+        for process, log in zip(self.processes, self._logs, strict=True):
+            log.touch()  # it may die before it prints
+            process.start()
+
+    def finish(self, *, patience: float = 5.0, timeout: float = 120.0) -> Ended:
+        """How it ended.
+
+        Args:
+            patience: seconds after the first death until the ranks that are left are killed, as launchers do.
+        """
+        deadline = time.monotonic() + timeout
+        for process in self.processes:
+            while process.is_alive():
+                if any(other.exitcode for other in self.processes):
+                    deadline = min(deadline, time.monotonic() + patience)
+                process.join(0.05)
+                if time.monotonic() > deadline:
+                    process.kill()
+        codes = [process.exitcode for process in self.processes]
+        return Ended(codes, [log.read_text(encoding="utf-8") for log in self._logs])
+
+
+def run_forked(function: Callable[..., int], arguments: Sequence[Sequence[Any]], *, folder: Path) -> Ended:
+    """Start and finish."""
+    return Ranks(function, arguments, folder=folder).finish()
 
 
 def _serve(function: Callable[..., int], arguments: Sequence[Any], rank: int, size: int, port: int, log: Path) -> None:

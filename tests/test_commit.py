@@ -21,6 +21,7 @@ from dist_mem.checkpoint import Lanes
 from dist_mem.config import CheckpointConfig
 from dist_mem.distributed import AgreedError, World
 from dist_mem.files import write_hashed
+from dist_mem.lease import Lease
 from dist_mem.manifest import describe_file, list_steps, step_dir
 from dist_mem.saver import Saver
 from dist_mem.snapshot import Snapshot, take_snapshot
@@ -132,6 +133,7 @@ def test_the_errors_of_all_ranks_are_told_in_one_message(tmp_path: Path, rank_po
 
 def save_after_a_takeover(world: World, run_dir: Path) -> str:
     """The other job takes the directory over while rank 1 of this one still writes."""
+    lease = Lease(run_dir) if world.rank == 0 else None
     saver = Saver(run_dir, world, CheckpointConfig(background=False))
 
     def take_over(path: Path) -> None:
@@ -142,6 +144,8 @@ def save_after_a_takeover(world: World, run_dir: Path) -> str:
     with before_writing(take_over), pytest.raises(AgreedError) as caught:
         saver.save(snapshot_of(tiny_job(tiny_config(), world, stage=2)), began=time.perf_counter())
     saver.close()
+    if lease is not None:
+        lease.release()
     return str(caught.value)
 
 

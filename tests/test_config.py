@@ -283,3 +283,11 @@ def test_every_number_has_a_range_and_every_choice_a_key() -> None:
     assert leaves((int, float)) == set(RANGES)
     assert set(CHOICES) <= leaves((str,))
     assert optional_keys(Config) <= set(all_keys(Config))
+
+
+def test_file_that_is_no_text_is_an_error_of_the_configuration(tmp_path: Path) -> None:
+    """Issue 5: of a checkpoint that a disk has damaged, rank 0 must not fail alone at it."""
+    path = tmp_path / "config.yaml"
+    path.write_bytes(b"name: run\xff\n")
+    with pytest.raises(ConfigError, match="cannot be read as YAML"):
+        load_config([str(path)])

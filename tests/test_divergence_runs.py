@@ -122,7 +122,8 @@ def test_run_with_skipped_updates_resumes_bitwise_after_a_kill(tmp_path: Path, b
     content, counted = straight
     assert (counted["skip"], counted["rollback"], len(counted["losses"])) == (3, 0, 8)
     assert all(bool(torch.isfinite(part).all()) for part in floats(content) if part.is_floating_point())
-    assert metrics(tmp_path / "straight", "divergence/skipped") == [(2, 1), (6, 2), (10, 3)]
+    assert metrics(tmp_path / "straight", "divergence/skipped") == [(3, 1), (7, 2), (11, 3)]
+    assert metrics(tmp_path / "killed", "divergence/skipped") == metrics(tmp_path / "straight", "divergence/skipped")
 
 
 def test_rollback_continues_as_from_the_checkpoint_with_the_bad_segments_only_read(

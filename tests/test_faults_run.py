@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from ranks import RankPool, free_port, launcher_environment
 
 from dist_mem.__main__ import main
 from dist_mem.distributed import World
-from dist_mem.engine import _refuse_stale_lock
 from dist_mem.errors import UnusableError
 from dist_mem.manifest import list_steps, newest_verified, step_dir
 from dist_mem.sinks import MetricsFile, Point
@@ -217,18 +215,6 @@ def test_the_data_of_another_run_are_refused(tmp_path: Path, books: Path, rank_p
     config = write_config(tmp_path / "run.yaml", other, tmp_path / "run")
     for text in rank_pool(2).run(train_told, config):
         assert_told(text, "set data.path to the same data")
-
-
-def test_the_lock_of_a_killed_compiler_is_named_not_waited_for(tmp_path: Path) -> None:
-    lock = tmp_path / "deepspeed_shm_comm" / "lock"
-    lock.parent.mkdir()
-    _refuse_stale_lock(lock)
-    lock.touch()
-    _refuse_stale_lock(lock)
-    os.utime(lock, (0, time.time() - 20 * 60))
-    with pytest.raises(ValueError, match=str(lock)) as caught:
-        _refuse_stale_lock(lock)
-    assert_told(str(caught.value), "deepspeed_shm_comm/lock is 20 minutes old: a killed process has left it, remove it")
 
 
 def test_without_a_compiler_the_first_start_says_what_to_install(tmp_path: Path, books: Path) -> None:

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "dist_mem"
 
 # Lower layers first; a module may import modules of lower layers, and of its own layer where no cycle results.
 LAYERS: list[set[str]] = [
-    {"errors", "environment", "files"},
+    {"errors", "environment", "files", "build_lock"},
     {"config", "config_*", "deepspeed_keys", "distributed", "resume_rules"},
     {"layers", "look_ahead", "basis", "counter_hash", "sticky", "memory.base", "flops"},
     {"data.batch", "data.facts", "data.shard", "data.tar"},

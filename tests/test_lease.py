@@ -9,15 +9,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from faults import small_disk
 
 from dist_mem import lease
-from dist_mem.lease import STALE_SECONDS, Lease, LeaseError
+from dist_mem.lease import STALE_SECONDS, Lease, LeaseError, refuse_if_taken_over
 
 
-def holder(pid: int, host: str) -> str:
+def holder(pid: Any, host: str) -> str:
     return json.dumps({"format_version": 1, "host": host, "pid": pid, "started": 0})
 
 
@@ -133,10 +134,71 @@ def test_lease_taken_over_by_another_job_is_left_alone(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "lease.json").read_text())["host"] == "another-host"
 
 
-def test_lease_renewed_while_it_was_taken_for_stale_is_put_back(tmp_path: Path) -> None:
-    """Two jobs find the same dead lease; the slower one must not remove what the faster one has written."""
-    held = Lease(tmp_path)
-    held._remove("the dead lease that both have read")
-    assert held._is_mine()
-    held.release()
+def test_a_slow_job_never_takes_a_live_lease_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two jobs find the same dead lease; while the slower one still believes in it, no third one may get in."""
+    write_lease(tmp_path, holder(dead_process(), socket.gethostname()), age_seconds=0)
+    judge, rename, faster = lease._is_abandoned, Path.rename, []
+
+    def judge_slowly(path: Path, text: str) -> bool:
+        is_abandoned = judge(path, text)
+        if is_abandoned and not faster:
+            faster.append(None)
+            faster[0] = Lease(tmp_path)
+        return is_abandoned
+
+    def rename_slowly(path: Path, target: Path) -> Path:
+        moved = rename(path, target)
+        with pytest.raises(LeaseError):
+            Lease(tmp_path)
+        return moved
+
+    monkeypatch.setattr(lease, "_is_abandoned", judge_slowly)
+    monkeypatch.setattr(Path, "rename", rename_slowly)
+    with pytest.raises(LeaseError, match="is using this run directory"):
+        Lease(tmp_path)
+    faster[0].release()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("pid", [0, -1, 1 << 70, "7", None])
+def test_lease_of_an_impossible_process_is_taken_when_it_is_not_touched_for_a_while(tmp_path: Path, pid: Any) -> None:
+    write_lease(tmp_path, holder(pid, socket.gethostname()), age_seconds=0)
+    Lease(tmp_path).release()
+    assert not (tmp_path / "lease.json").exists()
+
+
+@pytest.mark.usefixtures("quick")
+def test_process_of_another_container_of_this_host_is_not_looked_for_here(tmp_path: Path) -> None:
+    """It has the name of the host and a number of its own; what lives has it touched in time."""
+    written = json.loads(holder(dead_process(), socket.gethostname()))
+    write_lease(tmp_path, json.dumps({**written, "sight": "boot pid:[1]"}), age_seconds=0)
+    before = time.monotonic()
+    Lease(tmp_path).release()
+    assert time.monotonic() - before > lease.STALE_SECONDS
+
+
+def test_process_whose_name_is_no_text_is_seen_to_live(tmp_path: Path) -> None:
+    odd = tmp_path / "odd"
+    script = "import ctypes, sys, time; ctypes.CDLL(None).prctl(15, b'\\xff'); print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        odd.mkdir()
+        write_lease(odd, holder(process.pid, socket.gethostname()), age_seconds=0)
+        with pytest.raises(LeaseError):
+            Lease(odd)
+        process.kill()
+
+
+def test_job_whose_lease_was_taken_over_may_not_write_even_when_the_other_has_ended(tmp_path: Path) -> None:
+    held = Lease(tmp_path)
+    refuse_if_taken_over(tmp_path)
+    write_lease(tmp_path, holder(1, "another-host"), age_seconds=0)
+    with pytest.raises(LeaseError, match="process 1 on another-host has taken the run directory over"):
+        refuse_if_taken_over(tmp_path)
+    (tmp_path / "lease.json").unlink()
+    with pytest.raises(LeaseError, match=r"lease.json is gone: another job has taken"):
+        refuse_if_taken_over(tmp_path)
+    held.release()
+    refuse_if_taken_over(tmp_path)

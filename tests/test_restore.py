@@ -147,6 +147,28 @@ def test_earlier_step_is_taken_and_what_came_after_it_is_set_aside(
     assert list_steps(run_dir) == [3, 6]
 
 
+def test_the_same_command_goes_on_when_the_step_it_asks_for_is_no_longer_kept(
+    copied: Path, rank_pool: Callable[[int], RankPool]
+) -> None:
+    """Issue 5: `resume: STEP` and `checkpoint.keep_last`, and the scheduler starts the job again."""
+    changes = ("resume=3", "train.steps=7", "checkpoint.keep_last=1")
+    assert rank_pool(2).run(train_here, copied, changes) == [0, 0]
+    assert list_steps(copied.with_suffix("")) == [7]
+    assert open_two(rank_pool, copied, *changes)[0] == 7
+    assert "there is no " in refusal(rank_pool, copied, "resume=4"), "nobody has asked for that before"
+
+
+def test_damaged_checkpoint_is_never_deleted_for_newer_ones(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
+    """Issue 5: kept for inspection, whatever `checkpoint.keep_last` says."""
+    run_dir = copied.with_suffix("")
+    flip(step_dir(run_dir, STEPS) / "lanes" / "rank-00000.safetensors", -1)
+    before = checkpoint_content(step_dir(run_dir, STEPS))
+    changes = ("checkpoint.every=5", "checkpoint.keep_last=1", "train.steps=11")
+    assert rank_pool(2).run(train_here, copied, changes) == [0, 0]
+    assert list_steps(run_dir) == [11]
+    assert difference(before, checkpoint_content(run_dir / "checkpoints" / "step-00000009.broken")) is None
+
+
 def test_damaged_step_that_was_asked_for_is_refused(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
     flip(step_dir(copied.with_suffix(""), 6) / "config.yaml", 3)
     text = refusal(rank_pool, copied, "resume=6")
@@ -314,6 +336,24 @@ def test_changed_model_is_refused_whatever_is_allowed(copied: Path, rank_pool: C
     assert text.startswith(ConfigError.__name__)
     assert "memory.mem_len: is 16, but the run began with 24, and must stay so" in text
     assert "train.lanes: is 4, but the run began with 8" in text
+
+
+def test_an_option_that_a_memory_has_got_since_is_no_change(
+    copied: Path, tmp_path: Path, rank_pool: Callable[[int], RankPool]
+) -> None:
+    """Issue 5: newer code reads older files. Left out, an option has its default, as it had then."""
+    text = copied.read_text().replace("kind: transformer_xl", "kind: infinite").replace("mem_len: 24", "num_basis: 4")
+    copied.write_text(text.replace(f"{tmp_path}/run", f"{tmp_path}/old"))
+    assert rank_pool(2).run(train_here, copied, ("train.steps=1",)) == [0, 0]
+    directory = step_dir(tmp_path / "old", 1)
+    config = directory / "config.yaml"
+    config.write_text(config.read_text().replace("  density: affine\n", ""))
+    body = {key: value for key, value in manifest.read_manifest(directory).items() if key != "sha256"}
+    body["files"]["config.yaml"] = manifest.describe_file(config)
+    manifest.write_manifest(directory, body)
+    assert open_two(rank_pool, copied)[0] == 1
+    told = refusal(rank_pool, copied, "memory.density=moments")
+    assert "memory.density: is 'moments', but the run began with 'affine', and must stay so" in told
 
 
 def test_precision_may_change_where_it_is_allowed(

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from dist_mem.config import load_config
 from dist_mem.data.shard import read_index
 from dist_mem.data.stream import DocumentPlan, make_plan
 from dist_mem.errors import EXIT_REQUEUE
+from dist_mem.manifest import step_dir
 from dist_mem.memory import memory_class, memory_kinds, memory_options
 from dist_mem.trained import load_model
 
@@ -90,28 +92,51 @@ MEMORIES = {
     ),
     "a memory outside the package": small_memory(f"{EXAMPLE}:Averages"),
 }
-STAGES = [pytest.param(stage, marks=[] if stage in (2, 3) else pytest.mark.nightly) for stage in range(4)]
+ACCUMULATIONS = {
+    1: {"micro_lanes": 4, "segments_per_update": 1},
+    3: {"micro_lanes": 4, "segments_per_update": 3},  # successive segments share an update
+}
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("memory", MEMORIES)
+def is_in_make_test(number: int, stage: int, accumulation: int, background: bool) -> bool:
+    """Of every memory and stage one: every pair of a memory, stage, accumulation and way of saving is among them."""
+    return (accumulation == 3) == (number + stage) % 2 and background == (number + stage // 2) % 2
+
+
+SETTINGS = [
+    pytest.param(memory, *rest, marks=[] if is_in_make_test(number, *rest) else pytest.mark.nightly)
+    for number, memory in enumerate(MEMORIES)
+    for rest in product(range(4), ACCUMULATIONS, (False, True))
+]
+
+
+@pytest.mark.parametrize(("memory", "stage", "accumulation", "background"), SETTINGS)
 def test_every_memory_comes_back_bitwise(
-    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool], memory: str, stage: int
+    tmp_path: Path,
+    books: Path,
+    rank_pool: Callable[[int], RankPool],
+    memory: str,
+    stage: int,
+    accumulation: int,
+    background: bool,
 ) -> None:
-    """Three steps, then on to six in newly opened jobs, beside a straight six; successive segments share an update."""
-    ends = []
+    """Six steps; and from what was saved amid them, after three, a newly opened job goes on to six."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    for name, stops in (("straight", [6]), ("paused", [3, 6])):
-        for steps in stops:
-            train = {"steps": steps, "segments_per_update": 2}
-            changes = {"schedule": {"kind": "constant"}, "train": train, "deepspeed": {"zero_optimization": zero}}
-            config = write_config(tmp_path / f"{name}.yaml", books, tmp_path / name, changes)
-            written = OmegaConf.load(config)
-            written.memory = MEMORIES[memory]
-            OmegaConf.save(written, config)
-            assert rank_pool(2).run(train_here, config) == [0, 0]
-        ends.append((losses(tmp_path / name), checkpoint_content(tmp_path / name / "checkpoints" / "step-00000006")))
-    assert difference(*ends) is None
+    changes = {
+        "train": {"steps": 6, **ACCUMULATIONS[accumulation]},
+        "checkpoint": {"every": 3, "background": background},
+        "deepspeed": {"zero_optimization": zero},
+    }
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "straight", changes)
+    written = OmegaConf.load(config)
+    written.memory = MEMORIES[memory]
+    OmegaConf.save(written, config)
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    assert rank_pool(2).run(train_here, config) == [0, 0]
+    again = (f"run_dir={resumed}", f"resume={step_dir(straight, 3)}")
+    assert rank_pool(2).run(train_here, config, again) == [0, 0]
+    assert losses(straight)[3:] == losses(resumed)
+    assert difference(*(checkpoint_content(step_dir(run_dir, 6)) for run_dir in (straight, resumed))) is None
 
 
 def test_the_source_of_a_memory_outside_is_kept_and_a_change_is_told(tmp_path: Path, books: Path) -> None:
