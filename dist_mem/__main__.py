@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -271,7 +272,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return options.function(options)
     except UnusableError as error:
-        if not _is_told_elsewhere(options):
+        if _is_told_elsewhere(options):
+            time.sleep(2.0)  # torchrun ends all ranks as soon as one has ended: the one that tells may be slower
+        else:
             print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
 
