@@ -26,7 +26,7 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_books(tmp_path_factory.mktemp("books"))
 
 
-def launch(name: str, config: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+def launch(name: str, config: Path, *overrides: str, python_path: str = "") -> subprocess.CompletedProcess[str]:
     world_size, command = LAUNCHERS[name]
     port = str(free_port())
     environment = {
@@ -35,6 +35,7 @@ def launch(name: str, config: Path, *overrides: str) -> subprocess.CompletedProc
         "RANKS": str(world_size),
         "MASTER_PORT": port,
         "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [python_path, os.environ.get("PYTHONPATH")])),
     }
     arguments = [port if part == "PORT" else part for part in command]
     return subprocess.run(
@@ -65,3 +66,13 @@ def test_launcher_passes_the_exit_code_of_a_refused_configuration(tmp_path: Path
     # torchrun has no exit code but 1 for a failed rank
     assert done.returncode == (1 if name == "torchrun" else 2), done.stdout + done.stderr
     assert (done.stdout + done.stderr).count("train.lane: unknown key; did you mean train.lanes?") == 1
+
+
+def test_torchrun_does_not_end_the_rank_that_tells_before_it_has_told(tmp_path: Path, books: Path) -> None:
+    """It ends all ranks as soon as one has ended; rank 0, which alone tells, is the slower one here."""
+    slow = tmp_path / "slow" / "sitecustomize.py"
+    slow.parent.mkdir()
+    slow.write_text("import os, time\nif os.environ.get('RANK') == '0':\n    time.sleep(1.0)\n", encoding="utf-8")
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run")
+    done = launch("torchrun", config, "train.lane=4", python_path=str(slow.parent))
+    assert done.stderr.count("train.lane: unknown key; did you mean train.lanes?") == 1, done.stderr
