@@ -37,7 +37,7 @@ MODULES = {
 }
 # what is timed: (module, name in it) -> part; a class stands for making one
 PARTS = {
-    ("dist_mem.__main__", "load_checked"): "read the configuration",
+    ("dist_mem.commands", "load_checked"): "read the configuration",
     ("dist_mem.distributed", "initialize"): "join the process group",
     ("dist_mem.train", "hold_run_dir"): "hold the run directory",
     ("dist_mem.job", "_open_data"): "open tokenizer and indexes",

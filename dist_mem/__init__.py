@@ -28,7 +28,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dist_mem.trained import init_state, load_model, read_lanes, score
+    from dist_mem.evaluation.trained import init_state, load_model, read_lanes, score
 
 __version__ = "0.1.0"
 __all__ = ["init_state", "load_model", "read_lanes", "score"]
@@ -41,6 +41,6 @@ def __getattr__(name: str) -> Any:
     from dist_mem.distributed import choose_accelerator
 
     choose_accelerator()
-    from dist_mem import trained
+    from dist_mem.evaluation import trained
 
     return getattr(trained, name)

@@ -11,7 +11,7 @@
     dist-mem check-memory examples/averages.py:Averages
     dist-mem config configs/demo.yaml
 
-Every command imports what it needs when it runs, so that help and mistakes are answered at once.
+What the commands do: commands.py.
 """
 
 from __future__ import annotations
@@ -22,122 +22,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from dist_mem.config import Config, load_config, to_yaml
-from dist_mem.config_help import schema_as_yaml
+from dist_mem import commands as run
 from dist_mem.environment import is_first_on_node
 from dist_mem.errors import EXIT_FAILED, EXIT_USAGE, UnusableError
-from dist_mem.resume_rules import check_allowed
-
-
-def load_checked(arguments: Sequence[str]) -> Config:
-    """`load_config` with the memory block checked too, which takes torch, and so comes last."""
-
-    def memory_options(block: Any) -> tuple[str, Any]:
-        from dist_mem.memory import memory_options as check
-
-        return check(block)
-
-    return load_config(arguments, memory_options=memory_options)
-
-
-def train(options: argparse.Namespace) -> int:
-    """Start a run, or resume it."""
-    config = load_checked(options.config)
-    check_allowed(options.allow)
-    if options.check:
-        from dist_mem import plan
-
-        print(plan.report(config, world_size=options.world))
-        return 0
-    from dist_mem.distributed import choose_accelerator
-
-    choose_accelerator()
-    from dist_mem.train import run
-
-    return run(config, allowed=options.allow)
-
-
-def evaluate(options: argparse.Namespace) -> int:
-    """Score a checkpoint on whole documents."""
-    from dist_mem.distributed import choose_accelerator
-
-    choose_accelerator()
-    from dist_mem.evaluate import run
-
-    return run(options.run, split=options.split, checkpoint=options.checkpoint, overrides=options.overrides)
-
-
-def export(options: argparse.Namespace) -> int:
-    """Make a directory of the weights of a checkpoint and all that loading them takes."""
-    from dist_mem.distributed import choose_accelerator
-
-    choose_accelerator()
-    from dist_mem.export import run
-
-    return run(
-        options.run,
-        out=options.out,
-        checkpoint=options.checkpoint,
-        precision=options.precision,
-        overrides=options.overrides,
-    )
-
-
-def checkpoints(options: argparse.Namespace) -> int:
-    """List the checkpoints of a run, verify them, or show one."""
-    from dist_mem.checkpoints import run
-
-    return run(options.action, options.path)
-
-
-def compare(options: argparse.Namespace) -> int:
-    """Show the evaluations of several runs side by side."""
-    from dist_mem.compare import run
-
-    return run(options.runs, split=options.split, picture=options.plot)
-
-
-def prepare(options: argparse.Namespace) -> int:
-    """Check built data: every tar, every document, the tokenizer."""
-    from dist_mem.data.remote import show
-    from dist_mem.data.verify import verify_dataset
-
-    problems = verify_dataset(options.data, cache=options.cache, splits=options.split)
-    for problem in problems:
-        document = f"document {problem.document}" if problem.document else ""
-        print(": ".join(part for part in (problem.where, document, problem.message) if part), file=sys.stderr)
-    plural = "" if len(problems) == 1 else "s"
-    print(f"{show(options.data)}: {f'{len(problems)} problem{plural}' if problems else 'all is well'}")
-    return EXIT_FAILED if problems else 0
-
-
-def track(options: argparse.Namespace) -> int:
-    """Send MLflow what it could not take while a run was going on."""
-    from dist_mem.sync import run
-
-    overrides = [text for text in options.runs if text.startswith("tracking.")]
-    return run([Path(text) for text in options.runs if text not in overrides], overrides)
-
-
-def check_memory(options: argparse.Namespace) -> int:
-    """Put a memory through every rule of the contract."""
-    from dist_mem.contract.check import run
-
-    return run(options.kind)
-
-
-def config(options: argparse.Namespace) -> int:
-    """Print a configuration as it would be run, or every key with its default and its meaning."""
-    if options.markdown:
-        from dist_mem.config_page import config_page
-        from dist_mem.memory import described_memories
-
-        print(config_page(described_memories()), end="")
-        return 0
-    print(to_yaml(load_checked(options.config)) if options.config else schema_as_yaml(), end="")
-    return 0
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -173,7 +62,7 @@ _ALLOW_HELP = "a key, or block of keys, that may be another than in the checkpoi
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:
-    added = _add(commands, train)
+    added = _add(commands, run.train)
     added.add_argument("config", nargs="*", help=_CONFIG_HELP)
     added.add_argument("--allow", action="append", default=[], metavar="KEY", help=_ALLOW_HELP)
     added.add_argument("--check", action="store_true", help="only check the configuration and say what it amounts to")
@@ -184,7 +73,7 @@ _STEP_HELP = "step of the checkpoint (default: the newest that verifies)"
 
 
 def _add_evaluate(commands: argparse._SubParsersAction) -> None:
-    added = _add(commands, evaluate)
+    added = _add(commands, run.evaluate)
     added.add_argument("run", type=Path, help="a run directory, one checkpoint in it, or an export")
     added.add_argument("overrides", nargs="*", help="key=value overrides, of eval.* and data.path")
     added.add_argument("--split", help="default: eval.split")
@@ -192,7 +81,7 @@ def _add_evaluate(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_export(commands: argparse._SubParsersAction) -> None:
-    added = _add(commands, export)
+    added = _add(commands, run.export)
     added.add_argument("run", type=Path, help="a run directory, or one checkpoint in it")
     added.add_argument("overrides", nargs="*", help="data.path=FOLDER where the data, and their tokenizer, have moved")
     added.add_argument("--out", type=Path, required=True, help="the directory to make")
@@ -201,20 +90,20 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_checkpoints(commands: argparse._SubParsersAction) -> None:
-    added = _add(commands, checkpoints)
+    added = _add(commands, run.checkpoints)
     added.add_argument("action", choices=["list", "verify", "show"])
     added.add_argument("path", type=Path, help="a run directory, or one checkpoint in it")
 
 
 def _add_compare(commands: argparse._SubParsersAction) -> None:
-    added = _add(commands, compare)
+    added = _add(commands, run.compare)
     added.add_argument("runs", nargs="+", type=Path, help="run directories, or reports of evaluations")
     added.add_argument("--split", help="default: test, else validation")
     added.add_argument("--plot", type=Path, help="also draw recall perplexity by distance into this file")
 
 
 def _add_prepare(commands: argparse._SubParsersAction) -> None:
-    added = _add(commands, prepare)
+    added = _add(commands, run.prepare)
     added.add_argument("action", choices=["verify"])
     added.add_argument("data", help="a data directory, or its URL, whose tars are fetched into the cache")
     added.add_argument("--cache", help="as data.cache")
@@ -224,17 +113,17 @@ def _add_prepare(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_track(commands: argparse._SubParsersAction) -> None:
-    added = _add(commands, track)
+    added = _add(commands, run.track)
     added.add_argument("action", choices=["sync"])
     added.add_argument("runs", nargs="+", help="run directories, and overrides of tracking.uri and tracking.experiment")
 
 
 def _add_check_memory(commands: argparse._SubParsersAction) -> None:
-    _add(commands, check_memory).add_argument("kind", help="PATH.py:CLASS, or the name of a memory")
+    _add(commands, run.check_memory).add_argument("kind", help="PATH.py:CLASS, or the name of a memory")
 
 
 def _add_config(commands: argparse._SubParsersAction) -> None:
-    added = _add(commands, config)
+    added = _add(commands, run.config)
     added.add_argument("config", nargs="*", help=f"{_CONFIG_HELP}; none: every key there is")
     added.add_argument("--markdown", action="store_true", help="every key there is, as docs/config.md")
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from dist_mem.checkpoint import Lanes
+from dist_mem.checkpoint.lanes import Lanes
+from dist_mem.checkpoint.resume_choice import AUTO, choose_checkpoint
+from dist_mem.checkpoint.snapshot import take_snapshot
 from dist_mem.config import to_yaml
 from dist_mem.data.shard import ShardError
 from dist_mem.divergence import METRICS, ROLLBACK, Decision, DivergedError
-from dist_mem.evaluate import evaluate_split
+from dist_mem.evaluation.evaluate import evaluate_split
+from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.job import Job
 from dist_mem.restore import restore_into
-from dist_mem.resume_choice import AUTO, choose_checkpoint
-from dist_mem.scoring import EvaluationError
-from dist_mem.snapshot import take_snapshot
 
 
 def record(job: Job, figures: Mapping[str, float]) -> OSError | None:

@@ -22,17 +22,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.cpp_extension import _get_build_directory
 
-from dist_mem import zero_restore, zero_state
 from dist_mem.build_lock import building
+from dist_mem.checkpoint import zero_restore, zero_state
+from dist_mem.checkpoint.zero_restore import Counters, ReadSlice
+from dist_mem.checkpoint.zero_state import Slice
 from dist_mem.gradient_shares import GradientShares, Norms
 from dist_mem.layers import DTYPES
 from dist_mem.optimizer import build_optimizer
-from dist_mem.zero_restore import Counters, ReadSlice
-from dist_mem.zero_state import Slice
 
 try:
     # DeepSpeed's autotuner imports mlflow where it can, on every rank: 1.7 s, 115 MB and a telemetry client. A None
-    # here makes that import fail, which it is prepared for; tracking.py imports mlflow later, on rank 0 alone.
+    # here makes that import fail, which it is prepared for; mlflow_run.py imports mlflow later, on rank 0 alone.
     sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]
     import deepspeed
     from deepspeed.accelerator import get_accelerator

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dist_mem.zero_state import Span, base_optimizer, flats
+from dist_mem.checkpoint.zero_state import Span, base_optimizer, flats
 
 
 class Norms(NamedTuple):

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dist_mem.checkpoint import Lanes, open_checkpoints
+from dist_mem.checkpoint.lanes import Lanes, open_checkpoints
+from dist_mem.checkpoint.saver import Saver
 from dist_mem.config import deepspeed_block, save_config
 from dist_mem.data.directory import open_index, open_tokenizer, refresh_on_all_ranks
 from dist_mem.data.lanes import LaneReader, check_tokenizer, training_reader
@@ -22,17 +23,16 @@ from dist_mem.distributed import World, on_all_ranks
 from dist_mem.divergence import Divergence
 from dist_mem.engine import Engine, start_communication
 from dist_mem.errors import UnusableError
+from dist_mem.evaluation.scoring import check_scorable
 from dist_mem.meter import MEASUREMENTS, Meter
 from dist_mem.model import MemoryLM
 from dist_mem.outside_memory import sources
 from dist_mem.plan import batch_plan, idle_text, total_steps
-from dist_mem.provenance import running_commit
 from dist_mem.restore import restore
-from dist_mem.run_facts import describe_run
-from dist_mem.saver import Saver
-from dist_mem.scoring import check_scorable
-from dist_mem.tracker import Tracker
-from dist_mem.tracking import start_tracking
+from dist_mem.tracking.provenance import running_commit
+from dist_mem.tracking.run_facts import describe_run
+from dist_mem.tracking.start import start_tracking
+from dist_mem.tracking.tracker import Tracker
 
 
 @dataclass

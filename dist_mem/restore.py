@@ -19,21 +19,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dist_mem.checkpoint import Lanes, read_lanes, read_random_state, set_random_state
+from dist_mem.checkpoint.engine_files import EngineReader
+from dist_mem.checkpoint.lanes import Lanes, read_lanes, read_random_state, set_random_state
+from dist_mem.checkpoint.manifest import LAST_WITH_PICKLES, CheckpointError, run_of
+from dist_mem.checkpoint.resume_choice import Choice, choose_checkpoint, readable, verify_together
 from dist_mem.config import load_config, read_config
-from dist_mem.config_check import ConfigError
+from dist_mem.config.check import ConfigError
+from dist_mem.config.resume_rules import check_changes
 from dist_mem.data.lanes import training_reader
 from dist_mem.data.shard import Index
 from dist_mem.distributed import World, decided_by_rank0, on_all_ranks
 from dist_mem.engine import Engine
-from dist_mem.engine_files import EngineReader
 from dist_mem.errors import UnusableError
-from dist_mem.manifest import LAST_WITH_PICKLES, CheckpointError, run_of
 from dist_mem.memory import memory_options
 from dist_mem.meter import Meter
-from dist_mem.provenance import code_differences
-from dist_mem.resume_choice import Choice, choose_checkpoint, readable, verify_together
-from dist_mem.resume_rules import check_changes
+from dist_mem.tracking.provenance import code_differences
 
 _UNTOLD = (
     *("train.micro_lanes", "deepspeed.zero_optimization.stage"),  # `_moves` tells them

@@ -21,14 +21,14 @@ from dist_mem.between_steps import (
     tag_divergence,
     tell_saved,
 )
+from dist_mem.checkpoint.lease import Lease, LeaseError
 from dist_mem.data.batch import Update
 from dist_mem.data.shard import ShardError
 from dist_mem.distributed import AgreedError, StopSignal, World, on_all_ranks, sum_over_ranks
 from dist_mem.divergence import ROLLBACK, DivergedError
 from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, UnusableError
+from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.job import Job, open_job
-from dist_mem.lease import Lease, LeaseError
-from dist_mem.scoring import EvaluationError
 from dist_mem.update import Flags, Outcome, train_step
 
 

@@ -13,7 +13,7 @@ from ranks import RankPool
 from scored_library import write_library
 
 from dist_mem.data.shard import Index, read_index
-from dist_mem.mlflow_run import connect
+from dist_mem.tracking.mlflow_run import connect
 
 torch.set_num_threads(1)  # tiny tensors: more threads only get in each other's way
 ROOT = Path(__file__).parent.parent

@@ -14,9 +14,16 @@ from safetensors.torch import save_file
 from tiny import run_steps, tiny_config, tiny_job
 from torch import Tensor
 
+from dist_mem.checkpoint.engine_files import (
+    ENGINE_JSON,
+    EngineReader,
+    engine_index,
+    engine_ranges,
+    engine_tensors,
+    rank_file,
+)
 from dist_mem.distributed import World, gather_objects
 from dist_mem.engine import TAG
-from dist_mem.engine_files import ENGINE_JSON, EngineReader, engine_index, engine_ranges, engine_tensors, rank_file
 
 FROZEN = [{"match": "embedding|bias", "trainable": False}]
 GROUPS = [{"match": "embedding", "lr": 1e-3}, {"match": "feed_forward", "lr": 5e-3, "weight_decay": 0.3}]

@@ -12,16 +12,16 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
+from dist_mem.checkpoint.engine_files import ENGINE_JSON, engine_index, engine_ranges, engine_tensors, rank_file
+from dist_mem.checkpoint.manifest import describe_file, files_in, step_dir, write_manifest
+from dist_mem.checkpoint.zero_state import Slice
 from dist_mem.config import Config, save_config
 from dist_mem.data.shard import Index, TokenizedDocument, write_split
 from dist_mem.data.tokenizer import BytesTokenizer, save_tokenizer
 from dist_mem.distributed import World
-from dist_mem.engine_files import ENGINE_JSON, engine_index, engine_ranges, engine_tensors, rank_file
-from dist_mem.manifest import describe_file, files_in, step_dir, write_manifest
+from dist_mem.evaluation.report import Report
+from dist_mem.evaluation.scoring import evaluate_documents
 from dist_mem.model import MemoryLM
-from dist_mem.report import Report
-from dist_mem.scoring import evaluate_documents
-from dist_mem.zero_state import Slice
 
 SEG_LEN, MEM_LEN = 8, 16
 TOKENIZER = BytesTokenizer()

@@ -15,7 +15,7 @@ from jobs import build_books, train_here, write_config
 from ranks import RankPool
 
 from dist_mem.__main__ import main
-from dist_mem.manifest import step_dir
+from dist_mem.checkpoint.manifest import step_dir
 
 
 @pytest.fixture(scope="module")

@@ -17,15 +17,15 @@ from safetensors.torch import save
 from saving import before_writing, names
 from tiny import run_steps, tiny_config, tiny_job
 
-from dist_mem.checkpoint import Lanes
+from dist_mem.checkpoint.lanes import Lanes
+from dist_mem.checkpoint.lease import Lease
+from dist_mem.checkpoint.manifest import describe_file, list_steps, step_dir
+from dist_mem.checkpoint.saver import Saver
+from dist_mem.checkpoint.snapshot import Snapshot, take_snapshot
+from dist_mem.checkpoint.tensor_file import safetensors_parts
 from dist_mem.config import CheckpointConfig
 from dist_mem.distributed import AgreedError, World
 from dist_mem.files import write_hashed
-from dist_mem.lease import Lease
-from dist_mem.manifest import describe_file, list_steps, step_dir
-from dist_mem.saver import Saver
-from dist_mem.snapshot import Snapshot, take_snapshot
-from dist_mem.tensor_file import safetensors_parts
 
 Pool = Callable[[int], RankPool]
 

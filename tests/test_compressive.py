@@ -19,9 +19,9 @@ from contract_cases import (
 )
 from torch import Tensor
 
-from dist_mem.compression import COMPRESSIONS
 from dist_mem.layers import visible_keys
 from dist_mem.memory.compressive import Compressive
+from dist_mem.memory.parts.compression import COMPRESSIONS
 from dist_mem.model import MemoryLM
 
 LEARNED = ("conv", "dilated")

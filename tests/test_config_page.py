@@ -10,10 +10,10 @@ import pytest
 
 from dist_mem.__main__ import main
 from dist_mem.config import Config
-from dist_mem.config_check import all_keys, fields_of
-from dist_mem.config_help import block_of, meanings, schema_as_yaml
-from dist_mem.config_page import config_page
-from dist_mem.deepspeed_keys import HANDED_ON, REFUSED
+from dist_mem.config.check import all_keys, fields_of
+from dist_mem.config.deepspeed_keys import HANDED_ON, REFUSED
+from dist_mem.config.help import block_of, meanings, schema_as_yaml
+from dist_mem.config.page import config_page
 from dist_mem.memory import described_memories
 
 PAGE = Path(__file__).parent.parent / "docs" / "config.md"

@@ -20,9 +20,9 @@ from write_points import WritePoints
 
 from dist_mem import train
 from dist_mem.__main__ import main
+from dist_mem.checkpoint.manifest import list_steps, newest_verified, step_dir
 from dist_mem.distributed import World
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE
-from dist_mem.manifest import list_steps, newest_verified, step_dir
 from dist_mem.memory import memory_class
 
 AVERAGES = f"{Path(__file__).parent.parent / 'examples' / 'averages.py'}:Averages"  # a file more in a checkpoint

@@ -16,9 +16,8 @@ from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP1
 from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from dist_mem import deepspeed_keys
-from dist_mem.config import ConfigError, deepspeed_block, load_config
-from dist_mem.deepspeed_keys import HANDED_ON, OWNED, REFUSED, REMOVED, SCHEMA, UNSUPPORTED
+from dist_mem.config import ConfigError, deepspeed_block, deepspeed_keys, load_config
+from dist_mem.config.deepspeed_keys import HANDED_ON, OWNED, REFUSED, REMOVED, SCHEMA, UNSUPPORTED
 
 STEPS = "train.steps=1"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from dist_mem.delivery import Delivery
+from dist_mem.tracking.delivery import Delivery
 
 
 class Service:

@@ -23,10 +23,10 @@ from dist_mem.data.batch import Update
 from dist_mem.distributed import World
 from dist_mem.divergence import Divergence
 from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_REQUEUE
-from dist_mem.journal import find_entries
 from dist_mem.memory.base import map_state
-from dist_mem.tracker import Tracker
-from dist_mem.tracking import JOURNAL
+from dist_mem.tracking.journal import find_entries
+from dist_mem.tracking.start import JOURNAL
+from dist_mem.tracking.tracker import Tracker
 from dist_mem.update import Forward
 
 Pool = Callable[[int], RankPool]

@@ -103,7 +103,7 @@ def test_links_and_named_files_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_subcommands_named_in_the_text_exist(page: Path) -> None:
-    known = (ROOT / "dist_mem" / "__main__.py").read_text(encoding="utf-8")
+    known = (ROOT / "dist_mem" / "commands.py").read_text(encoding="utf-8")
     functions = [name.replace("-", "_") for name in INLINE.findall(page.read_text(encoding="utf-8"))]
     missing = [name for name in functions if f"\ndef {name}(" not in known]
     assert not missing

@@ -19,9 +19,9 @@ from test_restore import opened
 from torch import Tensor
 
 from dist_mem.__main__ import main
-from dist_mem.engine_files import EngineReader
+from dist_mem.checkpoint.engine_files import EngineReader
+from dist_mem.checkpoint.manifest import read_manifest, step_dir
 from dist_mem.job import Job
-from dist_mem.manifest import read_manifest, step_dir
 from dist_mem.restore import dropout_seed
 
 

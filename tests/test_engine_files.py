@@ -15,9 +15,9 @@ from ranks import RankPool
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dist_mem.checkpoint.engine_files import ENGINE_JSON, EngineReader, rank_file
+from dist_mem.checkpoint.manifest import CheckpointError
 from dist_mem.distributed import World
-from dist_mem.engine_files import ENGINE_JSON, EngineReader, rank_file
-from dist_mem.manifest import CheckpointError
 
 Pools = Callable[[int], RankPool]
 

@@ -20,13 +20,13 @@ from scored_library import (
     score,
 )
 
-from dist_mem import evaluate
+from dist_mem.checkpoint.manifest import step_dir
 from dist_mem.config import ConfigError
 from dist_mem.data.shard import Index
 from dist_mem.errors import UnusableError
-from dist_mem.evaluate import evaluate_split, short_term_len
-from dist_mem.manifest import step_dir
-from dist_mem.report import read_report
+from dist_mem.evaluation import evaluate
+from dist_mem.evaluation.evaluate import evaluate_split, short_term_len
+from dist_mem.evaluation.report import read_report
 
 
 @pytest.fixture(autouse=True)

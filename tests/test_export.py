@@ -19,11 +19,11 @@ from scored_library import ALONE
 
 import dist_mem
 from dist_mem.__main__ import main
-from dist_mem.evaluate import evaluate_checkpoint
-from dist_mem.manifest import CheckpointError, read_manifest
+from dist_mem.checkpoint.manifest import CheckpointError, read_manifest
+from dist_mem.evaluation.evaluate import evaluate_checkpoint
+from dist_mem.evaluation.report import Report
+from dist_mem.evaluation.trained import find_checkpoint, read_settings
 from dist_mem.memory import memory_class
-from dist_mem.report import Report
-from dist_mem.trained import find_checkpoint, read_settings
 
 SEG_LEN = 16  # of the configurations of tests/jobs.py
 EXAMPLE = Path(__file__).parent.parent / "examples" / "averages.py"

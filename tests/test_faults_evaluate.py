@@ -12,8 +12,8 @@ from jobs import build_books, train_here, write_config
 from ranks import RankPool, free_port, launcher_environment
 
 from dist_mem.__main__ import main
+from dist_mem.checkpoint.manifest import step_dir
 from dist_mem.data.tokenizer import train_sentencepiece
-from dist_mem.manifest import step_dir
 
 
 @pytest.fixture(scope="module")

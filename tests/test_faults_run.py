@@ -16,10 +16,10 @@ from jobs import build_books, finish, logged_steps, run_ranks, start_ranks, trai
 from ranks import RankPool, free_port, launcher_environment
 
 from dist_mem.__main__ import main
+from dist_mem.checkpoint.manifest import list_steps, newest_verified, step_dir
 from dist_mem.distributed import World
 from dist_mem.errors import UnusableError
-from dist_mem.manifest import list_steps, newest_verified, step_dir
-from dist_mem.sinks import MetricsFile, Point
+from dist_mem.tracking.sinks import MetricsFile, Point
 
 Pool = Callable[[int], RankPool]
 
@@ -108,7 +108,7 @@ class OnceFullMetricsFile(FullMetricsFile):
 
 def train_with_full_metrics(world: World, config: Path, disk: type[MetricsFile] = FullMetricsFile) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dist_mem.tracking.MetricsFile", disk)
+        patch.setattr("dist_mem.tracking.start.MetricsFile", disk)
         try:
             return f"ended with {train_here(world, config)}"
         except UnusableError as error:

@@ -13,10 +13,11 @@ from jobs import losses, train_here
 from ranks import RankPool
 from test_restore import open_two, refusal
 
-from dist_mem import manifest, score
+from dist_mem import score
+from dist_mem.checkpoint import manifest
+from dist_mem.checkpoint.manifest import FORMAT_VERSION, LAST_WITH_PICKLES, read_manifest, step_dir
 from dist_mem.config import load_config, save_config
-from dist_mem.manifest import FORMAT_VERSION, LAST_WITH_PICKLES, read_manifest, step_dir
-from dist_mem.trained import load_model
+from dist_mem.evaluation.trained import load_model
 
 GOLDEN = Path(__file__).parent / "golden" / "formats"
 FORMATS = sorted(int(path.name.removeprefix("format-")) for path in GOLDEN.glob("format-*"))

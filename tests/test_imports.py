@@ -12,36 +12,27 @@ PACKAGE = Path(__file__).parent.parent / "dist_mem"
 
 # Lower layers first; a module may import modules of lower layers, and of its own layer where no cycle results.
 LAYERS: list[set[str]] = [
-    {"errors", "environment", "files", "build_lock"},
-    {"config", "config_*", "deepspeed_keys", "distributed", "resume_rules"},
-    {"layers", "look_ahead", "basis", "counter_hash", "sticky", "memory.base", "flops"},
+    {"errors", "environment", "files", "build_lock", "checkpoint", "tracking", "evaluation"},
+    {"config", "config.*", "distributed"},
+    {"layers", "memory.parts", "memory.parts.*", "memory.base", "flops"},
     {"data.batch", "data.facts", "data.shard", "data.tar"},
-    {"memory", "memory.*", "compression", "outside_memory", "vocabulary"},
-    {"data", "data.*", "manifest", "optimizer", "lease"},
-    {
-        "engine",
-        "zero_*",
-        "gradient_shares",
-        "engine_files",
-        "legacy_checkpoint",
-        "checkpoint",
-        "resume_choice",
-        "model",
-        "provenance",
-    },
-    {"tensor_file", "snapshot", "retention", "commit", "saver", "checkpoints"},
+    {"memory", "memory.*", "outside_memory", "vocabulary"},
+    {"data", "data.*", "checkpoint.manifest", "optimizer", "checkpoint.lease"},
+    {"engine", "gradient_shares", "model", "tracking.provenance"}
+    | {f"checkpoint.{name}" for name in ("zero_*", "engine_files", "legacy", "lanes", "resume_choice")},
+    {f"checkpoint.{name}" for name in ("tensor_file", "snapshot", "retention", "commit", "saver", "listing")},
     {"contract", "contract.*"},
-    {"sinks", "journal"},
-    {"mlflow_run", "rollback", "delivery", "progress", "tracker", "system_metrics"},
-    {"tracking", "run_facts"},
-    {"evaluate", "scoring", "trained", "export", "meter", "divergence", "plan", "report", "compare", "plot"},
-    {"job", "restore", "between_steps", "update", "train", "sync"},
-    {"__main__"},
+    {"tracking.sinks", "tracking.journal"},
+    {f"tracking.{name}" for name in ("mlflow_run", "rollback", "delivery", "progress", "tracker", "system_metrics")},
+    {"tracking.start", "tracking.run_facts"},
+    {"evaluation.*", "meter", "divergence", "plan"},
+    {"job", "restore", "between_steps", "update", "train", "tracking.sync"},
+    {"__main__", "commands"},
 ]
 LEAVES = {"layers", "distributed", "files", "data.facts", "data.shard", "data.batch", "memory.base"}
 DOORS = {
     "deepspeed": {"engine"},
-    "mlflow": {"mlflow_run"},
+    "mlflow": {"tracking.mlflow_run"},
     "webdataset": {"data.*"},
 }
 
@@ -62,8 +53,10 @@ def imported_names(path: Path) -> set[str]:
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
-            names.add(node.module or "")
-            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+            full_names = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= full_names
+            if not all(name.removeprefix("dist_mem.") in MODULES for name in full_names):  # else the package is a path
+                names.add(node.module or "")
     return names
 
 
@@ -125,5 +118,5 @@ def test_environment_variables_have_one_door() -> None:
 
 def test_configuration_is_read_without_torch() -> None:
     for name in MODULES:
-        if matches(name, {"config", "config_*", "deepspeed_keys", "environment", "errors"}):
+        if matches(name, {"config", "config.*", "environment", "errors"}):
             assert not any(imported.split(".")[0] == "torch" for imported in imported_names(MODULES[name])), name

@@ -11,11 +11,11 @@ from omegaconf import OmegaConf
 from test_infinite_parity import GivenQueries, layer_spec
 from torch import Tensor
 
-from dist_mem.basis import Geometry, evaluate_basis, first_positions, solve, update_positions
 from dist_mem.config import Config, ConfigError, ModelConfig, TrainConfig, load_config, to_yaml
 from dist_mem.memory import build_memory, memory_options
 from dist_mem.memory.base import LayerSpec, named_tensors
 from dist_mem.memory.infinite import Infinite
+from dist_mem.memory.parts.basis import Geometry, evaluate_basis, first_positions, solve, update_positions
 from dist_mem.model import MemoryLM
 
 WIDTH, NUM_HEADS, D_HEAD, SEG_LEN, LANES = 8, 2, 4, 6, 3

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dist_mem import basis
-from dist_mem.basis import Fit, evaluate_basis, expected_basis
 from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput
 from dist_mem.memory.infinite import Infinite, State
+from dist_mem.memory.parts import basis
+from dist_mem.memory.parts.basis import Fit, evaluate_basis, expected_basis
 
 GOLDEN = Path(__file__).parent / "golden" / "infinite"
 INJECTED, RECOMPUTED = 1e-9, 2e-5  # golden README

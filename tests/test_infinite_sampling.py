@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from dist_mem.counter_hash import mix, uniform
-from dist_mem.sticky import read_histogram, sample_positions
+from dist_mem.memory.parts.counter_hash import mix, uniform
+from dist_mem.memory.parts.sticky import read_histogram, sample_positions
 
 NUM_BINS, NUM_SAMPLES, NUM_LANES = 128, 64, 400
 

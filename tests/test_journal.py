@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_mem.journal import (
+from dist_mem.tracking.journal import (
     DAMAGED,
     Entry,
     Header,
@@ -20,8 +20,8 @@ from dist_mem.journal import (
     read_entries,
     write_journal,
 )
-from dist_mem.rollback import Rollback
-from dist_mem.sinks import Point
+from dist_mem.tracking.rollback import Rollback
+from dist_mem.tracking.sinks import Point
 
 HEADER = Header("uid", "demo", {"name": "dist_mem"})
 

@@ -16,8 +16,8 @@ import torch
 from test_txl_parity import Golden, assert_close, assert_gradients, empty_state, our_parameters, run_segment
 from torch import Tensor
 
-from dist_mem import look_ahead
 from dist_mem.config import Config
+from dist_mem.memory.parts import look_ahead
 from dist_mem.model import LMState
 
 GOLDEN = Path(__file__).parent / "golden" / "lamemo"

@@ -13,8 +13,8 @@ from jobs import difference
 from ranks import RankPool
 from torch import Tensor
 
+from dist_mem.checkpoint.legacy import consolidated_state_dict
 from dist_mem.distributed import World
-from dist_mem.legacy_checkpoint import consolidated_state_dict
 
 
 def train_and_save(world: World, directory: Path, stage: int, precision: str, groups: list[Any]) -> dict[str, Tensor]:

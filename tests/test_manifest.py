@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dist_mem import manifest
-from dist_mem.manifest import (
+from dist_mem.checkpoint import manifest
+from dist_mem.checkpoint.manifest import (
     FORMAT_VERSION,
     CheckpointError,
     describe_file,

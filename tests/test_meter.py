@@ -22,7 +22,7 @@ from dist_mem.errors import EXIT_REQUEUE
 from dist_mem.memory import memory_options
 from dist_mem.meter import MEASUREMENTS, Meter, Totals
 from dist_mem.model import MemoryLM
-from dist_mem.sinks import read_points
+from dist_mem.tracking.sinks import read_points
 from dist_mem.train import run_job
 from dist_mem.update import Flags, train_step
 

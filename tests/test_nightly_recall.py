@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dist_mem.compare import find_reports
-from dist_mem.report import recall_bands
+from dist_mem.evaluation.compare import find_reports
+from dist_mem.evaluation.report import recall_bands
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent

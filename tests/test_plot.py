@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dist_mem.plot import MIN_TOKENS, distance_bins, plot_recall, recall_curve
-from dist_mem.report import DocumentScore, RecallScore, Report
+from dist_mem.evaluation.plot import MIN_TOKENS, distance_bins, plot_recall, recall_curve
+from dist_mem.evaluation.report import DocumentScore, RecallScore, Report
 
 
 def report(recall: list[RecallScore]) -> Report:

@@ -10,8 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from dist_mem import __version__, provenance
-from dist_mem.provenance import MAX_DIFF_CHARS, UNKNOWN_TAG, UNTRACKED_TAG, git_state, versions, without_credentials
+from dist_mem import __version__
+from dist_mem.tracking import provenance
+from dist_mem.tracking.provenance import (
+    MAX_DIFF_CHARS,
+    UNKNOWN_TAG,
+    UNTRACKED_TAG,
+    git_state,
+    versions,
+    without_credentials,
+)
 
 GIT = "mlflow.source.git."
 

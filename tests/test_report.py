@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dist_mem import compare
-from dist_mem.report import (
+from dist_mem.evaluation import compare
+from dist_mem.evaluation.report import (
     Band,
     DocumentScore,
     RecallScore,

@@ -15,17 +15,18 @@ from jobs import build_books, checkpoint_content, difference, logged_steps, loss
 from ranks import RankPool
 from torch import Tensor
 
-from dist_mem import files, manifest
+from dist_mem import files
+from dist_mem.checkpoint import manifest
+from dist_mem.checkpoint.manifest import list_steps, step_dir
+from dist_mem.checkpoint.resume_choice import choose_checkpoint
 from dist_mem.config import load_config
-from dist_mem.config_check import ConfigError
+from dist_mem.config.check import ConfigError
 from dist_mem.distributed import World
 from dist_mem.errors import UnusableError
 from dist_mem.job import Job, open_job
-from dist_mem.manifest import list_steps, step_dir
 from dist_mem.memory import memory_options
 from dist_mem.memory.base import named_tensors
-from dist_mem.resume_choice import choose_checkpoint
-from dist_mem.tracker import Tracker
+from dist_mem.tracking.tracker import Tracker
 
 STEPS = 9  # saved every 3
 
@@ -239,7 +240,7 @@ def test_damage_that_one_rank_alone_sees_is_passed_over_by_all(
 def _choose_with_errors(world: World, run_dir: Path) -> str:
     """An error that nobody has thought of, on rank 1 alone."""
     real = manifest.verify_size
-    from dist_mem import resume_choice
+    from dist_mem.checkpoint import resume_choice
 
     def raise_error(*_: Any) -> None:
         raise ZeroDivisionError("nobody has thought of this")
@@ -265,7 +266,7 @@ def test_no_rank_is_left_alone_by_an_error_of_any_kind(copied: Path, rank_pool: 
 
 def _open_with_unreadable_lanes(world: World, config_file: Path) -> Any:
     """Verified a moment ago, and now the disk of rank 1 does not answer."""
-    from dist_mem import checkpoint
+    from dist_mem.checkpoint import lanes as checkpoint
 
     real = checkpoint.load_file
     if world.rank == 1:
@@ -289,7 +290,7 @@ def test_file_that_fails_after_it_was_verified_stops_all_ranks(
 
 
 def _open_with_unreadable_engine(world: World, config_file: Path) -> Any:
-    from dist_mem.engine_files import EngineReader
+    from dist_mem.checkpoint.engine_files import EngineReader
 
     real = EngineReader.read
 

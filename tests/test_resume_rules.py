@@ -8,9 +8,8 @@ from fnmatch import fnmatchcase
 import pytest
 
 from dist_mem.config import Config, ConfigError, known_keys, load_config
-from dist_mem.config_check import all_keys, fields_of
-from dist_mem.memory import memory_options
-from dist_mem.resume_rules import (
+from dist_mem.config.check import all_keys, fields_of
+from dist_mem.config.resume_rules import (
     ALLOWED,
     FREE,
     REASONS,
@@ -21,6 +20,7 @@ from dist_mem.resume_rules import (
     check_changes,
     rule_of,
 )
+from dist_mem.memory import memory_options
 
 
 def load(*overrides: str) -> Config:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dist_mem.checkpoint.manifest import describe_file, files_in, list_steps, newest_verified, step_dir, write_manifest
+from dist_mem.checkpoint.retention import Kept, Validation, prune, superfluous
 from dist_mem.config import CheckpointConfig, ConfigError, load_config
-from dist_mem.manifest import describe_file, files_in, list_steps, newest_verified, step_dir, write_manifest
-from dist_mem.retention import Kept, Validation, prune, superfluous
 
 COUNTS = st.none() | st.integers(1, 4)
 RULES = st.builds(CheckpointConfig, keep_last=st.integers(1, 4), keep_every=COUNTS, keep_best=COUNTS)

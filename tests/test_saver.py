@@ -15,12 +15,13 @@ from jobs import build_books, logged_steps, train_here, wait_for, write_config
 from ranks import RankPool
 from saving import before_writing, names
 
-from dist_mem import between_steps, commit
+from dist_mem import between_steps
+from dist_mem.checkpoint import commit
+from dist_mem.checkpoint.manifest import list_steps, newest_verified, step_dir
+from dist_mem.checkpoint.snapshot import Snapshot, take_snapshot
 from dist_mem.distributed import World
 from dist_mem.divergence import DivergedError
 from dist_mem.job import Job
-from dist_mem.manifest import list_steps, newest_verified, step_dir
-from dist_mem.snapshot import Snapshot, take_snapshot
 
 Pool = Callable[[int], RankPool]
 
@@ -180,7 +181,7 @@ def diverge_while_the_writer_is_held_up(world: World, config: Path, fails: bool)
 
     with before_writing(hold_up) as patch:
         patch.setattr(train, "train_step", diverge)
-        patch.setattr("dist_mem.tracker.Tracker.message", lambda self, text: messages.append(text))
+        patch.setattr("dist_mem.tracking.tracker.Tracker.message", lambda self, text: messages.append(text))
         return train_told(world, config), messages
 
 

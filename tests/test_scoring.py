@@ -13,13 +13,13 @@ import torch
 from ranks import RankPool
 from scored_library import LENGTHS, SEG_LEN, TOKENIZER, assert_same, make_document, make_model, score
 
-from dist_mem import scoring
 from dist_mem.data.batch import IGNORE
 from dist_mem.data.shard import Index, TokenizedDocument, read_index, write_split
 from dist_mem.distributed import World
+from dist_mem.evaluation import scoring
+from dist_mem.evaluation.report import Report
+from dist_mem.evaluation.scoring import EvaluationError, evaluate_documents
 from dist_mem.model import MemoryLM
-from dist_mem.report import Report
-from dist_mem.scoring import EvaluationError, evaluate_documents
 
 
 @torch.no_grad()

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dist_mem.progress import ProgressBar, ProgressLines
-from dist_mem.sinks import METRICS_FILE, MetricsFile, Point, read_points
-from dist_mem.tracker import Tracker
+from dist_mem.tracking.progress import ProgressBar, ProgressLines
+from dist_mem.tracking.sinks import METRICS_FILE, MetricsFile, Point, read_points
+from dist_mem.tracking.tracker import Tracker
 
 
 def test_every_logged_step_is_one_line(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ from omegaconf import OmegaConf
 from ranks import RankPool
 
 from dist_mem.__main__ import main
+from dist_mem.checkpoint.manifest import list_steps, step_dir
 from dist_mem.errors import EXIT_FAILED, EXIT_REQUEUE
-from dist_mem.manifest import list_steps, step_dir
 from dist_mem.memory import memory_class
 
 SOAK_SECONDS = 600.0

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from dist_mem.environment import system_metrics_interval
-from dist_mem.mlflow_run import system_monitors
-from dist_mem.system_metrics import SystemMetrics
+from dist_mem.tracking.mlflow_run import system_monitors
+from dist_mem.tracking.system_metrics import SystemMetrics
 
 INTERVAL = 0.02
 

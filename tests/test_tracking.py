@@ -19,11 +19,11 @@ from mlflow_server import points_of, wait_until
 from ranks import free_port
 from tracked import config_for, history, job, start, steps
 
-from dist_mem import tracking
-from dist_mem.journal import Entry, read_header
-from dist_mem.mlflow_run import RUN_ID_FILE, MlflowRun
-from dist_mem.sinks import METRICS_FILE, read_points
-from dist_mem.tracking import JOURNAL
+from dist_mem.tracking import start as tracking
+from dist_mem.tracking.journal import Entry, read_header
+from dist_mem.tracking.mlflow_run import RUN_ID_FILE, MlflowRun
+from dist_mem.tracking.sinks import METRICS_FILE, read_points
+from dist_mem.tracking.start import JOURNAL
 
 ROOT = Path(__file__).parent.parent
 
@@ -46,7 +46,7 @@ def test_points_from_before_mlflow_was_switched_on_reach_it_too(sqlite_uri: str,
 
 
 TELEMETRY = """
-from dist_mem.mlflow_run import import_mlflow_quietly
+from dist_mem.tracking.mlflow_run import import_mlflow_quietly
 import_mlflow_quietly()
 from mlflow.telemetry import get_telemetry_client
 assert get_telemetry_client() is None, "telemetry is on"

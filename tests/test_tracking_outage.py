@@ -16,13 +16,13 @@ from mlflow_server import MlflowServer, points_of, silent_address, wait_until
 from omegaconf import OmegaConf
 from ranks import free_port
 
-from dist_mem import sync
 from dist_mem.config import Config, save_config
 from dist_mem.errors import EXIT_DONE
 from dist_mem.meter import MEASUREMENTS
-from dist_mem.mlflow_run import RUN_ID_FILE, connect
-from dist_mem.sinks import METRICS_FILE, read_points
-from dist_mem.tracking import start_tracking
+from dist_mem.tracking import sync
+from dist_mem.tracking.mlflow_run import RUN_ID_FILE, connect
+from dist_mem.tracking.sinks import METRICS_FILE, read_points
+from dist_mem.tracking.start import start_tracking
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,13 @@ import pytest
 from ranks import free_port
 from tracked import config_for, history, job, start, steps
 
-from dist_mem import sync, tracking
 from dist_mem.config import ConfigError, save_config
 from dist_mem.errors import UnusableError
-from dist_mem.journal import read_header
-from dist_mem.mlflow_run import RUN_ID_FILE
-from dist_mem.tracking import JOURNAL, log_to_run
+from dist_mem.tracking import start as tracking
+from dist_mem.tracking import sync
+from dist_mem.tracking.journal import read_header
+from dist_mem.tracking.mlflow_run import RUN_ID_FILE
+from dist_mem.tracking.start import JOURNAL, log_to_run
 
 # Which run
 

@@ -16,9 +16,9 @@ from ranks import RankPool
 from safetensors.torch import load_file
 
 import dist_mem
+from dist_mem.checkpoint.manifest import CheckpointError, step_dir
 from dist_mem.data.shard import read_index
-from dist_mem.manifest import CheckpointError, step_dir
-from dist_mem.trained import TrainedModel
+from dist_mem.evaluation.trained import TrainedModel
 
 ROOT = Path(__file__).parent.parent
 LANES = 8  # of the training, see jobs.write_config
@@ -52,7 +52,7 @@ def test_importing_the_package_loads_nothing() -> None:
 def test_a_text_scores_as_its_document_does_in_an_evaluation(trained: TrainedModel, text: str) -> None:
     from scored_library import ALONE
 
-    from dist_mem.evaluate import evaluate_checkpoint
+    from dist_mem.evaluation.evaluate import evaluate_checkpoint
 
     scores = dist_mem.score(trained, text)
     report = evaluate_checkpoint(trained.checkpoint, trained.config, split="test", world=ALONE)

@@ -16,8 +16,8 @@ from ranks import RankPool
 from tiny import full_parameters
 from torch import Tensor
 
+from dist_mem.checkpoint.engine_files import EngineReader
 from dist_mem.distributed import World
-from dist_mem.engine_files import EngineReader
 from dist_mem.errors import UnusableError
 
 Pools = Callable[[int], RankPool]

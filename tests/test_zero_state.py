@@ -15,8 +15,8 @@ from ranks import RankPool
 from tiny import full_parameters, run_steps, tiny_config, tiny_job, zero_block
 from torch import Tensor
 
+from dist_mem.checkpoint.engine_files import EngineReader
 from dist_mem.distributed import World
-from dist_mem.engine_files import EngineReader
 
 Pools = Callable[[int], RankPool]
 OFFLOAD = {"device": "cpu"}

@@ -9,8 +9,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from dist_mem.config import Config
-from dist_mem.tracker import Tracker
-from dist_mem.tracking import start_tracking
+from dist_mem.tracking.start import start_tracking
+from dist_mem.tracking.tracker import Tracker
 
 
 def config_for(uri: str, **overrides: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dist_mem.config import ConfigError
-from dist_mem.config_check import Problem
+from dist_mem.config.check import Problem
 from dist_mem.contract import rules
 from dist_mem.contract.subject import BrokenRuleError, Size, Subject
 from dist_mem.memory import memory_class
@@ -42,7 +42,7 @@ RULES = (
     ),
     Rule(
         8, "no random generator is touched", rules.no_generator_is_touched,
-        "torch.rand or torch.multinomial; draw by dist_mem.counter_hash from what the state counts",
+        "torch.rand or torch.multinomial; draw by dist_mem.memory.parts.counter_hash from what the state counts",
     ),
     Rule(
         1, "the output depends on the arguments alone", rules.is_a_function_of_its_arguments,

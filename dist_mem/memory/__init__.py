@@ -16,15 +16,15 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from dist_mem.config import merge_checked
-from dist_mem.config_check import nearest
-from dist_mem.config_sources import plain_block
+from dist_mem.config.check import nearest
+from dist_mem.config.sources import plain_block
 from dist_mem.memory.base import LayerSpec, Memory
 from dist_mem.outside_memory import is_file, load_from_file, load_offered, offered_kinds
 
 
 def memory_kinds() -> list[str]:
     """Every built-in memory, by file name."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "base")
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in ("base", "parts"))
 
 
 def memory_class(kind: str, where: str = "memory") -> type[Memory]:

@@ -22,11 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_mem.basis import PADDINGS, Fit, Geometry, evaluate_basis, expected_basis, fit_matrices
 from dist_mem.flops import Flops, product
 from dist_mem.layers import Dropout, merge_heads, split_heads
 from dist_mem.memory.base import LayerSpec, Memory, MemoryOutput, Stem
-from dist_mem.sticky import SAMPLINGS, read_histogram, sample_positions
+from dist_mem.memory.parts.basis import PADDINGS, Fit, Geometry, evaluate_basis, expected_basis, fit_matrices
+from dist_mem.memory.parts.sticky import SAMPLINGS, read_histogram, sample_positions
 
 DENSITIES = ("affine", "moments")
 

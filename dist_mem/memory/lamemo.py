@@ -1,6 +1,6 @@
 """LaMemo (Ji et al. 2022): the memory looks ahead, and is refreshed at every segment instead of frozen.
 
-A block keeps no hidden rows but what its memory rows have attended, C and s (dist_mem/look_ahead.py). In every segment
+A block keeps no hidden rows but what its memory rows have attended, C and s (parts/look_ahead.py). In every segment
 the embeddings of the last M tokens go up through the blocks before the segment (the stem): each block lets the memory
 rows look ahead, at the newest rows that they have not seen, and hands the refreshed rows to the next block. Only the
 embeddings, C and s are constants; all weights learn from the look-ahead too.
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from dist_mem.flops import Flops, attending, product, relative_attention
 from dist_mem.layers import RelativeAttention, newest_rows, visible_keys
-from dist_mem.look_ahead import LookAheadAttention, Past, row_blocks, visible_ahead
 from dist_mem.memory import transformer_xl
 from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, Stem, whole_segments
+from dist_mem.memory.parts.look_ahead import LookAheadAttention, Past, row_blocks, visible_ahead
 
 
 class State(NamedTuple):

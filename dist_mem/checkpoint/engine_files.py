@@ -1,0 +1,122 @@
+"""The engine's files in a checkpoint: every rank's slices by name and range, readable on any number of ranks.
+
+    engine/rank-00003.safetensors   KIND/NAME -> flat slice of NAME, or a 0-d figure that holds for all of the slice
+    engine.json                     which rank has which range of which parameter; shapes, other names, counters
+
+Kinds: master (fp32 weights), frozen (weights that are not trained), buffer, and whatever torch's optimizer keeps of
+each parameter (exp_avg, exp_avg_sq, momentum_buffer, step). No pickle: reading runs no code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dist_mem.checkpoint.manifest import CheckpointError
+from dist_mem.checkpoint.zero_state import Slice
+
+ENGINE_JSON = "engine.json"
+Range = tuple[str, int, int]  # name, start, stop
+_WEIGHTS = ("master", "frozen", "buffer")
+
+
+def rank_file(directory: Path, rank: int) -> Path:
+    """The file of what `rank` owned."""
+    return directory / "engine" / f"rank-{rank:05d}.safetensors"
+
+
+def engine_tensors(slices: Iterable[Slice]) -> dict[str, Tensor]:
+    """The content of a rank's file, live: copy it before training goes on."""
+    return {f"{kind}/{found.name}": tensor for found in slices for kind, tensor in found.parts.items()}
+
+
+def engine_ranges(slices: Iterable[Slice]) -> list[Range]:
+    """What rank 0 has to know of a rank's slices to write engine.json."""
+    return [(found.name, found.start, found.stop) for found in slices]
+
+
+def engine_index(facts: Mapping[str, Any], ranges: Sequence[Sequence[Range]]) -> dict[str, Any]:
+    """The content of engine.json: `facts` of `Engine.facts`, and all ranks' `engine_ranges` in rank order."""
+    slices: dict[str, list[list[int]]] = {name: [] for name in facts["shapes"]}
+    for rank, own in enumerate(ranges):
+        for name, start, stop in own:
+            slices[name].append([rank, start, stop])
+    return {**facts, "slices": {name: sorted(found, key=lambda entry: entry[1]) for name, found in slices.items()}}
+
+
+class EngineReader:
+    """Reads any range of any parameter of a checkpoint; opens the ranks' files as they are needed."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        try:
+            self.index = json.loads((directory / ENGINE_JSON).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{directory / ENGINE_JSON}: cannot be read ({error})") from error
+        self.counters: dict[str, float] = self.index["counters"]
+        self._files: dict[int, tuple[Any, set[str]]] = {}
+
+    def _stored(self, rank: int, key: str, low: int, high: int) -> Tensor | None:
+        """Elements low to high of a tensor in a rank's file, or all of a 0-d one."""
+        path = rank_file(self.directory, rank)
+        try:
+            if rank not in self._files:
+                file = safe_open(path, framework="pt")
+                self._files[rank] = file, set(file.keys())
+            file, keys = self._files[rank]
+            if key not in keys:
+                return None
+            stored = file.get_slice(key)
+            return stored[low:high] if stored.get_shape() else file.get_tensor(key)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: cannot be read ({error})") from error
+
+    def read(self, kind: str, name: str, start: int, stop: int) -> Tensor | None:
+        """Elements start to stop of a flattened parameter, or a 0-d tensor; None if the checkpoint has none of it.
+
+        Raises:
+            CheckpointError: a part of the range is missing, or ranks differ in a 0-d tensor.
+        """
+        parts, covered = [], 0
+        for rank, first, last in self.index["slices"].get(name, []):
+            low, high = max(start, first), min(stop, last)
+            part = self._stored(rank, f"{kind}/{name}", low - first, high - first) if low < high else None
+            if part is not None:
+                parts.append(part)
+                covered += high - low
+        if not parts:
+            return None
+        if covered != stop - start:
+            raise CheckpointError(
+                f"{self.directory}: of {kind} of {name} there are {covered} of the elements {start} to {stop}"
+            )
+        if parts[0].dim():
+            return torch.cat(parts)
+        if any(not torch.equal(part, parts[0]) for part in parts):
+            raise CheckpointError(f"{self.directory}: the ranks' files differ in {kind} of {name}")
+        return parts[0]
+
+    def weights(self) -> dict[str, Tensor]:
+        """All weights, whole, floating point as fp32, under every name that the model's state_dict has for them."""
+        weights: dict[str, Tensor] = {}
+        for name, shape in self.index["shapes"].items():
+            flat = self._read_whole(name, prod(shape))
+            whole = flat.view(shape).float() if flat.is_floating_point() else flat.view(shape)
+            weights.update(dict.fromkeys([name, *self.index["aliases"].get(name, [])], whole))
+        return weights
+
+    def _read_whole(self, name: str, length: int) -> Tensor:
+        if length == 0:
+            return torch.zeros(0)
+        for kind in _WEIGHTS:
+            found = self.read(kind, name, 0, length)
+            if found is not None:
+                return found
+        raise CheckpointError(f"{self.directory}: the files of the ranks have no weights of {name}")

@@ -1,0 +1,160 @@
+"""What checkpoints a run has, for people: `dist-mem checkpoints list|verify|show DIR`.
+
+`list` looks at manifests and sizes, `verify` reads every byte, `show` tells all of one checkpoint. None of them changes
+anything. The exit code is 0 if every checkpoint is good as far as was looked, 1 if one is not, 2 if there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dist_mem.checkpoint.manifest import (
+    CheckpointError,
+    list_steps,
+    read_manifest,
+    run_of,
+    step_dir,
+    verify,
+    verify_size,
+)
+from dist_mem.checkpoint.retention import kept_by, kept_in
+from dist_mem.config import CheckpointConfig, ConfigError, read_config
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED
+
+_COLUMNS = ("checkpoint", "saved", "bytes", "ranks", "ZeRO", "kept by", "state")
+_LEFT = {0, 1, 5, 6}  # columns of texts
+
+
+class Found(NamedTuple):
+    """A checkpoint that was looked at."""
+
+    directory: Path
+    manifest: dict[str, Any] | None  # None: cannot be read
+    problem: str | None  # what is wrong with it, if anything
+
+
+def run(action: str, path: Path) -> int:
+    """List, verify or show what is in a run directory, or one checkpoint; returns the exit code.
+
+    Raises:
+        CheckpointError: there is no checkpoint.
+    """
+    directories = find(path)
+    if action == "show":
+        found = _look(directories[-1], _check_sizes)
+        print("\n".join(f"{label:<12} {text}" for label, text in _described(found)))
+        return EXIT_FAILED if found.problem else EXIT_DONE
+    is_deep = action == "verify"
+    table = [_look(directory, verify if is_deep else _check_sizes) for directory in directories]
+    print("\n".join([*_table(table, path, good="verified" if is_deep else "complete"), *_set_aside(path)]))
+    if is_deep and (good := [found.directory.name for found in table if not found.problem]):
+        print(f"a run would go on from {good[-1]}")
+    return EXIT_FAILED if any(found.problem for found in table) else EXIT_DONE
+
+
+def find(path: Path) -> list[Path]:
+    """The checkpoints of a run directory, oldest first, or the one at `path`.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    steps = list_steps(path)
+    if steps:
+        return [step_dir(path, step) for step in steps]
+    if (path / "manifest.json").exists():
+        return [path]
+    raise CheckpointError(f"{path}: no checkpoint; give a run directory or one checkpoint in it")
+
+
+def _look(directory: Path, check: Callable[[Path], dict[str, Any]]) -> Found:
+    manifest = None
+    try:
+        manifest = read_manifest(directory)
+        check(directory)
+    except CheckpointError as error:
+        return Found(directory, manifest, str(error).removeprefix(f"{directory}/").removeprefix(f"{directory}: "))
+    return Found(directory, manifest, None)
+
+
+def _check_sizes(directory: Path) -> dict[str, Any]:
+    """As `verify`, without reading the files."""
+    manifest = read_manifest(directory)
+    for name, entry in manifest["files"].items():
+        verify_size(directory, name, entry)
+    return manifest
+
+
+def _saved(manifest: Mapping[str, Any], directory: Path) -> str:
+    """When; checkpoints of before format 3 tell by their files alone."""
+    seconds = manifest.get("time") or (directory / "manifest.json").stat().st_mtime
+    return datetime.fromtimestamp(seconds).isoformat(" ", timespec="seconds")
+
+
+def _num_bytes(manifest: Mapping[str, Any], prefix: str = "") -> int:
+    return sum(entry["bytes"] for name, entry in manifest["files"].items() if name.startswith(prefix))
+
+
+def _table(table: Sequence[Found], path: Path, *, good: str) -> Iterator[str]:
+    reasons = _kept_by(path, table)
+    rows: list[Sequence[str]] = [_COLUMNS]
+    for directory, manifest, problem in table:
+        state = f"BROKEN: {problem}" if problem else good
+        if manifest is None:
+            rows.append((directory.name, "", "", "", "", "", state))
+            continue
+        sizes = f"{_num_bytes(manifest):,}", str(manifest["world_size"]), str(manifest["zero_stage"])
+        rows.append((directory.name, _saved(manifest, directory), *sizes, reasons.get(manifest["step"], ""), state))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    for row in rows:
+        cells = (f"{cell:{'<' if column in _LEFT else '>'}{widths[column]}}" for column, cell in enumerate(row))
+        yield "  ".join(cells).rstrip()
+
+
+def _kept_by(path: Path, table: Sequence[Found]) -> dict[int, str]:
+    """Which rule keeps each step, by the configuration the run was started with last."""
+    steps = list_steps(path)
+    if not steps:
+        return {}
+    configs = [path / "config.yaml", *(found.directory / "config.yaml" for found in reversed(table))]
+    for config in configs:
+        try:
+            rules: CheckpointConfig = read_config(config).checkpoint
+        except (ConfigError, OSError):  # it is a record for people; each checkpoint has its own
+            continue
+        found = kept_by(kept_in(path, steps[-1]), rules)
+        return {step: ", ".join(names) or "nothing: deleted at the next save" for step, names in found.items()}
+    return {}
+
+
+def _set_aside(path: Path) -> Iterator[str]:
+    """Directories beside the checkpoints that no job takes up: they were kept for inspection."""
+    names = sorted(found.name for found in (path / "checkpoints").glob("step-*.*"))
+    if names:
+        yield f"set aside, for you to inspect and delete: {', '.join(names)}"
+
+
+def _described(found: Found) -> Iterator[tuple[str, str]]:
+    directory, manifest, problem = found
+    yield "checkpoint", str(directory)
+    yield "state", f"BROKEN: {problem}" if problem else "complete; `verify` reads every byte"
+    if manifest is None:
+        return
+    yield "step", f"{manifest['step']:,}"
+    yield "saved", _saved(manifest, directory)
+    yield "run", str(run_of(directory))
+    yield "format", str(manifest["format_version"])
+    kinds = sorted({name.split("/")[0] for name in manifest["files"] if "/" in name})
+    parts = ", ".join(f"{kind} {_num_bytes(manifest, f'{kind}/'):,}" for kind in kinds)
+    yield "bytes", f"{_num_bytes(manifest):,} in {len(manifest['files'])} files ({parts})"
+    yield "ranks", f"{manifest['world_size']}, ZeRO stage {manifest['zero_stage']}"
+    yield "lanes", f"{len(manifest['lanes']):,} places"
+    if validation := manifest.get("validation"):
+        yield "validation", f"{validation['loss']:.4f} nats a token, at step {validation['step']}"
+    code = {**manifest["versions"], "commit": manifest.get("commit") or "not known"}
+    yield "code", ", ".join(f"{name} {version}" for name, version in code.items())
+    yield "data", manifest["data_fingerprint"]
+    yield "tokenizer", manifest["tokenizer_fingerprint"]
+    yield "MLflow run", manifest["mlflow_run_id"] or "none"

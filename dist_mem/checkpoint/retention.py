@@ -1,0 +1,100 @@
+"""Which checkpoints are kept, and the deletion of the others.
+
+Only checkpoints up to the one just committed count, and only those with a readable manifest: later ones are what a run
+left that was set back to an earlier step, others are broken. Neither takes the place of one that is good, and both are
+kept for inspection. So is everything called `.broken`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from dist_mem.checkpoint.manifest import CheckpointError, list_steps, read_manifest, step_dir
+from dist_mem.config import CheckpointConfig
+from dist_mem.files import fsync_path
+
+
+class Validation(NamedTuple):
+    """The newest evaluation at the time of a checkpoint."""
+
+    step: int  # at which it was made
+    loss: float  # nats per scored token
+
+
+class Kept(NamedTuple):
+    """A checkpoint that is there."""
+
+    step: int
+    validation: Validation | None
+
+
+def kept_by(kept: Sequence[Kept], rules: CheckpointConfig) -> dict[int, list[str]]:
+    """The steps, oldest first, and which rules keep each of their checkpoints; the newest is always kept."""
+    steps = sorted(found.step for found in kept)
+    if rules.keep_last is None:
+        return {step: ["all"] for step in steps}
+    wanted = {"keep_last": steps[-rules.keep_last :]}
+    if rules.keep_every is not None:
+        wanted["keep_every"] = [step for step in steps if step % rules.keep_every == 0]
+    if rules.keep_best is not None:
+        wanted["keep_best"] = _best_first(kept)[: rules.keep_best]
+    return {step: [rule for rule, chosen in wanted.items() if step in chosen] for step in steps}
+
+
+def superfluous(kept: Sequence[Kept], rules: CheckpointConfig) -> list[int]:
+    """The steps whose checkpoints no rule keeps, oldest first."""
+    return [step for step, reasons in kept_by(kept, rules).items() if not reasons]
+
+
+def _best_first(kept: Sequence[Kept]) -> list[int]:
+    """Steps by validation loss, one for each evaluation: the first checkpoint since it was made."""
+    evaluations: dict[Validation, int] = {}
+    for found in sorted(kept):
+        if found.validation is not None and found.validation.loss == found.validation.loss:  # NaN is no loss
+            evaluations.setdefault(found.validation, found.step)
+    return [evaluations[validation] for validation in sorted(evaluations, key=lambda made: (made.loss, made.step))]
+
+
+def prune(run_dir: Path, step: int, rules: CheckpointConfig) -> list[str]:
+    """Delete what is superfluous once the checkpoint of `step` is committed; returns what to tell of each.
+
+    What cannot be deleted is told too, and tried again after the next save.
+    """
+    if rules.keep_last is None:
+        return []
+    messages = []
+    for old in superfluous(kept_in(run_dir, step), rules):
+        directory = step_dir(run_dir, old)
+        try:
+            _delete(directory)
+        except OSError as error:
+            messages.append(f"cannot delete {directory}: {error}")
+        else:
+            messages.append(f"deleted {directory}, which checkpoint.keep_* do not keep")
+    return messages
+
+
+def kept_in(run_dir: Path, newest: int) -> list[Kept]:
+    """The checkpoints of a run up to the step `newest`, those that have a readable manifest."""
+    kept = []
+    for step in list_steps(run_dir):
+        if step > newest:
+            continue
+        try:
+            manifest = read_manifest(step_dir(run_dir, step))
+        except CheckpointError:  # said at the restart that passed it over
+            continue
+        validation = manifest.get("validation")
+        kept.append(Kept(step, None if validation is None else Validation(**validation)))
+    return kept
+
+
+def _delete(directory: Path) -> None:
+    """Nobody sees half of it: it loses its name first. What a crash leaves then, the next start removes."""
+    hidden = directory.with_name(f".{directory.name}.deleted.partial")
+    directory.rename(hidden)
+    fsync_path(directory.parent)
+    shutil.rmtree(hidden)

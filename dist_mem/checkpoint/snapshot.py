@@ -1,0 +1,67 @@
+"""A copy in host memory of what a checkpoint holds of one rank: training can go on while it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dist_mem.checkpoint.engine_files import Range, engine_ranges, engine_tensors
+from dist_mem.checkpoint.lanes import Lanes
+from dist_mem.engine import Engine
+from dist_mem.memory.base import map_state, named_tensors
+
+
+class Snapshot(NamedTuple):
+    """What one rank's share of the checkpoint of a step is made of; nothing in it belongs to the training."""
+
+    step: int
+    files: dict[str, dict[str, Tensor]]  # engine, lanes, rng -> content of this rank's file
+    ranges: list[Range]  # of the parameters in the engine's file
+    engine: dict[str, Any]  # what engine.json says besides
+    texts: dict[str, str]  # files that rank 0 writes, config.yaml among them
+    facts: dict[str, Any]  # what else the manifest says
+
+    @property
+    def num_bytes(self) -> int:
+        """Of this rank's tensors."""
+        return sum(tensor.nbytes for tensors in self.files.values() for tensor in tensors.values())
+
+
+def take_snapshot(
+    *, step: int, engine: Engine, lanes: Lanes, texts: Mapping[str, str], facts: Mapping[str, Any]
+) -> Snapshot:
+    """Copy engine, lanes and random state of this rank; the only part of a save that training must wait for."""
+    owned = engine.owned()
+    live = {
+        "engine": engine_tensors(owned),
+        "lanes": {**_joined(lanes.states), "lane_ids": lanes.lane_ids, "cursors": lanes.cursors},
+        "rng": _random_state(engine.device),
+    }
+    return Snapshot(
+        step=step,
+        files={kind: {name: _copy(tensor) for name, tensor in tensors.items()} for kind, tensors in live.items()},
+        ranges=engine_ranges(owned),
+        engine=engine.facts(),
+        texts=dict(texts),
+        facts=deepcopy(dict(facts)),
+    )
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _joined(states: Sequence[Any]) -> dict[str, Tensor]:
+    """The states of all lane groups as those of one, on the host."""
+    return named_tensors(map_state(lambda *parts: torch.cat([part.cpu() for part in parts]), *states))
+
+
+def _random_state(device: torch.device) -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state

@@ -1,0 +1,126 @@
+"""What each command does: one function a command, which imports what it needs when it runs.
+
+So help and mistakes are answered at once. The docstrings are what `dist-mem --help` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dist_mem.config import Config, load_config, to_yaml
+from dist_mem.config.help import schema_as_yaml
+from dist_mem.config.resume_rules import check_allowed
+from dist_mem.errors import EXIT_FAILED
+
+
+def load_checked(arguments: Sequence[str]) -> Config:
+    """`load_config` with the memory block checked too, which takes torch, and so comes last."""
+
+    def memory_options(block: Any) -> tuple[str, Any]:
+        from dist_mem.memory import memory_options as check
+
+        return check(block)
+
+    return load_config(arguments, memory_options=memory_options)
+
+
+def train(options: argparse.Namespace) -> int:
+    """Start a run, or resume it."""
+    config = load_checked(options.config)
+    check_allowed(options.allow)
+    if options.check:
+        from dist_mem import plan
+
+        print(plan.report(config, world_size=options.world))
+        return 0
+    from dist_mem.distributed import choose_accelerator
+
+    choose_accelerator()
+    from dist_mem.train import run
+
+    return run(config, allowed=options.allow)
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """Score a checkpoint on whole documents."""
+    from dist_mem.distributed import choose_accelerator
+
+    choose_accelerator()
+    from dist_mem.evaluation.evaluate import run
+
+    return run(options.run, split=options.split, checkpoint=options.checkpoint, overrides=options.overrides)
+
+
+def export(options: argparse.Namespace) -> int:
+    """Make a directory of the weights of a checkpoint and all that loading them takes."""
+    from dist_mem.distributed import choose_accelerator
+
+    choose_accelerator()
+    from dist_mem.evaluation.export import run
+
+    return run(
+        options.run,
+        out=options.out,
+        checkpoint=options.checkpoint,
+        precision=options.precision,
+        overrides=options.overrides,
+    )
+
+
+def checkpoints(options: argparse.Namespace) -> int:
+    """List the checkpoints of a run, verify them, or show one."""
+    from dist_mem.checkpoint.listing import run
+
+    return run(options.action, options.path)
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Show the evaluations of several runs side by side."""
+    from dist_mem.evaluation.compare import run
+
+    return run(options.runs, split=options.split, picture=options.plot)
+
+
+def prepare(options: argparse.Namespace) -> int:
+    """Check built data: every tar, every document, the tokenizer."""
+    from dist_mem.data.remote import show
+    from dist_mem.data.verify import verify_dataset
+
+    problems = verify_dataset(options.data, cache=options.cache, splits=options.split)
+    for problem in problems:
+        document = f"document {problem.document}" if problem.document else ""
+        print(": ".join(part for part in (problem.where, document, problem.message) if part), file=sys.stderr)
+    plural = "" if len(problems) == 1 else "s"
+    print(f"{show(options.data)}: {f'{len(problems)} problem{plural}' if problems else 'all is well'}")
+    return EXIT_FAILED if problems else 0
+
+
+def track(options: argparse.Namespace) -> int:
+    """Send MLflow what it could not take while a run was going on."""
+    from dist_mem.tracking.sync import run
+
+    overrides = [text for text in options.runs if text.startswith("tracking.")]
+    return run([Path(text) for text in options.runs if text not in overrides], overrides)
+
+
+def check_memory(options: argparse.Namespace) -> int:
+    """Put a memory through every rule of the contract."""
+    from dist_mem.contract.check import run
+
+    return run(options.kind)
+
+
+def config(options: argparse.Namespace) -> int:
+    """Print a configuration as it would be run, or every key with its default and its meaning."""
+    if options.markdown:
+        from dist_mem.config.page import config_page
+        from dist_mem.memory import described_memories
+
+        print(config_page(described_memories()), end="")
+        return 0
+    print(to_yaml(load_checked(options.config)) if options.config else schema_as_yaml(), end="")
+    return 0

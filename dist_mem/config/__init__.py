@@ -1,0 +1,56 @@
+"""The configuration: every key of a run (schema.py), read, merged and checked (load.py).
+
+A run is described by YAML files merged left to right, then dotted overrides:
+
+    dist-mem train configs/demo.yaml configs/memory/none.yaml train.steps=100
+
+Nothing here imports torch, so that reading and checking a configuration is quick.
+"""
+
+from dist_mem.config.check import ConfigError
+from dist_mem.config.load import (
+    deepspeed_block,
+    known_keys,
+    load_config,
+    merge_checked,
+    read_config,
+    save_config,
+    to_yaml,
+)
+from dist_mem.config.schema import (
+    AdaptiveConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    DivergenceConfig,
+    EvalConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParameterGroupConfig,
+    ScheduleConfig,
+    TrackingConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "AdaptiveConfig",
+    "CheckpointConfig",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "DivergenceConfig",
+    "EvalConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParameterGroupConfig",
+    "ScheduleConfig",
+    "TrackingConfig",
+    "TrainConfig",
+    "deepspeed_block",
+    "known_keys",
+    "load_config",
+    "merge_checked",
+    "read_config",
+    "save_config",
+    "to_yaml",
+]

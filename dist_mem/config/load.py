@@ -1,0 +1,142 @@
+"""Reading, merging and checking a configuration; writing it down.
+
+`load_config` refuses unknown keys at any depth and wrong values, all at once, each with its file and what was probably
+meant. The options of a memory are declared by the memory itself (`Memory.Options`) and checked by `memory_options`,
+which `load_config` is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+
+from dist_mem.config import deepspeed_keys
+from dist_mem.config.check import ConfigError, Problem, all_keys, check_tree, flatten, located, optional_keys, stop_on
+from dist_mem.config.rules import check_together, check_values
+from dist_mem.config.schema import Config
+from dist_mem.config.sources import Source, merge, merge_source, plain_block, read_sources, resolve
+from dist_mem.files import write_text
+
+MemoryOptions = Callable[[Any], tuple[str, Any]]  # dist_mem.memory.memory_options
+
+
+@cache
+def known_keys() -> tuple[str, ...]:
+    """Full dotted keys of the schema and of the `deepspeed:` block."""
+    return (*all_keys(Config), *(f"deepspeed.{key}" for key in all_keys(deepspeed_keys.SCHEMA)))
+
+
+def load_config(arguments: Sequence[str], *, memory_options: MemoryOptions | None = None) -> Config:
+    """Read, merge and check a configuration.
+
+    Args:
+        arguments: YAML files, merged left to right, and `a.b=c` overrides, which win wherever they stand. A file is
+            looked up here, beside the first file, and under configs/.
+        memory_options: checks the memory block, whose options are then written out; None leaves it unchecked.
+
+    Returns:
+        An OmegaConf structured config; interpolations like `${oc.env:HOME}` stay unresolved in it.
+
+    Raises:
+        ConfigError: everything that is wrong, one line each.
+    """
+    sources = read_sources(arguments)
+    stop_on([problem._replace(where=source.where) for source in sources for problem in _check_source(source)])
+    tree = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(Config)))
+    origins: dict[str, str] = {}
+    for source in sources:
+        tree = _merged(tree, source)
+        origins.update(dict.fromkeys(flatten(source.tree), source.where))
+    tree["deepspeed"] = deepspeed_keys.without_defaults(tree["deepspeed"])
+    try:
+        config = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config(memory={}, deepspeed={})), tree))
+        stop_on(_check_merged(config))
+        if memory_options is not None:
+            _write_out_memory(config, memory_options)
+    except ConfigError as error:
+        raise ConfigError([located(problem, origins) for problem in error.problems]) from None
+    return cast(Config, config)
+
+
+def _check_source(source: Source) -> Iterable[Problem]:
+    yield from check_tree(Config, source.tree, everywhere=known_keys())
+    block = source.tree.get("deepspeed", {})
+    if isinstance(block, Mapping):
+        yield from deepspeed_keys.check_block(block, key="deepspeed", everywhere=known_keys())
+    else:
+        yield Problem("deepspeed", f"is {block!r}, but must be a block or the path of a ds_config.json")
+
+
+def _merged(tree: dict[str, Any], source: Source) -> dict[str, Any]:
+    try:
+        return merge_source(tree, source)
+    except ConfigError as error:
+        raise ConfigError([problem._replace(where=source.where) for problem in error.problems]) from None
+
+
+def _check_merged(config: DictConfig) -> list[Problem]:
+    """What shows only in the whole: interpolated values, ranges, and what must fit together."""
+    resolved = resolve(config)
+    memory = resolved["memory"]
+    if not isinstance(memory, Mapping) or not isinstance(memory.get("kind"), str):
+        return [Problem("memory", f"is {memory!r}, but must be a block with a kind")]
+    problems = [
+        *check_tree(Config, resolved),
+        *deepspeed_keys.check_block(resolved["deepspeed"], key="deepspeed", everywhere=()),
+    ]
+    problems = problems or list(check_values(resolved, optional_keys(Config)))
+    return problems or list(check_together(resolved))
+
+
+def _write_out_memory(config: DictConfig, memory_options: MemoryOptions) -> None:
+    try:
+        kind, options = memory_options(config.memory)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        # Messages of memories begin with the key; the file must come first.
+        key, _, text = str(error).partition(" ") if str(error).startswith("memory.") else ("memory", "", str(error))
+        raise ConfigError([Problem(key, text)]) from error
+    given = cast(dict[str, Any], OmegaConf.to_container(config.memory))  # unresolved
+    config.memory = merge({"kind": kind, **asdict(options)}, given)
+
+
+def merge_checked(schema: type, node: Mapping[str, Any], where: str) -> DictConfig:
+    """A block of keys checked against a dataclass and completed with its defaults.
+
+    Args:
+        node: the block, plain or part of a configuration.
+        where: its key in the configuration, `memory`, for messages.
+
+    Raises:
+        ConfigError: unknown keys, with the nearest known ones, or wrong types.
+    """
+    tree = plain_block(node)
+    stop_on(check_tree(schema, tree, key=where, everywhere=known_keys()))
+    return cast(DictConfig, OmegaConf.merge(OmegaConf.structured(schema), tree))
+
+
+def deepspeed_block(config: Config) -> dict[str, Any]:
+    """The `deepspeed:` block as given, resolved, without "auto" values and without the keys dist_mem sets."""
+    return plain_block(config.deepspeed)
+
+
+def to_yaml(config: Config, *, resolve: bool = False) -> str:
+    """The whole configuration; interpolations stay unresolved: no secret of the environment gets into a file."""
+    return OmegaConf.to_yaml(config, resolve=resolve)
+
+
+def save_config(config: Config, path: Path) -> None:
+    """Write the configuration, as `to_yaml` has it, atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, to_yaml(config))
+
+
+def read_config(path: Path) -> Config:
+    """The configuration that `save_config` wrote. Raises ConfigError as `load_config` does."""
+    return load_config([str(path)])

@@ -1,0 +1,181 @@
+"""Which values a configuration may have: choices, ranges, and what must fit together.
+
+The tables name every key that takes a number or one of a few words; a test compares them with the schema. Types and
+unknown keys are checked before (check.py); memories check their own options, DeepSpeed its own ranges.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from dist_mem.config.check import Problem, flatten, nearest
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "data.layout": ("documents", "stream"),
+    "data.on_corrupt": ("stop", "skip"),
+    "model.norm": ("pre", "post"),
+    "train.precision": ("fp32", "bf16", "fp16"),
+    "optimizer.kind": ("adamw", "adam", "sgd"),
+    "schedule.kind": ("constant", "linear", "cosine"),
+    "eval.precision": ("fp32", "bf16", "fp16"),
+    "divergence.action": ("stop", "skip", "rollback"),
+}
+
+
+class Range(NamedTuple):
+    """The numbers a key may have."""
+
+    words: str
+    holds: Callable[[float], bool]
+
+
+_COUNT = Range("at least 1", lambda value: value >= 1)
+_NOT_NEGATIVE = Range("at least 0", lambda value: value >= 0)
+_POSITIVE = Range("greater than 0", lambda value: value > 0)
+_SHARE = Range("at least 0 and less than 1", lambda value: 0 <= value < 1)
+
+RANGES: dict[str, Range] = {
+    "data.max_document_len": Range("at least 2", lambda value: value >= 2),  # one token has nothing to learn from
+    "data.seed": _NOT_NEGATIVE,
+    "data.prefetch": _COUNT,
+    "model.num_layers": _COUNT,
+    "model.d_model": _COUNT,
+    "model.num_heads": _COUNT,
+    "model.d_head": _COUNT,
+    "model.d_inner": _COUNT,
+    "model.d_embed": _COUNT,
+    "model.dropout": _SHARE,
+    "model.attention_dropout": _SHARE,
+    "model.adaptive.cutoffs[]": _COUNT,
+    "model.adaptive.div_val": _COUNT,
+    "model.clamp_len": _COUNT,
+    "model.init_std": _POSITIVE,
+    "train.seed": _NOT_NEGATIVE,
+    "train.lanes": _COUNT,
+    "train.micro_lanes": _COUNT,
+    "train.seg_len": _COUNT,
+    "train.segments_per_update": _COUNT,
+    "train.steps": _COUNT,
+    "train.epochs": _POSITIVE,
+    "train.max_grad_norm": _POSITIVE,
+    "train.threads": _COUNT,
+    "optimizer.lr": _POSITIVE,
+    "optimizer.betas[]": _SHARE,
+    "optimizer.eps": _POSITIVE,
+    "optimizer.momentum": _SHARE,
+    "optimizer.weight_decay": _NOT_NEGATIVE,
+    "optimizer.groups[].lr": _POSITIVE,
+    "optimizer.groups[].weight_decay": _NOT_NEGATIVE,
+    "schedule.warmup_steps": _NOT_NEGATIVE,
+    "schedule.decay_steps": _COUNT,
+    "schedule.end_factor": _NOT_NEGATIVE,
+    "eval.every": _COUNT,
+    "eval.lanes": _COUNT,
+    "eval.seg_len": _COUNT,
+    "eval.max_document_len": _COUNT,
+    "checkpoint.every": _COUNT,
+    "checkpoint.every_minutes": _POSITIVE,
+    "checkpoint.keep_last": _COUNT,
+    "checkpoint.keep_every": _COUNT,
+    "checkpoint.keep_best": _COUNT,
+    "divergence.spike_z": _POSITIVE,
+    "divergence.window": Range("at least 8", lambda value: value >= 8),  # of fewer losses the spread is a guess
+    "divergence.max_times": _NOT_NEGATIVE,
+    "tracking.every": _COUNT,
+}
+
+
+def check_values(config: Mapping[str, Any], optional: set[str]) -> Iterator[Problem]:
+    """Yield the values that are out of range or not among their choices.
+
+    Args:
+        config: resolved plain blocks of the right types.
+        optional: keys that may be null, items of lists as `optimizer.groups[].lr`.
+    """
+    for key, value in flatten(config).items():
+        generic = re.sub(r"\[\d+\]", "[]", key)
+        if generic in CHOICES and value not in CHOICES[generic]:
+            choices = CHOICES[generic]
+            close = nearest(str(value), choices)
+            meant = f"; did you mean {close}?" if close else ""
+            yield Problem(key, f"is {value!r}, but must be one of {', '.join(choices)}{meant}")
+        if generic in RANGES and value is not None and not (math.isfinite(value) and RANGES[generic].holds(value)):
+            off = "; use null for none" if generic in optional and value <= 0 else ""
+            yield Problem(key, f"is {value!r}, but must be {RANGES[generic].words}{off}")
+
+
+def check_together(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield what does not fit together; `config` as in `check_values`, each value good by itself."""
+    model, train, optimizer = config["model"], config["train"], config["optimizer"]
+    if (train["steps"] is None) == (train["epochs"] is None):
+        given = "neither is given" if train["steps"] is None else "both are given; set one of them to null"
+        yield Problem("train.steps", f"give exactly one of train.steps and train.epochs: {given}")
+    if train["micro_lanes"] > train["lanes"]:
+        more = f"{train['micro_lanes']} is more than train.lanes = {train['lanes']}"
+        yield Problem("train.micro_lanes", f"{more}; the difference would never do anything")
+    if model["d_head"] is None and model["d_model"] % model["num_heads"]:
+        uneven = f"{model['d_model']} is not a multiple of model.num_heads = {model['num_heads']}"
+        yield Problem("model.d_model", f"{uneven}; change one of them or give model.d_head")
+    if model["adaptive"] is not None:
+        yield from _check_adaptive(model["adaptive"])
+    yield from _check_optimizer(optimizer)
+    yield from _check_schedule(config["schedule"], train["steps"])
+    yield from _check_checkpoint(config["checkpoint"], config["eval"]["every"])
+    if config["data"]["train_split"] == "test":
+        yield Problem("data.train_split", "is 'test'; training never opens the test split")
+    seg_len = config["eval"]["seg_len"]
+    if config["eval"]["every"] is not None and seg_len not in (None, train["seg_len"]):
+        other = f"is {seg_len}, but memories are built for train.seg_len = {train['seg_len']} while training"
+        yield Problem("eval.seg_len", f"{other}; set it to null, or eval.every to null and use `dist-mem evaluate`")
+    if config["eval"]["split"] == "test" and config["eval"]["every"] is not None:
+        yield Problem(
+            "eval.split", "is 'test'; training never opens the test split, use `dist-mem evaluate --split test`"
+        )
+
+
+def _check_adaptive(adaptive: Mapping[str, Any]) -> Iterator[Problem]:
+    cutoffs, ties = adaptive["cutoffs"], adaptive["tie_projections"]
+    if not cutoffs or cutoffs != sorted(set(cutoffs)):
+        yield Problem("model.adaptive.cutoffs", f"is {cutoffs}, but must be one or more growing numbers of tokens")
+    if ties is not None and len(ties) != len(cutoffs) + 1:
+        yield Problem(
+            "model.adaptive.tie_projections", f"has {len(ties)} flags for {len(cutoffs) + 1} bins; give one a bin"
+        )
+
+
+def _check_optimizer(optimizer: Mapping[str, Any]) -> Iterator[Problem]:
+    if len(optimizer["betas"]) != 2:
+        yield Problem("optimizer.betas", f"is {optimizer['betas']}, but must be two numbers")
+    if optimizer["momentum"] and optimizer["kind"] != "sgd":
+        yield Problem(
+            "optimizer.momentum", f"is of no use to {optimizer['kind']}; set optimizer.kind=sgd, or momentum to 0"
+        )
+    for index, group in enumerate(optimizer["groups"]):
+        if message := _pattern_error(group["match"]):
+            yield Problem(f"optimizer.groups[{index}].match", message)
+
+
+def _pattern_error(pattern: str) -> str | None:
+    if not pattern:
+        return "is empty and would take every parameter; give a regular expression, or .* if that is meant"
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        return f"is {pattern!r}, but must be a regular expression: {error}"
+    return None
+
+
+def _check_checkpoint(checkpoint: Mapping[str, Any], eval_every: int | None) -> Iterator[Problem]:
+    for key in ("keep_every", "keep_best"):
+        if checkpoint[key] is not None and checkpoint["keep_last"] is None:
+            yield Problem(f"checkpoint.{key}", "does nothing while all checkpoints are kept; set checkpoint.keep_last")
+    if checkpoint["keep_best"] is not None and eval_every is None:
+        yield Problem("checkpoint.keep_best", "needs a validation loss; set eval.every")
+
+
+def _check_schedule(schedule: Mapping[str, Any], steps: int | None) -> Iterator[Problem]:
+    if steps is not None and schedule["warmup_steps"] > steps:
+        yield Problem("schedule.warmup_steps", f"{schedule['warmup_steps']} is more than train.steps = {steps}")

@@ -1,0 +1,196 @@
+"""Where a configuration comes from: YAML files, then `a.b=c` from the command line, read into plain trees and merged.
+
+Nothing is checked here but that files can be read and interpolations resolved; keys and values are the schema's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dist_mem.config.check import ConfigError, Problem, join, nearest
+
+COMMAND_LINE = "command line"
+_SUFFIXES = (".yaml", ".yml", ".json")
+
+
+class Source(NamedTuple):
+    """One file, or all overrides of a command line."""
+
+    tree: dict[str, Any]
+    where: str  # the file, or COMMAND_LINE
+    is_whole_deepspeed: bool = False  # a ds_config.json: replaces the block instead of merging into it
+
+
+def read_sources(arguments: Sequence[str]) -> list[Source]:
+    """Files in their order, then the overrides, wherever they stand among the files.
+
+    Raises:
+        ConfigError: a file is missing (with the names of near ones) or is not YAML.
+    """
+    is_override = ["=" in argument and not Path(argument).is_file() for argument in arguments]
+    names = [name for name, override in zip(arguments, is_override, strict=True) if not override]
+    overrides = [text for text, override in zip(arguments, is_override, strict=True) if override]
+    folders = [Path(), *([Path(names[0]).parent] if names else []), Path("configs")]
+    paths = [find_file(name, folders) for name in names]
+    sources = [Source(_read_yaml(path), str(path)) for path in paths]
+    sources.append(Source(_read_overrides(overrides), COMMAND_LINE))
+    return [part for source in sources for part in _with_deepspeed_file(source)]
+
+
+def find_file(name: str, folders: Sequence[Path]) -> Path:
+    """The first of `folders` / `name` that is a file."""
+    for folder in folders:
+        if (folder / name).is_file():
+            return folder / name
+    nearby = [path for folder in dict.fromkeys(folders) for path in _config_files(folder, deep=folder != Path())]
+    close = nearest(name, [str(path) for path in nearby]) or _same_name(name, nearby)
+    meant = f"; did you mean {close}?" if close else ""
+    hint = "" if Path(name).suffix in _SUFFIXES else " (a key is set with key=value)"
+    raise ConfigError([Problem("", f"no such file{hint}{meant}", name)])
+
+
+def _config_files(folder: Path, *, deep: bool) -> Iterator[Path]:
+    for path in sorted(folder.glob("**/*" if deep else "*")):
+        if path.suffix in _SUFFIXES:
+            yield path
+
+
+def _same_name(name: str, paths: Sequence[Path]) -> str | None:
+    stem = nearest(Path(name).stem, [path.stem for path in paths])
+    return next((str(path) for path in paths if path.stem == stem), None)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(path))
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+        raise ConfigError([Problem("", f"cannot be read as YAML: {error}", str(path))]) from error
+    if not isinstance(tree, dict):
+        raise ConfigError([Problem("", "must hold keys and values, but holds a list", str(path))])
+    return {str(name): child for name, child in tree.items()}
+
+
+def _read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for override in overrides:
+        key, _, text = override.partition("=")
+        names = re.split(r"[.\[]", key.replace("]", ""))
+        if not all(names):
+            raise ConfigError([Problem(key, f"{override!r} is not key=value", COMMAND_LINE)])
+        try:
+            branch = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index, call-overload]
+        except (yaml.YAMLError, OmegaConfBaseException) as error:
+            raise ConfigError([Problem(key, f"{text!r} cannot be read as YAML: {error}", COMMAND_LINE)]) from error
+        for name in reversed(names):
+            branch = {name: branch}
+        tree = merge(tree, branch)
+    return tree
+
+
+def _with_deepspeed_file(source: Source) -> list[Source]:
+    """`deepspeed: path` is a source of its own, between the file that names it and the next."""
+    name = source.tree.get("deepspeed")
+    if not isinstance(name, str):
+        return [source]
+    folders = [Path()] if source.where == COMMAND_LINE else [Path(), Path(source.where).parent]
+    try:
+        path = find_file(name, folders)
+    except ConfigError as error:
+        raise ConfigError([Problem("deepspeed", f"{name}: {error.problems[0].text}", source.where)]) from error
+    rest = {key: child for key, child in source.tree.items() if key != "deepspeed"}
+    return [
+        Source(rest, source.where),
+        Source({"deepspeed": _read_deepspeed(path)}, str(path), is_whole_deepspeed=True),
+    ]
+
+
+def _read_deepspeed(path: Path) -> dict[str, Any]:
+    if path.suffix != ".json":
+        return _read_yaml(path)
+
+    def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError([Problem(join("deepspeed", twice[0]), "is given twice", str(path))])
+        return dict(pairs)
+
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=refuse_duplicates)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError([Problem("", f"cannot be read as JSON: {error}", str(path))]) from error
+    if not isinstance(tree, dict):
+        raise ConfigError([Problem("", "must hold keys and values", str(path))])
+    return tree
+
+
+def merge_source(tree: dict[str, Any], source: Source) -> dict[str, Any]:
+    """`tree` with a later source merged into it.
+
+    Another `memory.kind` or `memory.over.kind` takes none of the former one's options with it, and a ds_config.json
+    none of the former block.
+    """
+    new = source.tree
+    if isinstance(new.get("memory"), Mapping):
+        tree = {**tree, "memory": _same_kind(tree["memory"], new["memory"])}
+    if source.is_whole_deepspeed:
+        tree = {**tree, "deepspeed": {}}
+    return merge(tree, new) if new else tree
+
+
+def _same_kind(old: Any, new: Mapping[str, Any]) -> Any:
+    """The old memory block, emptied where the new one is of another kind; so also the memory it lies over."""
+    if not isinstance(old, Mapping) or new.get("kind", old.get("kind")) != old.get("kind"):
+        return {}
+    over = new.get("over")
+    return {**old, "over": _same_kind(old.get("over"), over)} if isinstance(over, Mapping) else old
+
+
+def merge(old: Any, new: Any, key: str = "") -> Any:
+    """Blocks merge key by key; everything else is replaced, lists too, unless single items are given: `groups.0.lr=1`.
+
+    Raises:
+        ConfigError: a list has no such item.
+    """
+    if not isinstance(new, Mapping) or not new:
+        return new
+    if isinstance(old, list) and all(str(index).isdigit() for index in new):
+        items = list(old)
+        for index, child in new.items():
+            if int(index) >= len(items):
+                raise ConfigError(
+                    [Problem(f"{key}[{index}]", f"there are only {len(items)} items; give the whole list")]
+                )
+            items[int(index)] = merge(items[int(index)], child, f"{key}[{index}]")
+        return items
+    kept = old if isinstance(old, Mapping) else {}
+    return {**kept, **{name: merge(kept.get(name), child, join(key, name)) for name, child in new.items()}}
+
+
+def plain_block(node: Any) -> dict[str, Any]:
+    """A block as a dict, interpolations resolved."""
+    block = node if isinstance(node, DictConfig) else OmegaConf.create(dict(node))
+    return cast(dict[str, Any], OmegaConf.to_container(block, resolve=True))
+
+
+def resolve(config: DictConfig) -> dict[str, Any]:
+    """`plain_block`, with errors as ours: ConfigError names the key and what it asked for, but never a value."""
+    try:
+        return plain_block(config)
+    except OmegaConfBaseException as error:
+        raise ConfigError([Problem(error.full_key or "", f"cannot be resolved: {_reason(error)}")]) from None
+
+
+def _reason(error: OmegaConfBaseException) -> str:
+    """OmegaConf's message without the value, which may be a secret of the environment."""
+    message = str(error.msg or error)
+    if missing := re.search(r"Environment variable '(\w+)' not found", message):
+        return f"the environment variable {missing[1]} is not set; set it, or write ${{oc.env:{missing[1]},default}}"
+    return re.sub(r"(?s)Value '.*' of type", "the value, of type", message).splitlines()[0]

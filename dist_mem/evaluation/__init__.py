@@ -1,0 +1,1 @@
+"""A trained model: loaded, scored on whole documents, compared, exported."""

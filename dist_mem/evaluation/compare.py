@@ -1,0 +1,129 @@
+"""Evaluations of several runs side by side: word-level perplexity, and recall perplexity by distance.
+
+    dist-mem compare runs/none runs/transformer_xl
+
+Bands of distance are the same for all: those of the run whose segment and short-term memory together reach farthest. A
+model without memory cannot know what stands before its segment, so a memory that works shows in the middle band.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED
+from dist_mem.evaluation.plot import plot_recall
+from dist_mem.evaluation.report import Band, Report, read_report, recall_bands, same_text, shown
+
+_PREFERRED = ("test", "validation")
+
+
+class Entry(NamedTuple):
+    """One run in the comparison."""
+
+    name: str
+    report: Report
+
+
+class Row(NamedTuple):
+    """One run's figures, each with how many times lower it is than the first run's."""
+
+    name: str
+    word_perplexity: float
+    word_gain: float  # first run's / this one's
+    recall: dict[Band, tuple[float, float]]  # perplexity and gain
+
+
+def find_reports(paths: Sequence[Path], split: str | None) -> list[Entry]:
+    """The newest report of a split in each run directory; a path may also be a report itself.
+
+    Args:
+        split: None: test if every run has it, else validation.
+
+    Raises:
+        ValueError: a run has no report of the split; says how to get one.
+    """
+    for wanted in [split] if split else _PREFERRED:
+        found = {path: _newest(path, wanted) for path in paths}
+        missing = [path for path, report in found.items() if report is None]
+        if not missing:
+            return [
+                Entry(path.resolve().stem if path.is_file() else path.resolve().name, read_report(report))
+                for path, report in found.items()
+                if report is not None
+            ]
+    raise ValueError(f"{missing[0]}: no evaluation of {wanted}; run: dist-mem evaluate {missing[0]} --split {wanted}")
+
+
+def _newest(path: Path, split: str) -> Path | None:
+    if path.suffix == ".json":
+        return path
+    return max((path / "evaluations").glob(f"{split}-step-*.json"), default=None)  # steps are padded with zeros
+
+
+def compare(reports: Sequence[Entry]) -> list[Row]:
+    """The figures of every run over common bands; bands without recall tokens are left out.
+
+    Raises:
+        ValueError: the reports are not of the same text, or differ in tokenizer where recall is compared.
+    """
+    first = reports[0].report
+    if not same_text([report for _, report in reports]):
+        names = ", ".join(name for name, _ in reports)
+        raise ValueError(f"{names}: these evaluations do not score the same documents; evaluate all on one data.path")
+    if any(report.recall and report.tokenizer_fingerprint != first.tokenizer_fingerprint for _, report in reports):
+        raise ValueError("recall distances are in tokens, but the runs have different tokenizers: they do not compare")
+    widest = max((report for _, report in reports), key=lambda report: report.seg_len + report.mem_len)
+    bands = [band for band in recall_bands(widest.seg_len, widest.mem_len).values() if first.recall_in(band)[1] > 0]
+    return [
+        Row(
+            name,
+            report.word_perplexity,
+            first.word_perplexity / report.word_perplexity,
+            {
+                band: (report.recall_perplexity(band), first.recall_perplexity(band) / report.recall_perplexity(band))
+                for band in bands
+            },
+        )
+        for name, report in reports
+    ]
+
+
+def to_table(entries: Sequence[Entry], rows: Sequence[Row]) -> str:
+    """The comparison for a terminal."""
+    first = entries[0].report
+    bands = list(rows[0].recall)
+    columns = [["run", *(row.name for row in rows)]]
+    columns.append(["word ppl", *(_cell(row.word_perplexity, row.word_gain) for row in rows)])
+    for band in bands:
+        columns.append([f"recall {band}", *(_cell(*row.recall[band]) for row in rows)])
+    padded = [[f"{text:<{max(map(len, column))}}" for text in column] for column in columns]
+    lines = ["  ".join(line).rstrip() for line in zip(*padded, strict=True)]
+    heading = f"split {first.split}, {len(first.documents)} documents, {first.num_scored:,} tokens"
+    if bands:
+        counts = ", ".join(f"{band} {first.recall_in(band)[1]:,}" for band in bands)
+        heading += f"; recall tokens by distance to the referent: {counts}"
+    return "\n".join([heading, *lines])
+
+
+def _cell(value: float, gain: float) -> str:
+    if not 0 < gain < math.inf or abs(gain - 1) < 0.005:
+        return shown(value)
+    return f"{shown(value)} ({gain:.2f}x lower)" if gain > 1 else f"{shown(value)} ({1 / gain:.2f}x higher)"
+
+
+def run(paths: Sequence[Path], *, split: str | None = None, picture: Path | None = None) -> int:
+    """The command; `picture` is a file to draw the recall curves into. Returns the exit code of the process."""
+    try:
+        entries = find_reports(paths, split)
+        print(to_table(entries, compare(entries)))
+        if picture is not None:
+            plot_recall(entries, picture)
+            print(f"written: {picture}")
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    return EXIT_DONE

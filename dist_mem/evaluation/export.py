@@ -1,0 +1,176 @@
+"""A trained model as a directory of its own, to be kept, moved and given away.
+
+    dist-mem export runs/demo --out models/demo
+    dist-mem export runs/demo --out models/demo --checkpoint 400 --precision bf16
+
+    DIR/
+        model.safetensors   the weights; those that layers share once
+        config.yaml         as the model was trained, without the places of the machine it was trained on
+        tokenizer.json ...  the tokenizer
+        memory/NAME.py      memories from outside the package, if it has any
+        README.md           what it is and how it is loaded
+        manifest.json       written last: size and SHA-256 of every file, as in a checkpoint
+
+`dist-mem evaluate` and `dist_mem.load_model` take it wherever they take a run. It is made of a checkpoint of any ZeRO
+stage, number of ranks and format, and holds data only; a memory from outside is the exception, because it is a program.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from dist_mem.checkpoint.manifest import describe_file, files_in, write_manifest
+from dist_mem.checkpoint.tensor_file import safetensors_parts
+from dist_mem.config import Config, load_config, to_yaml
+from dist_mem.config.sources import plain_block
+from dist_mem.data.tokenizer import save_tokenizer
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
+from dist_mem.evaluation.trained import WEIGHTS, Checkpoint, TrainedModel, load_model
+from dist_mem.files import fsync_path, write_hashed, write_text
+from dist_mem.outside_memory import kept_kinds
+
+_FACTS = ("step", "tokenizer_fingerprint", "data_fingerprint", "mlflow_run_id", "versions")  # of the checkpoint
+
+_CARD = """# {name}
+
+A language model that carries memory from one segment of a text to the next, trained with dist_mem for {step} steps:
+memory `{memory}`, {num_layers} layers of width {d_model}, {num_parameters:,} parameters in {precision}, a vocabulary of
+{vocab_size:,} ({tokenizer}), segments of {seg_len} tokens. `config.yaml` has the rest.
+
+```python
+import dist_mem
+
+trained = dist_mem.load_model("{name}")  # the path of this folder
+print(dist_mem.score(trained, "It was the best of times.").nll)  # of every token, in nats
+```
+
+To evaluate it on documents, name a data directory that was made with the same tokenizer:
+
+```sh
+dist-mem evaluate {name} --split test data.path=FOLDER
+```
+
+{trust}
+"""
+_DATA_ONLY = "All files are data: loading runs no code from them. Each is compared with its SHA-256 in `manifest.json`."
+_CODE = """**What lies in `memory/` is a program**: this memory is no part of dist_mem. Loading the model runs it:
+read it first. All other files are data. Each is compared with its SHA-256 in `manifest.json`."""
+
+
+def run(
+    path: Path, *, out: Path, checkpoint: int | None = None, precision: str = "fp32", overrides: Sequence[str] = ()
+) -> int:
+    """The command. Returns the exit code of the process.
+
+    Args:
+        path: a run directory, or one checkpoint in it.
+        out: the directory to make.
+        checkpoint: step of the checkpoint; None: the newest that verifies.
+        precision: of the weights, fp32 or bf16.
+        overrides: `key=value`; `data.path` says where the tokenizer is now.
+
+    Raises:
+        UnusableError: checkpoint or data cannot be used as they are, or `out` is there already.
+    """
+    if out.exists():
+        raise UnusableError(f"--out {out} exists already; remove it, or give another name")
+    try:
+        trained = load_model(path, *overrides, f"eval.precision={precision}", step=checkpoint)
+    except UnusableError:
+        raise
+    except (OSError, ValueError) as error:
+        raise UnusableError(str(error)) from error
+    try:
+        with _whole_or_nothing(out) as staging:
+            write_export(trained, staging, name=out.absolute().name)
+    except OSError as error:
+        print(f"error: {out} cannot be written: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    print(f"{trained.checkpoint.directory} exported to {out}")
+    return EXIT_DONE
+
+
+def write_export(trained: TrainedModel, directory: Path, *, name: str) -> None:
+    """Write a model with everything that loading it takes into an empty directory, durably; the manifest last."""
+    checkpoint = trained.checkpoint
+    config = _settings_without_places(checkpoint)
+    write_hashed(directory / WEIGHTS, safetensors_parts(_weights(trained.model)))
+    write_text(directory / "config.yaml", to_yaml(config, resolve=True))  # needs no variable of the environment
+    save_tokenizer(trained.tokenizer, directory)
+    for source in _sources(checkpoint):
+        (directory / source).parent.mkdir(exist_ok=True)
+        write_text(directory / source, (checkpoint.directory / source).read_text(encoding="utf-8"))
+    write_text(directory / "README.md", _card(trained, config, name))
+    manifest = checkpoint.manifest
+    facts = {key: manifest[key] for key in _FACTS if key in manifest}
+    files = {path.relative_to(directory).as_posix(): describe_file(path) for path in files_in(directory)}
+    write_manifest(directory, {**facts, "precision": trained.config.eval.precision, "files": files})
+
+
+@contextmanager
+def _whole_or_nothing(path: Path) -> Iterator[Path]:
+    """An empty directory that becomes `path`, durably, or leaves no trace if filling it fails."""
+    path = path.absolute()
+    staging = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    staging.mkdir(parents=True)
+    try:
+        yield staging
+        for folder in {file.parent for file in files_in(staging)}:
+            fsync_path(folder)
+        staging.rename(path)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    fsync_path(path.parent)
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    """What the model's state_dict has, each tensor under its first name only."""
+    names = model.state_dict().keys()
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    return {name: tensor.detach().contiguous() for name, tensor in tensors if name in names}
+
+
+def _settings_without_places(checkpoint: Checkpoint) -> Config:
+    """The configuration of a checkpoint, without where run, data and MLflow were."""
+    path = checkpoint.directory / "config.yaml"
+    kept = kept_kinds(plain_block(load_config([str(path)]).memory), Path())  # memory/NAME.py, as seen from the export
+    config, default = load_config([str(path), *kept]), Config()
+    config.run_dir, config.resume, config.tracking = default.run_dir, default.resume, default.tracking
+    config.data.path, config.data.cache = default.data.path, default.data.cache
+    return config
+
+
+def _sources(checkpoint: Checkpoint) -> list[str]:
+    """Names of the memories from outside that a checkpoint holds."""
+    return [name for name in checkpoint.manifest["files"] if name.startswith("memory/")]
+
+
+def _card(trained: TrainedModel, config: Config, name: str) -> str:
+    """What README.md says."""
+    return _CARD.format(
+        name=name,
+        step=trained.checkpoint.manifest["step"],
+        memory=_name_of(plain_block(config.memory)),
+        num_layers=config.model.num_layers,
+        d_model=config.model.d_model,
+        num_parameters=sum(parameter.numel() for parameter in trained.model.parameters()),
+        precision=trained.config.eval.precision,
+        vocab_size=trained.tokenizer.vocab_size,
+        tokenizer=trained.tokenizer.kind,
+        seg_len=config.train.seg_len,
+        trust=_CODE if _sources(trained.checkpoint) else _DATA_ONLY,
+    )
+
+
+def _name_of(memory: Mapping[str, Any]) -> str:
+    return f"{memory['kind']} over {_name_of(memory['over'])}" if memory.get("over") else memory["kind"]

@@ -1,0 +1,69 @@
+"""A picture of what runs remember: perplexity of recall tokens by the distance to what they refer to.
+
+dist-mem compare runs/demo_none runs/demo --plot recall.png
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from dist_mem.evaluation.report import Band, Report
+
+BINS_PER_OCTAVE = 2
+MIN_TOKENS = 50  # a bin with fewer recall tokens says little and is left out
+
+
+def distance_bins(reports: Sequence[Report]) -> list[Band]:
+    """Bands of equal width on a log scale, from distance 1 to the farthest."""
+    farthest = max((score.distance for report in reports for score in report.recall), default=1)
+    edges = [0]
+    for power in range(math.ceil(math.log2(farthest) * BINS_PER_OCTAVE) + 1):
+        edge = round(2 ** (power / BINS_PER_OCTAVE))
+        if edge > edges[-1]:
+            edges.append(edge)
+    return [Band(low, high) for low, high in itertools.pairwise(edges)]
+
+
+def recall_curve(report: Report, bins: Sequence[Band]) -> tuple[list[float], list[float]]:
+    """Middle of each bin with enough recall tokens, and their perplexity there."""
+    middles, values = [], []
+    for band in bins:
+        nll, count = report.recall_in(band)
+        if count >= MIN_TOKENS and band.high is not None:
+            middles.append(math.sqrt(max(band.low, 1) * band.high))
+            values.append(math.exp(nll / count))
+    return middles, values
+
+
+def plot_recall(named_reports: Sequence[tuple[str, Report]], path: Path) -> None:
+    """Write the picture; the format follows the name's ending.
+
+    Raises:
+        ValueError: no report holds recall tokens.
+    """
+    from matplotlib.figure import Figure  # takes a second to import
+
+    reports = [report for _, report in named_reports]
+    if not any(report.recall for report in reports):
+        raise ValueError("no recall tokens in these evaluations: their data records none, so there is nothing to plot")
+    bins = distance_bins(reports)
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, report in named_reports:
+        axes.plot(*recall_curve(report, bins), marker="o", markersize=4, label=name)
+    widest = max(reports, key=lambda report: report.seg_len + report.mem_len)
+    for edge, text in ((widest.seg_len, "T"), (widest.seg_len + widest.mem_len, "T + M")):
+        axes.axvline(edge, color="grey", linewidth=0.8, linestyle="--")
+        axes.annotate(text, (edge, 1), xycoords=("data", "axes fraction"), xytext=(3, -11), textcoords="offset points")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlabel("distance to the earlier passage (tokens)")
+    axes.set_ylabel("perplexity of recall tokens")
+    axes.set_title(f"split {reports[0].split}, {len(reports[0].documents)} documents", fontsize=10)
+    axes.legend()
+    figure.savefig(path, dpi=150)

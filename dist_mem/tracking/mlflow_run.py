@@ -1,0 +1,258 @@
+"""One MLflow run: found or made, and told the entries of a journal. The only door to mlflow; rank 0 alone goes through.
+
+Every method here may be called again after an error, with the same outcome as if it had been called once: SQL stores
+know a point by its name, step, time and value, and the rest is set, not added.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dist_mem.environment import quiet_tracking_environment
+from dist_mem.files import write_text
+from dist_mem.tracking.journal import Entry, Header, JournalError
+
+RUN_ID_FILE = "mlflow_run_id"  # in the run directory
+UID_TAG = "dist_mem.uid"  # whose journal the tags of delivery.py count
+SUPERSEDED_TAG = "dist_mem.superseded.step_"  # + the first of the steps
+_METRICS_PER_REQUEST = 900  # MLflow takes 1000 metrics, parameters and tags together
+_PARAMS_PER_REQUEST = 100
+_PARAM_CHARS = 500  # mlflow 3 takes 6000, the servers of earlier versions 500; the whole configuration is an artifact
+_TAG_CHARS = 5000  # likewise 8000 and 5000
+
+
+class Target(NamedTuple):
+    """Which MLflow run is meant."""
+
+    uri: str
+    run_dir: Path
+    header: Header  # of its journal
+
+
+def import_mlflow_quietly() -> None:
+    """Import mlflow (about 1 s), without its noise, each for a reason."""
+    quiet_tracking_environment()
+    import mlflow  # noqa: F401
+
+    # "Creating initial MLflow database tables", "Updating database tables": nothing for the user to know or do.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+    # MLflow's own table definitions use a deprecated SQLAlchemy option.
+    warnings.filterwarnings(
+        "ignore", message=r"The ``noload`` loader strategy is deprecated", category=DeprecationWarning
+    )
+
+
+def connect(uri: str) -> Any:
+    """An MlflowClient; creates the tables of a new SQLite store (1 to 7 s)."""
+    import_mlflow_quietly()
+    from mlflow import MlflowClient
+
+    return MlflowClient(uri)
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether MLflow will never take this: a bad value, a run that is gone, a file that is not there."""
+    from mlflow.exceptions import MlflowException
+
+    if isinstance(error, MlflowException):
+        return error.get_http_status_code() in (400, 404)
+    return isinstance(error, (FileNotFoundError, JournalError))
+
+
+def client_tags() -> dict[str, str]:
+    """Who runs what, as every MLflow client says it: mlflow.user, mlflow.source.name, and what plugins add."""
+    import_mlflow_quietly()
+    from mlflow.tracking.context.git_context import GitRunContext
+    from mlflow.tracking.context.registry import resolve_tags
+
+    ignore: Any = [GitRunContext]  # MLflow declares a list of instances, and takes classes
+    return resolve_tags(ignore=ignore)  # provenance.py says more about the git state
+
+
+def system_monitors() -> list[Any]:
+    """MLflow's own monitors of this machine: CPU, disk, network, and its GPUs where it has any."""
+    import_mlflow_quietly()
+    from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
+    from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
+    from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
+    from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
+
+    monitors = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
+    try:
+        monitors.append(GPUMonitor())
+    except Exception:  # no nvidia-ml-py, no GPU, or whatever its driver raises: MLflow's own thread goes on too
+        return monitors
+    return monitors
+
+
+def _chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+
+
+class MlflowRun:
+    """The run of a journal. `run_id` is None until MLflow has answered; the rest needs `open` first."""
+
+    def __init__(self, target: Target, *, report: Callable[[str], None]) -> None:
+        """Nothing is asked of MLflow yet.
+
+        Args:
+            report: takes a line for the user.
+        """
+        import_mlflow_quietly()  # here and not in a thread: imports of two threads can wait for each other
+        self.run_id: str | None = None
+        self.tags: Mapping[str, str] = {}  # what the run had when it was opened
+        self._target = target
+        self._report = report
+        self._client: Any = None
+        self._params: dict[str, str] = {}
+
+    def open(self, start_time: int | None) -> None:
+        """Find the run by its id, else by its journal's uid, else make it, begun at `start_time` (ms; None: now)."""
+        uri, run_dir, header = self._target
+        id_file = run_dir / RUN_ID_FILE
+        known = id_file.read_text(encoding="utf-8").strip() if id_file.exists() else None
+        self._client = self._client or connect(uri)
+        run = _find_run(self._client, known) if known else None
+        if run is None:
+            experiment_id = _experiment_id(self._client, header.experiment)
+            run = _search_run(self._client, experiment_id, header.uid)
+        if run is None:
+            if known:
+                self._report(f"MLflow at {uri} has no run {known}: a new one begins, with everything from the start")
+            run = self._client.create_run(
+                experiment_id, start_time=start_time, tags={UID_TAG: header.uid}, run_name=header.run_name
+            )
+        if run.info.run_id != known:
+            write_text(id_file, run.info.run_id + "\n")
+        self.run_id, self.tags, self._params = run.info.run_id, run.data.tags, dict(run.data.params)
+        self._report(f"MLflow run {run.info.run_name} ({self.run_id}) at {uri}")
+
+    def is_there(self) -> bool:
+        """Whether MLflow still has the run."""
+        return _find_run(self._client, self.run_id) is not None
+
+    def send_points(self, entries: Sequence[Entry]) -> None:
+        """Points of any number of steps."""
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(name, float(value), entry.time, entry.body["step"])
+            for entry in entries
+            for name, value in entry.body["metrics"].items()
+        ]
+        for chunk in _chunks(metrics, _METRICS_PER_REQUEST):
+            self._client.log_batch(self.run_id, metrics=chunk)
+
+    def send_tags(self, tags: Mapping[str, str]) -> None:
+        """At most 100 tags."""
+        from mlflow.entities import RunTag
+
+        self._client.log_batch(self.run_id, tags=[RunTag(name, value[:_TAG_CHARS]) for name, value in tags.items()])
+
+    def send(self, entry: Entry) -> None:
+        """An entry of any other kind."""
+        body = entry.body
+        match entry.kind:
+            case "params":
+                self._send_params(body["params"], step=body["step"])
+            case "tags":
+                self.send_tags(body)
+            case "superseded":
+                time = datetime.fromtimestamp(body["before"] / 1000, UTC).isoformat(timespec="milliseconds")
+                steps = f"steps {body['first']} to {body['last']}"
+                self.send_tags({f"{SUPERSEDED_TAG}{body['first']}": f"{steps} logged before {time}"})
+            case "datasets":
+                self._send_datasets(body["datasets"])
+            case "artifact":
+                self._client.log_artifact(self.run_id, str(self._target.run_dir / body["path"]))
+            case "text":
+                self._client.log_text(self.run_id, body["text"], body["name"])
+            case "status":
+                self._send_status(body["status"], entry.time)
+            case _:
+                raise JournalError(f"this is no entry that can be read: {entry}")
+
+    def _send_status(self, status: str, time: int) -> None:
+        if status == "RUNNING":
+            self._client.update_run(self.run_id, status=status)
+        else:
+            self._client.set_terminated(self.run_id, status, time)
+
+    def _send_params(self, params: Mapping[str, str], *, step: int) -> None:
+        """Send new parameters; changed ones, which MLflow refuses, become a tag that tells what changed when."""
+        from mlflow.entities import Param
+
+        cut = {name: value[:_PARAM_CHARS] for name, value in params.items()}
+        new = [Param(name, value) for name, value in cut.items() if name not in self._params]
+        for chunk in _chunks(new, _PARAMS_PER_REQUEST):
+            self._client.log_batch(self.run_id, params=chunk)
+        changes = [
+            f"{name}: {self._params[name]} -> {value}"
+            for name, value in cut.items()
+            if self._params.get(name, value) != value
+        ]
+        self._params = {**cut, **self._params}
+        if changes:
+            self.send_tags({f"dist_mem.changed_params.step_{step}": "; ".join(changes)})
+
+    def _send_datasets(self, datasets: Sequence[Mapping[str, Any]]) -> None:
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        inputs = [
+            DatasetInput(
+                Dataset(
+                    facts["name"],
+                    facts["digest"],
+                    source_type="local",
+                    source=json.dumps({"uri": facts["source"]}),
+                    profile=json.dumps(facts["profile"]),
+                ),
+                [InputTag("mlflow.data.context", facts["context"])],
+            )
+            for facts in datasets
+        ]
+        self._client.log_inputs(self.run_id, datasets=inputs)
+
+
+def _find_run(client: Any, run_id: str | None) -> Any:
+    """The run, or None if the store does not have it or its user has deleted it."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        run = client.get_run(run_id)
+    except MlflowException as error:
+        if error.get_http_status_code() == 404:
+            return None
+        raise
+    return run if run.info.lifecycle_stage == "active" else None
+
+
+def _search_run(client: Any, experiment_id: str, uid: str) -> Any:
+    """The run that an earlier request made, although its answer never came; or None."""
+    found = client.search_runs([experiment_id], f"tags.`{UID_TAG}` = '{uid}'", max_results=1)
+    return found[0] if found else None
+
+
+def _experiment_id(client: Any, experiment: Mapping[str, str]) -> str:
+    """The experiment of that id, or of that name, made if it does not exist."""
+    from mlflow.exceptions import MlflowException
+
+    if "id" in experiment:
+        return client.get_experiment(experiment["id"]).experiment_id
+    name = experiment["name"]
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        try:
+            return client.create_experiment(name)
+        except MlflowException:
+            found = client.get_experiment_by_name(name)  # another job may have made it in between
+            if found is None:
+                raise
+    return found.experiment_id
