@@ -137,7 +137,7 @@ def test_evaluate_and_compare_hand_on_what_they_are_told(monkeypatch: pytest.Mon
         return 0
 
     for name in ("evaluate", "compare"):
-        monkeypatch.setitem(sys.modules, f"dist_mem.{name}", SimpleNamespace(run=run))
+        monkeypatch.setitem(sys.modules, f"dist_mem.evaluation.{name}", SimpleNamespace(run=run))
     assert main(["evaluate", "runs/x", "--split", "test", "--checkpoint", "5", "eval.lanes=3"]) == 0
     assert main(["compare", "runs/x", "runs/y"]) == 0
     expected = {"split": "test", "checkpoint": 5, "overrides": ["eval.lanes=3"]}

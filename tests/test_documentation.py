@@ -111,10 +111,10 @@ def test_subcommands_named_in_the_text_exist(page: Path) -> None:
 
 def test_readme_names_every_module() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    modules = [
-        path.name for path in (ROOT / "dist_mem").glob("*.py") if not path.name.startswith(("__init__", "config_"))
-    ]
-    assert not [name for name in modules if name not in text]
+    package = ROOT / "dist_mem"
+    modules = [path.name for path in package.glob("*.py") if path.name != "__init__.py"]
+    packages = [f"{path.parent.name}/" for path in package.glob("*/__init__.py")]
+    assert not [name for name in (*modules, *packages) if name not in text]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
