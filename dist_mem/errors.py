@@ -6,7 +6,8 @@ EXIT_DONE = 0
 EXIT_FAILED = 1  # something broke on the way: a disk, a network, a part of the machine
 EXIT_USAGE = 2  # configuration, data or run directory are wrong: trying again will not help; argparse's code too
 EXIT_DIVERGED = 3  # a loss, a memory or a gradient is not finite
-EXIT_REQUEUE = 85  # stopped by a signal with everything saved: start me again
+EXIT_REQUEUE = 85  # stopped by a signal, a file or the clock, with everything saved: start me again
+EXIT_HUNG = 86  # the watchdog ended a job in which nothing moved any more: start me again
 
 
 class UnusableError(ValueError):

@@ -101,10 +101,10 @@ def test_thirty_typos_are_refused_and_nearly_all_understood(tmp_path: Path) -> N
         ("model.seg_len", "train.seg_len"),
         ("memory.lanes", "train.lanes"),
         ("lr", "optimizer.lr"),
-        ("stage", "deepspeed.zero_optimization.stage"),
+        ("stage", "data.stage or deepspeed.zero_optimization.stage"),
         ("zero_optimization.stage", "deepspeed.zero_optimization"),
         ("train.weigth_decay", "optimizer.weight_decay"),
-        ("deepspeed.stage", "deepspeed.zero_optimization.stage"),
+        ("deepspeed.stage", "data.stage or deepspeed.zero_optimization.stage"),
     ],
 )
 def test_right_key_in_the_wrong_block_is_found(key: str, meant: str) -> None:

@@ -24,6 +24,10 @@ RULES: dict[str, str] = {
     "run_dir": FREE,
     "resume": FREE,
     "tracking.*": FREE,
+    # On what machine it runs, and who watches it.
+    "launch.*": FREE,
+    "preflight": FREE,
+    "watchdog.*": FREE,
     # Saving and evaluation change nothing in training.
     "checkpoint.*": FREE,
     "eval.*": FREE,
@@ -32,6 +36,8 @@ RULES: dict[str, str] = {
     "data.cache": FREE,
     "data.on_corrupt": FREE,
     "data.prefetch": FREE,
+    "data.stage": FREE,
+    "data.stage_dir": FREE,
     "data.*": SAME,
     # Parameters and memories of the checkpoint.
     "model.*": SAME,

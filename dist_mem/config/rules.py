@@ -22,6 +22,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "schedule.kind": ("constant", "linear", "cosine"),
     "eval.precision": ("fp32", "bf16", "fp16"),
     "divergence.action": ("stop", "skip", "rollback"),
+    "data.stage": ("none", "node", "memory"),
+    "tracking.send": ("auto", "always", "never"),
+    "launch.restart": ("requeue", "resubmit", "chain", "none"),
+    "launch.container": ("none", "apptainer", "pyxis"),
 }
 
 
@@ -85,6 +89,14 @@ RANGES: dict[str, Range] = {
     "divergence.window": Range("at least 8", lambda value: value >= 8),  # of fewer losses the spread is a guess
     "divergence.max_times": _NOT_NEGATIVE,
     "tracking.every": _COUNT,
+    "watchdog.seconds": _POSITIVE,
+    "watchdog.straggler": Range("greater than 1", lambda value: value > 1),
+    "launch.gpus_per_node": _NOT_NEGATIVE,
+    "launch.tasks_per_node": _COUNT,
+    "launch.cpus_per_task": _COUNT,
+    "launch.signal_seconds": _COUNT,
+    "launch.chain": _COUNT,
+    "launch.max_stalled": _COUNT,
 }
 
 

@@ -16,6 +16,8 @@ class DataConfig:
     seed: int = 0  # of the plan: which lane reads which document when
     on_corrupt: str = "stop"  # stop | skip: what to do with a document whose bytes are damaged
     prefetch: int = 4  # updates read ahead of the training step
+    stage: str = "none"  # none | node | memory: copy the shards to each node's disk, or memory, before the first step
+    stage_dir: str | None = None  # where to; None: node: TMPDIR or /tmp, memory: /dev/shm
 
 
 @dataclass
@@ -121,7 +123,39 @@ class TrackingConfig:
     uri: str | None = None  # None: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db
     experiment: str | None = None  # None: MLFLOW_EXPERIMENT_NAME, else MLFLOW_EXPERIMENT_ID, else dist_mem
     run_name: str | None = None  # None: the name of the run
+    send: str = "auto"  # auto | always | never: to MLflow while the job runs; auto: not into SQLite on a shared disk
     system_metrics: bool = True  # MLflow's: use of CPU, memory, disk, network and GPUs, on the node of rank 0
+
+
+@dataclass
+class WatchdogConfig:
+    seconds: float | None = 600.0  # that nothing may move before all ranks tell where they stand, and end; None: off
+    straggler: float | None = 1.5  # times as slow as the median rank: such a rank is named; None: none is
+
+
+@dataclass
+class LaunchConfig:
+    nodes: str = "1"  # number, or range as 60-64
+    gpus_per_node: int = 8  # 0: train on CPUs
+    tasks_per_node: int | None = None  # ranks; None: one per GPU, or one on CPUs
+    cpus_per_task: int | None = None  # None: the cluster's default
+    memory: str | None = None  # of a node, as 64G; None: the cluster's default
+    time: str = "24:00:00"  # of one start of the job, as Slurm takes it
+    partition: str | None = None  # None: the cluster's default; so for the next two
+    account: str | None = None  # who pays
+    qos: str | None = None  # quality of service
+    directives: list[str] = field(default_factory=list)  # more options of sbatch, as --constraint=a100
+    setup: list[str] = field(default_factory=list)  # shell lines before training: module load, activate
+    env: list[str] = field(default_factory=list)  # NAME=VALUE, for all ranks; no secrets: they stand in the script
+    interface: str | None = None  # network interface for NCCL and gloo, as ib0; None: they choose
+    signal_seconds: int = 300  # before the end of the time, when all ranks are told to stop and save
+    restart: str = "requeue"  # requeue | resubmit | chain | none: how a job that has not finished goes on
+    chain: int = 10  # jobs of a chain, one after another
+    max_stalled: int = 3  # starts without a new checkpoint after which the job is not started again
+    exclude_failed: bool = False  # nodes that failed the preflight or hung are left out of the next start
+    container: str = "none"  # none | apptainer | pyxis: what runs the ranks in an image
+    image: str | None = None  # path of a .sif file; for pyxis also the name of an image
+    mounts: list[str] = field(default_factory=list)  # PATH or PATH:PATH_INSIDE, beside the folder of the job
 
 
 @dataclass
@@ -139,4 +173,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # when all is saved, see docs/resume.md
     divergence: DivergenceConfig = field(default_factory=DivergenceConfig)  # what is done then, see docs/divergence.md
     tracking: TrackingConfig = field(default_factory=TrackingConfig)  # what is told of the run, see docs/tracking.md
+    preflight: bool = True  # look at nodes, network and ranks before the first step, see docs/cluster.md
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)  # what is done about ranks that hang or are slow
+    launch: LaunchConfig = field(default_factory=LaunchConfig)  # what the launch command asks of Slurm
     deepspeed: Any = field(default_factory=lambda: {"zero_optimization": {"stage": 2}})  # or path of a ds_config.json
