@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from dist_mem.checkpoint.lanes import Lanes
 from dist_mem.checkpoint.resume_choice import AUTO, choose_checkpoint
@@ -15,15 +16,36 @@ from dist_mem.evaluation.evaluate import evaluate_split
 from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.job import Job
 from dist_mem.restore import restore_into
+from dist_mem.watchdog import beat
 
 
 def record(job: Job, figures: Mapping[str, float]) -> OSError | None:
     """Record figures of the present step; returns what kept them from being written."""
+    beat("recording")
     try:
         job.tracker.log(job.step, figures)
     except OSError as error:
         return error
     return None
+
+
+def is_multiple(step: int, every: int | None) -> bool:
+    """Whether something that is done every so many steps is due; None: never."""
+    return every is not None and step % every == 0
+
+
+def evaluate_if_owed(job: Job) -> OSError | None:
+    """Make up for the evaluation that a stop at this step has left out, as it saves without delay; as `record`.
+
+    Raises:
+        EvaluationError, ShardError: on every rank.
+    """
+    if job.step == 0 or not is_multiple(job.step, job.config.eval.every):
+        return None
+    if job.validation is not None and job.validation["step"] == job.step:
+        return None
+    with job.meter.paused():
+        return record(job, evaluate_now(job))
 
 
 def evaluate_or_save(job: Job) -> OSError | None:
@@ -45,6 +67,7 @@ def save(job: Job) -> None:
     Raises:
         AgreedError: on every rank, if this save or the one before could not be written.
     """
+    beat("saving")
     job.saver.wait()  # one in flight, and one copy in memory
     began = time.perf_counter()
     facts = {
@@ -73,6 +96,7 @@ def tell_saved(job: Job) -> None:
 
 def end_saving(job: Job) -> None:
     """Wait for what is being written when a run ends, for whatever reason; a failure does not hide that reason."""
+    beat("saving")
     try:
         job.saver.close()
     except RuntimeError as error:  # AgreedError, or the other ranks are gone
@@ -83,9 +107,15 @@ def end_saving(job: Job) -> None:
 def evaluate_now(job: Job) -> dict[str, float]:
     """Figures of the validation split, scored with fresh lanes; training goes on as if it had not happened."""
     engine = job.engine
+    beat("evaluating")
     engine.train(False)
+
+    def forward(*tensors: Any, **state: Any) -> Any:
+        beat("evaluating")
+        return engine(*tensors, **state)
+
     report = evaluate_split(
-        engine,
+        forward,
         engine.init_state,
         config=job.config,
         split=job.config.eval.split,
@@ -125,8 +155,28 @@ def tag_divergence(job: Job, step: int, message: str) -> OSError | None:
     return None
 
 
+def tell_stragglers(job: Job, slots: Sequence[float]) -> OSError | None:
+    """Name the ranks that have become slow, or are no more; returns what kept it from being recorded.
+
+    Args:
+        slots: of `Stragglers.mine`, summed over all ranks.
+    """
+    messages = job.stragglers.hear(slots)
+    for message in messages:
+        job.tracker.message(f"step {job.step}: {message}")
+    if job.stragglers.worst is not None:
+        job.meter.note({"straggler/ratio": job.stragglers.worst})
+    try:
+        if messages:
+            job.tracker.log_tags({f"dist_mem.straggler.step_{job.step}": "; ".join(messages)})
+    except OSError as error:
+        return error
+    return None
+
+
 def _roll_back(job: Job, decision: Decision) -> None:
     """Go back to the newest checkpoint that verifies. From there past the present update, segments are only read."""
+    beat("restoring")
     job.saver.wait()
     choice = choose_checkpoint(AUTO, job.run_dir, job.world)
     if choice is None:

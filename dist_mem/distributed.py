@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -200,25 +197,3 @@ def on_all_ranks(work: Callable[[], ResultT], what: str) -> ResultT:
     except AgreedError as told:
         raise UnusableError(str(error or told)) from error
     return cast(ResultT, result)
-
-
-class StopSignal:
-    """SIGTERM, SIGINT and SIGUSR2 set a flag; the loop acts on it at a step boundary, when all ranks know.
-
-    USR2 and not USR1, which NCCL may catch. A second signal changes nothing, so it cannot hurt a save in progress.
-    """
-
-    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-
-    def __init__(self) -> None:
-        self.received: str | None = None
-        self._previous = {number: signal.signal(number, self._note) for number in self.signals}
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = signal.Signals(number).name
-
-    def restore(self) -> None:
-        """Put the previous handlers back."""
-        for number, handler in self._previous.items():
-            with suppress(TypeError):  # a handler installed from C reads as None and cannot be put back
-                signal.signal(number, handler)

@@ -7,14 +7,20 @@ it means nothing.
 
 from __future__ import annotations
 
+import getpass
 import math
 import os
+import shutil
+import socket
 import subprocess
 import sysconfig
+import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
+
+from dist_mem.network_interface import interface_towards, own_name_is_loopback
 
 _LARGEST_STEP_ID = 4_294_967_000  # Slurm numbers the batch, extern and interactive steps from here
 
@@ -32,7 +38,8 @@ def read_ranks(environ: Mapping[str, str] = os.environ) -> tuple[int, int, int, 
         if missing:
             raise ValueError(f"environment: {missing[0]} is not set while its partner is; set both, or neither")
         rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-        return rank, size, int(environ.get("LOCAL_RANK", rank)), int(environ.get("LOCAL_WORLD_SIZE", size))
+        local_size = environ.get("LOCAL_WORLD_SIZE", environ.get("LOCAL_SIZE", size))  # torchrun's name, deepspeed's
+        return rank, size, int(environ.get("LOCAL_RANK", rank)), int(local_size)
     if in_job_step(environ):
         rank, size = int(environ["SLURM_PROCID"]), int(environ["SLURM_NTASKS"])
         per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)).split("(")[0].split(",")[0]
@@ -67,6 +74,10 @@ def export_for_libraries(rank: int, size: int, local_rank: int, local_size: int)
         os.environ.setdefault("MASTER_PORT", port)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "0")
+    if size > local_size and "GLOO_SOCKET_IFNAME" not in os.environ and own_name_is_loopback():
+        interface = interface_towards(os.environ["MASTER_ADDR"])
+        if interface is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     os.environ.update(
         {name: str(value) for name, value in zip(names, (rank, size, local_rank, local_size), strict=True)}
@@ -76,6 +87,16 @@ def export_for_libraries(rank: int, size: int, local_rank: int, local_size: int)
 def use_cpu_accelerator() -> None:
     """Tell DeepSpeed, before it is imported, that there is no GPU, unless the user has told it something."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def note_exit_code(code: int) -> None:
+    """Tell the batch script how the job has ended, if it asked for it (DIST_MEM_EXIT_CODE, a file) and this is rank 0.
+
+    srun tells the highest code of all ranks: that of one it has terminated, because another had ended before.
+    """
+    path = os.environ.get("DIST_MEM_EXIT_CODE")
+    if path and read_ranks()[0] == 0:
+        Path(path).write_text(f"{code}\n", encoding="ascii")
 
 
 def find_own_tools() -> None:
@@ -101,6 +122,11 @@ def user_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
 
 
+def temporary_dir() -> Path:
+    """This node's disk for what need not last: TMPDIR, which a cluster may set for each job, else /tmp."""
+    return Path(os.environ.get("TMPDIR") or "/tmp")
+
+
 class MlflowEnvironment(NamedTuple):
     """What MLflow users set: the store, the run to log to, the experiment."""
 
@@ -116,10 +142,56 @@ def mlflow_environment() -> MlflowEnvironment:
     return MlflowEnvironment(*(os.environ.get(name) or None for name in names))
 
 
+def mlflow_credentials_set() -> list[str]:
+    """Names of those variables with credentials for MLflow that are set; their values nobody here reads."""
+    names = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
+    return [name for name in names if os.environ.get(name)]
+
+
 def slurm_job() -> dict[str, str]:
-    """Which Slurm job this is: SLURM_JOB_ID, SLURM_JOB_NODELIST, SLURM_RESTART_COUNT, those that are set."""
-    names = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT")
-    return {name: os.environ[name] for name in names if name in os.environ}
+    """Which Slurm job this is: SLURM_JOB_ID, _JOB_NODELIST, _RESTART_COUNT, _ARRAY_JOB_ID, _ARRAY_TASK_ID; or nothing.
+
+    Slurm sets the count from the first restart on, and the last two in an array only.
+    """
+    if "SLURM_JOB_ID" not in os.environ:
+        return {}
+    names = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
+    known = {name: os.environ[name] for name in names if name in os.environ}
+    return {**known, "SLURM_RESTART_COUNT": os.environ.get("SLURM_RESTART_COUNT", "0")}
+
+
+def user_name() -> str | None:
+    """Who runs this process; None where nobody knows, as in a container without a list of users."""
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        return None
+
+
+def node_name() -> str:
+    """What this node is called: by Slurm, which may run several on one host, else by itself."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def job_end() -> float | None:
+    """DIST_MEM_JOB_END, when the time of this job is over, seconds since 1970; None where it is not set.
+
+    Raises:
+        ValueError: it is no such time.
+    """
+    text = os.environ.get("DIST_MEM_JOB_END")
+    if not text:
+        return None
+    try:
+        end = float(text)
+    except ValueError:
+        end = math.nan
+    if not math.isfinite(end):
+        raise ValueError(
+            f"environment: DIST_MEM_JOB_END is {text!r}, but must be seconds since 1970, as `date +%s` prints; unset "
+            "it where the time of the job has no end"
+        )
+    return end
 
 
 def system_metrics_interval() -> float:
@@ -139,3 +211,63 @@ def environment_of_git() -> dict[str, str]:
     """The environment without what a git hook sets to make every git command speak of its repository."""
     named = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX")
     return {**{name: value for name, value in os.environ.items() if name not in named}, "LC_ALL": "C"}
+
+
+def meeting_point() -> tuple[str, int]:
+    """MASTER_ADDR and MASTER_PORT, after `export_for_libraries`."""
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
+def agent_keeps_store() -> bool:
+    """Whether the launcher holds the store at the meeting point, as torchrun does; else rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def gpus_are_hidden() -> bool:
+    """Whether the user has said that CPUs are meant: CUDA_VISIBLE_DEVICES is set and empty."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+
+
+def slurm_gave_gpus() -> bool:
+    """Whether Slurm has given this job GPUs on this node."""
+    return any(os.environ.get(name, "0") != "0" for name in ("SLURM_GPUS_ON_NODE", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS"))
+
+
+def slurm_nodes() -> list[str]:
+    """Nodes of this Slurm job step; none outside of one, or where Slurm does not tell."""
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        return []
+    try:
+        told = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return told.stdout.split()
+
+
+def compiler_caches() -> dict[str, tuple[Path, str]]:
+    """Where compilers keep what they make: name -> its directory, and the variable that moves it."""
+    temporary, cache = Path(tempfile.gettempdir()), user_cache_dir()
+    triton_home = Path(os.environ.get("TRITON_HOME") or "~").expanduser()
+    inductor = temporary / f"torchinductor_{os.environ.get('USER', '')}"
+    usual = {
+        "TORCH_EXTENSIONS_DIR": ("DeepSpeed's ops", cache / "torch_extensions"),
+        "TRITON_CACHE_DIR": ("Triton", triton_home / ".triton" / "cache"),
+        "TORCHINDUCTOR_CACHE_DIR": ("torch.compile", inductor),
+        "TMPDIR": ("temporary files", temporary),
+    }
+    return {name: (Path(os.environ.get(key) or path), key) for key, (name, path) in usual.items()}
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler that torch's extension builder takes: CXX, else c++ or g++; None if there is none."""
+    wished = os.environ.get("CXX")
+    return shutil.which(wished) if wished else shutil.which("c++") or shutil.which("g++")
+
+
+def environment_of_rank(rank: int, size: int, port: int, more: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a rank on this node, as torchrun would set it, without what a scheduler has set."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCHELASTIC_"))}
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    kept.pop("DIST_MEM_JOB_END", None)
+    return {**kept, **{name: str(value) for name, value in ranks.items()}, "MASTER_ADDR": "127.0.0.1", **more}

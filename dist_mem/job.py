@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +16,14 @@ from dist_mem.checkpoint.saver import Saver
 from dist_mem.config import deepspeed_block, save_config
 from dist_mem.data.directory import open_index, open_tokenizer, refresh_on_all_ranks
 from dist_mem.data.lanes import LaneReader, check_tokenizer, training_reader
-from dist_mem.data.remote import show
+from dist_mem.data.remote import is_remote, show
 from dist_mem.data.shard import Index, fetch_shards
 from dist_mem.data.stream import lanes_of_rank
 from dist_mem.data.tokenizer import Tokenizer
-from dist_mem.distributed import World, on_all_ranks
+from dist_mem.distributed import World, gather_objects, on_all_ranks
 from dist_mem.divergence import Divergence
 from dist_mem.engine import Engine, start_communication
+from dist_mem.environment import node_name
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.scoring import check_scorable
 from dist_mem.meter import MEASUREMENTS, Meter
@@ -29,10 +31,12 @@ from dist_mem.model import MemoryLM
 from dist_mem.outside_memory import sources
 from dist_mem.plan import batch_plan, idle_text, total_steps
 from dist_mem.restore import restore
+from dist_mem.stragglers import ForwardTimer, Stragglers
 from dist_mem.tracking.provenance import running_commit
 from dist_mem.tracking.run_facts import describe_run
 from dist_mem.tracking.start import start_tracking
 from dist_mem.tracking.tracker import Tracker
+from dist_mem.watchdog import UNWATCHED, beat
 
 
 @dataclass
@@ -51,6 +55,7 @@ class Job:
     saver: Saver
     validation: dict[str, float] | None  # step and loss of the newest evaluation
     divergence: Divergence
+    stragglers: Stragglers
     commit: str | None  # of the running code, if it is known; on rank 0
     sources: dict[str, str]  # of memories outside the package, as this job runs them: name -> text
     lane_ids: Tensor  # (P,) int64
@@ -95,6 +100,18 @@ def open_job(config: Any, world: World, allowed: Sequence[str] = ()) -> Job:
         raise UnusableError(str(error)) from error
 
 
+def _compare_ranks(config: Any, world: World, engine: Engine) -> Stragglers:
+    """What names slow ranks; every rank calls it. At ZeRO stage 3 forwards wait for each other: nothing is compared."""
+    threshold = config.watchdog.straggler
+    is_on = threshold is not None and world.size > 1 and engine.stage < 3
+    return Stragglers(
+        ForwardTimer(engine.module, world.device) if is_on else None,
+        rank=world.rank,
+        nodes=gather_objects(node_name()),
+        threshold=threshold or 0.0,
+    )
+
+
 def _open_data(config: Any) -> tuple[Tokenizer, list[Index]]:
     """Tokenizer and the splits of `_splits`; what evaluation will need is looked at now and not hours later."""
     tokenizer = open_tokenizer(config.data)
@@ -113,8 +130,10 @@ def _splits(config: Any) -> list[str]:
 
 def _open_job(config: Any, world: World, allowed: Sequence[str]) -> Job:
     train, run_dir = config.train, Path(config.run_dir)
+    beat(UNWATCHED if is_remote(config.data.path) or config.data.stage != "none" else "opening")
     refresh_on_all_ranks(config.data, _splits(config))
     tokenizer, indexes = on_all_ranks(lambda: _open_data(config), f"opening {show(config.data.path)}")
+    beat("opening")
     index = indexes[0]
     lane_ids = torch.tensor(
         lanes_of_rank(train.lanes, world_size=world.size, rank=world.rank, micro_lanes=train.micro_lanes)
@@ -124,6 +143,8 @@ def _open_job(config: Any, world: World, allowed: Sequence[str]) -> Job:
     engine, fresh = _build(config, world, tokenizer, lane_ids)
     cursors = torch.zeros(len(lane_ids), 3, dtype=torch.int64)
     commit = running_commit() if world.rank == 0 else None
+    beat("restoring")
+    began = time.perf_counter()
     start = restore(
         config,
         world,
@@ -134,6 +155,8 @@ def _open_job(config: Any, world: World, allowed: Sequence[str]) -> Job:
         commit=commit,
         allowed=allowed,
     )
+    restored_seconds = time.perf_counter() - began
+    beat("opening")
     reader = on_all_ranks(
         lambda: training_reader(config, world_size=world.size, rank=world.rank, cursors=start.lanes.cursors),
         f"reading {index.split_dir}",
@@ -172,9 +195,11 @@ def _open_job(config: Any, world: World, allowed: Sequence[str]) -> Job:
         reader=reader,
         tracker=tracker,
         meter=Meter(lane_segments_per_update=train.lanes * train.segments_per_update, saved=start.facts.get("meter")),
-        saver=Saver(run_dir, world, config.checkpoint, broken=start.broken),
+        # Reading all of a checkpoint stands for writing one until that is measured.
+        saver=Saver(run_dir, world, config.checkpoint, broken=start.broken, expected_seconds=restored_seconds),
         validation=start.facts.get("validation"),
         divergence=Divergence(config.divergence, start.facts.get("divergence", {})),
+        stragglers=_compare_ranks(config, world, engine),
         commit=commit,
         sources=memory_sources,
         lane_ids=lane_ids,

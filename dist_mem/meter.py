@@ -21,7 +21,7 @@ from dist_mem.engine import Engine
 # Metrics of the machine and not of the training: they differ when a step is repeated.
 MEASUREMENTS = frozenset(
     {"tokens_per_second", "step_seconds", "data_wait_share", "memory_gb"}
-    | {"checkpoint/seconds", "checkpoint/stall_seconds", "checkpoint/bytes"}
+    | {"checkpoint/seconds", "checkpoint/stall_seconds", "checkpoint/bytes", "straggler/ratio"}
 )
 
 
@@ -50,6 +50,7 @@ class Meter:
         self._began = time.perf_counter() - saved.get("seconds", 0.0)
         self._epoch = 0.0  # of the last update
         self._noted: dict[str, float] = {}
+        self._paused_seconds = 0.0
 
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps; JSON keeps every bit of it."""
@@ -70,7 +71,13 @@ class Meter:
         try:
             yield
         finally:
-            self._began += time.perf_counter() - began
+            seconds = time.perf_counter() - began
+            self._began += seconds
+            self._paused_seconds += seconds
+
+    def training_seconds(self) -> float:
+        """A clock that stands still while the meter is paused."""
+        return time.perf_counter() - self._paused_seconds
 
     def add(self, totals: Totals, *, epoch: float) -> None:
         """Count one update; `epoch` is `Update.epoch`."""

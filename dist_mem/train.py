@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,21 +16,29 @@ from dist_mem import distributed
 from dist_mem.between_steps import (
     carry_out,
     end_saving,
+    evaluate_if_owed,
     evaluate_or_save,
+    is_multiple,
     record,
     save,
     tag_divergence,
     tell_saved,
+    tell_stragglers,
 )
+from dist_mem.checkpoint.finished import mark_finished
 from dist_mem.checkpoint.lease import Lease, LeaseError
 from dist_mem.data.batch import Update
 from dist_mem.data.shard import ShardError
-from dist_mem.distributed import AgreedError, StopSignal, World, on_all_ranks, sum_over_ranks
+from dist_mem.distributed import AgreedError, World, on_all_ranks, sum_over_ranks
 from dist_mem.divergence import ROLLBACK, DivergedError
+from dist_mem.doctor.preflight import before_joining, preflight
 from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, UnusableError
 from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.job import Job, open_job
+from dist_mem.stop_signal import StopSignal
+from dist_mem.stopping import Stopping, refuse_if_told_to_stop
 from dist_mem.update import Flags, Outcome, train_step
+from dist_mem.watchdog import PATIENCE, beat, before_end, begin_step, watched
 
 
 def train(job: Job, stop_signal: StopSignal) -> int:
@@ -37,12 +46,14 @@ def train(job: Job, stop_signal: StopSignal) -> int:
     if job.step >= job.total_steps:
         job.tracker.message(f"step {job.step} of {job.total_steps}: nothing is left to train")
         return EXIT_DONE
+    stopping = Stopping(job, stop_signal)
+    trouble: Exception | None = evaluate_if_owed(job)  # what kept rank 0 from recording: no rank raises alone
     update, num_scored = first_update(job)
-    trouble: Exception | None = None  # what kept rank 0 from recording a step: no rank raises alone amid the others'
     while True:
+        begin_step(job.step)
         ahead = trouble or read_ahead(job)
         next_scored = ahead.num_scored if isinstance(ahead, Update) else 0
-        stop = stop_signal.received is not None or not isinstance(ahead, Update)
+        stop = stopping.is_asked_for() or not isinstance(ahead, Update)
         flags = Flags(stop=stop, save=job.saver.is_due(), save_failed=job.saver.failed())
         outcome = step_until_no_overflow(job, update, num_scored, next_scored, flags)
         if outcome.decision is not None:
@@ -52,10 +63,11 @@ def train(job: Job, stop_signal: StopSignal) -> int:
                 continue
         job.step += 1
         job.meter.add(outcome.totals, epoch=update.epoch)
+        trouble = tell_stragglers(job, outcome.slots) or trouble
         is_last = outcome.flags.stop or job.step == job.total_steps
         if job.step == job.total_steps or job.step % job.config.tracking.every == 0:
             trouble = record(job, job.meter.read(job.engine)) or trouble
-        if is_multiple(job.step, job.config.eval.every):
+        if is_multiple(job.step, job.config.eval.every) and not (outcome.flags.stop and job.step < job.total_steps):
             with job.meter.paused():
                 trouble = evaluate_or_save(job) or trouble
         if outcome.flags.save_failed:
@@ -71,7 +83,7 @@ def train(job: Job, stop_signal: StopSignal) -> int:
             return EXIT_DONE
         if outcome.flags.stop:
             agreed(ahead)
-            job.tracker.message(f"step {job.step}: told to stop; everything is saved, start the same command to go on")
+            job.tracker.message(f"step {job.step}: {stopping.told()}; all is saved, start the same command to go on")
             return EXIT_REQUEUE
         assert isinstance(ahead, Update), "a rank that cannot read on stops all ranks"
         update, num_scored = ahead, outcome.next_scored
@@ -79,18 +91,15 @@ def train(job: Job, stop_signal: StopSignal) -> int:
 
 def step_until_no_overflow(job: Job, update: Update, num_scored: int, next_scored: int, flags: Flags) -> Outcome:
     """`train_step`, as often as it takes until the loss scale of fp16 is small enough."""
-    while (outcome := train_step(job, update, num_scored, next_scored, flags)).again:
+    slots = job.stragglers.mine()
+    while (outcome := train_step(job, update, num_scored, next_scored, flags, slots)).again:
         job.tracker.message(f"step {job.step}: fp16 overflow, the same segments again with a smaller loss scale")
     return outcome
 
 
-def is_multiple(step: int, every: int | None) -> bool:
-    """Whether something that is done every so many steps is due; None: never."""
-    return every is not None and step % every == 0
-
-
 def first_update(job: Job) -> tuple[Update, int]:
     """The first update of a reader, and how many targets it has on all ranks."""
+    beat("reading data")
     update = agreed(read_ahead(job))
     return update, int(sum_over_ranks([update.num_scored], job.world.device)[0])
 
@@ -138,10 +147,18 @@ _STATUS = {EXIT_DONE: "FINISHED", EXIT_REQUEUE: "KILLED", EXIT_DIVERGED: "FAILED
 
 def run_job(config: Any, world: World, stop_signal: StopSignal, allowed: Sequence[str] = ()) -> int:
     """Open the run in `config.run_dir`, fresh or from a checkpoint, and train; returns the exit code."""
+    refuse_if_told_to_stop(Path(config.run_dir), world)
+    warnings = preflight(config, world) if config.preflight else []
     job = open_job(config, world, allowed)
+    for text in warnings:
+        job.tracker.message(text)
     code = EXIT_FAILED
+    before_end(lambda: job.tracker.close(_STATUS[EXIT_FAILED]))
     try:
         code = train(job, stop_signal)
+        if code == EXIT_DONE and world.rank == 0:
+            with suppress(OSError):  # without the mark, the next start finds out by itself
+                mark_finished(job.run_dir, job.step, config.train)
     except DivergedError as error:
         job.tracker.message(f"error: {error}")
         tag_divergence(job, job.step, str(error))
@@ -149,29 +166,40 @@ def run_job(config: Any, world: World, stop_signal: StopSignal, allowed: Sequenc
     finally:
         job.reader.close()
         end_saving(job)
+        before_end(None)
         job.tracker.close(_STATUS[code])
     return code
 
 
-def run(config: Any, *, allowed: Sequence[str] = ()) -> int:
+def _collective_seconds(config: Any) -> float:
+    """After which a collective gives up by itself: later than the watchdog, which can say who it waits for."""
+    return max(1800.0, 2 * PATIENCE * (config.watchdog.seconds or 0.0))
+
+
+def run(config: Any, *, allowed: Sequence[str] = (), early: StopSignal | None = None) -> int:
     """A whole process of the job: join the others, train, leave cleanly; returns the exit code.
 
     Args:
         allowed: keys that may have changed since the checkpoint, given to `--allow`.
+        early: has listened for a scheduler's signals until now.
 
     Raises:
         UnusableError: on every rank; configuration, data, checkpoints or run directory cannot be used as they are.
     """
     stop_signal = StopSignal()
+    stop_signal.received = early.received if early is not None else None
     try:
-        world = distributed.initialize(threads=config.train.threads)
+        meeting = before_joining(config) if config.preflight else None  # holds the store until all have joined
+        world = distributed.initialize(threads=config.train.threads, timeout_seconds=_collective_seconds(config))
     except ValueError as error:  # half of a launcher's variables
         raise UnusableError(str(error)) from error
+    del meeting
     lease = None
     try:
         lease = hold_run_dir(Path(config.run_dir), world)
-        code = run_job(config, world, stop_signal, allowed)
-        distributed.shut_down(agreed=True)
+        with watched(Path(config.run_dir), world, config.watchdog.seconds):
+            code = run_job(config, world, stop_signal, allowed)
+            distributed.shut_down(agreed=True)
         return code
     except (AgreedError, EvaluationError) as error:
         if world.rank == 0:

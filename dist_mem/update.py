@@ -21,6 +21,7 @@ from dist_mem.memory.base import named_tensors
 from dist_mem.meter import Totals
 from dist_mem.model import reset_lanes
 from dist_mem.optimizer import lr_factor
+from dist_mem.watchdog import beat
 
 if TYPE_CHECKING:
     from dist_mem.job import Job
@@ -53,6 +54,7 @@ class Agreed(NamedTuple):
     next_scored: int  # targets of the next update, all ranks
     totals: Totals  # of this update
     trouble: str | None  # what is not finite, and on which ranks
+    slots: list[float]  # as in Outcome
 
 
 class Outcome(NamedTuple):
@@ -63,6 +65,7 @@ class Outcome(NamedTuple):
     totals: Totals  # of this update; of one that diverged the documents only
     next_scored: int  # targets of the next one, all ranks
     decision: Decision | None = None  # what is done about a divergence
+    slots: Sequence[float] = ()  # what was given as `slots`, summed over all ranks
 
 
 def accumulate_gradients(job: Job, update: Update, num_scored: int) -> Forward:
@@ -80,10 +83,12 @@ def accumulate_gradients(job: Job, update: Update, num_scored: int) -> Forward:
         state = states[group]
         if host_batch.is_new_document.any():  # asked on the CPU, so that nothing waits for the device
             state = reset_lanes(state, job.engine.init_state(batch.document), batch.is_new_document)
+        beat("forward")
         with torch.set_grad_enabled(num_scored > 0):
             output = job.engine(batch.tokens, batch.targets, batch.valid_len, state=state)
             nll = output.nll.sum()
             aux = torch.stack([nll.new_zeros(()), *(loss.sum() for loss in output.aux.values())]).sum()
+        beat("backward")
         if num_scored > 0:
             job.engine.backward(world.size * (nll / num_scored + aux / lanes_segments))
             if index + 1 < len(update.batches):
@@ -104,8 +109,18 @@ def _finite_lanes(state: Any, num_lanes: int, device: torch.device) -> Tensor:
     return is_finite
 
 
-def _agree(job: Job, update: Update, forward: Forward, *, trains: bool, flags: Flags, next_scored: int) -> Agreed:
+def _agree(
+    job: Job,
+    update: Update,
+    forward: Forward,
+    *,
+    trains: bool,
+    flags: Flags,
+    next_scored: int,
+    slots: Sequence[float],
+) -> Agreed:
     """The one all-reduce of a step; whose fault it is, is asked only if there is one."""
+    beat("agreeing")
     nll, aux, recall_nll = torch.stack([forward.nll, forward.aux, forward.recall_nll]).tolist()
     finite = {
         "loss": math.isfinite(nll) and math.isfinite(aux),
@@ -121,11 +136,11 @@ def _agree(job: Job, update: Update, forward: Forward, *, trains: bool, flags: F
         documents=update.documents_started,
         documents_skipped=update.documents_skipped,
     )
-    told = sum_over_ranks([not all(finite.values()), next_scored, *flags, *mine], job.world.device)
-    num_bad, all_next_scored, *rest = told
-    trouble = _whose(finite) if num_bad else None
-    all_flags = Flags(*(num > 0 for num in rest[: len(flags)]))
-    return Agreed(all_flags, int(all_next_scored), Totals(*rest[len(flags) :]), trouble)
+    told = iter(sum_over_ranks([not all(finite.values()), next_scored, *flags, *mine, *slots], job.world.device))
+    trouble = _whose(finite) if next(told) else None
+    all_next_scored = int(next(told))
+    all_flags = Flags(*(next(told) > 0 for _ in flags))
+    return Agreed(all_flags, all_next_scored, Totals(*(next(told) for _ in mine)), trouble, slots=list(told))
 
 
 def _whose(finite: Mapping[str, bool]) -> str:
@@ -136,11 +151,14 @@ def _whose(finite: Mapping[str, bool]) -> str:
     return f"not finite: {', '.join(named)}" if named else _GRADIENT
 
 
-def train_step(job: Job, update: Update, num_scored: int, next_scored: int, flags: Flags) -> Outcome:
+def train_step(
+    job: Job, update: Update, num_scored: int, next_scored: int, flags: Flags, slots: Sequence[float] = ()
+) -> Outcome:
     """One update: accumulate, agree, decide, step. Memories and cursors move on, also past an update that is skipped.
 
     Args:
         num_scored: targets of the update, of all ranks; `next_scored`: of this rank, in the next update.
+        slots: more numbers to be summed over all ranks.
 
     Raises:
         DivergedError: on every rank, before any parameter has changed.
@@ -149,9 +167,10 @@ def train_step(job: Job, update: Update, num_scored: int, next_scored: int, flag
     is_read_only = job.step < divergence.first_trained
     trains = num_scored > 0 and not is_read_only
     forward = accumulate_gradients(job, update, num_scored if trains else 0)
-    agreed = _agree(job, update, forward, trains=trains, flags=flags, next_scored=next_scored)
+    agreed = _agree(job, update, forward, trains=trains, flags=flags, next_scored=next_scored, slots=slots)
     loss = agreed.totals.nll / num_scored if num_scored else math.nan
     trouble = agreed.trouble
+    beat("updating")
     if trains:
         trouble = trouble or divergence.judge(loss)
         if trouble:
@@ -169,7 +188,7 @@ def train_step(job: Job, update: Update, num_scored: int, next_scored: int, flag
     totals = agreed.totals
     if trouble:  # figures are of what was trained on
         totals = Totals(documents=totals.documents, documents_skipped=totals.documents_skipped)
-    return Outcome(False, agreed.flags, totals, agreed.next_scored, decision)
+    return Outcome(False, agreed.flags, totals, agreed.next_scored, decision, agreed.slots)
 
 
 def _mended(job: Job, update: Update, states: Sequence[Any]) -> list[Any]:

@@ -20,8 +20,9 @@ from safetensors.torch import load_file
 from dist_mem.config import load_config
 from dist_mem.data.build import build_dataset
 from dist_mem.data.source import SourceDocument
-from dist_mem.distributed import StopSignal, World
+from dist_mem.distributed import World
 from dist_mem.memory import memory_options
+from dist_mem.stop_signal import StopSignal
 from dist_mem.train import run_job
 
 SYLLABLES = ["ba", "ko", "mi", "ru", "ten", "sol", "qua", "ver"]

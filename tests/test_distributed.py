@@ -14,13 +14,13 @@ from dist_mem import distributed
 from dist_mem.distributed import (
     AgreedError,
     SideChannel,
-    StopSignal,
     World,
     agree_all_well,
     from_rank0,
     sum_over_ranks,
 )
 from dist_mem.environment import in_job_step, read_ranks
+from dist_mem.stop_signal import StopSignal
 
 BATCH_STEP = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}
 JOB_STEP = {**BATCH_STEP, "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}

@@ -12,8 +12,9 @@ PACKAGE = Path(__file__).parent.parent / "dist_mem"
 
 # Lower layers first; a module may import modules of lower layers, and of its own layer where no cycle results.
 LAYERS: list[set[str]] = [
-    {"errors", "environment", "files", "build_lock", "checkpoint", "tracking", "evaluation"},
-    {"config", "config.*", "distributed"},
+    {"errors", "environment", "network_interface", "files", "build_lock", "stop_signal"}
+    | {"checkpoint", "tracking", "evaluation", "launch"},
+    {"config", "config.*", "distributed", "launch.*", "checkpoint.finished"},
     {"layers", "memory.parts", "memory.parts.*", "memory.base", "flops"},
     {"data.batch", "data.facts", "data.shard", "data.tar"},
     {"memory", "memory.*", "outside_memory", "vocabulary"},
@@ -22,11 +23,11 @@ LAYERS: list[set[str]] = [
     | {f"checkpoint.{name}" for name in ("zero_*", "engine_files", "legacy", "lanes", "resume_choice")},
     {f"checkpoint.{name}" for name in ("tensor_file", "snapshot", "retention", "commit", "saver", "listing")},
     {"contract", "contract.*"},
-    {"tracking.sinks", "tracking.journal"},
+    {f"tracking.{name}" for name in ("sinks", "journal", "run_id", "stores", "refusals", "branches")},
     {f"tracking.{name}" for name in ("mlflow_run", "rollback", "delivery", "progress", "tracker", "system_metrics")},
-    {"tracking.start", "tracking.run_facts"},
-    {"evaluation.*", "meter", "divergence", "plan"},
-    {"job", "restore", "between_steps", "update", "train", "tracking.sync"},
+    {"tracking.start", "tracking.run_facts", "tracking.journal_sinks", "tracking.preflight"},
+    {"evaluation.*", "meter", "divergence", "plan", "hang_report", "watchdog", "stragglers"},
+    {"job", "restore", "between_steps", "update", "stopping", "train", "tracking.sync", "doctor", "doctor.*"},
     {"__main__", "commands"},
 ]
 LEAVES = {"layers", "distributed", "files", "data.facts", "data.shard", "data.batch", "memory.base"}
@@ -118,5 +119,5 @@ def test_environment_variables_have_one_door() -> None:
 
 def test_configuration_is_read_without_torch() -> None:
     for name in MODULES:
-        if matches(name, {"config", "config.*", "environment", "errors"}):
+        if matches(name, {"config", "config.*", "environment", "errors", "stop_signal"}):
             assert not any(imported.split(".")[0] == "torch" for imported in imported_names(MODULES[name])), name

@@ -17,11 +17,12 @@ from tiny import VOCAB, ragged_segments, tiny_config, tiny_job, update_of_rank
 from dist_mem import meter as meter_module
 from dist_mem.config import load_config
 from dist_mem.data.batch import IGNORE, Batch
-from dist_mem.distributed import StopSignal, World
+from dist_mem.distributed import World
 from dist_mem.errors import EXIT_REQUEUE
 from dist_mem.memory import memory_options
 from dist_mem.meter import MEASUREMENTS, Meter, Totals
 from dist_mem.model import MemoryLM
+from dist_mem.stop_signal import StopSignal
 from dist_mem.tracking.sinks import read_points
 from dist_mem.train import run_job
 from dist_mem.update import Flags, train_step

@@ -373,7 +373,7 @@ def test_precision_may_change_where_it_is_allowed(
 
 
 def train_allowed(world: World, config_file: Path, changes: tuple[str, ...], allowed: tuple[str, ...]) -> int:
-    from dist_mem.distributed import StopSignal
+    from dist_mem.stop_signal import StopSignal
     from dist_mem.train import run_job
 
     stop_signal = StopSignal()

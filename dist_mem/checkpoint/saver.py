@@ -46,8 +46,16 @@ class Saver:
     Opening it takes all ranks.
     """
 
-    def __init__(self, run_dir: Path, world: World, rules: CheckpointConfig, *, broken: Sequence[Path] = ()) -> None:
-        """`broken`: as `set_aside` takes it."""
+    def __init__(
+        self,
+        run_dir: Path,
+        world: World,
+        rules: CheckpointConfig,
+        *,
+        broken: Sequence[Path] = (),
+        expected_seconds: float = 0.0,
+    ) -> None:
+        """`broken`: as `set_aside` takes it. `expected_seconds`: what a save may take, as long as none is measured."""
         self._run_dir, self._world, self._rules = run_dir, world, rules
         self._channel = SideChannel(world)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
@@ -57,6 +65,8 @@ class Saver:
         self._saved: list[Saved] = []  # not told yet
         self._broken = list(broken)
         self._last_began = time.monotonic()
+        self._expected_seconds = expected_seconds
+        self._longest_seconds: float | None = None
 
     def set_aside(self, broken: Sequence[Path]) -> None:
         """Take the names of checkpoints that were passed over from them, when the next one is committed.
@@ -101,6 +111,11 @@ class Saver:
         )
         return written, time.perf_counter() - began
 
+    def longest_seconds(self) -> float:
+        """How long a save may take: as long as the longest one, or as one in flight has taken already."""
+        in_flight = time.monotonic() - self._last_began if self._flight and not self._flight.done() else 0.0
+        return max(self._expected_seconds if self._longest_seconds is None else self._longest_seconds, in_flight)
+
     def failed(self) -> bool:
         """Whether this rank knows already that the save in flight has failed; `wait` raises why."""
         return self._flight is not None and self._flight.done() and self._flight.exception() is not None
@@ -115,6 +130,7 @@ class Saver:
         if flight is not None:
             began = time.perf_counter()
             written, seconds = flight.result()
+            self._longest_seconds = max(self._longest_seconds or 0.0, self._stall_seconds + seconds)  # copying, writing
             self._stall_seconds += time.perf_counter() - began
             self._saved.append(Saved(written, self._step, seconds, self._stall_seconds))
 

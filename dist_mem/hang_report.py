@@ -1,0 +1,140 @@
+"""What ranks write of themselves when nothing moves any more, and what is concluded from it: who is suspected.
+
+    RUN/hangs/20261120T101500Z/rank-00003.txt   where rank 3 stands, and the stacks of all its threads
+    RUN/hangs/20261120T101500Z/report.txt       which ranks and nodes are suspected, and where the others wait
+    RUN/slurm/failed_nodes                      the suspected nodes, one a line, for the next start
+
+The file system is the only thing that ranks share for certain when their collectives hang.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+FAILED_NODES = Path("slurm") / "failed_nodes"  # in the run directory
+
+
+class Standing(NamedTuple):
+    """Where a rank stands."""
+
+    rank: int
+    node: str
+    pid: int
+    step: int | None  # None: before the first
+    phase: str
+    beats: int  # how many marks its main thread has passed: all ranks pass the same ones
+    idle: float  # seconds since the last one
+
+    @property
+    def place(self) -> str:
+        """In words."""
+        return self.phase if self.step is None else f"step {self.step}, {self.phase}"
+
+
+def write_standing(folder: Path, standing: Standing) -> bool:
+    """Write the file of one rank, with the stacks of all threads; it is there whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank-{standing.rank:05d}.txt"
+    partial = path.with_suffix(".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        for name, value in standing._asdict().items():
+            file.write(f"{name}: {'-' if value is None else value}\n")
+        file.write("\nThreads by name:\n")
+        for thread in threading.enumerate():
+            file.write(f"  0x{thread.ident or 0:016x} {thread.name}\n")
+        file.write("\n")
+        file.flush()
+        faulthandler.dump_traceback(file, all_threads=True)
+    partial.replace(path)
+    return True
+
+
+def read_standings(folder: Path) -> list[Standing]:
+    """What the ranks have written of themselves, by rank."""
+    found = []
+    for path in sorted(folder.glob("rank-*.txt")):
+        head = path.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
+        told = dict(line.split(": ", 1) for line in head.splitlines())
+        found.append(
+            Standing(
+                rank=int(told["rank"]),
+                node=told["node"],
+                pid=int(told["pid"]),
+                step=None if told["step"] == "-" else int(told["step"]),
+                phase=told["phase"],
+                beats=int(told["beats"]),
+                idle=float(told["idle"]),
+            )
+        )
+    return found
+
+
+def suspects(standings: Sequence[Standing], nodes: Sequence[str]) -> dict[int, str]:
+    """The suspected ranks, and why; none where all wait for each other.
+
+    Args:
+        standings: of the ranks that have told.
+        nodes: of all ranks.
+    """
+    told = {standing.rank for standing in standings}
+    silent = [rank for rank in range(len(nodes)) if rank not in told]
+    if silent:
+        return dict.fromkeys(silent, "has reported nothing: it is stopped or dead, or its node is")
+    foremost = max(standing.beats for standing in standings)
+    behind = [standing for standing in standings if standing.beats < foremost]
+    if len(behind) > len(nodes) / 2:  # most wait for something that a few have got
+        return {}
+    return {standing.rank: f"is behind the others: {standing.place}" for standing in behind}
+
+
+def report(standings: Sequence[Standing], nodes: Sequence[str], *, seconds: float, folder: Path) -> str:
+    """The text for the user; arguments as in `suspects`."""
+    idle = max(standing.idle for standing in standings)
+    lines = [f"hang: nothing has moved for {idle:.0f} s (watchdog.seconds = {seconds:g})"]
+    found = suspects(standings, nodes)
+    for why in dict.fromkeys(found.values()):
+        ranks = [rank for rank in found if found[rank] == why]
+        noun = "rank" if len(ranks) == 1 else "ranks"
+        lines.append(f"suspect: {noun} {_spans(ranks)} ({_names([nodes[rank] for rank in ranks])}) {why}")
+    if not found:
+        phases = ", ".join(dict.fromkeys(standing.phase for standing in standings))
+        lines.append(f"all ranks wait in {phases}: a stuck collective, or the network between {_names(nodes)}")
+    places: dict[str, list[int]] = defaultdict(list)
+    for standing in standings:
+        if standing.rank not in found:
+            places[standing.place].append(standing.rank)
+    lines += [f"  waiting in {place}: rank {_spans(ranks)}" for place, ranks in places.items()]
+    lines.append(f"stacks of all threads: {folder}")
+    return "\n".join(lines)
+
+
+def failed_nodes(run_dir: Path, standings: Sequence[Standing], nodes: Sequence[str]) -> None:
+    """Add the suspected nodes to the list that the next start may leave out."""
+    path = run_dir / FAILED_NODES
+    known = path.read_text(encoding="utf-8").split() if path.exists() else []
+    new = [node for node in dict.fromkeys(nodes[rank] for rank in suspects(standings, nodes)) if node not in known]
+    if new:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write("".join(f"{node}\n" for node in new))
+
+
+def _names(nodes: Sequence[str]) -> str:
+    distinct = list(dict.fromkeys(nodes))
+    return ", ".join(distinct[:8]) + (f" and {len(distinct) - 8} more" if len(distinct) > 8 else "")
+
+
+def _spans(ranks: Sequence[int]) -> str:
+    """Growing numbers as "0-2, 5"."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)

@@ -1,0 +1,116 @@
+"""Stragglers: ranks whose forwards take longer than those of the others, for all of which all ranks wait.
+
+    hooks time the forwards of an update -> each rank fills its slot of numbers in the next step's all-reduce
+        -> rank 0 compares the medians of the last steps -> log, MLflow
+
+A forward is the part of a step in which a rank works alone, at ZeRO stages 0 to 2: backward and update wait for the
+slowest one on all ranks alike. At stage 3 forwards gather parameters, and so wait too: nothing is compared there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+# Steps; a rank that is slow from now on is named when more than half of them are. Odd: the median is one of them.
+WINDOW = 13
+# By which it must be slower, too: a few time slices of a busy machine, of which shorter forwards get one more or less.
+LEAST_SECONDS = 0.02
+_CALM = 0.5  # an episode is over when the excess has fallen to this share of what begins one
+
+
+class ForwardTimer:
+    """How long the forwards of a module in training take this rank; on a GPU by events, nothing waits for them."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._began: Any = None
+        self._spans: list[tuple[Any, Any]] = []  # since the last `take`
+        module.register_forward_pre_hook(self._begin)
+        module.register_forward_hook(self._end)
+
+    def _now(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _begin(self, module: nn.Module, arguments: Any) -> None:
+        if module.training:
+            self._began = self._now()
+
+    def _end(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        if module.training:
+            self._spans.append((self._began, self._now()))
+
+    def take(self) -> float:
+        """Seconds of the forwards since the last call; only when the device has done them, as after a step."""
+        spans, self._spans = self._spans, []
+        if self._is_cuda:
+            return sum(began.elapsed_time(ended) for began, ended in spans) / 1000
+        return sum(ended - began for began, ended in spans)
+
+
+class Stragglers:
+    """Compares ranks; every rank has one, and rank 0's judges."""
+
+    def __init__(self, timer: ForwardTimer | None, *, rank: int, nodes: Sequence[str], threshold: float) -> None:
+        """`nodes`: of all ranks. `threshold`: times as slow as the others. `timer` None: nothing is compared."""
+        self._timer, self._rank, self._nodes, self._threshold = timer, rank, nodes, threshold
+        self._seconds = np.zeros((WINDOW, len(nodes)))
+        self._count = -1  # the first step compiles, and loads
+        self._slow: set[int] = set()
+        self.worst: float | None = None  # the largest ratio of the last steps
+
+    def mine(self) -> list[float]:
+        """What this rank tells in the step's all-reduce: a slot for each rank, its own filled for the last step."""
+        if self._timer is None:
+            return []
+        slots = [0.0] * len(self._nodes)
+        slots[self._rank] = self._timer.take()
+        return slots
+
+    def hear(self, slots: Sequence[float]) -> list[str]:
+        """Take the slots of all ranks; what there is to say, on rank 0."""
+        if not slots or self._rank != 0:
+            return []
+        if 0.0 in slots:  # the first step of this start: there was none before
+            return []
+        self._count += 1
+        self._seconds[self._count % WINDOW] = slots
+        return self._judge() if self._count >= WINDOW else []
+
+    def _judge(self) -> list[str]:
+        medians = np.median(self._seconds, axis=0)
+        others = _median_of_others(medians)
+        ratios = medians / others
+        self.worst = float(ratios.max())
+        is_slow = (ratios > self._threshold) & (medians - others > LEAST_SECONDS)
+        is_calm = ratios < 1 + _CALM * (self._threshold - 1)
+        messages = []
+        for rank in np.flatnonzero(is_slow).tolist():
+            if rank not in self._slow:
+                self._slow.add(rank)
+                messages.append(f"{self._name(rank)} takes {ratios[rank]:.1f} times as long as the others in a forward")
+        for rank in [rank for rank in sorted(self._slow) if is_calm[rank]]:
+            self._slow.remove(rank)
+            messages.append(f"{self._name(rank)} is as fast as the others again")
+        return messages
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} ({self._nodes[rank]})"
+
+
+def _median_of_others(values: np.ndarray) -> np.ndarray:
+    """For each value the median of all the others, (ranks,): taking one of n sorted values out moves the median."""
+    order = np.sort(values)
+    number = len(values) - 1  # of the others
+    low, high = (number - 1) // 2, number // 2
+    place = np.searchsorted(order, values)  # of a value that is taken out; those behind it move up
+    return (order[low + (place <= low)] + order[high + (place <= high)]) / 2

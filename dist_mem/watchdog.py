@@ -1,0 +1,211 @@
+"""The watchdog: a job in which nothing moves tells where every rank stands, and ends. See docs/hangs.md.
+
+    the training marks its progress: beat("forward") -> a thread of every rank sees the marks stand still
+        -> RUN/hangs/<start>/rank-00003.txt, with all stacks -> the lowest live rank names the suspects in report.txt
+        -> exit code 86
+
+Collectives are what hangs, so the ranks meet in the run directory. Time is counted in ticks of the thread: a job that
+was suspended as a whole, while all clocks went on, has not hung.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from dist_mem.distributed import World, gather_objects
+from dist_mem.environment import node_name, note_exit_code
+from dist_mem.errors import EXIT_HUNG
+from dist_mem.hang_report import Standing, failed_nodes, read_standings, report, write_standing
+
+TICK = 0.5  # seconds
+GATHER_SECONDS = 2.5  # how long the others' files are waited for
+REPORT_SECONDS = 1.5  # and then the report, and MLflow
+PATIENCE = 3.0  # times `watchdog.seconds`, in the phases of `_PATIENT` and until the first step is made
+_PATIENT = frozenset({"opening", "restoring", "evaluating", "saving", "ending"})
+OPENING_SECONDS = 180.0  # the least for "opening": DeepSpeed may compile, or wait for a job that does on the same node
+UNWATCHED = "fetching data"  # as long as it takes; who fetches watches the transfer itself
+
+
+class _Progress:
+    """Where the main thread of this process stands. One a process, as there is one main thread."""
+
+    beats = 0
+    phase = "opening"
+    step: int | None = None
+    is_warm = False  # a whole step has been made: all is compiled and loaded
+    before_end: Callable[[], None] | None = None
+
+
+_progress = _Progress()
+
+
+def beat(phase: str) -> None:
+    """Mark that the main thread has come to `phase`; a fifth of a microsecond.
+
+    All ranks call it at the same places in the same order, so that who has fewer beats is behind.
+    """
+    _progress.beats += 1
+    _progress.phase = phase
+
+
+def begin_step(step: int) -> None:
+    """Mark that a step of the training begins, with reading the data of the next one."""
+    _progress.is_warm = _progress.step is not None
+    _progress.step = step
+    beat("reading data")
+
+
+def before_end(work: Callable[[], None] | None) -> None:
+    """What the thread does before it ends a process that hangs, as far as there is time: telling MLflow."""
+    _progress.before_end = work
+
+
+@contextmanager
+def watched(run_dir: Path, world: World, seconds: float | None) -> Iterator[None]:
+    """Watch this process meanwhile; every rank enters it.
+
+    Args:
+        seconds: that nothing may move; None: no watchdog.
+    """
+    if seconds is None:
+        yield
+        return
+    watchdog = Watchdog(run_dir, world, seconds)
+    try:
+        yield
+    finally:
+        beat("ending")
+        watchdog.close()
+
+
+class Watchdog:
+    """The thread of one rank."""
+
+    def __init__(self, run_dir: Path, world: World, seconds: float) -> None:
+        told = gather_objects((node_name(), time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())))
+        self._nodes = [node for node, _ in told]  # also of ranks that will be silent
+        self._run_dir, self._world, self._seconds = run_dir, world, seconds
+        self._folder = run_dir / "hangs" / told[0][1]
+        _progress.__dict__.clear()  # of an earlier job of this process
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._ends = False
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Watch no more. Does not return once the thread ends the process: others are still to read from this one."""
+        with self._lock:
+            self._is_closed = not self._ends
+        self._wake.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        idle, last_beats, last_time = 0.0, -1, time.monotonic()
+        while not self._wake.wait(TICK):
+            now = time.monotonic()
+            idle += min(now - last_time, 2 * TICK)  # more has passed only if this process was stopped
+            last_time = now
+            if _progress.beats != last_beats or _progress.phase == UNWATCHED:
+                idle, last_beats = 0.0, _progress.beats
+            elif self._has_hung(idle):
+                with self._lock:
+                    if self._is_closed:
+                        return
+                    self._ends = True
+                self._end(idle)
+
+    def _has_hung(self, idle: float) -> bool:
+        """Whether nothing has moved for too long, here or, if not for half as long here, on a rank that has told it."""
+        limit = self._seconds
+        if _progress.phase in _PATIENT or not _progress.is_warm:
+            limit *= PATIENCE
+        if _progress.phase == "opening":
+            limit = max(limit, OPENING_SECONDS)
+        return idle >= limit or (idle >= limit / 2 and quickly(self._folder.exists, TICK) is True)
+
+    def _end(self, idle: float) -> None:
+        """Tell, and end the process. A dead file system, or whatever else, must not keep it."""
+        farewell = _in_background(_progress.before_end or (lambda: None))
+        deadline = time.monotonic() + GATHER_SECONDS + REPORT_SECONDS
+        try:
+            self._tell(idle)
+        except Exception as error:  # whatever it is, the process ends
+            print(f"watchdog: {type(error).__name__}: {error}", file=sys.stderr)
+        finally:
+            farewell.join(max(0.0, deadline - time.monotonic()))
+            quickly(lambda: note_exit_code(EXIT_HUNG), TICK)
+            quickly(sys.stderr.flush, TICK)
+            os._exit(EXIT_HUNG)
+
+    def _tell(self, idle: float) -> None:
+        mine = Standing(
+            rank=self._world.rank,
+            node=self._nodes[self._world.rank],
+            pid=os.getpid(),
+            step=_progress.step,
+            phase=_progress.phase,
+            beats=_progress.beats,
+            idle=round(idle, 1),
+        )
+        if not quickly(lambda: write_standing(self._folder, mine), TICK * 2):
+            print(f"watchdog: {self._folder} cannot be written; rank {mine.rank} stands here:", file=sys.stderr)
+            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+        standings = quickly(self._gather, GATHER_SECONDS + TICK) or [mine]
+        if standings[0].rank == mine.rank:
+            text = report(standings, self._nodes, seconds=self._seconds, folder=self._folder)
+            print(text, file=sys.stderr, flush=True)
+            quickly(lambda: self._publish(text, standings), TICK * 2)
+        else:  # it reads from this process's connections, and would fail where it hangs if this one ended first
+            quickly(lambda: _wait_for(lambda: (self._folder / "report.txt").exists(), REPORT_SECONDS), REPORT_SECONDS)
+
+    def _gather(self) -> list[Standing]:
+        """What the ranks have told, the lowest first, once all have, or when waiting for more is over."""
+
+        def all_are_there() -> bool:
+            # A name made here: after it the client of a network file system looks at the folder anew.
+            probe = self._folder / f".{self._world.rank}"
+            probe.touch()
+            probe.unlink()
+            return len(list(self._folder.glob("rank-*.txt"))) == self._world.size
+
+        _wait_for(all_are_there, GATHER_SECONDS)
+        return read_standings(self._folder)
+
+    def _publish(self, text: str, standings: list[Standing]) -> None:
+        partial = self._folder / f"report.{self._world.rank}.partial"
+        partial.write_text(text + "\n", encoding="utf-8")
+        failed_nodes(self._run_dir, standings, self._nodes)
+        partial.replace(self._folder / "report.txt")  # last: the others end when they see it
+
+
+def _wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def _in_background(work: Callable[[], Any]) -> threading.Thread:
+    def run() -> None:
+        with suppress(Exception):  # the process ends in any case
+            work()
+
+    thread = threading.Thread(target=run, name="watchdog-helper", daemon=True)
+    thread.start()
+    return thread
+
+
+def quickly(work: Callable[[], Any], seconds: float) -> Any:
+    """What `work` returns, or None if it fails or takes longer: it may touch a file system that does not answer."""
+    result: list[Any] = []
+    _in_background(lambda: result.append(work())).join(seconds)
+    return result[0] if result else None
