@@ -1,0 +1,234 @@
+"""`dist-mem doctor --drill`: a small job of two ranks, broken in every way that a cluster knows, and what survived.
+
+    a job starts -> something happens to it -> exit codes, checkpoint -> the same command again -> 20 steps more
+
+Last, a job that nothing has happened to makes the same steps: a broken one must have its losses, to the last bit.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from dist_mem.doctor.drill_job import RANKS, SAVE_EVERY, DrillError, DrillJob, prepare, wait_for
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_HUNG, EXIT_REQUEUE, EXIT_USAGE
+from dist_mem.stopping import LEAST_SECONDS, STOP_FILE
+from dist_mem.tracking.start import JOURNAL
+from dist_mem.watchdog import GATHER_SECONDS, REPORT_SECONDS
+
+_BREAK_AT = SAVE_EVERY + 5  # steps: a checkpoint is there, and it is not of the last step
+_GO_ON = 20  # steps after the resume
+_WATCHDOG_SECONDS = 5.0
+_MLFLOW_SECONDS = 10.0  # that the end of a job may take with a server that drops packets
+_COLUMNS = ("broken by", "exit codes", "checkpoint", "resumed to", "survived")
+
+
+class Row(NamedTuple):
+    """What became of one job."""
+
+    name: str
+    codes: str
+    checkpoint: str
+    resumed: str
+    problem: str | None  # None: it survived
+    seconds: float
+
+
+def _by_signal(job: DrillJob) -> list[int]:
+    job.start()
+    job.wait_for_step(_BREAK_AT)
+    job.signal(1, signal.SIGTERM)
+    return _ended(job, [EXIT_REQUEUE] * RANKS)
+
+
+def _by_file(job: DrillJob) -> list[int]:
+    """The file keeps the job from starting until it is removed."""
+    job.start()
+    job.wait_for_step(_BREAK_AT)
+    (job.run_dir / STOP_FILE).touch()
+    codes = _ended(job, [EXIT_REQUEUE] * RANKS)
+    job.start()
+    _ended(job, [EXIT_USAGE] * RANKS)
+    (job.run_dir / STOP_FILE).unlink()
+    return codes
+
+
+def _by_clock(job: DrillJob) -> list[int]:
+    """The end is told by DIST_MEM_JOB_END; how long a start takes here, the first job has shown."""
+    left = LEAST_SECONDS + 2 * job.usual_start + 3
+    job.start(DIST_MEM_JOB_END=str(int(time.time() + left)))
+    return _ended(job, [EXIT_REQUEUE] * RANKS)
+
+
+def _by_death(job: DrillJob) -> list[int]:
+    job.start()
+    job.wait_for_step(_BREAK_AT)
+    job.signal(1, signal.SIGKILL)
+    return _ended(job, [EXIT_FAILED, -signal.SIGKILL])
+
+
+def _by_hang(job: DrillJob) -> list[int]:
+    """A stopped rank: the watchdog of the other one ends the job and names it."""
+    job.start(f"watchdog.seconds={_WATCHDOG_SECONDS}")
+    job.wait_for_step(_BREAK_AT)
+    job.signal(1, signal.SIGSTOP)
+    began = time.monotonic()
+    wait_for(lambda: job.processes[0].poll() is not None, "the watchdog to end rank 0")
+    took, limit = time.monotonic() - began, _WATCHDOG_SECONDS + GATHER_SECONDS + REPORT_SECONDS + 5
+    job.signal(1, signal.SIGKILL)
+    codes = _ended(job, [EXIT_HUNG, -signal.SIGKILL])
+    reports = list((job.run_dir / "hangs").glob("*/report.txt"))
+    if not reports or "suspect: rank 1 " not in reports[0].read_text(encoding="utf-8"):
+        raise DrillError("no report in RUN/hangs names rank 1")
+    if took > limit:
+        raise DrillError(f"the watchdog took {took:.1f} s, not {limit:g}")
+    return codes
+
+
+def _by_dropped_packets(job: DrillJob) -> list[int]:
+    """An MLflow server that never answers: the job goes on, and keeps all points for later."""
+    with _silent_server() as port:
+        last = _BREAK_AT + _GO_ON
+        job.start(
+            *("tracking.mlflow=true", f"tracking.uri=http://127.0.0.1:{port}", f"train.steps={last}"),
+            **{"MLFLOW_RUN_ID": "", "no_proxy": "127.0.0.1"},
+        )
+        job.wait_for_step(last)
+        began = time.monotonic()
+        codes = _ended(job, [EXIT_DONE] * RANKS)
+        took = time.monotonic() - began
+    journal = (job.run_dir / JOURNAL).read_text(encoding="utf-8")
+    kept = sum('"loss"' in line for line in journal.splitlines())
+    if kept != last:
+        raise DrillError(f"{kept} of {last} points are kept for MLflow")
+    if took > _MLFLOW_SECONDS:
+        raise DrillError(f"the end took {took:.1f} s, for a server that drops packets")
+    return codes
+
+
+@contextmanager
+def _silent_server() -> Iterator[int]:
+    """A port of this machine that drops packets: its queue is full, and nobody takes from it."""
+    callers: list[socket.socket] = []
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        try:
+            for _ in range(4):
+                caller = socket.socket()
+                caller.setblocking(False)
+                caller.connect_ex(server.getsockname())
+                callers.append(caller)
+            yield int(server.getsockname()[1])
+        finally:
+            for caller in callers:
+                caller.close()
+
+
+FAULTS: dict[str, Callable[[DrillJob], list[int]]] = {
+    "signal to one rank": _by_signal,
+    "RUN/STOP": _by_file,
+    "the clock": _by_clock,
+    "a rank killed": _by_death,
+    "a rank stopped": _by_hang,
+    "MLflow drops packets": _by_dropped_packets,
+}
+
+
+def _ended(job: DrillJob, expected: Sequence[int]) -> list[int]:
+    codes = job.end()
+    if codes != list(expected):
+        raise DrillError(f"exit codes {_text(codes)}, expected {_text(expected)}: {job.said()}")
+    return codes
+
+
+def run(arguments: Sequence[str] = ()) -> int:
+    """Break the job in every way and print a table; returns the exit code, 0 only if it survived all.
+
+    Args:
+        arguments: YAML files and overrides; the drill keeps their memory and their engine, and sets the sizes.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="dist_mem-drill-"))
+    config = prepare(folder)
+    print(f"drill: {RANKS} ranks in {folder}", flush=True)
+    _print([*_COLUMNS, "seconds"])
+    jobs: dict[str, DrillJob] = {}
+    rows: list[Row] = []
+    usual_start = 0.0
+    for number, (name, fault) in enumerate(FAULTS.items()):
+        job = jobs[name] = DrillJob(folder / f"{number + 1}", [*arguments, str(config)])
+        job.usual_start = usual_start
+        rows.append(_try(name, fault, job))
+        _print(_cells(rows[-1]))
+        usual_start = usual_start or job.seconds_to_step
+    differing = _compare(DrillJob(folder / "undisturbed", [*arguments, str(config)]), rows, jobs)
+    for name, problem in differing.items():
+        print(f"{name:<22} NO: {problem}")
+    survived = sum(row.problem is None and row.name not in differing for row in rows)
+    print(f"{survived} of {len(rows)} survived, with the losses of a run that nothing has happened to")
+    if survived == len(rows):
+        shutil.rmtree(folder)
+        return EXIT_DONE
+    print(f"kept for you to look at: {folder}")
+    return EXIT_FAILED
+
+
+def _try(name: str, fault: Callable[[DrillJob], list[int]], job: DrillJob) -> Row:
+    """Break a job and resume it."""
+    began = time.monotonic()
+    told = {"codes": "-", "checkpoint": "-", "resumed": "-"}
+    problem = None
+    try:
+        told["codes"] = _text(fault(job))
+        step = job.newest_checkpoint()
+        told["checkpoint"] = f"step {step}"
+        job.kill()
+        job.start(f"train.steps={step + _GO_ON}")
+        _ended(job, [EXIT_DONE] * RANKS)
+        told["resumed"] = f"step {job.last_step()}"
+        if list(job.losses()) != list(range(1, step + _GO_ON + 1)):
+            problem = "not every step has one loss"
+    except (DrillError, ValueError, OSError) as error:
+        problem = str(error)
+    finally:
+        job.kill()
+    return Row(name, **told, problem=problem, seconds=time.monotonic() - began)
+
+
+def _compare(undisturbed: DrillJob, rows: Sequence[Row], jobs: Mapping[str, DrillJob]) -> dict[str, str]:
+    """Which of the jobs that are well have other losses than one that makes all the steps in one go."""
+    well = [row.name for row in rows if row.problem is None]
+    last = max((jobs[name].last_step() for name in well), default=0)
+    if last == 0:
+        return {}
+    try:
+        undisturbed.start(f"train.steps={last}")
+        _ended(undisturbed, [EXIT_DONE] * RANKS)
+    except DrillError as error:
+        return dict.fromkeys(well, f"nothing to compare it with: {error}")
+    finally:
+        undisturbed.kill()
+    right = undisturbed.losses()
+    wrong = {name: [step for step, loss in jobs[name].losses().items() if loss != right.get(step)] for name in well}
+    return {name: f"its losses differ from step {steps[0]} on" for name, steps in wrong.items() if steps}
+
+
+def _cells(row: Row) -> list[str]:
+    outcome = "yes" if row.problem is None else f"NO: {row.problem}"
+    return [row.name, row.codes, row.checkpoint, row.resumed, outcome, f"{row.seconds:.0f}"]
+
+
+def _print(cells: Sequence[str]) -> None:
+    name, codes, checkpoint, resumed, survived, seconds = cells
+    print(f"{name:<22} {codes:<12} {checkpoint:<12} {resumed:<12} {seconds:>7}  {survived}", flush=True)
+
+
+def _text(codes: Sequence[int]) -> str:
+    return " ".join(map(str, codes))

@@ -1,0 +1,172 @@
+"""The small job that the drill breaks: books, a configuration, two real ranks, and what it has left on the disk."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+
+from dist_mem.checkpoint.manifest import list_steps, step_dir, verify
+from dist_mem.data.build import build_dataset
+from dist_mem.data.source import SourceDocument
+from dist_mem.doctor.machine import BUFFERS, SHM
+from dist_mem.environment import environment_of_rank
+from dist_mem.tracking.sinks import METRICS_FILE
+
+RANKS = 2
+SAVE_EVERY = 20  # steps
+NO_END = 1_000_000  # steps: whoever breaks such a job need not hurry
+PATIENCE = 180.0  # seconds for anything; the first start compiles DeepSpeed's op
+_SYLLABLES = ("ba", "ko", "mi", "ru", "ten", "sol", "qua", "ver")
+_CONFIG = {
+    "model": {"num_layers": 2, "d_model": 16, "num_heads": 2, "d_inner": 32, "dropout": 0.1},
+    "train": {"lanes": 8, "micro_lanes": 2, "seg_len": 16, "steps": NO_END, "precision": "fp32", "threads": 1},
+    "checkpoint": {"every": SAVE_EVERY, "keep_last": 3},
+    "schedule": {"kind": "constant"},
+    "eval": {"every": None},
+    "tracking": {"every": 1, "mlflow": False, "system_metrics": False},
+    "launch": {"signal_seconds": 60},
+}
+
+
+class DrillError(Exception):
+    """The job did not do what it should have; the message says what it did."""
+
+
+def prepare(folder: Path) -> Path:
+    """Write books and configuration; returns the path of the latter."""
+    choose = random.Random(7)
+    books = []
+    for number in range(12):
+        words = ["".join(choose.choices(_SYLLABLES, k=2)) for _ in range(choose.randint(100, 200))]
+        books.append(SourceDocument(id=str(number), title=f"Book {number}", source=" ".join(words), year=1900))
+    build_dataset({"train": books}, folder / "books", name="drill", tokenizer_kind="bytes")
+    path = folder / "drill.yaml"
+    OmegaConf.save({**_CONFIG, "data": {"path": str(folder / "books"), "train_split": "train"}}, path)
+    return path
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    """Poll until it holds. Raises DrillError."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        if time.monotonic() > deadline:
+            raise DrillError(f"waited {PATIENCE:g} s for {what}")
+        time.sleep(0.01)
+
+
+class DrillJob:
+    """A run directory, and the ranks that train in it at the moment."""
+
+    def __init__(self, run_dir: Path, arguments: Sequence[str]) -> None:
+        """Take a run directory and the configuration of `prepare`, after what the user gave."""
+        self.run_dir = run_dir
+        self._arguments = [*arguments, f"run_dir={run_dir}", f"name={run_dir.name}"]
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._starts = 0
+        self._began = 0.0
+        self.usual_start = 0.0  # seconds from a start to step `SAVE_EVERY`, as another job has taken
+        self.seconds_to_step = 0.0  # the same of this job's first start
+
+    def start(self, *overrides: str, **environment: str) -> None:
+        """Start all ranks, with more overrides and variables."""
+        port = free_port()
+        on_cpus = {} if torch.cuda.device_count() >= RANKS else {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+        more = {"OMP_NUM_THREADS": "1", **on_cpus, **environment}
+        command = [sys.executable, "-m", "dist_mem", "train", *self._arguments, *overrides]
+        self._starts += 1
+        self._began = time.monotonic()
+        self.processes = []
+        self._port = port
+        for rank in range(RANKS):
+            with self._output(rank).open("wb") as output:
+                variables = environment_of_rank(rank, RANKS, port, more)
+                self.processes.append(subprocess.Popen(command, env=variables, stdout=output, stderr=subprocess.STDOUT))
+
+    def _output(self, rank: int) -> Path:
+        return self.run_dir.with_name(f"{self.run_dir.name}-start{self._starts}-rank{rank}.txt")
+
+    def end(self) -> list[int]:
+        """Exit codes, once all ranks have ended by themselves. Raises DrillError if they do not."""
+        wait_for(lambda: all(process.poll() is not None for process in self.processes), "the ranks to end")
+        return [process.returncode for process in self.processes]
+
+    def kill(self) -> None:
+        """End what is left of it, and what it has left in shared memory."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        for path in SHM.glob(f"{BUFFERS}_{self._port}_*"):
+            path.unlink(missing_ok=True)
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        """Send a signal to one rank."""
+        self.processes[rank].send_signal(number)
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until a step is logged. Raises DrillError, also if the job ends before."""
+
+        def is_there() -> bool:
+            if any(process.poll() is not None for process in self.processes) and self.last_step() < step:
+                raise DrillError(f"ended early with {[process.poll() for process in self.processes]}: {self.said()}")
+            return self.last_step() >= step
+
+        wait_for(is_there, f"step {step}")
+        self.seconds_to_step = self.seconds_to_step or time.monotonic() - self._began
+
+    def said(self) -> str:
+        """The last line of the ranks that has something to tell."""
+        texts = [self._output(rank).read_text(encoding="utf-8", errors="replace") for rank in range(RANKS)]
+        told = [line for text in texts for line in text.splitlines() if "rror" in line]
+        return told[-1].strip() if told else "nothing was said"
+
+    def points(self) -> list[dict[str, object]]:
+        """Whole lines of metrics.jsonl."""
+        path = self.run_dir / METRICS_FILE
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def last_step(self) -> int:
+        """Newest step that is logged; 0 without one."""
+        path = self.run_dir / METRICS_FILE
+        if not path.exists():
+            return 0
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 4096))
+            whole = [line for line in file.read().split(b"\n")[:-1] if line.startswith(b"{")]
+        return int(json.loads(whole[-1])["step"]) if whole else 0
+
+    def losses(self) -> dict[int, float]:
+        """Training loss by step."""
+        found = {}
+        for point in self.points():
+            metrics = point["metrics"]
+            assert isinstance(metrics, dict)
+            if "loss" in metrics:
+                found[int(str(point["step"]))] = metrics["loss"]
+        return found
+
+    def newest_checkpoint(self) -> int:
+        """Step of the newest checkpoint, every byte of it verified. Raises ValueError if it is damaged."""
+        steps = list_steps(self.run_dir)
+        if not steps:
+            raise DrillError("there is no checkpoint")
+        verify(step_dir(self.run_dir, steps[-1]))
+        return steps[-1]

@@ -1,0 +1,53 @@
+"""Would MLflow's server let this run in, and is it there? Rank 0 asks."""
+
+from __future__ import annotations
+
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dist_mem.doctor.report import Remark, fail, ok, warning
+from dist_mem.errors import UnusableError
+from dist_mem.tracking.preflight import check_tracking
+from dist_mem.tracking.provenance import without_credentials
+from dist_mem.tracking.stores import choose_sending, is_server, store_uri
+
+_SECONDS = 2.5
+
+
+def check_mlflow(config: Any, *, is_patient: bool) -> Iterator[Remark]:
+    """What keeps MLflow from taking what this run will send.
+
+    Args:
+        is_patient: also wait for a server that may not be there, which a run does not need.
+    """
+    if not config.tracking.mlflow:
+        return
+    try:
+        check_tracking(config, Path(config.run_dir))
+    except UnusableError as error:
+        told, _, fix = str(error).partition("; ")
+        yield fail("MLflow", told, fix or "tracking.send=never goes without it")
+        return
+    uri, sending = store_uri(config), choose_sending(config)
+    if is_patient and is_server(uri) and sending.is_on and not _answers(uri):
+        fix = "look at tracking.uri, proxies, the firewall; a run keeps its metrics until it is back"
+        yield warning("MLflow", f"{without_credentials(uri)} does not answer", fix)
+    else:
+        yield ok("MLflow", sending.told.removeprefix("MLflow: "))
+
+
+def _answers(uri: str) -> bool:
+    """Whether anything answers there, through the user's proxies; what it says does not matter."""
+    try:
+        urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=_SECONDS).close()
+    except urllib.error.HTTPError:
+        return True
+    except urllib.error.URLError as error:
+        return isinstance(error.reason, ssl.SSLError)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,108 @@
+"""What the checks find, and how it is told: one line a finding, alike ones of several nodes together.
+
+FAIL     open files      node2           64 may be open, ranks need 208 -> raise the limit: ulimit -n 4096
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+OK, WARNING, FAIL = "ok", "warning", "FAIL"
+_NAMED = 4  # places in a line; a report of 60 nodes is to be read
+_SHOWN = 12  # lines in a refused start
+
+
+class Place(NamedTuple):
+    """Where something was found; ranks in it are those of one node."""
+
+    node: str
+    rank: int | None = None  # None: the whole node
+
+    def __str__(self) -> str:
+        return self.node if self.rank is None else f"{self.node} rank {self.rank}"
+
+
+class Remark(NamedTuple):
+    """One finding of a check, without its place."""
+
+    level: str  # OK, WARNING or FAIL
+    what: str  # that was looked at, in two words
+    found: str
+    fix: str = ""
+    blames_node: bool = False  # a start without this node may do
+
+    def at(self, place: Place | None) -> Finding:
+        """The finding, at its place; None: of the whole job."""
+        return Finding(place, *self)
+
+
+class Finding(NamedTuple):
+    """A `Remark` and where it holds."""
+
+    place: Place | None
+    level: str
+    what: str
+    found: str
+    fix: str
+    blames_node: bool
+
+
+def ok(what: str, found: str) -> Remark:
+    """All is well."""
+    return Remark(OK, what, found)
+
+
+def warning(what: str, found: str, fix: str) -> Remark:
+    """Training will do, but not as well, or not for long."""
+    return Remark(WARNING, what, found, fix)
+
+
+def fail(what: str, found: str, fix: str, *, blames_node: bool = False) -> Remark:
+    """Training would break, now or later, or be wrong."""
+    return Remark(FAIL, what, found, fix, blames_node)
+
+
+def lines(findings: Sequence[Finding]) -> list[str]:
+    """A line for all findings that say the same of several places, in the order of the checks."""
+    merged: dict[tuple[str, ...], list[Finding]] = {}
+    for finding in findings:
+        told = (finding.what,) if finding.level == OK else (finding.what, finding.found, finding.fix)
+        merged.setdefault((finding.level, *told), []).append(finding)
+    return [_line(alike) for alike in merged.values()]
+
+
+def _line(alike: Sequence[Finding]) -> str:
+    first = alike[0]
+    others = {finding.found for finding in alike[1:]} - {first.found}
+    found = f"{first.found}; others alike" if others else first.found
+    places = [finding.place for finding in alike]
+    if first.level == OK:
+        places = [place and Place(place.node) for place in places]
+    where = _where(places)
+    text = f"{first.level:<8} {first.what:<16} {where:<20} {found}"
+    return f"{text} -> {first.fix}" if first.fix else text
+
+
+def _where(places: Iterable[Place | None]) -> str:
+    names = list(dict.fromkeys("all ranks" if place is None else str(place) for place in places))
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+
+
+def failed(findings: Iterable[Finding]) -> list[Finding]:
+    """Those that keep a job from training."""
+    return [finding for finding in findings if finding.level == FAIL]
+
+
+def failed_nodes(findings: Iterable[Finding], nodes: Iterable[str]) -> list[str]:
+    """Nodes that a start may do without; none where all of them failed: there would be none left."""
+    blamed = {finding.place.node for finding in failed(findings) if finding.blames_node and finding.place}
+    return sorted(blamed) if blamed < set(nodes) else []
+
+
+def refusal(findings: Sequence[Finding]) -> str:
+    """The message of a job that does not start."""
+    told = lines(failed(findings))
+    more = [f"and {len(told) - _SHOWN} more: dist-mem doctor tells them all"] if len(told) > _SHOWN else []
+    head = "the preflight found what training would break on (preflight=false goes without it):"
+    return "\n".join([head, *told[:_SHOWN], *more])

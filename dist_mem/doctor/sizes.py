@@ -1,0 +1,64 @@
+"""How large a checkpoint will be, how many there will be at once, and how much time a save may take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dist_mem.checkpoint.manifest import list_steps
+from dist_mem.data.directory import local_dir
+from dist_mem.data.tokenizer import JSON_NAME, read_tokenizer_facts
+from dist_mem.doctor.report import Remark, fail, ok, warning
+from dist_mem.model import describe
+from dist_mem.plan import ASSUMED_VOCAB_SIZE, batch_plan
+
+_FILES_A_RANK, _OTHER_FILES = 3, 10  # engine, lanes, rng; manifest, configuration, folders
+_BYTES_A_RANK = 10_000  # random state, headers
+_SAVES = 3  # saves that should fit into the time between signal and end: the first attempt may fail
+
+
+class Checkpoint(NamedTuple):
+    """What one takes on the disk."""
+
+    num_bytes: int
+    num_files: int
+
+
+def checkpoint_size(config: Any, world_size: int) -> Checkpoint:
+    """From the sizes of the model: fp32 weights, the optimizer's state, the memories of all lanes."""
+    path = local_dir(config.data)
+    vocab_size = read_tokenizer_facts(path)["vocab_size"] if (path / JSON_NAME).exists() else ASSUMED_VOCAB_SIZE
+    sizes = describe(config, vocab_size)
+    moments = 2 if config.optimizer.kind in ("adam", "adamw") else int(config.optimizer.momentum != 0)
+    places = batch_plan(config.train, world_size).lanes_per_rank * world_size
+    parameters = 4 * (1 + moments) * sizes["num_parameters"]
+    lanes = sizes["state_bytes_per_lane"] * places
+    return Checkpoint(parameters + lanes + _BYTES_A_RANK * world_size, _FILES_A_RANK * world_size + _OTHER_FILES)
+
+
+def checkpoints_to_come(config: Any) -> int:
+    """How many more will be there at once: what `checkpoint.keep_last` keeps, and the one being written."""
+    rules = config.checkpoint
+    kept = 2 if rules.keep_last is None else rules.keep_last + (rules.keep_best or 0) + 1
+    return max(1, kept - len(list_steps(Path(config.run_dir))))
+
+
+def check_stop_time(config: Any, *, num_bytes: int, rate: float) -> Iterator[Remark]:
+    """Whether a save fits between the signal and the end of the job.
+
+    Args:
+        num_bytes: of a checkpoint.
+        rate: bytes a second that all ranks together write.
+    """
+    seconds, lead = num_bytes / rate, config.launch.signal_seconds
+    time = f"about {seconds:,.0f} s" if seconds >= 1 else "less than a second"
+    told = f"a save takes {time} ({rate / 1e6:,.0f} MB/s), the signal comes {lead} s before the end"
+    fix = f"launch.signal_seconds={10 * math.ceil(_SAVES * seconds / 10 + 3)}"
+    if seconds > lead:
+        yield fail("time to stop", told, fix)
+    elif _SAVES * seconds > lead:
+        yield warning("time to stop", told, fix)
+    else:
+        yield ok("time to stop", told)

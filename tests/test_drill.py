@@ -1,0 +1,57 @@
+"""The drill: what it calls survived has survived, and what has not is not called so."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from dist_mem.doctor import drill
+from dist_mem.doctor.drill_job import DrillJob
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # where TMPDIR was looked at before
+    monkeypatch.chdir(tmp_path)
+
+
+def _at_another_rate(job: DrillJob) -> list[int]:
+    """Survives like a job that was stopped by a signal, but has not made the steps it should have."""
+    job.start("optimizer.lr=0.5")
+    job.wait_for_step(25)
+    job.signal(0, signal.SIGTERM)
+    return drill._ended(job, [85, 85])
+
+
+def _killed_instead(job: DrillJob) -> list[int]:
+    job.start()
+    job.wait_for_step(5)
+    for rank in (0, 1):
+        job.signal(rank, signal.SIGKILL)
+    return drill._ended(job, [85, 85])
+
+
+def test_the_drill_tells_what_survived_from_what_did_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    faults = {"signal": drill._by_signal, "another rate": _at_another_rate, "killed": _killed_instead}
+    monkeypatch.setattr(drill, "FAULTS", faults)
+    assert drill.run() == 1
+    told = {line.split("  ")[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert told["signal"].split()[1:3] == ["85", "85"]
+    assert told["signal"].endswith("yes")
+    assert "NO: its losses differ from step 2 on" in told["another rate"]
+    assert "NO: exit codes -9 -9, expected 85 85" in told["killed"]
+    assert any(line.startswith("1 of 3 survived") for line in told)
+    assert list(tmp_path.glob("dist_mem-drill-*/3-start1-rank0.txt"))  # to look at
+
+
+@pytest.mark.nightly
+def test_a_job_survives_the_whole_drill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert drill.run() == 0, capsys.readouterr().out
+    assert f"{len(drill.FAULTS)} of {len(drill.FAULTS)} survived" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
