@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
 from typing import IO, Any
 
+_NETWORK_FILE_SYSTEMS = {
+    *("9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "orangefs", "panfs"),
+    *("pvfs2", "smb3", "smbfs", "virtiofs", "wekafs"),
+}
 _CHUNK = 1 << 20  # bytes; written and hashed while they are in the processor's cache
 
 
@@ -87,3 +92,29 @@ def sha256_of(path: Path) -> str:
     """SHA-256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def file_system_of(path: Path) -> str:
+    """Type of the file system that holds a path, which need not exist yet: ext4, nfs4, lustre, fuse.sshfs.
+
+    Empty where the kernel does not tell, as on other systems than Linux.
+    """
+    folders = [path.resolve(), *path.resolve().parents]  # first: looking at it is what mounts it, with autofs
+    try:
+        mounts = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return ""
+    found = [(len(mounted.parts), kind) for mounted, kind in map(_mount, mounts) if mounted in folders]
+    deepest = max((depth for depth, _ in found), default=0)
+    return next((kind for depth, kind in reversed(found) if depth == deepest), "")  # the last one hides the others
+
+
+def _mount(line: str) -> tuple[Path, str]:
+    """Folder and type of a line of /proc/self/mounts, where a blank is written as \\040."""
+    folder, kind = line.split(" ")[1:3]
+    return Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), folder)), kind
+
+
+def is_network_file_system(kind: str) -> bool:
+    """Whether files of such a file system are another machine's, where locks are slow or missing: SQLite breaks."""
+    return kind in _NETWORK_FILE_SYSTEMS or kind.startswith("fuse.")

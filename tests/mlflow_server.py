@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from ranks import free_port
 Points = Counter[tuple[str, int, int, float]]  # (name, step, time in milliseconds, value) -> how often
 
 
-def wait_until(condition: Callable[[], bool], what: str, *, seconds: float = 60) -> None:
+def wait_until(condition: Callable[[], bool], what: str, *, seconds: float = 180) -> None:
     """Poll until the condition holds."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -61,25 +62,41 @@ def points_of(client: Any, run_id: str) -> Points:
 class MlflowServer:
     """`mlflow server` on one loopback port, over an SQLite file that outlives it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.uri = f"http://127.0.0.1:{free_port()}"
-        self._folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        trust: ssl.SSLContext | None = None,
+    ) -> None:
+        """
+        Args:
+            options: more of `mlflow server`.
+            trust: how to trust its certificate, if the options give it one.
+        """
+        self.uri = f"{'https' if trust else 'http'}://127.0.0.1:{free_port()}"
+        self.folder = folder
+        self._options = options
+        self._environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # six processes, of no use
+        self._environment |= environment or {}
+        self._trust = trust
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Return when it answers."""
         port = self.uri.rsplit(":", 1)[1]
         command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", port, "--workers", "1"]
-        command += ["--backend-store-uri", f"sqlite:///{self._folder}/mlflow.db"]
-        command += ["--artifacts-destination", str(self._folder / "artifacts")]
-        environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # six more processes, of no use
-        with (self._folder / "log").open("ab") as output:
+        command += ["--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db"]
+        command += ["--artifacts-destination", str(self.folder / "artifacts")]
+        command += self._options
+        with (self.folder / "log").open("ab") as output:
             self._process = subprocess.Popen(
-                command, stdout=output, stderr=output, env=environment, start_new_session=True
+                command, stdout=output, stderr=output, env=self._environment, start_new_session=True
             )
         process = self._process
         wait_until(lambda: self._answers() or process.poll() is not None, "the MLflow server")
-        assert process.poll() is None, (self._folder / "log").read_text()
+        assert process.poll() is None, (self.folder / "log").read_text()
 
     def kill(self) -> None:
         """SIGKILL to the session that `start` began: the server and its worker."""
@@ -95,7 +112,7 @@ class MlflowServer:
 
     def _answers(self) -> bool:
         try:
-            with urlopen(f"{self.uri}/health", timeout=5) as response:
+            with urlopen(f"{self.uri}/health", timeout=5, context=self._trust) as response:
                 return bool(response.status == 200)
         except (URLError, ConnectionError):
             return False

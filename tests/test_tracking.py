@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from faults import small_disk
@@ -19,6 +21,7 @@ from mlflow_server import points_of, wait_until
 from ranks import free_port
 from tracked import config_for, history, job, start, steps
 
+from dist_mem.tracking import journal_sinks
 from dist_mem.tracking import start as tracking
 from dist_mem.tracking.journal import Entry, read_header
 from dist_mem.tracking.mlflow_run import RUN_ID_FILE, MlflowRun
@@ -144,7 +147,7 @@ def test_a_server_too_slow_for_a_large_request_gets_small_ones(
             raise TimeoutError
 
     monkeypatch.setattr(MlflowRun, "send_points", send_points)
-    monkeypatch.setattr(tracking, "FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr(journal_sinks, "FLUSH_SECONDS", 0.0)
     job(config_for(sqlite_uri), tmp_path, steps(1, 300))
     sender = tracking.Sender(
         tracking.Target(sqlite_uri, tmp_path, read_header(tmp_path / JOURNAL)), tmp_path / JOURNAL, report=print
@@ -172,30 +175,79 @@ def test_an_exact_resume_has_every_step_once(sqlite_uri: str, client: Any, tmp_p
     assert len(history(client, tracker.run_id, "seconds")) == 12
     run = client.get_run(tracker.run_id)
     assert run.info.status == "FINISHED"
-    assert not any("superseded" in name for name in run.data.tags)
+    assert not any("dist_mem.branch" in name for name in run.data.tags)
 
 
-def test_a_rollback_to_another_branch_sends_it_and_says_what_it_supersedes(
-    sqlite_uri: str, client: Any, tmp_path: Path
+def test_a_rollback_to_another_branch_has_every_step_of_it_and_no_name_a_step_twice(
+    sqlite_uri: str, client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """MLflow without the superseded points is metrics.jsonl, the last points included."""
+    """MLflow, branch by branch, is metrics.jsonl: no chart zigzags, and nothing that counts is missing."""
     tracker = job(config_for(sqlite_uri), tmp_path, steps(1, 9))
-    other = {step: step + 0.5 for step in range(6, 9)}
+    other = {step: step + 0.5 for step in range(6, 13)}
     job(config_for(sqlite_uri, train={"lanes": 32}), tmp_path, other, first_step=5)
     run = client.get_run(tracker.run_id)
     assert run.data.params["train.lanes"] == "16"
     assert run.data.tags["dist_mem.changed_params.step_5"] == "train.lanes: 16 -> 32"
-    says, time_of_branch = run.data.tags["dist_mem.superseded.step_6"].rsplit(" ", 1)
-    assert says == "steps 6 to 9 logged before"
-    began = round(datetime.fromisoformat(time_of_branch).timestamp() * 1000)
+    says = run.data.tags["dist_mem.branch_2"]
+    assert says.startswith("steps 6 to 9 logged before 20")
+    assert says.endswith("count no more; those that do are branch_2/loss and so on")
+    assert f"MLflow can take nothing back: {says}" in capsys.readouterr().err
     points = points_of(client, str(tracker.run_id))
-    valid = {point for point in points if not (6 <= point[1] <= 9 and point[2] < began)}
-    assert len(points) == 2 * 9 + 2 * 3 and max(points.values()) == 1
+    assert max(Counter((name, step) for name, step, _, _ in points.elements()).values()) == 1
+    assert history(client, tracker.run_id, "loss") == [*steps(1, 9).items(), (10, 10.5), (11, 11.5), (12, 12.5)]
+    branch = {(name.removeprefix("branch_2/"), *rest) for name, *rest in points if name.startswith("branch_2/")}
+    valid = {point for point in points if not point[0].startswith("branch_2/") and not 6 <= point[1] <= 9} | branch
     assert valid == {
         (name, point.step, int(point.time * 1000), value)
         for point in read_points(tmp_path / METRICS_FILE)
         for name, value in point.metrics.items()
     }
+
+
+def test_a_branch_goes_on_over_crashes_and_ends_where_mlflow_has_nothing_older(
+    sqlite_uri: str, client: Any, tmp_path: Path
+) -> None:
+    """The job of the second branch dies, its third start repeats what it has and goes on; then a third branch."""
+    config = config_for(sqlite_uri)
+    run_id = job(config, tmp_path, steps(1, 9)).run_id
+    job(config, tmp_path, {6: 6.5, 7: 7.5}, first_step=5)
+    job(config, tmp_path, {7: 7.5, 8: 8.5}, first_step=6)
+    assert history(client, run_id, "branch_2/loss") == [(6, 6.5), (7, 7.5), (8, 8.5)]
+    job(config, tmp_path, {step: step + 0.75 for step in range(8, 12)}, first_step=7)
+    assert history(client, run_id, "branch_2/loss") == [(6, 6.5), (7, 7.5), (8, 8.5)]
+    assert history(client, run_id, "branch_3/loss") == [(8, 8.75), (9, 9.75)]
+    assert history(client, run_id, "loss") == [*steps(1, 9).items(), (10, 10.75), (11, 11.75)]
+
+
+def test_what_mlflow_has_of_before_a_rollback_is_known_to_whoever_sends_the_rest(
+    sqlite_uri: str, client: Any, tmp_path: Path
+) -> None:
+    """Of nine steps it got four; a sync sends a piece of the rest, and another sync, which begins anew, the others."""
+    config, down = config_for(sqlite_uri), config_for(f"http://127.0.0.1:{free_port()}")
+    run_id = job(config, tmp_path, steps(1, 4)).run_id
+    job(down, tmp_path, steps(5, 9), first_step=4)
+    job(down, tmp_path, {step: step + 0.5 for step in range(3, 12)}, first_step=2)
+    journal = tmp_path / JOURNAL
+    for size in (1, 2, 3, 100):  # as if it was killed in between
+        sender = tracking.Sender(tracking.Target(sqlite_uri, tmp_path, read_header(journal)), journal, report=print)
+        sender._batch_size = size
+        send_tags = failing_after(MlflowRun.send_tags, 9 if size < 100 else 10**9)
+        with patch.object(MlflowRun, "send_tags", send_tags), suppress(ConnectionError):
+            sender.send()
+    assert history(client, run_id, "branch_2/loss") == [(3, 3.5), (4, 4.5)]
+    assert history(client, run_id, "loss") == [*steps(1, 4).items(), *((step, step + 0.5) for step in range(5, 12))]
+
+
+def failing_after(method: Callable[..., None], times: int) -> Callable[..., None]:
+    """The method, which a dead network keeps from being called more often."""
+    calls = itertools.count()
+
+    def send(*arguments: Any) -> None:
+        if next(calls) >= times:
+            raise ConnectionError
+        method(*arguments)
+
+    return send
 
 
 def test_what_is_superseded_before_it_was_sent_is_never_sent(sqlite_uri: str, client: Any, tmp_path: Path) -> None:

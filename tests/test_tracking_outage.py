@@ -21,6 +21,7 @@ from dist_mem.errors import EXIT_DONE
 from dist_mem.meter import MEASUREMENTS
 from dist_mem.tracking import sync
 from dist_mem.tracking.mlflow_run import RUN_ID_FILE, connect
+from dist_mem.tracking.preflight import check_tracking
 from dist_mem.tracking.sinks import METRICS_FILE, read_points
 from dist_mem.tracking.start import start_tracking
 
@@ -90,7 +91,7 @@ def test_a_server_killed_in_mid_run_and_then_the_job_leave_every_point_exactly_o
     assert codes == [EXIT_DONE], text
     run = client.get_run(run_id_of(run_dir))
     assert run.info.status == "FINISHED"
-    assert not any("superseded" in name for name in run.data.tags)
+    assert not any("dist_mem.branch" in name for name in run.data.tags)
     assert kept(client, run_dir) == logged(run_dir)
     assert max(kept(client, run_dir).values()) == 1
     uid = run.data.tags["dist_mem.uid"]
@@ -116,6 +117,7 @@ def test_an_address_that_never_answers_costs_ten_seconds_at_most_and_no_points(
         config = OmegaConf.merge(OmegaConf.structured(Config), {"name": "demo", "tracking": {"uri": uri}})
         save_config(config, tmp_path / "config.yaml")
         began = time.monotonic()
+        check_tracking(config, tmp_path)
         tracker = start_tracking(config, run_dir=tmp_path, run_id=None, total_steps=200, first_step=0)
         slowest = 0.0
         for step in range(1, 201):

@@ -16,6 +16,7 @@ from dist_mem.config.load import (
     read_config,
     save_config,
     to_yaml,
+    value_of,
 )
 from dist_mem.config.schema import (
     AdaptiveConfig,
@@ -53,4 +54,5 @@ __all__ = [
     "read_config",
     "save_config",
     "to_yaml",
+    "value_of",
 ]

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dist_mem.config import deepspeed_keys
 from dist_mem.config.check import ConfigError, Problem, all_keys, check_tree, flatten, located, optional_keys, stop_on
+from dist_mem.config.credentials import check_credentials
 from dist_mem.config.rules import check_together, check_values
 from dist_mem.config.schema import Config
 from dist_mem.config.sources import Source, merge, merge_source, plain_block, read_sources, resolve
@@ -65,6 +66,7 @@ def load_config(arguments: Sequence[str], *, memory_options: MemoryOptions | Non
 
 def _check_source(source: Source) -> Iterable[Problem]:
     yield from check_tree(Config, source.tree, everywhere=known_keys())
+    yield from check_credentials(source.tree)
     block = source.tree.get("deepspeed", {})
     if isinstance(block, Mapping):
         yield from deepspeed_keys.check_block(block, key="deepspeed", everywhere=known_keys())
@@ -129,6 +131,13 @@ def deepspeed_block(config: Config) -> dict[str, Any]:
 def to_yaml(config: Config, *, resolve: bool = False) -> str:
     """The whole configuration; interpolations stay unresolved: no secret of the environment gets into a file."""
     return OmegaConf.to_yaml(config, resolve=resolve)
+
+
+def value_of(config: Config, key: str) -> Any:
+    """The resolved value of a dotted key. Raises ConfigError for a key that is not there."""
+    if key not in known_keys():
+        stop_on([Problem(key, "is no key; `dist-mem config` lists them all")])
+    return OmegaConf.select(cast(Any, config), key)
 
 
 def save_config(config: Config, path: Path) -> None:

@@ -140,7 +140,7 @@ class LaunchConfig:
     tasks_per_node: int | None = None  # ranks; None: one per GPU, or one on CPUs
     cpus_per_task: int | None = None  # None: the cluster's default
     memory: str | None = None  # of a node, as 64G; None: the cluster's default
-    time: str = "24:00:00"  # of one start of the job, as Slurm takes it
+    time: str = "24:00:00"  # of one start of the job, in quotes: YAML takes it for a number
     partition: str | None = None  # None: the cluster's default; so for the next two
     account: str | None = None  # who pays
     qos: str | None = None  # quality of service

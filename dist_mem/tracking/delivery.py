@@ -7,15 +7,16 @@ taken for sent. Whoever goes on with a journal, the resumed job or `dist-mem tra
 
 from __future__ import annotations
 
-import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dist_mem.files import fsync_path
-from dist_mem.tracking.journal import Entry, JournalReader, find_entries
+from dist_mem.tracking.branches import Branches
+from dist_mem.tracking.journal import Entry, JournalReader
 from dist_mem.tracking.mlflow_run import UID_TAG, MlflowRun, Target, is_refusal
+from dist_mem.tracking.refusals import brief
 
 SENT_TAG = "dist_mem.sent"  # how many entries of the journal MLflow has
 SENT_FILES_TAG = "dist_mem.sent_files"  # likewise of files: their store may be down while MLflow is up
@@ -23,12 +24,6 @@ _FILES = ("artifact", "text")
 _POINTS = ("point", "system")
 _LARGEST_BATCH = 70  # entries; about one request of 900 metrics
 _LONGEST_PAUSE = 10.0  # seconds between two attempts while MLflow is down
-
-
-def brief(error: Exception) -> str:
-    """An error in one line, without the user and password of a URL, which MLflow's client names."""
-    first_line = re.sub(r"//[^/\s]*@", "//", (str(error).splitlines() or [""])[0])
-    return f"{type(error).__name__}: {first_line[:300]}"
 
 
 class Sender:
@@ -45,7 +40,7 @@ class Sender:
         self._journal = journal
         self._report = report
         self._entries = self._files = JournalReader(journal)
-        self._superseded: list[Entry] = []
+        self._branches = Branches()
         self._is_open = False
         self._batch_size = _LARGEST_BATCH
 
@@ -55,8 +50,10 @@ class Sender:
             self._open()
         while batch := self._entries.batch(self._batch_size):
             fsync_path(self._journal)
+            if any(entry.kind == "superseded" for entry in batch):
+                self._learn_branches()
             try:
-                self._send_batch(batch)
+                self._send_batch(batch, self._branches)
             except Exception:
                 # Points that were taken, but answered too late, are slow to send again: MLflow looks each of them up
                 # (8 ms in a run of 170,000). In one piece they would be too late for ever.
@@ -77,7 +74,7 @@ class Sender:
         """Send another journal of the same run; no tag counts it, so all of it is sent, whatever MLflow has."""
         entries = JournalReader(journal)
         while batch := entries.batch(_LARGEST_BATCH):
-            self._send_batch(batch)
+            self._send_batch(batch, Branches())  # an evaluation is of its checkpoint, whatever came of that
             self._send_files(batch)
             entries.done()
             self.num_sent += len(batch)
@@ -88,12 +85,22 @@ class Sender:
         tags = self.run.tags if self.run.tags.get(UID_TAG) == self._uid else {}
         self._entries = JournalReader(self._journal, int(tags.get(SENT_TAG, 0)))
         self._files = JournalReader(self._journal, int(tags.get(SENT_FILES_TAG, 0)))
-        self._superseded = find_entries(self._journal, "superseded")
+        self._branches = Branches()
+        self._learn_branches(tags)
         self._is_open = True
 
-    def _send_batch(self, batch: Sequence[Entry]) -> None:
+    def _learn_branches(self, tags: Mapping[str, str] | None = None) -> None:
+        """Note with the run what it has of before a rollback, before anything of after it is sent."""
+        found = self._branches.learn(self._journal, self._entries.num_done, tags or {})
+        for branch in found:
+            self.run.send_tags(branch.tag())
+            if branch.last_sent >= branch.first:
+                self._report(f"MLflow can take nothing back: {next(iter(branch.tag().values()))}")
+        self._branches.add(found)
+
+    def _send_batch(self, batch: Sequence[Entry], branches: Branches) -> None:
         """All but files: the points, then the rest in order, so that a run is not FINISHED before its last point."""
-        points = [entry for entry in batch if entry.kind in _POINTS and not self._is_superseded(entry)]
+        points = branches.points(entry for entry in batch if entry.kind in _POINTS)
         try:
             self.run.send_points(points)
         except Exception as error:
@@ -101,15 +108,8 @@ class Sender:
             for entry in points:  # one of them is refused: take the others
                 self._try(self.run.send_points, [entry], what=f"the figures of step {entry.body['step']}")
         for entry in batch:
-            if entry.kind not in (*_POINTS, *_FILES):
+            if entry.kind not in (*_POINTS, *_FILES, "superseded"):
                 self._try(self.run.send, entry, what=entry.kind)
-
-    def _is_superseded(self, entry: Entry) -> bool:
-        """Whether a later job of the run made this point anew, with other values, before it was ever sent."""
-        return entry.kind == "point" and any(
-            newer.body["first"] <= entry.body["step"] <= newer.body["last"] and entry.time < newer.body["before"]
-            for newer in self._superseded
-        )
 
     def _send_files(self, batch: Sequence[Entry]) -> bool:
         """The files; returns whether there were any."""

@@ -87,6 +87,14 @@ def find_entries(path: Path, kind: str) -> list[Entry]:
     return [entry for entry in found if entry.kind != DAMAGED]
 
 
+def is_superseded(entry: Entry, records: Iterable[Entry]) -> bool:
+    """Whether a later job of the run made this point anew, with other values; `records` are the "superseded" ones."""
+    return entry.kind == "point" and any(
+        record.body["first"] <= entry.body["step"] <= record.body["last"] and entry.time < record.body["before"]
+        for record in records
+    )
+
+
 def _encode(entry: Entry) -> str:
     return json.dumps(entry._asdict()) + "\n"
 

@@ -10,17 +10,15 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_mem.environment import quiet_tracking_environment
 from dist_mem.files import write_text
 from dist_mem.tracking.journal import Entry, Header, JournalError
+from dist_mem.tracking.run_id import RUN_ID_FILE, read_run_id
 
-RUN_ID_FILE = "mlflow_run_id"  # in the run directory
 UID_TAG = "dist_mem.uid"  # whose journal the tags of delivery.py count
-SUPERSEDED_TAG = "dist_mem.superseded.step_"  # + the first of the steps
 _METRICS_PER_REQUEST = 900  # MLflow takes 1000 metrics, parameters and tags together
 _PARAMS_PER_REQUEST = 100
 _PARAM_CHARS = 500  # mlflow 3 takes 6000, the servers of earlier versions 500; the whole configuration is an artifact
@@ -56,6 +54,36 @@ def connect(uri: str) -> Any:
     return MlflowClient(uri)
 
 
+def ask_for_access(uri: str, experiment: Mapping[str, str], run_id: str | None) -> None:
+    """Ask a server for what a run will need, with the user's credentials, and change nothing there.
+
+    Args:
+        run_id: the run that is gone on with; None: a new one of the experiment is meant.
+
+    Raises:
+        MlflowException: the server cannot be asked, or its status is 401, 403 or another one that means no.
+    """
+    import_mlflow_quietly()
+    from mlflow.utils.credentials import get_default_host_creds
+    from mlflow.utils.rest_utils import http_request, verify_rest_response
+
+    def ask(endpoint: str, method: str, **content: Any) -> Any:
+        path = f"/api/2.0/mlflow/{endpoint}"
+        answer = http_request(host_creds=get_default_host_creds(uri), endpoint=path, method=method, **content)
+        if answer.status_code in (400, 404):  # it would have been allowed
+            return {}
+        return verify_rest_response(answer, path).json()
+
+    if run_id is not None:
+        ask("runs/log-batch", "POST", json={"run_id": run_id})
+        return
+    key = f"experiment_{'id' if 'id' in experiment else 'name'}"
+    endpoint = "experiments/get" if "id" in experiment else "experiments/get-by-name"
+    found = ask(endpoint, "GET", params={key: next(iter(experiment.values()))}).get("experiment")
+    if found is not None:  # a run that nobody can make: whether this user might is looked at first
+        ask("runs/create", "POST", json={"experiment_id": found["experiment_id"], "start_time": "never"})
+
+
 def is_refusal(error: Exception) -> bool:
     """Whether MLflow will never take this: a bad value, a run that is gone, a file that is not there."""
     from mlflow.exceptions import MlflowException
@@ -66,13 +94,16 @@ def is_refusal(error: Exception) -> bool:
 
 
 def client_tags() -> dict[str, str]:
-    """Who runs what, as every MLflow client says it: mlflow.user, mlflow.source.name, and what plugins add."""
+    """What every MLflow client says of a program, and what plugins add.
+
+    Not mlflow.user: MLflow takes the name that MLFLOW_TRACKING_USERNAME logs in with (provenance.py has the machine's).
+    """
     import_mlflow_quietly()
     from mlflow.tracking.context.git_context import GitRunContext
     from mlflow.tracking.context.registry import resolve_tags
 
     ignore: Any = [GitRunContext]  # MLflow declares a list of instances, and takes classes
-    return resolve_tags(ignore=ignore)  # provenance.py says more about the git state
+    return {name: value for name, value in resolve_tags(ignore=ignore).items() if name != "mlflow.user"}
 
 
 def system_monitors() -> list[Any]:
@@ -116,8 +147,7 @@ class MlflowRun:
     def open(self, start_time: int | None) -> None:
         """Find the run by its id, else by its journal's uid, else make it, begun at `start_time` (ms; None: now)."""
         uri, run_dir, header = self._target
-        id_file = run_dir / RUN_ID_FILE
-        known = id_file.read_text(encoding="utf-8").strip() if id_file.exists() else None
+        known = read_run_id(run_dir)
         self._client = self._client or connect(uri)
         run = _find_run(self._client, known) if known else None
         if run is None:
@@ -130,7 +160,7 @@ class MlflowRun:
                 experiment_id, start_time=start_time, tags={UID_TAG: header.uid}, run_name=header.run_name
             )
         if run.info.run_id != known:
-            write_text(id_file, run.info.run_id + "\n")
+            write_text(run_dir / RUN_ID_FILE, run.info.run_id + "\n")
         self.run_id, self.tags, self._params = run.info.run_id, run.data.tags, dict(run.data.params)
         self._report(f"MLflow run {run.info.run_name} ({self.run_id}) at {uri}")
 
@@ -164,10 +194,6 @@ class MlflowRun:
                 self._send_params(body["params"], step=body["step"])
             case "tags":
                 self.send_tags(body)
-            case "superseded":
-                time = datetime.fromtimestamp(body["before"] / 1000, UTC).isoformat(timespec="milliseconds")
-                steps = f"steps {body['first']} to {body['last']}"
-                self.send_tags({f"{SUPERSEDED_TAG}{body['first']}": f"{steps} logged before {time}"})
             case "datasets":
                 self._send_datasets(body["datasets"])
             case "artifact":

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import platform
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 from dist_mem import __version__
-from dist_mem.environment import environment_of_git
+from dist_mem.environment import environment_of_git, node_name, slurm_job, user_name
 
 PACKAGE = Path(__file__).parent.parent
 MAX_DIFF_CHARS = 1_000_000
@@ -44,6 +46,28 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:  # put on the path by hand
             continue
     return found
+
+
+def who_runs_what() -> dict[str, str]:
+    """The tags that every MLflow client sets. The user is that of this machine: MLflow's own takes the login's name."""
+    tags = {"mlflow.user": user_name() or "unknown", "mlflow.source.name": sys.argv[0], "mlflow.source.type": "LOCAL"}
+    return {tag: value for tag, value in tags.items() if value}
+
+
+def start_in_words(first_step: int) -> str:
+    """This start of a run, for the history of its starts: `from step 500, job 12, restart 2, node[1-2], TIME`."""
+    job = slurm_job()
+    array = (
+        f" (task {job['SLURM_ARRAY_TASK_ID']} of {job.get('SLURM_ARRAY_JOB_ID')})"
+        if "SLURM_ARRAY_TASK_ID" in job
+        else ""
+    )
+    where = (
+        f"job {job['SLURM_JOB_ID']}{array}, restart {job['SLURM_RESTART_COUNT']}, {job.get('SLURM_JOB_NODELIST')}"
+        if job
+        else f"on {node_name()}"
+    )
+    return f"from step {first_step}, {where}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def git_state(package: Path = PACKAGE) -> GitState:

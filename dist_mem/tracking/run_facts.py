@@ -13,8 +13,7 @@ from dist_mem.data.tokenizer import read_tokenizer_facts
 from dist_mem.distributed import World
 from dist_mem.environment import slurm_job
 from dist_mem.model import describe
-from dist_mem.tracking.mlflow_run import client_tags
-from dist_mem.tracking.provenance import git_state, versions
+from dist_mem.tracking.provenance import git_state, versions, who_runs_what
 from dist_mem.tracking.tracker import Tracker
 
 _DIGEST_CHARS = 36  # MLflow takes no more
@@ -24,14 +23,14 @@ _GIT_DIFF = "git.diff"
 def describe_run(
     tracker: Tracker, config: Any, world: World, indexes: Sequence[Index], sources: Mapping[str, str]
 ) -> None:
-    """Tell the tracker all of it; for rank 0 alone, because it asks git and MLflow.
+    """Tell the tracker all of it; for rank 0 alone, because it asks git.
 
     Args:
         indexes: of the split that is trained on, then those of evaluation.
         sources: of memories outside the package, name -> text.
     """
     git = git_state()
-    tracker.log_tags({**client_tags(), **git.tags, **versions(), "world_size": str(world.size), **slurm_job()})
+    tracker.log_tags({**who_runs_what(), **git.tags, **versions(), "world_size": str(world.size), **slurm_job()})
     sizes = describe(config, read_tokenizer_facts(local_dir(config.data))["vocab_size"])
     tracker.log_tags({f"model.{name}": str(size) for name, size in sizes.items()})
     tracker.log_artifact("config.yaml")

@@ -3,21 +3,27 @@
     dist-mem track sync runs/demo runs/none tracking.uri=http://mlflow.example:5000
 
 For runs that ended while MLflow was down, and for clusters whose compute nodes reach no network: the same command on a
-login node, also while the job runs, as often as you like.
+login node, also while the job runs, as often as you like. A run whose job was killed outright, and has not been started
+again, is RUNNING no more then, but KILLED.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from dist_mem.checkpoint.lease import STALE_SECONDS
 from dist_mem.config import TrackingConfig, merge_checked
-from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
-from dist_mem.tracking.delivery import brief
+from dist_mem.config.check import stop_on
+from dist_mem.config.credentials import check_credentials
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UnusableError
+from dist_mem.tracking.refusals import brief
 from dist_mem.tracking.start import send_journals
 
 
@@ -36,6 +42,8 @@ def run(run_dirs: Sequence[Path], overrides: Sequence[str] = ()) -> int:
 def _read_config(run_dir: Path, overrides: Sequence[str]) -> Any:
     """The configuration of a run as far as tracking goes; the rest may need an environment that is not here."""
     given = OmegaConf.from_dotlist(list(overrides))
+    unresolved: Any = OmegaConf.to_container(given)
+    stop_on([problem._replace(where="command line") for problem in check_credentials(unresolved)])
     merge_checked(TrackingConfig, given.get("tracking", {}), "tracking")
     path = run_dir / "config.yaml"
     if not path.exists():
@@ -48,9 +56,33 @@ def _sync(config: Any, run_dir: Path) -> int:
         print(f"{run_dir}: {text}")
 
     try:
-        num_sent = send_journals(config, run_dir, report=say)
+        num_sent = send_journals(config, run_dir, report=say, is_dead=lambda: _is_dead(run_dir, say))
+    except UnusableError as error:
+        print(f"error: {run_dir}: {error}", file=sys.stderr)
+        return EXIT_USAGE
     except Exception as error:  # any of the many libraries under MLflow's stores
         print(f"error: {run_dir}: MLflow does not have everything: {brief(error)}", file=sys.stderr)
         return EXIT_FAILED
     say(f"{num_sent} entries sent; MLflow has everything" if num_sent else "MLflow has everything already")
     return EXIT_DONE
+
+
+def _is_dead(run_dir: Path, say: Callable[[str], None]) -> bool:
+    """Whether nobody holds the run directory any more: its lease is gone, or has no sign of life for a while."""
+    lease = run_dir / "lease.json"
+    deadline = time.monotonic() + STALE_SECONDS
+    try:
+        first = _last_touch(lease)
+        say(f"its job has not told its end: waiting up to {STALE_SECONDS:.0f} s for a sign of life")
+        while time.monotonic() < deadline:
+            if _last_touch(lease) != first:
+                return False
+            time.sleep(0.2)
+    except FileNotFoundError:
+        return True
+    return True
+
+
+def _last_touch(path: Path) -> int:
+    with path.open("rb") as file:  # opened anew each time, or NFS answers from its cache
+        return os.fstat(file.fileno()).st_mtime_ns

@@ -1,0 +1,57 @@
+"""Before a job takes GPUs for hours: would MLflow's server let it in? Rank 0 asks, once, for a few seconds at most.
+
+A server that is down, slow or out of reach is no reason to stop: all it is to get is kept, and sent when it is back.
+A server that says no will say so tomorrow too.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from dist_mem.errors import UnusableError
+from dist_mem.tracking.mlflow_run import ask_for_access, import_mlflow_quietly
+from dist_mem.tracking.provenance import without_credentials
+from dist_mem.tracking.refusals import what_to_set
+from dist_mem.tracking.run_id import read_run_id, wished_run_id
+from dist_mem.tracking.stores import choose_sending, experiment_of, is_server, store_uri
+
+SECONDS = 2.5  # with the wait at the end of a job, a server that never answers costs less than 10
+
+
+def check_tracking(config: Any, run_dir: Path) -> None:
+    """Return if tracking may start, a server that does not answer included.
+
+    Raises:
+        UnusableError: the server refuses this user (401, 403), its certificate is not to be trusted, or what names the
+            MLflow run is no id; with what to set.
+    """
+    if not config.tracking.mlflow:
+        return
+    run_id = read_run_id(run_dir) or wished_run_id()
+    uri = store_uri(config)
+    if not (is_server(uri) and choose_sending(config).is_on):
+        return
+    refusal = _refusal(uri, experiment_of(config), run_id)
+    if refusal is not None:
+        raise UnusableError(f"MLflow at {without_credentials(uri)} cannot be used: {refusal}. Or tracking.send=never")
+
+
+def _refusal(uri: str, experiment: dict[str, str], run_id: str | None) -> str | None:
+    """What the server says that means no; None if it lets us in, or does not answer in time."""
+    import_mlflow_quietly()  # not in the thread: seconds on a slow disk are not the server's
+    refusals: list[str] = []
+
+    def ask() -> None:
+        try:
+            ask_for_access(uri, experiment, run_id)
+        except Exception as error:  # any library under MLflow's client; what is no refusal is told when it is sent to
+            refusal = what_to_set(error)
+            if refusal is not None:
+                refusals.append(refusal)
+
+    asking = threading.Thread(target=ask, name="MLflow preflight", daemon=True)
+    asking.start()
+    asking.join(SECONDS)
+    return refusals[0] if refusals else None

@@ -1,0 +1,62 @@
+"""Which MLflow run a run directory goes on with: that of RUN/mlflow_run_id, the checkpoint's, that of MLFLOW_RUN_ID."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from dist_mem.environment import mlflow_environment
+from dist_mem.errors import UnusableError
+from dist_mem.files import write_text
+
+RUN_ID_FILE = "mlflow_run_id"  # in the run directory
+_FORM = re.compile(r"[a-zA-Z0-9][\w-]{0,255}", re.ASCII)  # what MLflow takes for an id
+
+
+def read_run_id(run_dir: Path) -> str | None:
+    """The run of a run directory; None before it has one.
+
+    Raises:
+        UnusableError: the file holds something else.
+    """
+    path = run_dir / RUN_ID_FILE
+    if not path.exists():
+        return None
+    text = path.read_text(encoding="utf-8", errors="replace").strip()
+    return _checked(text, str(path), "write the id of the run into it, or delete it: the run is found by its journal")
+
+
+def wished_run_id() -> str | None:
+    """The run of MLFLOW_RUN_ID, or None.
+
+    Raises:
+        UnusableError: the variable holds something else.
+    """
+    text = mlflow_environment().run_id
+    return text and _checked(text, "environment: MLFLOW_RUN_ID", "unset it for a run of its own")
+
+
+def settle_run_id(run_dir: Path, of_checkpoint: str | None, *, report: Callable[[str], None]) -> str | None:
+    """Note which run is meant, if one is, and return it: the run directory's own, the checkpoint's, the wished one.
+
+    Raises:
+        UnusableError: one of them is no id.
+    """
+    noted, wished = read_run_id(run_dir), wished_run_id()
+    known = noted
+    if known is None and of_checkpoint:
+        known = _checked(of_checkpoint, "mlflow_run_id in the checkpoint's manifest.json", f"write it to {RUN_ID_FILE}")
+    if known and wished and known != wished:
+        report(f"MLFLOW_RUN_ID is {wished}, but {run_dir} goes on with its MLflow run {known}")
+    if noted is None and (known or wished):
+        write_text(run_dir / RUN_ID_FILE, f"{known or wished}\n")
+    return known or wished
+
+
+def _checked(text: str, where: str, fix: str) -> str:
+    if _FORM.fullmatch(text):
+        return text
+    raise UnusableError(
+        f"{where} is {text[:60]!r}, but the id of an MLflow run has letters and digits only, 32 as a rule; {fix}"
+    )
