@@ -33,6 +33,7 @@ from dist_mem.data.remote import (
     writing,
 )
 from dist_mem.data.shard import INDEX_NAME, Index, ShardEntry, ShardSource, read_index, read_index_facts
+from dist_mem.data.stage import stage_on_all_ranks, staged
 from dist_mem.data.tokenizer import JSON_NAME, MODEL_NAME, Tokenizer, load_tokenizer, read_tokenizer_facts
 from dist_mem.environment import user_cache_dir
 from dist_mem.files import sha256_of
@@ -58,14 +59,14 @@ def open_tokenizer(data: DataConfig) -> Tokenizer:
 
 
 def open_index(data: DataConfig, split: str) -> Index:
-    """A split of `data.path`; after `refresh` where that is remote. Raises ShardError as `read_index`."""
+    """A split of `data.path`, or of this node's copy; after `refresh` where that is remote. Raises as `read_index`."""
     index = read_index(local_dir(data) / split)
     if not is_remote(data.path):
-        return index
+        return staged(index, data)
     for shard in index.shards:
         if Path(shard.name).name != shard.name:
             raise ShardError(f"{index.split_dir / INDEX_NAME} has a tar {shard.name!r}: it must be the name of a file")
-    return replace(index, source=RemoteShards(data.path, index.split_dir))
+    return staged(replace(index, source=RemoteShards(data.path, index.split_dir)), data)
 
 
 def refresh(data: DataConfig, splits: Iterable[str], *, start: str | None = None) -> None:
@@ -93,13 +94,22 @@ def refresh(data: DataConfig, splits: Iterable[str], *, start: str | None = None
 
 
 def refresh_on_all_ranks(data: DataConfig, splits: Sequence[str]) -> None:
-    """`refresh`, once on each node; every rank calls it.
+    """`refresh`, and what `data.stage` asks for, once on each node; every rank calls it.
 
     Raises:
-        RemoteError: on every rank, if it failed on any, or if the nodes do not hold the same files now.
+        UnusableError: on every rank, if it failed on any, or if the nodes do not hold the same files now.
     """
-    if not is_remote(data.path):
-        return
+    if is_remote(data.path):
+        _refresh_on_all_ranks(data, splits)
+    if data.stage != "none":
+        from dist_mem.distributed import on_all_ranks  # it imports torch
+
+        shown = show(data.path)
+        indexes = on_all_ranks(lambda: [open_index(data, split) for split in splits], f"opening {shown}")
+        stage_on_all_ranks(indexes, f"copying {shown} to the nodes")
+
+
+def _refresh_on_all_ranks(data: DataConfig, splits: Sequence[str]) -> None:
     from dist_mem.distributed import AgreedError, agree_all_well, from_rank0, gather_objects  # they import torch
 
     start = from_rank0(uuid.uuid4().hex)

@@ -95,27 +95,27 @@ def address(base: str, name: str) -> Address:
 
 
 @contextmanager
-def writing(directory: Path) -> Iterator[None]:
-    """An error of the disk as ours, with what to do."""
+def writing(directory: Path, *, key: str = "data.cache") -> Iterator[None]:
+    """An error of the disk as ours, with what to do: `key` has chosen the directory."""
     try:
         yield
     except RemoteError:
         raise
     except OSError as error:
         raise RemoteError(
-            f"{directory} cannot be written: {error.strerror or error}; make room there, or set data.cache to another "
+            f"{directory} cannot be written: {error.strerror or error}; make room there, or set {key} to another "
             "directory"
         ) from error
 
 
 @contextmanager
-def locked(path: Path, cancelled: threading.Event | None = None) -> Iterator[IO[bytes]]:
+def locked(path: Path, cancelled: threading.Event | None = None, *, key: str = "data.cache") -> Iterator[IO[bytes]]:
     """Hold a lock file, which stays where it is; a process that ends, in whatever way, lets go of its locks.
 
     Raises:
         RemoteError: it cannot be written, or `cancelled` was set while another process held it.
     """
-    with writing(path.parent):
+    with writing(path.parent, key=key):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a+b", buffering=0)
     cancelled = cancelled or threading.Event()

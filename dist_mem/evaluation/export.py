@@ -146,7 +146,9 @@ def _settings_without_places(checkpoint: Checkpoint) -> Config:
     kept = kept_kinds(plain_block(load_config([str(path)]).memory), Path())  # memory/NAME.py, as seen from the export
     config, default = load_config([str(path), *kept]), Config()
     config.run_dir, config.resume, config.tracking = default.run_dir, default.resume, default.tracking
-    config.data.path, config.data.cache = default.data.path, default.data.cache
+    config.launch = default.launch
+    for key in ("path", "cache", "stage", "stage_dir"):
+        setattr(config.data, key, getattr(default.data, key))
     return config
 
 

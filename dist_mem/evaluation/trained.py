@@ -49,7 +49,7 @@ from dist_mem.model import LMState, MemoryLM
 from dist_mem.outside_memory import kept_kinds
 
 WEIGHTS = "model.safetensors"  # of an export
-OVERRIDABLE = ("eval.", "tracking.", "data.path", "data.cache", "train.micro_lanes", "train.threads")
+OVERRIDABLE = ("eval.", "tracking.", "data.path", "data.cache", "data.stage", "train.micro_lanes", "train.threads")
 
 log = logging.getLogger(__name__)
 
