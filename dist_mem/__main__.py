@@ -2,6 +2,8 @@
 
     dist-mem train configs/demo.yaml memory/none.yaml train.steps=100
     dist-mem train configs/demo.yaml --check --world 8
+    dist-mem launch configs/pg19_small.yaml launch/sites/generic.yaml --nodes 4
+    dist-mem doctor configs/demo.yaml
     dist-mem evaluate runs/demo --split test
     dist-mem export runs/demo --out models/demo
     dist-mem checkpoints verify runs/demo
@@ -21,11 +23,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 from dist_mem import commands as run
-from dist_mem.environment import is_first_on_node
+from dist_mem.environment import is_first_on_node, note_exit_code
 from dist_mem.errors import EXIT_FAILED, EXIT_USAGE, UnusableError
 
 
@@ -34,6 +37,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dist-mem", description="Train transformers that remember whole books.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_train(commands)
+    _add_launch(commands)
+    _add_doctor(commands)
     _add_evaluate(commands)
     _add_export(commands)
     _add_checkpoints(commands)
@@ -70,6 +75,26 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
 
 
 _STEP_HELP = "step of the checkpoint (default: the newest that verifies)"
+
+
+def _add_launch(commands: argparse._SubParsersAction) -> None:
+    added = _add(commands, run.launch)
+    added.add_argument("config", nargs="*", help=f"{_CONFIG_HELP}, as `dist-mem train` takes them")
+    added.add_argument("--nodes", help="as launch.nodes: a number, or a range as 60-64")
+    added.add_argument("--gpus-per-node", type=int, help="as launch.gpus_per_node")
+    added.add_argument("--time", help="as launch.time")
+    added.add_argument("--partition", help="as launch.partition")
+    added.add_argument("--account", help="as launch.account")
+    added.add_argument("--dry-run", action="store_true", help="only print the script")
+    added.add_argument(
+        "--script", choices=["train", "array"], help="print launch/train.sbatch or array.sbatch for a site"
+    )
+
+
+def _add_doctor(commands: argparse._SubParsersAction) -> None:
+    added = _add(commands, run.doctor)
+    added.add_argument("config", nargs="*", help=f"{_CONFIG_HELP}; none: look at machines and network only")
+    added.add_argument("--drill", action="store_true", help="break a small job in every way, and say what it survived")
 
 
 def _add_evaluate(commands: argparse._SubParsersAction) -> None:
@@ -126,6 +151,7 @@ def _add_config(commands: argparse._SubParsersAction) -> None:
     added = _add(commands, run.config)
     added.add_argument("config", nargs="*", help=f"{_CONFIG_HELP}; none: every key there is")
     added.add_argument("--markdown", action="store_true", help="every key there is, as docs/config.md")
+    added.add_argument("--get", metavar="KEY", help="only the value of this key, as run_dir, resolved")
 
 
 def _count(text: str) -> int:
@@ -180,6 +206,8 @@ def entry() -> NoReturn:
     except Exception:
         sys.excepthook(*sys.exc_info())
         code = EXIT_FAILED
+    with suppress(ValueError, OSError):  # wrong variables, told before; a full disk: the batch script has srun's code
+        note_exit_code(code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -11,10 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dist_mem.config import Config, load_config, to_yaml
+from dist_mem.checkpoint.finished import finished_step
+from dist_mem.config import Config, load_config, to_yaml, value_of
 from dist_mem.config.help import schema_as_yaml
 from dist_mem.config.resume_rules import check_allowed
+from dist_mem.environment import is_first_on_node
 from dist_mem.errors import EXIT_FAILED
+from dist_mem.stop_signal import OF_SCHEDULERS, StopSignal
 
 
 def load_checked(arguments: Sequence[str]) -> Config:
@@ -30,6 +33,11 @@ def load_checked(arguments: Sequence[str]) -> Config:
 
 def train(options: argparse.Namespace) -> int:
     """Start a run, or resume it."""
+    with StopSignal(OF_SCHEDULERS) as early:  # imports take seconds, in which a signal would end the process
+        return _train(options, early)
+
+
+def _train(options: argparse.Namespace, early: StopSignal) -> int:
     config = load_checked(options.config)
     check_allowed(options.allow)
     if options.check:
@@ -37,12 +45,38 @@ def train(options: argparse.Namespace) -> int:
 
         print(plan.report(config, world_size=options.world))
         return 0
+    if config.resume == "auto" and (step := finished_step(Path(config.run_dir), config.train)) is not None:
+        if is_first_on_node():
+            print(f"{config.run_dir} is finished: step {step} was the last one")
+        return 0
     from dist_mem.distributed import choose_accelerator
 
     choose_accelerator()
     from dist_mem.train import run
 
-    return run(config, allowed=options.allow)
+    return run(config, allowed=options.allow, early=early)
+
+
+def launch(options: argparse.Namespace) -> int:
+    """Hand a training job in to Slurm."""
+    from dist_mem.launch import submit
+
+    shorthand = ("nodes", "gpus_per_node", "time", "partition", "account")
+    given = [f"launch.{name}={value!r}" for name in shorthand if (value := getattr(options, name)) is not None]
+    if options.script:
+        return submit.show_script(load_config(["train.steps=1", *options.config, *given]), kind=options.script)
+    return submit.run(load_checked([*options.config, *given]), options.config, dry_run=options.dry_run)
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Look whether machines, network and ranks are fit to train, and say what to mend."""
+    if options.drill:
+        from dist_mem.doctor import drill
+
+        return drill.run(options.config)
+    from dist_mem.doctor import run
+
+    return run.run(load_checked(options.config) if options.config else None)
 
 
 def evaluate(options: argparse.Namespace) -> int:
@@ -121,6 +155,9 @@ def config(options: argparse.Namespace) -> int:
         from dist_mem.memory import described_memories
 
         print(config_page(described_memories()), end="")
+        return 0
+    if options.get:
+        print(value_of(load_checked(options.config), options.get))
         return 0
     print(to_yaml(load_checked(options.config)) if options.config else schema_as_yaml(), end="")
     return 0

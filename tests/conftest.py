@@ -11,6 +11,7 @@ import pytest
 import torch
 from ranks import RankPool
 from scored_library import write_library
+from slurm_cluster import Cluster, running_cluster, why_not
 
 from dist_mem.data.shard import Index, read_index
 from dist_mem.tracking.mlflow_run import connect
@@ -69,3 +70,12 @@ def sqlite_uri(tmp_path_factory: pytest.TempPathFactory) -> str:
 def client(sqlite_uri: str) -> Any:
     """An MlflowClient of that store."""
     return connect(sqlite_uri)
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[Cluster]:
+    """A real Slurm of two nodes."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with running_cluster() as cluster:
+        yield cluster

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +20,7 @@ from dist_mem.data.shard import TokenizedDocument, write_split
 from dist_mem.data.stream import make_plan
 from dist_mem.data.tokenizer import BytesTokenizer, save_tokenizer
 from dist_mem.errors import UnusableError
+from dist_mem.stop_signal import StopSignal
 
 ROOT = Path(__file__).parent.parent
 MAX_CHECK_SECONDS = 2.0
@@ -81,7 +84,10 @@ def test_typo_in_the_memory_block_is_refused_before_anything_starts(
 def test_train_hands_on_the_configuration_and_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def run(config: object, *, allowed: list[str]) -> int:
+    def run(config: object, *, allowed: list[str], early: StopSignal) -> int:
+        assert early.received is None
+        os.kill(os.getpid(), signal.SIGTERM)  # noted from the first moment on, before torch is imported
+        assert early.received == "SIGTERM"
         seen.append((config, allowed))
         return 85
 

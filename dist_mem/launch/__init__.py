@@ -1,0 +1,1 @@
+"""Jobs on a Slurm cluster: the script, and how it is handed in."""

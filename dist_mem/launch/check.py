@@ -1,0 +1,90 @@
+"""What is wrong with a `launch:` block and shows only where a script is made of it: all at once, each with its key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from dist_mem.config.check import Problem, flatten, stop_on
+
+_WORDS = ("memory", "partition", "account", "qos", "interface")
+# Options of sbatch that are keys: what stands twice would one day differ.
+_KEYS = {
+    **dict.fromkeys(("nodes", "N"), "launch.nodes"),
+    **dict.fromkeys(("ntasks", "n", "ntasks-per-node"), "launch.tasks_per_node"),
+    **dict.fromkeys(("cpus-per-task", "c"), "launch.cpus_per_task"),
+    **dict.fromkeys(("time", "t"), "launch.time"),
+    **dict.fromkeys(("partition", "p"), "launch.partition"),
+    **dict.fromkeys(("account", "A"), "launch.account"),
+    **dict.fromkeys(("qos", "q"), "launch.qos"),
+    **dict.fromkeys(("job-name", "J"), "name"),
+    **dict.fromkeys(("requeue", "no-requeue"), "launch.restart"),
+    "gpus-per-node": "launch.gpus_per_node",
+    "mem": "launch.memory",
+    "signal": "launch.signal_seconds",
+}
+
+
+def check(config: Any) -> None:
+    """Raise ConfigError if no script can be made of `config.launch`."""
+    stop_on(_from_environment(config))  # first: the others show values
+    launch = config.launch
+    stop_on([*_sizes(launch), *_texts(launch), *_restart(launch)])
+
+
+def _from_environment(config: Any) -> Iterator[Problem]:
+    """A script lies about for all to read, in the run directory and in Slurm: nothing of the environment gets in."""
+    leaves = flatten(OmegaConf.to_container(config, resolve=False))
+    fix = (
+        "write $NAME in its place in env, setup, image and mounts: the shell of the job expands it, with the "
+        "environment that sbatch hands on; elsewhere write the value"
+    )
+    for key, value in leaves.items():
+        if key.startswith("launch.") and _reads_environment(value, leaves):
+            yield Problem(key, f"takes a variable of the environment, which would stand in the script; {fix}")
+
+
+def _reads_environment(value: Any, leaves: Mapping[str, Any]) -> bool:
+    """Whether a text is, or refers to a text that is, of the environment."""
+    names = re.findall(r"\$\{([\w.\[\]]+)\}", str(value))
+    return "oc.env" in str(value) or any(_reads_environment(leaves.get(name.lstrip(".")), leaves) for name in names)
+
+
+def _sizes(launch: Any) -> Iterator[Problem]:
+    nodes = re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", launch.nodes)
+    if not nodes or int(nodes[1]) > int(nodes[2] or nodes[1]):
+        yield Problem("launch.nodes", f"is {launch.nodes!r}, but must be a number as 4, or a range as 60-64")
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+){1,2}|\d+-\d+", launch.time):
+        form = "'12:00:00' or '2-00:00:00', in quotes, because YAML takes 12:00:00 for a number"
+        yield Problem("launch.time", f"is {launch.time}, but must be as {form}")
+
+
+def _texts(launch: Any) -> Iterator[Problem]:
+    for name in _WORDS:
+        if re.search(r"\s", getattr(launch, name) or ""):
+            yield Problem(f"launch.{name}", f"is {getattr(launch, name)!r}, but must be one word")
+    if (launch.image is None) != (launch.container == "none"):
+        given = f"is {launch.container}, but launch.image is {launch.image!r}"
+        yield Problem("launch.container", f"{given}; give both, or container none and no image")
+    for index, line in enumerate(launch.env):
+        if not re.fullmatch(r"[A-Za-z_]\w*=.*", line):
+            yield Problem(f"launch.env[{index}]", f"is {line!r}, but must be of the form NAME=VALUE")
+    for index, option in enumerate(launch.directives):
+        yield from _directive(f"launch.directives[{index}]", option)
+
+
+def _directive(key: str, option: str) -> Iterator[Problem]:
+    name = re.match(r"--([\w-]+)|-(\w)", option)
+    if not name or "\n" in option:
+        yield Problem(key, f"is {option!r}, but must be one option of sbatch, as --constraint=a100")
+    elif own := _KEYS.get(name[1] or name[2]):
+        yield Problem(key, f"is {option!r}, which is a key of its own: set {own}")
+
+
+def _restart(launch: Any) -> Iterator[Problem]:
+    if launch.exclude_failed and launch.restart in ("chain", "none"):
+        way = f"is true, but with launch.restart = {launch.restart} no start can be told to leave out a node"
+        yield Problem("launch.exclude_failed", f"{way}; use requeue or resubmit")

@@ -1,0 +1,111 @@
+#!/usr/bin/env bash
+#@header
+# shellcheck disable=SC2154 # variables of the site are set in the lines that are filled in
+set -uo pipefail
+
+# ---- the site -------------------------------------------------------------------------------------------------------
+#@site
+
+# What compilers keep stands on each node's own disk: a shared one is slow, and two nodes would write one file.
+caches=${TMPDIR:-/tmp}/dist_mem-$(id -un)
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$caches/triton}
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$caches/inductor}
+export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$caches/torch_extensions}
+
+# ---- the job --------------------------------------------------------------------------------------------------------
+#@arguments
+say() { echo "$(date '+%F %T') job $SLURM_JOB_ID: $*"; }
+trap : TERM # without a trap the shell would die before its ranks have saved
+
+fact() { scontrol show job "$SLURM_JOB_ID" --oneliner | sed -n "s/.* $1=\([^ ]*\).*/\1/p"; }
+newest() { find "$run_dir/checkpoints" -maxdepth 1 -name 'step-????????' 2>/dev/null | sort | tail -n 1; }
+
+# A wrong configuration ends here, in a second and with exit code 2, and not on every node.
+run_dir=$(alone dist-mem config --get run_dir "${arguments[@]}") || exit
+logs=$run_dir/slurm/$SLURM_JOB_ID
+mkdir -p "$logs" || exit 1
+before=$(newest)
+export DIST_MEM_EXIT_CODE=$logs/exit_code # of rank 0; srun tells the highest of all, also of ranks it has ended itself
+rm -f "$DIST_MEM_EXIT_CODE"
+touch "$logs/began"
+
+# Rank 0 listens on the first node, at a port of this job. A node without a name in the name service has an address.
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+getent hosts "$MASTER_ADDR" >/dev/null ||
+  MASTER_ADDR=$(scontrol show node "$MASTER_ADDR" --oneliner | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+export MASTER_ADDR MASTER_PORT
+
+# When Slurm will end the job, in seconds since 1970: the ranks save in time even if the signal gets lost.
+end=$(fact EndTime)
+case $end in
+  *T*) DIST_MEM_JOB_END=$(date -d "$end" +%s) && export DIST_MEM_JOB_END ;;
+esac
+
+say "start ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST until $end: dist-mem train ${arguments[*]}"
+say "logs, one a node: $logs"
+# Every rank is the process itself and no shell around it: a shell would die of the signal and take the save with it.
+srun --kill-on-bad-exit=1 --wait=60 --cpu-bind=cores ${SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"} \
+  --output="$logs/%N-%n.log" --open-mode=append "${in_image[@]}" dist-mem train "${arguments[@]}"
+code=$?
+[ ! -s "$DIST_MEM_EXIT_CODE" ] || code=$(cat "$DIST_MEM_EXIT_CODE")
+say "the ranks have ended with exit code $code"
+
+# ---- what comes after it --------------------------------------------------------------------------------------------
+# 0: done; 2, 3: starting again will not help; all others, 85 (stopped, all saved) first: start again.
+resubmit() {
+  local script=$run_dir/slurm/$SLURM_JOB_ID.sbatch exclude
+  exclude=$(paste -sd, "$run_dir/slurm/failed_nodes" 2>/dev/null)
+  scontrol write batch_script "$SLURM_JOB_ID" "$script" >/dev/null &&
+    sbatch --dependency="afterany:$SLURM_JOB_ID" ${exclude:+"--exclude=$exclude"} "$script" "${arguments[@]}"
+}
+
+end_of_chain() {
+  if [ "$restart" = chain ] && [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
+    say "the rest of the chain is cancelled"
+    scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"
+  fi
+}
+
+# A node that the preflight found unfit (2) can be left out.
+if [ "$code" = 2 ] && [ "$exclude_failed" = true ] && [ "$run_dir/slurm/failed_nodes" -nt "$logs/began" ]; then
+  say "unfit: $(paste -sd' ' "$run_dir/slurm/failed_nodes")"
+elif [ "$code" = 0 ] || [ "$code" = 2 ] || [ "$code" = 3 ]; then
+  rm -f "$run_dir/slurm/stalled"
+  end_of_chain
+  exit "$code"
+fi
+tail -n 5 "$logs"/*-0.log # of the first node
+if [ -e "$run_dir/STOP" ]; then
+  say "not started again: $run_dir/STOP is there"
+  end_of_chain
+  exit "$code"
+fi
+state=$(fact JobState)
+case $state in
+  RUNNING | SIGNALING) ;;
+  *)
+    say "not started again from here: Slurm itself is ending the job ($state)"
+    exit "$code"
+    ;;
+esac
+if [ "$(newest)" != "$before" ]; then
+  rm -f "$run_dir/slurm/stalled"
+else
+  echo x >>"$run_dir/slurm/stalled"
+  if [ "$(wc -l <"$run_dir/slurm/stalled")" -ge "$max_stalled" ]; then
+    say "not started again: no new checkpoint in $max_stalled starts; to try again, delete $run_dir/slurm/stalled"
+    end_of_chain
+    exit "$code"
+  fi
+fi
+if [ "$restart" = requeue ] && [ "$exclude_failed" = true ] && [ -s "$run_dir/slurm/failed_nodes" ]; then
+  restart=resubmit # a job that is running cannot be told to leave out a node
+fi
+case $restart in
+  requeue) say "requeued" && scontrol requeue "$SLURM_JOB_ID" ;;
+  resubmit) say "handed in again" && resubmit ;;
+  chain) say "the next job of the chain goes on" ;;
+  none) say "start it again to go on" ;;
+esac
+exit "$code"

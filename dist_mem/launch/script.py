@@ -1,0 +1,143 @@
+"""The batch script of a job: job.sh with the directives and the settings of a site filled in."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from importlib.resources import files
+from typing import Any
+
+from dist_mem.errors import UnusableError
+
+ARRAY = "array"  # one job of many, each with the line of a file as its arguments
+_TRAIN_HEAD = """\
+# Train on a Slurm cluster until it is done: through time limits, preemptions and dead nodes. See launch/README.md.
+#
+#   sbatch launch/train.sbatch configs/pg19_small.yaml [more.yaml ...] [key=value ...]
+#
+# Fill in partition and account; or leave this file as it is, describe the cluster in a YAML as those in launch/sites/,
+# and use `dist-mem launch CONFIG SITE.yaml`. (This script is made by `dist-mem launch --script train`.)"""
+_ARRAY_HEAD = """\
+# Train many configurations on a Slurm cluster, one job each: those of the lines of a file. See launch/README.md.
+#
+#   sbatch --array=1-6 launch/array.sbatch sweep.txt
+#
+# A line is what `dist-mem train` takes; give each its own name. What is finished ends at once, without training.
+# Fill in partition and account, or make the script for your cluster: dist-mem launch SITE.yaml --script array"""
+_TRAIN_ARGUMENTS = 'arguments=("$@") # of dist-mem train'
+_ARRAY_ARGUMENTS = """\
+[ -n "${SLURM_ARRAY_TASK_ID:-}" ] || { echo "error: hand this in with sbatch --array=1-N" >&2; exit 2; }
+line=$(sed -n "${SLURM_ARRAY_TASK_ID}p" "$1")
+[ -n "$line" ] || { echo "error: $1 has no line $SLURM_ARRAY_TASK_ID" >&2; exit 2; }
+mapfile -t arguments < <(xargs -n 1 printf '%s\\n' <<<"$line") # of dist-mem train; quotes as in a shell"""
+
+
+def render(launch: Any, *, job_name: str, kind: str = "train", arguments: str | None = None) -> str:
+    """The script.
+
+    Args:
+        launch: a resolved `LaunchConfig`.
+        kind: train, or array.
+        arguments: of `dist-mem train`, quoted for a shell, if they stand in the script; None: they are the script's.
+
+    Raises:
+        UnusableError: an array that shall be a chain.
+    """
+    head = _ARRAY_HEAD if kind == ARRAY else _TRAIN_HEAD
+    log = "%x-%A_%a.log" if kind == ARRAY or launch.restart == "chain" else "%x-%j.log"
+    parts = {
+        "header": [
+            *([] if arguments else head.splitlines()),
+            *_directives(launch, job_name, log),
+            *_to_fill_in(launch),
+        ],
+        "site": list(_site(launch)),
+        "arguments": (_ARRAY_ARGUMENTS if kind == ARRAY else _TRAIN_ARGUMENTS).splitlines(),
+    }
+    if arguments is not None:
+        parts["arguments"] = [f"arguments=({arguments}) # of dist-mem train"]
+    if launch.restart == "chain" and kind == ARRAY:
+        raise UnusableError("launch.restart is chain, which an array of jobs cannot be; use requeue or resubmit")
+    template = files("dist_mem.launch").joinpath("job.sh").read_text(encoding="utf-8")
+    return _filled(template, parts)
+
+
+def _filled(template: str, parts: Mapping[str, list[str]]) -> str:
+    """The template with each line `#@name` replaced by the lines of that part."""
+    lines: list[str] = []
+    for line in template.splitlines():
+        lines += parts[line.removeprefix("#@")] if line.startswith("#@") else [line]
+    return "\n".join(lines) + "\n"
+
+
+def _directives(launch: Any, job_name: str, log: str) -> Iterator[str]:
+    tasks = launch.tasks_per_node or launch.gpus_per_node or 1
+    options = {
+        "job-name": job_name,
+        "nodes": launch.nodes,
+        "ntasks-per-node": tasks,
+        "gpus-per-node": launch.gpus_per_node or None,
+        "cpus-per-task": launch.cpus_per_task,
+        "mem": launch.memory,
+        "time": launch.time,
+        "partition": launch.partition,
+        "account": launch.account,
+        "qos": launch.qos,
+        "signal": f"USR2@{launch.signal_seconds}",  # to the ranks; NCCL may catch USR1
+        "open-mode": "append",
+        "output": log,
+        "array": f"1-{launch.chain}%1" if launch.restart == "chain" else None,
+    }
+    given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    requeue = "--requeue" if launch.restart == "requeue" else "--no-requeue"
+    yield from (f"#SBATCH {option}" for option in (*given, requeue, *launch.directives))
+
+
+def _to_fill_in(launch: Any) -> Iterator[str]:
+    """Comments where many clusters want a name that is not known here."""
+    for name in ("partition", "account"):
+        if getattr(launch, name) is None:
+            yield f"##SBATCH --{name}=NAME"
+
+
+def _site(launch: Any) -> Iterator[str]:
+    """Shell lines: variables, modules, and what runs a command in the image."""
+    yield f"restart=${{DIST_MEM_RESTART:-{launch.restart}}} # requeue | resubmit | chain | none"
+    yield f"max_stalled={launch.max_stalled} # starts without a new checkpoint after which it is not started again"
+    yield f"exclude_failed={'true' if launch.exclude_failed else 'false'}"
+    yield "export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}"
+    if not launch.gpus_per_node:
+        yield "export DS_ACCELERATOR=cpu"
+    if launch.interface:
+        interface = shlex.quote(launch.interface)
+        yield f"export NCCL_SOCKET_IFNAME={interface} GLOO_SOCKET_IFNAME={interface}"
+    else:
+        yield "# export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0 # launch.interface, if ranks do not connect"
+    yield from (f"export {_in_shell(line)}" for line in launch.env)
+    if launch.container == "none" and not launch.setup:
+        yield "[ ! -x .venv/bin/dist-mem ] || PATH=$PWD/.venv/bin:$PATH # of make setup; for another: launch.setup"
+    yield from launch.setup
+    yield from _container(launch)
+
+
+def _in_shell(text: str) -> str:
+    """The text in double quotes: the shell expands $NAME and ${NAME} in it, and nothing else."""
+    return '"' + re.sub(r'[\\"`]|\$(?![A-Za-z_]|\{\w+\})', r"\\\g<0>", text) + '"'
+
+
+def _container(launch: Any) -> Iterator[str]:
+    """`in_image`: options of srun, and the program that runs a rank; `alone`: runs a command on this node."""
+    if launch.container == "apptainer":
+        binds = "".join(f" --bind {_in_shell(mount)}" for mount in launch.mounts)
+        gpus = " --nv" if launch.gpus_per_node else ""
+        yield f'in_image=(apptainer exec{gpus} --bind "$PWD" --pwd "$PWD"{binds} {_in_shell(launch.image)})'
+        yield 'alone() { "${in_image[@]}" "$@"; }'
+    elif launch.container == "pyxis":
+        mounts = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in ("$PWD", *launch.mounts))
+        options = (f"--container-image={launch.image}", f"--container-mounts={mounts}", "--container-workdir=$PWD")
+        yield f"in_image=({' '.join(map(_in_shell, options))})"
+        yield 'alone() { srun --nodes=1 --ntasks=1 --overlap "${in_image[@]}" "$@"; }'
+    else:
+        yield "in_image=() # in no container"
+        yield 'alone() { "$@"; }'

@@ -1,0 +1,179 @@
+"""The batch script under a real Slurm: what it does after its ranks have ended, for every way in which they can.
+
+The ranks are a small shell script here in place of `dist-mem`; test_slurm_jobs.py trains.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from omegaconf import OmegaConf
+from slurm_cluster import Cluster
+
+from dist_mem.config import load_config
+from dist_mem.launch.script import render
+
+# Its exit codes, one a start, stand in a file; a new checkpoint comes with each `+`.
+RANKS = """\
+#!/bin/bash
+if [ "$1" = config ]; then echo "$PWD/run"; exit "$(cat ../code 2>/dev/null || echo 0)"; fi
+if [ "$SLURM_PROCID" = 0 ]; then
+  master=$MASTER_ADDR:$MASTER_PORT
+  echo "$*|${SLURM_RESTART_COUNT:-0}|$SLURM_JOB_NODELIST|$master|$DIST_MEM_JOB_END|$(date +%s)" >>starts
+  code=$(sed -n "$(wc -l <starts)p" codes)
+  [ "${code%+}" = "$code" ] || mkdir -p "run/checkpoints/step-$(printf %08d "$(wc -l <starts)")"
+  case $code in 2* | 86*) echo "$SLURMD_NODENAME" >>run/slurm/failed_nodes ;; esac # as preflight and watchdog do
+  [ "${code%+}" = 137 ] && kill -KILL $$
+  echo "${code%+}" >"$DIST_MEM_EXIT_CODE"
+  exit "${code%+}"
+fi
+for _ in $(seq 200); do [ -s "$DIST_MEM_EXIT_CODE" ] && exit "$(cat "$DIST_MEM_EXIT_CODE")"; sleep 0.05; done
+"""
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+
+class Case(NamedTuple):
+    """A job, and what is to come of it."""
+
+    codes: str  # of its starts
+    launch: Mapping[str, Any]
+    num_starts: int
+    state: str
+    exit_code: int
+    said: str
+
+
+CASES = {
+    "done": Case("0", {}, 1, "COMPLETED", 0, ""),
+    "stopped, then done": Case("85+ 0", {}, 2, "COMPLETED", 0, "requeued"),
+    "hung, then done": Case("86+ 0", {}, 2, "COMPLETED", 0, "requeued"),
+    "killed, then done": Case("137+ 0", {}, 2, "COMPLETED", 0, "requeued"),
+    "broken, then done": Case("1+ 0", {}, 2, "COMPLETED", 0, "requeued"),
+    "wrong configuration": Case("2+ 0", {}, 1, "FAILED", 2, ""),
+    "diverged": Case("3+ 0", {}, 1, "FAILED", 3, ""),
+    "stopped, but there is STOP": Case("85+ 0", {}, 1, "FAILED", 85, "run/STOP is there"),
+    "stopped without progress": Case("85 85 0", {"max_stalled": 2}, 2, "FAILED", 85, "no new checkpoint in 2 starts"),
+    "without progress in between": Case(
+        "85 85+ 85 0", {"max_stalled": 2, "restart": "resubmit"}, 4, "FAILED", 85, "handed in again"
+    ),
+    "none": Case("85+ 0", {"restart": "none"}, 1, "FAILED", 85, "start it again to go on"),
+    "resubmit": Case("85+ 0", {"restart": "resubmit"}, 2, "FAILED", 85, "handed in again"),
+    "exclude": Case("86+ 0", {"exclude_failed": True, "nodes": "1"}, 2, "FAILED", 86, "handed in again"),
+    "unfit node": Case("2 0", {"exclude_failed": True, "nodes": "1"}, 2, "FAILED", 2, "unfit: node"),
+    "chain": Case("85+ 0 0", {"restart": "chain", "chain": 3}, 2, "FAILED", 85, "the next job of the chain goes on"),
+    "range of nodes": Case("0", {"nodes": "1-2"}, 1, "COMPLETED", 0, ""),
+}
+
+
+class Outcome(NamedTuple):
+    """What came of a case."""
+
+    job: str
+    folder: Path
+    state: str
+    exit_code: str
+    log: str
+    starts: list[list[str]]
+
+
+def launch_block(**changes: Any) -> Any:
+    config = load_config(["train.steps=1", "launch.nodes=2", "launch.gpus_per_node=0", "launch.time='0:20:00'"])
+    return OmegaConf.merge(config.launch, changes)  # type: ignore[attr-defined]
+
+
+def hand_in(slurm: Cluster, folder: Path, case: Case) -> str:
+    folder.mkdir(parents=True)
+    (folder / "dist-mem").write_text(RANKS)
+    (folder / "dist-mem").chmod(0o755)
+    (folder / "codes").write_text("\n".join(case.codes.split()) + "\n")
+    (folder / "run" / "slurm").mkdir(parents=True)
+    if "STOP" in case.said:
+        (folder / "run" / "STOP").touch()
+    (folder / "job.sbatch").write_text(render(launch_block(**case.launch), job_name="trial"))
+    path = f"{folder}{os.pathsep}{slurm.environment['PATH']}"
+    return slurm.submit(f"--chdir={folder}", str(folder / "job.sbatch"), "a b.yaml", "x.y=[1, 2]", PATH=path)
+
+
+@pytest.fixture(scope="module")
+def outcomes(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """All cases, run side by side."""
+    base = tmp_path_factory.mktemp("slurm")
+    folders = {name: base / name.replace(" ", "_").replace(",", "") for name in CASES}
+    jobs = {name: hand_in(slurm, folders[name], case) for name, case in CASES.items()}
+    slurm.wait(lambda: not slurm.call("squeue", "--noheader"), "all jobs to end", seconds=240)
+    outcomes = {}
+    for name, job in jobs.items():
+        first = f"{job}_1" if CASES[name].launch.get("restart") == "chain" else job
+        facts = slurm.facts(first)
+        log = "".join(path.read_text() for path in sorted(folders[name].glob("trial-*.log")))
+        starts = [line.split("|") for line in (folders[name] / "starts").read_text().splitlines()]
+        outcomes[name] = Outcome(job, folders[name], facts["JobState"], facts["ExitCode"], log, starts)
+    return outcomes
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_exit_code_and_progress_decide_whether_it_starts_again(outcomes: dict[str, Outcome], name: str) -> None:
+    case, outcome = CASES[name], outcomes[name]
+    assert len(outcome.starts) == case.num_starts, outcome.log
+    assert (outcome.state, outcome.exit_code) == (case.state, f"{case.exit_code}:0"), outcome.log
+    assert case.said in outcome.log
+
+
+def test_ranks_are_told_their_arguments_meeting_point_and_end(outcomes: dict[str, Outcome]) -> None:
+    arguments, restarts, nodes, master, end, now = outcomes["stopped, then done"].starts[1]
+    assert arguments == "train a b.yaml x.y=[1, 2]"
+    assert (restarts, nodes) == ("1", "node[1-2]")
+    port = 20000 + int(outcomes["stopped, then done"].job) % 20000
+    assert master == f"127.0.0.1:{port}", "node1 has no name here: Slurm's address for it"
+    assert 0 < int(end) - int(now) <= 1200
+
+
+def test_resubmitted_job_waits_for_the_first_and_has_its_arguments(outcomes: dict[str, Outcome]) -> None:
+    first, second = outcomes["resubmit"].starts
+    assert first[0] == second[0] == "train a b.yaml x.y=[1, 2]"
+    assert first[1] == second[1] == "0", "another job, not a restart of the first"
+    assert first[3] != second[3]
+
+
+@pytest.mark.parametrize("name", ["exclude", "unfit node"])
+def test_node_that_failed_is_left_out(outcomes: dict[str, Outcome], name: str) -> None:
+    first, second = (start[2] for start in outcomes[name].starts)
+    failed = (outcomes[name].folder / "run" / "slurm" / "failed_nodes").read_text().split()
+    assert first in failed
+    assert second not in failed
+
+
+def test_finished_run_cancels_the_rest_of_its_chain(slurm: Cluster, outcomes: dict[str, Outcome]) -> None:
+    job = outcomes["chain"].job
+    assert slurm.state(f"{job}_2") == "COMPLETED"
+    assert "the rest of the chain is cancelled" in outcomes["chain"].log
+    assert slurm.state(f"{job}_3") in ("CANCELLED", "gone")
+
+
+def test_wrong_configuration_ends_before_any_rank_is_started(slurm: Cluster, tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    (tmp_path / "code").write_text("2")
+    job = hand_in(slurm, folder, Case("0", {}, 0, "FAILED", 2, ""))
+    assert slurm.wait_for_state(job, *ENDED) == "FAILED"
+    assert slurm.facts(job)["ExitCode"] == "2:0"
+    assert not (folder / "starts").exists()
+
+
+def test_cancelled_job_does_not_come_back(slurm: Cluster, tmp_path: Path) -> None:
+    """Its ranks save and end with 85, as always; but who cancels a job does not want it again."""
+    folder = tmp_path / "job"
+    job = hand_in(slurm, folder, Case("85+ 0", {}, 1, "CANCELLED", 85, ""))
+    slow = RANKS.replace("  code=", '  trap "echo 85 >$DIST_MEM_EXIT_CODE; exit 85" TERM; sleep 60 & wait\n  code=')
+    (folder / "dist-mem").write_text(slow)
+    slurm.wait(lambda: (folder / "starts").exists(), "the ranks to start")
+    slurm.call("scancel", job)
+    assert slurm.wait_for_state(job, *ENDED) == "CANCELLED"
+    slurm.wait(lambda: "Slurm itself is ending the job" in next(folder.glob("trial-*.log")).read_text(), "the script")
+    time.sleep(1)  # a requeue would show
+    assert slurm.facts(job)["Restarts"] == "0"
+    assert slurm.state(job) == "CANCELLED"
