@@ -31,7 +31,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	@if command -v shellcheck >/dev/null; then shellcheck launch/*.sh .ci/run; else echo "shellcheck is not installed: shell scripts not checked"; fi
+	@if command -v shellcheck >/dev/null; then shellcheck launch/*.sh launch/*.sbatch .ci/run; else echo "shellcheck is not installed: shell scripts not checked"; fi
 
 bench: setup
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
