@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dist_mem.checkpoint.finished import finished_step
 from dist_mem.config import Config, load_config, to_yaml, value_of
 from dist_mem.config.help import schema_as_yaml
 from dist_mem.config.resume_rules import check_allowed
-from dist_mem.environment import is_first_on_node
 from dist_mem.errors import EXIT_FAILED
 from dist_mem.stop_signal import OF_SCHEDULERS, StopSignal
 
@@ -44,10 +42,6 @@ def _train(options: argparse.Namespace, early: StopSignal) -> int:
         from dist_mem import plan
 
         print(plan.report(config, world_size=options.world))
-        return 0
-    if config.resume == "auto" and (step := finished_step(Path(config.run_dir), config.train)) is not None:
-        if is_first_on_node():
-            print(f"{config.run_dir} is finished: step {step} was the last one")
         return 0
     from dist_mem.distributed import choose_accelerator
 

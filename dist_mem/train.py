@@ -25,7 +25,7 @@ from dist_mem.between_steps import (
     tell_saved,
     tell_stragglers,
 )
-from dist_mem.checkpoint.finished import mark_finished
+from dist_mem.checkpoint.finished import is_finished, mark_finished
 from dist_mem.checkpoint.lease import Lease, LeaseError
 from dist_mem.data.batch import Update
 from dist_mem.data.shard import ShardError
@@ -148,6 +148,8 @@ _STATUS = {EXIT_DONE: "FINISHED", EXIT_REQUEUE: "KILLED", EXIT_DIVERGED: "FAILED
 def run_job(config: Any, world: World, stop_signal: StopSignal, allowed: Sequence[str] = ()) -> int:
     """Open the run in `config.run_dir`, fresh or from a checkpoint, and train; returns the exit code."""
     refuse_if_told_to_stop(Path(config.run_dir), world)
+    if is_finished(config, world):
+        return EXIT_DONE
     warnings = preflight(config, world) if config.preflight else []
     job = open_job(config, world, allowed)
     for text in warnings:

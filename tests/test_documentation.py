@@ -17,7 +17,14 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "shards").glob("*.md")])
 SOURCES = sorted(
     path
-    for pattern in ("dist_mem/**/*.py", "shards/*.py", "benchmarks/*.py", "configs/**/*.yaml", "launch/*.sh")
+    for pattern in (
+        "dist_mem/**/*.py",
+        "shards/*.py",
+        "benchmarks/*.py",
+        "configs/**/*.yaml",
+        "launch/*.sh",
+        "launch/sites/*.yaml",
+    )
     for path in ROOT.glob(pattern)
 )
 LINK = re.compile(r"\]\((?!https?://)([^)#]+)")

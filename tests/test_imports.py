@@ -14,14 +14,15 @@ PACKAGE = Path(__file__).parent.parent / "dist_mem"
 LAYERS: list[set[str]] = [
     {"errors", "environment", "network_interface", "files", "build_lock", "stop_signal"}
     | {"checkpoint", "tracking", "evaluation", "launch"},
-    {"config", "config.*", "distributed", "launch.*", "checkpoint.finished"},
+    {"config", "config.*", "distributed", "launch.*"},
     {"layers", "memory.parts", "memory.parts.*", "memory.base", "flops"},
     {"data.batch", "data.facts", "data.shard", "data.tar"},
     {"memory", "memory.*", "outside_memory", "vocabulary"},
     {"data", "data.*", "checkpoint.manifest", "optimizer", "checkpoint.lease"},
     {"engine", "gradient_shares", "model", "tracking.provenance"}
     | {f"checkpoint.{name}" for name in ("zero_*", "engine_files", "legacy", "lanes", "resume_choice")},
-    {f"checkpoint.{name}" for name in ("tensor_file", "snapshot", "retention", "commit", "saver", "listing")},
+    {f"checkpoint.{name}" for name in ("tensor_file", "snapshot", "retention", "commit", "saver")}
+    | {"checkpoint.listing", "checkpoint.finished"},
     {"contract", "contract.*"},
     {f"tracking.{name}" for name in ("sinks", "journal", "run_id", "stores", "refusals", "branches")},
     {f"tracking.{name}" for name in ("mlflow_run", "rollback", "delivery", "progress", "tracker", "system_metrics")},

@@ -177,3 +177,19 @@ def test_cancelled_job_does_not_come_back(slurm: Cluster, tmp_path: Path) -> Non
     time.sleep(1)  # a requeue would show
     assert slurm.facts(job)["Restarts"] == "0"
     assert slurm.state(job) == "CANCELLED"
+
+
+def test_task_of_an_array_is_handed_in_again_as_itself(slurm: Cluster, tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    first = hand_in(slurm, folder, Case("0", {}, 1, "COMPLETED", 0, ""))
+    assert slurm.wait_for_state(first, *ENDED) == "COMPLETED"
+    (folder / "starts").unlink()
+    (folder / "codes").write_text("85+\n0\n")
+    (folder / "sweep.txt").write_text("one.yaml\n'two words.yaml' x=2\n")
+    (folder / "array.sbatch").write_text(render(launch_block(restart="resubmit"), job_name="sweep", kind="array"))
+    path = f"{folder}{os.pathsep}{slurm.environment['PATH']}"
+    slurm.submit("--array=2", f"--chdir={folder}", str(folder / "array.sbatch"), "sweep.txt", PATH=path)
+    starts = folder / "starts"
+    slurm.wait(lambda: starts.exists() and len(starts.read_text().splitlines()) == 2, "the second start")
+    slurm.wait(lambda: not slurm.call("squeue", "--noheader"), "all jobs to end")
+    assert [line.split("|")[0] for line in starts.read_text().splitlines()] == ["train two words.yaml x=2"] * 2

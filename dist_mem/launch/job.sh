@@ -57,7 +57,8 @@ resubmit() {
   local script=$run_dir/slurm/$SLURM_JOB_ID.sbatch exclude
   exclude=$(paste -sd, "$run_dir/slurm/failed_nodes" 2>/dev/null)
   scontrol write batch_script "$SLURM_JOB_ID" "$script" >/dev/null &&
-    sbatch --dependency="afterany:$SLURM_JOB_ID" ${exclude:+"--exclude=$exclude"} "$script" "${arguments[@]}"
+    sbatch --dependency="afterany:$SLURM_JOB_ID" ${exclude:+"--exclude=$exclude"} \
+      ${SLURM_ARRAY_TASK_ID:+"--array=$SLURM_ARRAY_TASK_ID"} "$script" "$@"
 }
 
 end_of_chain() {
@@ -104,7 +105,7 @@ if [ "$restart" = requeue ] && [ "$exclude_failed" = true ] && [ -s "$run_dir/sl
 fi
 case $restart in
   requeue) say "requeued" && scontrol requeue "$SLURM_JOB_ID" ;;
-  resubmit) say "handed in again" && resubmit ;;
+  resubmit) say "handed in again" && resubmit "$@" ;;
   chain) say "the next job of the chain goes on" ;;
   none) say "start it again to go on" ;;
 esac
