@@ -194,11 +194,10 @@ def test_mlflow_is_told_of_every_decision_and_of_superseded_steps(
     assert "the loss of rank [1]; loss nan; rolling back (1 of at most 1 times)" in tags["dist_mem.divergence.step_7"]
     assert "the memory of rank [1]" in tags["dist_mem.divergence.step_10"]
     assert "divergence.max_times = 1 is used up" in tags["dist_mem.divergence.step_10"]
-    assert "steps 6 to 7 logged before" in tags["dist_mem.superseded.step_6"]
     (superseded,) = find_entries(tmp_path / "told" / JOURNAL, "superseded")
     first, again = [
         entry.time for entry in find_entries(tmp_path / "told" / JOURNAL, "point") if entry.body["step"] == 7
     ]
     assert first < superseded.body["before"] <= again
     assert history(client, run_id, "divergence/rollbacks") == [(5, 1.0)]
-    assert {step for step, _ in history(client, run_id, "loss")} == set(range(1, 11))
+    assert sorted(step for step, _ in history(client, run_id, "loss")) == list(range(1, 11)), "each step once"

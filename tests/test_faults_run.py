@@ -49,7 +49,8 @@ def test_a_disk_without_room_for_a_save_stops_all_ranks_and_loses_nothing_saved(
 ) -> None:
     with small_disk(tmp_path / "disk", "size=40m") as disk:
         run_dir = disk / "run"
-        config = write_config(tmp_path / "run.yaml", books, run_dir, {"train": {"steps": 5}})
+        unseen = {"train": {"steps": 5}, "preflight": False}  # as where the disk fills up later
+        config = write_config(tmp_path / "run.yaml", books, run_dir, unseen)
         assert rank_pool(2).run(train_here, config) == [0, 0]
         remount(disk, f"size={used_kilobytes(disk) + 150}k")
         codes, text = run_ranks(["train", str(config), "train.steps=10"], world_size=2, cwd=tmp_path)
@@ -174,8 +175,8 @@ def test_what_killed_saves_left_is_removed_at_the_next_start(tmp_path: Path, boo
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 1}})
     assert rank_pool(2).run(train_here, config) == [0, 0]
     (tmp_path / "run" / "checkpoints" / ".step-00000007.partial" / "engine").mkdir(parents=True)
-    assert rank_pool(2).run(train_here, config) == [0, 0]
-    assert names(tmp_path / "run") == ["latest", "step-00000001"]
+    assert rank_pool(2).run(train_here, config, ["train.steps=2"]) == [0, 0]
+    assert names(tmp_path / "run") == ["latest", "step-00000001", "step-00000002"]
 
 
 def test_any_damaged_file_of_the_newest_checkpoint_leads_to_the_one_before(
@@ -221,7 +222,7 @@ def test_without_a_compiler_the_first_start_says_what_to_install(tmp_path: Path,
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "sh").symlink_to(str(shutil.which("sh")))
-    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run")
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"preflight": False})  # which would tell it
     environment = {
         **os.environ,
         **launcher_environment(0, 1, free_port()),

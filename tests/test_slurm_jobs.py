@@ -83,11 +83,12 @@ def path_of(slurm: Cluster) -> dict[str, str]:
     """The environment of sbatch: this installation, and where DeepSpeed's op is compiled already."""
     usual = Path("~/.cache/torch_extensions").expanduser() / "py{}{}_cpu".format(*sys.version_info)
     compiled = os.environ.get("TORCH_EXTENSIONS_DIR", str(usual))
-    return {"PATH": f"{BIN}{os.pathsep}{slurm.environment['PATH']}", "TORCH_EXTENSIONS_DIR": compiled}
+    ranks = {"RANK": "0", "WORLD_SIZE": "1"}  # of the shell that hands it in: they must not count
+    return {**ranks, "PATH": f"{BIN}{os.pathsep}{slurm.environment['PATH']}", "TORCH_EXTENSIONS_DIR": compiled}
 
 
-def pids_of_ranks(job: str) -> dict[int, int]:
-    """Process of each rank, found by Slurm's variables in its environment."""
+def pids_of_ranks(slurm: Cluster, job: str) -> dict[int, int]:
+    """Process of each rank, by Slurm's variables in its environment; other tests have jobs of that number too."""
     found = {}
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -97,7 +98,8 @@ def pids_of_ranks(job: str) -> dict[int, int]:
             continue
         facts = dict(line.split("=", 1) for line in environment if "=" in line)
         is_rank = b"train" in command and command[1:2] != [b"train"] and "SLURM_STEP_ID" in facts
-        if facts.get("SLURM_JOB_ID") == job and is_rank and b"srun" not in command[0]:
+        is_ours = (facts.get("SLURM_CONF"), facts.get("SLURM_JOB_ID")) == (slurm.environment["SLURM_CONF"], job)
+        if is_ours and is_rank and b"srun" not in command[0]:
             found[int(facts["SLURM_PROCID"])] = int(path.name)
     return found
 
@@ -115,9 +117,9 @@ def newest(run: Path) -> Path:
     return max(path for path in (run / "checkpoints").iterdir() if path.name.startswith("step-"))
 
 
-def one_signal(rank: int, number: signal.Signals, handed: Handed) -> None:
-    wait_for(lambda: rank in pids_of_ranks(handed.job), "the rank's process")
-    os.kill(pids_of_ranks(handed.job)[rank], number)
+def one_signal(slurm: Cluster, rank: int, number: signal.Signals, handed: Handed) -> None:
+    wait_for(lambda: rank in pids_of_ranks(slurm, handed.job), "the rank's process")
+    os.kill(pids_of_ranks(slurm, handed.job)[rank], number)
 
 
 def test_signal_to_one_rank_saves_requeues_and_ends_as_if_nothing_had_been(
@@ -128,7 +130,7 @@ def test_signal_to_one_rank_saves_requeues_and_ends_as_if_nothing_had_been(
     config = job_config(tmp_path / "job.yaml", books, tmp_path / "run", changes, tracked, memory=STICKY)
     handed = hand_in(slurm, tmp_path / "slurm", config)
     handed.wait_for_step(slurm, 10)
-    one_signal(1, signal.SIGUSR2, handed)
+    one_signal(slurm, 1, signal.SIGUSR2, handed)
     assert slurm.wait_for_state(handed.job, *ENDED) == "COMPLETED", handed.log()
     assert slurm.facts(handed.job)["Restarts"] == "1"
     assert handed.log().count("requeued") == 1
@@ -226,8 +228,8 @@ EVENTS = {
         lambda slurm, handed: slurm.call("scancel", "--signal=TERM", handed.job), "COMPLETED", 1
     ),
     "scancel": Event(lambda slurm, handed: slurm.call("scancel", handed.job), "CANCELLED", 0),
-    "kill -9 of rank 0": Event(lambda _, handed: one_signal(0, signal.SIGKILL, handed), "COMPLETED", 1),
-    "kill -9 of rank 1": Event(lambda _, handed: one_signal(1, signal.SIGKILL, handed), "COMPLETED", 1),
+    "kill -9 of rank 0": Event(lambda slurm, handed: one_signal(slurm, 0, signal.SIGKILL, handed), "COMPLETED", 1),
+    "kill -9 of rank 1": Event(lambda slurm, handed: one_signal(slurm, 1, signal.SIGKILL, handed), "COMPLETED", 1),
     "node down": Event(node_down, "COMPLETED", 1),
 }
 
@@ -272,7 +274,7 @@ def test_twenty_signals_to_a_random_rank_at_a_random_time(slurm: Cluster, books:
         done = max(logged_steps(handed.run), default=0)
         handed.wait_for_step(slurm, done + draw.randint(1, 60))
         number = draw.choice([signal.SIGUSR2, signal.SIGTERM, signal.SIGINT])
-        one_signal(draw.randrange(2), number, handed)
+        one_signal(slurm, draw.randrange(2), number, handed)
         slurm.wait(lambda: len(list((handed.run / "checkpoints").glob("step-*"))) > len(saved), "the save")
         restarted = partial(lambda count: slurm.facts(handed.job).get("Restarts") == str(count), trial + 1)
         slurm.wait(restarted, "the requeue", seconds=120)

@@ -35,6 +35,7 @@ getent hosts "$MASTER_ADDR" >/dev/null ||
   MASTER_ADDR=$(scontrol show node "$MASTER_ADDR" --oneliner | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT
+unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE # of the shell that handed this in; Slurm's numbers are meant
 
 # When Slurm will end the job, in seconds since 1970: the ranks save in time even if the signal gets lost.
 end=$(fact EndTime)
