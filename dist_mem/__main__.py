@@ -23,13 +23,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 from dist_mem import commands as run
-from dist_mem.environment import is_first_on_node, note_exit_code
-from dist_mem.errors import EXIT_FAILED, EXIT_USAGE, UnusableError
+from dist_mem.environment import is_first_on_node
+from dist_mem.errors import EXIT_FAILED, EXIT_USAGE, UnfitError, UnusableError
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -186,12 +185,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         return options.function(options)
-    except UnusableError as error:
+    except (UnusableError, UnfitError) as error:
         if _is_told_elsewhere(options):
             time.sleep(2.0)  # torchrun ends all ranks as soon as one has ended: the one that tells may be slower
         else:
             print(f"error: {error}", file=sys.stderr)
-        return EXIT_USAGE
+        return EXIT_USAGE if isinstance(error, UnusableError) else EXIT_FAILED
 
 
 def entry() -> NoReturn:
@@ -206,8 +205,6 @@ def entry() -> NoReturn:
     except Exception:
         sys.excepthook(*sys.exc_info())
         code = EXIT_FAILED
-    with suppress(ValueError, OSError):  # wrong variables, told before; a full disk: the batch script has srun's code
-        note_exit_code(code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -106,7 +106,7 @@ def end_saving(job: Job) -> None:
 
 def evaluate_now(job: Job) -> dict[str, float]:
     """Figures of the validation split, scored with fresh lanes; training goes on as if it had not happened."""
-    engine = job.engine
+    engine, began = job.engine, time.perf_counter()
     beat("evaluating")
     engine.train(False)
 
@@ -123,6 +123,7 @@ def evaluate_now(job: Job) -> dict[str, float]:
         world=job.world,
     )
     engine.train(True)
+    job.evaluation_seconds = max(job.evaluation_seconds, time.perf_counter() - began)
     job.validation = {"step": job.step, "loss": report.nll / report.num_scored}
     return report.figures()
 

@@ -14,7 +14,8 @@ from typing import Any
 from dist_mem.config import Config, load_config, to_yaml, value_of
 from dist_mem.config.help import schema_as_yaml
 from dist_mem.config.resume_rules import check_allowed
-from dist_mem.errors import EXIT_FAILED
+from dist_mem.environment import note_exit_code
+from dist_mem.errors import EXIT_FAILED, EXIT_USAGE, UnusableError
 from dist_mem.stop_signal import OF_SCHEDULERS, StopSignal
 
 
@@ -32,7 +33,15 @@ def load_checked(arguments: Sequence[str]) -> Config:
 def train(options: argparse.Namespace) -> int:
     """Start a run, or resume it."""
     with StopSignal(OF_SCHEDULERS) as early:  # imports take seconds, in which a signal would end the process
-        return _train(options, early)
+        code = EXIT_FAILED
+        try:
+            code = _train(options, early)
+        except UnusableError:
+            code = EXIT_USAGE
+            raise
+        finally:
+            note_exit_code(code)  # while signals are listened to: srun sends one as soon as another rank has ended
+        return code
 
 
 def _train(options: argparse.Namespace, early: StopSignal) -> int:

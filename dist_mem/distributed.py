@@ -93,7 +93,7 @@ def from_rank0(value: Any) -> Any:
     return box[0]
 
 
-def decided_by_rank0(decide: Callable[[], ResultT], refusal: type[Exception]) -> ResultT:
+def decided_by_rank0(decide: Callable[[], ResultT], refusal: type[Exception] | tuple[type[Exception], ...]) -> ResultT:
     """What `decide` returns on rank 0, on every rank; so is the error, if it is a `refusal`."""
     result: Any = None
     if dist.get_rank() == 0:

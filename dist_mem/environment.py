@@ -17,6 +17,7 @@ import sysconfig
 import tempfile
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,7 +59,7 @@ def is_first_on_node() -> bool:
 def _slurm_rendezvous(environ: Mapping[str, str]) -> tuple[str, str]:
     nodes = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "localhost"))
     hosts = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
-    port = 20000 + int(environ.get("SLURM_JOB_ID", 0)) % 20000
+    port = 10000 + int(environ.get("SLURM_JOB_ID", 0)) % 20000
     return hosts.stdout.split()[0], str(port)
 
 
@@ -95,8 +96,9 @@ def note_exit_code(code: int) -> None:
     srun tells the highest code of all ranks: that of one it has terminated, because another had ended before.
     """
     path = os.environ.get("DIST_MEM_EXIT_CODE")
-    if path and read_ranks()[0] == 0:
-        Path(path).write_text(f"{code}\n", encoding="ascii")
+    with suppress(ValueError, OSError):  # wrong variables, told before; a full disk: the batch script has srun's code
+        if path and read_ranks()[0] == 0:
+            Path(path).write_text(f"{code}\n", encoding="ascii")
 
 
 def find_own_tools() -> None:
@@ -221,6 +223,11 @@ def meeting_point() -> tuple[str, int]:
 def agent_keeps_store() -> bool:
     """Whether the launcher holds the store at the meeting point, as torchrun does; else rank 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def launcher_restarts() -> int:
+    """How often torchrun has started all ranks anew."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def gpus_are_hidden() -> bool:

@@ -10,6 +10,13 @@ EXIT_REQUEUE = 85  # stopped by a signal, a file or the clock, with everything s
 EXIT_HUNG = 86  # the watchdog ended a job in which nothing moved any more: start me again
 
 
+class UnfitError(RuntimeError):
+    """The machine cannot be used as it is now; another start, or other nodes, may do: exit code 1.
+
+    Raised on every rank of a job; the message says where and what to do.
+    """
+
+
 class UnusableError(ValueError):
     """Configuration, data, checkpoint or run directory cannot be used as they are: exit code 2.
 

@@ -116,8 +116,11 @@ def report(standings: Sequence[Standing], nodes: Sequence[str], *, seconds: floa
 def failed_nodes(run_dir: Path, standings: Sequence[Standing], nodes: Sequence[str]) -> None:
     """Add the suspected nodes to the list that the next start may leave out."""
     path = run_dir / FAILED_NODES
+    named = dict.fromkeys(nodes[rank] for rank in suspects(standings, nodes))
+    if len(named) > max(1, len(set(nodes)) // 4):
+        return  # rather the network, or the file system, than so many nodes
     known = path.read_text(encoding="utf-8").split() if path.exists() else []
-    new = [node for node in dict.fromkeys(nodes[rank] for rank in suspects(standings, nodes)) if node not in known]
+    new = [node for node in named if node not in known]
     if new:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:

@@ -38,6 +38,8 @@ from dist_mem.tracking.start import start_tracking
 from dist_mem.tracking.tracker import Tracker
 from dist_mem.watchdog import UNWATCHED, beat
 
+LONGEST_GUESS = 100.0  # seconds that a save is taken for by its restore: that may have waited for a cold file system
+
 
 @dataclass
 class Job:
@@ -63,6 +65,7 @@ class Job:
     cursors: Tensor  # (P, 3) int64, after `step` updates
     step: int
     total_steps: int
+    evaluation_seconds: float = 0.0  # the longest of this start
 
 
 def _build(config: Any, world: World, tokenizer: Tokenizer, lane_ids: Tensor) -> tuple[Engine, list[Any]]:
@@ -196,7 +199,13 @@ def _open_job(config: Any, world: World, allowed: Sequence[str]) -> Job:
         tracker=tracker,
         meter=Meter(lane_segments_per_update=train.lanes * train.segments_per_update, saved=start.facts.get("meter")),
         # Reading all of a checkpoint stands for writing one until that is measured.
-        saver=Saver(run_dir, world, config.checkpoint, broken=start.broken, expected_seconds=restored_seconds),
+        saver=Saver(
+            run_dir,
+            world,
+            config.checkpoint,
+            broken=start.broken,
+            expected_seconds=min(restored_seconds, LONGEST_GUESS),
+        ),
         validation=start.facts.get("validation"),
         divergence=Divergence(config.divergence, start.facts.get("divergence", {})),
         stragglers=_compare_ranks(config, world, engine),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from dist_mem.distributed import World, decided_by_rank0, gather_objects
 from dist_mem.environment import job_end, node_name
-from dist_mem.errors import UnusableError
+from dist_mem.errors import UnfitError, UnusableError
 from dist_mem.stop_signal import StopSignal
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ def refuse_if_told_to_stop(run_dir: Path, world: World) -> None:
     """Before anything is built: whether the run may start at all; every rank calls it.
 
     Raises:
-        UnusableError: on every rank. RUN/STOP is there, the job's time is over, or DIST_MEM_JOB_END is no time.
+        UnusableError: on every rank. RUN/STOP is there, or DIST_MEM_JOB_END is no time.
+        UnfitError: likewise; the job's time is over.
     """
 
     def look() -> None:
@@ -42,9 +43,9 @@ def refuse_if_told_to_stop(run_dir: Path, world: World) -> None:
         except ValueError as error:
             raise UnusableError(str(error)) from error
         if end is not None and end - time.time() < LEAST_SECONDS:
-            raise UnusableError(f"{_time_left(end)}: ask for more time, or unset it if it is that of another job")
+            raise UnfitError(f"{_time_left(end)}: ask for more time, or unset it if it is that of another job")
 
-    decided_by_rank0(look, UnusableError)
+    decided_by_rank0(look, (UnusableError, UnfitError))
 
 
 def _time_left(end: float) -> str:
@@ -97,4 +98,10 @@ class Stopping:
 
     def seconds_needed(self) -> float:
         """How long before the end of the job's time a stop has to be asked for: to end two steps, and to save."""
-        return max(LEAST_SECONDS, _SAVES * self._job.saver.longest_seconds()) + 2 * max(self._step_seconds, default=0)
+        save = max(LEAST_SECONDS, _SAVES * self._job.saver.longest_seconds())
+        return save + 2 * max(self._step_seconds, default=0) + self._seconds_of_evaluation()
+
+    def _seconds_of_evaluation(self) -> float:
+        """Of one that comes before the stop would be obeyed; nothing ends it."""
+        every, step = self._job.config.eval.every, self._job.step
+        return self._job.evaluation_seconds if every and -step % every <= 2 else 0.0

@@ -28,6 +28,7 @@ from dist_mem.between_steps import (
 from dist_mem.checkpoint.finished import is_finished, mark_finished
 from dist_mem.checkpoint.lease import Lease, LeaseError
 from dist_mem.data.batch import Update
+from dist_mem.data.remote import is_remote
 from dist_mem.data.shard import ShardError
 from dist_mem.distributed import AgreedError, World, on_all_ranks, sum_over_ranks
 from dist_mem.divergence import ROLLBACK, DivergedError
@@ -38,7 +39,7 @@ from dist_mem.job import Job, open_job
 from dist_mem.stop_signal import StopSignal
 from dist_mem.stopping import Stopping, refuse_if_told_to_stop
 from dist_mem.update import Flags, Outcome, train_step
-from dist_mem.watchdog import PATIENCE, beat, before_end, begin_step, watched
+from dist_mem.watchdog import PATIENCE, UNWATCHED, beat, before_end, begin_step, watched
 
 
 def train(job: Job, stop_signal: StopSignal) -> int:
@@ -99,7 +100,8 @@ def step_until_no_overflow(job: Job, update: Update, num_scored: int, next_score
 
 def first_update(job: Job) -> tuple[Update, int]:
     """The first update of a reader, and how many targets it has on all ranks."""
-    beat("reading data")
+    # The first shards of all lanes may be fetched now; who fetches watches the transfer itself.
+    beat(UNWATCHED if is_remote(job.config.data.path) else "reading data")
     update = agreed(read_ahead(job))
     return update, int(sum_over_ranks([update.num_scored], job.world.device)[0])
 

@@ -131,7 +131,13 @@ class Watchdog:
             limit *= PATIENCE
         if _progress.phase == "opening":
             limit = max(limit, OPENING_SECONDS)
-        return idle >= limit or (idle >= limit / 2 and quickly(self._folder.exists, TICK) is True)
+        return idle >= limit or (idle >= limit / 2 and quickly(self._others_have_told, TICK) is True)
+
+    def _others_have_told(self) -> bool:
+        for folder in (self._run_dir, self._folder.parent):
+            if folder.is_dir():
+                _look_anew(folder, self._world.rank)
+        return self._folder.exists()
 
     def _end(self, idle: float) -> None:
         """Tell, and end the process. A dead file system, or whatever else, must not keep it."""
@@ -172,10 +178,7 @@ class Watchdog:
         """What the ranks have told, the lowest first, once all have, or when waiting for more is over."""
 
         def all_are_there() -> bool:
-            # A name made here: after it the client of a network file system looks at the folder anew.
-            probe = self._folder / f".{self._world.rank}"
-            probe.touch()
-            probe.unlink()
+            _look_anew(self._folder, self._world.rank)
             return len(list(self._folder.glob("rank-*.txt"))) == self._world.size
 
         _wait_for(all_are_there, GATHER_SECONDS)
@@ -186,6 +189,13 @@ class Watchdog:
         partial.write_text(text + "\n", encoding="utf-8")
         failed_nodes(self._run_dir, standings, self._nodes)
         partial.replace(self._folder / "report.txt")  # last: the others end when they see it
+
+
+def _look_anew(folder: Path, rank: int) -> None:
+    """Make a name and remove it: after it the client of a network file system looks at the folder anew."""
+    probe = folder / f".watchdog-{rank}"
+    probe.touch()
+    probe.unlink()
 
 
 def _wait_for(condition: Callable[[], bool], seconds: float) -> None:

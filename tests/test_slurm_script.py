@@ -22,12 +22,13 @@ from dist_mem.launch.script import render
 RANKS = """\
 #!/bin/bash
 if [ "$1" = config ]; then echo "$PWD/run"; exit "$(cat ../code 2>/dev/null || echo 0)"; fi
+starts=starts${PER_TASK:+-$SLURM_ARRAY_TASK_ID}
 if [ "$SLURM_PROCID" = 0 ]; then
   master=$MASTER_ADDR:$MASTER_PORT
-  echo "$*|${SLURM_RESTART_COUNT:-0}|$SLURM_JOB_NODELIST|$master|$DIST_MEM_JOB_END|$(date +%s)" >>starts
-  code=$(sed -n "$(wc -l <starts)p" codes)
-  [ "${code%+}" = "$code" ] || mkdir -p "run/checkpoints/step-$(printf %08d "$(wc -l <starts)")"
-  case $code in 2* | 86*) echo "$SLURMD_NODENAME" >>run/slurm/failed_nodes ;; esac # as preflight and watchdog do
+  echo "$*|${SLURM_RESTART_COUNT:-0}|$SLURM_JOB_NODELIST|$master|$DIST_MEM_JOB_END|$(date +%s)" >>$starts
+  code=$(sed -n "$(wc -l <$starts)p" codes)
+  [ "${code%+}" = "$code" ] || mkdir -p "run/checkpoints/step-$(printf %08d "$(wc -l <$starts)")"
+  case $code in 1* | 86*) echo "$SLURMD_NODENAME" >>run/slurm/failed_nodes ;; esac # as preflight and watchdog do
   [ "${code%+}" = 137 ] && kill -KILL $$
   echo "${code%+}" >"$DIST_MEM_EXIT_CODE"
   exit "${code%+}"
@@ -64,7 +65,7 @@ CASES = {
     "none": Case("85+ 0", {"restart": "none"}, 1, "FAILED", 85, "start it again to go on"),
     "resubmit": Case("85+ 0", {"restart": "resubmit"}, 2, "FAILED", 85, "handed in again"),
     "exclude": Case("86+ 0", {"exclude_failed": True, "nodes": "1"}, 2, "FAILED", 86, "handed in again"),
-    "unfit node": Case("2 0", {"exclude_failed": True, "nodes": "1"}, 2, "FAILED", 2, "unfit: node"),
+    "unfit node": Case("1 0", {"exclude_failed": True, "nodes": "1"}, 2, "FAILED", 1, "handed in again"),
     "chain": Case("85+ 0 0", {"restart": "chain", "chain": 3}, 2, "FAILED", 85, "the next job of the chain goes on"),
     "range of nodes": Case("0", {"nodes": "1-2"}, 1, "COMPLETED", 0, ""),
 }
@@ -86,12 +87,16 @@ def launch_block(**changes: Any) -> Any:
     return OmegaConf.merge(config.launch, changes)  # type: ignore[attr-defined]
 
 
-def hand_in(slurm: Cluster, folder: Path, case: Case) -> str:
+def write_ranks(folder: Path, codes: str) -> None:
     folder.mkdir(parents=True)
     (folder / "dist-mem").write_text(RANKS)
     (folder / "dist-mem").chmod(0o755)
-    (folder / "codes").write_text("\n".join(case.codes.split()) + "\n")
+    (folder / "codes").write_text(codes)
     (folder / "run" / "slurm").mkdir(parents=True)
+
+
+def hand_in(slurm: Cluster, folder: Path, case: Case) -> str:
+    write_ranks(folder, "\n".join(case.codes.split()) + "\n")
     if "STOP" in case.said:
         (folder / "run" / "STOP").touch()
     (folder / "job.sbatch").write_text(render(launch_block(**case.launch), job_name="trial"))
@@ -128,7 +133,7 @@ def test_ranks_are_told_their_arguments_meeting_point_and_end(outcomes: dict[str
     arguments, restarts, nodes, master, end, now = outcomes["stopped, then done"].starts[1]
     assert arguments == "train a b.yaml x.y=[1, 2]"
     assert (restarts, nodes) == ("1", "node[1-2]")
-    port = 20000 + int(outcomes["stopped, then done"].job) % 20000
+    port = 10000 + int(outcomes["stopped, then done"].job) % 20000
     assert master == f"127.0.0.1:{port}", "node1 has no name here: Slurm's address for it"
     assert 0 < int(end) - int(now) <= 1200
 
@@ -179,17 +184,29 @@ def test_cancelled_job_does_not_come_back(slurm: Cluster, tmp_path: Path) -> Non
     assert slurm.state(job) == "CANCELLED"
 
 
-def test_task_of_an_array_is_handed_in_again_as_itself(slurm: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("restart", ["requeue", "resubmit"])
+def test_tasks_of_an_array_start_again_each_for_itself(slurm: Cluster, tmp_path: Path, restart: str) -> None:
+    """The number of the last task is also that of the whole array: it must not start, or wait for, the others."""
     folder = tmp_path / "job"
-    first = hand_in(slurm, folder, Case("0", {}, 1, "COMPLETED", 0, ""))
-    assert slurm.wait_for_state(first, *ENDED) == "COMPLETED"
-    (folder / "starts").unlink()
-    (folder / "codes").write_text("85+\n0\n")
+    write_ranks(folder, "85+\n0\n")
     (folder / "sweep.txt").write_text("one.yaml\n'two words.yaml' x=2\n")
-    (folder / "array.sbatch").write_text(render(launch_block(restart="resubmit"), job_name="sweep", kind="array"))
+    (folder / "array.sbatch").write_text(render(launch_block(restart=restart), job_name="sweep", kind="array"))
     path = f"{folder}{os.pathsep}{slurm.environment['PATH']}"
-    slurm.submit("--array=2", f"--chdir={folder}", str(folder / "array.sbatch"), "sweep.txt", PATH=path)
-    starts = folder / "starts"
-    slurm.wait(lambda: starts.exists() and len(starts.read_text().splitlines()) == 2, "the second start")
-    slurm.wait(lambda: not slurm.call("squeue", "--noheader"), "all jobs to end")
-    assert [line.split("|")[0] for line in starts.read_text().splitlines()] == ["train two words.yaml x=2"] * 2
+    slurm.submit("--array=1-2", f"--chdir={folder}", str(folder / "array.sbatch"), "sweep.txt", PATH=path, PER_TASK="-")
+    slurm.wait(lambda: not slurm.call("squeue", "--noheader"), "all jobs to end", seconds=180)
+    logs = "".join(path.read_text() for path in folder.glob("sweep-*.log"))
+    for task, arguments in (("1", "train one.yaml"), ("2", "train two words.yaml x=2")):
+        starts = (folder / f"starts-{task}").read_text().splitlines()
+        assert [line.split("|")[0] for line in starts] == [arguments] * 2, logs
+        assert all(line.split("|")[4] for line in starts), "each knows when its time is over"
+
+
+@pytest.mark.nightly
+def test_job_that_overran_its_time_starts_again(slurm: Cluster, tmp_path: Path) -> None:
+    """Slurm would let it go: what it takes off itself at the time limit it does not requeue."""
+    folder = tmp_path / "job"
+    job = hand_in(slurm, folder, Case("85+ 0", {"time": "0:01:00", "signal_seconds": 5}, 2, "COMPLETED", 0, ""))
+    deaf = RANKS.replace("  code=", '  [ "$(wc -l <$starts)" = 1 ] && { trap "" TERM USR2; sleep 200; }\n  code=')
+    (folder / "dist-mem").write_text(deaf)
+    slurm.wait(lambda: slurm.state(job) == "COMPLETED", "the second start to end", seconds=280)
+    assert slurm.facts(job)["Restarts"] == "1"

@@ -72,14 +72,15 @@ def stage_on_all_ranks(indexes: Sequence[Index], what: str) -> None:
         are_done = False
         while not are_done:  # in rounds: one collective that waited for a long copy would run into its time-out
             wait([copying], timeout=ROUND_SECONDS)
-            error = copying.exception() if copying.done() else None
+            is_done = copying.done()  # asked once: it may end while the others are told
+            error = copying.exception() if is_done else None
             try:
                 agree_all_well(error, what)
             except AgreedError as told:
                 for source in sources:
                     source.close()
                 raise RemoteError(str(error or told)) from error
-            are_done = all(gather_objects(copying.done()))
+            are_done = all(gather_objects(is_done))
 
 
 class StagedShards(ShardSource):

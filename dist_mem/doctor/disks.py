@@ -107,9 +107,10 @@ def check_room(run_dir: Path, *, num_bytes: int, num_files: int, kept: int) -> I
         yield fail("disk room", told, fix)
     else:
         yield ok("disk room", told)
-    if stat.f_files and stat.f_favail < num_files * kept:  # some file systems do not count them
+    is_counted = 0 <= stat.f_favail <= stat.f_files and stat.f_files > 0  # some file systems do not, or say -1
+    if is_counted and stat.f_favail < num_files * kept:
         yield fail("inodes", f"{stat.f_favail:,} free, {kept} checkpoints have {num_files * kept:,} files", fix)
-    elif stat.f_files:
+    elif is_counted:
         yield ok("inodes", f"{stat.f_favail:,} free")
 
 

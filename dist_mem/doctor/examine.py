@@ -72,8 +72,21 @@ def _guarded(what: str, check: Callable[[], Iterable[Remark]]) -> list[Remark]:
         return list(check())
     except ValueError as error:
         return [fail(what, str(error), "mend it: dist-mem train CONFIG --check")]
-    except OSError as error:
-        return [fail(what, f"cannot be looked at: {error}", "see to this node", blames_node=True)]
+    except Exception as error:  # whatever it is: the other ranks wait for this one
+        told = f"cannot be looked at: {type(error).__name__}: {error}"
+        return [fail(what, told, "see to this node", blames_node=True)]
+
+
+def _facts(collect: Callable[[], sameness.Facts], findings: list[Finding], place: Place) -> sameness.Facts:
+    """What is compared between ranks; a finding more where it cannot be told."""
+    facts: sameness.Facts = {}
+
+    def look() -> Iterator[Remark]:
+        facts.update(collect())
+        yield from ()
+
+    findings += _at(place, _guarded("facts", look))
+    return facts
 
 
 def _at(place: Place | None, remarks: Iterable[Remark]) -> list[Finding]:
@@ -88,17 +101,17 @@ def _look_around(config: Any | None, world: World, *, is_thorough: bool) -> Told
     if is_first:
         findings += _at(whole, _guarded("machine", lambda: machine.check_machine(world)))
         findings += _at(whole, _guarded("caches", disks.check_caches))
-    code = sameness.code_facts(with_commit=is_thorough)
+    code = _facts(lambda: sameness.code_facts(with_commit=is_thorough), findings, whole)
     if config is None:
         return Told(place, findings, code, {}, None, plans)
     data = None
     if is_first:
-        data = sameness.data_facts(config)
+        data = _facts(lambda: sameness.data_facts(config), findings, whole)
         findings += _at(whole, _guarded("data", lambda: sameness.check_tars(config)))
     if world.rank == 0:
         found, plans = _look_at_run(config, world, is_thorough=is_thorough)
         findings += found
-    return Told(place, findings, code, sameness.config_facts(config), data, plans)
+    return Told(place, findings, code, _facts(lambda: sameness.config_facts(config), findings, place), data, plans)
 
 
 def _look_at_run(config: Any, world: World, *, is_thorough: bool) -> tuple[list[Finding], Plans]:

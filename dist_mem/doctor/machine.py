@@ -35,7 +35,7 @@ def check_machine(world: World) -> Iterator[Remark]:
 def check_limits(world_size: int) -> Iterator[Remark]:
     """Limits of this process, for every rank to check; soft ones are raised where they may be."""
     needed = _OWN_FILES + _FILES_A_PEER * world_size
-    files = _raised(resource.RLIMIT_NOFILE, GOOD_OPEN_FILES)
+    files = _raised(resource.RLIMIT_NOFILE, max(GOOD_OPEN_FILES, needed))
     fix = f"ulimit -n {GOOD_OPEN_FILES} before the start, or nofile in /etc/security/limits.conf"
     if files < needed:
         yield fail("open files", f"{files} may be open, a rank needs {needed}", fix, blames_node=True)

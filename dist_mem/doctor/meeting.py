@@ -22,6 +22,7 @@ from dist_mem.environment import (
     agent_keeps_store,
     export_for_libraries,
     gpus_are_hidden,
+    launcher_restarts,
     meeting_point,
     node_name,
     read_ranks,
@@ -125,7 +126,7 @@ def meet(*, seconds: float = 1800.0) -> Meeting:
 
 def _open_store(host: str, port: int, *, rank: int, seconds: float) -> Any:
     """The store that torch will meet in; torchrun keeps it, else rank 0 does, and torch shares it (`multi_tenant`)."""
-    return dist.TCPStore(
+    store = dist.TCPStore(
         host,
         port,
         is_master=rank == 0 and not agent_keeps_store(),
@@ -133,6 +134,7 @@ def _open_store(host: str, port: int, *, rank: int, seconds: float) -> Any:
         wait_for_workers=False,
         multi_tenant=True,
     )
+    return dist.PrefixStore(f"start-{launcher_restarts()}", store)  # torchrun's store outlives its ranks
 
 
 def _decide(store: Any, size: int, seconds: float) -> Meeting:

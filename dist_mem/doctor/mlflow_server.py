@@ -13,6 +13,7 @@ from dist_mem.doctor.report import Remark, fail, ok, warning
 from dist_mem.errors import UnusableError
 from dist_mem.tracking.preflight import check_tracking
 from dist_mem.tracking.provenance import without_credentials
+from dist_mem.tracking.start import JOURNAL
 from dist_mem.tracking.stores import choose_sending, is_server, store_uri
 
 _SECONDS = 2.5
@@ -30,7 +31,9 @@ def check_mlflow(config: Any, *, is_patient: bool) -> Iterator[Remark]:
         check_tracking(config, Path(config.run_dir))
     except UnusableError as error:
         told, _, fix = str(error).partition("; ")
-        yield fail("MLflow", told, fix or "tracking.send=never goes without it")
+        # A run that MLflow has taken before goes on, as it does when a token is revoked in its midst: all is kept.
+        level = warning if (Path(config.run_dir) / JOURNAL).exists() else fail
+        yield level("MLflow", told, fix or "tracking.send=never goes without it")
         return
     uri, sending = store_uri(config), choose_sending(config)
     if is_patient and is_server(uri) and sending.is_on and not _answers(uri):

@@ -15,9 +15,9 @@ from typing import Any
 from dist_mem.distributed import World, gather_objects
 from dist_mem.doctor.examine import examine
 from dist_mem.doctor.meeting import Meeting, meet
-from dist_mem.doctor.report import WARNING, Finding, failed, failed_nodes, lines, refusal
+from dist_mem.doctor.report import WARNING, Finding, failed, failed_nodes, lines, may_pass, refusal
 from dist_mem.environment import node_name, read_ranks
-from dist_mem.errors import UnusableError
+from dist_mem.errors import UnfitError, UnusableError
 from dist_mem.files import write_text
 from dist_mem.hang_report import FAILED_NODES
 
@@ -30,7 +30,8 @@ def before_joining(config: Any) -> Meeting:
     Keep what it returns until that has been called: rank 0 holds the store in it.
 
     Raises:
-        UnusableError: on every rank that came; names who did not come, and nodes without a GPU.
+        UnfitError: on every rank that came; names who did not come, and nodes without a GPU.
+        UnusableError: likewise; two ranks have one GPU.
         ValueError: half of a launcher's variables.
     """
     meeting = meet()
@@ -46,6 +47,7 @@ def preflight(config: Any, world: World) -> list[str]:
 
     Raises:
         UnusableError: on every rank, with one message: what failed, where, and the fix.
+        UnfitError: likewise, if all that failed is of one machine, or of now.
     """
     findings: list[Finding] = []
     with closing(examine(config, world, is_thorough=False)) as rounds:
@@ -61,7 +63,7 @@ def _refuse(config: Any, findings: Sequence[Finding], nodes: Sequence[str], *, i
     names = failed_nodes(findings, nodes)
     if is_writer and names:
         note_failed_nodes(Path(config.run_dir), names)
-    raise UnusableError(refusal(findings))
+    raise (UnfitError if may_pass(findings) else UnusableError)(refusal(findings))
 
 
 def note_failed_nodes(run_dir: Path, names: Iterable[str]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 OK, WARNING, FAIL = "ok", "warning", "FAIL"
+_PASSING = ("meeting", "disk room", "inodes", "time left", "all-reduce", "run directory")
 _NAMED = 4  # places in a line; a report of 60 nodes is to be read
 _SHOWN = 12  # lines in a refused start
 
@@ -97,7 +98,12 @@ def failed(findings: Iterable[Finding]) -> list[Finding]:
 def failed_nodes(findings: Iterable[Finding], nodes: Iterable[str]) -> list[str]:
     """Nodes that a start may do without; none where all of them failed: there would be none left."""
     blamed = {finding.place.node for finding in failed(findings) if finding.blames_node and finding.place}
-    return sorted(blamed) if blamed < set(nodes) else []
+    return sorted(blamed) if set(nodes) - blamed else []
+
+
+def may_pass(findings: Iterable[Finding]) -> bool:
+    """Whether all that failed is of one machine, or of now: another start may do, as it stands."""
+    return all(finding.blames_node or finding.what in _PASSING for finding in failed(findings))
 
 
 def refusal(findings: Sequence[Finding]) -> str:

@@ -8,32 +8,56 @@ set -uo pipefail
 
 # What compilers keep stands on each node's own disk: a shared one is slow, and two nodes would write one file.
 caches=${TMPDIR:-/tmp}/dist_mem-$(id -un)
-export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$caches/triton}
-export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$caches/inductor}
-export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$caches/torch_extensions}
+own_caches=()
+for name in TRITON_CACHE_DIR TORCHINDUCTOR_CACHE_DIR TORCH_EXTENSIONS_DIR; do
+  [ -n "${!name:-}" ] || { export "$name=$caches/${name%_*}" && own_caches+=("$name"); }
+done
 
 # ---- the job --------------------------------------------------------------------------------------------------------
 #@arguments
 say() { echo "$(date '+%F %T') job $SLURM_JOB_ID: $*"; }
 trap : TERM # without a trap the shell would die before its ranks have saved
 
-fact() { scontrol show job "$SLURM_JOB_ID" --oneliner | sed -n "s/.* $1=\([^ ]*\).*/\1/p"; }
+# What Slurm calls this job; the number of an array's last task alone would mean all of the array.
+me=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+me=${me:-$SLURM_JOB_ID}
+fact() { patiently scontrol show job "$me" --oneliner | sed -n "s/.* $1=\([^ ]*\).*/\1/p"; }
+# A controller that is busy, or being restarted, is asked again for three minutes.
+patiently() {
+  local attempt
+  for attempt in {1..18}; do
+    "$@" && return
+    [ "$attempt" = 18 ] || sleep 10
+  done
+  say "given up: $*" >&2
+  return 1
+}
 newest() { find "$run_dir/checkpoints" -maxdepth 1 -name 'step-????????' 2>/dev/null | sort | tail -n 1; }
 
+end_of_chain() {
+  if [ "$restart" = chain ] && [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
+    say "the rest of the chain is cancelled"
+    scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"
+  fi
+}
+
 # A wrong configuration ends here, in a second and with exit code 2, and not on every node.
-run_dir=$(alone dist-mem config --get run_dir "${arguments[@]}") || exit
+run_dir=$(alone dist-mem config --get run_dir "${arguments[@]}") || {
+  code=$?
+  end_of_chain
+  exit "$code"
+}
 logs=$run_dir/slurm/$SLURM_JOB_ID
 mkdir -p "$logs" || exit 1
 before=$(newest)
 export DIST_MEM_EXIT_CODE=$logs/exit_code # of rank 0; srun tells the highest of all, also of ranks it has ended itself
 rm -f "$DIST_MEM_EXIT_CODE"
-touch "$logs/began"
 
 # Rank 0 listens on the first node, at a port of this job. A node without a name in the name service has an address.
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 getent hosts "$MASTER_ADDR" >/dev/null ||
   MASTER_ADDR=$(scontrol show node "$MASTER_ADDR" --oneliner | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
-MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000)) # below those that the kernel hands out
 export MASTER_ADDR MASTER_PORT
 unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE # of the shell that handed this in; Slurm's numbers are meant
 
@@ -55,24 +79,21 @@ say "the ranks have ended with exit code $code"
 # ---- what comes after it --------------------------------------------------------------------------------------------
 # 0: done; 2, 3: starting again will not help; all others, 85 (stopped, all saved) first: start again.
 resubmit() {
-  local script=$run_dir/slurm/$SLURM_JOB_ID.sbatch exclude
+  local script=$run_dir/slurm/$SLURM_JOB_ID.sbatch name value exclude options=()
+  cp "$0" "$script" || return
+  for name in nodes:NumNodes partition:Partition account:Account qos:QOS time:TimeLimit; do # as this job, however given
+    value=$(fact "${name#*:}")
+    case $value in "" | *null* | N/A | UNLIMITED) ;; *) options+=("--${name%%:*}=$value") ;; esac
+  done
   exclude=$(paste -sd, "$run_dir/slurm/failed_nodes" 2>/dev/null)
-  scontrol write batch_script "$SLURM_JOB_ID" "$script" >/dev/null &&
-    sbatch --dependency="afterany:$SLURM_JOB_ID" ${exclude:+"--exclude=$exclude"} \
-      ${SLURM_ARRAY_TASK_ID:+"--array=$SLURM_ARRAY_TASK_ID"} "$script" "$@"
+  [ "$exclude_failed" != true ] || [ -z "$exclude" ] || options+=("--exclude=$exclude")
+  [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || options+=("--array=$SLURM_ARRAY_TASK_ID")
+  # sbatch hands on the environment: not what is of this job.
+  unset DIST_MEM_EXIT_CODE DIST_MEM_JOB_END MASTER_ADDR MASTER_PORT "${own_caches[@]}"
+  patiently sbatch --dependency="afterany:$me" "${options[@]}" "$script" "$@"
 }
 
-end_of_chain() {
-  if [ "$restart" = chain ] && [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
-    say "the rest of the chain is cancelled"
-    scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"
-  fi
-}
-
-# A node that the preflight found unfit (2) can be left out.
-if [ "$code" = 2 ] && [ "$exclude_failed" = true ] && [ "$run_dir/slurm/failed_nodes" -nt "$logs/began" ]; then
-  say "unfit: $(paste -sd' ' "$run_dir/slurm/failed_nodes")"
-elif [ "$code" = 0 ] || [ "$code" = 2 ] || [ "$code" = 3 ]; then
+if [ "$code" = 0 ] || [ "$code" = 2 ] || [ "$code" = 3 ]; then
   rm -f "$run_dir/slurm/stalled"
   end_of_chain
   exit "$code"
@@ -83,14 +104,18 @@ if [ -e "$run_dir/STOP" ]; then
   end_of_chain
   exit "$code"
 fi
+# Who cancels a job does not want it again, and Slurm requeues by itself what it takes off a node: both show as
+# COMPLETING. A job whose time is over it would let go.
 state=$(fact JobState)
-case $state in
-  RUNNING | SIGNALING) ;;
-  *)
-    say "not started again from here: Slurm itself is ending the job ($state)"
-    exit "$code"
-    ;;
-esac
+if [ "$(date +%s)" -lt "${DIST_MEM_JOB_END:-0}" ] || [ -z "${DIST_MEM_JOB_END:-}" ]; then
+  case $state in
+    RUNNING | SIGNALING | "") ;; # no answer is no reason
+    *)
+      say "not started again from here: Slurm itself is ending the job ($state)"
+      exit "$code"
+      ;;
+  esac
+fi
 if [ "$(newest)" != "$before" ]; then
   rm -f "$run_dir/slurm/stalled"
 else
@@ -105,7 +130,7 @@ if [ "$restart" = requeue ] && [ "$exclude_failed" = true ] && [ -s "$run_dir/sl
   restart=resubmit # a job that is running cannot be told to leave out a node
 fi
 case $restart in
-  requeue) say "requeued" && scontrol requeue "$SLURM_JOB_ID" ;;
+  requeue) say "requeued" && patiently scontrol requeue "$me" ;;
   resubmit) say "handed in again" && resubmit "$@" ;;
   chain) say "the next job of the chain goes on" ;;
   none) say "start it again to go on" ;;
