@@ -24,7 +24,7 @@ from dist_mem.doctor import disks, machine, network, sizes
 from dist_mem.doctor.meeting import Seat, check_accelerators, meet
 from dist_mem.doctor.preflight import preflight
 from dist_mem.doctor.report import FAIL, OK, WARNING, Place, Remark, fail, failed_nodes, lines, ok
-from dist_mem.errors import UnusableError
+from dist_mem.errors import UnfitError, UnusableError
 from dist_mem.hang_report import FAILED_NODES
 
 PYTHON = [sys.executable, "-m", "dist_mem"]
@@ -172,7 +172,7 @@ def _preflight(world: World, config_file: Path, changes: Sequence[Sequence[str]]
     machine.SHM = config_file.parent  # in the real one lies what killed jobs of other tests have left
     try:
         return preflight(config, _as_node(world, f"node{world.rank + 1}"))
-    except UnusableError as error:
+    except (UnfitError, UnusableError) as error:
         return str(error)
     finally:
         del os.environ["SLURMD_NODENAME"]

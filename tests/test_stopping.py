@@ -32,7 +32,7 @@ from dist_mem.checkpoint.manifest import list_steps, step_dir
 from dist_mem.config import load_config
 from dist_mem.distributed import World
 from dist_mem.environment import node_name
-from dist_mem.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USAGE
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE
 from dist_mem.memory import memory_options
 from dist_mem.stop_signal import StopSignal
 from dist_mem.stopping import LEAST_SECONDS, Stopping
@@ -160,10 +160,10 @@ def train_refused(config: str, environment: dict[str, str]) -> int:
     return main(["train", config])
 
 
-def refused(config: Path, environment: dict[str, str]) -> str:
+def refused(config: Path, environment: dict[str, str], code: int = EXIT_USAGE) -> str:
     """What a start that is refused on both ranks tells."""
     ended = run_forked(train_refused, [(str(config), environment)] * 2, folder=config.parent)
-    assert ended.codes == [EXIT_USAGE] * 2, ended.texts
+    assert ended.codes == [code] * 2, ended.texts
     text = "\n".join(ended.texts)
     assert text.count("error: ") == 1 and "Traceback" not in text, text
     return text
@@ -184,7 +184,7 @@ def test_the_file_keeps_a_run_from_being_started(tmp_path: Path, books: Path) ->
     [
         ("tomorrow", "DIST_MEM_JOB_END is 'tomorrow', but must be seconds since 1970"),
         ("nan", "DIST_MEM_JOB_END is 'nan', but must be seconds since 1970"),
-        ("1000000000", "the time of this job has been over for "),
+        ("1000000000", "the time of this job has been over for "),  # the next job has its own time: start again
         ("in 20 s", "the time of this job is over in "),
     ],
     ids=["no number", "not finite", "past", "near"],
@@ -195,16 +195,20 @@ def test_an_end_of_the_time_that_cannot_be_kept_is_told_before_anything_is_built
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", ENDLESS)
     if end == "in 20 s":
         end = f"{time.time() + 20:.0f}"
-    assert told in refused(config, {"DIST_MEM_JOB_END": end})
+    code = EXIT_USAGE if "must be" in told else EXIT_FAILED
+    assert told in refused(config, {"DIST_MEM_JOB_END": end}, code)
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def seconds_needed(*, saved: float, steps: list[float]) -> float:
+def seconds_needed(*, saved: float, steps: list[float], step: int = 0, evaluation: float = 0.0) -> float:
     clock = iter([0.0, *(sum(steps[: number + 1]) for number in range(len(steps)))])
     job: Any = SimpleNamespace(
         world=SimpleNamespace(rank=1),
         meter=SimpleNamespace(training_seconds=lambda: next(clock)),
         saver=SimpleNamespace(longest_seconds=lambda: saved),
+        config=SimpleNamespace(eval=SimpleNamespace(every=100)),
+        step=step,
+        evaluation_seconds=evaluation,
     )
     signals: Any = SimpleNamespace(received=None)
     asked = Stopping(job, signals)
@@ -215,6 +219,8 @@ def seconds_needed(*, saved: float, steps: list[float]) -> float:
 def test_the_clock_leaves_time_for_three_saves_and_two_steps() -> None:
     assert seconds_needed(saved=0.1, steps=[1.0, 3.0, 2.0]) == LEAST_SECONDS + 6
     assert seconds_needed(saved=100.0, steps=[1.0, 3.0, 2.0]) == 306
+    assert seconds_needed(saved=0.1, steps=[1.0], step=97, evaluation=600.0) == LEAST_SECONDS + 2
+    assert seconds_needed(saved=0.1, steps=[1.0], step=98, evaluation=600.0) == LEAST_SECONDS + 602, "it comes first"
     assert seconds_needed(saved=100.0, steps=[50.0, *[1.0] * 10]) == 302, "the first step, which compiles, for ever"
 
 

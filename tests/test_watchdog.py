@@ -223,10 +223,16 @@ def test_a_standing_comes_back_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_a_failed_node_is_listed_once(tmp_path: Path) -> None:
-    for missing in ([2, 3], [3, 4]):
+    for missing in ([2, 3], [3], [4]):
         told = [standing(rank) for rank in range(8) if rank not in missing]
         failed_nodes(tmp_path, told, NODES)
     assert (tmp_path / "slurm" / "failed_nodes").read_text() == "node1\nnode2\n"
+
+
+def test_many_silent_nodes_are_not_listed(tmp_path: Path) -> None:
+    """Rather the network than half of the nodes; a start without them would be one without most of the job."""
+    failed_nodes(tmp_path, [standing(rank) for rank in range(4)], NODES)
+    assert not (tmp_path / "slurm" / "failed_nodes").exists()
 
 
 def test_work_that_does_not_come_back_is_given_up() -> None:

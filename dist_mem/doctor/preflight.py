@@ -63,7 +63,7 @@ def _refuse(config: Any, findings: Sequence[Finding], nodes: Sequence[str], *, i
     names = failed_nodes(findings, nodes)
     if is_writer and names:
         note_failed_nodes(Path(config.run_dir), names)
-    raise (UnfitError if may_pass(findings) else UnusableError)(refusal(findings))
+    raise (UnfitError if may_pass(findings, nodes) else UnusableError)(refusal(findings))
 
 
 def note_failed_nodes(run_dir: Path, names: Iterable[str]) -> None:

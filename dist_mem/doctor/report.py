@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 OK, WARNING, FAIL = "ok", "warning", "FAIL"
-_PASSING = ("meeting", "disk room", "inodes", "time left", "all-reduce", "run directory")
+_PASSING = ("meeting", "accelerator", "disk room", "inodes", "time left", "all-reduce", "run directory")
 _NAMED = 4  # places in a line; a report of 60 nodes is to be read
 _SHOWN = 12  # lines in a refused start
 
@@ -101,9 +101,10 @@ def failed_nodes(findings: Iterable[Finding], nodes: Iterable[str]) -> list[str]
     return sorted(blamed) if set(nodes) - blamed else []
 
 
-def may_pass(findings: Iterable[Finding]) -> bool:
-    """Whether all that failed is of one machine, or of now: another start may do, as it stands."""
-    return all(finding.blames_node or finding.what in _PASSING for finding in failed(findings))
+def may_pass(findings: Sequence[Finding], nodes: Iterable[str]) -> bool:
+    """Whether all that failed is of some nodes only, or of now: another start may do, as it stands."""
+    of_nodes = bool(failed_nodes(findings, nodes))
+    return all((finding.blames_node and of_nodes) or finding.what in _PASSING for finding in failed(findings))
 
 
 def refusal(findings: Sequence[Finding]) -> str:

@@ -63,7 +63,7 @@ def config_hash(facts: Mapping[str, str]) -> str:
 def data_facts(config: Any) -> Facts:
     """Checksums of tokenizer and indexes, and the sizes of all tars, as this node has them.
 
-    Of a URL nothing: what is fetched is compared with its checksum anyway.
+    Of a URL nothing: what is fetched is compared with its checksum anyway; so are the tars where they are staged.
     """
     data = config.data
     if is_remote(data.path):
@@ -72,7 +72,7 @@ def data_facts(config: Any) -> Facts:
     for split in dict.fromkeys([data.train_split, *([config.eval.split] if config.eval.every else [])]):
         split_dir = local_dir(data) / split
         found[f"{split}/{INDEX_NAME}"] = _fingerprint(split_dir / INDEX_NAME)
-        for path in sorted(split_dir.glob("*.tar")):
+        for path in sorted(split_dir.glob("*.tar")) if data.stage == "none" else ():
             found[f"{split}/{path.name}"] = f"{path.stat().st_size:,} bytes"
     return found
 
@@ -85,8 +85,8 @@ def check_tars(config: Any) -> Iterator[Remark]:
     """Whether the tars of the training split are as long as its index says, on this node."""
     data = config.data
     split_dir = local_dir(data) / data.train_split
-    if is_remote(data.path) or not (split_dir / INDEX_NAME).is_file():
-        return  # fetched and compared later, or missing: the job says so
+    if is_remote(data.path) or data.stage != "none" or not (split_dir / INDEX_NAME).is_file():
+        return  # fetched or staged, and compared then, or missing: the job says so
     for shard in read_index_facts(split_dir / INDEX_NAME)["shards"]:
         path = split_dir / shard["name"]
         size = path.stat().st_size if path.exists() else None
