@@ -48,8 +48,14 @@ def launch(name: str, config: Path, *overrides: str, python_path: str = "") -> s
     )
 
 
+def shared_buffers() -> set[str]:
+    """Names of DeepSpeed's shared memory on this machine."""
+    return {path.name for path in Path("/dev/shm").glob("deepspeed_allreduce_buffer_*")}
+
+
 def test_all_launchers_train_to_the_same_losses(tmp_path: Path, books: Path) -> None:
     found = {}
+    before = shared_buffers()
     for name in LAUNCHERS:
         changes = {"train": {"steps": 3}, "model": {"dropout": 0.0}}
         done = launch(name, write_config(tmp_path / f"{name}.yaml", books, tmp_path / name, changes))
@@ -58,6 +64,7 @@ def test_all_launchers_train_to_the_same_losses(tmp_path: Path, books: Path) -> 
     assert found["deepspeed"] == found["torchrun"]
     assert found["none"] == pytest.approx(found["torchrun"], abs=1e-5)
     assert len(found["none"]) == 3
+    assert shared_buffers() <= before, "66 MiB of memory a rank would stay behind"
 
 
 @pytest.mark.parametrize("name", sorted(LAUNCHERS))
