@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import io
 import logging
-import os
 import re
 import sys
 import warnings
@@ -27,7 +26,6 @@ from dist_mem.build_lock import building
 from dist_mem.checkpoint import zero_restore, zero_state
 from dist_mem.checkpoint.zero_restore import Counters, ReadSlice
 from dist_mem.checkpoint.zero_state import Slice
-from dist_mem.environment import meeting_point
 from dist_mem.gradient_shares import GradientShares, Norms
 from dist_mem.layers import DTYPES
 from dist_mem.optimizer import build_optimizer
@@ -148,16 +146,6 @@ def start_communication() -> None:
             "compiler ('apt-get install g++'), and see that TORCH_EXTENSIONS_DIR (default: ~/.cache/torch_extensions) "
             "can be written"
         ) from error
-
-
-def drop_buffer_name() -> None:
-    """Unlink this rank's shared memory of DeepSpeed's CPU op, once all ranks have been through `start_communication`.
-
-    They keep it mapped. The op never removes it: 66 MiB a rank would stay in /dev/shm after every job.
-    """
-    address, port = meeting_point()
-    name = f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{torch.distributed.get_rank()}"
-    (Path("/dev/shm") / name).unlink(missing_ok=True)
 
 
 class Engine:

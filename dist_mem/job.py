@@ -22,7 +22,7 @@ from dist_mem.data.stream import lanes_of_rank
 from dist_mem.data.tokenizer import Tokenizer
 from dist_mem.distributed import World, gather_objects, on_all_ranks
 from dist_mem.divergence import Divergence
-from dist_mem.engine import Engine, drop_buffer_name, start_communication
+from dist_mem.engine import Engine, start_communication
 from dist_mem.environment import node_name
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.scoring import check_scorable
@@ -31,6 +31,7 @@ from dist_mem.model import MemoryLM
 from dist_mem.outside_memory import sources
 from dist_mem.plan import batch_plan, idle_text, total_steps
 from dist_mem.restore import restore
+from dist_mem.shared_memory import drop_buffer_name
 from dist_mem.stragglers import ForwardTimer, Stragglers
 from dist_mem.tracking.provenance import running_commit
 from dist_mem.tracking.run_facts import describe_run
@@ -143,7 +144,7 @@ def _open_job(config: Any, world: World, allowed: Sequence[str]) -> Job:
     )
     memory_sources = on_all_ranks(lambda: sources(config.memory), "reading the memory")
     on_all_ranks(start_communication, "starting DeepSpeed")
-    drop_buffer_name()
+    drop_buffer_name(world.rank)
     engine, fresh = _build(config, world, tokenizer, lane_ids)
     cursors = torch.zeros(len(lane_ids), 3, dtype=torch.int64)
     commit = running_commit() if world.rank == 0 else None

@@ -18,8 +18,8 @@ from omegaconf import OmegaConf
 from dist_mem.checkpoint.manifest import list_steps, step_dir, verify
 from dist_mem.data.build import build_dataset
 from dist_mem.data.source import SourceDocument
-from dist_mem.doctor.machine import BUFFERS, SHM
 from dist_mem.environment import environment_of_rank
+from dist_mem.shared_memory import BUFFER, SHM
 from dist_mem.tracking.sinks import METRICS_FILE
 
 RANKS = 2
@@ -113,7 +113,7 @@ class DrillJob:
             if process.poll() is None:
                 process.kill()
             process.wait()
-        for path in SHM.glob(f"{BUFFERS}_{self._port}_*"):
+        for path in SHM.glob(f"{BUFFER}_*_{self._port}_*"):
             path.unlink(missing_ok=True)
 
     def signal(self, rank: int, number: signal.Signals) -> None:

@@ -12,13 +12,12 @@ from pathlib import Path
 from dist_mem.distributed import World
 from dist_mem.doctor.report import Remark, fail, ok, warning
 from dist_mem.environment import compiler_caches, cpp_compiler, job_end
+from dist_mem.shared_memory import BUFFER, SHM
 
 GOOD_OPEN_FILES = 4096  # what sites set for training; a rank of a large job needs hundreds
 _OWN_FILES, _FILES_A_PEER = 200, 4  # libraries and shards; the groups of gloo or NCCL have sockets to every rank
 GOOD_PROCESSES = 4096  # threads count too
-SHM = Path("/dev/shm")
 _SHM_BYTES_A_RANK = 80 * 2**20  # of DeepSpeed's buffer, 66 MiB, and of the readers' queues
-BUFFERS = "deepspeed_allreduce_buffer_*"
 _NEW_SECONDS = 60.0
 _SHORT_SECONDS = 600.0
 
@@ -76,7 +75,7 @@ def _check_shared_memory(local_size: int) -> Iterator[Remark]:
         return
     stat = os.statvfs(SHM)
     free, needed = stat.f_bavail * stat.f_frsize, _SHM_BYTES_A_RANK * local_size
-    dead = [path for path in SHM.glob(BUFFERS) if _is_dead(path)]
+    dead = [path for path in SHM.glob(f"{BUFFER}_*") if _is_dead(path)]
     if dead:
         num_bytes = sum(path.stat().st_size for path in dead)
         told = f"{len(dead)} buffers of dead ranks hold {num_bytes / 2**20:,.0f} MiB of memory"
