@@ -19,7 +19,7 @@ from dist_mem.data.lanes import LaneReader, check_tokenizer, training_reader
 from dist_mem.data.remote import is_remote, show
 from dist_mem.data.shard import Index, fetch_shards
 from dist_mem.data.stream import lanes_of_rank
-from dist_mem.data.tokenizer import Tokenizer
+from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.distributed import World, gather_objects, on_all_ranks
 from dist_mem.divergence import Divergence
 from dist_mem.engine import Engine, start_communication

@@ -17,7 +17,8 @@ from dist_mem.config import DataConfig
 from dist_mem.data import remote
 from dist_mem.data.directory import open_index, refresh
 from dist_mem.data.shard import Index
-from dist_mem.data.tokenizer import BytesTokenizer, save_tokenizer
+from dist_mem.data.tokenizer import save_tokenizer
+from dist_mem.data.tokenizers.of_bytes import BytesTokenizer
 
 SHARD = "train/tiny-train-00000.tar"  # of `served_split`
 PAGE = b"<!DOCTYPE html><html><body>Please log in.</body></html>"

@@ -17,7 +17,8 @@ from dist_mem.checkpoint.manifest import describe_file, files_in, step_dir, writ
 from dist_mem.checkpoint.zero_state import Slice
 from dist_mem.config import Config, save_config
 from dist_mem.data.shard import Index, TokenizedDocument, write_split
-from dist_mem.data.tokenizer import BytesTokenizer, save_tokenizer
+from dist_mem.data.tokenizer import save_tokenizer
+from dist_mem.data.tokenizers.of_bytes import BytesTokenizer
 from dist_mem.distributed import World
 from dist_mem.evaluation.report import Report
 from dist_mem.evaluation.scoring import evaluate_documents

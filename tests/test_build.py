@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from dist_mem.data import build
 from dist_mem.data.build import build_dataset
-from dist_mem.data.shard import read_index, read_recall, read_tokens
+from dist_mem.data.shard import read_index, read_mask, read_recall, read_tokens
 from dist_mem.data.source import RecallSpan, SourceDocument, recall_distances
-from dist_mem.data.tokenizer import BytesTokenizer, load_tokenizer, train_sentencepiece
+from dist_mem.data.tokenizer import load_tokenizer, train_sentencepiece
+from dist_mem.data.tokenizers.of_bytes import BytesTokenizer
 from dist_mem.data.verify import verify_dataset
 from dist_mem.data.workers import WorkerKilledError
 
@@ -246,7 +247,7 @@ def test_line_ends_become_lf(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tokenizer_kind": "words"}, "unknown tokenizer_kind 'words'"),
+        ({"tokenizer_kind": "letters"}, "unknown tokenizer_kind 'letters'"),
         ({"splits": {"test": make_documents(2)}}, "the train split holds no text"),
         ({"splits": {"train": make_documents(2) * 2}}, "'00' comes twice in split 'train'"),
         ({"vocab_size": 30_000}, "largest possible value is"),
@@ -255,6 +256,24 @@ def test_line_ends_become_lf(tmp_path: Path) -> None:
 def test_what_cannot_be_built_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_tiny(tmp_path, **options)
+
+
+def test_scored_spans_become_the_mask(tmp_path: Path) -> None:
+    text = "Ann: \u00c9vian? Bob: No."
+    spans = [(text.index("\u00c9"), text.index(" Bob")), (text.index("No"), len(text))]
+    documents = [SourceDocument("a", "", text, scored=spans), SourceDocument("b", "", text)]
+    build_tiny(tmp_path, {"train": documents}, tokenizer_kind="bytes")
+    index = read_index(tmp_path / "train")
+    tokens, mask = read_tokens(index, 0), read_mask(index, 0)
+    assert mask is not None
+    assert BytesTokenizer().decode(tokens[mask]) == "\u00c9vian?No."
+    assert read_mask(index, 1) is None
+
+
+@pytest.mark.parametrize("span", [(3, 3), (-1, 2), (2, 99)])
+def test_a_scored_span_outside_the_text_is_refused(tmp_path: Path, span: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=r"document a: scored span \("):
+        build_tiny(tmp_path, {"train": [SourceDocument("a", "", "short", scored=[span])]}, tokenizer_kind="bytes")
 
 
 def test_recall_is_the_distance_in_tokens_to_the_referent() -> None:

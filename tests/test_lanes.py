@@ -34,7 +34,8 @@ from dist_mem.data.batch import IGNORE
 from dist_mem.data.lanes import evaluation_batches, training_reader
 from dist_mem.data.shard import Index, TokenizedDocument, write_split
 from dist_mem.data.stream import cut_lengths, evaluation_plan, evaluation_steps, lanes_of_rank
-from dist_mem.data.tokenizer import BytesTokenizer, save_tokenizer
+from dist_mem.data.tokenizer import save_tokenizer
+from dist_mem.data.tokenizers.of_bytes import BytesTokenizer
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from dist_mem.data.remote import RefusedError, RemoteError, UnreachableError, ad
 from dist_mem.data.runs import open_lane
 from dist_mem.data.shard import Index, ShardError, _fingerprint, check_document, fetch_shards, read_index, read_tokens
 from dist_mem.data.stream import START, DocumentPlan, make_plan
-from dist_mem.data.tokenizer import BytesTokenizer
+from dist_mem.data.tokenizers.of_bytes import BytesTokenizer
 from dist_mem.distributed import World
 
 

@@ -15,15 +15,10 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_mem.data.tokenizer import (
-    BytesTokenizer,
-    SentencePieceTokenizer,
-    Tokenizer,
-    load_tokenizer,
-    sample_lines,
-    save_tokenizer,
-    train_sentencepiece,
-)
+from dist_mem.data.tokenizer import load_tokenizer, save_tokenizer, train_sentencepiece
+from dist_mem.data.tokenizers.base import Tokenizer
+from dist_mem.data.tokenizers.of_bytes import BytesTokenizer
+from dist_mem.data.tokenizers.of_pieces import SentencePieceTokenizer, sample_lines
 
 VOCAB_SIZE = 400
 AWKWARD = [
@@ -221,7 +216,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda path: (path / "tokenizer.json").unlink(), "tokenizer.json is missing"),
     "not json": (lambda path: (path / "tokenizer.json").write_text("{"), "tokenizer.json is damaged"),
     "newer": (lambda path: edit_json(path, format_version=2), "format_version 2, newer than 1"),
-    "unknown kind": (lambda path: edit_json(path, kind="words"), "unknown kind 'words'"),
+    "unknown kind": (lambda path: edit_json(path, kind="letters"), "unknown kind 'letters'"),
     "other tokenizer": (lambda path: edit_json(path, fingerprint="0"), "describes another tokenizer"),
     "no model": (lambda path: (path / "tokenizer.model").unlink(), "tokenizer.model is missing"),
     "cut model": (lambda path: (path / "tokenizer.model").write_bytes(b"\x0a\x99"), "tokenizer.model is damaged"),

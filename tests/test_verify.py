@@ -11,7 +11,8 @@ import pytest
 from dist_mem.data.build import build_dataset
 from dist_mem.data.shard import read_index
 from dist_mem.data.source import SourceDocument
-from dist_mem.data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer, train_sentencepiece
+from dist_mem.data.tokenizer import load_tokenizer, save_tokenizer, train_sentencepiece
+from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.verify import Problem, verify_dataset
 
 TAR = "tiny-train-00000.tar"

@@ -27,18 +27,18 @@ from tqdm import tqdm
 
 from dist_mem.data.facts import ShardError
 from dist_mem.data.shard import INDEX_NAME, MAX_SHARD_BYTES, TokenizedDocument, read_index, write_split
-from dist_mem.data.source import SourceDocument, check_sources, recall_distances
+from dist_mem.data.source import SourceDocument, check_sources, recall_distances, scored_tokens
 from dist_mem.data.tokenizer import (
+    FILE_NAMES,
     JSON_NAME,
-    MODEL_NAME,
-    BytesTokenizer,
-    SentencePieceTokenizer,
-    Tokenizer,
     load_tokenizer,
     read_tokenizer_facts,
     save_tokenizer,
     train_sentencepiece,
 )
+from dist_mem.data.tokenizers.base import Tokenizer
+from dist_mem.data.tokenizers.of_bytes import BytesTokenizer
+from dist_mem.data.tokenizers.of_pieces import SentencePieceTokenizer
 from dist_mem.data.workers import map_unordered
 from dist_mem.files import replacing
 
@@ -64,6 +64,7 @@ def build_dataset(
     tokenizer_kind: str = "sentencepiece",
     vocab_size: int = 32_000,
     tokenizer_from: Path | str | None = None,
+    tokenizer: Tokenizer | None = None,
     workers: int = 1,
     seed: int = 0,
     max_sentences: int = 2_000_000,
@@ -82,7 +83,7 @@ def build_dataset(
         name: of the dataset, part of the tars' names.
         tokenizer_kind: "sentencepiece" or "bytes".
         vocab_size, seed, max_sentences: of the SentencePiece model, see `train_sentencepiece`.
-        tokenizer_from: data directory whose tokenizer is taken instead.
+        tokenizer_from: data directory whose tokenizer is taken instead; tokenizer: one that is taken as it is.
         workers: processes.
         official_words: split name -> published number of words, for splits that are complete.
         max_shard_bytes: size of a tar; piece_bytes: source text one worker takes at a time.
@@ -100,7 +101,9 @@ def build_dataset(
     (out / WORK_DIR).mkdir(parents=True, exist_ok=True)
     training = {"vocab_size": vocab_size, "seed": seed, "max_sentences": max_sentences}
     if tokenizer_from is not None:
-        tokenizer = _place_tokenizer(load_tokenizer(tokenizer_from), out)
+        tokenizer = load_tokenizer(tokenizer_from)
+    if tokenizer is not None:
+        tokenizer = _place_tokenizer(tokenizer, out)
     elif tokenizer_kind == SentencePieceTokenizer.kind:
         tokenizer = _train_tokenizer(splits.get("train", ()), out, training)
     elif tokenizer_kind == BytesTokenizer.kind:
@@ -158,11 +161,14 @@ def encode_piece(piece: Piece) -> int:
     facts = []
     for number, document in enumerate(piece.documents):
         text = document.text()
-        if document.recall is None:
+        if document.recall is None and document.scored is None:
             tokens = tokenizer.encode(text)
         else:
             tokens, starts = tokenizer.encode_with_offsets(text)
+        if document.recall is not None:
             arrays[f"recall{number}"] = recall_distances(document, text, starts)
+        if document.scored is not None:
+            arrays[f"scored{number}"] = scored_tokens(document, text, starts)
         arrays[f"tokens{number}"] = tokens
         facts.append((len(text.split()), len(text.encode())))
     arrays["facts"] = np.array(facts, dtype=np.int64).reshape(-1, 2)
@@ -215,6 +221,7 @@ def _tokenized(pieces: Iterable[Piece]) -> Iterator[TokenizedDocument]:
                     words=words,
                     bytes=num_bytes,
                     tokens=arrays[f"tokens{number}"],
+                    mask=None if document.scored is None else arrays[f"scored{number}"],
                     recall=None if document.recall is None else arrays[f"recall{number}"],
                 )
 
@@ -280,7 +287,7 @@ def _remove_dataset(out: Path) -> None:
         index.unlink()
         for shard in index.parent.glob(f"*-{index.parent.name}-[0-9][0-9][0-9][0-9][0-9].tar"):
             shard.unlink()
-    for name in (JSON_NAME, MODEL_NAME):
+    for name in (JSON_NAME, *FILE_NAMES):
         (out / name).unlink(missing_ok=True)
 
 

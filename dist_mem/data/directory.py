@@ -34,7 +34,8 @@ from dist_mem.data.remote import (
 )
 from dist_mem.data.shard import INDEX_NAME, Index, ShardEntry, ShardSource, read_index, read_index_facts
 from dist_mem.data.stage import stage_on_all_ranks, staged
-from dist_mem.data.tokenizer import JSON_NAME, MODEL_NAME, Tokenizer, load_tokenizer, read_tokenizer_facts
+from dist_mem.data.tokenizer import JSON_NAME, KINDS, load_tokenizer, read_tokenizer_facts
+from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.environment import user_cache_dir
 from dist_mem.files import sha256_of
 
@@ -159,14 +160,14 @@ def _refresh(data: DataConfig, splits: Sequence[str]) -> RemoteError | None:
 def _download_facts(data: DataConfig, directory: Path, splits: Sequence[str]) -> None:
     download(address(data.path, JSON_NAME), directory / JSON_NAME, verify=read_facts)
     facts = read_tokenizer_facts(directory)
-    if facts["kind"] == "sentencepiece":
-        model = directory / MODEL_NAME
+    name = KINDS[facts["kind"]].file_name
+    if name is not None:
 
         def verify(path: Path) -> None:
             _check_sha256(path, facts["fingerprint"], JSON_NAME)
 
-        if not _is_good(model, verify):
-            download(address(data.path, MODEL_NAME), model, verify=verify)
+        if not _is_good(directory / name, verify):
+            download(address(data.path, name), directory / name, verify=verify)
     for split in splits:
         name = f"{split}/{INDEX_NAME}"
         download(address(data.path, name), directory / name, verify=read_index_facts)

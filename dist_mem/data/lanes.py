@@ -24,7 +24,7 @@ from dist_mem.data.runs import DocumentLane, StreamLane, open_lane
 from dist_mem.data.segments import collate_groups, finite_lane
 from dist_mem.data.shard import Index, ShardError
 from dist_mem.data.stream import START, Cursor, Plan, cut_lengths, lanes_of_rank, make_plan
-from dist_mem.data.tokenizer import Tokenizer
+from dist_mem.data.tokenizers.base import Tokenizer
 
 BLOCK_UPDATES = 32  # read in one go, at most
 BLOCK_TOKENS = 2**22  # likewise; 8 bytes each

@@ -31,6 +31,7 @@ class SourceDocument:
     source: Path | str  # a UTF-8 file, or the text itself
     year: int | None = None
     recall: Sequence[RecallSpan | tuple[int, int, int]] | None = None  # None: not recorded for this document
+    scored: Sequence[tuple[int, int]] | None = None  # character spans in the LF text whose tokens count; None: all
 
     @cached_property  # asked for often, and a network file system takes its time
     def num_bytes(self) -> int:
@@ -50,7 +51,8 @@ class SourceDocument:
     def signature(self) -> list[Any]:
         """What tells this document from another without reading its file; the same on every machine."""
         content = self.num_bytes if isinstance(self.source, Path) else hashlib.sha256(self.source.encode()).hexdigest()
-        return [self.id, self.title, self.year, content, self.recall]
+        scored = [] if self.scored is None else [self.scored]  # left out, as builds have it that know of none
+        return [self.id, self.title, self.year, content, self.recall, *scored]
 
 
 def read_text(path: Path) -> str:
@@ -107,6 +109,25 @@ def recall_distances(document: SourceDocument, text: str, starts: np.ndarray) ->
     distances = np.zeros(len(starts), dtype=np.int32)
     distances[recalling] = recalling - source[span_of[recalling]]
     return distances
+
+
+def scored_tokens(document: SourceDocument, text: str, starts: np.ndarray) -> np.ndarray:
+    """Which tokens are scored, (num_tokens,) bool: those that begin within a span of `document.scored`.
+
+    Args:
+        starts: (num_tokens,) where in `text` each token starts, as `Tokenizer.encode_with_offsets` gives it.
+
+    Raises:
+        ValueError: a span lies outside the text, or is empty.
+    """
+    spans = np.array(document.scored or (), dtype=np.int64).reshape(-1, 2)
+    outside = spans[~((spans[:, 0] >= 0) & (spans[:, 0] < spans[:, 1]) & (spans[:, 1] <= len(text)))]
+    if len(outside):
+        needs = f"needs 0 <= start < stop <= {len(text)}, the length of the text in characters"
+        raise ValueError(f"document {document.id}: scored span {tuple(outside[0].tolist())} {needs}")
+    begun = np.searchsorted(np.sort(spans[:, 0]), starts, side="right")
+    ended = np.searchsorted(np.sort(spans[:, 1]), starts, side="right")
+    return begun > ended
 
 
 def _tokens_at(starts: np.ndarray, characters: np.ndarray) -> np.ndarray:

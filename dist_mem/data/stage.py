@@ -24,7 +24,7 @@ from dist_mem.config import DataConfig
 from dist_mem.data.facts import ShardError, read_facts
 from dist_mem.data.remote import RemoteError, locked, writing
 from dist_mem.data.shard import INDEX_NAME, Index, ShardEntry, ShardSource
-from dist_mem.data.tokenizer import JSON_NAME, MODEL_NAME
+from dist_mem.data.tokenizer import FILE_NAMES, JSON_NAME
 from dist_mem.environment import node_name, temporary_dir
 from dist_mem.files import fsync_path, sha256_of, write_bytes, write_hashed, write_text
 
@@ -191,7 +191,7 @@ class StagedShards(ShardSource):
         """Index and tokenizer, which make the folder a data directory; a job reads those of the source."""
         source = self._index.split_dir
         write_bytes(self.split_dir / INDEX_NAME, (source / INDEX_NAME).read_bytes())
-        for name in (JSON_NAME, MODEL_NAME):
+        for name in (JSON_NAME, *FILE_NAMES):
             if (source.parent / name).exists():
                 write_bytes(self._folder / name, (source.parent / name).read_bytes())
 

@@ -21,7 +21,7 @@ import torch
 from dist_mem import distributed
 from dist_mem.checkpoint.manifest import CheckpointError
 from dist_mem.data.directory import open_index, refresh_on_all_ranks
-from dist_mem.data.tokenizer import Tokenizer
+from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.distributed import AgreedError, World, agree_all_well, decided_by_rank0
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
 from dist_mem.evaluation.report import Report, to_table, write_report

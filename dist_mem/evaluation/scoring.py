@@ -18,7 +18,7 @@ from dist_mem.data.batch import IGNORE, Batch
 from dist_mem.data.lanes import check_tokenizer, evaluation_batches
 from dist_mem.data.shard import Index, ShardError, check_document, read_mask, read_recall, read_tokens
 from dist_mem.data.stream import cut_lengths, evaluation_plan, evaluation_steps, lanes_of_rank
-from dist_mem.data.tokenizer import Tokenizer
+from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.distributed import World, agree_all_well, gather_objects, sum_tensor
 from dist_mem.evaluation.report import DocumentScore, RecallScore, Report
 from dist_mem.model import reset_lanes

@@ -41,7 +41,8 @@ from dist_mem.data.directory import open_tokenizer, refresh
 from dist_mem.data.documents import Document
 from dist_mem.data.remote import show
 from dist_mem.data.segments import collate, document_segments
-from dist_mem.data.tokenizer import Tokenizer, load_tokenizer
+from dist_mem.data.tokenizer import load_tokenizer
+from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.layers import DTYPES
 from dist_mem.memory import memory_options
 from dist_mem.memory.base import map_state

@@ -1,0 +1,26 @@
+"""One token a byte: nothing to train, and no text it cannot hold."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from dist_mem.data.tokenizers.base import Tokenizer
+
+
+class BytesTokenizer(Tokenizer):
+    """One token a byte of UTF-8, and BOS: 257 ids."""
+
+    kind = "bytes"
+
+    def __init__(self) -> None:
+        fingerprint = hashlib.sha256(b"dist_mem bytes tokenizer 1").hexdigest()
+        super().__init__([bytes([byte]) for byte in range(256)] + [b""], bos_id=256, fingerprint=fingerprint)
+
+    @classmethod
+    def from_content(cls, content: bytes) -> BytesTokenizer:
+        return cls()
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(), dtype=np.uint8).astype(self.dtype)

@@ -1,0 +1,163 @@
+"""SentencePiece, trained without normalisation, with a piece for every byte (byte fallback) and one for the newline.
+
+Text is always encoded line by line: the ids of longer strings depend on how they were cut (unigram) and cost twice the
+time (BPE). SentencePiece writes a space as U+2581, and cannot tell the two apart in a text; so a U+2581 of the text is
+encoded as its three bytes, and ids are decoded by a table of pieces, both here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import random
+import re
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import sentencepiece
+
+from dist_mem.data.tokenizers.base import Tokenizer
+
+SPACE = "\u2581"  # how SentencePiece writes a space
+TRAINING_LINE_LEN = 4096  # characters; longer lines are cut for training, which would skip them
+TRAINER_OPTIONS: dict[str, Any] = {
+    "normalization_rule_name": "identity",
+    "add_dummy_prefix": False,
+    "remove_extra_whitespaces": False,
+    "byte_fallback": True,
+    "character_coverage": 0.9995,  # rarer characters are written as bytes
+    "user_defined_symbols": ["\n"],
+    "allow_whitespace_only_pieces": True,
+    "split_digits": True,
+    "max_sentence_length": 8 * TRAINING_LINE_LEN,  # bytes
+    "unk_id": 0,
+    "bos_id": 1,
+    "eos_id": 2,
+    "pad_id": -1,  # SentencePiece's way to say: none
+    "num_threads": 4,  # written into the model (its pieces do not depend on it), so never the number of cores
+    "minloglevel": 2,
+}
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model as `train_sentencepiece` makes it."""
+
+    kind = "sentencepiece"
+    file_name = "tokenizer.model"
+
+    def __init__(self, model: bytes) -> None:
+        """Take the content of tokenizer.model."""
+        self.model = model
+        self.processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        space_ids = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
+        if self.processor.bos_id() < 0 or not all(self.processor.is_byte(token) for token in space_ids):
+            raise ValueError("this SentencePiece model has no BOS or no byte pieces: train it with train_sentencepiece")
+        self._space_ids = np.array(space_ids, dtype=np.int32)
+        pieces = [_piece_bytes(self.processor, token) for token in range(self.processor.vocab_size())]
+        super().__init__(pieces, bos_id=self.processor.bos_id(), fingerprint=hashlib.sha256(model).hexdigest())
+
+    def encode(self, text: str) -> np.ndarray:
+        parts = [self._encode_plain(part) for part in text.split(SPACE)]
+        between = [part for plain in parts for part in (self._space_ids, plain)]
+        return np.concatenate(between[1:]).astype(self.dtype)
+
+    def _encode_plain(self, text: str) -> np.ndarray:
+        lines = list(io.StringIO(text, newline="\n"))  # with their newlines; str.splitlines cuts at more than "\n"
+        if not lines:
+            return np.zeros(0, dtype=np.int32)
+        return np.concatenate(self.processor.encode(lines, return_type="numpy", num_threads=1))
+
+    def content(self) -> bytes:
+        return self.model
+
+    @classmethod
+    def from_content(cls, content: bytes) -> SentencePieceTokenizer:
+        return cls(content)
+
+
+def train_pieces(
+    lines: Iterable[str],
+    *,
+    vocab_size: int = 32_000,
+    model_type: str = "bpe",
+    max_sentences: int = 2_000_000,
+    seed: int = 0,
+) -> SentencePieceTokenizer:
+    """Train a SentencePiece model. The same lines always give the same bytes.
+
+    Args:
+        lines: text of the train split, without newlines; an iterator of any length.
+        vocab_size: pieces, among them 256 bytes, newline, unknown, BOS and EOS.
+        model_type: "bpe" or "unigram"; unigram ids depend on how text is cut, see above.
+        max_sentences: lines to train on; of more, this many are drawn evenly by `seed`.
+
+    Raises:
+        ValueError: there is no text, or vocab_size is too large or too small for it.
+    """
+    sample = sample_lines(_training_lines(lines), max_sentences, seed=seed)
+    if not sample:
+        raise ValueError(
+            "the train split holds no text to train a tokenizer on: give it documents, or take tokenizer_kind bytes"
+        )
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(sample),
+            model_writer=model,
+            model_type=model_type,
+            vocab_size=vocab_size,
+            **TRAINER_OPTIONS,
+        )
+    except RuntimeError as error:
+        raise _vocabulary_error(error, vocab_size) from error
+    return SentencePieceTokenizer(model.getvalue())
+
+
+def sample_lines(lines: Iterable[str], max_lines: int, *, seed: int) -> list[str]:
+    """At most `max_lines` lines, each line equally likely, in one pass that jumps over most (Li 1994, algorithm L)."""
+    source = iter(lines)
+    sample = list(islice(source, max_lines))
+    draw = random.Random(seed)
+
+    def uniform() -> float:
+        return 1.0 - draw.random()  # (0, 1], for the logarithm
+
+    weight = uniform() ** (1 / max_lines)
+    while True:
+        skip = int(math.log(uniform()) / math.log1p(-weight)) if weight < 1 else 0
+        line = next(islice(source, skip, None), None)
+        if line is None:
+            return sample
+        sample[draw.randrange(max_lines)] = line
+        weight *= uniform() ** (1 / max_lines)
+
+
+def _piece_bytes(processor: Any, token: int) -> bytes:
+    if processor.is_control(token) or processor.is_unknown(token):
+        return b""
+    piece = processor.id_to_piece(token)
+    return bytes([int(piece[3:5], 16)]) if processor.is_byte(token) else piece.replace(SPACE, " ").encode()
+
+
+def _training_lines(lines: Iterable[str]) -> Iterator[str]:
+    for line in lines:
+        for start in range(0, len(line), TRAINING_LINE_LEN):
+            yield line[start : start + TRAINING_LINE_LEN]
+
+
+def _vocabulary_error(error: RuntimeError, vocab_size: int) -> Exception:
+    """SentencePiece's complaint in our words, where it is about the size of the vocabulary."""
+    largest = re.search(r"Vocabulary size too high .*<= (\d+)", str(error))
+    smallest = re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error))
+    if largest:
+        return ValueError(
+            f"vocab_size {vocab_size} is too large for this text: the largest possible value is {largest[1]}"
+        )
+    if smallest:
+        return ValueError(
+            f"vocab_size {vocab_size} is too small for this text: the smallest possible value is {smallest[1]}"
+        )
+    return error

@@ -1,0 +1,84 @@
+"""One token a word: text is cut at white space, as the word-level corpora are meant to be (WikiText, sorting).
+
+The vocabulary is a list of words. Where it holds `<eos>`, every line end is that token; where it holds `<unk>`, that
+stands for all other words. What is lost of a text is how much white space stood between two words.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from dist_mem.data.tokenizers.base import Tokenizer
+
+EOS = "<eos>"
+UNKNOWN = "<unk>"
+
+
+class WordTokenizer(Tokenizer):
+    """The words of a list, and BOS after them."""
+
+    kind = "words"
+    file_name = "tokenizer.words"
+
+    def __init__(self, words: Sequence[str]) -> None:
+        """Take the vocabulary, by id. Raises ValueError for what is no word, or comes twice."""
+        self.words = list(words)
+        self.ids = {word: token for token, word in enumerate(self.words)}
+        unusable = [word for word in self.words if word.split() != [word]]
+        if unusable or len(self.ids) != len(self.words):
+            bad = unusable or [word for word, count in Counter(self.words).items() if count > 1]
+            raise ValueError(f"the vocabulary has {bad[0]!r}, which is no word or comes twice")
+        pieces = [b"\n" if word == EOS else f"{word} ".encode() for word in self.words]
+        super().__init__([*pieces, b""], bos_id=len(pieces), fingerprint=hashlib.sha256(self.content()).hexdigest())
+
+    def content(self) -> bytes:
+        return "".join(f"{word}\n" for word in self.words).encode()
+
+    @classmethod
+    def from_content(cls, content: bytes) -> WordTokenizer:
+        return cls(content.decode().split("\n")[:-1])
+
+    def encode(self, text: str) -> np.ndarray:
+        """As `Tokenizer.encode`. Raises ValueError for a word that is not in a vocabulary without `<unk>`."""
+        marked = text.replace("\n", f" {EOS} ") if EOS in self.ids else text
+        return self._ids(marked.split())
+
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        pattern = r"[^\S\n]*(\n|\S+)" if EOS in self.ids else r"\s*(\S+)"
+        found = list(re.finditer(pattern, text))
+        words = [EOS if match[1] == "\n" else match[1] for match in found]
+        return self._ids(words), np.array([match.start(1) for match in found], dtype=np.int64)
+
+    def _ids(self, words: list[str]) -> np.ndarray:
+        unknown = self.ids.get(UNKNOWN, -1)
+        tokens = np.fromiter((self.ids.get(word, unknown) for word in words), dtype=np.int64, count=len(words))
+        if unknown < 0 and (tokens < 0).any():
+            word = words[int(np.flatnonzero(tokens < 0)[0])]
+            raise ValueError(f"the word {word!r} is not in the vocabulary, and that has no {UNKNOWN}")
+        return tokens.astype(self.dtype)
+
+
+def count_words(lines: Iterable[str], *, max_words: int | None = None) -> WordTokenizer:
+    """The vocabulary of a text: `<eos>` and the words, the most frequent first, equal ones as they first appear.
+
+    Args:
+        lines: without their ends; each counts one `<eos>`.
+        max_words: the rarer ones are left out, and `<unk>` stands for them; None: all are kept, so that `<unk>` is a
+            word only where the text has it.
+    """
+    counts: Counter[str] = Counter()
+    for line in lines:
+        counts.update(line.split())
+        counts[EOS] += 1
+    ranked = [word for word, _ in counts.most_common()]
+    if max_words is not None and len(ranked) > max_words:
+        kept = [word for word in ranked if word not in (EOS, UNKNOWN)][: max_words - 2]
+        rare = sum(counts[word] for word in ranked) - sum(counts[word] for word in [*kept, EOS, UNKNOWN])
+        counts[UNKNOWN] += rare
+        ranked = sorted([*kept, EOS, UNKNOWN], key=lambda word: -counts[word])
+    return WordTokenizer(ranked)
