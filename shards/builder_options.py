@@ -10,18 +10,20 @@ from dist_mem.data.download import DownloadError
 from dist_mem.data.workers import WorkerKilledError
 
 
-def builder_parser(docstring: str | None, *, vocab_size: int) -> argparse.ArgumentParser:
+def builder_parser(docstring: str | None, *, vocab_size: int | None) -> argparse.ArgumentParser:
     """A parser with the options of every builder; its help is the builder's own docstring.
 
     Args:
-        vocab_size: default of --vocab-size.
+        vocab_size: default of --vocab-size; None: the builder has no such option.
     """
     summary, _, details = (docstring or "").partition("\n")
     parser = argparse.ArgumentParser(
         description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--vocab-size", type=positive, default=vocab_size, metavar="N", help="of SentencePiece (default: %(default)s)")
+    if vocab_size is not None:
+        size_help = "of SentencePiece (default: %(default)s)"
+        add("--vocab-size", type=positive, default=vocab_size, metavar="N", help=size_help)
     add("--workers", type=positive, default=1, metavar="N", help="processes (default: %(default)s)")
     add("--overwrite", action="store_true", help="replace another build in --out")
     return parser

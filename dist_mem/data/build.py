@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from dist_mem.data.facts import ShardError
 from dist_mem.data.shard import INDEX_NAME, MAX_SHARD_BYTES, TokenizedDocument, read_index, write_split
-from dist_mem.data.source import SourceDocument, check_sources, recall_distances, scored_tokens
+from dist_mem.data.source import SourceDocument, check_sources, encoded, recall_distances, scored_tokens
 from dist_mem.data.tokenizer import (
     FILE_NAMES,
     JSON_NAME,
@@ -170,7 +170,7 @@ def encode_piece(piece: Piece) -> int:
         if document.scored is not None:
             arrays[f"scored{number}"] = scored_tokens(document, text, starts)
         arrays[f"tokens{number}"] = tokens
-        facts.append((len(text.split()), len(text.encode())))
+        facts.append((len(text.split()), len(encoded(text))))
     arrays["facts"] = np.array(facts, dtype=np.int64).reshape(-1, 2)
     with replacing(piece.path) as stream:
         np.savez(stream, **arrays)  # type: ignore[arg-type]

@@ -22,13 +22,30 @@ class RecallSpan(NamedTuple):
     referent: int  # first character of the latest earlier mention of what the word recalls
 
 
+class FileSlice(NamedTuple):
+    """Part of a file, byte for byte: a corpus that is one large file is cut so, and never read whole."""
+
+    path: Path
+    start: int  # bytes
+    stop: int
+    sha256: str  # of the whole file: says which one it is
+    without: bytes = b""  # what is left out, as newlines in the published preparation of enwik8
+
+    def read(self) -> bytes:
+        """The bytes, without what is left out."""
+        with self.path.open("rb") as stream:
+            stream.seek(self.start)
+            content = stream.read(self.stop - self.start)
+        return content.replace(self.without, b"") if self.without else content
+
+
 @dataclass(frozen=True)
 class SourceDocument:
     """One document of a builder."""
 
     id: str
     title: str
-    source: Path | str  # a UTF-8 file, or the text itself
+    source: Path | str | FileSlice  # a UTF-8 file, the text itself, or part of a file
     year: int | None = None
     recall: Sequence[RecallSpan | tuple[int, int, int]] | None = None  # None: not recorded for this document
     scored: Sequence[tuple[int, int]] | None = None  # character spans in the LF text whose tokens count; None: all
@@ -36,6 +53,8 @@ class SourceDocument:
     @cached_property  # asked for often, and a network file system takes its time
     def num_bytes(self) -> int:
         """Size of the source, which decides how documents are shared among workers."""
+        if isinstance(self.source, FileSlice):
+            return self.source.stop - self.source.start
         return self.source.stat().st_size if isinstance(self.source, Path) else len(self.source.encode())
 
     @cached_property
@@ -44,15 +63,26 @@ class SourceDocument:
         return self.source.stat().st_mtime_ns if isinstance(self.source, Path) else 0
 
     def text(self) -> str:
-        """The text with LF line ends."""
+        """The text with LF line ends; part of a file as it is, and what is not UTF-8 in it as lone surrogates."""
+        if isinstance(self.source, FileSlice):
+            return self.source.read().decode("utf-8", "surrogateescape")
         text = read_text(self.source) if isinstance(self.source, Path) else self.source
         return text.replace("\r\n", "\n").replace("\r", "\n")
 
     def signature(self) -> list[Any]:
         """What tells this document from another without reading its file; the same on every machine."""
-        content = self.num_bytes if isinstance(self.source, Path) else hashlib.sha256(self.source.encode()).hexdigest()
+        content: Any = self.num_bytes
+        if isinstance(self.source, FileSlice):
+            content = [self.source.start, self.source.stop, self.source.sha256, self.source.without.hex()]
+        elif isinstance(self.source, str):
+            content = hashlib.sha256(self.source.encode()).hexdigest()
         scored = [] if self.scored is None else [self.scored]  # left out, as builds have it that know of none
         return [self.id, self.title, self.year, content, self.recall, *scored]
+
+
+def encoded(text: str) -> bytes:
+    """The UTF-8 bytes of a text that `SourceDocument.text` gave."""
+    return text.encode("utf-8", "surrogateescape")
 
 
 def read_text(path: Path) -> str:

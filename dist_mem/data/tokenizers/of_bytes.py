@@ -23,4 +23,5 @@ class BytesTokenizer(Tokenizer):
         return cls()
 
     def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode(), dtype=np.uint8).astype(self.dtype)
+        # Lone surrogates are what was no UTF-8 (data/source.py), as where a split of enwik8 begins within a character.
+        return np.frombuffer(text.encode("utf-8", "surrogateescape"), dtype=np.uint8).astype(self.dtype)

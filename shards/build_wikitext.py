@@ -1,0 +1,198 @@
+"""WikiText-103 and WikiText-2 (Merity et al. 2016) as shards, from the official token files.
+
+    python shards/build_wikitext.py --source wikitext-103 --out data/wikitext103 --workers 8
+    python shards/build_wikitext.py --source wikitext-103 --out data/wikitext103-pieces --tokenizer sentencepiece
+    python shards/build_wikitext.py --source valid-and-test --out data/held-out --tokenizer-from data/wikitext103
+
+<source> holds wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens, or some of them. The vocabulary comes from the
+train file alone; without it --tokenizer-from takes that of another data directory.
+
+Words are counted as the papers count them: what stands between white space, and each line end, which is the word
+<eos>. That makes 217,646 in the validation file and 245,569 in the test file, by which word-level perplexity divides
+whatever the tokens are. With --tokenizer words (the most frequent first, as adaptive softmax wants it) tokens and words
+are the same; the published preparation has the same words, and <eos> first.
+
+An article is a document. In the layout `stream` documents stand end to end with nothing between them (BOS is read once,
+before the first token of all), so that tokens and counts are those of the papers. Provenance: shards/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from builder_options import builder_parser, exit_code
+from tqdm import tqdm
+
+from dist_mem.data.build import build_dataset
+from dist_mem.data.source import FileSlice, SourceDocument
+from dist_mem.data.tokenizers.of_words import WordTokenizer, count_words
+from dist_mem.files import sha256_of
+
+FILE_NAMES = {"train": "wiki.train.tokens", "validation": "wiki.valid.tokens", "test": "wiki.test.tokens"}
+# Words with <eos>: LaMemo, table 4 (WikiText-103); Merity et al., table 1, and its line ends (WikiText-2).
+OFFICIAL_WORDS = {
+    "WikiText-103": {"train": 103_227_021, "validation": 217_646, "test": 245_569},
+    "WikiText-2": {"train": 2_088_628, "validation": 217_646, "test": 245_569},
+}
+OFFICIAL_FILES = {
+    "9aee9f52d6e77de6c7751fc5e7c44287db3ec0eaf15477098acc6b93c1c4250b": ("WikiText-103", "validation"),
+    "56db52eb157b1ab5c89646eef70510c1eca6e12a3bfdb99f0d6b05b4eacb75b9": ("WikiText-103", "test"),
+    "f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8": ("WikiText-2", "validation"),
+    "d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0": ("WikiText-2", "test"),
+}
+HEADING = re.compile(r" = (?!=)(.*\S) = \n")  # of an article; those of its sections have more signs
+
+
+class Article(NamedTuple):
+    start: int  # byte in the file
+    title: str
+
+
+class TokenFile(NamedTuple):
+    """One of the files, read once."""
+
+    path: Path
+    num_bytes: int
+    num_words: int  # with line ends
+    articles: list[Article]
+    sha256: str
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Build, and say what went wrong; returns the exit code."""
+    options = parse_arguments(arguments)
+    return exit_code(lambda: build(options), builder="build_wikitext")
+
+
+def build(options: argparse.Namespace) -> None:
+    """Read the files once, compare their counts with the published ones, and build."""
+    paths = {split: options.source / name for split, name in FILE_NAMES.items() if (options.source / name).is_file()}
+    if not paths:
+        raise ValueError(f"{options.source} has none of the files {', '.join(FILE_NAMES.values())}: check --source")
+    if options.tokenizer != "bytes" and options.tokenizer_from is None and "train" not in paths:
+        raise ValueError(
+            f"{options.source} has no {FILE_NAMES['train']}, and the vocabulary comes from it alone: add it, or give "
+            "--tokenizer-from DIR, a data directory that was built with it"
+        )
+    files = {split: scan(path) for split, path in paths.items()}
+    check_counts(files)
+    by_words = options.tokenizer == "words" and options.tokenizer_from is None
+    build_dataset(
+        {split: documents_of(file, by=options.documents) for split, file in files.items()},
+        options.out,
+        name=options.name,
+        tokenizer_kind=options.tokenizer,
+        tokenizer=count_vocabulary(paths["train"]) if by_words else None,
+        vocab_size=options.vocab_size,
+        tokenizer_from=options.tokenizer_from,
+        workers=options.workers,
+        seed=options.seed,
+        official_words={split: file.num_words for split, file in files.items()},
+        overwrite=options.overwrite,
+    )
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = builder_parser(__doc__, vocab_size=32_000)
+    add = parser.add_argument
+    add("--source", type=Path, required=True, help="folder of the wiki.*.tokens files")
+    add("--out", type=Path, required=True, help="data directory to build: data.path of a configuration")
+    add("--name", default="wikitext", help="of the dataset, part of the tars' names (default: %(default)s)")
+    add("--tokenizer", choices=("words", "sentencepiece", "bytes"), default="words", help="default: %(default)s")
+    add("--tokenizer-from", type=Path, metavar="DIR", help="take the tokenizer of this data directory instead")
+    add(
+        "--documents",
+        choices=("articles", "split"),
+        default="articles",
+        help="what a document is; the layout `stream` reads the same either way (default: %(default)s)",
+    )
+    add("--seed", type=int, default=0, help="of the lines SentencePiece is trained on (default: %(default)s)")
+    return parser.parse_args(arguments)
+
+
+def scan(path: Path) -> TokenFile:
+    """Count the words of a file and find its articles: headings between blank lines.
+
+    Raises:
+        ValueError: the file holds no line, or is not UTF-8.
+    """
+    num_words, articles, position = 0, [], 0
+    candidate: Article | None = None
+    is_after_blank = True
+    for line in lines_of(path):
+        words = line.split()
+        num_words += len(words) + line.endswith("\n")
+        if candidate is not None and not words:
+            articles.append(candidate)
+        heading = HEADING.fullmatch(line) if is_after_blank else None
+        candidate = Article(position, heading[1]) if heading else None
+        is_after_blank = not words
+        position += len(line.encode())
+    if not position:
+        raise ValueError(f"{path} is empty")
+    return TokenFile(path, position, num_words, articles, sha256_of(path))
+
+
+def lines_of(path: Path) -> Iterator[str]:
+    """The lines of a file with their ends; only LF ends a line."""
+    try:
+        with (
+            path.open(encoding="utf-8", newline="\n") as stream,
+            tqdm(desc=f"reading {path.name}", unit="line", leave=False, disable=None) as bar,
+        ):
+            for line in stream:
+                bar.update()
+                yield line
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error}): fetch it again") from error
+
+
+def check_counts(files: dict[str, TokenFile]) -> None:
+    """Compare the counts with the published ones, where a file shows which corpus it is.
+
+    Raises:
+        ValueError: files of two corpora lie together, or one has not as many words as published.
+    """
+    corpora = {OFFICIAL_FILES[file.sha256][0] for file in files.values() if file.sha256 in OFFICIAL_FILES}
+    if not corpora:
+        print("not the official validation or test file: there are no counts to compare with", flush=True)
+        return
+    if len(corpora) > 1:
+        paths = ", ".join(str(file.path) for file in files.values())
+        raise ValueError(
+            f"{paths}: these are files of {' and of '.join(sorted(corpora))}; put each into its own folder"
+        )
+    corpus = corpora.pop()
+    for split, file in files.items():
+        published = OFFICIAL_WORDS[corpus][split]
+        if file.num_words != published:
+            raise ValueError(
+                f"{file.path} has {file.num_words:,} words with <eos>, but {corpus} has {published:,}: fetch it again"
+            )
+        print(f"{split}: {published:,} words with <eos>, as published for {corpus}", flush=True)
+
+
+def documents_of(file: TokenFile, *, by: str) -> list[SourceDocument]:
+    """The articles of a file, or all of it as one; end to end they are the file, byte for byte."""
+    articles = file.articles if by == "articles" and file.articles else [Article(0, file.path.name)]
+    starts = [0, *(article.start for article in articles[1:]), file.num_bytes]
+    return [
+        SourceDocument(f"{number:05d}", article.title, FileSlice(file.path, start, stop, file.sha256))
+        for number, (article, start, stop) in enumerate(zip(articles, starts, starts[1:], strict=False), start=1)
+    ]
+
+
+def count_vocabulary(path: Path) -> WordTokenizer:
+    """All words of the train file."""
+    tokenizer = count_words(line.removesuffix("\n") for line in lines_of(path))
+    print(f"tokenizer: {len(tokenizer.words):,} words", flush=True)
+    return tokenizer
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Any folder of text as shards: splits by folder, or by a checksum of the names that nothing else moves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import build_text
+import pytest
+
+from dist_mem.data.shard import read_index, read_tokens
+from dist_mem.data.tokenizers.of_bytes import BytesTokenizer
+
+SHARES = ("--validation", "0.1", "--test", "0.2")
+
+
+def write(folder: Path, names: list[str]) -> Path:
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"This is {name}.\n", encoding="utf-8")
+    return folder
+
+
+def build(out: Path, *sources: Path, options: tuple[str, ...] = SHARES) -> int:
+    given = ["--source", *map(str, sources), "--out", str(out), "--tokenizer", "bytes", *options]
+    return build_text.main(given)
+
+
+def titles(out: Path) -> dict[str, list[str]]:
+    return {
+        path.parent.name: [entry.title for entry in read_index(path.parent).documents]
+        for path in out.glob("*/index.json")
+    }
+
+
+def test_folders_are_splits_and_names_become_ids(tmp_path: Path) -> None:
+    names = ["train/a.txt", "train/deep/b c.txt", "train/d.e.txt", "test/a.txt"]
+    assert build(tmp_path / "out", write(tmp_path / "texts", names), options=()) == 0
+    assert titles(tmp_path / "out") == {"train": ["a", "d.e", "deep/b c"], "test": ["a"]}
+    index = read_index(tmp_path / "out" / "train")
+    assert BytesTokenizer().decode(read_tokens(index, 2)) == "This is train/deep/b c.txt.\n"
+    assert index.documents[0].id == "a"
+
+
+def test_names_that_differ_only_in_what_an_id_cannot_hold_stay_apart(tmp_path: Path) -> None:
+    names = ["train/a b.txt", "train/a_b.txt", "train/a.b.txt", f"train/{'n' * 100}1.txt", f"train/{'n' * 100}2.txt"]
+    assert build(tmp_path / "out", write(tmp_path / "texts", names), options=()) == 0
+    assert len({entry.id for entry in read_index(tmp_path / "out" / "train").documents}) == 5
+
+
+def test_a_file_stays_in_its_split_whatever_others_come_or_go(tmp_path: Path) -> None:
+    names = [f"{number}.txt" for number in range(300)]
+    assert build(tmp_path / "all", write(tmp_path / "texts", names)) == 0
+    assert build(tmp_path / "half", write(tmp_path / "fewer", names[::2])) == 0
+    whole, half = titles(tmp_path / "all"), titles(tmp_path / "half")
+    assert sum(map(len, whole.values())) == 300
+    for split, share in (("validation", 0.1), ("test", 0.2), ("train", 0.7)):
+        assert len(whole[split]) == pytest.approx(300 * share, rel=0.3)
+        assert half[split] == [title for title in whole[split] if int(title) % 2 == 0]
+
+
+def test_several_sources_and_single_files_are_one_corpus(tmp_path: Path) -> None:
+    one, two = write(tmp_path / "one", ["a.txt", "b.txt"]), write(tmp_path / "two", ["c.txt"])
+    single = write(tmp_path / "three", ["d.txt"]) / "d.txt"
+    assert build(tmp_path / "out", one, two, single, options=("--test", "0.5")) == 0
+    assert sorted(title for split in titles(tmp_path / "out").values() for title in split) == ["a", "b", "c", "d"]
+
+
+def test_what_cannot_be_dealt_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, loose = tmp_path / "out", write(tmp_path / "texts", ["a.txt"])
+    for sources, options, message in (
+        ([loose], (), "is in none of the folders train, validation, test"),
+        ([loose], ("--test", "0.001"), "of 1 files none falls to test"),
+        ([loose, write(tmp_path / "again", ["a.txt"])], SHARES, "have one name, a.txt"),
+        ([tmp_path / "empty.md"], SHARES, "is neither a folder nor a .txt file"),
+        ([write(tmp_path / "other", ["a.md"])], SHARES, "no .txt file there"),
+    ):
+        assert build(out, *sources, options=options) == 2
+        assert message in capsys.readouterr().err
+    for shares in (("--test", "1"), ("--test", "x"), ("--test", "0.5", "--validation", "0.5")):
+        with pytest.raises(SystemExit):
+            build(out, loose, options=shares)
