@@ -7,6 +7,7 @@ model, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dist_mem.config import Config, ModelConfig
 from dist_mem.flops import Flops, product
+from dist_mem.gpt2 import parts as gpt2
 from dist_mem.layers import DTYPES, Dropout, FeedForward, initialize
 from dist_mem.memory import build_memory
 from dist_mem.memory.base import LayerSpec, Memory, named_tensors, select_lanes
@@ -34,6 +36,7 @@ class Features(NamedTuple):
 
 class LMOutput(NamedTuple):
     nll: Tensor  # (B, T) float32, nats; 0 where the target is IGNORE
+    hits: Tensor | None  # (B, T) bool, the target is the most probable token; None in training
     aux: dict[str, Tensor]  # name -> (B,) weighted auxiliary loss per lane, summed over blocks
     state: LMState  # committed: new for lanes with a complete segment, unchanged for the others
 
@@ -55,18 +58,20 @@ class Block(nn.Module):
     With pre-norm the memory normalises its own input, because stored and new rows go through the same norm.
     """
 
-    def __init__(self, memory: Memory, *, d_inner: int) -> None:
+    def __init__(self, memory: Memory, feed_forward: FeedForward | gpt2.FeedForward, *, dropout: float = 0.0) -> None:
+        """`dropout`: on what the memory gives, a long-term memory's reading included; besides what it drops itself."""
         super().__init__()
         spec = memory.spec
         self.pre_norm = spec.norm == "pre"
         self.memory = memory
+        self.dropout = Dropout(dropout)
         self.attention_norm = nn.Identity() if self.pre_norm else nn.LayerNorm(spec.d_model)
-        self.feed_forward = FeedForward(spec.d_model, d_inner=d_inner, dropout=spec.dropout)
+        self.feed_forward = feed_forward
         self.feed_forward_norm = nn.LayerNorm(spec.d_model)
 
     def forward(self, x: Tensor, state: Any, valid_len: Tensor) -> BlockOutput:
         y, state, aux, _, _ = self.memory(x, state, valid_len)
-        attended = self.attention_norm(x[:, -y.shape[1] :] + y)
+        attended = self.attention_norm(x[:, -y.shape[1] :] + self.dropout(y))
         if self.pre_norm:
             out = attended + self.feed_forward(self.feed_forward_norm(attended))
         else:
@@ -88,19 +93,21 @@ class MemoryLM(nn.Module):
         model = config.model
         bins = vocabulary_bins(model, vocab_size)
         self.activation_checkpointing = config.train.activation_checkpointing
-        self.embedding = Embedding(bins, d_model=model.d_model)
-        self.blocks = nn.ModuleList(
-            Block(build_memory(config.memory, layer_spec(config, index)), d_inner=model.d_inner)
-            for index in range(model.num_layers)
-        )
+        self.embedding = make_embedding(model, bins)
+        self.blocks = nn.ModuleList(make_block(config, index) for index in range(model.num_layers))
         # Deviation: the published pre-norm model has no norm before the softmax; post-norm ends with one anyway.
         self.final_norm = nn.LayerNorm(model.d_model) if model.norm == "pre" and model.final_norm else nn.Identity()
-        self.head = Softmax(bins, d_model=model.d_model)
+        is_gpt2 = model.kind == "gpt2"
+        self.head = (gpt2.Softmax if is_gpt2 else Softmax)(bins, d_model=model.d_model)
         self.dropout = Dropout(model.dropout)
+        self.last_dropout = nn.Identity() if is_gpt2 else self.dropout
         initialize(self, std=model.init_std)
+        if is_gpt2:
+            gpt2.scale_residual_weights(self, num_layers=model.num_layers)
         if model.tie_embeddings:
             self.head.tie(self.embedding)
         for memory in self.memories():
+            memory.begin()
             memory.share(self.memories()[0])
         self.stem = self.memories()[0].stem()
 
@@ -133,7 +140,7 @@ class MemoryLM(nn.Module):
             committed.append(select_lanes(complete, output.state, old))
             for name, loss in output.aux.items():
                 aux[name] = aux[name] + loss if name in aux else loss
-        hidden = self.dropout(self.final_norm(x[:, -tokens.shape[1] :]))
+        hidden = self.last_dropout(self.final_norm(x[:, -tokens.shape[1] :]))
         return Features(hidden, aux, LMState(tuple(committed), select_lanes(complete, stem_state, state.stem)))
 
     def forward(self, tokens: Tensor, targets: Tensor, valid_len: Tensor, *, state: LMState) -> LMOutput:
@@ -144,7 +151,8 @@ class MemoryLM(nn.Module):
             valid_len: (B,) int64, real tokens; 0 for an idle lane.  state: see `init_state` and `reset_lanes`.
         """
         hidden, aux, state = self.features(tokens, valid_len, state=state)
-        return LMOutput(self.head(hidden, targets), aux, state)
+        scores = self.head(hidden, targets)
+        return LMOutput(scores.nll, scores.hits, aux, state)
 
     def flops(self) -> Flops | None:
         """Of a complete segment of one lane, all memories full; None where a memory does not count its own."""
@@ -161,6 +169,27 @@ class MemoryLM(nn.Module):
         """Log-probabilities of every next token, (B, T, V) float32, and the committed state; for generation."""
         hidden, _, state = self.features(tokens, valid_len, state=state)
         return self.head.log_probs(hidden), state
+
+
+def make_embedding(model: ModelConfig, bins: list[Bin]) -> Embedding:
+    """With learned positions for GPT-2."""
+    if model.kind == "gpt2":
+        return gpt2.Embedding(bins, d_model=model.d_model, num_positions=model.num_positions)
+    return Embedding(bins, d_model=model.d_model)
+
+
+def make_block(config: Config, layer_index: int) -> Block:
+    """Block `layer_index`, with its memory.
+
+    GPT-2 drops out the sum of attention and long-term memory, as published; otherwise each drops out its own.
+    """
+    model = config.model
+    spec = layer_spec(config, layer_index)
+    sizes: dict[str, Any] = {"d_inner": model.d_inner, "dropout": model.dropout}
+    if model.kind == "gpt2":
+        memory = build_memory(config.memory, replace(spec, dropout=0.0))
+        return Block(memory, gpt2.FeedForward(model.d_model, **sizes), dropout=model.dropout)
+    return Block(build_memory(config.memory, spec), FeedForward(model.d_model, **sizes))
 
 
 def layer_spec(config: Config, layer_index: int) -> LayerSpec:

@@ -16,6 +16,7 @@ from dist_mem.data.remote import show
 from dist_mem.data.stream import Plan, cut_lengths, lanes_of_rank, make_plan
 from dist_mem.data.tokenizer import JSON_NAME, read_tokenizer_facts
 from dist_mem.errors import UnusableError
+from dist_mem.gpt2.folder import check_sizes
 from dist_mem.model import describe
 
 ASSUMED_VOCAB_SIZE = 32_000  # of the builders, where the data is not built yet
@@ -110,7 +111,11 @@ def _described(memory: Mapping[str, Any]) -> str:
 def _model_lines(config: Config, world_size: int) -> Iterator[tuple[str, str]]:
     model, train = config.model, config.train
     is_built = _data_is_built(config)
-    vocab_size = read_tokenizer_facts(local_dir(config.data))["vocab_size"] if is_built else ASSUMED_VOCAB_SIZE
+    cutoffs = [] if model.adaptive is None else list(model.adaptive.cutoffs)
+    assumed_size = max([ASSUMED_VOCAB_SIZE, *(2 * cutoff for cutoff in cutoffs)])
+    vocab_size = read_tokenizer_facts(local_dir(config.data))["vocab_size"] if is_built else assumed_size
+    if model.pretrained is not None:
+        check_sizes(model, vocab_size if is_built else None)
     sizes = describe(config, vocab_size)
     assumed = "" if is_built else " (assumed: the data is not built yet)"
     per_rank = sizes["state_bytes_per_lane"] * batch_plan(train, world_size).lanes_per_rank

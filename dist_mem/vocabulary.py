@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -134,8 +134,13 @@ class BinLogits(nn.Module):
         return torch.cat([logits, F.linear(hidden, self.cluster_weight, self.cluster_bias)], dim=-1)
 
 
+class Scores(NamedTuple):
+    nll: Tensor  # (B, T) float32 at least, nats; 0 where the target is IGNORE
+    hits: Tensor | None  # (B, T) bool, the target is the most probable token; None in training, for speed
+
+
 class Softmax(nn.Module):
-    """Hidden vectors and targets to negative log-likelihoods in nats."""
+    """Hidden vectors and targets to negative log-likelihoods in nats, and whether the target is the most probable."""
 
     def __init__(self, bins: list[Bin], *, d_model: int) -> None:
         super().__init__()
@@ -150,23 +155,24 @@ class Softmax(nn.Module):
         for part, logits, embed in zip(self.spans, self.bins, embedding.bins, strict=True):
             cast(BinLogits, logits).tie(cast(BinEmbedding, embed), projection=part.tie_projection)
 
-    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """hidden (B, T, D), targets (B, T) int64 -> (B, T) float32 at least, 0 where the target is IGNORE."""
+    def forward(self, hidden: Tensor, targets: Tensor) -> Scores:
+        """hidden (B, T, D), targets (B, T) int64, IGNORE where nothing is scored."""
         rows, row_targets = hidden.flatten(0, 1), targets.flatten()
         if len(self.spans) == 1:
             logits = full_precision(self.bins[0](rows))
             nll = F.cross_entropy(logits, row_targets, ignore_index=IGNORE, reduction="none")
+            hits = None if self.training else logits.argmax(-1) == row_targets
         else:
-            nll = self.adaptive_nll(rows, row_targets)
-        return nll.view_as(targets)
+            nll, hits = self.adaptive_scores(rows, row_targets)
+        return Scores(nll.view_as(targets), None if hits is None else hits.view_as(targets))
 
     def flops(self, num_tokens: int) -> Flops:
         """Of one lane. Adaptive bins but the first are counted as if no target were in them: only the data can tell."""
         sizes = [sum(matrix.numel() for matrix in logits.parameters() if matrix.dim() == 2) for logits in self.bins]
         return product(num_tokens, sizes[0], 1) + product(1, sum(sizes[1:]), 1)
 
-    def adaptive_nll(self, rows: Tensor, targets: Tensor) -> Tensor:
-        """log p(w in bin i) = log-probability of bin i in the head + that of w in bin i; (R, D), (R,) -> (R,)."""
+    def adaptive_scores(self, rows: Tensor, targets: Tensor) -> Scores:
+        """log p(w in bin i) = log-probability of bin i in the head + that of w in bin i; (R, D), (R,) -> (R,) each."""
         column = targets
         for index, part in enumerate(self.spans[1:], start=1):
             column = torch.where(part.holds(targets), self.cluster_column(index), column)
@@ -179,7 +185,28 @@ class Softmax(nn.Module):
             local = (targets[chosen] - part.start).clamp(0, part.size - 1)
             bin_nll = F.cross_entropy(full_precision(logits(rows[chosen])), local, reduction="none")
             nll = nll.index_add(0, chosen, bin_nll * weight)
-        return nll
+        return Scores(nll, None if self.training else self.adaptive_hits(rows, targets, column, head_logits, nll))
+
+    def adaptive_hits(self, rows: Tensor, targets: Tensor, column: Tensor, head_logits: Tensor, nll: Tensor) -> Tensor:
+        """Whether every other token is less probable, (R,) bool.
+
+        No token is more probable than its bin: a bin is looked at only where it could still beat the target.
+
+        Args:
+            column: (R,) of the target in the head, or of its bin.  nll: (R,).
+        """
+        head = head_logits.log_softmax(-1)
+        others = head.scatter(1, column.clamp(min=0)[:, None], -math.inf)[:, : self.spans[0].size]
+        hits = (targets != IGNORE) & (-nll > others.amax(-1))
+        for index, part in enumerate(self.spans[1:], start=1):
+            in_head = head[:, self.cluster_column(index)]
+            chosen = F.pad((hits & (in_head >= -nll)).nonzero().squeeze(1), (0, 1), value=0)  # row 0: it always runs
+            log_probs = in_head[chosen, None] + full_precision(self.bins[index](rows[chosen])).log_softmax(-1)
+            local = (targets[chosen, None] - part.start).clamp(0, part.size - 1)
+            own = torch.where(part.holds(targets[chosen, None]), -math.inf, log_probs.gather(1, local))
+            is_best = -nll[chosen] > log_probs.scatter(1, local, own).amax(-1)
+            hits[chosen[:-1]] = is_best[:-1]
+        return hits
 
     def log_probs(self, hidden: Tensor) -> Tensor:
         """Log-probabilities of the whole vocabulary, (..., D) -> (..., V) float32 at least; for generation."""

@@ -41,6 +41,7 @@ RULES: dict[str, str] = {
     "data.*": SAME,
     # Parameters and memories of the checkpoint.
     "model.*": SAME,
+    "model.pretrained": FREE,  # read where a run begins, and no more
     "model.dropout": ALLOWED,
     "model.attention_dropout": ALLOWED,
     "memory.*": SAME,

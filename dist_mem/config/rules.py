@@ -16,16 +16,29 @@ from dist_mem.config.check import Problem, flatten, nearest
 CHOICES: dict[str, tuple[str, ...]] = {
     "data.layout": ("documents", "stream"),
     "data.on_corrupt": ("stop", "skip"),
+    "model.kind": ("transformer", "gpt2"),
     "model.norm": ("pre", "post"),
     "train.precision": ("fp32", "bf16", "fp16"),
     "optimizer.kind": ("adamw", "adam", "sgd"),
     "schedule.kind": ("constant", "linear", "cosine"),
+    "eval.layout": ("documents", "stream"),
     "eval.precision": ("fp32", "bf16", "fp16"),
     "divergence.action": ("stop", "skip", "rollback"),
     "data.stage": ("none", "node", "memory"),
     "tracking.send": ("auto", "always", "never"),
     "launch.restart": ("requeue", "resubmit", "chain", "none"),
     "launch.container": ("none", "apptainer", "pyxis"),
+}
+
+
+GPT2: dict[str, Any] = {  # of `model`, with model.kind gpt2
+    "norm": "pre",
+    "final_norm": True,
+    "tie_embeddings": True,
+    "adaptive": None,
+    "d_head": None,
+    "d_embed": None,
+    "clamp_len": None,
 }
 
 
@@ -55,6 +68,7 @@ RANGES: dict[str, Range] = {
     "model.attention_dropout": _SHARE,
     "model.adaptive.cutoffs[]": _COUNT,
     "model.adaptive.div_val": _COUNT,
+    "model.num_positions": _COUNT,
     "model.clamp_len": _COUNT,
     "model.init_std": _POSITIVE,
     "train.seed": _NOT_NEGATIVE,
@@ -79,6 +93,8 @@ RANGES: dict[str, Range] = {
     "eval.every": _COUNT,
     "eval.lanes": _COUNT,
     "eval.seg_len": _COUNT,
+    "eval.mem_len": _COUNT,
+    "eval.clamp_len": _COUNT,
     "eval.max_document_len": _COUNT,
     "checkpoint.every": _COUNT,
     "checkpoint.every_minutes": _POSITIVE,
@@ -133,6 +149,7 @@ def check_together(config: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("model.d_model", f"{uneven}; change one of them or give model.d_head")
     if model["adaptive"] is not None:
         yield from _check_adaptive(model["adaptive"])
+    yield from _check_gpt2(model, {"train": train["seg_len"], "eval": config["eval"]["seg_len"]})
     yield from _check_optimizer(optimizer)
     yield from _check_schedule(config["schedule"], train["steps"])
     yield from _check_checkpoint(config["checkpoint"], config["eval"]["every"])
@@ -146,6 +163,20 @@ def check_together(config: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(
             "eval.split", "is 'test'; training never opens the test split, use `dist-mem evaluate --split test`"
         )
+
+
+def _check_gpt2(model: Mapping[str, Any], seg_lens: Mapping[str, int | None]) -> Iterator[Problem]:
+    if model["kind"] != "gpt2":
+        if model["pretrained"] is not None:
+            yield Problem("model.pretrained", "needs model.kind=gpt2; set that, or leave model.pretrained out")
+        return
+    for key, value in GPT2.items():
+        if model[key] != value:
+            yield Problem(f"model.{key}", f"is {model[key]!r}, but in GPT-2 it is {value!r}; leave it out")
+    for block, seg_len in seg_lens.items():
+        if seg_len is not None and seg_len > model["num_positions"]:
+            more = f"is {seg_len}, more than model.num_positions = {model['num_positions']}"
+            yield Problem(f"{block}.seg_len", f"{more}: a segment's tokens have learned positions")
 
 
 def _check_adaptive(adaptive: Mapping[str, Any]) -> Iterator[Problem]:

@@ -29,6 +29,8 @@ class AdaptiveConfig:
 
 @dataclass
 class ModelConfig:
+    kind: str = "transformer"  # transformer: relative positions, as Transformer-XL | gpt2: GPT-2, see docs/gpt2.md
+    pretrained: str | None = None  # folder of a GPT-2 in Hugging Face's layout whose weights a run begins with
     num_layers: int = 4  # blocks, each with a memory of its own
     d_model: int = 256  # D, width of the hidden states
     num_heads: int = 4  # H, of the attention
@@ -41,6 +43,7 @@ class ModelConfig:
     final_norm: bool = True  # layer norm before the softmax; the published Transformer-XL has none, also with pre-norm
     tie_embeddings: bool = True  # the softmax has the weights of the embedding
     adaptive: AdaptiveConfig | None = None  # narrow embeddings for rare tokens, in large vocabularies; None: all alike
+    num_positions: int = 1024  # of gpt2 only: learned positions of a segment, at least train.seg_len
     clamp_len: int | None = None  # tokens; larger distances are treated as this one
     same_length: bool = False  # every query sees exactly M keys once the memory is full
     init_std: float = 0.02  # standard deviation of the first weights
@@ -92,8 +95,12 @@ class ScheduleConfig:
 class EvalConfig:
     every: int | None = None  # steps between evaluations during training; None: none
     split: str = "validation"  # folder in data.path
-    lanes: int = 8  # of the whole job; the result does not depend on it
+    lanes: int = 8  # of the whole job; the result does not depend on it, but in layout stream
+    layout: str = "documents"  # documents: each with an empty memory | stream: the split as `lanes` contiguous lanes
     seg_len: int | None = None  # None: train.seg_len
+    mem_len: int | None = None  # M of the short-term memory, of the evaluate command; None: as trained
+    clamp_len: int | None = None  # likewise; None: model.clamp_len
+    same_length: bool | None = None  # likewise; None: model.same_length
     max_document_len: int | None = None  # tokens; score only the beginning of each document
     precision: str = "fp32"  # fp32 | bf16 | fp16: of the evaluate command
 

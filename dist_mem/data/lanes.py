@@ -9,6 +9,7 @@ simply read again after a resume; nothing is replayed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -21,9 +22,9 @@ from dist_mem.data.directory import open_index, open_tokenizer
 from dist_mem.data.documents import Documents
 from dist_mem.data.prefetch import Prefetcher
 from dist_mem.data.runs import DocumentLane, StreamLane, open_lane
-from dist_mem.data.segments import collate_groups, finite_lane
+from dist_mem.data.segments import IDLE, NOTHING, Segment, collate_groups, finite_lane
 from dist_mem.data.shard import Index, ShardError
-from dist_mem.data.stream import START, Cursor, Plan, cut_lengths, lanes_of_rank, make_plan
+from dist_mem.data.stream import START, Cursor, Plan, StreamPlan, cut_lengths, lanes_of_rank, make_plan
 from dist_mem.data.tokenizers.base import Tokenizer
 
 BLOCK_UPDATES = 32  # read in one go, at most
@@ -176,6 +177,47 @@ def evaluation_batches(
     for _ in range(num_steps):
         segments = [next(lane) for lane in lanes]
         yield collate_groups(segments, micro_lanes=micro_lanes, seg_len=seg_len, with_recall=documents.has_recall)
+
+
+def stream_batches(
+    index: Index, plan: StreamPlan, *, lane_ids: Sequence[int], micro_lanes: int, bos_id: int
+) -> Iterator[list[tuple[Batch, Tensor]]]:
+    """The micro-batches of one rank in each step of one reading of a stream; lanes that ran out are idle.
+
+    Beside each Batch the document of every target, (B, T) int64: a segment may hold the end of one and the begin of the
+    next. Every rank yields as many steps. Raises ShardError for a damaged document.
+    """
+    documents = Documents(index, plan.lengths, bos_id=bos_id)
+    lanes = [_stream_segments(documents, plan, lane) for lane in lane_ids]
+    for _ in range(max(_num_segments(plan, lane) for lane in range(plan.num_lanes))):
+        step = [next(lane) for lane in lanes]
+        segments = [segment for segment, _ in step]
+        batches = collate_groups(
+            segments, micro_lanes=micro_lanes, seg_len=plan.seg_len, with_recall=documents.has_recall
+        )
+        table = np.zeros((len(step), plan.seg_len), dtype=np.int64)
+        for row, (_, numbers) in enumerate(step):
+            table[row, : len(numbers)] = numbers
+        yield list(zip(batches, torch.from_numpy(table).split(micro_lanes), strict=True))
+
+
+def _stream_segments(documents: Documents, plan: StreamPlan, lane: int) -> Iterator[tuple[Segment, np.ndarray]]:
+    """The segments of a lane's part of the stream, each with the document of every target; then idle ones for ever."""
+    if lane < plan.num_lanes:
+        reader = StreamLane(documents, plan, lane=lane, cursor=START)
+        position = plan.span(lane)[0]
+        for _ in range(_num_segments(plan, lane)):
+            run = reader.read(1)
+            inputs, targets = run.tokens[:-1], run.tokens[1:]
+            numbers = plan.document_at(np.arange(position, position + len(targets)))
+            position += len(targets)
+            yield Segment(inputs, targets, run.scored, run.recall, int(numbers[0]), run.is_new_document), numbers
+    yield from repeat((IDLE, NOTHING))
+
+
+def _num_segments(plan: StreamPlan, lane: int) -> int:
+    start, stop = plan.span(lane)
+    return -(-(stop - start) // plan.seg_len)
 
 
 def check_tokenizer(index: Index, tokenizer: Tokenizer) -> None:

@@ -34,6 +34,7 @@ class Row(NamedTuple):
     name: str
     word_perplexity: float
     word_gain: float  # first run's / this one's
+    accuracy: float  # nan where it is not known
     recall: dict[Band, tuple[float, float]]  # perplexity and gain
 
 
@@ -83,6 +84,7 @@ def compare(reports: Sequence[Entry]) -> list[Row]:
             name,
             report.word_perplexity,
             first.word_perplexity / report.word_perplexity,
+            report.accuracy,
             {
                 band: (report.recall_perplexity(band), first.recall_perplexity(band) / report.recall_perplexity(band))
                 for band in bands
@@ -98,6 +100,8 @@ def to_table(entries: Sequence[Entry], rows: Sequence[Row]) -> str:
     bands = list(rows[0].recall)
     columns = [["run", *(row.name for row in rows)]]
     columns.append(["word ppl", *(_cell(row.word_perplexity, row.word_gain) for row in rows)])
+    if not all(math.isnan(row.accuracy) for row in rows):
+        columns.append(["accuracy", *(f"{row.accuracy:.2%}" for row in rows)])
     for band in bands:
         columns.append([f"recall {band}", *(_cell(*row.recall[band]) for row in rows)])
     padded = [[f"{text:<{max(map(len, column))}}" for text in column] for column in columns]

@@ -11,7 +11,7 @@ test split is opened here and nowhere else.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,10 @@ from dist_mem.data.directory import open_index, refresh_on_all_ranks
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.distributed import AgreedError, World, agree_all_well, decided_by_rank0
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
+from dist_mem.evaluation.protocol import protocol_of, short_term_len, tag_of
 from dist_mem.evaluation.report import Report, to_table, write_report
 from dist_mem.evaluation.scoring import EvaluationError, Forward, InitState, evaluate_documents
+from dist_mem.evaluation.stream import evaluate_stream
 from dist_mem.evaluation.trained import (
     Checkpoint,
     find_checkpoint,
@@ -40,10 +42,15 @@ from dist_mem.tracking.start import log_to_run
 def evaluate_split(
     forward: Forward, init_state: InitState, *, config: Any, split: str, tokenizer: Tokenizer, world: World
 ) -> Report:
-    """Score a split as the configuration says; every rank calls it. Arguments and errors: `evaluate_documents`."""
+    """Score a split as the configuration says; every rank calls it. Arguments and errors: `evaluate_documents`.
+
+    The lengths are those that `config` has for its training, except `eval.seg_len`; `evaluate_checkpoint` puts others
+    there (`apply_protocol`).
+    """
     train, settings = config.train, config.eval
     lanes_per_rank = -(-settings.lanes // world.size)
-    return evaluate_documents(
+    evaluate = evaluate_stream if settings.layout == "stream" else evaluate_documents
+    return evaluate(
         forward,
         init_state,
         index=open_index(config.data, split),
@@ -55,13 +62,6 @@ def evaluate_split(
         world=world,
         max_document_len=settings.max_document_len,
     )
-
-
-def short_term_len(memory: Mapping[str, Any]) -> int:
-    """M of a memory block, or of the memory it lies over; 0 if it has no short-term memory."""
-    if "mem_len" in memory:
-        return int(memory["mem_len"])
-    return short_term_len(memory["over"]) if "over" in memory else 0
 
 
 def evaluate_checkpoint(checkpoint: Checkpoint, config: Any, *, split: str, world: World) -> Report:
@@ -90,23 +90,19 @@ def run(path: Path, *, split: str | None = None, checkpoint: int | None = None, 
     Raises:
         UnusableError: checkpoint, data or overrides cannot be used as they are.
     """
+    return as_job(lambda world: _run(world, path, split, checkpoint, overrides))
+
+
+def as_job(work: Callable[[World], None]) -> int:
+    """Let every rank of this job do `work`; returns the exit code of the process.
+
+    Raises:
+        UnusableError: it was asked for what cannot be.
+    """
     world = distributed.initialize()
     code = EXIT_FAILED
     try:
-        found = decided_by_rank0(lambda: find_checkpoint(path, checkpoint), CheckpointError)
-        for remark in found.remarks if world.rank == 0 else ():
-            print(remark, file=sys.stderr)
-        config = read_settings(found.directory, overrides)
-        if config.train.threads:  # known only now; `initialize` has divided the cores among the ranks
-            torch.set_num_threads(config.train.threads)
-        report = evaluate_checkpoint(found, config, split=split or config.eval.split, world=world)
-        unwritten: OSError | None = None
-        try:
-            if world.rank == 0:
-                _publish(report, found, config)
-        except OSError as error:
-            unwritten = error
-        agree_all_well(unwritten, "writing the report")
+        work(world)
         code = EXIT_DONE
     except UnusableError:
         raise
@@ -120,16 +116,57 @@ def run(path: Path, *, split: str | None = None, checkpoint: int | None = None, 
     return code
 
 
-def _publish(report: Report, checkpoint: Checkpoint, config: Any) -> None:
-    """Print the report, write its files, and add its figures to the run in MLflow."""
+def found_by_all(path: Path, step: int | None, world: World) -> Checkpoint:
+    """`find_checkpoint`, looked for by rank 0, which tells what there is to know of it."""
+    found = decided_by_rank0(lambda: find_checkpoint(path, step), CheckpointError)
+    for remark in found.remarks if world.rank == 0 else ():
+        print(remark, file=sys.stderr)
+    return found
+
+
+def written_by_rank0(write: Callable[[], None], world: World, what: str) -> None:
+    """Let rank 0 write; where it cannot, all ranks stop with its message."""
+    unwritten: OSError | None = None
+    try:
+        if world.rank == 0:
+            write()
+    except OSError as error:
+        unwritten = error
+    agree_all_well(unwritten, what)
+
+
+def use_threads(config: Any) -> None:
+    """Take `train.threads`, known only now; `initialize` has divided the cores among the ranks."""
+    if config.train.threads:
+        torch.set_num_threads(config.train.threads)
+
+
+def _run(world: World, path: Path, split: str | None, step: int | None, overrides: Sequence[str]) -> None:
+    found = found_by_all(path, step, world)
+    config = read_settings(found.directory, overrides)
+    use_threads(config)
+    tag = tag_of(config)
+    report = evaluate_checkpoint(found, config, split=split or config.eval.split, world=world)
+    written_by_rank0(lambda: _publish(report, found, config, tag), world, "writing the report")
+
+
+def _publish(report: Report, checkpoint: Checkpoint, config: Any, tag: str) -> None:
+    """Print the report, write its files, and add its figures to the run in MLflow.
+
+    `tag` goes into their names: lengths of another protocol must not take the place of the run's own.
+    """
     step = checkpoint.manifest["step"]
-    print(f"{checkpoint.directory}, split {report.split}, T {report.seg_len}, M {report.mem_len}")
+    protocol = protocol_of(config)
+    print(f"{checkpoint.directory}, split {report.split}, {protocol}")
     print(to_table(report))
     facts: dict[str, object] = {"checkpoint": str(checkpoint.directory), "step": step, "config": config.name}
-    name = f"{report.split}-step-{step:08d}"
+    facts["protocol"] = protocol._asdict()
+    name = "-".join(part for part in (f"{report.split}-step-{step:08d}", tag) if part)
     files = write_report(report, checkpoint.run_dir / "evaluations", name, facts=facts)
     print(f"written: {', '.join(str(path) for path in files)}")
     if config.tracking.mlflow and not checkpoint.is_export:
-        complaint = log_to_run(config, run_dir=checkpoint.run_dir, step=step, metrics=report.figures(), files=files)
+        prefix = "-".join(part for part in (report.split, tag) if part)
+        metrics = {f"{prefix}{figure.removeprefix(report.split)}": value for figure, value in report.figures().items()}
+        complaint = log_to_run(config, run_dir=checkpoint.run_dir, step=step, metrics=metrics, files=files)
         if complaint:
             print(complaint, file=sys.stderr)

@@ -21,7 +21,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,9 @@ from dist_mem.config import Config, load_config, to_yaml
 from dist_mem.config.sources import plain_block
 from dist_mem.data.tokenizer import save_tokenizer
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
+from dist_mem.evaluation.export_transformers import write_transformers
 from dist_mem.evaluation.trained import WEIGHTS, Checkpoint, TrainedModel, load_model
+from dist_mem.evaluation.untrained import is_configuration, untrained_model
 from dist_mem.files import fsync_path, write_hashed, write_text
 from dist_mem.outside_memory import kept_kinds
 
@@ -67,15 +69,22 @@ read it first. All other files are data. Each is compared with its SHA-256 in `m
 
 
 def run(
-    path: Path, *, out: Path, checkpoint: int | None = None, precision: str = "fp32", overrides: Sequence[str] = ()
+    path: Path,
+    *,
+    out: Path,
+    checkpoint: int | None = None,
+    precision: str = "fp32",
+    layout: str = "dist_mem",
+    overrides: Sequence[str] = (),
 ) -> int:
     """The command. Returns the exit code of the process.
 
     Args:
-        path: a run directory, or one checkpoint in it.
+        path: a run directory, one checkpoint in it, or a configuration: the model as a run of it would begin.
         out: the directory to make.
         checkpoint: step of the checkpoint; None: the newest that verifies.
         precision: of the weights, fp32 or bf16.
+        layout: dist_mem, or transformers (export_transformers.py).
         overrides: `key=value`; `data.path` says where the tokenizer is now.
 
     Raises:
@@ -83,19 +92,32 @@ def run(
     """
     if out.exists():
         raise UnusableError(f"--out {out} exists already; remove it, or give another name")
-    try:
-        trained = load_model(path, *overrides, f"eval.precision={precision}", step=checkpoint)
-    except UnusableError:
-        raise
-    except (OSError, ValueError) as error:
-        raise UnusableError(str(error)) from error
+    with ExitStack() as stack:
+        try:
+            settings = [*overrides, f"eval.precision={precision}"]
+            trained = (
+                stack.enter_context(untrained_model(path, settings))
+                if is_configuration(path)
+                else load_model(path, *settings, step=checkpoint)
+            )
+        except UnusableError:
+            raise
+        except (OSError, ValueError) as error:
+            raise UnusableError(str(error)) from error
+        return _export(trained, path, out, layout)
+
+
+def _export(trained: TrainedModel, path: Path, out: Path, layout: str) -> int:
     try:
         with _whole_or_nothing(out) as staging:
-            write_export(trained, staging, name=out.absolute().name)
+            if layout == "transformers":
+                write_transformers(trained, staging, _settings_without_places(trained.checkpoint))
+            else:
+                write_export(trained, staging, name=out.absolute().name)
     except OSError as error:
         print(f"error: {out} cannot be written: {error}", file=sys.stderr)
         return EXIT_FAILED
-    print(f"{trained.checkpoint.directory} exported to {out}")
+    print(f"{path if is_configuration(path) else trained.checkpoint.directory} exported to {out}")
     return EXIT_DONE
 
 
@@ -146,7 +168,7 @@ def _settings_without_places(checkpoint: Checkpoint) -> Config:
     kept = kept_kinds(plain_block(load_config([str(path)]).memory), Path())  # memory/NAME.py, as seen from the export
     config, default = load_config([str(path), *kept]), Config()
     config.run_dir, config.resume, config.tracking = default.run_dir, default.resume, default.tracking
-    config.launch = default.launch
+    config.launch, config.model.pretrained = default.launch, default.model.pretrained
     for key in ("path", "cache", "stage", "stage_dir"):
         setattr(config.data, key, getattr(default.data, key))
     return config

@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 from dist_mem.files import write_text
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 had no hits
 TABLE_ROWS = 20  # documents shown; the files have all
 _TITLE_CHARS = 36
-_CSV_COLUMNS = ("id", "title", "num_scored", "words", "bytes", "nll")
+_CSV_COLUMNS = ("id", "title", "num_scored", "words", "bytes", "nll", "hits")
 
 
 class Band(NamedTuple):
@@ -52,6 +52,7 @@ class DocumentScore:
     num_scored: int
     words: int
     bytes: int
+    hits: int | None = None  # scored tokens that were the most probable ones; None: not known
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,12 @@ class Report:
     def bits_per_byte(self) -> float:
         return bits_per_byte(self.nll, self.num_bytes)
 
+    @property
+    def accuracy(self) -> float:
+        """Share of the scored tokens that were the most probable of all; nan where that is not known."""
+        hits = [document.hits for document in self.documents if document.hits is not None]
+        return accuracy(sum(hits) if len(hits) == len(self.documents) else None, self.num_scored)
+
     def recall_in(self, band: Band) -> tuple[float, int]:
         """Total NLL in nats, and number, of the recall tokens in a band."""
         within = [score for score in self.recall if band.low < score.distance <= (band.high or math.inf)]
@@ -109,6 +116,8 @@ class Report:
             "token_perplexity": self.token_perplexity,
             "bits_per_byte": self.bits_per_byte,
         }
+        if not math.isnan(self.accuracy):
+            found["accuracy"] = self.accuracy
         for name, band in recall_bands(self.seg_len, self.mem_len).items():
             if self.recall_in(band)[1]:
                 found[f"recall_perplexity_{name}"] = self.recall_perplexity(band)
@@ -138,6 +147,11 @@ def bits_per_byte(nll: float, num_bytes: int) -> float:
     return nll / math.log(2) / num_bytes if num_bytes else math.nan
 
 
+def accuracy(hits: int | None, num_scored: int) -> float:
+    """nan without scored tokens, or where hits are not known."""
+    return math.nan if hits is None or num_scored == 0 else hits / num_scored
+
+
 def shown(value: float) -> str:
     """A figure in at most ten characters."""
     return f"{value:,.2f}" if value < 1e6 else f"{value:.3e}"
@@ -147,17 +161,18 @@ def to_table(report: Report, *, rows: int = TABLE_ROWS) -> str:
     """The report for a terminal: up to `rows` documents, and all of them together."""
     header = (
         f"{'document':<10} {'title':<{_TITLE_CHARS}} {'tokens':>11} {'words':>10} "
-        f"{'word ppl':>10} {'token ppl':>10} {'bits/byte':>9}"
+        f"{'word ppl':>10} {'token ppl':>10} {'bits/byte':>9} {'accuracy':>8}"
     )
     lines = [header]
     for document in report.documents[:rows]:
-        title = _shortened(document.title)
-        lines.append(_row(document.id[:10], title, document.nll, document.num_scored, document.words, document.bytes))
+        counts = (document.num_scored, document.words, document.bytes, accuracy(document.hits, document.num_scored))
+        lines.append(_row(document.id[:10], _shortened(document.title), document.nll, *counts))
     left_out = len(report.documents) - rows
     if left_out > 0:
         lines.append(f"... {left_out} more documents, in the files")
     total = f"{len(report.documents)} documents"
-    lines.append(_row("all", total, report.nll, report.num_scored, report.num_words, report.num_bytes))
+    counts = (report.num_scored, report.num_words, report.num_bytes, report.accuracy)
+    lines.append(_row("all", total, report.nll, *counts))
     for name, band in recall_bands(report.seg_len, report.mem_len).items():
         nll, count = report.recall_in(band)
         if count:
@@ -170,10 +185,11 @@ def _shortened(title: str) -> str:
     return title if len(title) <= _TITLE_CHARS else title[: _TITLE_CHARS - 3] + "..."
 
 
-def _row(name: str, title: str, nll: float, num_scored: int, words: int, num_bytes: int) -> str:
+def _row(name: str, title: str, nll: float, num_scored: int, words: int, num_bytes: int, hit_share: float) -> str:
     return (
         f"{name:<10} {title:<{_TITLE_CHARS}} {num_scored:>11,} {words:>10,} {shown(perplexity(nll, words)):>10} "
-        f"{shown(perplexity(nll, num_scored)):>10} {bits_per_byte(nll, num_bytes):>9.4f}"
+        f"{shown(perplexity(nll, num_scored)):>10} {bits_per_byte(nll, num_bytes):>9.4f} "
+        f"{hit_share:>8.2%}"
     )
 
 
@@ -181,13 +197,14 @@ def to_csv(documents: Iterable[DocumentScore]) -> str:
     """One line a document."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*_CSV_COLUMNS, "word_perplexity", "token_perplexity", "bits_per_byte"])
+    writer.writerow([*_CSV_COLUMNS, "word_perplexity", "token_perplexity", "bits_per_byte", "accuracy"])
     for document in documents:
         nll = document.nll
         derived = (
             perplexity(nll, document.words),
             perplexity(nll, document.num_scored),
             bits_per_byte(nll, document.bytes),
+            accuracy(document.hits, document.num_scored),
         )
         writer.writerow([*(getattr(document, name) for name in _CSV_COLUMNS), *derived])
     return text.getvalue()

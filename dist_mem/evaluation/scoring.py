@@ -7,6 +7,7 @@ the number of ranks nor on that of lanes. Shape letters: B lanes of a micro-batc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -44,6 +45,7 @@ class Tables(NamedTuple):
 
     nll: Tensor  # (documents,) nats
     num_scored: Tensor  # (documents,) tokens
+    hits: Tensor  # (documents,) scored tokens that were the most probable; nan where that is not known
     recall_nll: Tensor  # (max distance + 1,) nats by distance; row 0 holds what is no recall token
     recall_count: Tensor  # (max distance + 1,)
 
@@ -53,6 +55,7 @@ class Sums(NamedTuple):
 
     nll: Tensor
     num_scored: Tensor
+    hits: Tensor
     recall_nll: Tensor
     recall_count: Tensor
     words: Tensor
@@ -90,7 +93,7 @@ def evaluate_documents(
     plan = evaluation_plan(lengths, num_lanes=num_lanes, seg_len=seg_len)
     lane_ids = lanes_of_rank(num_lanes, world_size=world.size, rank=world.rank, micro_lanes=micro_lanes)
     mine = [document for lane in lane_ids if lane < num_lanes for document in plan[lane]]
-    share = _agreed_share(index, mine, lengths, tokenizer, world)
+    share = agreed_share(index, mine, lengths, tokenizer, world)
     batches = evaluation_batches(
         index,
         plan,
@@ -102,15 +105,15 @@ def evaluate_documents(
         max_document_len=max_document_len,
     )
     states = [init_state(group) for group in torch.tensor(lane_ids).split(micro_lanes)]
-    tables = _empty_tables(len(lengths), share.max_distance, world.device)
+    tables = empty_tables(len(lengths), share.max_distance, world.device)
     with torch.no_grad():
         _score(forward, states, batches, tables, init_state=init_state, device=world.device)
-    sums = Sums(*_summed([*tables, share.words, share.bytes], world))
-    _check_complete(index, lengths, sums)
-    return _report(index, lengths, sums, max_document_len=max_document_len, seg_len=seg_len, mem_len=mem_len)
+    sums = Sums(*summed([*tables, share.words, share.bytes], world))
+    check_complete(index, lengths, sums)
+    return make_report(index, lengths, sums, max_document_len=max_document_len, seg_len=seg_len, mem_len=mem_len)
 
 
-def _report(index: Index, lengths: np.ndarray, sums: Sums, **settings: Any) -> Report:
+def make_report(index: Index, lengths: np.ndarray, sums: Sums, **settings: Any) -> Report:
     documents = _document_scores(index, sums)
     is_whole = all(_is_whole(index, document, lengths) for document in range(len(lengths)))
     return Report(
@@ -133,7 +136,10 @@ def check_scorable(index: Index, tokenizer: Tokenizer) -> None:
 
 def _document_scores(index: Index, sums: Sums) -> list[DocumentScore]:
     columns = (sums.nll.tolist(), *(part.long().tolist() for part in (sums.num_scored, sums.words, sums.bytes)))
-    return [DocumentScore(entry.id, entry.title, *row) for entry, *row in zip(index.documents, *columns, strict=True)]
+    hits = [None if math.isnan(count) else int(count) for count in sums.hits.tolist()]
+    return [
+        DocumentScore(entry.id, entry.title, *row) for entry, *row in zip(index.documents, *columns, hits, strict=True)
+    ]
 
 
 def _recall_scores(sums: Sums) -> list[RecallScore]:
@@ -156,26 +162,28 @@ def _score(
                 state = reset_lanes(state, init_state(batch.document), batch.is_new_document)
             output = forward(batch.tokens, batch.targets, batch.valid_len, state=state)
             states[number] = output.state
-            _add(tables, batch, output.nll.double())
+            add_scores(tables, batch, output.nll.double(), output.hits)
 
 
-def _add(tables: Tables, batch: Batch, nll: Tensor) -> None:
+def add_scores(tables: Tables, batch: Batch, nll: Tensor, hits: Tensor | None = None) -> None:
     scored = (batch.targets != IGNORE).double()
     rows = batch.document.clamp(min=0)  # an idle lane adds zeros to document 0
     tables.nll.index_add_(0, rows, nll.sum(dim=1))
     tables.num_scored.index_add_(0, rows, scored.sum(dim=1))
+    counted = torch.full_like(nll, math.nan) if hits is None else hits * scored
+    tables.hits.index_add_(0, rows, counted.sum(dim=1))
     if batch.recall is not None:
         distances = batch.recall.flatten()
         tables.recall_nll.index_add_(0, distances, nll.flatten())
         tables.recall_count.index_add_(0, distances, scored.flatten())
 
 
-def _empty_tables(num_documents: int, max_distance: int, device: torch.device) -> Tables:
-    sizes = (num_documents, num_documents, max_distance + 1, max_distance + 1)
+def empty_tables(num_documents: int, max_distance: int, device: torch.device) -> Tables:
+    sizes = (*[num_documents] * 3, *[max_distance + 1] * 2)
     return Tables(*(torch.zeros(size, dtype=torch.float64, device=device) for size in sizes))
 
 
-def _summed(parts: Sequence[Tensor], world: World) -> list[Tensor]:
+def summed(parts: Sequence[Tensor], world: World) -> list[Tensor]:
     """Each part summed over all ranks, on the CPU, in one all-reduce."""
     joined = torch.cat([part.cpu() for part in parts])
     if world.size > 1:
@@ -183,7 +191,7 @@ def _summed(parts: Sequence[Tensor], world: World) -> list[Tensor]:
     return list(joined.split([len(part) for part in parts]))
 
 
-def _agreed_share(index: Index, mine: Sequence[int], lengths: np.ndarray, tokenizer: Tokenizer, world: World) -> Share:
+def agreed_share(index: Index, mine: Sequence[int], lengths: np.ndarray, tokenizer: Tokenizer, world: World) -> Share:
     """Check and measure this rank's documents; all ranks stop here if any finds a damaged one, not amid forwards."""
     share = _no_share(len(lengths))
     error: ShardError | OSError | None = None
@@ -240,7 +248,7 @@ def _text_size(index: Index, document: int, lengths: np.ndarray, tokenizer: Toke
     return words, int(tokenizer.piece_bytes[tokens[scored].astype(np.int64)].sum())
 
 
-def _check_complete(index: Index, lengths: np.ndarray, sums: Sums) -> None:
+def check_complete(index: Index, lengths: np.ndarray, sums: Sums) -> None:
     """Compare with what the index promises, not with what the plan dealt."""
     for document, entry in enumerate(index.documents):
         where = f"{index.split_dir}: document {entry.id}"

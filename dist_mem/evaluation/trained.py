@@ -43,6 +43,7 @@ from dist_mem.data.remote import show
 from dist_mem.data.segments import collate, document_segments
 from dist_mem.data.tokenizer import load_tokenizer
 from dist_mem.data.tokenizers.base import Tokenizer
+from dist_mem.evaluation.protocol import apply_protocol, in_terms_of_eval
 from dist_mem.layers import DTYPES
 from dist_mem.memory import memory_options
 from dist_mem.memory.base import map_state
@@ -164,10 +165,17 @@ def _load_weights(model: MemoryLM, checkpoint: Checkpoint) -> None:
 def open_model(
     checkpoint: Checkpoint, config: Config, tokenizer: Tokenizer, device: torch.device | str
 ) -> TrainedModel:
-    """The model of a checkpoint or an export, in `eval.precision`."""
-    config.train.seg_len = config.eval.seg_len or config.train.seg_len  # what the memories are built for
+    """The model of a checkpoint or an export, in `eval.precision` and with the lengths of `eval`.
+
+    Raises:
+        ValueError: the memory cannot have these lengths.
+    """
+    apply_protocol(config)
     device, dtype = torch.device(device), DTYPES[config.eval.precision]
-    model = MemoryLM(config, tokenizer.vocab_size)
+    try:
+        model = MemoryLM(config, tokenizer.vocab_size)
+    except ValueError as error:
+        raise ValueError(in_terms_of_eval(str(error), config)) from error
     _load_weights(model, checkpoint)
     model.to(device, dtype).eval()
     return TrainedModel(model, tokenizer, config, checkpoint, device, dtype)

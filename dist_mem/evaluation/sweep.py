@@ -1,0 +1,172 @@
+"""One table of evaluations over a length: how far a memory reaches beyond the length it was trained with.
+
+    dist-mem evaluate runs/txl --also runs/lamemo --split test eval.seg_len=64 --sweep memory_len=64,128,192,256
+
+is figure 5 of LaMemo (Ji et al. 2022: T = 64, M = 64 m for m = 1..10). It writes RUN/evaluations/sweep-SPLIT-LENGTH.csv
+and .png of the first run, a row for each run and length, and no reports.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from dist_mem.distributed import World
+from dist_mem.evaluation.evaluate import as_job, evaluate_checkpoint, found_by_all, use_threads, written_by_rank0
+from dist_mem.evaluation.protocol import Protocol, apply_protocol, in_terms_of_eval, protocol_of
+from dist_mem.evaluation.report import shown
+from dist_mem.evaluation.trained import Checkpoint, read_settings
+from dist_mem.files import write_text
+from dist_mem.model import MemoryLM
+
+KEYS = {"memory_len": "mem_len", "mem_len": "mem_len", "seg_len": "seg_len", "clamp_len": "clamp_len"}
+FIGURES = ("word_perplexity", "token_perplexity", "bits_per_byte")
+
+
+class Sweep(NamedTuple):
+    """What is varied."""
+
+    key: str  # of `eval`
+    values: list[int]
+
+
+class Row(NamedTuple):
+    """One evaluation."""
+
+    run: str
+    step: int
+    split: str
+    protocol: Protocol
+    num_scored: int
+    figures: dict[str, float]  # FIGURES
+
+
+def parse_sweep(text: str) -> Sweep:
+    """`mem_len=64,128` as a Sweep; `memory_len` is the same.
+
+    Raises:
+        ValueError: no such length can be varied, or a value is no number of tokens.
+    """
+    name, _, listed = text.partition("=")
+    if name not in KEYS:
+        raise ValueError(f"--sweep {text}: {name!r} must be one of {', '.join(KEYS)}")
+    values = listed.split(",")
+    if not all(value.isdecimal() and int(value) for value in values):
+        raise ValueError(f"--sweep {text}: give numbers of tokens after the sign, as {name}=64,128,192")
+    return Sweep(KEYS[name], [int(value) for value in values])
+
+
+def run(
+    paths: Sequence[Path],
+    sweep: str,
+    *,
+    split: str | None = None,
+    checkpoint: int | None = None,
+    overrides: Sequence[str] = (),
+) -> int:
+    """The command; `overrides` hold for all evaluations. Returns the exit code of the process.
+
+    Raises:
+        UnusableError: a checkpoint, the data, an override or a length cannot be used.
+    """
+
+    def work(world: World) -> None:
+        asked = parse_sweep(sweep)
+        found = [found_by_all(path, checkpoint, world) for path in paths]
+        for one in found:  # before hours are spent on the lengths that can be had
+            check_lengths(one, asked, overrides)
+        rows = [
+            evaluated(one, name, [*overrides, f"eval.{asked.key}={value}"], split=split, world=world)
+            for one, name in zip(found, names_of(paths), strict=True)
+            for value in asked.values
+        ]
+        directory = found[0].run_dir / "evaluations"
+        written_by_rank0(lambda: publish(rows, asked, directory), world, "writing the table")
+
+    return as_job(work)
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """Names of the runs: of their directories, and whole paths where two are alike."""
+    names = [path.resolve().name for path in paths]
+    return names if len(set(names)) == len(names) else [str(path) for path in paths]
+
+
+def check_lengths(checkpoint: Checkpoint, sweep: Sweep, overrides: Sequence[str]) -> None:
+    """Raise ValueError if the checkpoint's memory cannot have one of the lengths."""
+    for value in sweep.values:
+        config = read_settings(checkpoint.directory, [*overrides, f"eval.{sweep.key}={value}"])
+        apply_protocol(config)
+        adaptive = config.model.adaptive
+        try:
+            with torch.device("meta"):
+                MemoryLM(config, 1 + max(adaptive.cutoffs if adaptive else [0]))  # lengths do not ask for the real size
+        except ValueError as error:
+            raise ValueError(in_terms_of_eval(str(error), config)) from error
+
+
+def evaluated(checkpoint: Checkpoint, name: str, overrides: Sequence[str], *, split: str | None, world: World) -> Row:
+    """One row; every rank calls it."""
+    config = read_settings(checkpoint.directory, overrides)
+    use_threads(config)
+    report = evaluate_checkpoint(checkpoint, config, split=split or config.eval.split, world=world)
+    figures = {figure: float(getattr(report, figure)) for figure in FIGURES}
+    row = Row(name, checkpoint.manifest["step"], report.split, protocol_of(config), report.num_scored, figures)
+    if world.rank == 0:
+        print(f"{name}, {row.protocol}: word perplexity {shown(report.word_perplexity)}", flush=True)
+    return row
+
+
+def publish(rows: Sequence[Row], sweep: Sweep, directory: Path) -> None:
+    """Print the table, and write it and its picture."""
+    directory.mkdir(parents=True, exist_ok=True)
+    table, picture = (directory / f"sweep-{rows[0].split}-{sweep.key}{ending}" for ending in (".csv", ".png"))
+    print(to_markdown(rows))
+    write_text(table, to_csv(rows))
+    plot_sweep(rows, sweep, picture)
+    print(f"written: {table}, {picture}")
+
+
+def to_markdown(rows: Sequence[Row]) -> str:
+    """The table for a terminal or a page."""
+    lines = ["| run | step | T | M | tokens | word ppl | token ppl | bits/byte |", "|---|---|---|---|---|---|---|---|"]
+    for row in rows:
+        word, token, bits = (row.figures[figure] for figure in FIGURES)
+        lengths = f"{row.protocol.seg_len} | {row.protocol.mem_len}"
+        figures = f"{shown(word)} | {shown(token)} | {bits:.4f}"
+        lines.append(f"| {row.run} | {row.step} | {lengths} | {row.num_scored:,} | {figures} |")
+    rest = {str(row.protocol).split(", ", 2)[2] for row in rows}
+    return "\n".join([*lines, "", f"split {rows[0].split}; {'; '.join(sorted(rest))}"])
+
+
+def to_csv(rows: Sequence[Row]) -> str:
+    """One line a row, with the whole protocol."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["run", "step", "split", *Protocol._fields, "num_scored", *FIGURES])
+    for row in rows:
+        figures = [row.figures[figure] for figure in FIGURES]
+        writer.writerow([row.run, row.step, row.split, *row.protocol, row.num_scored, *figures])
+    return text.getvalue()
+
+
+def plot_sweep(rows: Sequence[Row], sweep: Sweep, path: Path) -> None:
+    """Word-level perplexity by length, a line a run."""
+    from matplotlib.figure import Figure  # takes a second to import
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for name in dict.fromkeys(row.run for row in rows):
+        points = [row for row in rows if row.run == name]
+        lengths = [getattr(row.protocol, sweep.key) for row in points]
+        axes.plot(lengths, [row.figures["word_perplexity"] for row in points], marker="o", markersize=4, label=name)
+    axes.set_xlabel(f"{sweep.key} (tokens)")
+    axes.set_ylabel("word-level perplexity")
+    axes.set_title(f"split {rows[0].split}", fontsize=10)
+    axes.legend()
+    figure.savefig(path, dpi=150)
