@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dist_mem.data.batch import Update
+from dist_mem.data.batch import IGNORE, Update
 from dist_mem.distributed import gather_objects, sum_over_ranks
 from dist_mem.divergence import SKIP, Decision
 from dist_mem.memory.base import named_tensors
@@ -71,9 +71,11 @@ class Outcome(NamedTuple):
 def accumulate_gradients(job: Job, update: Update, num_scored: int) -> Forward:
     """Forward and backward of every micro-batch of one update.
 
-    DeepSpeed averages gradients over ranks, hence the factor `world`; an update without targets runs without gradient.
+    DeepSpeed averages gradients over ranks, hence the factor `world`; an update without targets runs without gradient,
+    and so does a micro-batch, see `_learning`.
     """
     world, train = job.world, job.config.train
+    learning = _learning(job, update) if num_scored > 0 else [False] * len(update.batches)
     lanes_segments = train.lanes * train.segments_per_update
     states = list(job.states)
     nll_sum, aux_sum, recall_sum = torch.zeros(3, device=world.device)
@@ -84,21 +86,37 @@ def accumulate_gradients(job: Job, update: Update, num_scored: int) -> Forward:
         if host_batch.is_new_document.any():  # asked on the CPU, so that nothing waits for the device
             state = reset_lanes(state, job.engine.init_state(batch.document), batch.is_new_document)
         beat("forward")
-        with torch.set_grad_enabled(num_scored > 0):
+        with torch.set_grad_enabled(learning[index]):
             output = job.engine(batch.tokens, batch.targets, batch.valid_len, state=state)
             nll = output.nll.sum()
             aux = torch.stack([nll.new_zeros(()), *(loss.sum() for loss in output.aux.values())]).sum()
         beat("backward")
-        if num_scored > 0:
+        if learning[index]:
             job.engine.backward(world.size * (nll / num_scored + aux / lanes_segments))
-            if index + 1 < len(update.batches):
-                job.engine.end_micro_batch()
+        if num_scored > 0 and index + 1 < len(update.batches):
+            job.engine.end_micro_batch()
         nll_sum, aux_sum = nll_sum + nll.detach(), aux_sum + aux.detach()
         if batch.recall is not None:
             recall_sum = recall_sum + (output.nll.detach() * (batch.recall > 0)).sum()
         states[group] = output.state
     is_finite = torch.cat([_finite_lanes(state, train.micro_lanes, world.device) for state in states]).all()
     return Forward(states, nll_sum, aux_sum, recall_sum, is_finite)
+
+
+def _learning(job: Job, update: Update) -> list[bool]:
+    """Which micro-batches run with a gradient; the same on all ranks.
+
+    Those without a target on any rank do not: memories are constants to later segments, so that no loss sees them (the
+    sorting task scores the last of 4 to 16 segments). Their auxiliary losses are then not learnt from, as in the
+    published code; where parameters learn from nothing else, every segment counts. The last one ends the update.
+    """
+    num_batches = len(update.batches)
+    if job.config.train.segments_per_update == 1 or any(memory.apart() for memory in job.engine.module.memories()):
+        return [True] * num_batches
+    targets = [int((batch.targets != IGNORE).sum()) for batch in update.batches]
+    if job.world.size > 1:
+        targets = [int(count) for count in sum_over_ranks(targets, job.world.device)]
+    return [count > 0 for count in targets[:-1]] + [True]
 
 
 def _finite_lanes(state: Any, num_lanes: int, device: torch.device) -> Tensor:
