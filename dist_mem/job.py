@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from dist_mem.checkpoint.lanes import Lanes, open_checkpoints
+from dist_mem.checkpoint.manifest import CheckpointError
+from dist_mem.checkpoint.resume_choice import find_candidates, readable
 from dist_mem.checkpoint.saver import Saver
 from dist_mem.config import deepspeed_block, save_config
 from dist_mem.data.directory import open_index, open_tokenizer, refresh_on_all_ranks
@@ -20,12 +22,13 @@ from dist_mem.data.remote import is_remote, show
 from dist_mem.data.shard import Index, fetch_shards
 from dist_mem.data.stream import lanes_of_rank
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.distributed import World, gather_objects, on_all_ranks
+from dist_mem.distributed import World, decided_by_rank0, gather_objects, on_all_ranks
 from dist_mem.divergence import Divergence
 from dist_mem.engine import Engine, start_communication
 from dist_mem.environment import node_name
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.scoring import check_scorable
+from dist_mem.gpt2.folder import load_pretrained
 from dist_mem.meter import MEASUREMENTS, Meter
 from dist_mem.model import MemoryLM
 from dist_mem.outside_memory import sources
@@ -69,11 +72,25 @@ class Job:
     evaluation_seconds: float = 0.0  # the longest of this start
 
 
-def _build(config: Any, world: World, tokenizer: Tokenizer, lane_ids: Tensor) -> tuple[Engine, list[Any]]:
-    """The engine on a freshly initialized model, and empty memories for every lane group."""
+def _begin_pretrained(config: Any, world: World, model: MemoryLM, vocab_size: int) -> list[str]:
+    """Load `model.pretrained` where there is no checkpoint to go on from; returns what to tell of it."""
+    if config.model.pretrained is None:
+        return []
+    run_dir = Path(config.run_dir)
+    found = decided_by_rank0(lambda: readable(lambda: find_candidates(config.resume, run_dir)), CheckpointError)
+    if found.candidates:
+        return []
+    folder = config.model.pretrained
+    new = on_all_ranks(lambda: load_pretrained(model, config, vocab_size), f"reading {folder}")
+    return [f"weights of {folder}" + (f"; {len(new)} new tensors, as {new[0]}" if new else "")]
+
+
+def _build(config: Any, world: World, tokenizer: Tokenizer, lane_ids: Tensor) -> tuple[Engine, list[Any], list[str]]:
+    """The engine on a freshly initialized model, empty memories for every lane group, and what to tell of it."""
     train = config.train
     torch.manual_seed(train.seed)  # the same initial parameters on every rank
     model = MemoryLM(config, tokenizer.vocab_size)
+    messages = _begin_pretrained(config, world, model, tokenizer.vocab_size)
     accumulation = len(lane_ids) // train.micro_lanes * train.segments_per_update
     engine = Engine(
         model,
@@ -84,7 +101,7 @@ def _build(config: Any, world: World, tokenizer: Tokenizer, lane_ids: Tensor) ->
         apart=model.names_apart(),
     )
     engine.train()
-    return engine, [engine.init_state(group) for group in lane_ids.split(train.micro_lanes)]
+    return engine, [engine.init_state(group) for group in lane_ids.split(train.micro_lanes)], messages
 
 
 def open_job(config: Any, world: World, allowed: Sequence[str] = ()) -> Job:
@@ -145,7 +162,7 @@ def _open_job(config: Any, world: World, allowed: Sequence[str]) -> Job:
     memory_sources = on_all_ranks(lambda: sources(config.memory), "reading the memory")
     on_all_ranks(start_communication, "starting DeepSpeed")
     drop_buffer_name(world.rank)
-    engine, fresh = _build(config, world, tokenizer, lane_ids)
+    engine, fresh, messages = _build(config, world, tokenizer, lane_ids)
     cursors = torch.zeros(len(lane_ids), 3, dtype=torch.int64)
     commit = running_commit() if world.rank == 0 else None
     beat("restoring")
@@ -188,7 +205,7 @@ def _open_job(config: Any, world: World, allowed: Sequence[str]) -> Job:
 
     tracker = on_all_ranks(open_run_dir, f"opening {run_dir}")
     waste = idle_text(train, batch_plan(train, world.size))
-    for message in [*start.messages, *([f"idle: {waste}"] if waste else [])]:
+    for message in [*start.messages, *messages, *([f"idle: {waste}"] if waste else [])]:
         tracker.message(message)
     return Job(
         config=config,

@@ -26,6 +26,8 @@ CASES: dict[str, dict[str, Any]] = {
     **{kind: small_block(kind) for kind in memory_kinds()},
     "compressive, dilated": small_block("compressive", compression="dilated", compression_loss="autoencoder"),
     "compressive, most used": small_block("compressive", compression="most_used"),
+    "compressive, alibi": small_block("compressive", positions="alibi"),
+    "infinite over causal": small_block("infinite", over={"kind": "causal"}),
     "infinite, sticky": small_block("infinite", sampling="sticky"),
     "infinite, moments": small_block("infinite", density="moments", sampling="stratified"),
     "infinite over transformer_xl": small_block("infinite", over={"kind": "transformer_xl", "mem_len": SEG_LEN}),

@@ -1,7 +1,8 @@
 """The door to all tokenizers: which kinds there are, and how a data directory keeps the one it was made with.
 
 A data directory holds its tokenizer as tokenizer.json (kind, sizes, fingerprint) and the file of that kind: of
-SentencePiece tokenizer.model, a plain SentencePiece model; of words tokenizer.words, one a line.
+SentencePiece tokenizer.model, a plain SentencePiece model; of words tokenizer.words, one a line; of GPT-2's byte pairs
+tokenizer.bpe.json.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from dist_mem.data.facts import ShardError, read_facts
 from dist_mem.data.tokenizers.base import Tokenizer
+from dist_mem.data.tokenizers.of_byte_pairs import BytePairTokenizer
 from dist_mem.data.tokenizers.of_bytes import BytesTokenizer
 from dist_mem.data.tokenizers.of_pieces import SentencePieceTokenizer, train_pieces
 from dist_mem.data.tokenizers.of_words import WordTokenizer
@@ -21,7 +23,7 @@ from dist_mem.files import write_bytes, write_text
 FORMAT_VERSION = 1
 JSON_NAME = "tokenizer.json"
 KINDS: dict[str, type[Tokenizer]] = {
-    kind.kind: kind for kind in (SentencePieceTokenizer, BytesTokenizer, WordTokenizer)
+    kind.kind: kind for kind in (SentencePieceTokenizer, BytesTokenizer, WordTokenizer, BytePairTokenizer)
 }
 FILE_NAMES = tuple(kind.file_name for kind in KINDS.values() if kind.file_name)  # one of them is in a data directory
 

@@ -106,6 +106,9 @@ class Memory(nn.Module):
     def forward(self, x: Tensor, state: Any, valid_len: Tensor) -> MemoryOutput:
         raise NotImplementedError
 
+    def begin(self) -> None:
+        """Change first weights, which were drawn as all others; by default none."""
+
     def share(self, first: Any) -> None:
         """Take shared parameters from the first block's memory, as u and v of relative attention; by default none."""
 

@@ -5,8 +5,10 @@ row counts as one position. A lane whose memory is full passes its T oldest rows
 floor(T / c) of them. The compression learns only from its own loss, the model only from the task's (sec. 3.2).
 
 Deviations: memories start empty, where the paper starts with rows of zeros that take attention; one optimizer with one
-clip of the joint gradient norm serves model and compression. Shape letters: B lanes, T segment, M memory, C compressed
-memory, D model, H heads, K head width.
+clip of the joint gradient norm serves model and compression. In a pretrained GPT-2, attention is that of its weights,
+and positions do not reach beyond the segment: there `positions` is alibi (Martins et al. 2022, sec. 4.2), or none, of
+which their footnote 8 says that it diverges. Shape letters: B lanes, T segment, M memory, C compressed memory, D model,
+H heads, K head width.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from dist_mem.layers import Norm, RelativeAttention, newest_rows, split_heads, v
 from dist_mem.memory import transformer_xl
 from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, select_lanes
 from dist_mem.memory.parts.compression import COMPRESSIONS
+from dist_mem.memory.parts.plain_attention import BIASES, PlainAttention, plain_attention_flops
 
 LOSSES = ("attention", "autoencoder")
 
@@ -32,7 +35,7 @@ class State(NamedTuple):
     compressed: transformer_xl.State  # C rows, older than those
 
 
-def content_attention(attention: RelativeAttention, query: Tensor, rows: Tensor) -> Tensor:
+def content_attention(attention: RelativeAttention | PlainAttention, query: Tensor, rows: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(K)) v without positions or mask (Algorithm 2), with a gradient for `rows` alone.
 
     Args:
@@ -62,12 +65,17 @@ class Compressive(Memory):
         compression: str = "conv"  # conv | dilated | max | mean | most_used
         compression_loss: str = "attention"  # attention | autoencoder: what conv and dilated learn from
         loss_weight: float = 1.0  # of that loss
+        positions: str = "relative"  # relative; GPT-2's attention: alibi | alibi_memory: only beyond the segment | none
 
     def __init__(self, spec: LayerSpec, options: Any) -> None:
         super().__init__(spec, options)
         check_options(options, seg_len=spec.seg_len)
         self.norm = Norm(spec.d_model) if spec.norm == "pre" else nn.Identity()
-        self.attention = RelativeAttention(**spec.attention)
+        self.attention: RelativeAttention | PlainAttention = (
+            RelativeAttention(**spec.attention)
+            if options.positions == "relative"
+            else PlainAttention(spec, bias=options.positions)
+        )
         rate = options.compression_rate
         self.compression = COMPRESSIONS[options.compression](spec.d_model, rate=rate)
         self.learns = any(True for _ in self.compression.parameters())
@@ -94,7 +102,8 @@ class Compressive(Memory):
 
     def share(self, first: Memory) -> None:
         assert isinstance(first, Compressive)
-        self.attention.share_biases(first.attention)
+        if isinstance(self.attention, RelativeAttention) and isinstance(first.attention, RelativeAttention):
+            self.attention.share_biases(first.attention)
 
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
         def empty(num_rows: int) -> transformer_xl.State:
@@ -105,7 +114,8 @@ class Compressive(Memory):
     def flops(self) -> Flops:
         spec, options = self.spec, self.options
         context_len = options.cmem_len + options.mem_len
-        attention = relative_attention(spec, context_len=context_len, context_learns=spec.norm == "pre")
+        count = relative_attention if options.positions == "relative" else plain_attention_flops
+        attention = count(spec, context_len=context_len, context_learns=spec.norm == "pre")
         return attention + self.compression.flops(spec.d_model, spec.seg_len) + self.loss_flops()
 
     def loss_flops(self) -> Flops:
@@ -172,6 +182,10 @@ def check_options(options: Any, *, seg_len: int) -> None:
         raise ValueError(
             f"memory.cmem_len is {options.cmem_len}, but must be at least 1; without it set memory.kind=transformer_xl"
         )
-    for key, allowed in (("compression", tuple(COMPRESSIONS)), ("compression_loss", LOSSES)):
+    for key, allowed in (
+        ("compression", tuple(COMPRESSIONS)),
+        ("compression_loss", LOSSES),
+        ("positions", ("relative", *BIASES)),
+    ):
         if getattr(options, key) not in allowed:
             raise ValueError(f"memory.{key} is {getattr(options, key)!r}, but must be one of {', '.join(allowed)}")

@@ -63,6 +63,7 @@ class Infinite(Memory):
         kl_weight: float = 1e-6  # published: 1e-6 to 1e-5
         variance_floor: float = 1e-4  # published sorting: 1e-6
         memory_threshold: int | None = None  # tokens after which all is forgotten; published GPT-2: 2048
+        output_init: float = 1.0  # first weights of the output, times model.init_std; 0: begins as the memory below
 
     def __init__(self, spec: LayerSpec, options: Any, over: Memory) -> None:
         super().__init__(spec, options)
@@ -96,6 +97,12 @@ class Infinite(Memory):
 
     def stem(self) -> Stem:
         return self.over.stem()
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        self.over.begin()
+        if self.options.output_init != 1.0 and not self.output.weight.is_meta:
+            self.output.weight.mul_(self.options.output_init)
 
     def share(self, first: Memory) -> None:
         assert isinstance(first, Infinite)
@@ -267,6 +274,8 @@ def check_options(options: Any) -> None:
             f"memory.num_basis is {options.num_basis}, but must be a multiple of {len(options.widths)}, the number of "
             "memory.widths: every centre has one basis function of each width"
         )
+    if options.output_init < 0:
+        raise ValueError(f"memory.output_init is {options.output_init}, but must be at least 0")
     if options.memory_threshold is not None and options.memory_threshold < 1:
         raise ValueError(
             f"memory.memory_threshold is {options.memory_threshold}, but must be at least 1; null never forgets"

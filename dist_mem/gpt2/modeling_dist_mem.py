@@ -1,0 +1,129 @@
+"""A GPT-2 with memory for Hugging Face's transformers, which carries the memory in `generate()`.
+
+A copy of this file lies in every folder that `dist-mem export --format transformers` makes of such a model; it needs
+dist_mem installed. Nothing of dist_mem imports it.
+
+    model = AutoModelForCausalLM.from_pretrained("models/mine", trust_remote_code=True)
+    ids = AutoTokenizer.from_pretrained("models/mine")("<|endoftext|>It was", return_tensors="pt").input_ids
+    model.generate(ids, max_new_tokens=50)
+
+A text begins with the token of BOS, may be of any length, and is read in segments as in training. Shape letters: B
+lanes, T segment, L given tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import GenerationMixin, GPT2Config, PreTrainedModel
+from transformers.modeling_outputs import ModelOutput
+
+from dist_mem.config import load_config
+from dist_mem.gpt2.names import take_published
+from dist_mem.memory import memory_options
+from dist_mem.model import LMState, MemoryLM
+
+# What `from_pretrained` of an Auto class hands on, and means nothing here.
+_PASSED_OVER = {"adapter_kwargs", "code_revision", "trust_remote_code", "_commit_hash", "_from_auto", "dtype"}
+
+
+class Carried(NamedTuple):
+    """What has been read of every lane."""
+
+    state: LMState  # memories after the last complete segment
+    open_tokens: Tensor  # (B, less than T) int64, what was read after it
+
+
+@dataclass
+class MemoryOutput(ModelOutput):
+    loss: Tensor | None = None
+    logits: Tensor | None = None  # (B, L, V) float32, log-probabilities
+    carried: Carried | None = None
+
+
+class MemoryGPT2(PreTrainedModel, GenerationMixin):
+    config_class = GPT2Config
+
+    def __init__(self, config: GPT2Config, folder: Path) -> None:
+        super().__init__(config)
+        self.settings = load_config([str(folder / "config.yaml")], memory_options=memory_options)
+        self.seg_len = self.settings.train.seg_len
+        self.model = MemoryLM(self.settings, config.vocab_size)
+        self.post_init()
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]  # theirs names options that mean nothing here
+        cls, path: Any, *args: Any, config: Any = None, **options: Any
+    ) -> MemoryGPT2:
+        """The model of a folder, in evaluation mode; of the options `dtype` counts.
+
+        Raises:
+            ValueError: an option that is not known here, or weights that do not fit.
+        """
+        unknown = {name for name, value in options.items() if value is not None} - _PASSED_OVER
+        if unknown:
+            raise ValueError(f"a GPT-2 with memory takes no {', '.join(sorted(unknown))}; load it on a CPU, then .to()")
+        model = cls(config or GPT2Config.from_pretrained(path), Path(path))
+        weights = Path(path) / "model.safetensors"
+        if left := take_published(model.model, load_file(weights), str(weights)):
+            raise ValueError(f"{weights} lacks {left[0]}")
+        dtype = options.get("dtype")
+        model.model.to(dtype if isinstance(dtype, torch.dtype) else torch.float32)
+        return model.eval()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        carried: Carried | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        **_: Any,
+    ) -> MemoryOutput:
+        """Read L more tokens of every lane, (B, L) int64.
+
+        Raises:
+            ValueError: padding, which a memory would take for text.
+        """
+        if attention_mask is not None and not bool(attention_mask.all()):
+            raise ValueError("a batch of texts of several lengths: a memory would take the padding for text")
+        if carried is None:
+            lanes = torch.arange(len(input_ids), device=input_ids.device)
+            carried = Carried(self.model.init_state(lanes, input_ids.device, self.dtype), input_ids[:, :0])
+        state, tokens, found = carried.state, torch.cat([carried.open_tokens, input_ids], dim=1), []
+        while tokens.shape[1] >= self.seg_len:
+            log_probs, state = self.read(tokens[:, : self.seg_len], state)
+            found.append(log_probs)
+            tokens = tokens[:, self.seg_len :]
+        if tokens.shape[1]:
+            found.append(self.read(tokens, state)[0])
+        logits = torch.cat(found, dim=1)[:, carried.open_tokens.shape[1] :]
+        loss = None if labels is None else F.cross_entropy(logits[:, :-1].mT, labels[:, 1:])
+        return MemoryOutput(loss, logits, Carried(state, tokens))
+
+    def read(self, tokens: Tensor, state: LMState) -> tuple[Tensor, LMState]:
+        """One segment, complete or not: an incomplete one leaves the memory as it was."""
+        length = tokens.shape[1]
+        padded = F.pad(tokens, (0, self.seg_len - length))
+        valid_len = torch.full((len(tokens),), length, device=tokens.device)
+        log_probs, state = self.model.log_probs(padded, valid_len, state=state)
+        return log_probs[:, :length], state
+
+    def prepare_inputs_for_generation(self, input_ids: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """All tokens at first, then the newest; `generate` looks for the name `kwargs`."""
+        carried = kwargs.get("carried")
+        new = input_ids if carried is None else input_ids[:, -1:]
+        return {"input_ids": new, "carried": carried, "attention_mask": kwargs.get("attention_mask")}
+
+    def _update_model_kwargs_for_generation(self, outputs: Any, model_kwargs: Any, *args: Any, **options: Any) -> Any:
+        updated = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **options)
+        return {**updated, "carried": outputs.carried}
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False

@@ -1,0 +1,50 @@
+"""Small GPT-2s for tests: configurations, models, and folders in Hugging Face's layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from dist_mem.config import Config
+from dist_mem.model import LMState, MemoryLM
+
+VOCAB, SEG_LEN = 67, 12
+SIZES = {"num_layers": 3, "d_model": 24, "num_heads": 3, "d_inner": 96, "num_positions": 16}
+LTM = {"kind": "infinite", "num_basis": 8, "widths": [0.1, 0.2], "num_samples": 16, "over": {"kind": "causal"}}
+
+
+def gpt2_config(memory: dict[str, Any] | None = None, **blocks: dict[str, Any]) -> Any:
+    """A configuration of a small GPT-2, plain unless a memory is given."""
+    base = {
+        "model": {"kind": "gpt2", **SIZES, "dropout": 0.0},
+        "memory": memory or {"kind": "causal"},
+        "train": {"lanes": 4, "micro_lanes": 2, "seg_len": SEG_LEN, "steps": 8, "precision": "fp32"},
+    }
+    return OmegaConf.merge(OmegaConf.structured(Config), base, blocks)
+
+
+def build(config: Any, vocab_size: int = VOCAB) -> MemoryLM:
+    torch.manual_seed(0)
+    return MemoryLM(config, vocab_size).eval()
+
+
+def fresh(model: MemoryLM, lanes: int, dtype: torch.dtype = torch.float32) -> LMState:
+    return model.init_state(torch.arange(lanes), "cpu", dtype)
+
+
+def save_random_gpt2(folder: Path, *, vocab_size: int = VOCAB, std: float = 0.3, **changes: Any) -> Any:
+    """A GPT2LMHeadModel with random weights, biases too, saved by `save_pretrained`; returns it."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_layer": 3, "n_embd": 24, "n_head": 3, "n_positions": 16, "vocab_size": vocab_size}
+    ids = {"bos_token_id": vocab_size - 1, "eos_token_id": vocab_size - 1}
+    torch.manual_seed(1)
+    model = GPT2LMHeadModel(GPT2Config(**{**sizes, **ids, **changes})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(std * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model
