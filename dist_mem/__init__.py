@@ -21,6 +21,8 @@ From Python (docs/python.md; `import dist_mem` itself loads nothing)
     score        the negative log-likelihood of every token of a text, read with memory
     init_state   empty memories
     read_lanes   the memories that lanes carried at the checkpoint
+    start, read  texts read so far, one a lane; next_log_probs: what comes next
+    generate     write on in all lanes, with a Sampling
 """
 
 from __future__ import annotations
@@ -29,9 +31,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dist_mem.evaluation.trained import init_state, load_model, read_lanes, score
+    from dist_mem.generation.generate import generate
+    from dist_mem.generation.reading import next_log_probs, read, start
+    from dist_mem.generation.sampling import Sampling
 
 __version__ = "0.1.0"
-__all__ = ["init_state", "load_model", "read_lanes", "score"]
+__all__ = [
+    "Sampling", "generate", "init_state", "load_model", "next_log_probs", "read", "read_lanes", "score", "start"
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
@@ -42,5 +49,6 @@ def __getattr__(name: str) -> Any:
 
     choose_accelerator()
     from dist_mem.evaluation import trained
+    from dist_mem.generation import generate, reading, sampling
 
-    return getattr(trained, name)
+    return next(getattr(module, name) for module in (trained, generate, reading, sampling) if hasattr(module, name))

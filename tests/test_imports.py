@@ -17,9 +17,9 @@ LAYERS: list[set[str]] = [
     {"config", "config.*", "distributed", "launch.*"},
     {"layers", "memory.parts", "memory.parts.*", "memory.base", "flops"},
     {"data.batch", "data.facts", "data.shard", "data.tar"},
-    {"memory", "memory.*", "outside_memory", "vocabulary"},
+    {"memory", "memory.*", "outside_memory", "vocabulary", "gpt2", "gpt2.parts"},
     {"data", "data.*", "checkpoint.manifest", "optimizer", "checkpoint.lease"},
-    {"engine", "gradient_shares", "model", "tracking.provenance"}
+    {"engine", "gradient_shares", "model", "tracking.provenance", "gpt2.names", "gpt2.folder", "gpt2.modeling_dist_mem"}
     | {f"checkpoint.{name}" for name in ("zero_*", "engine_files", "legacy", "lanes", "resume_choice")},
     {f"checkpoint.{name}" for name in ("tensor_file", "snapshot", "retention", "commit", "saver")}
     | {"checkpoint.listing", "checkpoint.finished"},
@@ -28,6 +28,9 @@ LAYERS: list[set[str]] = [
     {f"tracking.{name}" for name in ("mlflow_run", "rollback", "delivery", "progress", "tracker", "system_metrics")},
     {"tracking.start", "tracking.run_facts", "tracking.journal_sinks", "tracking.preflight"},
     {"evaluation.*", "meter", "divergence", "plan", "hang_report", "watchdog", "stragglers"},
+    {"generation", "generation.*"},
+    {"dialogue", "dialogue.*"},
+    {"reproduce", "reproduce.*"},
     {"job", "restore", "between_steps", "update", "stopping", "train", "tracking.sync", "doctor", "doctor.*"},
     {"__main__", "commands"},
 ]

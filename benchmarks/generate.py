@@ -1,0 +1,96 @@
+"""Tokens a second of generation with every memory, early and late in a document, beside reading it anew each time.
+
+    python benchmarks/generate.py                    # the size of configs/demo.yaml: about two minutes on two cores
+    python benchmarks/generate.py --lanes 16 --seg-len 128 --mem-len 128
+
+Each round writes one segment of T tokens, so that every length of the open segment is met, after 500 and after 5,000
+tokens of the document; "anew" reads all 5,000 from the start in segments of T, as generation without a carried memory
+would for every token. Rounds are interleaved and medians printed, so that a busy moment of the machine hits all alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from memory import configuration, memories, seconds
+
+from dist_mem.data.tokenizers.base import Tokenizer
+from dist_mem.evaluation.trained import TrainedModel
+from dist_mem.generation.generate import generate
+from dist_mem.generation.reading import next_log_probs, read, start
+from dist_mem.generation.sampling import Sampling
+from dist_mem.model import MemoryLM
+
+EARLY, LATE = 500, 5000  # tokens read before
+SAMPLING = Sampling(top_p=0.95)
+
+
+def trained_model(memory: dict[str, Any], arguments: argparse.Namespace, device: torch.device) -> TrainedModel:
+    """First weights: what they are does not change what a token costs."""
+    config = configuration(memory, arguments)
+    torch.manual_seed(0)
+    model = MemoryLM(config, arguments.vocab).to(device).eval()
+    tokenizer = Tokenizer([b"x"] * arguments.vocab, bos_id=0, fingerprint="")
+    checkpoint: Any = None
+    return TrainedModel(model, tokenizer, config, checkpoint, device, torch.float32)
+
+
+def calls(trained: TrainedModel, arguments: argparse.Namespace) -> dict[str, Callable[[], Any]]:
+    """What is timed of one model."""
+    document = np.random.default_rng(0).integers(1, arguments.vocab, LATE)
+    documents = [document] * arguments.lanes
+    early, late = (
+        read(trained, start(trained, arguments.lanes), [part[:length] for part in documents])
+        for length in (EARLY, LATE)
+    )
+
+    def write(reading: Any) -> Callable[[], Any]:
+        return lambda: generate(trained, reading, num_tokens=arguments.seg_len, sampling=SAMPLING)
+
+    def anew() -> Any:
+        return next_log_probs(trained, read(trained, start(trained, arguments.lanes), documents))
+
+    return {"early": write(early), "late": write(late), "anew": anew}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = {"num_layers": 2, "d_model": 128, "num_heads": 4, "d_head": 32, "d_inner": 256}
+    run = {"seg_len": 64, "mem_len": 192, "lanes": 1, "vocab": 4096, "rounds": 5, "threads": 1}
+    for name, value in {**sizes, **run}.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help="default: %(default)s")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Print the table."""
+    arguments = parse()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(arguments.threads)
+    timed = {
+        (kind, what): call
+        for kind, memory in memories(arguments.mem_len).items()
+        for what, call in calls(trained_model(memory, arguments, device), arguments).items()
+    }
+    times: dict[Any, list[float]] = {case: [] for case in timed}
+    for _ in range(arguments.rounds):
+        for case, call in timed.items():
+            times[case].append(seconds(call, device))
+    medians = {case: statistics.median(values) for case, values in times.items()}
+    tokens = arguments.lanes * arguments.seg_len
+    print(f"{'memory':<30}{f'after {EARLY}':>12}{f'after {LATE:,}':>13}{'anew':>8}   tokens/s, {arguments.lanes} lanes")
+    for kind in memories(arguments.mem_len):
+        early, late = (tokens / medians[kind, what] for what in ("early", "late"))
+        print(f"{kind:<30}{early:>12,.1f}{late:>13,.1f}{arguments.lanes / medians[kind, 'anew']:>8,.2f}")
+    rounds = f"medians of {arguments.rounds} rounds, {arguments.threads} threads, load {os.getloadavg()[0]:.1f}"
+    print(f"T {arguments.seg_len}, M {arguments.mem_len}; {rounds}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Tokens one by one: one forward a token, however much has been read before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dist_mem.evaluation.trained import TrainedModel
+from dist_mem.generation.reading import Reading, append, look_ahead
+from dist_mem.generation.sampling import Sampling, choose
+
+
+class Step(NamedTuple):
+    """One token more in every lane that still writes."""
+
+    tokens: Tensor  # (B,) int64, on the CPU; what stands in a lane that does not write means nothing
+    writing: Tensor  # (B,) bool, on the CPU: lanes that had not stopped before this token
+    reading: Reading  # with these tokens read
+
+
+class Generated(NamedTuple):
+    """What was written."""
+
+    tokens: list[Tensor]  # of each lane (num_tokens,) int64, with the stop token that ended it
+    reading: Reading  # prompt and tokens read; to go on from
+
+
+def stream(
+    trained: TrainedModel,
+    reading: Reading,
+    *,
+    num_tokens: int,
+    sampling: Sampling,
+    stop_ids: Collection[int] = (),
+    streams: Sequence[int] | None = None,
+    first_step: int = 0,
+) -> Iterator[Step]:
+    """Write on in every lane, token by token, until `num_tokens` or a stop token.
+
+    Args:
+        stop_ids: a lane ends with the first of these; it is read too.
+        streams: random numbers of each lane, see `choose`; None: 0, 1, ..., so that lanes with one prompt differ.
+        first_step: number of the first draw; of a second call on the same streams, how many the first one made.
+    """
+    log_probs_of_no_text = _no_text(trained, stop_ids)
+    num_lanes = len(reading.open_len)
+    numbers = torch.arange(num_lanes) if streams is None else torch.as_tensor(streams, dtype=torch.int64)
+    stops = torch.tensor(sorted(stop_ids), dtype=torch.int64)
+    writing = torch.ones(num_lanes, dtype=torch.bool)
+    for step in range(first_step, first_step + num_tokens):
+        ahead = look_ahead(trained, reading)
+        allowed = ahead.log_probs + log_probs_of_no_text
+        tokens = choose(allowed, sampling, stream=numbers, step=step)
+        reading = append(reading, tokens, ahead, grows=writing)
+        yield Step(tokens, writing, reading)
+        writing = writing & ~torch.isin(tokens, stops)
+        if not writing.any():
+            return
+
+
+def _no_text(trained: TrainedModel, stop_ids: Collection[int]) -> Tensor:
+    """-inf for tokens without text that end nothing, as BOS, else 0, (V,): no document has them, so none is drawn."""
+    is_text = [bool(piece) or token in stop_ids for token, piece in enumerate(trained.tokenizer.pieces)]
+    return torch.where(torch.tensor(is_text), 0.0, -math.inf).to(trained.device)
+
+
+def generate(
+    trained: TrainedModel,
+    reading: Reading,
+    *,
+    num_tokens: int,
+    sampling: Sampling,
+    stop_ids: Collection[int] = (),
+    streams: Sequence[int] | None = None,
+    first_step: int = 0,
+) -> Generated:
+    """As `stream`, all at once."""
+    written: list[list[Tensor]] = [[] for _ in reading.open_len]
+    steps = stream(
+        trained,
+        reading,
+        num_tokens=num_tokens,
+        sampling=sampling,
+        stop_ids=stop_ids,
+        streams=streams,
+        first_step=first_step,
+    )
+    for step in steps:
+        reading = step.reading
+        for lane in step.writing.nonzero().flatten().tolist():
+            written[lane].append(step.tokens[lane])
+    return Generated([torch.stack(lane) if lane else torch.zeros(0, dtype=torch.int64) for lane in written], reading)

@@ -1,0 +1,54 @@
+"""How much a text repeats itself: rep-n and distinct-n.
+
+Both are counted in words, so that models with different tokenizers compare. Deviation: Welleck et al. and Su et al.
+count tokens of their model. Nothing but the continuation is counted, not the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+SIZES = (1, 2, 3, 4)  # n
+
+
+class Repetition(NamedTuple):
+    """Of the continuations of one model; by n, None where no text has n words."""
+
+    rep: dict[int, float | None]
+    distinct: dict[int, float | None]
+
+
+def ngrams(words: Sequence[str], size: int) -> list[tuple[str, ...]]:
+    """All runs of `size` words, in order."""
+    return [tuple(words[begin : begin + size]) for begin in range(len(words) - size + 1)]
+
+
+def rep(text: str, size: int) -> float | None:
+    """Share of n-grams that have appeared before in the text: 1 - distinct n-grams / n-grams.
+
+    Source: Welleck et al. 2020, "Neural text generation with unlikelihood training", sec. 6 (seq-rep-n); Su et al.
+    2022, "A contrastive framework for neural text generation", sec. 4 (rep-n, there in per cent).
+    """
+    found = ngrams(text.split(), size)
+    return 1.0 - len(set(found)) / len(found) if found else None
+
+
+def distinct(texts: Sequence[str], size: int) -> float | None:
+    """Distinct n-grams of all texts together / their words.
+
+    Source: Li et al. 2016, "A diversity-promoting objective function for neural conversation models", sec. 5.
+    """
+    words = [text.split() for text in texts]
+    num_words = sum(map(len, words))
+    found = {ngram for text in words for ngram in ngrams(text, size)}
+    return len(found) / num_words if found else None
+
+
+def measure(texts: Sequence[str]) -> Repetition:
+    """rep-n as the mean over texts that have an n-gram, distinct-n of all together."""
+    reps: dict[int, float | None] = {}
+    for size in SIZES:
+        values = [value for text in texts if (value := rep(text, size)) is not None]
+        reps[size] = sum(values) / len(values) if values else None
+    return Repetition(reps, {size: distinct(texts, size) for size in SIZES})

@@ -1,0 +1,123 @@
+"""How the next token is drawn, and how much a text repeats itself."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from dist_mem.data.tokenizers.of_bytes import BytesTokenizer
+from dist_mem.generation.repetition import distinct, measure, rep
+from dist_mem.generation.sampling import Sampling, choose, kept_probabilities
+from dist_mem.generation.text import TextWriter, printable
+
+DRAWS = 20_000
+
+
+def rows(*probabilities: float, count: int = 1) -> Tensor:
+    return torch.tensor(probabilities, dtype=torch.float64).log().expand(count, -1)
+
+
+def kept(*probabilities: float, **options: float) -> list[float]:
+    return kept_probabilities(rows(*probabilities), Sampling(**options))[0].tolist()  # type: ignore[arg-type]
+
+
+def test_nucleus_keeps_the_first_token_that_reaches_p_and_nothing_after_it() -> None:
+    dyadic = (0.125, 0.5, 0.25, 0.125)  # exact in binary, so that p can be met exactly
+    assert kept(*dyadic, top_p=0.5) == [0, 1, 0, 0]
+    assert kept(*dyadic, top_p=0.51) == pytest.approx([0, 2 / 3, 1 / 3, 0])
+    assert kept(*dyadic, top_p=0.8) == pytest.approx([1 / 7, 4 / 7, 2 / 7, 0])
+    assert kept(*dyadic, top_p=1e-9) == [0, 1, 0, 0]
+    assert kept(*dyadic, top_p=1.0) == pytest.approx(list(dyadic))
+
+
+def test_top_k_keeps_k_tokens_and_the_nucleus_is_of_what_it_left() -> None:
+    skewed = (0.4, 0.3, 0.2, 0.1)
+    assert kept(*skewed, top_k=2) == pytest.approx([4 / 7, 3 / 7, 0, 0])
+    assert kept(*skewed, top_k=9) == pytest.approx(list(skewed))
+    assert kept(0.25, 0.25, 0.25, 0.25, top_k=2) == pytest.approx([0.5, 0.5, 0, 0])
+    assert kept(*skewed, top_k=2, top_p=0.55) == [1, 0, 0, 0]  # 0.4 of 0.7 is 0.57
+    assert kept(*skewed, top_p=0.55) == pytest.approx([4 / 7, 3 / 7, 0, 0])
+
+
+def test_temperature_comes_first() -> None:
+    squared = [0.16 / 0.3, 0.09 / 0.3, 0.04 / 0.3, 0.01 / 0.3]
+    assert kept(0.4, 0.3, 0.2, 0.1, temperature=0.5) == pytest.approx(squared)
+    assert kept(0.4, 0.3, 0.2, 0.1, temperature=0.5, top_p=0.53) == [1, 0, 0, 0]  # without it: two tokens
+    assert kept(0.4, 0.3, 0.2, 0.1, temperature=1e-12) == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.8}, {"top_k": 3, "temperature": 0.7}])
+def test_tokens_are_drawn_as_often_as_they_should_be(options: dict[str, float]) -> None:
+    probabilities = (0.05, 0.4, 0.0, 0.25, 0.3)
+    sampling = Sampling(**options)  # type: ignore[arg-type]
+    expected = kept_probabilities(rows(*probabilities), sampling)[0]
+    for stream, step in ((torch.arange(DRAWS), 3), (torch.zeros(DRAWS, dtype=torch.int64), torch.arange(DRAWS))):
+        drawn = choose(rows(*probabilities, count=DRAWS), sampling, stream=stream, step=step)
+        share = drawn.bincount(minlength=5) / DRAWS
+        assert (share - expected).abs().max() < 5 * math.sqrt(0.25 / DRAWS)
+        assert (share[expected == 0] == 0).all()
+
+
+def test_a_draw_depends_on_seed_stream_and_step_alone() -> None:
+    log_probs = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    streams, sampling = torch.tensor([4, 0, 9, 2, 7, 1]), Sampling(top_p=0.9, seed=3)
+    together = choose(log_probs, sampling, stream=streams, step=11)
+    for lane in range(6):
+        row = slice(lane, lane + 1)
+        alone = choose(log_probs[row].expand(1, -1), sampling, stream=streams[row], step=torch.tensor([11]))
+        assert torch.equal(alone, together[row])
+    same = log_probs[:1].expand(200, -1)
+    first = choose(same, sampling, stream=torch.arange(200), step=0)
+    assert not torch.equal(first, choose(same, sampling, stream=torch.arange(200), step=1))
+    assert not torch.equal(first, choose(same, Sampling(top_p=0.9, seed=4), stream=torch.arange(200), step=0))
+
+
+def test_greedy_takes_the_likeliest_token() -> None:
+    log_probs = torch.randn(8, 50, generator=torch.Generator().manual_seed(1))
+    tokens = choose(log_probs, Sampling(temperature=0.0, top_k=3, top_p=0.1), stream=torch.arange(8), step=0)
+    assert torch.equal(tokens, log_probs.argmax(-1))
+
+
+def test_settings_without_meaning_are_refused() -> None:
+    bad: dict[str, list[float]] = {
+        "temperature": [-0.1, math.nan, math.inf],
+        "top_k": [0, -1],
+        "top_p": [0.0, 1.01, -1.0, math.nan],
+        "seed": [2**63],
+    }
+    for name, values in bad.items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"{name} is "):
+                Sampling(**{name: value})  # type: ignore[arg-type]
+
+
+def test_bytes_of_a_cut_character_wait_until_it_is_whole() -> None:
+    writer = TextWriter(BytesTokenizer())
+    parts = [writer.add(byte) for byte in "a\u20acb".encode()]
+    assert parts == ["a", "", "", "\u20ac", "b"]
+    assert [writer.add(byte) for byte in "\u20ac".encode()[:2]] == ["", ""]
+    assert writer.end() == "\ufffd" and writer.text == "a\u20acb\ufffd"
+    again = TextWriter(BytesTokenizer())
+    assert "".join(map(again.add, b"\xffok")) + again.end() == BytesTokenizer().decode(list(b"\xffok")) == "\ufffdok"
+
+
+def test_nothing_that_steers_a_terminal_is_printed() -> None:
+    assert printable("a\n\tb \x1b[2J\x07\r\u20ac") == "a\n\tb \ufffd[2J\ufffd\ufffd\u20ac"
+
+
+def test_repetition_by_hand() -> None:
+    text = "the cat saw the cat and the dog"  # 8 words, 5 different; bigrams: 7, "the cat" twice
+    assert rep(text, 1) == pytest.approx(1 - 5 / 8)
+    assert rep(text, 2) == pytest.approx(1 - 6 / 7)
+    assert rep(text, 3) == 0.0
+    assert rep("a a a", 4) is None
+    assert distinct([text], 1) == pytest.approx(5 / 8)
+    assert distinct([text], 2) == pytest.approx(6 / 8)  # by words, not by bigrams
+    assert distinct([text, "the cat"], 2) == pytest.approx(6 / 10)  # counted over both, none across their border
+    assert distinct(["", "a"], 2) is None
+    both = measure([text, "b b b", ""])
+    assert both.rep[1] == pytest.approx((3 / 8 + 2 / 3) / 2)
+    assert both.rep[4] == 0.0 and both.distinct[1] == pytest.approx(6 / 11)
