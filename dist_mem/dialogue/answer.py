@@ -1,0 +1,97 @@
+"""Replies written by a model, each where a person gave one: to the gold history, with the memory that reading it left.
+
+A conversation is read once, from its first token. At a reply that is asked for, the reading is kept, the model writes
+on from it, and what it wrote is dropped; then the person's reply is read, and the conversation goes on. So what a reply
+is written from never holds the reply it is compared with, nor anything after it. (The published evaluation gave every
+context of a dialogue the same list, filled up to its second to last turn: nearly all references were in the input.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from dist_mem.dialogue.replies import Conversation, Reply, line_ends, line_of
+from dist_mem.evaluation.trained import TrainedModel
+from dist_mem.generation.generate import generate
+from dist_mem.generation.reading import read, select, start
+from dist_mem.generation.sampling import Sampling
+
+
+class Answer(NamedTuple):
+    """A reply of the model, and the one it is compared with."""
+
+    conversation: Conversation
+    place: Reply  # of the reference
+    text: str
+    reference: str
+
+
+def answer_all(
+    trained: TrainedModel,
+    conversations: Sequence[Conversation],
+    chosen: Sequence[Sequence[Reply]],
+    *,
+    num_lanes: int,
+    num_tokens: int,
+    sampling: Sampling,
+) -> Iterator[Answer]:
+    """A reply of the model for each chosen one; each has random numbers of its own, whatever stands beside it.
+
+    Args:
+        chosen: of each conversation, in its order.  num_lanes: conversations read at once.
+        num_tokens: of a reply, at most; it ends with its line.
+    """
+    order = sorted(range(len(conversations)), key=lambda place: len(chosen[place]))  # lanes of a batch end together
+    for first in range(0, len(order), num_lanes):
+        batch = order[first : first + num_lanes]
+        yield from _answer_batch(
+            trained,
+            [conversations[place] for place in batch],
+            [chosen[place] for place in batch],
+            num_tokens=num_tokens,
+            sampling=sampling,
+        )
+
+
+def _answer_batch(
+    trained: TrainedModel,
+    conversations: Sequence[Conversation],
+    chosen: Sequence[Sequence[Reply]],
+    *,
+    num_tokens: int,
+    sampling: Sampling,
+) -> Iterator[Answer]:
+    stop_ids = line_ends(trained.tokenizer)
+    reading = start(trained, document_ids=[conversation.number for conversation in conversations])
+    lanes = list(range(len(conversations)))
+    read_so_far = [0] * len(lanes)
+    for turn in range(max(map(len, chosen), default=0)):
+        left = [row for row, lane in enumerate(lanes) if turn < len(chosen[lane])]
+        reading, lanes = select(reading, left), [lanes[row] for row in left]
+        places = [chosen[lane][turn] for lane in lanes]
+        histories = [
+            conversations[lane].tokens[read_so_far[lane] : place.start]
+            for lane, place in zip(lanes, places, strict=True)
+        ]
+        reading = read(trained, reading, histories)
+        streams = [_stream(conversations[lane], place) for lane, place in zip(lanes, places, strict=True)]
+        written = generate(
+            trained, reading, num_tokens=num_tokens, sampling=sampling, stop_ids=stop_ids, streams=streams
+        )
+        for lane, place, tokens in zip(lanes, places, written.tokens, strict=True):
+            read_so_far[lane] = place.start
+            yield _answer(trained, conversations[lane], place, tokens.numpy())
+
+
+def _answer(trained: TrainedModel, conversation: Conversation, place: Reply, written: np.ndarray) -> Answer:
+    decode = trained.tokenizer.decode
+    reference = decode(conversation.tokens[place.start : place.stop])
+    return Answer(conversation, place, line_of(decode(written)), line_of(reference))
+
+
+def _stream(conversation: Conversation, place: Reply) -> int:
+    """A sequence of random numbers of its own for every reply of a split."""
+    return conversation.number * 2**32 + place.start

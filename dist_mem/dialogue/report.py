@@ -1,0 +1,121 @@
+"""What replies are worth, over all conversations and apart for leaked ones: as a table, JSON, and text to read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from dist_mem.data.tokenizers.base import Tokenizer
+from dist_mem.dialogue.answer import Answer
+from dist_mem.dialogue.metrics import METRICS, mean_scores
+from dist_mem.dialogue.replies import Conversation, is_leaked
+from dist_mem.dialogue.wordnet import REMEDY
+from dist_mem.evaluation.report import DocumentScore, perplexity, shown
+
+FORMAT_VERSION = 1
+
+
+class ScoredAnswer(NamedTuple):
+    """A reply of the model, and each metric of it, in [0, 1]; None where the metric could not be had."""
+
+    answer: Answer
+    scores: dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class GroupScore:
+    """Some conversations together."""
+
+    name: str  # all | leaked | others
+    num_conversations: int
+    num_replies: int  # that were written and compared
+    perplexity: float  # of a token of a reply, over every reply of these conversations
+    word_perplexity: float  # the same nats, of a word
+    scores: dict[str, float | None]  # percent, mean over the replies written
+
+
+def group_scores(documents: Sequence[DocumentScore], answers: Sequence[ScoredAnswer]) -> list[GroupScore]:
+    """All conversations, those of which the released train split has a copy, and the others."""
+    leaked = {document.id for document in documents if is_leaked(document.title)}
+    everything = {document.id for document in documents}
+    groups = {"all": everything, "leaked": leaked, "others": everything - leaked}
+    return [_group(name, ids, documents, answers) for name, ids in groups.items() if ids]
+
+
+def _group(name: str, ids: set[str], documents: Sequence[DocumentScore], answers: Sequence[ScoredAnswer]) -> GroupScore:
+    members = [document for document in documents if document.id in ids]
+    scores = [scored.scores for scored in answers if scored.answer.conversation.id in ids]
+    nll = sum(document.nll for document in members)
+    return GroupScore(
+        name,
+        len(members),
+        len(scores),
+        perplexity(nll, sum(document.num_scored for document in members)),
+        perplexity(nll, sum(document.words for document in members)),
+        mean_scores(scores),
+    )
+
+
+def to_table(groups: Sequence[GroupScore]) -> str:
+    """The groups for a terminal."""
+    titles = {"f1": "F1", "rouge1": "ROUGE-1", "rougeL": "ROUGE-L", "meteor": "METEOR"}
+    header = f"{'conversations':<16} {'replies':>7} {'ppl':>10} {'word ppl':>10}"
+    lines = [header + "".join(f" {titles[metric]:>8}" for metric in METRICS)]
+    for group in groups:
+        name = f"{group.num_conversations} {group.name}"
+        row = f"{name:<16} {group.num_replies:>7} {shown(group.perplexity):>10} {shown(group.word_perplexity):>10}"
+        lines.append(row + "".join(f" {_percent(group.scores[metric]):>8}" for metric in METRICS))
+    if any(group.num_replies and group.scores["meteor"] is None for group in groups):
+        lines.append(f"METEOR needs WordNet: {REMEDY}")
+    return "\n".join(lines)
+
+
+def _percent(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.2f}"
+
+
+def figures(groups: Sequence[GroupScore], split: str) -> dict[str, float]:
+    """The figures to track, "test/dialogue_f1", "test/dialogue_leaked_f1" and so on; without those that are n/a."""
+    found: dict[str, float] = {}
+    for group in groups:
+        prefix = f"{split}/dialogue_" + ("" if group.name == "all" else f"{group.name}_")
+        values = {"perplexity": group.perplexity, "word_perplexity": group.word_perplexity, **group.scores}
+        found |= {prefix + name: value for name, value in values.items() if value is not None}
+    return found
+
+
+def to_facts(groups: Sequence[GroupScore], answers: Sequence[ScoredAnswer], split: str) -> dict[str, Any]:
+    """What goes into the JSON: the figures, the groups, and every reply with its reference and its scores."""
+    return {
+        "figures": figures(groups, split),
+        "groups": [asdict(group) for group in groups],
+        "replies": [
+            {
+                "conversation": answer.conversation.id,
+                "title": answer.conversation.title,
+                "turn": answer.conversation.replies.index(answer.place) + 1,
+                "reply": answer.text,
+                "reference": answer.reference,
+                **scores,
+            }
+            for answer, scores in answers
+        ],
+    }
+
+
+def to_text(conversations: Sequence[Conversation], answers: Sequence[ScoredAnswer], tokenizer: Tokenizer) -> str:
+    """The conversations as people held them; below a reply, after ">", what the model would have said in its place."""
+    written = {(scored.answer.conversation.id, scored.answer.place): scored.answer.text for scored in answers}
+    lines = []
+    for conversation in conversations:
+        lines += [f"== {conversation.title} ({conversation.id})"]
+        before = 0
+        for place in conversation.replies:
+            tag = tokenizer.decode(conversation.tokens[before : place.start]).rsplit("\n", 1)[-1]
+            lines.append(f"  {tag}{tokenizer.decode(conversation.tokens[place.start : place.stop])}".rstrip())
+            if (conversation.id, place) in written:
+                lines.append(f"> {tag} {written[conversation.id, place]}")
+            before = place.stop
+        lines.append("")
+    return "\n".join(lines)

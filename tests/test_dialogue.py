@@ -1,0 +1,215 @@
+"""Replies of a model: written to the gold history alone, compared with the right ones, leaked conversations apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import free_port, launcher_environment
+from scored_library import SEG_LEN, TOKENIZER, make_config, make_model, save_weights
+
+from dist_mem.__main__ import main
+from dist_mem.data.build import build_dataset
+from dist_mem.data.shard import read_index
+from dist_mem.data.source import SourceDocument
+from dist_mem.dialogue import run as command
+from dist_mem.dialogue.answer import Answer, answer_all
+from dist_mem.dialogue.replies import LEAKED, Conversation, Reply, choose_replies, find_replies, read_conversations
+from dist_mem.dialogue.run import Settings
+from dist_mem.errors import UnusableError
+from dist_mem.evaluation.trained import TrainedModel
+from dist_mem.generation.generate import generate
+from dist_mem.generation.reading import read, start
+from dist_mem.generation.sampling import Sampling
+
+SAMPLING = Sampling(top_p=0.9, seed=4)
+NUM_TOKENS = 12  # more than a segment
+TURNS = [
+    ["Hello there", "Hi", "How was the shark?", "It bit me in the leg", "Ouch", "Yes"],
+    ["Yo", "Yo yo", "Good film", "I do not think so"],
+    ["One", "Two"],
+]
+
+
+def source_document(number: int, turns: Sequence[str]) -> SourceDocument:
+    text, spans = f"Title: Jaws {number}\n\n", []
+    for place, turn in enumerate(turns):
+        text += "AB"[place % 2] + ":"
+        spans.append((len(text), len(text) + len(turn) + 2))
+        text += f" {turn}\n"
+    return SourceDocument(f"talk{number}", "Jaws" + LEAKED * (number == 1), text, scored=spans)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three conversations, the second one leaked."""
+    out = tmp_path_factory.mktemp("talks")
+    documents = [source_document(number, turns) for number, turns in enumerate(TURNS)]
+    build_dataset({"test": documents}, out, name="talks", tokenizer=TOKENIZER)
+    return out
+
+
+@pytest.fixture
+def conversations(library: Path) -> list[Conversation]:
+    return read_conversations(read_index(library / "test"))
+
+
+@pytest.fixture(scope="module")
+def trained() -> TrainedModel:
+    model, checkpoint = make_model().double(), None
+    return TrainedModel(model, TOKENIZER, make_config(), checkpoint, torch.device("cpu"), torch.float64)  # type: ignore[arg-type]
+
+
+def answers(trained: TrainedModel, conversations: Sequence[Conversation], *, num_lanes: int = 3) -> list[Answer]:
+    chosen = [conversation.replies for conversation in conversations]
+    found = answer_all(trained, conversations, chosen, num_lanes=num_lanes, num_tokens=NUM_TOKENS, sampling=SAMPLING)
+    return sorted(found, key=lambda answer: (answer.conversation.number, answer.place))
+
+
+def test_replies_are_what_the_builder_scored(conversations: list[Conversation]) -> None:
+    for conversation, turns in zip(conversations, TURNS, strict=True):
+        said = [TOKENIZER.decode(conversation.tokens[reply.start : reply.stop]) for reply in conversation.replies]
+        assert said == [f" {turn}\n" for turn in turns]
+
+
+def test_every_reply_has_its_own_reference(trained: TrainedModel, conversations: list[Conversation]) -> None:
+    found = answers(trained, conversations)
+    assert [answer.reference for answer in found] == [turn for turns in TURNS for turn in turns]
+    assert all("\n" not in answer.text for answer in found)
+    assert len({answer.text for answer in found}) > 8  # drawn from a model, each by numbers of its own
+
+
+def test_a_reply_is_written_from_all_that_stands_before_it_and_nothing_else(
+    trained: TrainedModel, conversations: list[Conversation]
+) -> None:
+    """It is the one that a model writes which was only ever given the text up to the tag."""
+    for answer in answers(trained, conversations):
+        conversation, place = answer.conversation, answer.place
+        assert place.start > SEG_LEN  # so there is a memory
+        beginning = start(trained, document_ids=[conversation.number])
+        reading = read(trained, beginning, [conversation.tokens[: place.start].copy()])
+        streams = [conversation.number * 2**32 + place.start]
+        written = generate(trained, reading, num_tokens=NUM_TOKENS, sampling=SAMPLING, stop_ids=[10], streams=streams)
+        alone = TOKENIZER.decode(written.tokens[0].numpy()).split("\n")[0].strip()
+        assert answer.text == alone
+
+
+@pytest.mark.parametrize("turn", range(6))
+def test_references_and_what_follows_are_never_read(
+    trained: TrainedModel, conversations: list[Conversation], turn: int
+) -> None:
+    talk = conversations[0]
+    place = talk.replies[turn]
+    tokens = talk.tokens.copy()
+    tokens[place.start :] = ord("x")
+    scored = np.zeros(len(tokens), dtype=bool)
+    for reply in talk.replies:
+        scored[reply.start : reply.stop] = True
+    assert find_replies(scored) == talk.replies
+    before = answers(trained, [talk])[: turn + 1]
+    after = answers(trained, [talk._replace(tokens=tokens)])
+    assert [answer.text for answer in before] == [answer.text for answer in after[: turn + 1]]
+    later = [answer.text for answer in answers(trained, [talk])[turn + 1 :]]
+    assert not later or later != [answer.text for answer in after[turn + 1 :]]  # the history is read
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2])
+def test_conversations_beside_it_change_no_reply(
+    trained: TrainedModel, conversations: list[Conversation], num_lanes: int
+) -> None:
+    apart = answers(trained, conversations, num_lanes=num_lanes)
+    assert [answer.text for answer in apart] == [answer.text for answer in answers(trained, conversations)]
+
+
+def test_chosen_replies_are_spread_over_the_conversation() -> None:
+    replies = [Reply(number, number + 1) for number in range(12)]
+    assert choose_replies(replies, first=2, num_chosen=None) == replies[2:]
+    assert choose_replies(replies, first=2, num_chosen=2) == [replies[4], replies[9]]
+    assert choose_replies(replies, first=2, num_chosen=99) == replies[2:]
+    assert choose_replies(replies[:2], first=2, num_chosen=3) == []
+
+
+@pytest.fixture
+def single_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in launcher_environment(0, 1, free_port()).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def run_dir(library: Path, tmp_path: Path) -> Path:
+    config = make_config(data={"path": str(library)}, model={"init_std": 0.3}, tracking={"mlflow": True})
+    save_weights(tmp_path / "run", make_model(), config, step=3)
+    return tmp_path / "run"
+
+
+@pytest.mark.usefixtures("single_process")
+def test_the_command_reports_leaked_conversations_apart(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(command, "log_to_run", lambda config, **given: told.update(given))
+    assert command.run(run_dir, Settings(split="test", num_tokens=5)) == 0
+    name = run_dir / "evaluations" / "dialogue-test-step-00000003"
+    facts = json.loads(name.with_suffix(".json").read_text())
+    groups = {group["name"]: group for group in facts["groups"]}
+    assert {name: (group["num_conversations"], group["num_replies"]) for name, group in groups.items()} == {
+        "all": (3, 6),  # from the third reply on
+        "leaked": (1, 2),
+        "others": (2, 4),
+    }
+    assert [(reply["conversation"], reply["turn"]) for reply in facts["replies"]] == [
+        *[("talk0", turn) for turn in (3, 4, 5, 6)],
+        *[("talk1", turn) for turn in (3, 4)],
+    ]
+    assert told["metrics"]["test/dialogue_leaked_perplexity"] == groups["leaked"]["perplexity"]
+    assert told["step"] == 3
+    assert f"  A: {TURNS[0][2]}\n> A: {facts['replies'][0]['reply']}".rstrip() in name.with_suffix(".txt").read_text()
+    assert "3 all" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("single_process")
+def test_perplexity_is_that_of_evaluation_and_of_the_conversations_read(run_dir: Path, library: Path) -> None:
+    from dist_mem.evaluation import evaluate
+    from dist_mem.evaluation.report import perplexity, read_report
+
+    quiet = ["tracking.mlflow=false"]
+    assert evaluate.run(run_dir, split="test", overrides=quiet) == 0
+    documents = read_report(run_dir / "evaluations" / "test-step-00000003.json").documents
+    assert [document.num_scored for document in documents] == [sum(len(t) + 2 for t in turns) for turns in TURNS]
+    assert command.run(run_dir, Settings(split="test", limit=2, turns=1, num_tokens=1), overrides=quiet) == 0
+    facts = json.loads((run_dir / "evaluations" / "dialogue-test-step-00000003.json").read_text())
+    expected = perplexity(sum(d.nll for d in documents[:2]), sum(d.num_scored for d in documents[:2]))
+    assert facts["groups"][0]["perplexity"] == pytest.approx(expected, rel=1e-6)
+    assert len(facts["replies"]) == 2
+
+
+@pytest.mark.usefixtures("single_process")
+def test_without_wordnet_the_command_says_what_to_install(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dist_mem.dialogue.wordnet.DEBIAN_FOLDER", tmp_path)
+    assert command.run(run_dir, Settings(split="test", num_tokens=1), overrides=["tracking.mlflow=false"]) == 0
+    told = capsys.readouterr().out
+    assert "n/a" in told
+    assert "METEOR needs WordNet: apt-get install wordnet-base" in told
+    facts = json.loads((run_dir / "evaluations" / "dialogue-test-step-00000003.json").read_text())
+    assert facts["groups"][0]["scores"]["meteor"] is None
+
+
+def test_a_number_without_meaning_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dialogue", "runs/none", "--top-p", "2"]) == 2
+    assert "--top-p is 2.0, but must be greater than 0 and at most 1" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("single_process")
+def test_data_without_replies_are_refused(tmp_path: Path) -> None:
+    build_dataset({"test": [SourceDocument("book", "Book", "Once.")]}, tmp_path / "data", name="b", tokenizer=TOKENIZER)
+    config = make_config(data={"path": str(tmp_path / "data")}, model={"init_std": 0.3})
+    save_weights(tmp_path / "run", make_model(), config, step=3)
+    with pytest.raises(UnusableError, match="document book has no replies"):
+        command.run(tmp_path / "run", Settings(split="test"))
