@@ -8,6 +8,7 @@
     dist-mem export runs/demo --out models/demo
     dist-mem checkpoints verify runs/demo
     dist-mem compare runs/none runs/demo
+    dist-mem generate runs/demo --prompt-file book.txt --tokens 500
     dist-mem track sync runs/demo
     dist-mem prepare verify data/sample
     dist-mem check-memory examples/averages.py:Averages
@@ -42,6 +43,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_export(commands)
     _add_checkpoints(commands)
     _add_compare(commands)
+    _add_generate(commands)
+    _add_reproduce(commands)
+    _add_dialogue(commands)
     _add_prepare(commands)
     _add_track(commands)
     _add_check_memory(commands)
@@ -101,16 +105,24 @@ def _add_evaluate(commands: argparse._SubParsersAction) -> None:
     added.add_argument("run", type=Path, help="a run directory, one checkpoint in it, or an export")
     added.add_argument("overrides", nargs="*", help="key=value overrides, of eval.* and data.path")
     added.add_argument("--split", help="default: eval.split")
+    added.add_argument("--sweep", metavar="LENGTH", help="a table over lengths: memory_len=64,128,... or seg_len=...")
+    added.add_argument(
+        "--also", type=Path, action="append", default=[], metavar="RUN", help="another run in that table; repeatable"
+    )
     added.add_argument("--checkpoint", type=_count, help=_STEP_HELP)
 
 
 def _add_export(commands: argparse._SubParsersAction) -> None:
     added = _add(commands, run.export)
-    added.add_argument("run", type=Path, help="a run directory, or one checkpoint in it")
+    added.add_argument("run", type=Path, help="a run directory, one checkpoint in it, or CONFIG.yaml, untrained")
     added.add_argument("overrides", nargs="*", help="data.path=FOLDER where the data, and their tokenizer, have moved")
     added.add_argument("--out", type=Path, required=True, help="the directory to make")
     added.add_argument("--checkpoint", type=_count, help=_STEP_HELP)
     added.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of the weights (default: fp32)")
+    layouts = ["dist_mem", "transformers"]
+    added.add_argument(
+        "--format", choices=layouts, default=layouts[0], help="transformers: of a GPT-2, for that library"
+    )
 
 
 def _add_checkpoints(commands: argparse._SubParsersAction) -> None:
@@ -124,6 +136,58 @@ def _add_compare(commands: argparse._SubParsersAction) -> None:
     added.add_argument("runs", nargs="+", type=Path, help="run directories, or reports of evaluations")
     added.add_argument("--split", help="default: test, else validation")
     added.add_argument("--plot", type=Path, help="also draw recall perplexity by distance into this file")
+
+
+def _add_generate(commands: argparse._SubParsersAction) -> None:
+    added = _add(commands, run.generate)
+    added.add_argument("run", nargs="?", help="a run directory, one checkpoint in it, or an export")
+    added.add_argument("overrides", nargs="*", help="key=value overrides, as `dist-mem evaluate` takes them")
+    added.add_argument("--compare", nargs="+", default=[], metavar="RUN", help="instead: runs to continue one prompt")
+    prompt = added.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="may be empty: a document from its beginning")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8, of any length")
+    added.add_argument("--tokens", type=_count, default=256, help="to write (default: 256)")
+    added.add_argument("--temperature", type=float, default=1.0, help="0: always the likeliest token (default: 1.0)")
+    added.add_argument("--top-k", type=int, help="draw from the K likeliest tokens (default: all)")
+    added.add_argument("--top-p", type=float, default=0.95, help="draw from the nucleus of this mass (default: 0.95)")
+    added.add_argument("--seed", type=int, default=0, help="the same seed writes the same text (default: 0)")
+    added.add_argument("--samples", type=_count, default=1, help="texts, of one batch (default: 1)")
+    added.add_argument("--checkpoint", type=_count, help=_STEP_HELP)
+    added.add_argument("--out", type=Path, help="also write a file: .json or .md with all figures, else the text alone")
+
+
+def _add_reproduce(commands: argparse._SubParsersAction) -> None:
+    added = _add(commands, run.reproduce)
+    added.add_argument("table", nargs="?", help="as lamemo.table1 (default: list them)")
+    added.add_argument("overrides", nargs="*", help="key=value overrides, for every training")
+    added.add_argument("--scale", default="tiny", help="tiny, small or paper (default: tiny)")
+    added.add_argument("--out", type=Path, help="folder of all it makes (default: runs/reproduce/TABLE.SCALE)")
+    added.add_argument("--rows", type=_names, default=[], help="only these, as transformer_xl,lamemo")
+    added.add_argument("--seeds", type=_counts, default=[], help="as 0,1,2 (default: those of the scale)")
+    added.add_argument("--ranks", type=_count, default=1, help="processes of a training (default: 1)")
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def _counts(text: str) -> list[int]:
+    return [int(name) for name in _names(text)]
+
+
+def _add_dialogue(commands: argparse._SubParsersAction) -> None:
+    added = _add(commands, run.dialogue)
+    added.add_argument("run", type=Path, help="a run directory, one checkpoint in it, or an export")
+    added.add_argument("overrides", nargs="*", help="key=value overrides, of eval.* and data.path")
+    added.add_argument("--split", help="default: eval.split")
+    added.add_argument("--checkpoint", type=_count, help=_STEP_HELP)
+    added.add_argument("--limit", type=_count, metavar="N", help="only the first N conversations (default: all)")
+    added.add_argument("--turns", type=_count, metavar="N", help="N replies a conversation, spread (default: all)")
+    added.add_argument("--tokens", type=_count, default=50, help="of a reply, at most (default: 50)")
+    added.add_argument("--top-p", type=float, default=0.9, help="nucleus that tokens are drawn from (default: 0.9)")
+    added.add_argument("--temperature", type=float, default=1.0, help="0: always the likeliest (default: 1)")
+    added.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+    added.add_argument("--wordnet", type=Path, metavar="FOLDER", help="of METEOR (default: /usr/share/wordnet)")
 
 
 def _add_prepare(commands: argparse._SubParsersAction) -> None:

@@ -84,9 +84,21 @@ def doctor(options: argparse.Namespace) -> int:
 
 def evaluate(options: argparse.Namespace) -> int:
     """Score a checkpoint on whole documents."""
+    if options.also and not options.sweep:
+        raise UnusableError(f"--also {options.also[0]}: one run at a time, but with --sweep")
     from dist_mem.distributed import choose_accelerator
 
     choose_accelerator()
+    if options.sweep:
+        from dist_mem.evaluation import sweep
+
+        return sweep.run(
+            [options.run, *options.also],
+            options.sweep,
+            split=options.split,
+            checkpoint=options.checkpoint,
+            overrides=options.overrides,
+        )
     from dist_mem.evaluation.evaluate import run
 
     return run(options.run, split=options.split, checkpoint=options.checkpoint, overrides=options.overrides)
@@ -104,6 +116,7 @@ def export(options: argparse.Namespace) -> int:
         out=options.out,
         checkpoint=options.checkpoint,
         precision=options.precision,
+        layout=options.format,
         overrides=options.overrides,
     )
 
@@ -120,6 +133,47 @@ def compare(options: argparse.Namespace) -> int:
     from dist_mem.evaluation.compare import run
 
     return run(options.runs, split=options.split, picture=options.plot)
+
+
+def generate(options: argparse.Namespace) -> int:
+    """Write on from a prompt, read with memory; or let several runs do so from the same one."""
+    from dist_mem.distributed import choose_accelerator
+
+    choose_accelerator()
+    from dist_mem.generation.run import request_of, run
+
+    return run(request_of(options))
+
+
+def reproduce(options: argparse.Namespace) -> int:
+    """Run a table or figure of the papers: build, train and evaluate every row, and set it beside the paper's."""
+    from dist_mem.reproduce.run import run
+    from dist_mem.reproduce.tables import load_table, table_names
+
+    if options.table is None:
+        for name in table_names():
+            table = load_table(name)
+            print(f"{name:<18} {', '.join(table.scales):<20} {table.title}")
+        return 0
+    return run(
+        options.table,
+        scale=options.scale,
+        out=options.out,
+        rows=options.rows,
+        seeds=options.seeds,
+        ranks=options.ranks,
+        extra=options.overrides,
+    )
+
+
+def dialogue(options: argparse.Namespace) -> int:
+    """Let a model reply in the conversations of a split, and compare with what people said."""
+    from dist_mem.distributed import choose_accelerator
+
+    choose_accelerator()
+    from dist_mem.dialogue.run import run, settings_of
+
+    return run(options.run, settings_of(options), checkpoint=options.checkpoint, overrides=options.overrides)
 
 
 def prepare(options: argparse.Namespace) -> int:

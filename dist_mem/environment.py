@@ -215,6 +215,11 @@ def environment_of_git() -> dict[str, str]:
     return {**{name: value for name, value in os.environ.items() if name not in named}, "LC_ALL": "C"}
 
 
+def with_environment(added: Mapping[str, str]) -> dict[str, str]:
+    """The environment of this process, for one it starts, and more."""
+    return {**os.environ, **added}
+
+
 def meeting_point() -> tuple[str, int]:
     """MASTER_ADDR and MASTER_PORT, after `export_for_libraries`."""
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -1,0 +1,52 @@
+"""The parent of a table's runs in MLflow, under which their own runs stand, and which holds the table itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dist_mem.files import write_text
+from dist_mem.tracking.mlflow_run import connect
+from dist_mem.tracking.stores import experiment_of, store_uri
+
+_FILE = "mlflow_run_id"
+# What MLflow's clients tag a run with: a run that is started with it has a parent. dist_mem asks MLflow for these tags.
+CONTEXT = "MLFLOW_RUN_CONTEXT"
+
+
+class ParentRun:
+    """A run in MLflow that only holds others, and the table."""
+
+    def __init__(self, config: Any, out: Path, *, name: str, tags: Mapping[str, str]) -> None:
+        """Take the run that an earlier call made, or make it. Raises whatever MLflow's client raises."""
+        self._client = connect(store_uri(config))
+        path = out / _FILE
+        if path.exists():
+            self.run_id = path.read_text(encoding="utf-8").strip()
+        else:
+            self.run_id = self._create(experiment_of(config), name, tags)
+            write_text(path, f"{self.run_id}\n")
+        self._client.update_run(self.run_id, status="RUNNING")
+
+    def _create(self, experiment: Mapping[str, str], name: str, tags: Mapping[str, str]) -> str:
+        experiment_id = experiment.get("id")
+        if experiment_id is None:
+            found = self._client.get_experiment_by_name(experiment["name"])
+            experiment_id = found.experiment_id if found else self._client.create_experiment(experiment["name"])
+        run = self._client.create_run(experiment_id, run_name=name, tags=dict(tags))
+        return str(run.info.run_id)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the processes of its children are given."""
+        return {CONTEXT: json.dumps({"mlflow.parentRunId": self.run_id})}
+
+    def close(self, figures: Mapping[str, float], files: Sequence[Path], *, status: str) -> None:
+        """Keep the figures and files there; status FINISHED, KILLED or FAILED."""
+        for name, value in figures.items():
+            self._client.log_metric(self.run_id, name, value)
+        for path in files:
+            self._client.log_artifact(self.run_id, str(path))
+        self._client.set_terminated(self.run_id, status=status)

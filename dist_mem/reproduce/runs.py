@@ -1,0 +1,109 @@
+"""From a table to commands: what is built, trained and evaluated, and how one knows that it is done.
+
+Everything is done by the commands a user has, in processes of their own. What is finished is known by its files, so the
+same call goes on where another was stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dist_mem.files import write_text
+from dist_mem.reproduce.tables import Column, Scale, Table
+
+RESULTS = "results"  # folder of what was measured, one file a run and column
+
+
+@dataclass(frozen=True)
+class Run:
+    """One row at one point with one seed."""
+
+    row: str
+    point: str
+    seed: int
+    out: Path  # of the table
+
+    @property
+    def name(self) -> str:
+        return "-".join(part for part in (self.row, self.point, f"seed{self.seed}") if part)
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return self.out / "runs" / self.name
+
+    def result(self, column: str) -> Path:
+        """Where its figure for a column is kept."""
+        return self.out / RESULTS / f"{self.name}-{column}.json"
+
+
+def all_runs(scale: Scale, out: Path, seeds: Sequence[int], rows: Sequence[str]) -> list[Run]:
+    """Every run of a scale: seed by seed, so that a table is whole as early as can be."""
+    chosen = [row for row in scale.rows if row in rows]
+    return [Run(row, point, seed, out) for seed in seeds for point in scale.points for row in chosen]
+
+
+def columns_of(table: Table, scale: Scale, point: str | None = None) -> dict[str, Column]:
+    """The columns of a scale, or those measured at one point."""
+    columns = scale.columns or table.columns
+    return {name: column for name, column in columns.items() if point is None or column.point == point}
+
+
+def train_command(scale: Scale, run: Run, *, ranks: int, extra: Sequence[str]) -> list[str]:
+    """The arguments of `dist-mem train`, or of a launcher for several ranks."""
+    point = scale.points[run.point]
+    arguments = [
+        *("train", *scale.train, *scale.rows[run.row], *point.train, f"data.path={point.data}"),
+        *(f"train.seed={run.seed}", f"data.seed={run.seed}", f"name={run.name}", f"run_dir={run.directory}", *extra),
+    ]
+    return [*launcher(ranks), *arguments]
+
+
+def launcher(ranks: int) -> list[str]:
+    """What starts `dist_mem` on this machine, by the deepspeed launcher where there are several ranks."""
+    if ranks == 1:
+        return [sys.executable, "-m", "dist_mem"]
+    options = ["--log_level", "error", "--num_gpus", str(ranks), "--num_nodes", "1", "--no_local_rank"]
+    return [sys.executable, "-m", "deepspeed.launcher.runner", *options, "--module", "dist_mem"]
+
+
+def evaluate_command(run: Run, column: Column, extra: Sequence[str]) -> list[str]:
+    """The arguments of `dist-mem evaluate`, or of what else measures the column."""
+    told = [text for text in extra if text.startswith(("eval.", "tracking."))]
+    return [*launcher(1), column.command, str(run.directory), "--split", column.split, *column.evaluate, *told]
+
+
+def newest_report(run: Run, column: Column) -> dict[str, Any]:
+    """What the measurement that has just ended has written.
+
+    Raises:
+        ValueError: it has written nothing.
+    """
+    pattern = f"{'' if column.command == 'evaluate' else f'{column.command}-'}{column.split}-*.json"
+    folder = run.directory / "evaluations"
+    written = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns)
+    if not written:
+        raise ValueError(f"{folder} has no {pattern}")
+    content: dict[str, Any] = json.loads(written[-1].read_text(encoding="utf-8"))
+    return content
+
+
+def keep_result(run: Run, column: str, facts: dict[str, Any]) -> None:
+    """Keep what was measured, or why it was not: {"value": 1.5, "step": 100} or {"diverged": "..."}."""
+    path = run.result(column)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(facts, indent=1) + "\n")
+
+
+def read_result(run: Run, column: str) -> dict[str, Any] | None:
+    """What `keep_result` kept; None where there is nothing yet."""
+    try:
+        content: dict[str, Any] = json.loads(run.result(column).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return content

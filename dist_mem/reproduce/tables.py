@@ -1,0 +1,108 @@
+"""What a table of a paper is: its rows, its columns, what the paper says, and how it is run at three scales.
+
+One YAML file a table, in configs/tables; the classes here are its keys. A run is one row, at one point, with one seed:
+a point is data and a setting that the rows share, as the length of the sequences in a figure; most tables have one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dist_mem.errors import UnusableError
+
+FOLDER = Path("configs") / "tables"
+
+
+@dataclass
+class Row:
+    """One system of the table."""
+
+    name: str = MISSING  # as the paper has it
+    paper: dict[str, float] = field(default_factory=dict)  # column -> the paper's figure, where it has one
+    note: str | None = None
+
+
+@dataclass
+class Column:
+    """One figure of every row."""
+
+    figure: str = MISSING  # as an evaluation reports it: word_perplexity, bits_per_byte, accuracy
+    split: str = "test"
+    point: str = ""  # at which it is measured; "": the only one
+    evaluate: list[str] = field(default_factory=list)  # key=value overrides of the evaluation, and options of it
+    command: str = "evaluate"  # of dist-mem, that measures it: evaluate | dialogue
+
+
+@dataclass
+class Point:
+    """Data, and what else the rows share there."""
+
+    data: str = MISSING  # data directory
+    build: list[list[str]] = field(default_factory=list)  # commands that make it, where it is missing; none: users do
+    train: list[str] = field(default_factory=list)  # key=value overrides
+
+
+@dataclass
+class Scale:
+    """How a table is run on machines of one kind."""
+
+    about: str = MISSING  # what differs from the paper: data, sizes, steps
+    train: list[str] = field(default_factory=list)  # configurations and overrides of all rows
+    rows: dict[str, list[str]] = field(default_factory=dict)  # row -> those of its own; rows not here are not run
+    seeds: list[int] = field(default_factory=lambda: [0])
+    points: dict[str, Point] = field(default_factory=dict)
+    columns: dict[str, Column] = field(default_factory=dict)  # in place of the table's
+
+
+@dataclass
+class Table:
+    """A table or a figure of a paper."""
+
+    title: str = MISSING
+    source: str = MISSING  # paper, and number of the table in it
+    x_axis: str | None = None  # of a figure: what its columns are numbers of; None: a table
+    y_axis: str | None = None
+    rows: dict[str, Row] = field(default_factory=dict)
+    columns: dict[str, Column] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    scales: dict[str, Scale] = field(default_factory=dict)
+
+
+def table_names(folder: Path = FOLDER) -> list[str]:
+    """The tables there are, by name."""
+    return sorted(path.stem for path in folder.glob("*.yaml"))
+
+
+def load_table(name: str, folder: Path = FOLDER) -> Table:
+    """Read and check a table.
+
+    Raises:
+        UnusableError: there is none of this name, or its file does not fit; names the file and the key.
+    """
+    path = folder / f"{name}.yaml"
+    if not path.exists():
+        known = ", ".join(table_names(folder)) or f"none: start the command in the folder that holds {FOLDER}"
+        raise UnusableError(f"there is no table {name!r}; there are: {known}")
+    try:
+        table: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Table), OmegaConf.load(path)))
+    except OmegaConfBaseException as error:
+        raise UnusableError(f"{path}: {str(error).splitlines()[0]}") from error
+    for scale_name, scale in table.scales.items():
+        _check_scale(table, scale, where=f"{path}: scales.{scale_name}")
+    return table
+
+
+def _check_scale(table: Table, scale: Scale, *, where: str) -> None:
+    unknown = [row for row in scale.rows if row not in table.rows]
+    if unknown:
+        raise UnusableError(f"{where}.rows has {unknown[0]!r}, which is no row of the table")
+    for name, column in (scale.columns or table.columns).items():
+        if column.command not in ("evaluate", "dialogue"):
+            raise UnusableError(f"{where}: column {name!r} has command {column.command!r}; it is evaluate or dialogue")
+        if column.point not in scale.points:
+            raise UnusableError(f"{where}.points lacks {column.point!r}, the point of column {name!r}")

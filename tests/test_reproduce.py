@@ -1,0 +1,199 @@
+"""A table of a paper, end to end: every row trained and evaluated once, also after a kill; a diverged row says so."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jobs import build_books, write_config
+
+from dist_mem.config import load_config
+from dist_mem.errors import EXIT_REQUEUE, EXIT_USAGE, UnusableError
+from dist_mem.memory import memory_options
+from dist_mem.reproduce.results import cell, draw, to_markdown
+from dist_mem.reproduce.runs import Run, all_runs, keep_result, train_command
+from dist_mem.reproduce.tables import FOLDER, Table, load_table, table_names
+
+ROOT = Path(__file__).parent.parent
+TABLES = table_names(ROOT / FOLDER)
+STEPS = 40
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_row_of_every_table_is_a_configuration(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    table = load_table(name)
+    assert set(table.scales) <= {"tiny", "small", "paper"}
+    assert "tiny" in table.scales
+    for scale in table.scales.values():
+        for run in all_runs(scale, Path("out"), [3], list(scale.rows)):
+            command = train_command(scale, run, ranks=1, extra=[])
+            config = load_config(command[command.index("train") + 1 :], memory_options=memory_options)
+            assert (config.train.seed, config.name) == (3, run.name)
+        for point in scale.points.values():
+            words = [word for command in point.build for word in command]
+            assert [word for word in words if word.endswith(".py") and not (ROOT / word).is_file()] == []
+
+
+def test_the_papers_figures_stand_under_columns_of_a_scale() -> None:
+    for name in TABLES:
+        table = load_table(name, ROOT / FOLDER)
+        columns = {*table.columns, *(column for scale in table.scales.values() for column in scale.columns)}
+        assert {column for row in table.rows.values() for column in row.paper} <= columns, name
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder to work in, with a table of two rows that takes seconds."""
+    data = build_books(tmp_path)
+    write_config(
+        tmp_path / "job.yaml", data, tmp_path / "unused", {"train": {"steps": STEPS}, "checkpoint": {"every": 5}}
+    )
+    table = {
+        "title": "Two memories",
+        "source": "nobody",
+        "rows": {"none": {"name": "None", "paper": {"test": 1.5}}, "xl": {"name": "XL"}},
+        "columns": {
+            "dev": {"figure": "token_perplexity", "split": "validation"},
+            "test": {"figure": "token_perplexity"},
+        },
+        "scales": {
+            "tiny": {
+                "about": "Seconds.",
+                "train": ["job.yaml", "tracking.mlflow=true", "tracking.uri=sqlite:///store.db"],
+                "rows": {"none": ["memory.kind=none"], "xl": []},
+                "points": {"": {"data": str(data)}},
+            }
+        },
+    }
+    write_table(tmp_path, table)
+    return tmp_path
+
+
+def write_table(folder: Path, table: dict[str, Any]) -> None:
+    path = folder / FOLDER / "two.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(table, sort_keys=False))
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "dist_mem", "reproduce", "two", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, errors = process.communicate(timeout=600)
+    return process.returncode, out, errors
+
+
+def values(folder: Path, out: str) -> dict[tuple[str, str], str]:
+    rows = csv.DictReader((folder / out / "table.csv").read_text().splitlines())
+    return {(row["row"], row["column"]): row["value"] for row in rows}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_a_killed_table_goes_on_and_ends_as_one_left_alone(folder: Path) -> None:
+    code, text, errors = finish(start(folder, "--out", "whole"))
+    assert code == 0, errors
+    assert "| None | - |" in text
+    assert "| 1.5 |" in text
+    assert (folder / "whole" / "table.png").stat().st_size > 0
+
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        process = start(folder, "--out", "killed")
+        checkpoints = folder / "killed" / "runs" / ("none-seed0" if number == signal.SIGTERM else "xl-seed0")
+        wait_for(lambda where=checkpoints: list(where.glob("checkpoints/step-*")), process)
+        if number == signal.SIGTERM:
+            process.terminate()  # of the command alone: it tells its training
+            assert finish(process)[0] == EXIT_REQUEUE
+        else:
+            os.killpg(process.pid, number)
+            process.wait()
+    code, text, errors = finish(start(folder, "--out", "killed"))
+    assert code == 0, errors
+    assert "none-seed0: done before" in text
+    assert values(folder, "killed") == values(folder, "whole")
+    assert all(values(folder, "killed").values())
+
+
+def wait_for(condition: Any, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 200
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_runs_stand_under_a_parent_in_mlflow(folder: Path) -> None:
+    assert finish(start(folder, "--out", "out", "--rows", "xl", "train.steps=2", "checkpoint.every=null"))[0] == 0
+    from dist_mem.tracking.mlflow_run import connect
+
+    client = connect(f"sqlite:///{folder / 'store.db'}")
+    parent = client.get_run((folder / "out" / "mlflow_run_id").read_text().strip())
+    (child,) = client.search_runs(
+        [parent.info.experiment_id], filter_string=f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'"
+    )
+    assert (parent.info.status, child.info.status, child.info.run_name) == ("FINISHED", "FINISHED", "xl-seed0")
+    expected = float(values(folder, "out")["xl", "test"])
+    assert parent.data.metrics["xl/test"] == expected
+    assert child.data.metrics["test/token_perplexity"] == expected
+
+
+def test_a_row_that_diverges_is_a_row_that_says_so(folder: Path) -> None:
+    options = ["--rows", "xl", "--out", "out", "optimizer.kind=sgd", "optimizer.lr=1e30", "tracking.mlflow=false"]
+    code, text, errors = finish(start(folder, *options))
+    assert code == 0, errors
+    assert "| XL | - | 1 diverged | - | 1 diverged |" in text
+
+
+def test_what_cannot_be_run_is_refused(folder: Path) -> None:
+    code, _, errors = finish(start(folder, "--rows", "xll"))
+    assert code == EXIT_USAGE
+    assert "'xll' is no row of two at scale tiny; rows are: none, xl" in errors
+    with pytest.raises(UnusableError, match=r"there is no table 'three'; there are: two"):
+        load_table("three", folder / FOLDER)
+    table = yaml.safe_load((folder / FOLDER / "two.yaml").read_text())
+    write_table(folder, {**table, "rowz": {}})
+    with pytest.raises(UnusableError, match=r"two.yaml: Key 'rowz' not in 'Table'"):
+        load_table("two", folder / FOLDER)
+    table["scales"]["tiny"]["points"] = {"other": {"data": "x"}}
+    write_table(folder, table)
+    with pytest.raises(UnusableError, match=r"scales.tiny.points lacks '', the point of column 'dev'"):
+        load_table("two", folder / FOLDER)
+
+
+def test_a_changed_definition_does_not_mix_with_old_runs(folder: Path) -> None:
+    (folder / "out").mkdir()
+    (folder / "out" / "made_from.txt").write_text("something else")
+    code, _, errors = finish(start(folder, "--out", "out"))
+    assert code == EXIT_USAGE
+    assert "holds runs of another two" in errors
+
+
+def test_cells_tell_seeds_apart(tmp_path: Path) -> None:
+    table: Table = load_table("lamemo.table1", ROOT / FOLDER)
+    scale = table.scales["tiny"]
+    runs = all_runs(scale, tmp_path, [0, 1, 2], ["lamemo"])
+    facts: list[dict[str, Any]] = [{"value": 2.0, "step": 1}, {"value": 3.0, "step": 1}, {"diverged": "why"}]
+    for run, fact in zip(runs, facts, strict=True):
+        keep_result(run, "test", fact)
+    assert str(cell(runs, "test")) == "2.5 ± 0.5, 1 diverged"
+    assert str(cell(runs, "dev")) == "3 to run"
+    text = to_markdown(table, scale, runs, {"seeds": "0, 1, 2"})
+    assert "| LaMemo | 22.98 | 3 to run | 23.77 | 2.5 ± 0.5, 1 diverged |" in text
+    draw(table, scale, runs, tmp_path / "table.png")
+    assert json.loads(Run("lamemo", "", 0, tmp_path).result("test").read_text()) == {"value": 2.0, "step": 1}
