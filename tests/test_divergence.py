@@ -42,7 +42,7 @@ def fault_on_rank_1(job: Any, what: str) -> Iterator[None]:
     hooks = []
     if job.world.rank == 1 and what in ("loss", "spike"):
         factor = {"loss": torch.nan, "spike": 50.0}[what]
-        hooks.append(module.head.register_forward_hook(lambda *call: call[-1] * factor))
+        hooks.append(module.head.register_forward_hook(lambda *call: call[-1]._replace(nll=call[-1].nll * factor)))
     if job.world.rank == 1 and what == "gradient":
         hooks.append(module.final_norm.weight.register_hook(lambda gradient: gradient * torch.nan))
     if job.world.rank == 1 and what == "memory":
