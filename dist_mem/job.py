@@ -28,6 +28,7 @@ from dist_mem.engine import Engine, start_communication
 from dist_mem.environment import node_name
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.scoring import check_scorable
+from dist_mem.evaluation.stream import stream_lengths
 from dist_mem.gpt2.folder import load_pretrained
 from dist_mem.meter import MEASUREMENTS, Meter
 from dist_mem.model import MemoryLM
@@ -141,6 +142,8 @@ def _open_data(config: Any) -> tuple[Tokenizer, list[Index]]:
         check_tokenizer(index, tokenizer)
     for index in indexes[1:]:
         check_scorable(index, tokenizer)
+        if config.eval.layout == "stream":
+            stream_lengths(index, num_lanes=config.eval.lanes, max_document_len=config.eval.max_document_len)
         fetch_shards(index)
     return tokenizer, indexes
 

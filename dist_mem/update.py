@@ -115,6 +115,7 @@ def _learning(job: Job, update: Update) -> list[bool]:
         return [True] * num_batches
     targets = [int((batch.targets != IGNORE).sum()) for batch in update.batches]
     if job.world.size > 1:
+        beat("agreeing")  # who still reads data is behind those that wait here
         targets = [int(count) for count in sum_over_ranks(targets, job.world.device)]
     return [count > 0 for count in targets[:-1]] + [True]
 

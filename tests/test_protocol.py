@@ -21,7 +21,7 @@ from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.protocol import protocol_of, tag_of
 from dist_mem.evaluation.report import Report, read_report
 from dist_mem.evaluation.scoring import evaluate_documents
-from dist_mem.evaluation.sweep import parse_sweep
+from dist_mem.evaluation.sweep import Row, parse_sweep, to_markdown
 from dist_mem.evaluation.trained import find_checkpoint, read_settings
 from dist_mem.memory import memory_options
 from dist_mem.model import MemoryLM
@@ -216,3 +216,13 @@ def test_a_sweep_that_cannot_be_ends_before_the_first_evaluation(
 def test_a_sweep_of_something_else_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="--sweep"):
         parse_sweep(text)
+
+
+def test_a_table_over_clamp_len_says_which_row_is_which() -> None:
+    figures = {"word_perplexity": 9.0, "token_perplexity": 3.0, "bits_per_byte": 1.0}
+    protocols = [protocol_of(make_config(eval={"clamp_len": clamp_len})) for clamp_len in (20, 4)]
+    rows = [Row("run", 3, "test", protocol, 260, figures) for protocol in protocols]
+    heading, _, *lines = to_markdown(rows).splitlines()
+    column = heading.split(" | ").index("clamp")
+    assert [line.split(" | ")[column] for line in lines[:2]] == ["20", "4"]
+    assert "clamp" not in to_markdown(rows[:1]).splitlines()[0]

@@ -78,8 +78,8 @@ def test_table_and_csv_show_documents_and_totals() -> None:
     assert lines[1].startswith('d0,"A title, A title,')
 
 
-def save_evaluation(run_dir: Path, report: Report, *, step: int = 5) -> Path:
-    write_report(report, run_dir / "evaluations", f"{report.split}-step-{step:08d}", facts={})
+def save_evaluation(run_dir: Path, report: Report, *, step: int = 5, tag: str = "") -> Path:
+    write_report(report, run_dir / "evaluations", f"{report.split}-step-{step:08d}{tag}", facts={})
     return run_dir
 
 
@@ -121,3 +121,20 @@ def test_compare_takes_the_split_that_all_runs_have(tmp_path: Path, capsys: pyte
     save_evaluation(two, make_report(split="test"))
     assert compare.run([one, two]) == 0
     assert capsys.readouterr().out.startswith("split validation")
+
+
+def test_compare_mixes_no_protocols(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A later evaluation with other lengths does not take the place of the run's own; without it nothing compares."""
+    one = save_evaluation(tmp_path / "one", make_report(), step=4)
+    save_evaluation(one, make_report(factor=9.0), step=12, tag="-M640-stream10")
+    two = save_evaluation(tmp_path / "two", make_report(factor=2.0), step=5)
+    assert [entry.report for entry in compare.find_reports([one, two], "test")] == [
+        make_report(),
+        make_report(factor=2.0),
+    ]
+    three = save_evaluation(tmp_path / "three", make_report(factor=8.0), tag="-M640-stream10")
+    assert [entry.report.nll for entry in compare.find_reports([one, three], "test")] == [22500.0, 20000.0]
+    assert compare.run([two, three]) == 1
+    assert "two as trained, three by M640-stream10: evaluate them alike" in capsys.readouterr().err
+    report = three / "evaluations" / "test-step-00000005-M640-stream10.json"
+    assert compare.run([two, report]) == 0  # as it was asked for

@@ -142,6 +142,17 @@ def test_masked_tokens_are_read_but_not_scored(tmp_path: Path) -> None:
     assert report.recall == []
 
 
+def test_a_split_of_which_nothing_is_scored_is_an_error(tmp_path: Path) -> None:
+    """As when `max_document_len` ends before the answers of the sorting task: no figure, and none to divide by."""
+    tokens = TOKENIZER.encode("question one? answer")
+    mask = np.arange(len(tokens)) > 13
+    document = TokenizedDocument("chat", "Chat", None, 3, len(tokens), tokens, mask=mask)
+    index = write_split([document], tmp_path, name="chat", split="test", tokenizer_fingerprint=TOKENIZER.fingerprint)
+    assert score(index, make_model()).num_scored == 6
+    with pytest.raises(EvaluationError, match=r"no token is scored.*max_document_len"):
+        score(index, make_model(), max_document_len=14)
+
+
 def test_a_token_that_is_not_scored_is_an_error(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = scoring.evaluation_steps
     monkeypatch.setattr(scoring, "evaluation_steps", lambda *args, **kwargs: steps(*args, **kwargs) - 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from dist_mem.evaluation.evaluate import evaluate_split
 from dist_mem.evaluation.report import Report
 from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.evaluation.stream import evaluate_stream
+from dist_mem.job import _open_data
 
 
 def score_stream(index: Index, world: World = ALONE, *, num_lanes: int = 3, **overrides: Any) -> Report:
@@ -126,6 +128,20 @@ def test_documents_can_be_cut_to_their_beginning(index: Index) -> None:
     assert [score.num_scored for score in report.documents] == [min(length, 8) for length in LENGTHS]
 
 
+def test_masks_of_some_documents_hold_in_the_stream(tmp_path: Path) -> None:
+    documents = [make_document(number, length) for number, length in enumerate(LENGTHS)]
+    masks = [np.arange(length) % 3 == 0 if number % 2 else None for number, length in enumerate(LENGTHS)]
+    masked = [replace(document, mask=mask) for document, mask in zip(documents, masks, strict=True)]
+    write_split(masked, tmp_path / "test", name="tiny", split="test", tokenizer_fingerprint=TOKENIZER.fingerprint)
+    losses, _ = plain_losses(3)
+    report = score_stream(read_index(tmp_path / "test"))
+    ends = np.cumsum(LENGTHS)
+    for score, mask, end, length in zip(report.documents, masks, ends, LENGTHS, strict=True):
+        counted = losses[end - length : end][slice(None) if mask is None else mask]
+        assert score.num_scored == len(counted)
+        assert score.nll == pytest.approx(counted.sum(), rel=1e-6)
+
+
 def test_a_token_that_is_not_scored_is_an_error(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = stream.stream_batches
 
@@ -155,3 +171,10 @@ def test_a_damaged_document_and_too_many_lanes_are_refused(
     monkeypatch.setattr(stream, "_score", pytest.fail)  # told before the first forward, amid which ranks would wait
     with pytest.raises(ShardError, match="document doc6"):
         score_stream(damaged)
+
+
+def test_too_many_lanes_are_refused_before_the_training(library: Path) -> None:
+    evaluation = {"every": 1, "split": "test", "layout": "stream", "lanes": 1000}
+    config = make_config(data={"path": str(library), "train_split": "test"}, eval=evaluation)
+    with pytest.raises(ValueError, match=r"eval\.lanes = 1000, but .*260 tokens"):
+        _open_data(config)

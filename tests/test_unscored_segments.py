@@ -13,8 +13,9 @@ from ranks import RankPool
 from tiny import VOCAB, full_parameters, ragged_segments, run_steps, tiny_config, tiny_job
 from torch import Tensor
 
+from dist_mem import update, watchdog
 from dist_mem.data.batch import IGNORE, Batch
-from dist_mem.distributed import World
+from dist_mem.distributed import World, sum_over_ranks
 from dist_mem.engine import Engine
 from dist_mem.model import MemoryLM, reset_lanes
 
@@ -82,3 +83,24 @@ def test_segments_without_targets_cost_no_backward_and_change_nothing(
         assert parameters.keys() == expected.keys()
         for name, value in parameters.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def phases_of_agreements(world: World) -> list[str]:
+    """Where the watchdog sees this rank in each all-reduce of an update."""
+    job = tiny_job(tiny_config({"train": TRAIN}), world, stage=0)
+    update_of_rank = tiny.update_of_rank(job.config, world, step=0)
+    phases = []
+
+    def noted(*args: Any) -> list[float]:
+        phases.append(watchdog._progress.phase)
+        return sum_over_ranks(*args)
+
+    watchdog.begin_step(0)
+    with mock.patch.object(update, "sum_over_ranks", noted):
+        update.train_step(job, update_of_rank, 100, 0, update.Flags())
+    return phases
+
+
+def test_a_rank_that_waits_to_know_the_targets_is_not_seen_reading_data(rank_pool: Callable[[int], RankPool]) -> None:
+    """The rank for whose data all wait has fewer beats than the others, by which it is named."""
+    assert rank_pool(2).run(phases_of_agreements) == [["agreeing", "agreeing"]] * 2

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,30 +39,44 @@ class Row(NamedTuple):
 
 
 def find_reports(paths: Sequence[Path], split: str | None) -> list[Entry]:
-    """The newest report of a split in each run directory; a path may also be a report itself.
+    """The newest report of a split in each run directory, all of one protocol; a path may also be a report itself.
 
     Args:
         split: None: test if every run has it, else validation.
 
     Raises:
-        ValueError: a run has no report of the split; says how to get one.
+        ValueError: a run has no report of the split, or they have no protocol in common; says how to get one.
     """
     for wanted in [split] if split else _PREFERRED:
         found = {path: _newest(path, wanted) for path in paths}
-        missing = [path for path, report in found.items() if report is None]
+        missing = [path for path, reports in found.items() if not reports]
         if not missing:
+            tag = _common_tag({path: reports for path, reports in found.items() if path.suffix != ".json"})
             return [
-                Entry(path.resolve().stem if path.is_file() else path.resolve().name, read_report(report))
-                for path, report in found.items()
-                if report is not None
+                Entry(path.resolve().name.removesuffix(".json"), read_report(reports.get(tag, path)))
+                for path, reports in found.items()
             ]
     raise ValueError(f"{missing[0]}: no evaluation of {wanted}; run: dist-mem evaluate {missing[0]} --split {wanted}")
 
 
-def _newest(path: Path, split: str) -> Path | None:
+def _newest(path: Path, split: str) -> dict[str, Path]:
+    """The newest report of each protocol, by its tag (`protocol.tag_of`): "" as trained."""
     if path.suffix == ".json":
-        return path
-    return max((path / "evaluations").glob(f"{split}-step-*.json"), default=None)  # steps are padded with zeros
+        return {"": path}
+    reports = sorted((path / "evaluations").glob(f"{split}-step-*.json"))  # steps are padded with zeros
+    return {report.stem.removeprefix(f"{split}-step-").partition("-")[2]: report for report in reports}
+
+
+def _common_tag(found: Mapping[Path, Mapping[str, Path]]) -> str:
+    """As trained where every run has that, else the one other protocol that all have."""
+    common = set.intersection(*(set(reports) for reports in found.values())) if found else {""}
+    if "" in common or len(common) == 1:
+        return "" if "" in common else common.pop()
+    told = [
+        f"{path.name} {' and '.join(f'by {tag}' if tag else 'as trained' for tag in sorted(reports))}"
+        for path, reports in found.items()
+    ]
+    raise ValueError(f"{', '.join(told)}: evaluate them alike, or give the report files themselves")
 
 
 def compare(reports: Sequence[Entry]) -> list[Row]:

@@ -86,7 +86,7 @@ def evaluate_documents(
     Raises:
         ValueError: the shards were made with another tokenizer.
         ShardError: on every rank: a document is damaged, or cannot be read.
-        EvaluationError: on every rank: a loss is not finite, or not every token was scored once.
+        EvaluationError: on every rank: a loss is not finite, not every token was scored once, or none was.
     """
     check_scorable(index, tokenizer)
     lengths = cut_lengths([entry.num_tokens for entry in index.documents], max_document_len)
@@ -258,3 +258,8 @@ def check_complete(index: Index, lengths: np.ndarray, sums: Sums) -> None:
             raise EvaluationError(f"{where}: {int(sums.num_scored[document])} tokens scored, {expected} expected")
         if not torch.isfinite(sums.nll[document]):
             raise EvaluationError(f"{where}: its loss is {float(sums.nll[document])}")
+    if not sums.num_scored.any():
+        raise EvaluationError(
+            f"{index.split_dir}: no token is scored, so there is no figure: set eval.max_document_len higher, or to "
+            "null, or build the split with tokens that count"
+        )

@@ -46,9 +46,7 @@ def evaluate_stream(
         ValueError: besides, the split has fewer tokens than lanes.
     """
     scoring.check_scorable(index, tokenizer)
-    lengths = cut_lengths([entry.num_tokens for entry in index.documents], max_document_len)
-    if int(lengths.sum()) < num_lanes:
-        raise ValueError(f"eval.lanes = {num_lanes}, but {index.split_dir} has {lengths.sum()} tokens: set fewer lanes")
+    lengths = stream_lengths(index, num_lanes=num_lanes, max_document_len=max_document_len)
     plan = StreamPlan(lengths, num_lanes=num_lanes, seg_len=seg_len)
     lane_ids = lanes_of_rank(num_lanes, world_size=world.size, rank=world.rank, micro_lanes=micro_lanes)
     share = agreed_share(index, plan, lane_ids, tokenizer, world)
@@ -62,6 +60,14 @@ def evaluate_stream(
     return scoring.make_report(
         index, lengths, sums, max_document_len=max_document_len, seg_len=seg_len, mem_len=mem_len
     )
+
+
+def stream_lengths(index: Index, *, num_lanes: int, max_document_len: int | None) -> np.ndarray:
+    """Tokens read of each document, (documents,). Raises ValueError if they are fewer than lanes."""
+    lengths = cut_lengths([entry.num_tokens for entry in index.documents], max_document_len)
+    if int(lengths.sum()) < num_lanes:
+        raise ValueError(f"eval.lanes = {num_lanes}, but {index.split_dir} has {lengths.sum()} tokens: set fewer lanes")
+    return lengths
 
 
 def agreed_share(index: Index, plan: StreamPlan, lane_ids: range, tokenizer: Tokenizer, world: World) -> Share:

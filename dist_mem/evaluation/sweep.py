@@ -134,10 +134,14 @@ def publish(rows: Sequence[Row], sweep: Sweep, directory: Path) -> None:
 
 def to_markdown(rows: Sequence[Row]) -> str:
     """The table for a terminal or a page."""
-    lines = ["| run | step | T | M | tokens | word ppl | token ppl | bits/byte |", "|---|---|---|---|---|---|---|---|"]
+    with_clamp = len({row.protocol.clamp_len for row in rows}) > 1
+    clamp, rule = (" clamp |", "---|") if with_clamp else ("", "")
+    lines = [f"| run | step | T | M |{clamp} tokens | word ppl | token ppl | bits/byte |", f"{'|---' * 8}|{rule}"]
     for row in rows:
         word, token, bits = (row.figures[figure] for figure in FIGURES)
         lengths = f"{row.protocol.seg_len} | {row.protocol.mem_len}"
+        if with_clamp:
+            lengths += f" | {row.protocol.clamp_len}"
         figures = f"{shown(word)} | {shown(token)} | {bits:.4f}"
         lines.append(f"| {row.run} | {row.step} | {lengths} | {row.num_scored:,} | {figures} |")
     rest = {str(row.protocol).split(", ", 2)[2] for row in rows}
