@@ -21,9 +21,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -266,12 +269,23 @@ def entry() -> NoReturn:
     """
     try:
         code = main()
-    except Exception:
-        sys.excepthook(*sys.exc_info())
-        code = EXIT_FAILED
-    sys.stdout.flush()
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and not _is_read():
+            code = 128 + signal.SIGPIPE  # as shells tell it of what this signal has ended
+        else:
+            sys.excepthook(*sys.exc_info())
+            code = EXIT_FAILED
+    with suppress(BrokenPipeError):  # whoever reads has enough
+        sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _is_read() -> bool:
+    """Whether anybody reads what is printed; nobody does behind a `| head` that has its lines."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return not any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 if __name__ == "__main__":

@@ -156,6 +156,7 @@ def test_the_command_reports_leaked_conversations_apart(
     assert command.run(run_dir, Settings(split="test", num_tokens=5)) == 0
     name = run_dir / "evaluations" / "dialogue-test-step-00000003"
     facts = json.loads(name.with_suffix(".json").read_text())
+    assert facts["settings"]["wordnet"] is None
     groups = {group["name"]: group for group in facts["groups"]}
     assert {name: (group["num_conversations"], group["num_replies"]) for name, group in groups.items()} == {
         "all": (3, 6),  # from the third reply on
@@ -199,6 +200,15 @@ def test_without_wordnet_the_command_says_what_to_install(
     assert "METEOR needs WordNet: apt-get install wordnet-base" in told
     facts = json.loads((run_dir / "evaluations" / "dialogue-test-step-00000003.json").read_text())
     assert facts["groups"][0]["scores"]["meteor"] is None
+
+
+@pytest.mark.usefixtures("single_process")
+def test_a_folder_without_wordnet_is_said_before_anything_is_scored(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "score_replies", lambda *_: pytest.fail("scored before the folder was looked at"))
+    with pytest.raises(UnusableError, match=r"it has no data\.noun"):
+        command.run(run_dir, Settings(split="test", wordnet=tmp_path), overrides=["tracking.mlflow=false"])
 
 
 def test_a_number_without_meaning_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:

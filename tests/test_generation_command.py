@@ -20,6 +20,7 @@ from dist_mem.__main__ import main
 from dist_mem.data.build import build_dataset
 from dist_mem.data.source import SourceDocument
 from dist_mem.data.tokenizers.of_words import WordTokenizer
+from dist_mem.generation.run import read_prompt
 from dist_mem.generation.text import printable
 
 SEG_LEN = 16  # of jobs.write_config
@@ -117,6 +118,7 @@ def test_what_cannot_be_done_is_said_in_one_line(
         ([tmp_path / "no_run", "--prompt", "a"], "no checkpoint"),
         (["--prompt", "a"], "0 runs are given"),
         ([run, "--prompt", "a", "--out", tmp_path / "latin1.txt" / "a.json"], "latin1.txt"),
+        ([run, "--prompt", "a", "--out", tmp_path], f"--out {tmp_path} is a directory"),
         (["--compare", run, "--prompt", "a"], "--compare takes two runs or more"),
     ]
     for arguments, message in cases:
@@ -129,6 +131,37 @@ def test_what_cannot_be_done_is_said_in_one_line(
     ):
         with pytest.raises(SystemExit):
             main(["generate", *wrong])
+
+
+@pytest.mark.parametrize("options", [["--tokens", "1000000"], ["--tokens", "40", "--samples", "2"]])
+def test_a_reader_that_has_enough_ends_it_quietly(folder: Path, tmp_path: Path, options: list[str]) -> None:
+    out = tmp_path / "so_far.json"
+    arguments = ["generate", folder / "txl", "--prompt", PROMPT, "--temperature", "2", "--out", out, *options]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "dist_mem", *map(str, arguments)],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    os.close(writer)
+    assert done.returncode == 0, done.stderr
+    assert b"error" not in done.stderr and b"Traceback" not in done.stderr
+    assert json.loads(out.read_text(encoding="utf-8"))["continuations"][0]["texts"][0]
+
+
+def test_a_long_print_for_a_reader_that_has_enough_ends_quietly() -> None:
+    command = f"{sys.executable} -m dist_mem config | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("141\n", "")
+
+
+def test_a_prompt_is_read_as_the_texts_of_training_are(tmp_path: Path) -> None:
+    path = tmp_path / "windows.txt"
+    path.write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree\n")
+    assert read_prompt(None, path) == read_prompt("one\r\ntwo\rthree\n", None) == "one\ntwo\nthree\n"
 
 
 def test_words_are_written_as_words(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,6 +100,13 @@ def test_generate_carries_the_memory(folders: tuple[Path, Path], opened: Any) ->
     assert (near - far).abs().max() > 1e-3
 
 
+def test_beams_are_refused_for_they_would_swap_memories(folders: tuple[Path, Path], opened: Any) -> None:
+    """Else a beam would be scored with the memory of another: `generate` reorders only caches that it knows."""
+    ids = ids_of(folders[1], "It was")
+    with pytest.raises(ValueError, match="num_beams"):
+        opened.generate(ids, num_beams=3, max_new_tokens=2 * SEG_LEN)
+
+
 def test_padding_and_unknown_options_are_refused(folders: tuple[Path, Path], opened: Any) -> None:
     ids = ids_of(folders[1], "It was")
     mask = torch.ones_like(ids)

@@ -36,6 +36,7 @@ from dist_mem.dialogue.report import (
     to_table,
     to_text,
 )
+from dist_mem.dialogue.wordnet import open_wordnet
 from dist_mem.distributed import World
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.evaluate import as_job, found_by_all, use_threads
@@ -110,6 +111,7 @@ def _run(world: World, path: Path, settings: Settings, step: int | None, overrid
     config = read_settings(found.directory, overrides)
     use_threads(config)
     split = settings.split or config.eval.split
+    open_wordnet(settings.wordnet)  # a wrong folder is better known now
     refresh(config.data, [split])
     index = first_documents(open_index(config.data, split), settings.limit)
     conversations = read_conversations(index)
@@ -189,7 +191,12 @@ def _publish(
         "step": step,
         "config": config.name,
         "protocol": protocol._asdict(),
-        "settings": {**vars(settings), "split": split, "sampling": vars(sampling), "wordnet": str(settings.wordnet)},
+        "settings": {
+            **vars(settings),
+            "split": split,
+            "sampling": vars(sampling),
+            "wordnet": settings.wordnet and str(settings.wordnet),
+        },
         "min_history": MIN_HISTORY,
         **to_facts(groups, answers, split),
     }

@@ -30,7 +30,7 @@ class Continuation:
     num_tokens: list[int]  # of each text
     seconds: float  # to write all texts, together, without reading the prompt
     texts: list[str]
-    stopped: bool  # by Ctrl-C
+    stopped: bool  # by Ctrl-C, or because nobody read on
 
     @property
     def title(self) -> str:

@@ -10,6 +10,7 @@ process, no process group. The texts go to the standard output, everything else 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import signal
 import sys
@@ -77,15 +78,15 @@ def request_of(options: argparse.Namespace) -> Request:
 
 
 def read_prompt(text: str | None, path: Path | None) -> str:
-    """The prompt.
+    """The prompt, with LF line ends and without a mark of order (U+FEFF), as texts are read to be trained on.
 
     Raises:
         UnusableError: the file is not there, or is no UTF-8.
     """
     if path is None:
-        return text or ""
+        return (text or "").replace("\r\n", "\n").replace("\r", "\n")
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UnusableError(
             f"--prompt-file {path}: byte {error.start} is not UTF-8; convert the file, as with iconv -t utf-8"
@@ -108,6 +109,8 @@ def run(request: Request) -> int:
     try:
         if request.out is not None:
             request.out.parent.mkdir(parents=True, exist_ok=True)  # what cannot be written is better known now
+            if request.out.is_dir():
+                raise UnusableError(f"--out {request.out} is a directory: give a file")
         with suppress(KeyboardInterrupt):  # while a run is loaded or reads: those before it are kept
             for path in request.runs:
                 done.append(_continue(path, request))
@@ -156,34 +159,46 @@ def _kind(memory: Mapping[str, Any]) -> str:
 
 
 def _write(trained: TrainedModel, reading: Reading, request: Request, facts: Mapping[str, Any]) -> Continuation:
-    """Write on in every lane; a single one as it comes. Ctrl-C ends it with the texts so far."""
+    """Write on in every lane; a single one as it comes. Ctrl-C ends it with the texts so far, and so does `| head`."""
     writers = [TextWriter(trained.tokenizer) for _ in range(request.num_samples)]
     several = request.num_samples > 1
+    is_read = True
     if request.compare and not several:
-        _say(f"\n== {facts['run']} ({facts['memory']}, T {facts['seg_len']}, M {facts['mem_len']})\n")
+        is_read = _say(f"\n== {facts['run']} ({facts['memory']}, T {facts['seg_len']}, M {facts['mem_len']})\n")
     num_tokens, began = 0, time.monotonic()
     with StopSignal([signal.SIGINT, signal.SIGTERM]) as stop:  # acted on between tokens, so that no text is lost
         for step in stream(trained, reading, num_tokens=request.num_tokens, sampling=request.sampling):
             parts = [writer.add(token) for writer, token in zip(writers, step.tokens.tolist(), strict=True)]
             num_tokens += 1
             if not several:
-                _say(parts[0])
-            if stop.received:
+                is_read = is_read and _say(parts[0])
+            if stop.received or not is_read:
                 break
-    stopped = stop.received is not None
     seconds = time.monotonic() - began
     ends = [writer.end() for writer in writers]
     texts = [writer.text for writer in writers]
-    written = Continuation(**facts, num_tokens=[num_tokens] * len(texts), seconds=seconds, texts=texts, stopped=stopped)
+    written = Continuation(
+        **facts,
+        num_tokens=[num_tokens] * len(texts),
+        seconds=seconds,
+        texts=texts,
+        stopped=stop.received is not None or not is_read,
+    )
     if several:
         for number, text in enumerate(texts):
             _say(f"\n== {heading(written, number)}\n{text}\n")
     else:
         _say(f"{ends[0]}\n")
-    print(f"{'stopped; ' if stopped else ''}{written.pace}", file=sys.stderr)
+    print(f"{'stopped; ' if written.stopped else ''}{written.pace}", file=sys.stderr)
     return written
 
 
-def _say(text: str) -> None:
-    sys.stdout.write(printable(text))
-    sys.stdout.flush()
+def _say(text: str) -> bool:
+    """Print, at once; returns whether anybody still reads, as `| head` no longer does when it has its lines."""
+    try:
+        sys.stdout.write(printable(text))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is said from now on goes nowhere
+        return False
+    return True

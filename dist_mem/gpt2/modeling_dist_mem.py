@@ -114,6 +114,18 @@ class MemoryGPT2(PreTrainedModel, GenerationMixin):
         log_probs, state = self.model.log_probs(padded, valid_len, state=state)
         return log_probs[:, :length], state
 
+    def generate(self, *args: Any, **options: Any) -> Any:
+        """As theirs.
+
+        Raises:
+            ValueError: more than one beam, which theirs would read on with the memory of another.
+        """
+        settings = options.get("generation_config") or self.generation_config
+        num_beams = options.get("num_beams") or getattr(settings, "num_beams", None) or 1
+        if num_beams != 1:
+            raise ValueError(f"num_beams is {num_beams}, but a GPT-2 with memory takes 1: beams would swap memories")
+        return super().generate(*args, **options)  # type: ignore[misc]  # theirs asks for a protocol it defines
+
     def prepare_inputs_for_generation(self, input_ids: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """All tokens at first, then the newest; `generate` looks for the name `kwargs`."""
         carried = kwargs.get("carried")
