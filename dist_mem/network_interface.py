@@ -14,6 +14,13 @@ from contextlib import suppress
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
+def free_port() -> int:
+    """A TCP port of this host that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def own_name_is_loopback() -> bool:
     """Whether other hosts cannot reach this one by the address that it has for its own name."""
     try:

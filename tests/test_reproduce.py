@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from jobs import build_books, write_config
+from ranks import free_port
 
 from dist_mem.config import load_config
 from dist_mem.errors import EXIT_REQUEUE, EXIT_USAGE, UnusableError
 from dist_mem.memory import memory_options
+from dist_mem.reproduce.parent_run import ParentRun
 from dist_mem.reproduce.results import cell, draw, to_markdown
-from dist_mem.reproduce.runs import Run, all_runs, keep_result, train_command
+from dist_mem.reproduce.run import Job, StoppedError
+from dist_mem.reproduce.run import _close as close_parent
+from dist_mem.reproduce.run import run as reproduce_here
+from dist_mem.reproduce.runs import Run, all_runs, keep_result, launcher, train_command
 from dist_mem.reproduce.tables import FOLDER, Table, load_table, table_names
+from dist_mem.stop_signal import StopSignal
+from dist_mem.tracking.mlflow_run import connect
 
 ROOT = Path(__file__).parent.parent
 TABLES = table_names(ROOT / FOLDER)
@@ -174,14 +184,149 @@ def test_what_cannot_be_run_is_refused(folder: Path) -> None:
     write_table(folder, table)
     with pytest.raises(UnusableError, match=r"scales.tiny.points lacks '', the point of column 'dev'"):
         load_table("two", folder / FOLDER)
+    table["scales"]["tiny"]["points"] = {"": {"data": "x"}}
+    write_table(folder, {**table, "x_axis": "tokens"})
+    with pytest.raises(UnusableError, match=r"column 'dev' is no number; x_axis draws one"):
+        load_table("two", folder / FOLDER)
 
 
 def test_a_changed_definition_does_not_mix_with_old_runs(folder: Path) -> None:
-    (folder / "out").mkdir()
+    (folder / "out" / "runs").mkdir(parents=True)
     (folder / "out" / "made_from.txt").write_text("something else")
     code, _, errors = finish(start(folder, "--out", "out"))
     assert code == EXIT_USAGE
     assert "holds runs of another two" in errors
+
+
+def measured(folder: Path, rows: list[str], seed: int = 0) -> None:
+    """As if these rows had been trained and evaluated, with 2.5 in every column."""
+    for row in rows:
+        for column in ("dev", "test"):
+            keep_result(Run(row, "", seed, folder / "out"), column, {"value": 2.5, "step": STEPS})
+
+
+def reproduce(*extra: str, scale: str = "tiny", rows: Sequence[str] = (), seeds: Sequence[int] = ()) -> int:
+    return reproduce_here("two", scale=scale, out=Path("out"), rows=rows, seeds=seeds, ranks=1, extra=extra)
+
+
+def changed(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    table = yaml.safe_load((folder / FOLDER / "two.yaml").read_text())
+    change(table)
+    write_table(folder, table)
+
+
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder, as the current one, with a table that is not tracked and has a second scale."""
+
+    def change(table: dict[str, Any]) -> None:
+        tiny = table["scales"]["tiny"]
+        table["scales"]["small"] = {**tiny, "train": [*tiny["train"], "train.steps=50"]}
+        tiny["train"].append("tracking.mlflow=false")
+
+    changed(folder, change)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_figures_of_one_scale_are_not_those_of_another(here: Path) -> None:
+    measured(here, ["none", "xl"])
+    assert reproduce() == 0
+    with pytest.raises(UnusableError, match="the scale or the overrides have changed"):
+        reproduce(scale="small")
+
+
+def test_a_call_that_came_to_nothing_binds_no_folder(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changed(here, lambda table: table["scales"]["tiny"]["points"].update({"": {"data": "nowhere"}}))
+    with pytest.raises(UnusableError, match="stepz"):
+        reproduce("train.stepz=5")
+    assert reproduce("train.steps=5") == EXIT_USAGE
+    assert "nowhere is missing" in capsys.readouterr().err
+    measured(here, ["none", "xl"])
+    with pytest.raises(UnusableError, match="holds runs of another two"):
+        reproduce()
+
+
+def test_rows_and_seeds_of_earlier_calls_stay_in_the_table(here: Path) -> None:
+    measured(here, ["none"])
+    measured(here, ["xl"])
+    measured(here, ["xl"], seed=1)
+    assert reproduce(rows=["none"]) == 0
+    assert values(here, "out") == dict.fromkeys(
+        [(row, name) for row in ("none", "xl") for name in ("dev", "test")], "2.5"
+    )
+    assert reproduce(rows=["xl"], seeds=[1]) == 0
+    text = (here / "out" / "table.md").read_text()
+    assert "| None | - | 2.5 | 1.5 | 2.5 |" in text
+    assert "| XL | - | 2.5 ± 0 | - | 2.5 ± 0 |" in text
+    assert "- seeds: 0, 1" in text
+
+
+def test_what_is_measured_is_told_where_data_of_another_row_are_missing(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed(here, lambda table: table["scales"]["tiny"]["points"].update({"": {"data": "nowhere"}}))
+    measured(here, ["none"])
+    assert reproduce() == EXIT_USAGE
+    captured = capsys.readouterr()
+    assert "| None | - | 2.5 | 1.5 | 2.5 |" in captured.out
+    assert "error: nowhere is missing, and the table cannot make it" in captured.err
+
+
+def test_without_mlflow_a_table_is_made_all_the_same(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measured(here, ["none", "xl"])
+    uri = f"http://127.0.0.1:{free_port()}"
+    assert reproduce(f"tracking.uri={uri}", "tracking.mlflow=true") == 0
+    captured = capsys.readouterr()
+    assert "MLflow has no run for the table: MlflowException: " in captured.err
+    assert "| XL | - | 2.5 |" in captured.out
+    parent = object.__new__(ParentRun)
+    parent.run_id, parent._client = "0", connect(uri)
+    job = Job(load_table("two"), load_table("two").scales["tiny"], Path("out"), [], 1, [], StopSignal([]))
+    close_parent(parent, job, [Path("out/table.md")], "FINISHED")
+    assert "MLflow does not have the table: MlflowException: " in capsys.readouterr().err
+
+
+def test_one_call_at_a_time_works_in_a_folder(here: Path) -> None:
+    measured(here, ["none", "xl"])
+    with (here / "out" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UnusableError, match="another call of the command works here"):
+            reproduce()
+    assert reproduce() == 0
+
+
+RANK = """
+import os, signal, time
+from pathlib import Path
+
+def save(number, frame):
+    Path(f"saved-{os.environ['RANK']}").touch()
+    os._exit(85)
+
+signal.signal(signal.SIGTERM, save)
+Path(f"up-{os.environ['RANK']}").touch()
+time.sleep(200)
+"""
+
+
+def test_ranks_are_told_of_a_signal_before_the_command_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_rank.py").write_text(RANK)
+    monkeypatch.chdir(tmp_path)
+    table = load_table("lamemo.table1", ROOT / FOLDER)
+    stop = StopSignal([])
+    job = Job(table, table.scales["tiny"], tmp_path, [], 2, [], stop, {"PYTHONPATH": str(tmp_path)})
+
+    def tell() -> None:
+        while len(list(tmp_path.glob("up-*"))) < 2:
+            time.sleep(0.05)
+        stop.received = "SIGTERM"
+
+    threading.Thread(target=tell, daemon=True).start()
+    with pytest.raises(StoppedError):
+        job.command([*launcher(2)[:-1], "a_rank"], "train")
+    assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
+    assert launcher(2) != launcher(2)  # a port of its own, so that two tables do not meet
 
 
 def test_cells_tell_seeds_apart(tmp_path: Path) -> None:

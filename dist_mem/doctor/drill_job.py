@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from dist_mem.checkpoint.manifest import list_steps, step_dir, verify
 from dist_mem.data.build import build_dataset
 from dist_mem.data.source import SourceDocument
 from dist_mem.environment import environment_of_rank
+from dist_mem.network_interface import free_port
 from dist_mem.shared_memory import BUFFER, SHM
 from dist_mem.tracking.sinks import METRICS_FILE
 
@@ -53,13 +53,6 @@ def prepare(folder: Path) -> Path:
     path = folder / "drill.yaml"
     OmegaConf.save({**_CONFIG, "data": {"path": str(folder / "books"), "train_split": "train"}}, path)
     return path
-
-
-def free_port() -> int:
-    """A TCP port nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,11 +16,12 @@ from typing import Any
 from dist_mem.config import load_config
 from dist_mem.data.shard import INDEX_NAME
 from dist_mem.environment import with_environment
-from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, UnusableError
+from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE, UnusableError
 from dist_mem.files import sha256_of, write_text
 from dist_mem.reproduce.parent_run import ParentRun
 from dist_mem.reproduce.results import cell, write_results
 from dist_mem.reproduce.runs import (
+    RESULTS,
     Run,
     all_runs,
     columns_of,
@@ -27,10 +30,12 @@ from dist_mem.reproduce.runs import (
     newest_report,
     read_result,
     train_command,
+    with_done,
 )
 from dist_mem.reproduce.tables import FOLDER, Column, Point, Scale, Table, load_table
 from dist_mem.stop_signal import StopSignal
 from dist_mem.tracking.provenance import git_state, versions
+from dist_mem.tracking.refusals import brief
 
 
 class CommandError(RuntimeError):
@@ -64,13 +69,15 @@ class Job:
             process = subprocess.Popen(
                 arguments, stdout=stream, stderr=subprocess.STDOUT, env=with_environment(self.environment)
             )
+            told = False
             while True:
                 try:
                     code = process.wait(timeout=0.5)
                     break
                 except subprocess.TimeoutExpired:
-                    if self.signal.received:
+                    if self.signal.received and not told:  # once: it may be a launcher, which each signal interrupts
                         process.terminate()
+                        told = True
         if self.signal.received:
             raise StoppedError
         return code
@@ -113,10 +120,22 @@ def run(
         raise UnusableError(f"{unknown[0]!r} is no row of {name} at scale {scale}; rows are: {', '.join(chosen.rows)}")
     out = out or Path("runs") / "reproduce" / f"{name}.{scale}"
     runs = all_runs(chosen, out, seeds or chosen.seeds, rows or list(chosen.rows))
-    _keep_settings(name, out, extra)
-    with StopSignal() as signal:
+    with _held(out), StopSignal() as signal:
+        _keep_settings(name, scale, out, extra)
         job = Job(table, chosen, out, runs, ranks, list(extra), signal)
         return _run(job, name=f"{name} ({scale})")
+
+
+@contextmanager
+def _held(out: Path) -> Iterator[None]:
+    """Have the folder for this process alone. Raises UnusableError: another call is at work in it."""
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "lock").open("w", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UnusableError(f"{out}: another call of the command works here; wait for it, or give --out") from error
+        yield
 
 
 def _run(job: Job, *, name: str) -> int:
@@ -129,14 +148,24 @@ def _run(job: Job, *, name: str) -> int:
     except StoppedError:
         print(f"stopped; the same command goes on from here: {job.out}", file=sys.stderr)
         code, status = EXIT_REQUEUE, "KILLED"
-    except CommandError as error:
+    except (CommandError, UnusableError) as error:
+        code = EXIT_USAGE if isinstance(error, UnusableError) else EXIT_FAILED
         print(f"error: {error}", file=sys.stderr)
+    job.runs = with_done(job.table, job.scale, job.out, job.runs)
     paths = write_results(job.table, job.scale, job.runs, job.out, _facts(job))
     print(paths[0].read_text(encoding="utf-8"))
     print(f"written: {', '.join(str(path) for path in paths)}")
     if parent is not None:
-        parent.close(_figures(job), paths, status=status)
+        _close(parent, job, paths, status)
     return code
+
+
+def _close(parent: ParentRun, job: Job, paths: Sequence[Path], status: str) -> None:
+    """Give MLflow the table; where it does not take it, say how to send it: what was measured stands in the files."""
+    try:
+        parent.close(_figures(job), paths, status=status)
+    except Exception as error:  # any of the many libraries under MLflow's stores
+        print(f"MLflow does not have the table: {brief(error)}; the same command sends it again", file=sys.stderr)
 
 
 def _one_run(job: Job, item: Run, *, progress: str) -> None:
@@ -189,16 +218,16 @@ def _measure(job: Job, item: Run, columns: Mapping[str, Column], name: str) -> d
     return values
 
 
-def _keep_settings(name: str, out: Path, extra: Sequence[str]) -> None:
+def _keep_settings(name: str, scale: str, out: Path, extra: Sequence[str]) -> None:
     """Note in the folder what it holds. Raises UnusableError where it holds the runs of another definition."""
-    told = f"{sha256_of(FOLDER / f'{name}.yaml')}\n{shlex.join(extra)}\n"
+    told = f"{sha256_of(FOLDER / f'{name}.yaml')}\n{scale}\n{shlex.join(extra)}\n"
     path = out / "made_from.txt"
-    if path.exists() and path.read_text(encoding="utf-8") != told:
+    is_used = (out / "runs").exists() or (out / RESULTS).exists()  # else an earlier call has come to nothing
+    if is_used and path.exists() and path.read_text(encoding="utf-8") != told:
         raise UnusableError(
-            f"{out} holds runs of another {name}: its definition or the overrides have changed since; "
+            f"{out} holds runs of another {name}: its definition, the scale or the overrides have changed since; "
             "give another --out, or remove the folder"
         )
-    out.mkdir(parents=True, exist_ok=True)
     write_text(path, told)
 
 
@@ -210,7 +239,14 @@ def _parent(job: Job, name: str) -> ParentRun | None:
     if not config.tracking.mlflow:
         return None
     tags = {**git_state().tags, **versions(), "dist_mem.table": name}
-    parent = ParentRun(config, job.out, name=name, tags=tags)
+    try:
+        parent = ParentRun(config, job.out, name=name, tags=tags)
+    except Exception as error:  # any of the many libraries under MLflow's stores; trainings keep what it does not take
+        print(
+            f"MLflow has no run for the table: {brief(error)}; its trainings will stand there without a parent",
+            file=sys.stderr,
+        )
+        return None
     job.environment.update(parent.environment)
     return parent
 

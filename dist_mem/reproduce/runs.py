@@ -6,7 +6,9 @@ same call goes on where another was stopped.
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_mem.files import write_text
+from dist_mem.network_interface import free_port
 from dist_mem.reproduce.tables import Column, Scale, Table
 
 RESULTS = "results"  # folder of what was measured, one file a run and column
@@ -48,6 +51,17 @@ def all_runs(scale: Scale, out: Path, seeds: Sequence[int], rows: Sequence[str])
     return [Run(row, point, seed, out) for seed in seeds for point in scale.points for row in chosen]
 
 
+def with_done(table: Table, scale: Scale, out: Path, asked: Sequence[Run]) -> list[Run]:
+    """The runs that are asked for, and all others that earlier calls have measured: a table shows them too."""
+    found = [re.search(r"seed(\d+)-", path.name) for path in (out / RESULTS).glob("*.json")]
+    seeds = sorted({run.seed for run in asked} | {int(match[1]) for match in found if match})
+    return [
+        run
+        for run in all_runs(scale, out, seeds, list(scale.rows))
+        if run in asked or any(run.result(name).exists() for name in columns_of(table, scale, run.point))
+    ]
+
+
 def columns_of(table: Table, scale: Scale, point: str | None = None) -> dict[str, Column]:
     """The columns of a scale, or those measured at one point."""
     columns = scale.columns or table.columns
@@ -65,11 +79,17 @@ def train_command(scale: Scale, run: Run, *, ranks: int, extra: Sequence[str]) -
 
 
 def launcher(ranks: int) -> list[str]:
-    """What starts `dist_mem` on this machine, by the deepspeed launcher where there are several ranks."""
+    """What starts `dist_mem` on this machine, by the deepspeed launcher where there are several ranks.
+
+    By that half of it which starts the ranks: the other one (`deepspeed`) hands on no signal, and would leave them
+    running.
+    """
     if ranks == 1:
         return [sys.executable, "-m", "dist_mem"]
-    options = ["--log_level", "error", "--num_gpus", str(ranks), "--num_nodes", "1", "--no_local_rank"]
-    return [sys.executable, "-m", "deepspeed.launcher.runner", *options, "--module", "dist_mem"]
+    world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
+    place = ["--master_addr=127.0.0.1", f"--master_port={free_port()}"]  # of its own: several tables may run here
+    options = [f"--world_info={world}", "--node_rank=0", *place, "--log_level=error", "--no_local_rank"]
+    return [sys.executable, "-m", "deepspeed.launcher.launch", *options, "--module", "dist_mem"]
 
 
 def evaluate_command(run: Run, column: Column, extra: Sequence[str]) -> list[str]:

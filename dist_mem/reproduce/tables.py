@@ -6,6 +6,7 @@ a point is data and a setting that the rows share, as the length of the sequence
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,13 @@ def load_table(name: str, folder: Path = FOLDER) -> Table:
     return table
 
 
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
 def _check_scale(table: Table, scale: Scale, *, where: str) -> None:
     unknown = [row for row in scale.rows if row not in table.rows]
     if unknown:
@@ -106,3 +114,7 @@ def _check_scale(table: Table, scale: Scale, *, where: str) -> None:
             raise UnusableError(f"{where}: column {name!r} has command {column.command!r}; it is evaluate or dialogue")
         if column.point not in scale.points:
             raise UnusableError(f"{where}.points lacks {column.point!r}, the point of column {name!r}")
+        if table.x_axis is not None and not _is_number(name):
+            raise UnusableError(
+                f"{where}: column {name!r} is no number; x_axis draws one: rename it or leave x_axis out"
+            )
