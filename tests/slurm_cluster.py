@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import tempfile
 import time
@@ -59,7 +60,11 @@ def why_not() -> str | None:
     missing = [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
     if missing:
         return f"no Slurm here ({', '.join(missing)} missing): apt-get install slurm-wlm munge"
-    return None if os.geteuid() == 0 else "a private Slurm must be started as root"
+    if os.geteuid() != 0:
+        return "a private Slurm must be started as root"
+    if all(name == "lo" for _, name in socket.if_nameindex()):
+        return "Slurm's daemons do not start where loopback is the only network interface"
+    return None
 
 
 def _path() -> str:
