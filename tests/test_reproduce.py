@@ -132,7 +132,7 @@ def test_a_killed_table_goes_on_and_ends_as_one_left_alone(folder: Path) -> None
             assert finish(process)[0] == EXIT_REQUEUE
         else:
             os.killpg(process.pid, number)
-            process.wait()
+            process.communicate()
     code, text, errors = finish(start(folder, "--out", "killed"))
     assert code == 0, errors
     assert "none-seed0: done before" in text
