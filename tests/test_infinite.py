@@ -94,7 +94,8 @@ def test_linear_contraction_is_the_update_of_evaluated_samples() -> None:
 
 
 def test_stratified_contraction_of_a_flat_histogram_is_nearly_the_linear_one() -> None:
-    linear, stratified = memory_of(num_samples=1200), memory_of(num_samples=1200, sampling="stratified")
+    many = {"num_samples": 1200, "memory_threshold": 10**6}  # with so many the signal may not grow for ever
+    linear, stratified = memory_of(**many), memory_of(**many, sampling="stratified")
     expected, found = read(linear, segments(2))[1].state, read(stratified, segments(2))[1].state
     flat = found._replace(histogram=torch.ones_like(found.histogram))
     places = evaluate_basis(torch.linspace(0.05, 0.95, 50, dtype=torch.float64), **linear.basis)
@@ -185,7 +186,9 @@ def test_moments_are_those_of_a_softmax_over_samples_of_the_signal() -> None:
 
 def test_by_moments_a_query_finds_the_row_that_is_like_it_wherever_it_lies() -> None:
     """The affine networks of the paper know places, not rows: they would have to be trained for each."""
-    narrow = {"num_basis": 64, "widths": [0.01, 0.02], "num_samples": 64, "variance_floor": 1e-6, "ridge": 1e-3}
+    narrow: dict[str, Any] = {"num_basis": 64, "widths": [0.01, 0.02], "num_samples": 64, "variance_floor": 1e-6}
+    narrow["ridge"] = 1e-3
+    narrow["memory_threshold"] = 10**6  # such a signal may not grow for ever
     memory = memory_of(density="moments", gate=False, **narrow)
     torch.nn.init.eye_(memory.key.weight)
     for row in range(SEG_LEN):
@@ -338,6 +341,17 @@ def test_wrong_keys_of_the_memory_below_are_refused_by_name(overrides: list[str]
 def test_wrong_values_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         memory_of(**options)
+
+
+def test_a_signal_that_would_grow_without_end_is_refused() -> None:
+    """And what is let pass stays bounded over 300 segments; what is forgotten in time may grow until then."""
+    narrow = {"num_basis": 64, "widths": [0.005, 0.01], "num_samples": 64, "tau": 0.75, "ridge": 0.5}
+    with pytest.raises(ValueError, match=r"memory.widths are \[0.005, 0.01\], too narrow for memory.num_basis = 64 .*"):
+        memory_of(**narrow)
+    memory_of(**narrow, memory_threshold=2048)
+    memory = memory_of(**{**narrow, "widths": [0.01, 0.05]}, gate=False)
+    state = read(memory, segments(300))[-1].state
+    assert state.coefficients.abs().max() < 100.0
 
 
 def test_the_memory_below_may_come_from_outside() -> None:

@@ -137,6 +137,17 @@ def solve(geometry: Geometry) -> Fit:
     return Fit(first, past_matrix.contiguous(), new_matrix.contiguous(), past_matrix @ samples)
 
 
+def growth(geometry: Geometry) -> float:
+    """By what factor the update at most changes old coefficients, again and again: its spectral radius.
+
+    Above 1 the signal grows without end, as it does where widths are much smaller than the distance of the centres.
+    """
+    contraction = fit_matrices(geometry, device="cpu", dtype=torch.float64).linear
+    if type(contraction) is not Tensor:  # a fake tensor, which has no values
+        return 0.0
+    return float(torch.linalg.eigvals(contraction).abs().max())
+
+
 _SOLVED: dict[tuple[Geometry, torch.device, torch.dtype], Fit] = {}
 
 
