@@ -1,7 +1,7 @@
 """How much a text repeats itself: rep-n and distinct-n.
 
-Both are counted in words, so that models with different tokenizers compare. Deviation: Welleck et al. and Su et al.
-count tokens of their model. Nothing but the continuation is counted, not the prompt.
+Both are counted in words, so that models with different tokenizers compare; the code of Su et al. does so too.
+Deviation: Welleck et al. count tokens of their model. Nothing but the continuation is counted, not the prompt.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ def ngrams(words: Sequence[str], size: int) -> list[tuple[str, ...]]:
 def rep(text: str, size: int) -> float | None:
     """Share of n-grams that have appeared before in the text: 1 - distinct n-grams / n-grams.
 
-    Source: Welleck et al. 2020, "Neural text generation with unlikelihood training", sec. 6 (seq-rep-n); Su et al.
-    2022, "A contrastive framework for neural text generation", sec. 4 (rep-n, there in per cent).
+    Source: Welleck et al. 2020, "Neural text generation with unlikelihood training" (seq-rep-n); Su et al. 2022, "A
+    contrastive framework for neural text generation" (rep-n, there in per cent). Deviation: the code of Su et al.
+    leaves out the last n-gram of a text.
     """
     found = ngrams(text.split(), size)
     return 1.0 - len(set(found)) / len(found) if found else None
@@ -46,7 +47,10 @@ def distinct(texts: Sequence[str], size: int) -> float | None:
 
 
 def measure(texts: Sequence[str]) -> Repetition:
-    """rep-n as the mean over texts that have an n-gram, distinct-n of all together."""
+    """rep-n as the mean over texts that have an n-gram, distinct-n of all together.
+
+    The mean is that of Welleck et al.'s code; Su et al.'s adds up the n-grams of all texts before it divides.
+    """
     reps: dict[int, float | None] = {}
     for size in SIZES:
         values = [value for text in texts if (value := rep(text, size)) is not None]
