@@ -100,6 +100,27 @@ def test_generate_carries_the_memory(folders: tuple[Path, Path], opened: Any) ->
     assert (near - far).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("num_new", [1, 2, 3 * SEG_LEN])
+def test_generate_reads_all_that_is_new_after_what_was_read_before(
+    folders: tuple[Path, Path], opened: Any, num_new: int
+) -> None:
+    ids = ids_of(folders[1], TEXT)
+    with torch.no_grad():
+        carried = opened(ids[:, :-num_new]).carried
+    forwards: list[int] = []
+    hook = opened.register_forward_pre_hook(
+        lambda _, __, given: forwards.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    options = {"max_new_tokens": SEG_LEN, "do_sample": False, "eos_token_id": None, "output_logits": True}
+    options["return_dict_in_generate"] = True
+    new = opened.generate(ids[:, -num_new:], carried=carried, **options)
+    assert forwards == [num_new] + [1] * (SEG_LEN - 1)
+    hook.remove()
+    whole = opened.generate(ids, **options)
+    assert torch.equal(new.sequences[:, num_new:], whole.sequences[:, ids.shape[1] :])
+    torch.testing.assert_close(torch.stack(new.logits), torch.stack(whole.logits), rtol=0, atol=1e-5)
+
+
 def test_beams_are_refused_for_they_would_swap_memories(folders: tuple[Path, Path], opened: Any) -> None:
     """Else a beam would be scored with the memory of another: `generate` reorders only caches that it knows."""
     ids = ids_of(folders[1], "It was")

@@ -127,14 +127,13 @@ class MemoryGPT2(PreTrainedModel, GenerationMixin):
         return super().generate(*args, **options)  # type: ignore[misc]  # theirs asks for a protocol it defines
 
     def prepare_inputs_for_generation(self, input_ids: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """All tokens at first, then the newest; `generate` looks for the name `kwargs`."""
-        carried = kwargs.get("carried")
-        new = input_ids if carried is None else input_ids[:, -1:]
-        return {"input_ids": new, "carried": carried, "attention_mask": kwargs.get("attention_mask")}
+        """All tokens at first, also after what `carried` holds, then the newest; theirs looks for the name `kwargs`."""
+        new = input_ids[:, -1:] if kwargs.get("prompt_is_read") else input_ids
+        return {"input_ids": new, "carried": kwargs.get("carried"), "attention_mask": kwargs.get("attention_mask")}
 
     def _update_model_kwargs_for_generation(self, outputs: Any, model_kwargs: Any, *args: Any, **options: Any) -> Any:
         updated = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **options)
-        return {**updated, "carried": outputs.carried}
+        return {**updated, "carried": outputs.carried, "prompt_is_read": True}
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
