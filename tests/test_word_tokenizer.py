@@ -48,6 +48,14 @@ def test_rare_words_share_one_token() -> None:
     assert tokenizer.words == ["a", "<unk>", "b", "<eos>"]
 
 
+def test_a_vocabulary_has_room_for_a_word_beside_line_ends_and_the_unknown() -> None:
+    lines = ["a a a b b c d e"]
+    assert count_words(lines, max_words=3).words == ["<unk>", "a", "<eos>"]
+    for max_words in (2, 1, 0, -1):
+        with pytest.raises(ValueError, match=f"max_words is {max_words}, but must be at least 3"):
+            count_words(lines, max_words=max_words)
+
+
 @pytest.mark.parametrize("words", [["a", "a"], ["a b"], [""]])
 def test_what_is_no_vocabulary_is_refused(words: list[str]) -> None:
     with pytest.raises(ValueError, match="no word or comes twice"):

@@ -68,9 +68,14 @@ def count_words(lines: Iterable[str], *, max_words: int | None = None) -> WordTo
 
     Args:
         lines: without their ends; each counts one `<eos>`.
-        max_words: the rarer ones are left out, and `<unk>` stands for them; None: all are kept, so that `<unk>` is a
-            word only where the text has it.
+        max_words: `<eos>` and `<unk>` among them; the rarer ones are left out, and `<unk>` stands for them; None: all
+            are kept, so that `<unk>` is a word only where the text has it.
+
+    Raises:
+        ValueError: max_words has no room for a word.
     """
+    if max_words is not None and max_words < 3:
+        raise ValueError(f"max_words is {max_words}, but must be at least 3: {EOS}, {UNKNOWN} and a word")
     counts: Counter[str] = Counter()
     for line in lines:
         counts.update(line.split())
