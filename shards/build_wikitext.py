@@ -19,6 +19,7 @@ before the first token of all), so that tokens and counts are those of the paper
 from __future__ import annotations
 
 import argparse
+import codecs
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -57,6 +58,7 @@ class TokenFile(NamedTuple):
     """One of the files, read once."""
 
     path: Path
+    start: int  # byte where the text begins: after the mark (U+FEFF) that some editors put first
     num_bytes: int
     num_words: int  # with line ends
     articles: list[Article]
@@ -122,7 +124,9 @@ def scan(path: Path) -> TokenFile:
     Raises:
         ValueError: the file holds no line, or is not UTF-8.
     """
-    num_words, articles, position = 0, [], 0
+    with path.open("rb") as stream:
+        start = len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0
+    num_words, articles, position = 0, [], start
     candidate: Article | None = None
     is_after_blank = True
     for line in lines_of(path):
@@ -134,16 +138,16 @@ def scan(path: Path) -> TokenFile:
         candidate = Article(position, heading[1]) if heading else None
         is_after_blank = not words
         position += len(line.encode())
-    if not position:
+    if position == start:
         raise ValueError(f"{path} is empty")
-    return TokenFile(path, position, num_words, articles, sha256_of(path))
+    return TokenFile(path, start, position, num_words, articles, sha256_of(path))
 
 
 def lines_of(path: Path) -> Iterator[str]:
-    """The lines of a file with their ends; only LF ends a line."""
+    """The lines of a file with their ends, without a mark before the first; only LF ends a line."""
     try:
         with (
-            path.open(encoding="utf-8", newline="\n") as stream,
+            path.open(encoding="utf-8-sig", newline="\n") as stream,
             tqdm(desc=f"reading {path.name}", unit="line", leave=False, disable=None) as bar,
         ):
             for line in stream:
@@ -179,9 +183,9 @@ def check_counts(files: dict[str, TokenFile]) -> None:
 
 
 def documents_of(file: TokenFile, *, by: str) -> list[SourceDocument]:
-    """The articles of a file, or all of it as one; end to end they are the file, byte for byte."""
-    articles = file.articles if by == "articles" and file.articles else [Article(0, file.path.name)]
-    starts = [0, *(article.start for article in articles[1:]), file.num_bytes]
+    """The articles of a file, or all of it as one; end to end they are its text, byte for byte."""
+    articles = file.articles if by == "articles" and file.articles else [Article(file.start, file.path.name)]
+    starts = [file.start, *(article.start for article in articles[1:]), file.num_bytes]
     return [
         SourceDocument(f"{number:05d}", article.title, FileSlice(file.path, start, stop, file.sha256))
         for number, (article, start, stop) in enumerate(zip(articles, starts, starts[1:], strict=False), start=1)

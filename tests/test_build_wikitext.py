@@ -69,6 +69,22 @@ def test_articles_begin_at_their_headings_alone(source: Path, tmp_path: Path) ->
     assert tokenizer.words[:2] == ["<eos>", "="]  # type: ignore[attr-defined]  # the most frequent first
 
 
+@pytest.mark.parametrize("tokenizer", ["words", "bytes"])
+def test_a_byte_order_mark_hides_no_heading_and_is_no_text(source: Path, tmp_path: Path, tokenizer: str) -> None:
+    """As an editor may put before a file that begins with its first heading."""
+    for split, text in TEXTS.items():
+        (source / f"wiki.{split}.tokens").write_text(text.removeprefix(" \n"), encoding="utf-8")
+    assert build(source, tmp_path / "plain", "--tokenizer", tokenizer) == 0
+    for split, text in TEXTS.items():
+        (source / f"wiki.{split}.tokens").write_text(text.removeprefix(" \n"), encoding="utf-8-sig")
+    assert build(source, tmp_path / "marked", "--tokenizer", tokenizer) == 0
+    for split in ("train", "validation", "test"):
+        plain, marked = (read_index(tmp_path / out / split) for out in ("plain", "marked"))
+        assert marked.documents == plain.documents
+        assert np.array_equal(stream_of(marked), stream_of(plain))
+    assert plain.documents[0].title == "T"
+
+
 def test_pieces_are_divided_by_the_words_of_the_papers(source: Path, tmp_path: Path) -> None:
     assert build(source, tmp_path / "out", "--tokenizer", "bytes") == 0
     index = read_index(tmp_path / "out" / "test")
