@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import free_port, launcher_environment
 from scored_library import SEG_LEN, TOKENIZER, make_config, make_model, save_weights
 
 from dist_mem.__main__ import main
@@ -135,12 +134,6 @@ def test_chosen_replies_are_spread_over_the_conversation() -> None:
 
 
 @pytest.fixture
-def single_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in launcher_environment(0, 1, free_port()).items():
-        monkeypatch.setenv(name, value)
-
-
-@pytest.fixture
 def run_dir(library: Path, tmp_path: Path) -> Path:
     config = make_config(data={"path": str(library)}, model={"init_std": 0.3}, tracking={"mlflow": True})
     save_weights(tmp_path / "run", make_model(), config, step=3)
@@ -153,7 +146,7 @@ def test_the_command_reports_leaked_conversations_apart(
 ) -> None:
     told: dict[str, Any] = {}
     monkeypatch.setattr(command, "log_to_run", lambda config, **given: told.update(given))
-    assert command.run(run_dir, Settings(split="test", num_tokens=5)) == 0
+    assert command.run(run_dir, Settings(split="test")) == 0
     name = run_dir / "evaluations" / "dialogue-test-step-00000003"
     facts = json.loads(name.with_suffix(".json").read_text())
     assert facts["settings"]["wordnet"] is None
@@ -183,10 +176,38 @@ def test_perplexity_is_that_of_evaluation_and_of_the_conversations_read(run_dir:
     documents = read_report(run_dir / "evaluations" / "test-step-00000003.json").documents
     assert [document.num_scored for document in documents] == [sum(len(t) + 2 for t in turns) for turns in TURNS]
     assert command.run(run_dir, Settings(split="test", limit=2, turns=1, num_tokens=1), overrides=quiet) == 0
-    facts = json.loads((run_dir / "evaluations" / "dialogue-test-step-00000003.json").read_text())
+    facts = json.loads((run_dir / "evaluations" / "dialogue-test-step-00000003-limit2-turns1-tokens1.json").read_text())
     expected = perplexity(sum(d.nll for d in documents[:2]), sum(d.num_scored for d in documents[:2]))
     assert facts["groups"][0]["perplexity"] == pytest.approx(expected, rel=1e-6)
     assert len(facts["replies"]) == 2
+
+
+@pytest.mark.usefixtures("single_process")
+def test_other_settings_leave_the_files_and_figures_of_the_usual_ones_alone(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[dict[str, float]] = []
+    monkeypatch.setattr(command, "log_to_run", lambda config, **given: told.append(given["metrics"]))
+    folder = run_dir / "evaluations"
+    drawn = "-limit1-temperature0.5-top_p0.8-seed1"
+    cases: list[tuple[Settings, list[str], str]] = [
+        (Settings(split="test"), [], ""),
+        (Settings(split="test", limit=1, turns=2, num_tokens=3), [], "-limit1-turns2-tokens3"),
+        (Settings(split="test", limit=1, sampling=Sampling(0.5, top_p=0.8, seed=1)), [], drawn),
+        (Settings(split="test", limit=1), ["eval.mem_len=24", "eval.seg_len=4"], "-T4-M24-limit1"),
+    ]
+    for settings, overrides, tag in cases:
+        before = {path: path.read_bytes() for path in folder.glob("*")}
+        assert command.run(run_dir, settings, overrides=overrides) == 0
+        name = f"dialogue-test-step-00000003{tag}"
+        assert {path.name for path in folder.glob("*")} - {path.name for path in before} == {
+            f"{name}.json",
+            f"{name}.txt",
+        }
+        assert all(path.read_bytes() == content for path, content in before.items())
+        assert f"test{tag}/dialogue_f1" in told[-1]
+        assert "test/dialogue_f1" in json.loads((folder / f"{name}.json").read_text())["figures"]
+    assert not set(told[0]) & set(told[1])
 
 
 @pytest.mark.usefixtures("single_process")
@@ -198,7 +219,7 @@ def test_without_wordnet_the_command_says_what_to_install(
     told = capsys.readouterr().out
     assert "n/a" in told
     assert "METEOR needs WordNet: apt-get install wordnet-base" in told
-    facts = json.loads((run_dir / "evaluations" / "dialogue-test-step-00000003.json").read_text())
+    facts = json.loads((run_dir / "evaluations" / "dialogue-test-step-00000003-tokens1.json").read_text())
     assert facts["groups"][0]["scores"]["meteor"] is None
 
 

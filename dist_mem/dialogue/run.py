@@ -5,7 +5,8 @@
 
 Perplexity is that of every reply of the conversations read, in the model's tokens; the others compare replies that the
 model writes with those that people gave (answer.py, metrics.py). RUN/evaluations/dialogue-<split>-step-<step>.json and
-.txt hold the figures and the replies; the figures join the run in MLflow, those of an export do not.
+.txt hold the figures and the replies; the figures join the run in MLflow, those of an export do not. What is asked for
+besides the defaults is in the names of both, as in dialogue-test-step-00000800-limit100-turns2.json.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from dist_mem.dialogue.wordnet import open_wordnet
 from dist_mem.distributed import World
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.evaluate import as_job, found_by_all, use_threads
-from dist_mem.evaluation.protocol import protocol_of, short_term_len
+from dist_mem.evaluation.protocol import protocol_of, short_term_len, tag_of
 from dist_mem.evaluation.report import DocumentScore
 from dist_mem.evaluation.scoring import evaluate_documents
 from dist_mem.evaluation.trained import (
@@ -68,6 +69,15 @@ class Settings:
     num_tokens: int = 50  # of a reply, at most
     sampling: Sampling = field(default_factory=lambda: Sampling(top_p=0.9))
     wordnet: Path | None = None  # folder of WordNet; None: where Debian puts it, if it is there
+
+
+def settings_tag(settings: Settings) -> str:
+    """What tells these settings from the default ones, for names of files and figures: "limit100-turns2"; or ""."""
+    asked, usual = (
+        {"limit": each.limit, "turns": each.turns, "tokens": each.num_tokens, **vars(each.sampling)}
+        for each in (settings, Settings())
+    )
+    return "-".join(f"{name}{value}" for name, value in asked.items() if value != usual[name])
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
@@ -111,6 +121,7 @@ def _run(world: World, path: Path, settings: Settings, step: int | None, overrid
     config = read_settings(found.directory, overrides)
     use_threads(config)
     split = settings.split or config.eval.split
+    tag = "-".join(part for part in (tag_of(config), settings_tag(settings)) if part)
     open_wordnet(settings.wordnet)  # a wrong folder is better known now
     refresh(config.data, [split])
     index = first_documents(open_index(config.data, split), settings.limit)
@@ -118,7 +129,8 @@ def _run(world: World, path: Path, settings: Settings, step: int | None, overrid
     trained = open_model(found, config, tokenizer_of_data(found, config), world.device)
     documents = score_replies(trained, index, world)
     answers = score_answers(trained, conversations, settings)
-    _publish(found, config, split, settings, conversations, group_scores(documents, answers), answers, trained)
+    groups = group_scores(documents, answers)
+    _publish(found, config, split, settings, conversations, groups, answers, trained, tag=tag)
 
 
 def first_documents(index: Index, limit: int | None) -> Index:
@@ -175,8 +187,13 @@ def _publish(
     groups: Sequence[GroupScore],
     answers: Sequence[ScoredAnswer],
     trained: TrainedModel,
+    *,
+    tag: str,
 ) -> None:
-    """Print the table, write the files, and add the figures to the run in MLflow."""
+    """Print the table, write the files, and add the figures to the run in MLflow.
+
+    `tag` goes into their names: a quick look at a few conversations must not take the place of the whole split.
+    """
     step = checkpoint.manifest["step"]
     protocol = protocol_of(config)
     sampling = settings.sampling
@@ -202,13 +219,13 @@ def _publish(
     }
     folder = checkpoint.run_dir / "evaluations"
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"dialogue-{split}-step-{step:08d}"
+    name = "-".join(part for part in (f"dialogue-{split}-step-{step:08d}", tag) if part)
     files = [folder / f"{name}.json", folder / f"{name}.txt"]
     write_text(files[0], json.dumps(facts, indent=1) + "\n")
     write_text(files[1], to_text(conversations, answers, trained.tokenizer))
     print(f"written: {', '.join(str(path) for path in files)}")
     if config.tracking.mlflow and not checkpoint.is_export:
-        metrics = figures(groups, split)
+        metrics = figures(groups, "-".join(part for part in (split, tag) if part))
         complaint = log_to_run(config, run_dir=checkpoint.run_dir, step=step, metrics=metrics, files=files)
         if complaint:
             print(complaint, file=sys.stderr)
