@@ -186,13 +186,17 @@ class Infinite(Memory):
         if self.options.memory_threshold is not None:
             full = has_pending & (num_tokens >= self.options.memory_threshold)
             old, num_tokens = old.masked_fill(full[:, None, None], 0.0), num_tokens.masked_fill(full, 0)
-        rows = state.pending.to(dtype)
-        if self.gate is not None:
-            rows = rows * self.gate(rows.transpose(1, 2)).transpose(1, 2).sigmoid()
+        rows = self.gated(state.pending.to(dtype)).to(old.dtype)
         matrix = torch.where((num_tokens == 0)[:, None, None], fit.first, fit.new)
-        appended = self.contract(old, state, fit) + matrix @ rows.to(old.dtype)  # no past contracts to 0
+        appended = self.contract(old, state, fit) + matrix @ rows  # no past contracts to 0
         signal = torch.where(has_pending[:, None, None], appended, old)
         return signal, num_tokens + self.spec.seg_len * has_pending
+
+    def gated(self, rows: Tensor) -> Tensor:
+        """New rows (B, E, D) as the regression sees them."""
+        if self.gate is None:
+            return rows
+        return rows * self.gate(rows.transpose(1, 2)).transpose(1, 2).sigmoid()
 
     def contract(self, coefficients: Tensor, state: State, fit: Fit) -> Tensor:
         """What the past, sampled at S points and laid out evenly in (0, tau], adds to the new coefficients."""
