@@ -9,6 +9,7 @@
     dist-mem checkpoints verify runs/demo
     dist-mem compare runs/none runs/demo
     dist-mem generate runs/demo --prompt-file book.txt --tokens 500
+    dist-mem inspect runs/infinite --split test
     dist-mem track sync runs/demo
     dist-mem prepare verify data/sample
     dist-mem check-memory examples/averages.py:Averages
@@ -21,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import select
 import signal
 import sys
 import time
@@ -33,6 +33,7 @@ from typing import NoReturn
 from dist_mem import commands as run
 from dist_mem.environment import is_first_on_node
 from dist_mem.errors import EXIT_FAILED, EXIT_USAGE, UnfitError, UnusableError
+from dist_mem.unread_output import watch_standard_streams
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -49,6 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_reproduce(commands)
     _add_dialogue(commands)
+    _add_inspect(commands)
     _add_prepare(commands)
     _add_track(commands)
     _add_check_memory(commands)
@@ -166,7 +168,7 @@ def _add_reproduce(commands: argparse._SubParsersAction) -> None:
     added.add_argument("--scale", default="tiny", help="tiny, small or paper (default: tiny)")
     added.add_argument("--out", type=Path, help="folder of all it makes (default: runs/reproduce/TABLE.SCALE)")
     added.add_argument("--rows", type=_names, default=[], help="only these, as transformer_xl,lamemo")
-    added.add_argument("--seeds", type=_counts, default=[], help="as 0,1,2 (default: those of the scale)")
+    added.add_argument("--seeds", type=_seeds, default=[], help="as 0,1,2 (default: those of the scale)")
     added.add_argument("--ranks", type=_count, default=1, help="processes of a training (default: 1)")
 
 
@@ -174,8 +176,11 @@ def _names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
 
 
-def _counts(text: str) -> list[int]:
-    return [int(name) for name in _names(text)]
+def _seeds(text: str) -> list[int]:
+    seeds = [int(name) for name in _names(text)]
+    if len(set(seeds)) != len(seeds):
+        raise argparse.ArgumentTypeError(f"{text} has a seed twice")
+    return seeds
 
 
 def _add_dialogue(commands: argparse._SubParsersAction) -> None:
@@ -191,6 +196,15 @@ def _add_dialogue(commands: argparse._SubParsersAction) -> None:
     added.add_argument("--temperature", type=float, default=1.0, help="0: always the likeliest (default: 1)")
     added.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
     added.add_argument("--wordnet", type=Path, metavar="FOLDER", help="of METEOR (default: /usr/share/wordnet)")
+
+
+def _add_inspect(commands: argparse._SubParsersAction) -> None:
+    added = _add(commands, run.inspect)
+    added.add_argument("run", type=Path, help="a run directory, one checkpoint in it, or an export")
+    added.add_argument("overrides", nargs="*", help="key=value overrides, of eval.* and data.path")
+    added.add_argument("--split", help="default: eval.split")
+    added.add_argument("--checkpoint", type=_count, help=_STEP_HELP)
+    added.add_argument("--limit", type=_count, default=100, metavar="N", help="the first N documents (default: 100)")
 
 
 def _add_prepare(commands: argparse._SubParsersAction) -> None:
@@ -267,25 +281,21 @@ def entry() -> NoReturn:
     destroy_process_group, in a warm run of two ranks) one of them aborts a process that has succeeded, or hides the
     exit code of one that has not.
     """
+    output = watch_standard_streams()
+    output.tells = sys.argv[1:2] == ["generate"]  # what it writes is its work: generation/run.py ends it
     try:
         code = main()
-    except Exception as error:
-        if isinstance(error, BrokenPipeError) and not _is_read():
-            code = 128 + signal.SIGPIPE  # as shells tell it of what this signal has ended
-        else:
-            sys.excepthook(*sys.exc_info())
-            code = EXIT_FAILED
-    with suppress(BrokenPipeError):  # whoever reads has enough
+    except SystemExit as ended:  # argparse has said all there is to say
+        code = int(ended.code or 0)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        code = EXIT_FAILED
+    with suppress(BrokenPipeError):  # that of `tells`
         sys.stdout.flush()
     sys.stderr.flush()
+    if code == 0 and not output.is_read and not output.tells:
+        code = 128 + signal.SIGPIPE  # as shells tell it of what this signal has ended
     os._exit(code)
-
-
-def _is_read() -> bool:
-    """Whether anybody reads what is printed; nobody does behind a `| head` that has its lines."""
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    return not any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 if __name__ == "__main__":

@@ -176,6 +176,22 @@ def dialogue(options: argparse.Namespace) -> int:
     return run(options.run, settings_of(options), checkpoint=options.checkpoint, overrides=options.overrides)
 
 
+def inspect(options: argparse.Namespace) -> int:
+    """Measure what an infinity-former's long-term memory has kept of what it was given."""
+    from dist_mem.distributed import choose_accelerator
+
+    choose_accelerator()
+    from dist_mem.evaluation.regression_error import run
+
+    return run(
+        options.run,
+        split=options.split,
+        limit=options.limit,
+        checkpoint=options.checkpoint,
+        overrides=options.overrides,
+    )
+
+
 def prepare(options: argparse.Namespace) -> int:
     """Check built data: every tar, every document, the tokenizer."""
     from dist_mem.data.remote import show

@@ -112,6 +112,15 @@ def test_wrong_options_end_with_code_2(arguments: list[str], capsys: pytest.Capt
     assert "dist-mem" in capsys.readouterr().err
 
 
+def test_a_seed_given_twice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """It would count twice in the mean, and make the spread look smaller."""
+    assert parse(["reproduce", "lamemo.table1", "--seeds", "0,1,2"]).seeds == [0, 1, 2]
+    with pytest.raises(SystemExit) as caught:
+        parse(["reproduce", "lamemo.table1", "--seeds", "0,1,0"])
+    assert caught.value.code == 2
+    assert "argument --seeds: 0,1,0 has a seed twice" in capsys.readouterr().err
+
+
 def test_config_prints_every_key_with_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config"]) == 0
     text = capsys.readouterr().out

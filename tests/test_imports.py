@@ -12,7 +12,16 @@ PACKAGE = Path(__file__).parent.parent / "dist_mem"
 
 # Lower layers first; a module may import modules of lower layers, and of its own layer where no cycle results.
 LAYERS: list[set[str]] = [
-    {"errors", "environment", "network_interface", "files", "build_lock", "stop_signal", "shared_memory"}
+    {
+        "errors",
+        "environment",
+        "network_interface",
+        "files",
+        "build_lock",
+        "stop_signal",
+        "shared_memory",
+        "unread_output",
+    }
     | {"checkpoint", "tracking", "evaluation", "launch"},
     {"config", "config.*", "distributed", "launch.*"},
     {"layers", "memory.parts", "memory.parts.*", "memory.base", "flops"},

@@ -1,0 +1,193 @@
+"""What an infinity-former's memory has kept of what it was given: `dist-mem inspect RUN`.
+
+    dist-mem inspect runs/sorting --split test --limit 100
+
+While documents are read, one after another, the rows that enter each layer's signal are kept beside it. When the last
+segment reads, the signal is asked for each of them at the place to which the contractions have moved it. The error is
+the sum of squared differences over that of squares: 0 for a memory that has kept all, 1 for one that says 0. Martins et
+al. 2022 draw an error of the regression in figure 3, right; this definition is ours. Shape letters: E rows that enter
+at once, P rows in all, N basis functions, D model.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dist_mem.data.directory import open_index, refresh
+from dist_mem.data.documents import Documents
+from dist_mem.data.segments import collate, document_segments
+from dist_mem.data.stream import cut_lengths
+from dist_mem.distributed import World
+from dist_mem.evaluation.evaluate import as_job, found_by_all, use_threads
+from dist_mem.evaluation.trained import TrainedModel, init_state, open_model, read_settings, tokenizer_of_data
+from dist_mem.files import write_text
+from dist_mem.memory.base import MemoryOutput
+from dist_mem.memory.infinite import Infinite, State
+from dist_mem.memory.parts.basis import evaluate_basis, first_positions, update_positions
+
+FORMAT_VERSION = 1
+
+
+class Errors(NamedTuple):
+    """One layer: relative errors over all documents."""
+
+    all_rows: float
+    newest: float  # of the rows that entered last, which nothing has contracted yet
+    num_documents: int  # those of which something has entered
+
+
+class Watch:
+    """Follows the memory of one layer through one document at a time, a batch of one lane."""
+
+    def __init__(self, memory: Infinite) -> None:
+        self.memory = memory
+        self.sums = torch.zeros(2, 2, dtype=torch.float64)  # all rows, newest; squared error, squares
+        self.num_documents = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self.rows, self.places = torch.empty(0), torch.empty(0, dtype=torch.float64)  # (P, D), (P,)
+        self.signal: Tensor | None = None  # (N, D)
+
+    def __call__(self, _: Any, inputs: tuple[Any, State, Tensor], output: MemoryOutput) -> None:
+        """A forward hook of the memory: what this segment has appended."""
+        state: State = inputs[1]
+        if not state.has_pending[0]:
+            return
+        options, geometry = self.memory.options, self.memory.geometry
+        rows = self.memory.gated(state.pending)[0]
+        num_rows, padding = geometry.num_rows, geometry.padding
+        threshold = options.memory_threshold
+        if state.num_tokens[0] == 0 or (threshold is not None and state.num_tokens[0] >= threshold):
+            self.rows, self.places = rows, first_positions(num_rows, padding)[0]
+        else:
+            new = update_positions(geometry.num_samples, num_rows, tau=geometry.tau, padding=padding)[1]
+            self.places = torch.cat([self._contracted(state), new])
+            self.rows = torch.cat([self.rows, rows])
+        self.signal = output.state.coefficients[0]
+
+    def _contracted(self, state: State) -> Tensor:
+        """Where the update has moved the rows to. Sampled elsewhere than evenly, to the samples nearest before them."""
+        if self.memory.options.sampling == "linear":
+            return self.memory.geometry.tau * self.places
+        samples = self.memory.positions(state)[0].cpu()
+        rank = torch.searchsorted(samples, self.places, right=True).double()
+        return self.memory.geometry.tau * rank / self.memory.geometry.num_samples
+
+    def end_document(self) -> None:
+        """Add the errors of the document to the sums."""
+        if self.signal is not None:
+            places = self.places.to(self.signal.device, self.signal.dtype)
+            told = evaluate_basis(places, **self.memory.basis) @ self.signal
+            true = self.rows.to(told)
+            error, size = (told - true).square().sum(dim=1).double().cpu(), true.square().sum(dim=1).double().cpu()
+            newest = slice(-self.memory.geometry.num_rows, None)
+            self.sums += torch.stack([error.sum(), size.sum(), error[newest].sum(), size[newest].sum()]).view(2, 2)
+            self.num_documents += 1
+        self._forget()
+
+    def errors(self) -> Errors:
+        all_rows, newest = (self.sums[:, 0] / self.sums[:, 1]).tolist()
+        return Errors(all_rows, newest, self.num_documents)
+
+
+@contextmanager
+def watched(model: torch.nn.Module) -> Iterator[list[Watch]]:
+    """A watch on every infinite memory, the one nearest the embedding first."""
+    watches = [Watch(module) for module in model.modules() if isinstance(module, Infinite)]
+    hooks = [watch.memory.register_forward_hook(watch) for watch in watches]
+    try:
+        yield watches
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def regression_errors(trained: TrainedModel, documents: Documents) -> list[Errors]:
+    """The errors of every layer over whole documents.
+
+    Raises:
+        ValueError: the model has no infinite memory, or no document is long enough for a row to enter it.
+    """
+    seg_len = trained.config.train.seg_len
+    with watched(trained.model) as watches:
+        if not watches:
+            raise ValueError(f"memory.kind is {trained.config.memory['kind']!r}: only `infinite` has a regression")
+        for number in range(len(documents)):
+            state = init_state(trained, [number])
+            document = documents.open(number)
+            for segment, _ in document_segments(document, start=0, seg_len=seg_len, bos_id=documents.bos_id):
+                batch = collate([segment], seg_len=seg_len, with_recall=False).to(trained.device)
+                state = trained.model(batch.tokens, batch.targets, batch.valid_len, state=state).state
+            for watch in watches:
+                watch.end_document()
+    found = [watch.errors() for watch in watches]
+    if not found[0].num_documents:
+        raise ValueError("no document is so long that anything enters the long-term memory: take longer ones")
+    return found
+
+
+def run(
+    path: Path,
+    *,
+    split: str | None = None,
+    limit: int = 100,
+    checkpoint: int | None = None,
+    overrides: Sequence[str] = (),
+) -> int:
+    """The command, on one process. Returns its exit code.
+
+    Args:
+        path: a run directory, one checkpoint in it, or an export.
+        split: None: eval.split.  limit: documents, the first of the split.
+        checkpoint: step of the checkpoint; None: the newest that verifies.
+        overrides: `key=value`, of the keys in `trained.OVERRIDABLE`.
+
+    Raises:
+        UnusableError: checkpoint, data or overrides cannot be used as they are.
+    """
+    return as_job(lambda world: _run(world, path, split, limit, checkpoint, overrides))
+
+
+def _run(world: World, path: Path, split: str | None, limit: int, step: int | None, overrides: Sequence[str]) -> None:
+    if world.size > 1:
+        raise ValueError(f"dist-mem inspect runs on one process, not on {world.size}")
+    found = found_by_all(path, step, world)
+    config = read_settings(found.directory, overrides)
+    use_threads(config)
+    split = split or config.eval.split
+    refresh(config.data, [split])
+    index = open_index(config.data, split)
+    trained = open_model(found, config, tokenizer_of_data(found, config), world.device)
+    lengths = cut_lengths([entry.num_tokens for entry in index.documents[:limit]], config.eval.max_document_len)
+    layers = regression_errors(trained, Documents(index, lengths, bos_id=trained.tokenizer.bos_id))
+    _publish(found.run_dir, int(found.manifest["step"]), split, limit, layers)
+
+
+def _publish(run_dir: Path, step: int, split: str, limit: int, layers: list[Errors]) -> None:
+    mean = sum(layer.all_rows for layer in layers) / len(layers)
+    newest = sum(layer.newest for layer in layers) / len(layers)
+    print(f"{'layer':<8} {'all rows':>10} {'newest':>10}   relative squared error of the regression")
+    for number, layer in enumerate(layers):
+        print(f"{number:<8} {layer.all_rows:>10.4f} {layer.newest:>10.4f}")
+    print(f"{'all':<8} {mean:>10.4f} {newest:>10.4f}   {layers[0].num_documents} documents of {split}, step {step}")
+    facts = {
+        "format_version": FORMAT_VERSION,
+        "step": step,
+        "limit": limit,
+        "figures": {f"{split}/regression_error": mean, f"{split}/regression_error_newest": newest},
+        "layers": [layer._asdict() for layer in layers],
+    }
+    target = run_dir / "evaluations" / f"inspect-{split}-step-{step:08d}.json"
+    target.parent.mkdir(exist_ok=True)
+    write_text(target, json.dumps(facts, indent=1) + "\n")
+    print(f"written: {target}", file=sys.stderr)
