@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dist_mem.data.batch import IGNORE, Batch, Update
-from dist_mem.data.documents import Documents
+from dist_mem.data.documents import Document, Documents
 from dist_mem.data.segments import IDLE, Segment, collate_groups, document_segments
 from dist_mem.data.stream import START, Cursor, DocumentPlan, Plan, StreamPlan
 
@@ -32,10 +32,13 @@ def simple_updates(
     micro_lanes: int = 1,
     segments_per_update: int = 1,
     cursors: Sequence[Cursor] | None = None,
+    blocks: bool = False,
 ) -> Iterator[Update]:
     """What a LaneReader of the same arguments yields."""
     starts = cursors or [START] * len(lane_ids)
-    lanes = [open_lane(documents, plan, lane, cursor) for lane, cursor in zip(lane_ids, starts, strict=True)]
+    lanes = [
+        open_lane(documents, plan, lane, cursor, blocks=blocks) for lane, cursor in zip(lane_ids, starts, strict=True)
+    ]
     while True:
         batches: list[Batch] = []
         started = skipped = 0
@@ -63,15 +66,17 @@ def num_recall(batch: Batch) -> int:
     return 0 if batch.recall is None else int(((batch.recall > 0) & (batch.targets != IGNORE)).sum())
 
 
-def open_lane(documents: Documents, plan: Plan, lane: int, cursor: Cursor) -> Iterator[Read]:
+def open_lane(documents: Documents, plan: Plan, lane: int, cursor: Cursor, *, blocks: bool) -> Iterator[Read]:
     if lane >= plan.num_lanes:
         return repeat(Read(IDLE, START))
     if isinstance(plan, StreamPlan):
-        return stream_lane(documents, plan, lane, cursor)
-    return document_lane(documents, plan, lane, cursor)
+        return stream_lane(documents, plan, lane, cursor, blocks=blocks)
+    return document_lane(documents, plan, lane, cursor, blocks=blocks)
 
 
-def document_lane(documents: Documents, plan: DocumentPlan, lane: int, cursor: Cursor) -> Iterator[Read]:
+def document_lane(
+    documents: Documents, plan: DocumentPlan, lane: int, cursor: Cursor, *, blocks: bool
+) -> Iterator[Read]:
     epoch, first_place, offset = cursor
     skipped = 0
     while True:
@@ -83,6 +88,10 @@ def document_lane(documents: Documents, plan: DocumentPlan, lane: int, cursor: C
                 continue
             parts = document_segments(document, start=offset, seg_len=plan.seg_len, bos_id=documents.bos_id)
             for segment, stop in parts:
+                if blocks:
+                    begin = stop - len(segment.inputs)
+                    own = [part_of(document, place) for place in range(begin, stop)]
+                    segment = block(own, document.number, is_new_document=begin == 0)
                 after = Cursor(epoch, place, stop) if stop < len(document.tokens) else Cursor(epoch, place + 1, 0)
                 yield Read(segment, after, int(segment.is_new_document), skipped)
                 skipped = 0
@@ -90,7 +99,7 @@ def document_lane(documents: Documents, plan: DocumentPlan, lane: int, cursor: C
         epoch, first_place = epoch + 1, 0
 
 
-def stream_lane(documents: Documents, plan: StreamPlan, lane: int, cursor: Cursor) -> Iterator[Read]:
+def stream_lane(documents: Documents, plan: StreamPlan, lane: int, cursor: Cursor, *, blocks: bool) -> Iterator[Read]:
     """Position by position."""
     first, stop = plan.span(lane)
     epoch, _, offset = cursor
@@ -108,6 +117,8 @@ def stream_lane(documents: Documents, plan: StreamPlan, lane: int, cursor: Curso
                 places[0][0],
                 is_new_document=begin == first,
             )
+            if blocks:
+                segment = block(tokens[1:], places[0][0], is_new_document=begin == first)
             after = Cursor(epoch + 1, 0, 0) if end == stop else Cursor(epoch, 0, end - first)
             num_damaged = sum(document is None for document in opened)
             yield Read(segment, after, len(opened) - num_damaged, num_damaged)
@@ -122,6 +133,17 @@ def token_at(documents: Documents, plan: StreamPlan, position: int) -> tuple[int
     document = documents.open_or_skip(number)
     if document is None:
         return documents.bos_id, False, 0
-    offset = position - int(plan.starts[number])
+    return part_of(document, position - int(plan.starts[number]))
+
+
+def part_of(document: Document, offset: int) -> tuple[int, bool, int]:
+    """As `token_at`."""
     _, tokens, scored, recall = document
     return int(tokens[offset]), scored is None or bool(scored[offset]), 0 if recall is None else int(recall[offset])
+
+
+def block(own: Sequence[tuple[int, bool, int]], document: int, *, is_new_document: bool) -> Segment:
+    """A segment whose inputs are its own tokens: targets are the next ones in it, and after the last stands none."""
+    following = [*own[1:], (0, False, 0)]
+    tokens, scored, recall = (np.array(part) for part in zip(*following, strict=True))
+    return Segment(np.array([token for token, _, _ in own]), tokens, scored, recall, document, is_new_document)

@@ -94,7 +94,7 @@ RANGES: dict[str, Range] = {
     "eval.lanes": _COUNT,
     "eval.seg_len": _COUNT,
     "eval.mem_len": _COUNT,
-    "eval.clamp_len": _COUNT,
+    "eval.clamp_len": _NOT_NEGATIVE,
     "eval.max_document_len": _COUNT,
     "checkpoint.every": _COUNT,
     "checkpoint.every_minutes": _POSITIVE,
@@ -153,6 +153,7 @@ def check_together(config: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _check_optimizer(optimizer)
     yield from _check_schedule(config["schedule"], train["steps"])
     yield from _check_checkpoint(config["checkpoint"], config["eval"]["every"])
+    yield from _check_blocks(config["data"]["blocks"], train["seg_len"], config["eval"])
     if config["data"]["train_split"] == "test":
         yield Problem("data.train_split", "is 'test'; training never opens the test split")
     seg_len = config["eval"]["seg_len"]
@@ -163,6 +164,15 @@ def check_together(config: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(
             "eval.split", "is 'test'; training never opens the test split, use `dist-mem evaluate --split test`"
         )
+
+
+def _check_blocks(blocks: bool, seg_len: int, evaluation: Mapping[str, Any]) -> Iterator[Problem]:
+    asked = blocks if evaluation["blocks"] is None else evaluation["blocks"]
+    empty = "segments of one token, and the first token of a block is no target: nothing would be scored; set"
+    if blocks and seg_len == 1:
+        yield Problem("data.blocks", f"is true with {empty} train.seg_len to 2 or more, or data.blocks=false")
+    elif asked and (evaluation["seg_len"] or seg_len) == 1:
+        yield Problem("eval.blocks", f"stands for true with {empty} eval.seg_len to 2 or more, or eval.blocks=false")
 
 
 def _check_gpt2(model: Mapping[str, Any], seg_lens: Mapping[str, int | None]) -> Iterator[Problem]:

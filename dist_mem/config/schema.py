@@ -12,6 +12,7 @@ class DataConfig:
     cache: str | None = None  # directory for what is fetched, one a node; None: dist_mem in the user's cache directory
     train_split: str = "train"  # folder in data.path
     layout: str = "documents"  # documents: each lane reads whole documents | stream: the corpus as G contiguous lanes
+    blocks: bool = False  # a segment's inputs are its own tokens: its first is no target, as in Hugging Face's run_clm
     max_document_len: int | None = None  # tokens; longer documents are cut to their beginning
     seed: int = 0  # of the plan: which lane reads which document when
     on_corrupt: str = "stop"  # stop | skip: what to do with a document whose bytes are damaged
@@ -97,9 +98,10 @@ class EvalConfig:
     split: str = "validation"  # folder in data.path
     lanes: int = 8  # of the whole job; the result does not depend on it, but in layout stream
     layout: str = "documents"  # documents: each with an empty memory | stream: the split as `lanes` contiguous lanes
+    blocks: bool | None = None  # the first token of a segment is read and not scored; None: data.blocks
     seg_len: int | None = None  # None: train.seg_len
     mem_len: int | None = None  # M of the short-term memory, of the evaluate command; None: as trained
-    clamp_len: int | None = None  # likewise; None: model.clamp_len
+    clamp_len: int | None = None  # likewise; None: model.clamp_len; 0: off, distances are as they are
     same_length: bool | None = None  # likewise; None: model.same_length
     max_document_len: int | None = None  # tokens; score only the beginning of each document
     precision: str = "fp32"  # fp32 | bf16 | fp16: of the evaluate command

@@ -32,6 +32,6 @@ class Update(NamedTuple):
     cursors: Tensor  # (lanes of this rank, 3) int64, where each lane stands AFTER this update: epoch, place, offset
     num_scored: int  # targets of this rank in this update that are not IGNORE
     epoch: float  # epochs completed after this update by the mean lane of this rank
-    documents_started: int  # whose first token is among the targets
+    documents_started: int  # whose first token stands in these segments
     documents_skipped: int = 0  # damaged ones that lanes passed over (data.on_corrupt: skip)
     num_recall: int = 0  # scored targets that refer back to something; 0 where it is not recorded

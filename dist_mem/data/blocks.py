@@ -50,13 +50,19 @@ def new_block(num_steps: int, num_lanes: int, seg_len: int, *, with_recall: bool
     )
 
 
-def fill_block(block: Block, lanes: Sequence[DocumentLane | StreamLane], *, num_steps: int) -> None:
-    """Read the next `num_steps` segments of each lane into its column; columns beyond the lanes stay idle."""
+def fill_block(
+    block: Block, lanes: Sequence[DocumentLane | StreamLane], *, num_steps: int, own_inputs: bool = False
+) -> None:
+    """Read the next `num_steps` segments of each lane into its column; columns beyond the lanes stay idle.
+
+    Args:
+        own_inputs: `data.blocks`: the inputs of a segment are its own tokens, not each target's predecessor.
+    """
     for column, lane in enumerate(lanes):
         step = 0
         while step < num_steps:
             run = lane.read(num_steps - step)
-            _write(block, run, step=step, column=column)
+            _write(block, run, step=step, column=column, own_inputs=own_inputs)
             step += len(run.cursors)
 
 
@@ -76,24 +82,29 @@ def copy_batch(view: Batch) -> Batch:
     )
 
 
-def _write(block: Block, run: Run, *, step: int, column: int) -> None:
+def _write(block: Block, run: Run, *, step: int, column: int, own_inputs: bool) -> None:
     """Write a run into a column from `step` on."""
     num_segments, seg_len = len(run.cursors), block.tokens.shape[2]
     part = Block._make(None if array is None else array[step : step + num_segments, column] for array in block)
-    inputs, targets = run.tokens[:-1], run.tokens[1:]
+    inputs, targets = run.tokens[1:] if own_inputs else run.tokens[:-1], run.tokens[1:]
     if run.scored is not None:
         targets = np.where(run.scored, targets, np.int32(IGNORE))
     _write_tokens(part.tokens, inputs, padding=0)
     _write_tokens(part.targets, targets, padding=IGNORE)
+    if own_inputs:
+        _move_left(part.targets, padding=IGNORE)
     part.valid_len[:] = seg_len
     part.valid_len[-1] = len(inputs) - (num_segments - 1) * seg_len
     part.is_new_document[:] = False
     part.is_new_document[0] = run.is_new_document
     part.document[:], part.cursors[:], part.epochs[:] = run.document, run.cursors, run.epochs
     part.counts[:, :2] = run.counts
-    part.counts[:, 2] = part.valid_len if run.scored is None else (part.targets != IGNORE).sum(axis=1)
+    all_scored = part.valid_len - int(own_inputs)
+    part.counts[:, 2] = all_scored if run.scored is None else (part.targets != IGNORE).sum(axis=1)
     if part.recall is not None:
         _write_tokens(part.recall, np.zeros_like(inputs) if run.recall is None else run.recall, padding=0)
+        if own_inputs:
+            _move_left(part.recall, padding=0)
         part.counts[:, 3] = ((part.recall > 0) & (part.targets != IGNORE)).sum(axis=1)
 
 
@@ -104,3 +115,9 @@ def _write_tokens(rows: np.ndarray, values: np.ndarray, *, padding: int) -> None
     if rest:
         rows[whole, :rest] = values[len(values) - rest :]
         rows[whole, rest:] = padding
+
+
+def _move_left(rows: np.ndarray, *, padding: int) -> None:
+    """Move every row (R, T) left by one: what stood at a token now stands at the one before it in its segment."""
+    rows[:, :-1] = rows[:, 1:]
+    rows[:, -1] = padding

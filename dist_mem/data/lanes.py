@@ -22,7 +22,7 @@ from dist_mem.data.directory import open_index, open_tokenizer
 from dist_mem.data.documents import Documents
 from dist_mem.data.prefetch import Prefetcher
 from dist_mem.data.runs import DocumentLane, StreamLane, open_lane
-from dist_mem.data.segments import IDLE, NOTHING, Segment, collate_groups, finite_lane
+from dist_mem.data.segments import IDLE, NOTHING, Segment, as_block, collate_groups, finite_lane, moved_left
 from dist_mem.data.shard import Index, ShardError
 from dist_mem.data.stream import START, Cursor, Plan, StreamPlan, cut_lengths, lanes_of_rank, make_plan
 from dist_mem.data.tokenizers.base import Tokenizer
@@ -56,6 +56,7 @@ class LaneReader:
         self._lane_ids = list(lane_ids)
         self._micro_lanes = micro_lanes
         self._segments_per_update = segments_per_update
+        self._blocks = config.blocks
         self._documents = Documents(index, plan.lengths, bos_id=bos_id, on_corrupt=config.on_corrupt)
         self._cursors = self._checked(cursors)
         self._updates = Prefetcher(self._read(), depth=config.prefetch)
@@ -115,7 +116,7 @@ class LaneReader:
         lanes = self._open_lanes(cursors)
         while True:
             try:
-                fill_block(block, lanes, num_steps=num_steps)
+                fill_block(block, lanes, num_steps=num_steps, own_inputs=self._blocks)
             except (ShardError, OSError):
                 if num_steps == self._segments_per_update:
                     raise
@@ -164,6 +165,7 @@ def evaluation_batches(
     num_steps: int,
     bos_id: int,
     max_document_len: int | None = None,
+    blocks: bool = False,
 ) -> Iterator[list[Batch]]:
     """The micro-batches of one rank in each of `num_steps` steps (`evaluation_steps`); lanes that ran out are idle.
 
@@ -171,16 +173,21 @@ def evaluation_batches(
     """
     lengths = cut_lengths([entry.num_tokens for entry in index.documents], max_document_len)
     documents = Documents(index, lengths, bos_id=bos_id)
-    lanes = [
-        finite_lane(documents, plan_lanes[lane] if lane < len(plan_lanes) else [], seg_len=seg_len) for lane in lane_ids
-    ]
+    numbers = [plan_lanes[lane] if lane < len(plan_lanes) else [] for lane in lane_ids]
+    lanes = [finite_lane(documents, of_lane, seg_len=seg_len, blocks=blocks) for of_lane in numbers]
     for _ in range(num_steps):
         segments = [next(lane) for lane in lanes]
         yield collate_groups(segments, micro_lanes=micro_lanes, seg_len=seg_len, with_recall=documents.has_recall)
 
 
 def stream_batches(
-    index: Index, plan: StreamPlan, *, lane_ids: Sequence[int], micro_lanes: int, bos_id: int
+    index: Index,
+    plan: StreamPlan,
+    *,
+    lane_ids: Sequence[int],
+    micro_lanes: int,
+    bos_id: int,
+    blocks: bool = False,
 ) -> Iterator[list[tuple[Batch, Tensor]]]:
     """The micro-batches of one rank in each step of one reading of a stream; lanes that ran out are idle.
 
@@ -188,7 +195,7 @@ def stream_batches(
     next. Every rank yields as many steps. Raises ShardError for a damaged document.
     """
     documents = Documents(index, plan.lengths, bos_id=bos_id)
-    lanes = [_stream_segments(documents, plan, lane) for lane in lane_ids]
+    lanes = [_stream_segments(documents, plan, lane, blocks=blocks) for lane in lane_ids]
     for _ in range(max(_num_segments(plan, lane) for lane in range(plan.num_lanes))):
         step = [next(lane) for lane in lanes]
         segments = [segment for segment, _ in step]
@@ -201,7 +208,9 @@ def stream_batches(
         yield list(zip(batches, torch.from_numpy(table).split(micro_lanes), strict=True))
 
 
-def _stream_segments(documents: Documents, plan: StreamPlan, lane: int) -> Iterator[tuple[Segment, np.ndarray]]:
+def _stream_segments(
+    documents: Documents, plan: StreamPlan, lane: int, *, blocks: bool
+) -> Iterator[tuple[Segment, np.ndarray]]:
     """The segments of a lane's part of the stream, each with the document of every target; then idle ones for ever."""
     if lane < plan.num_lanes:
         reader = StreamLane(documents, plan, lane=lane, cursor=START)
@@ -211,7 +220,8 @@ def _stream_segments(documents: Documents, plan: StreamPlan, lane: int) -> Itera
             inputs, targets = run.tokens[:-1], run.tokens[1:]
             numbers = plan.document_at(np.arange(position, position + len(targets)))
             position += len(targets)
-            yield Segment(inputs, targets, run.scored, run.recall, int(numbers[0]), run.is_new_document), numbers
+            segment = Segment(inputs, targets, run.scored, run.recall, int(numbers[0]), run.is_new_document)
+            yield (as_block(segment), moved_left(numbers, 0)) if blocks else (segment, numbers)
     yield from repeat((IDLE, NOTHING))
 
 

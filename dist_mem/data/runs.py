@@ -20,11 +20,11 @@ from dist_mem.data.stream import Cursor, DocumentPlan, Plan, StreamPlan
 class Run(NamedTuple):
     """R successive segments of one lane; all are of T tokens but the last, which may be shorter."""
 
-    tokens: np.ndarray  # (n + 1,) any integer type: what comes before the first target (BOS at first), then the targets
-    scored: np.ndarray | None  # (n,) bool, which targets count; None: all
-    recall: np.ndarray | None  # (n,) distance of each target's referent; None: none
-    document: np.ndarray | int  # (R,), or one for all: index of the document of the first target
-    counts: np.ndarray  # (R, 2) documents whose first token is a target, damaged ones passed over on the way
+    tokens: np.ndarray  # (n + 1,) any integer type: the token before (BOS at first), then those of the segments
+    scored: np.ndarray | None  # (n,) bool, which tokens of the segments count as targets; None: all
+    recall: np.ndarray | None  # (n,) distance of each one's referent; None: none
+    document: np.ndarray | int  # (R,), or one for all: index of the document of the first token
+    counts: np.ndarray  # (R, 2) documents whose first token is in it, damaged ones passed over on the way
     is_new_document: bool  # the first segment begins with a fresh memory; no other does
     cursors: np.ndarray  # (R, 3) after each segment
     epochs: np.ndarray  # (R,) completed by the lane after each segment

@@ -24,7 +24,7 @@ class Segment(NamedTuple):
     targets: np.ndarray  # (length,) the token after each input
     scored: np.ndarray | None  # (length,) bool, which targets count; None: all
     recall: np.ndarray | None  # (length,) distance of each target's referent; None: none in this document
-    document: int  # of the first target; -1: idle
+    document: int  # of the first token; -1: idle
     is_new_document: bool
 
 
@@ -32,8 +32,33 @@ NOTHING = np.empty(0, dtype=np.int64)
 IDLE = Segment(NOTHING, NOTHING, None, None, document=-1, is_new_document=False)
 
 
-def document_segments(document: Document, *, start: int, seg_len: int, bos_id: int) -> Iterator[tuple[Segment, int]]:
-    """Segments of one document from token `start` on, each with the number of tokens read after it."""
+def as_block(segment: Segment) -> Segment:
+    """The segment as `data.blocks` reads it: its own tokens, of which the first is no target, and the last has none.
+
+    In place of the token before each target, at first BOS. What is known of a target moves with it, left by one.
+    """
+    _, tokens, scored, recall, _, _ = segment
+    is_target = np.ones(len(tokens), dtype=bool) if scored is None else np.asarray(scored, dtype=bool)
+    return segment._replace(
+        inputs=tokens,
+        targets=moved_left(tokens, 0),
+        scored=moved_left(is_target, False),
+        recall=None if recall is None else moved_left(recall, 0),
+    )
+
+
+def moved_left(values: np.ndarray, last: int) -> np.ndarray:
+    """All values (n,) but the first, and then `last`, of the same type."""
+    return np.append(values[1:], values.dtype.type(last))
+
+
+def document_segments(
+    document: Document, *, start: int, seg_len: int, bos_id: int, blocks: bool = False
+) -> Iterator[tuple[Segment, int]]:
+    """Segments of one document from token `start` on, each with the number of tokens read after it.
+
+    `blocks`: as `data.blocks`, see `as_block`.
+    """
     _, tokens, scored, recall = document
     for begin in range(start, len(tokens), seg_len):
         part = slice(begin, min(begin + seg_len, len(tokens)))
@@ -46,15 +71,17 @@ def document_segments(document: Document, *, start: int, seg_len: int, bos_id: i
             document.number,
             is_new_document=begin == 0,
         )
-        yield segment, part.stop
+        yield as_block(segment) if blocks else segment, part.stop
 
 
-def finite_lane(documents: Documents, numbers: Sequence[int], *, seg_len: int) -> Iterator[Segment]:
+def finite_lane(
+    documents: Documents, numbers: Sequence[int], *, seg_len: int, blocks: bool = False
+) -> Iterator[Segment]:
     """The segments of the given documents once, then idle ones for ever; a damaged document is always an error."""
     for number in numbers:
         document = documents.open(number)
-        for segment, _ in document_segments(document, start=0, seg_len=seg_len, bos_id=documents.bos_id):
-            yield segment
+        parts = document_segments(document, start=0, seg_len=seg_len, bos_id=documents.bos_id, blocks=blocks)
+        yield from (segment for segment, _ in parts)
     yield from repeat(IDLE)
 
 

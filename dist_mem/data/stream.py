@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 LAYOUTS = ("documents", "stream")
-MIN_TRAINING_LEN = 2  # tokens; a document of one token has nothing to learn from but BOS
+MIN_TRAINING_LEN = 2  # tokens; a document of one token has nothing to learn from but BOS, and in blocks not even that
 
 
 class Cursor(NamedTuple):
