@@ -9,18 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import free_port, launcher_environment
 from scored_library import ALONE, MEM_LEN, SEG_LEN, TOKENIZER, make_config, save_weights
 
 from dist_mem.__main__ import main
 from dist_mem.config import load_config
 from dist_mem.data.shard import Index
-from dist_mem.errors import EXIT_DONE, EXIT_USAGE
-from dist_mem.evaluation import evaluate
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
+from dist_mem.evaluation import evaluate, sweep
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.protocol import protocol_of, tag_of
 from dist_mem.evaluation.report import Report, read_report
-from dist_mem.evaluation.scoring import evaluate_documents
+from dist_mem.evaluation.scoring import EvaluationError, evaluate_documents
 from dist_mem.evaluation.sweep import Row, parse_sweep, to_markdown
 from dist_mem.evaluation.trained import find_checkpoint, read_settings
 from dist_mem.memory import memory_options
@@ -46,9 +45,9 @@ def config_with(memory: dict[str, Any], **blocks: Any) -> Any:
     return config
 
 
-def make_run(folder: Path, library: Path, memory: dict[str, Any]) -> tuple[Path, MemoryLM]:
-    """A run with that memory, saved at step 3, and its model."""
-    config = config_with(memory, data={"path": str(library)}, model={"init_std": 0.3})
+def make_run(folder: Path, library: Path, memory: dict[str, Any], **options: Any) -> tuple[Path, MemoryLM]:
+    """A run with that memory, and those options of the model, saved at step 3, and its model."""
+    config = config_with(memory, data={"path": str(library)}, model={"init_std": 0.3, **options})
     torch.manual_seed(0)
     model = MemoryLM(config, TOKENIZER.vocab_size).eval()
     save_weights(folder / "run", model, config, step=3)
@@ -105,6 +104,18 @@ def test_clamped_distances_and_equal_reach_are_those_of_a_model_built_with_them(
     assert len({found.nll, asked(run_dir).nll, asked(run_dir, "eval.clamp_len=5").nll}) == 3
 
 
+def test_clamped_distances_of_the_training_can_be_switched_off(library: Path, index: Index, tmp_path: Path) -> None:
+    run_dir, weights = make_run(tmp_path, library, MEMORIES["transformer_xl"], clamp_len=5)
+    found = asked(run_dir, "eval.clamp_len=0")
+    config = config_with(MEMORIES["transformer_xl"])
+    assert found == score_built(index, weights, config, mem_len=MEM_LEN, seg_len=SEG_LEN)
+    assert found.nll != asked(run_dir).nll == asked(run_dir, "eval.clamp_len=null").nll
+    config.model.clamp_len, config.eval.clamp_len = 5, 0
+    assert (protocol_of(config).clamp_len, tag_of(config)) == (None, "clamp0")
+    config.model.clamp_len = None
+    assert tag_of(config) == ""
+
+
 @pytest.mark.parametrize(
     ("name", "override", "message"),
     [
@@ -142,12 +153,6 @@ def test_training_takes_the_lengths_of_the_evaluate_command_and_leaves_them_alon
     assert not config.model.same_length
 
 
-@pytest.fixture
-def single_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in launcher_environment(0, 1, free_port()).items():
-        monkeypatch.setenv(name, value)
-
-
 @pytest.mark.usefixtures("single_process")
 def test_the_report_says_how_it_was_asked_and_leaves_the_run_s_own_alone(
     library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -159,7 +164,7 @@ def test_the_report_says_how_it_was_asked_and_leaves_the_run_s_own_alone(
     assert main(command) == EXIT_DONE
     assert main([*command, "eval.mem_len=24", "eval.layout=stream", "eval.lanes=3"]) == EXIT_DONE
     own, other = (run_dir / "evaluations" / f"test-step-00000003{ending}.json" for ending in ("", "-M24-stream3"))
-    lengths = {"seg_len": SEG_LEN, "clamp_len": None, "same_length": False}
+    lengths = {"seg_len": SEG_LEN, "clamp_len": None, "same_length": False, "blocks": False}
     assert json.loads(own.read_text())["protocol"] == {**lengths, "mem_len": 16, "layout": "documents", "lanes": None}
     assert json.loads(other.read_text())["protocol"] == {**lengths, "mem_len": 24, "layout": "stream", "lanes": 3}
     assert told[0]["test/word_perplexity"] == read_report(own).word_perplexity
@@ -197,6 +202,29 @@ def test_a_sweep_has_a_row_for_each_run_and_length_with_the_figures_of_single_ev
     assert len({row["word_perplexity"] for row in rows}) == 4
     assert table.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert f"| {two} | 3 | 4 | 12 | 260 | " in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("single_process")
+def test_a_sweep_that_fails_midway_keeps_the_rows_before(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, _ = make_run(tmp_path, library, MEMORIES["transformer_xl"])
+    table = run_dir / "evaluations" / "sweep-test-mem_len.csv"
+    kept: list[str] = []
+
+    def failing(*given: Any, **options: Any) -> Report:
+        if table.exists():
+            kept.append(table.read_text())
+        if len(kept) == 2:
+            raise EvaluationError("a loss is not finite")
+        return evaluate_checkpoint(*given, **options)
+
+    monkeypatch.setattr(sweep, "evaluate_checkpoint", failing)
+    assert main(["evaluate", str(run_dir), "--split", "test", "--sweep", "mem_len=4,12,20"]) == EXIT_FAILED
+    assert [len(text.splitlines()) for text in kept] == [2, 3]
+    assert [row["mem_len"] for row in csv.DictReader(table.read_text().splitlines())] == ["4", "12"]
+    assert table.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in table.parent.iterdir()} == {table.name, table.with_suffix(".png").name}
 
 
 @pytest.mark.usefixtures("single_process")

@@ -11,7 +11,7 @@ from dist_mem.dialogue.answer import Answer
 from dist_mem.dialogue.metrics import METRICS, mean_scores
 from dist_mem.dialogue.replies import Conversation, is_leaked
 from dist_mem.dialogue.wordnet import REMEDY
-from dist_mem.evaluation.report import DocumentScore, perplexity, shown
+from dist_mem.evaluation.report import DocumentScore, perplexity, shown, total_words
 
 FORMAT_VERSION = 1
 
@@ -52,7 +52,7 @@ def _group(name: str, ids: set[str], documents: Sequence[DocumentScore], answers
         len(members),
         len(scores),
         perplexity(nll, sum(document.num_scored for document in members)),
-        perplexity(nll, sum(document.words for document in members)),
+        perplexity(nll, total_words(members)),
         mean_scores(scores),
     )
 

@@ -119,6 +119,8 @@ def _run(world: World, path: Path, settings: Settings, step: int | None, overrid
         raise ValueError(f"dist-mem dialogue runs on one process, not on {world.size}: eval.lanes reads more at once")
     found = found_by_all(path, step, world)
     config = read_settings(found.directory, overrides)
+    if protocol_of(config).blocks:
+        raise ValueError("data.blocks is true, by which tokens of replies are not scored: set eval.blocks=false")
     use_threads(config)
     split = settings.split or config.eval.split
     tag = "-".join(part for part in (tag_of(config), settings_tag(settings)) if part)

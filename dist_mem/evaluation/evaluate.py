@@ -45,7 +45,7 @@ def evaluate_split(
     """Score a split as the configuration says; every rank calls it. Arguments and errors: `evaluate_documents`.
 
     The lengths are those that `config` has for its training, except `eval.seg_len`; `evaluate_checkpoint` puts others
-    there (`apply_protocol`).
+    there (`apply_protocol`). `eval.layout` and `eval.blocks` hold in any case.
     """
     train, settings = config.train, config.eval
     lanes_per_rank = -(-settings.lanes // world.size)
@@ -61,6 +61,7 @@ def evaluate_split(
         mem_len=short_term_len(config.memory),
         world=world,
         max_document_len=settings.max_document_len,
+        blocks=protocol_of(config).blocks,
     )
 
 

@@ -3,7 +3,8 @@
     dist-mem evaluate runs/wikitext103 eval.seg_len=64 eval.mem_len=640 eval.clamp_len=400 eval.same_length=true
 
 with eval.layout=stream eval.lanes=10 is how Transformer-XL is scored on WikiText-103 (Dai et al. 2019, table 1; lengths
-from the published script). An evaluation amid training is asked as it is trained; only `eval.layout` holds there too.
+from the published script). An evaluation amid training is asked as it is trained; only `eval.layout` and `eval.blocks`
+hold there too.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ class Protocol(NamedTuple):
 
     seg_len: int  # T, tokens
     mem_len: int  # M, tokens; 0 for no short-term memory
-    clamp_len: int | None
+    clamp_len: int | None  # tokens; None: distances are as they are
     same_length: bool
     layout: str  # documents | stream
     lanes: int | None  # of a stream, each of which begins with an empty memory; None: they change nothing
+    blocks: bool = False  # the first token of each segment is read and not scored
 
     def __str__(self) -> str:
         clamp = "" if self.clamp_len is None else f", clamp_len {self.clamp_len}"
         layout = self.layout if self.lanes is None else f"{self.layout} in {self.lanes} lanes"
-        return f"T {self.seg_len}, M {self.mem_len}{clamp}{', same_length' if self.same_length else ''}, {layout}"
+        same_length = ", same_length" if self.same_length else ""
+        blocks = ", blocks (their first tokens are not scored)" if self.blocks else ""
+        return f"T {self.seg_len}, M {self.mem_len}{clamp}{same_length}, {layout}{blocks}"
 
 
 def protocol_of(config: Config) -> Protocol:
@@ -37,10 +41,11 @@ def protocol_of(config: Config) -> Protocol:
     return Protocol(
         seg_len=settings.seg_len or config.train.seg_len,
         mem_len=settings.mem_len or short_term_len(config.memory),
-        clamp_len=settings.clamp_len or model.clamp_len,
+        clamp_len=model.clamp_len if settings.clamp_len is None else settings.clamp_len or None,
         same_length=model.same_length if settings.same_length is None else settings.same_length,
         layout=settings.layout,
         lanes=settings.lanes if settings.layout == "stream" else None,
+        blocks=config.data.blocks if settings.blocks is None else settings.blocks,
     )
 
 
@@ -53,15 +58,16 @@ def tag_of(config: Config) -> str:
     parts = [
         f"T{asked.seg_len}" if asked.seg_len != config.train.seg_len else "",
         f"M{asked.mem_len}" if asked.mem_len != short_term_len(config.memory) else "",
-        f"clamp{asked.clamp_len}" if asked.clamp_len != model.clamp_len else "",
+        f"clamp{asked.clamp_len or 0}" if asked.clamp_len != model.clamp_len else "",
         f"same_length_{str(asked.same_length).lower()}" if asked.same_length != model.same_length else "",
         f"stream{asked.lanes}" if asked.lanes is not None else "",
+        f"blocks_{str(asked.blocks).lower()}" if asked.blocks != config.data.blocks else "",
     ]
     return "-".join(part for part in parts if part)
 
 
 def apply_protocol(config: Config) -> None:
-    """Write the lengths of `eval` over those of the training, from which a model is built.
+    """Write what `eval` asks for over what the training had: lengths, from which a model is built, and blocks.
 
     Raises:
         ValueError: a length is given that the memory, or the model, has none of.
@@ -70,6 +76,7 @@ def apply_protocol(config: Config) -> None:
     if settings.clamp_len is not None and config.model.kind == "gpt2":
         raise ValueError(f"eval.clamp_len is {settings.clamp_len}, but GPT-2 knows no distances: set it to null")
     config.train.seg_len = asked.seg_len  # what the memories are built for
+    config.data.blocks = asked.blocks  # so a text is scored and written on
     config.model.clamp_len, config.model.same_length = asked.clamp_len, asked.same_length
     if settings.mem_len is None:
         return

@@ -125,7 +125,9 @@ def regression_errors(trained: TrainedModel, documents: Documents) -> list[Error
         for number in range(len(documents)):
             state = init_state(trained, [number])
             document = documents.open(number)
-            for segment, _ in document_segments(document, start=0, seg_len=seg_len, bos_id=documents.bos_id):
+            blocks = trained.config.data.blocks
+            parts = document_segments(document, start=0, seg_len=seg_len, bos_id=documents.bos_id, blocks=blocks)
+            for segment, _ in parts:
                 batch = collate([segment], seg_len=seg_len, with_recall=False).to(trained.device)
                 state = trained.model(batch.tokens, batch.targets, batch.valid_len, state=state).state
             for watch in watches:

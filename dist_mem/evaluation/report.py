@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from dist_mem.files import write_text
 
-FORMAT_VERSION = 2  # 1 had no hits
+FORMAT_VERSION = 3  # 1 had no hits, 2 knew all words
 TABLE_ROWS = 20  # documents shown; the files have all
 _TITLE_CHARS = 36
 _CSV_COLUMNS = ("id", "title", "num_scored", "words", "bytes", "nll", "hits")
@@ -50,7 +50,7 @@ class DocumentScore:
     title: str
     nll: float  # nats, sum
     num_scored: int
-    words: int
+    words: int | None  # None: not known, because a block's first token is not scored and may be a part of a word
     bytes: int
     hits: int | None = None  # scored tokens that were the most probable ones; None: not known
 
@@ -65,7 +65,7 @@ class Report:
     max_document_len: int | None  # tokens scored of each document; None: all
     seg_len: int  # T
     mem_len: int  # M, of the short-term memory; 0: none
-    num_words: int  # official count where the split has one and is scored whole, else the sum over documents
+    num_words: int | None  # official count where the split is scored whole and has one, else that of all documents
     documents: list[DocumentScore]
     recall: list[RecallScore]  # by growing distance; empty where the data records none
 
@@ -111,11 +111,9 @@ class Report:
 
     def figures(self) -> dict[str, float]:
         """The figures to track, "validation/word_perplexity" and so on; bands without recall tokens are left out."""
-        found = {
-            "word_perplexity": self.word_perplexity,
-            "token_perplexity": self.token_perplexity,
-            "bits_per_byte": self.bits_per_byte,
-        }
+        found = {"token_perplexity": self.token_perplexity, "bits_per_byte": self.bits_per_byte}
+        if self.num_words is not None:
+            found = {"word_perplexity": self.word_perplexity, **found}
         if not math.isnan(self.accuracy):
             found["accuracy"] = self.accuracy
         for name, band in recall_bands(self.seg_len, self.mem_len).items():
@@ -134,9 +132,16 @@ def recall_bands(seg_len: int, mem_len: int) -> dict[str, Band]:
     return {name: band for name, band in bands.items() if band.low != band.high}
 
 
-def perplexity(nll: float, count: int) -> float:
-    """exp(nll / count), nll in nats; nan for a count of 0, inf where a float cannot hold it."""
-    if count == 0:
+def total_words(documents: Iterable[DocumentScore]) -> int | None:
+    """Words of all documents; None if those of one are not known."""
+    counts = [document.words for document in documents]
+    known = [words for words in counts if words is not None]
+    return sum(known) if len(known) == len(counts) else None
+
+
+def perplexity(nll: float, count: int | None) -> float:
+    """exp(nll / count), nll in nats; nan for a count of 0 or none, inf where a float cannot hold it."""
+    if not count:
         return math.nan
     mean = nll / count
     return math.exp(mean) if mean < 709 else math.inf
@@ -185,9 +190,12 @@ def _shortened(title: str) -> str:
     return title if len(title) <= _TITLE_CHARS else title[: _TITLE_CHARS - 3] + "..."
 
 
-def _row(name: str, title: str, nll: float, num_scored: int, words: int, num_bytes: int, hit_share: float) -> str:
+def _row(
+    name: str, title: str, nll: float, num_scored: int, words: int | None, num_bytes: int, hit_share: float
+) -> str:
+    num_words, word_ppl = ("n/a", "n/a") if words is None else (f"{words:,}", shown(perplexity(nll, words)))
     return (
-        f"{name:<10} {title:<{_TITLE_CHARS}} {num_scored:>11,} {words:>10,} {shown(perplexity(nll, words)):>10} "
+        f"{name:<10} {title:<{_TITLE_CHARS}} {num_scored:>11,} {num_words:>10} {word_ppl:>10} "
         f"{shown(perplexity(nll, num_scored)):>10} {bits_per_byte(nll, num_bytes):>9.4f} "
         f"{hit_share:>8.2%}"
     )
@@ -246,5 +254,9 @@ def read_report(path: Path) -> Report:
 
 
 def same_text(reports: Sequence[Report]) -> bool:
-    """Whether all reports score the same documents to the same word."""
-    return len({tuple((document.id, document.words) for document in report.documents) for report in reports}) == 1
+    """Whether all reports score the same documents to the same word; where words are not known, to the same byte."""
+
+    def size(document: DocumentScore) -> tuple[str, int | None, int]:
+        return document.id, document.words, document.bytes if document.words is None else 0
+
+    return len({tuple(map(size, report.documents)) for report in reports}) == 1

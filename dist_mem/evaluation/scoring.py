@@ -21,21 +21,33 @@ from dist_mem.data.shard import Index, ShardError, check_document, read_mask, re
 from dist_mem.data.stream import cut_lengths, evaluation_plan, evaluation_steps, lanes_of_rank
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.distributed import World, agree_all_well, gather_objects, sum_tensor
-from dist_mem.evaluation.report import DocumentScore, RecallScore, Report
+from dist_mem.evaluation.report import DocumentScore, RecallScore, Report, total_words
 from dist_mem.model import reset_lanes
 
 Forward = Callable[..., Any]  # (tokens, targets, valid_len, state=state) -> LMOutput, without dropout
 InitState = Callable[[Tensor], Any]  # document numbers (B,) int64 -> empty memories on the device
+LeftOut = Callable[[int], np.ndarray]  # document -> offsets of its tokens that are read and are no target
 
 
 class EvaluationError(RuntimeError):
     """The scores cannot be right; raised on every rank."""
 
 
+def nothing_left_out(document: int) -> np.ndarray:
+    return np.empty(0, dtype=np.int64)
+
+
+class Extent(NamedTuple):
+    """What of a split is scored, if the mask of the document has it too."""
+
+    lengths: np.ndarray  # (documents,) tokens read of each
+    left_out: LeftOut = nothing_left_out  # the first tokens of blocks
+
+
 class Share(NamedTuple):
     """What one rank knows of its own documents before scoring."""
 
-    words: Tensor  # (documents,) float64, of the scored tokens; 0 for documents of other ranks
+    words: Tensor  # (documents,) float64, of the scored tokens; nan where not known, 0 for documents of other ranks
     bytes: Tensor  # (documents,) float64, likewise
     max_distance: int  # largest recall distance, 0 where none is recorded
 
@@ -74,6 +86,7 @@ def evaluate_documents(
     mem_len: int,
     world: World,
     max_document_len: int | None = None,
+    blocks: bool = False,
 ) -> Report:
     """Score a split; every rank calls it and gets the same report.
 
@@ -82,6 +95,7 @@ def evaluate_documents(
         num_lanes: of the whole job.  micro_lanes: lanes of one forward of one rank.
         mem_len: M of the short-term memory, for the recall bands; 0 for none.
         max_document_len: tokens; score only the beginning of each document.
+        blocks: as `data.blocks`: the first token of each segment is no target.
 
     Raises:
         ValueError: the shards were made with another tokenizer.
@@ -93,7 +107,8 @@ def evaluate_documents(
     plan = evaluation_plan(lengths, num_lanes=num_lanes, seg_len=seg_len)
     lane_ids = lanes_of_rank(num_lanes, world_size=world.size, rank=world.rank, micro_lanes=micro_lanes)
     mine = [document for lane in lane_ids if lane < num_lanes for document in plan[lane]]
-    share = agreed_share(index, mine, lengths, tokenizer, world)
+    extent = Extent(lengths, lambda document: np.arange(0, lengths[document], seg_len)) if blocks else Extent(lengths)
+    share = agreed_share(index, mine, extent, tokenizer, world)
     batches = evaluation_batches(
         index,
         plan,
@@ -103,24 +118,25 @@ def evaluate_documents(
         num_steps=evaluation_steps(plan, lengths, seg_len=seg_len),
         bos_id=tokenizer.bos_id,
         max_document_len=max_document_len,
+        blocks=blocks,
     )
     states = [init_state(group) for group in torch.tensor(lane_ids).split(micro_lanes)]
     tables = empty_tables(len(lengths), share.max_distance, world.device)
     with torch.no_grad():
         _score(forward, states, batches, tables, init_state=init_state, device=world.device)
     sums = Sums(*summed([*tables, share.words, share.bytes], world))
-    check_complete(index, lengths, sums)
-    return make_report(index, lengths, sums, max_document_len=max_document_len, seg_len=seg_len, mem_len=mem_len)
+    check_complete(index, extent, sums)
+    return make_report(index, extent, sums, max_document_len=max_document_len, seg_len=seg_len, mem_len=mem_len)
 
 
-def make_report(index: Index, lengths: np.ndarray, sums: Sums, **settings: Any) -> Report:
+def make_report(index: Index, extent: Extent, sums: Sums, **settings: Any) -> Report:
     documents = _document_scores(index, sums)
-    is_whole = all(_is_whole(index, document, lengths) for document in range(len(lengths)))
+    is_whole = all(_is_whole(index, document, extent) for document in range(len(extent.lengths)))
     return Report(
         split=index.split,
         data_fingerprint=index.fingerprint,
         tokenizer_fingerprint=index.tokenizer_fingerprint,
-        num_words=index.num_words if is_whole else sum(document.words for document in documents),
+        num_words=index.num_words if is_whole else total_words(documents),
         documents=documents,
         recall=_recall_scores(sums),
         **settings,
@@ -135,11 +151,14 @@ def check_scorable(index: Index, tokenizer: Tokenizer) -> None:
 
 
 def _document_scores(index: Index, sums: Sums) -> list[DocumentScore]:
-    columns = (sums.nll.tolist(), *(part.long().tolist() for part in (sums.num_scored, sums.words, sums.bytes)))
-    hits = [None if math.isnan(count) else int(count) for count in sums.hits.tolist()]
-    return [
-        DocumentScore(entry.id, entry.title, *row) for entry, *row in zip(index.documents, *columns, hits, strict=True)
-    ]
+    counts = [_known(part) for part in (sums.num_scored, sums.words, sums.bytes, sums.hits)]
+    rows = zip(index.documents, sums.nll.tolist(), *counts, strict=True)
+    return [DocumentScore(entry.id, entry.title, *row) for entry, *row in rows]
+
+
+def _known(counts: Tensor) -> list[int | None]:
+    """Whole numbers; None for nan."""
+    return [None if math.isnan(count) else int(count) for count in counts.tolist()]
 
 
 def _recall_scores(sums: Sums) -> list[RecallScore]:
@@ -191,12 +210,12 @@ def summed(parts: Sequence[Tensor], world: World) -> list[Tensor]:
     return list(joined.split([len(part) for part in parts]))
 
 
-def agreed_share(index: Index, mine: Sequence[int], lengths: np.ndarray, tokenizer: Tokenizer, world: World) -> Share:
+def agreed_share(index: Index, mine: Sequence[int], extent: Extent, tokenizer: Tokenizer, world: World) -> Share:
     """Check and measure this rank's documents; all ranks stop here if any finds a damaged one, not amid forwards."""
-    share = _no_share(len(lengths))
+    share = _no_share(len(extent.lengths))
     error: ShardError | OSError | None = None
     try:
-        share = _measure(index, mine, lengths, tokenizer)
+        share = _measure(index, mine, extent, tokenizer)
     except (ShardError, OSError) as caught:
         error = caught
     if world.size == 1:
@@ -215,45 +234,57 @@ def _no_share(num_documents: int) -> Share:
     return Share(words, num_bytes, max_distance=0)
 
 
-def _measure(index: Index, mine: Sequence[int], lengths: np.ndarray, tokenizer: Tokenizer) -> Share:
-    words, num_bytes, max_distance = _no_share(len(lengths))
+def _measure(index: Index, mine: Sequence[int], extent: Extent, tokenizer: Tokenizer) -> Share:
+    words, num_bytes, max_distance = _no_share(len(extent.lengths))
     for document in mine:
         check_document(index, document)
-        words[document], num_bytes[document] = _text_size(index, document, lengths, tokenizer)
-        recall = read_recall(index, document, 0, int(lengths[document]))
+        words[document], num_bytes[document] = _text_size(index, document, extent, tokenizer)
+        recall = read_recall(index, document, 0, int(extent.lengths[document]))
         if recall is not None:
             max_distance = max(max_distance, int(recall.max(initial=0)))
     return Share(words, num_bytes, max_distance)
 
 
-def _is_whole(index: Index, document: int, lengths: np.ndarray) -> bool:
+def _is_whole(index: Index, document: int, extent: Extent) -> bool:
     """Whether every token of the document is scored."""
     entry = index.documents[document]
-    return entry.mask_offset is None and int(lengths[document]) == entry.num_tokens
+    is_cut = int(extent.lengths[document]) != entry.num_tokens
+    return entry.mask_offset is None and not is_cut and not len(extent.left_out(document))
 
 
-def _text_size(index: Index, document: int, lengths: np.ndarray, tokenizer: Tokenizer) -> tuple[int, int]:
-    """Words and bytes of the scored tokens. The index knows them for whole documents, else the text is decoded."""
-    entry, length = index.documents[document], int(lengths[document])
-    if _is_whole(index, document, lengths):
+def _text_size(index: Index, document: int, extent: Extent, tokenizer: Tokenizer) -> tuple[float, int]:
+    """Words and bytes of the scored tokens. The index knows them for whole documents, else the text is decoded.
+
+    Words are nan where blocks leave out tokens: these are parts of words as often as not.
+    """
+    entry, length = index.documents[document], int(extent.lengths[document])
+    if _is_whole(index, document, extent):
         return entry.words, entry.bytes
     tokens = read_tokens(index, document, 0, length)
     mask = read_mask(index, document, 0, length)
-    scored = np.ones(length, dtype=bool) if mask is None else np.asarray(mask, dtype=bool)
+    scored = np.ones(length, dtype=bool) if mask is None else np.array(mask, dtype=bool)
+    left_out = extent.left_out(document)
+    loses = bool(scored[left_out].any())
+    scored[left_out] = False
+    num_bytes = int(tokenizer.piece_bytes[tokens[scored].astype(np.int64)].sum())
+    if loses:
+        return math.nan, num_bytes
     edges = np.flatnonzero(np.diff(scored)) + 1  # where runs of scored tokens begin and end
     runs = [
         run for run, is_scored in zip(np.split(tokens, edges), np.split(scored, edges), strict=True) if is_scored[0]
     ]
-    words = sum(len(tokenizer.decode(run).split()) for run in runs)
-    return words, int(tokenizer.piece_bytes[tokens[scored].astype(np.int64)].sum())
+    return sum(len(tokenizer.decode(run).split()) for run in runs), num_bytes
 
 
-def check_complete(index: Index, lengths: np.ndarray, sums: Sums) -> None:
+def check_complete(index: Index, extent: Extent, sums: Sums) -> None:
     """Compare with what the index promises, not with what the plan dealt."""
     for document, entry in enumerate(index.documents):
         where = f"{index.split_dir}: document {entry.id}"
-        mask = read_mask(index, document, 0, int(lengths[document]))
-        expected = int(lengths[document]) if mask is None else int(np.count_nonzero(mask))
+        length, left_out = int(extent.lengths[document]), extent.left_out(document)
+        mask = read_mask(index, document, 0, length)
+        expected = length - len(left_out)
+        if mask is not None:
+            expected = int(np.count_nonzero(mask) - np.count_nonzero(mask[left_out]))
         if int(sums.num_scored[document]) != expected:
             raise EvaluationError(f"{where}: {int(sums.num_scored[document])} tokens scored, {expected} expected")
         if not torch.isfinite(sums.nll[document]):

@@ -23,7 +23,7 @@ from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.distributed import World
 from dist_mem.evaluation import scoring
 from dist_mem.evaluation.report import Report
-from dist_mem.evaluation.scoring import Forward, InitState, Share, Sums, Tables
+from dist_mem.evaluation.scoring import Extent, Forward, InitState, LeftOut, Share, Sums, Tables
 from dist_mem.model import reset_lanes
 
 
@@ -39,6 +39,7 @@ def evaluate_stream(
     mem_len: int,
     world: World,
     max_document_len: int | None = None,
+    blocks: bool = False,
 ) -> Report:
     """Score a split as a stream; arguments, errors and what every rank gets: `scoring.evaluate_documents`.
 
@@ -49,17 +50,18 @@ def evaluate_stream(
     lengths = stream_lengths(index, num_lanes=num_lanes, max_document_len=max_document_len)
     plan = StreamPlan(lengths, num_lanes=num_lanes, seg_len=seg_len)
     lane_ids = lanes_of_rank(num_lanes, world_size=world.size, rank=world.rank, micro_lanes=micro_lanes)
-    share = agreed_share(index, plan, lane_ids, tokenizer, world)
+    extent = Extent(lengths, block_starts(plan)) if blocks else Extent(lengths)
+    share = agreed_share(index, plan, lane_ids, extent, tokenizer, world)
     tables = scoring.empty_tables(len(lengths), share.max_distance, world.device)
     states = [init_state(group) for group in torch.tensor(lane_ids).split(micro_lanes)]
-    batches = stream_batches(index, plan, lane_ids=lane_ids, micro_lanes=micro_lanes, bos_id=tokenizer.bos_id)
+    batches = stream_batches(
+        index, plan, lane_ids=lane_ids, micro_lanes=micro_lanes, bos_id=tokenizer.bos_id, blocks=blocks
+    )
     with torch.no_grad():
         _score(forward, states, batches, tables, init_state=init_state, device=world.device)
     sums = Sums(*scoring.summed([*tables, share.words, share.bytes], world))
-    scoring.check_complete(index, lengths, sums)
-    return scoring.make_report(
-        index, lengths, sums, max_document_len=max_document_len, seg_len=seg_len, mem_len=mem_len
-    )
+    scoring.check_complete(index, extent, sums)
+    return scoring.make_report(index, extent, sums, max_document_len=max_document_len, seg_len=seg_len, mem_len=mem_len)
 
 
 def stream_lengths(index: Index, *, num_lanes: int, max_document_len: int | None) -> np.ndarray:
@@ -70,15 +72,24 @@ def stream_lengths(index: Index, *, num_lanes: int, max_document_len: int | None
     return lengths
 
 
-def agreed_share(index: Index, plan: StreamPlan, lane_ids: range, tokenizer: Tokenizer, world: World) -> Share:
+def block_starts(plan: StreamPlan) -> LeftOut:
+    """Of any document, the offsets of the tokens with which a segment begins."""
+    positions = np.concatenate([np.arange(*plan.span(lane), plan.seg_len) for lane in range(plan.num_lanes)])
+    bounds = np.searchsorted(positions, plan.starts)
+    return lambda document: positions[bounds[document] : bounds[document + 1]] - plan.starts[document]
+
+
+def agreed_share(
+    index: Index, plan: StreamPlan, lane_ids: range, extent: Extent, tokenizer: Tokenizer, world: World
+) -> Share:
     """As `scoring`'s: all documents that this rank reads are checked, and those measured that begin in its lanes."""
     spans = [plan.span(lane) for lane in lane_ids if lane < plan.num_lanes]
     if not spans:
-        return scoring.agreed_share(index, [], plan.lengths, tokenizer, world)
+        return scoring.agreed_share(index, [], extent, tokenizer, world)
     begin, end = spans[0][0], spans[-1][1]  # a rank's lanes are successive
     starts, stops = plan.starts[:-1], plan.starts[1:]
     read = np.flatnonzero((starts < end) & (stops > begin) & (plan.lengths > 0)).tolist()
-    share = scoring.agreed_share(index, read, plan.lengths, tokenizer, world)
+    share = scoring.agreed_share(index, read, extent, tokenizer, world)
     own = torch.from_numpy((starts >= begin) & (starts < end)).double()
     return share._replace(words=share.words * own, bytes=share.bytes * own)
 

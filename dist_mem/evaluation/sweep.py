@@ -3,7 +3,8 @@
     dist-mem evaluate runs/txl --also runs/lamemo --split test eval.seg_len=64 --sweep memory_len=64,128,192,256
 
 is figure 5 of LaMemo (Ji et al. 2022: T = 64, M = 64 m for m = 1..10). It writes RUN/evaluations/sweep-SPLIT-LENGTH.csv
-and .png of the first run, a row for each run and length, and no reports.
+and .png of the first run, a row for each run and length, and no reports. Both are written anew after each row, so what
+is stopped midway keeps what it has measured; the next call measures all of it again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dist_mem.evaluation.evaluate import as_job, evaluate_checkpoint, found_by_a
 from dist_mem.evaluation.protocol import Protocol, apply_protocol, in_terms_of_eval, protocol_of
 from dist_mem.evaluation.report import shown
 from dist_mem.evaluation.trained import Checkpoint, read_settings
-from dist_mem.files import write_text
+from dist_mem.files import replacing, write_text
 from dist_mem.model import MemoryLM
 
 KEYS = {"memory_len": "mem_len", "mem_len": "mem_len", "seg_len": "seg_len", "clamp_len": "clamp_len"}
@@ -80,13 +81,15 @@ def run(
         found = [found_by_all(path, checkpoint, world) for path in paths]
         for one in found:  # before hours are spent on the lengths that can be had
             check_lengths(one, asked, overrides)
-        rows = [
-            evaluated(one, name, [*overrides, f"eval.{asked.key}={value}"], split=split, world=world)
-            for one, name in zip(found, names_of(paths), strict=True)
-            for value in asked.values
-        ]
         directory = found[0].run_dir / "evaluations"
-        written_by_rank0(lambda: publish(rows, asked, directory), world, "writing the table")
+        rows: list[Row] = []
+        for one, name in zip(found, names_of(paths), strict=True):
+            for value in asked.values:
+                rows.append(evaluated(one, name, [*overrides, f"eval.{asked.key}={value}"], split=split, world=world))
+                written_by_rank0(lambda: write_table(rows, asked, directory), world, "writing the table")
+        if world.rank == 0:
+            print(to_markdown(rows))
+            print(f"written: {', '.join(str(path) for path in files_of(rows, asked, directory))}")
 
     return as_job(work)
 
@@ -122,14 +125,17 @@ def evaluated(checkpoint: Checkpoint, name: str, overrides: Sequence[str], *, sp
     return row
 
 
-def publish(rows: Sequence[Row], sweep: Sweep, directory: Path) -> None:
-    """Print the table, and write it and its picture."""
+def files_of(rows: Sequence[Row], sweep: Sweep, directory: Path) -> list[Path]:
+    """Where the table and its picture are."""
+    return [directory / f"sweep-{rows[0].split}-{sweep.key}{ending}" for ending in (".csv", ".png")]
+
+
+def write_table(rows: Sequence[Row], sweep: Sweep, directory: Path) -> None:
+    """Write the table and its picture."""
     directory.mkdir(parents=True, exist_ok=True)
-    table, picture = (directory / f"sweep-{rows[0].split}-{sweep.key}{ending}" for ending in (".csv", ".png"))
-    print(to_markdown(rows))
+    table, picture = files_of(rows, sweep, directory)
     write_text(table, to_csv(rows))
     plot_sweep(rows, sweep, picture)
-    print(f"written: {table}, {picture}")
 
 
 def to_markdown(rows: Sequence[Row]) -> str:
@@ -173,4 +179,5 @@ def plot_sweep(rows: Sequence[Row], sweep: Sweep, path: Path) -> None:
     axes.set_ylabel("word-level perplexity")
     axes.set_title(f"split {rows[0].split}", fontsize=10)
     axes.legend()
-    figure.savefig(path, dpi=150)
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=150)

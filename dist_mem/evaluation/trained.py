@@ -85,7 +85,7 @@ class Scores(NamedTuple):
     """A text, scored."""
 
     tokens: np.ndarray  # (num_tokens,) ids; tokenizer.decode([id]) is a token's text
-    nll: Tensor  # (num_tokens,) float32, nats
+    nll: Tensor  # (num_tokens,) float32, nats; nan for the first token of a block (data.blocks), which has none
     state: LMState  # the memory after the last complete segment
 
 
@@ -220,14 +220,16 @@ def score(trained: TrainedModel, text: str, *, state: LMState | None = None) -> 
     """
     state = init_state(trained) if state is None else state
     tokens = trained.tokenizer.encode(text)
-    seg_len = trained.config.train.seg_len
+    seg_len, blocks = trained.config.train.seg_len, trained.config.data.blocks
     document = Document(0, tokens, scored=None, recall=None)
     parts = [torch.zeros(0)]
-    for segment, _ in document_segments(document, start=0, seg_len=seg_len, bos_id=trained.tokenizer.bos_id):
+    segments = document_segments(document, start=0, seg_len=seg_len, bos_id=trained.tokenizer.bos_id, blocks=blocks)
+    for segment, _ in segments:
         batch = collate([segment], seg_len=seg_len, with_recall=False).to(trained.device)
         output = trained.model(batch.tokens, batch.targets, batch.valid_len, state=state)
         state = output.state
-        parts.append(output.nll[0, : len(segment.targets)].cpu())
+        nll = output.nll[0, : len(segment.targets)].cpu()
+        parts.append(torch.cat([torch.full((1,), torch.nan), nll[:-1]]) if blocks else nll)
     return Scores(tokens, torch.cat(parts), state)
 
 
