@@ -4,8 +4,10 @@
     log_probs = next_log_probs(trained, reading)  # of the token after the prompt
 
 Only complete segments are remembered (rule 3 of the memory contract), so the open one is fed again with every token
-that is added to it. The result is that of reading the document anew from its start in segments of T. A `Reading` is
-never changed: keep it, and read on from it in several ways. Shape letters: B lanes, T segment, V vocabulary.
+that is added to it. The result is that of reading the document anew from its start in segments of T. In blocks
+(`data.blocks`) no BOS stands before the document, so that one token has to be read before any can be written. A
+`Reading` is never changed: keep it, and read on from it in several ways. Shape letters: B lanes, T segment, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ class Reading(NamedTuple):
 
     state: Any  # LMState after the last complete segment of each lane, on the model's device
     open_tokens: Tensor  # (B, T) int64, on the CPU: inputs of the open segment, BOS first at a document's start, then 0
-    open_len: Tensor  # (B,) int64, on the CPU, 1..T: a complete segment stays open until the next token is read
+    open_len: Tensor  # (B,) int64, on the CPU, 1..T: a complete one stays open until the next token; 0: nothing is read
 
 
 class Ahead(NamedTuple):
@@ -38,7 +40,7 @@ class Ahead(NamedTuple):
 
 
 def start(trained: TrainedModel, num_lanes: int = 1, document_ids: Sequence[int] | None = None) -> Reading:
-    """Documents of which nothing has been read: empty memories, and BOS.
+    """Documents of which nothing has been read: empty memories, and BOS, which blocks do without.
 
     Args:
         document_ids: what memories that draw random numbers count as the document, one a lane; None: 0 for all
@@ -46,8 +48,10 @@ def start(trained: TrainedModel, num_lanes: int = 1, document_ids: Sequence[int]
     """
     numbers = [0] * num_lanes if document_ids is None else list(document_ids)
     open_tokens = torch.zeros(len(numbers), trained.config.train.seg_len, dtype=torch.int64)
-    open_tokens[:, 0] = trained.tokenizer.bos_id
-    return Reading(init_state(trained, numbers), open_tokens, torch.ones(len(numbers), dtype=torch.int64))
+    open_len = torch.zeros(len(numbers), dtype=torch.int64)
+    if not trained.config.data.blocks:
+        open_tokens[:, 0], open_len[:] = trained.tokenizer.bos_id, 1
+    return Reading(init_state(trained, numbers), open_tokens, open_len)
 
 
 @torch.no_grad()
@@ -71,7 +75,7 @@ def read(trained: TrainedModel, reading: Reading, tokens: Sequence[np.ndarray | 
         if not rows:
             break
         state = _commit(trained, state, rows, torch.stack([waiting[row][begin : begin + seg_len] for row in rows]))
-    open_len = torch.tensor([(len(inputs) - 1) % seg_len + 1 for inputs in waiting])
+    open_len = torch.tensor([(len(inputs) - 1) % seg_len + 1 if len(inputs) else 0 for inputs in waiting])
     open_tokens = torch.zeros_like(reading.open_tokens)
     for row, inputs in enumerate(waiting):
         open_tokens[row, : open_len[row]] = inputs[len(inputs) - int(open_len[row]) :]
@@ -98,7 +102,16 @@ def _commit(trained: TrainedModel, state: Any, rows: list[int], tokens: Tensor) 
 
 @torch.no_grad()
 def look_ahead(trained: TrainedModel, reading: Reading) -> Ahead:
-    """The one forward that a token costs, for `next_log_probs` and `append`."""
+    """The one forward that a token costs, for `next_log_probs` and `append`.
+
+    Raises:
+        ValueError: nothing has been read in a lane, of a model that reads in blocks.
+    """
+    if not reading.open_len.all():
+        raise ValueError(
+            "nothing has been read that a text could go on from, and in blocks (data.blocks) no BOS stands before it: "
+            "give a prompt of at least one token, or set eval.blocks=false"
+        )
     seg_len = reading.open_tokens.shape[1]
     rows = num_rows(trained.model, int(reading.open_len.max()), seg_len=seg_len)
     tokens, open_len = reading.open_tokens[:, :rows].to(trained.device), reading.open_len.to(trained.device)
