@@ -6,6 +6,7 @@ import csv
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import yaml
 from jobs import build_books, write_config
+from jobs import wait_for as wait_until
 from ranks import free_port
 
 from dist_mem.config import load_config
@@ -25,7 +27,7 @@ from dist_mem.errors import EXIT_REQUEUE, EXIT_USAGE, UnusableError
 from dist_mem.memory import memory_options
 from dist_mem.reproduce.parent_run import ParentRun
 from dist_mem.reproduce.results import cell, draw, to_markdown
-from dist_mem.reproduce.run import Job, StoppedError
+from dist_mem.reproduce.run import Job, StoppedError, tied
 from dist_mem.reproduce.run import _close as close_parent
 from dist_mem.reproduce.run import run as reproduce_here
 from dist_mem.reproduce.runs import Run, all_runs, keep_result, launcher, train_command
@@ -327,6 +329,17 @@ def test_ranks_are_told_of_a_signal_before_the_command_ends(tmp_path: Path, monk
         job.command([*launcher(2)[:-1], "a_rank"], "train")
     assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
     assert launcher(2) != launcher(2)  # a port of its own, so that two tables do not meet
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv (util-linux)")
+def test_a_training_saves_when_the_command_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "a_rank.py").write_text(RANK)
+    starts = f"import subprocess; subprocess.run({tied([sys.executable, 'a_rank.py'])!r})"
+    table = subprocess.Popen([sys.executable, "-c", starts], cwd=tmp_path, env={**os.environ, "RANK": "0"})
+    wait_until(lambda: (tmp_path / "up-0").exists(), "the training")
+    table.kill()
+    table.wait()
+    wait_until(lambda: (tmp_path / "saved-0").exists(), "what it saves")
 
 
 def test_cells_tell_seeds_apart(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_mem.files import write_text
+from dist_mem.reproduce.choice import measured, runs_behind, shown_rows
 from dist_mem.reproduce.runs import Run, columns_of, read_result
 from dist_mem.reproduce.tables import Scale, Table
 
@@ -56,23 +57,33 @@ def to_markdown(table: Table, scale: Scale, runs: Sequence[Run], facts: dict[str
     columns = columns_of(table, scale)
     heading = ["", *(text for name in columns for text in (f"{name}, paper", f"{name}, ours"))]
     lines = [f"# {table.title}", "", table.source, "", _line(heading), _line(["---"] * len(heading))]
-    for key, row in table.rows.items():
-        if key not in scale.rows:
-            continue
+    shown = shown_rows(table, scale)
+    for key in shown:
+        row = table.rows[key]
         cells = [row.name]
-        for name, column in columns.items():
-            mine = [run for run in runs if (run.row, run.point) == (key, column.point)]
+        for name in columns:
+            mine = runs_behind(table, scale, runs, key, name)
             paper = row.paper.get(name)
             cells += [NOT_GIVEN if paper is None else f"{paper:g}", str(cell(mine, name)) if mine else NOT_GIVEN]
         lines.append(_line(cells))
     lines += ["", scale.about, ""]
-    lines += [f"- {row.name}: {row.note}" for key, row in table.rows.items() if row.note]
-    left_out = [row.name for key, row in table.rows.items() if key not in scale.rows]
+    lines += [f"- {table.rows[key].name}: {table.rows[key].note}" for key in shown if table.rows[key].note]
+    lines += [_chosen(table, scale, runs, key) for key in shown if table.rows[key].best_of]
+    left_out = [row.name for key, row in table.rows.items() if key not in shown]
     if left_out:
-        lines.append(f"- not run at this scale: {', '.join(left_out)}")
+        lines.append(f"- not run at this scale: {'; '.join(left_out)}")
     lines += [f"- {note}" for note in table.notes]
     lines += [f"- {name}: {value}" for name, value in facts.items()]
     return "\n".join(lines) + "\n"
+
+
+def _chosen(table: Table, scale: Scale, runs: Sequence[Run], key: str) -> str:
+    """Which rows are the best on validation."""
+    told = []
+    for name in columns_of(table, scale):
+        behind = [run for run in runs_behind(table, scale, runs, key, name) if read_result(run, name) is not None]
+        told += [f"{name}: {table.rows[run.row].name} (seed {run.seed})" for run in behind]
+    return f"- {table.rows[key].name}, chosen on validation: {'; '.join(told) or 'nothing yet'}"
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -85,7 +96,7 @@ def to_csv(table: Table, scale: Scale, runs: Sequence[Run]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["row", "column", "seed", "paper", "value", "step", "ended"])
     for run in runs:
-        for name in columns_of(table, scale, run.point):
+        for name in measured(table, scale, run):
             result: dict[str, Any] = read_result(run, name) or {"to run": True}
             ended = next((word for word in ("diverged", "absent", "to run") if word in result), "evaluated")
             paper = table.rows[run.row].paper.get(name, "")
@@ -100,12 +111,10 @@ def draw(table: Table, scale: Scale, runs: Sequence[Run], path: Path) -> None:
     columns = columns_of(table, scale)
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    rows = [key for key in table.rows if key in scale.rows]
+    others = {other for row in table.rows.values() for other in row.best_of}  # the best of them is drawn
+    rows = [row for row in shown_rows(table, scale) if row not in others]
     for number, key in enumerate(rows):
-        ours = [
-            cell([run for run in runs if (run.row, run.point) == (key, column.point)], name).mean
-            for name, column in columns.items()
-        ]
+        ours = [cell(runs_behind(table, scale, runs, key, name), name).mean for name in columns]
         paper = [table.rows[key].paper.get(name) for name in columns]
         _draw_row(
             axes, list(columns), (number, len(rows)), table.rows[key].name, ours, paper, lines=table.x_axis is not None

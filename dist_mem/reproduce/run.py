@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from dist_mem.data.shard import INDEX_NAME
 from dist_mem.environment import with_environment
 from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE, UnusableError
 from dist_mem.files import sha256_of, write_text
+from dist_mem.reproduce.choice import candidates, measured, runs_behind, shown_rows
 from dist_mem.reproduce.parent_run import ParentRun
 from dist_mem.reproduce.results import cell, write_results
 from dist_mem.reproduce.runs import (
@@ -26,6 +28,7 @@ from dist_mem.reproduce.runs import (
     all_runs,
     columns_of,
     evaluate_command,
+    figure_of,
     keep_result,
     newest_report,
     read_result,
@@ -67,7 +70,7 @@ class Job:
             stream.write(f"{shlex.join(arguments)}\n")
             stream.flush()
             process = subprocess.Popen(
-                arguments, stdout=stream, stderr=subprocess.STDOUT, env=with_environment(self.environment)
+                tied(arguments), stdout=stream, stderr=subprocess.STDOUT, env=with_environment(self.environment)
             )
             told = False
             while True:
@@ -88,6 +91,15 @@ class Job:
         if code not in (EXIT_DONE, *also):
             raise CommandError(f"{shlex.join(arguments)}: exit code {code}; see {self.out / 'logs' / log}.txt")
         return code
+
+
+def tied(arguments: Sequence[str]) -> list[str]:
+    """A command that is told to end (SIGTERM: a training saves) when this process is gone, also after `kill -9`.
+
+    setpriv (util-linux) asks the kernel for it and becomes the command. Without it only signals are handed on.
+    """
+    setpriv = shutil.which("setpriv")
+    return [setpriv, "--pdeathsig", "TERM", "--", *arguments] if setpriv else list(arguments)
 
 
 def run(
@@ -115,11 +127,13 @@ def run(
     if scale not in table.scales:
         raise UnusableError(f"{FOLDER / name}.yaml has no scale {scale!r}; it has: {', '.join(table.scales)}")
     chosen = table.scales[scale]
-    unknown = [row for row in rows if row not in chosen.rows]
+    known = shown_rows(table, chosen)
+    unknown = [row for row in rows if row not in known]
     if unknown:
-        raise UnusableError(f"{unknown[0]!r} is no row of {name} at scale {scale}; rows are: {', '.join(chosen.rows)}")
+        raise UnusableError(f"{unknown[0]!r} is no row of {name} at scale {scale}; rows are: {', '.join(known)}")
     out = out or Path("runs") / "reproduce" / f"{name}.{scale}"
-    runs = all_runs(chosen, out, seeds or chosen.seeds, rows or list(chosen.rows))
+    asked = [one for row in rows or chosen.rows for one in candidates(table, chosen, row)]
+    runs = all_runs(chosen, out, seeds or chosen.seeds, asked)
     with _held(out), StopSignal() as signal:
         _keep_settings(name, scale, out, extra)
         job = Job(table, chosen, out, runs, ranks, list(extra), signal)
@@ -174,7 +188,7 @@ def _one_run(job: Job, item: Run, *, progress: str) -> None:
     def told(text: str) -> None:
         print(f"{progress} {text}", flush=True)
 
-    columns = columns_of(job.table, job.scale, item.point)
+    columns = measured(job.table, job.scale, item)
     missing = {name: column for name, column in columns.items() if read_result(item, name) is None}
     if not missing:
         told(f"{item.name}: done before")
@@ -209,12 +223,12 @@ def _measure(job: Job, item: Run, columns: Mapping[str, Column], name: str) -> d
     report = newest_report(item, first)
     values: dict[str, float | None] = {}
     for other, column in columns.items():
-        if replace(column, figure=first.figure) != first:
+        if replace(column, figure=first.figure, band=first.band) != first:
             continue
-        key = f"{column.split}/{column.figure}"
-        values[other] = report["figures"].get(key)  # none where something it takes is missing, as WordNet for METEOR
-        measured = {"absent": key} if values[other] is None else {"value": values[other]}
-        keep_result(item, other, {**measured, "step": report["step"], "evaluate": list(column.evaluate)})
+        value, step = figure_of(report, column)
+        values[other] = value  # none where something it takes is missing, as WordNet for METEOR
+        measured = {"absent": f"{column.split}/{column.figure}"} if value is None else {"value": value}
+        keep_result(item, other, {**measured, "step": step, "evaluate": list(column.evaluate)})
     return values
 
 
@@ -267,8 +281,8 @@ def _facts(job: Job) -> dict[str, str]:
 def _figures(job: Job) -> dict[str, float]:
     """Means over seeds, for the parent run: "transformer_xl/test"."""
     found: dict[str, Any] = {}
-    for name, column in columns_of(job.table, job.scale).items():
-        for row in job.scale.rows:
-            mine = [item for item in job.runs if (item.row, item.point) == (row, column.point)]
+    for name in columns_of(job.table, job.scale):
+        for row in shown_rows(job.table, job.scale):
+            mine = runs_behind(job.table, job.scale, job.runs, row, name)
             found[f"{row}/{name}"] = cell(mine, name).mean if mine else None
     return {key: value for key, value in found.items() if value is not None}

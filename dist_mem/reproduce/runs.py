@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dist_mem.evaluation.report import Band, read_report
 from dist_mem.files import write_text
 from dist_mem.network_interface import free_port
 from dist_mem.reproduce.tables import Column, Scale, Table
@@ -98,8 +100,8 @@ def evaluate_command(run: Run, column: Column, extra: Sequence[str]) -> list[str
     return [*launcher(1), column.command, str(run.directory), "--split", column.split, *column.evaluate, *told]
 
 
-def newest_report(run: Run, column: Column) -> dict[str, Any]:
-    """What the measurement that has just ended has written.
+def newest_report(run: Run, column: Column) -> Path:
+    """The file of the measurement that has just ended.
 
     Raises:
         ValueError: it has written nothing.
@@ -109,8 +111,16 @@ def newest_report(run: Run, column: Column) -> dict[str, Any]:
     written = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns)
     if not written:
         raise ValueError(f"{folder} has no {pattern}")
-    content: dict[str, Any] = json.loads(written[-1].read_text(encoding="utf-8"))
-    return content
+    return written[-1]
+
+
+def figure_of(path: Path, column: Column) -> tuple[float | None, int]:
+    """The figure of a column in a report, None where it has no such figure; and the step of the checkpoint."""
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    value: float | None = content["figures"].get(f"{column.split}/{column.figure}")
+    if column.band:
+        value = read_report(path).recall_perplexity(Band(column.band[0], column.band[1] if column.band[1:] else None))
+    return (None if value is None or math.isnan(value) else value), int(content["step"])
 
 
 def keep_result(run: Run, column: str, facts: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dist_mem.errors import UnusableError
 
 FOLDER = Path("configs") / "tables"
+MEASURES = ("evaluate", "dialogue", "inspect")  # commands of dist-mem that measure a trained model
 
 
 @dataclass
@@ -26,6 +27,7 @@ class Row:
     name: str = MISSING  # as the paper has it
     paper: dict[str, float] = field(default_factory=dict)  # column -> the paper's figure, where it has one
     note: str | None = None
+    best_of: list[str] = field(default_factory=list)  # not run: what the best of these rows on validation has on test
 
 
 @dataclass
@@ -33,10 +35,11 @@ class Column:
     """One figure of every row."""
 
     figure: str = MISSING  # as an evaluation reports it: word_perplexity, bits_per_byte, accuracy
+    band: list[int] = field(default_factory=list)  # of recall_perplexity: distances above the first, up to the second
     split: str = "test"
     point: str = ""  # at which it is measured; "": the only one
     evaluate: list[str] = field(default_factory=list)  # key=value overrides of the evaluation, and options of it
-    command: str = "evaluate"  # of dist-mem, that measures it: evaluate | dialogue
+    command: str = "evaluate"  # of dist-mem, that measures it: evaluate | dialogue | inspect
 
 
 @dataclass
@@ -93,6 +96,10 @@ def load_table(name: str, folder: Path = FOLDER) -> Table:
         table: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Table), OmegaConf.load(path)))
     except OmegaConfBaseException as error:
         raise UnusableError(f"{path}: {str(error).splitlines()[0]}") from error
+    for name, row in table.rows.items():
+        unknown = [other for other in row.best_of if other not in table.rows]
+        if unknown:
+            raise UnusableError(f"{path}: rows.{name}.best_of has {unknown[0]!r}, which is no row of the table")
     for scale_name, scale in table.scales.items():
         _check_scale(table, scale, where=f"{path}: scales.{scale_name}")
     return table
@@ -109,11 +116,20 @@ def _check_scale(table: Table, scale: Scale, *, where: str) -> None:
     unknown = [row for row in scale.rows if row not in table.rows]
     if unknown:
         raise UnusableError(f"{where}.rows has {unknown[0]!r}, which is no row of the table")
+    chosen = [row for row in scale.rows if table.rows[row].best_of]
+    if chosen:
+        raise UnusableError(f"{where}.rows has {chosen[0]!r}, which is the best of other rows, and is not run itself")
     for name, column in (scale.columns or table.columns).items():
-        if column.command not in ("evaluate", "dialogue"):
-            raise UnusableError(f"{where}: column {name!r} has command {column.command!r}; it is evaluate or dialogue")
+        if column.command not in MEASURES:
+            raise UnusableError(
+                f"{where}: column {name!r} has command {column.command!r}, not one of {', '.join(MEASURES)}"
+            )
         if column.point not in scale.points:
             raise UnusableError(f"{where}.points lacks {column.point!r}, the point of column {name!r}")
+        if column.band and (len(column.band) > 2 or column.figure != "recall_perplexity"):
+            raise UnusableError(
+                f"{where}: column {name!r} has band {column.band}; one or two numbers are of recall_perplexity"
+            )
         if table.x_axis is not None and not _is_number(name):
             raise UnusableError(
                 f"{where}: column {name!r} is no number; x_axis draws one: rename it or leave x_axis out"

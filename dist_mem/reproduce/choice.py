@@ -1,0 +1,60 @@
+"""Rows that are the best of others on the validation split, as a paper tunes what it compares with.
+
+Which one that is, is asked seed by seed and column by column; the figure told is that on the split of the column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dist_mem.reproduce.runs import Run, columns_of, read_result
+from dist_mem.reproduce.tables import Column, Scale, Table
+
+_GROWING = ("accuracy", "dialogue_f1", "dialogue_rouge", "dialogue_meteor")  # the more the better; others the less
+
+
+def candidates(table: Table, scale: Scale, row: str) -> list[str]:
+    """The rows of this scale that stand behind one of the table: itself, or those it is the best of."""
+    return [name for name in table.rows[row].best_of or [row] if name in scale.rows]
+
+
+def shown_rows(table: Table, scale: Scale) -> list[str]:
+    """The rows of the table that have something to show at this scale."""
+    return [row for row in table.rows if candidates(table, scale, row)]
+
+
+def measured(table: Table, scale: Scale, run: Run) -> dict[str, Column]:
+    """What is measured of a run: its columns, and for a row that another may choose the same on validation."""
+    columns = columns_of(table, scale, run.point)
+    if not any(run.row in row.best_of for row in table.rows.values()):
+        return columns
+    return columns | {_on_validation(name): replace(column, split="validation") for name, column in columns.items()}
+
+
+def runs_behind(table: Table, scale: Scale, runs: Sequence[Run], row: str, name: str) -> list[Run]:
+    """The runs, one a seed, whose figure stands in a row and a column."""
+    column = columns_of(table, scale)[name]
+    behind = candidates(table, scale, row)
+    mine = [run for run in runs if run.row in behind and run.point == column.point]
+    if not table.rows[row].best_of:
+        return mine
+    return [run for seed in sorted({run.seed for run in mine}) for run in _best(mine, seed, name, column)]
+
+
+def _best(runs: Sequence[Run], seed: int, name: str, column: Column) -> list[Run]:
+    """The best run of a seed; while there is one that is not yet measured, that one."""
+    same = [run for run in runs if run.seed == seed]
+    results = [(read_result(run, _on_validation(name)), run) for run in same]
+    for result, run in results:
+        if result is None:
+            return [run]
+    sign = -1.0 if column.figure.startswith(_GROWING) else 1.0
+    valued = [
+        (sign * result["value"], number) for number, (result, _) in enumerate(results) if result and "value" in result
+    ]
+    return [same[min(valued)[1]] if valued else same[0]]
+
+
+def _on_validation(name: str) -> str:
+    return f"{name} on validation"

@@ -1,0 +1,133 @@
+"""Rows that are the best of others on validation, and recall between two distances."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dist_mem.errors import UnusableError
+from dist_mem.evaluation.report import DocumentScore, RecallScore, Report, write_report
+from dist_mem.reproduce.choice import measured, runs_behind, shown_rows
+from dist_mem.reproduce.results import cell, draw, to_csv, to_markdown
+from dist_mem.reproduce.runs import all_runs, figure_of, keep_result
+from dist_mem.reproduce.tables import Column, Table, load_table
+
+TABLE: dict[str, Any] = {
+    "title": "t",
+    "source": "s",
+    "rows": {
+        "xl": {"name": "XL"},
+        "best": {"name": "Best", "best_of": ["small", "large", "elsewhere"], "paper": {"500": 0.5}},
+        "small": {"name": "Small"},
+        "large": {"name": "Large"},
+        "elsewhere": {"name": "Elsewhere"},
+    },
+    "scales": {
+        "tiny": {
+            "about": "a",
+            "rows": {"xl": [], "small": [], "large": []},
+            "seeds": [0, 1],
+            "points": {"a": {"data": "d"}, "b": {"data": "e"}},
+            "columns": {
+                "500": {"figure": "accuracy", "point": "a"},
+                "1000": {"figure": "word_perplexity", "point": "b"},
+            },
+        }
+    },
+}
+
+
+def load(folder: Path, content: dict[str, Any]) -> Table:
+    (folder / "one.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    return load_table("one", folder)
+
+
+def test_a_row_shows_on_test_what_is_best_on_validation(tmp_path: Path) -> None:
+    table = load(tmp_path, TABLE)
+    scale = table.scales["tiny"]
+    runs = all_runs(scale, tmp_path, [0, 1], list(scale.rows))
+    assert shown_rows(table, scale) == ["xl", "best", "small", "large"]
+    validation = {("small", 0): 0.3, ("large", 0): 0.2, ("small", 1): 0.1, ("large", 1): 0.4}
+    test = {("small", 0): 0.25, ("large", 0): 0.9, ("small", 1): 0.9, ("large", 1): 0.35}
+    for run in runs:
+        assert list(measured(table, scale, run)) == (
+            [name for name, column in scale.columns.items() if column.point == run.point]
+            if run.row == "xl"
+            else [
+                text
+                for name, column in scale.columns.items()
+                if column.point == run.point
+                for text in (name, f"{name} on validation")
+            ]
+        )
+        if run.row != "xl":
+            name = "500" if run.point == "a" else "1000"
+            keep_result(run, name, {"value": test[run.row, run.seed], "step": 1})
+            keep_result(run, f"{name} on validation", {"value": validation[run.row, run.seed], "step": 1})
+    # More accuracy is better, ...
+    assert [run.row for run in runs_behind(table, scale, runs, "best", "500")] == ["small", "large"]
+    assert cell(runs_behind(table, scale, runs, "best", "500"), "500").values == [0.25, 0.35]
+    # ... and less perplexity.
+    assert [run.row for run in runs_behind(table, scale, runs, "best", "1000")] == ["large", "small"]
+    text = to_markdown(table, scale, runs, {})
+    assert "| Best | 0.5 | 0.3 ± 0.05 | - | 0.9 ± 0 |" in text
+    assert "- Best, chosen on validation: 500: Small (seed 0); 500: Large (seed 1); 1000: Large (seed 0)" in text
+    assert "not run at this scale: Elsewhere" in text
+    assert "small,500 on validation,0,,0.3,1,evaluated" in to_csv(table, scale, runs)
+    draw(table, scale, runs, tmp_path / "table.png")
+
+
+def test_nothing_is_chosen_before_all_are_measured(tmp_path: Path) -> None:
+    table = load(tmp_path, TABLE)
+    scale = table.scales["tiny"]
+    runs = all_runs(scale, tmp_path, [0], list(scale.rows))
+    for run in runs:
+        if (run.row, run.point) == ("small", "a"):
+            keep_result(run, "500", {"value": 0.3, "step": 1})
+            keep_result(run, "500 on validation", {"value": 0.3, "step": 1})
+    assert str(cell(runs_behind(table, scale, runs, "best", "500"), "500")) == "1 to run"
+
+
+def test_one_that_diverged_is_not_chosen_where_another_has_not(tmp_path: Path) -> None:
+    table = load(tmp_path, TABLE)
+    scale = table.scales["tiny"]
+    runs = [run for run in all_runs(scale, tmp_path, [0], ["small", "large"]) if run.point == "b"]
+    for run in runs:
+        facts: dict[str, Any] = {"diverged": "why"} if run.row == "small" else {"value": 9.0, "step": 1}
+        for name in ("1000", "1000 on validation"):
+            keep_result(run, name, facts)
+    assert str(cell(runs_behind(table, scale, runs, "best", "1000"), "1000")) == "9"
+    for name in ("1000", "1000 on validation"):
+        keep_result(runs[1], name, {"diverged": "why"})
+    assert str(cell(runs_behind(table, scale, runs, "best", "1000"), "1000")) == "1 diverged"
+
+
+def test_what_a_table_cannot_mean_is_refused(tmp_path: Path) -> None:
+    tiny = TABLE["scales"]["tiny"]
+    asked = {**TABLE, "scales": {"tiny": {**tiny, "rows": {**tiny["rows"], "best": []}}}}
+    with pytest.raises(UnusableError, match="'best', which is the best of other rows"):
+        load(tmp_path, asked)
+    unknown = {**TABLE, "rows": {**TABLE["rows"], "best": {"name": "Best", "best_of": ["smal"]}}}
+    with pytest.raises(UnusableError, match=r"best\.best_of has 'smal'"):
+        load(tmp_path, unknown)
+    columns = {"500": {"figure": "accuracy", "point": "a", "band": [1, 2]}}
+    with pytest.raises(UnusableError, match=r"column '500' has band \[1, 2\]"):
+        load(tmp_path, {**TABLE, "scales": {"tiny": {**tiny, "columns": columns}}})
+
+
+def test_recall_is_read_between_two_distances(tmp_path: Path) -> None:
+    recall = [RecallScore(10, 1.0, 1), RecallScore(40, 4.0, 2), RecallScore(90, 9.0, 3)]
+    report = Report("test", "a", "b", None, 32, 0, 4, [DocumentScore("d", "t", 14.0, 6, 4, 9)], recall)
+    path = write_report(report, tmp_path, "test-step-00000007", facts={"step": 7})[-1]
+
+    def column(*band: int) -> Column:
+        return Column(figure="recall_perplexity", band=list(band))
+
+    for band, exponent in (((0, 32), 1.0), ((32, 64), 2.0), ((64,), 3.0), ((32,), 13.0 / 5)):
+        value, step = figure_of(path, column(*band))
+        assert value == pytest.approx(2.718281828459045**exponent)
+        assert step == 7
+    assert figure_of(path, column(200)) == (None, 7)
