@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankPool
+from ranks import RankPool, free_port, launcher_environment
 from scored_library import write_library
 from slurm_cluster import Cluster, running_cluster, why_not
 
@@ -48,6 +48,21 @@ def shared_data() -> Path:
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Nine small documents, see scored_library.py."""
     return write_library(tmp_path_factory.mktemp("library"))
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data directory of small books, see jobs.py."""
+    from jobs import build_books  # which takes seconds to import
+
+    return build_books(tmp_path_factory.mktemp("books"))
+
+
+@pytest.fixture
+def single_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a launcher tells the only rank of a job, so that a command can be called in this process."""
+    for name, value in launcher_environment(0, 1, free_port()).items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture

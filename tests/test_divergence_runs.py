@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from faults import assert_told
-from jobs import build_books, checkpoint_content, difference, logged_steps, losses, train_here, write_config
+from jobs import checkpoint_content, difference, logged_steps, losses, train_here, write_config
 from ranks import RankPool
 from torch import Tensor
 from tracked import history
@@ -31,11 +31,6 @@ from dist_mem.update import Forward
 
 Pool = Callable[[int], RankPool]
 KILLED, STOPPED = "killed", "stopped"
-
-
-@pytest.fixture(scope="module")
-def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_books(tmp_path_factory.mktemp("books"))
 
 
 def broken_memory(forward: Forward) -> Forward:

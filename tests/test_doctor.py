@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from jobs import build_books, train_here, write_config
+from jobs import train_here, write_config
 from ranks import RankPool, free_port, launcher_environment
 
 from dist_mem.commands import load_checked
@@ -38,11 +38,6 @@ def can_mount() -> bool:
 needs_mount = pytest.mark.skipif(
     not (shutil.which("unshare") and can_mount()), reason="needs to be root and to be allowed to mount (unshare -m)"
 )
-
-
-@pytest.fixture(scope="module")
-def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_books(tmp_path_factory.mktemp("books"))
 
 
 def levels(found: Sequence[Remark]) -> list[str]:

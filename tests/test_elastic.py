@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from contract_cases import CASES, SEG_LEN
-from jobs import build_books, losses, train_here, write_config
+from jobs import losses, train_here, write_config
 from omegaconf import OmegaConf
 from ranks import RankPool
 from safetensors.torch import load_file
@@ -40,11 +40,6 @@ DETERMINISTIC = {
     "checkpoint": {"every": STEPS},
 }
 SMALL_GROUPS = {"sub_group_size": 500, "stage3_param_persistence_threshold": 0}  # parameters are cut anywhere
-
-
-@pytest.fixture(scope="module")
-def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_books(tmp_path_factory.mktemp("books"))
 
 
 def train_leg(

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import free_port, launcher_environment
 from scored_library import (
     ALONE,
     MEM_LEN,
@@ -41,13 +40,6 @@ def one_thread() -> Iterator[None]:
 def test_the_mem_len_of_a_composed_memory_is_that_of_the_short_term_part() -> None:
     assert short_term_len({"kind": "none"}) == 0
     assert short_term_len({"kind": "infinite", "over": {"kind": "transformer_xl", "mem_len": 96}}) == 96
-
-
-@pytest.fixture
-def single_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment of a launcher for one rank, taken back afterwards."""
-    for name, value in launcher_environment(0, 1, free_port()).items():
-        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jobs import build_books, run_ranks, train_here, write_config
+from jobs import run_ranks, train_here, write_config
 from ranks import RankPool
 from scored_library import ALONE, LENGTHS, assert_same
 
@@ -16,11 +16,6 @@ from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.report import Report, read_report
 from dist_mem.evaluation.trained import find_checkpoint, read_settings
 from dist_mem.memory import memory_kinds
-
-
-@pytest.fixture(scope="module")
-def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_books(tmp_path_factory.mktemp("books"))
 
 
 @pytest.fixture(scope="module", params=memory_kinds())

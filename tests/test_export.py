@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from faults import assert_told, flip, small_disk
-from jobs import build_books, train_here, write_config
+from jobs import train_here, write_config
 from omegaconf import OmegaConf
 from ranks import RankPool, free_port, launcher_environment
 from safetensors.torch import load_file
@@ -28,11 +28,6 @@ from dist_mem.memory import memory_class
 SEG_LEN = 16  # of the configurations of tests/jobs.py
 EXAMPLE = Path(__file__).parent.parent / "examples" / "averages.py"
 TEXT = "bako miru tensol " * 5
-
-
-@pytest.fixture(scope="module")
-def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_books(tmp_path_factory.mktemp("books"))
 
 
 def make_run(folder: Path, books: Path, pool: RankPool, *overrides: dict[str, Any], memory: Any = None) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from faults import assert_told, flip
-from jobs import build_books, write_config
+from jobs import write_config
 from ranks import free_port, launcher_environment
 
 from dist_mem.__main__ import main
@@ -21,11 +21,6 @@ from dist_mem.data.verify import verify_dataset
 
 TAR = "tiny-validation-00000.tar"
 NUM_CUTS, NUM_FLIPS = 200, 300
-
-
-@pytest.fixture(scope="module")
-def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_books(tmp_path_factory.mktemp("books"))
 
 
 @pytest.fixture

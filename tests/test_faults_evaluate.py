@@ -8,17 +8,12 @@ from pathlib import Path
 
 import pytest
 from faults import assert_told, flip, small_disk
-from jobs import build_books, train_here, write_config
+from jobs import train_here, write_config
 from ranks import RankPool, free_port, launcher_environment
 
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import step_dir
 from dist_mem.data.tokenizer import train_sentencepiece
-
-
-@pytest.fixture(scope="module")
-def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_books(tmp_path_factory.mktemp("books"))
 
 
 @pytest.fixture(scope="module")

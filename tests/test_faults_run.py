@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from faults import assert_told, flip, remount, small_disk, used_kilobytes
-from jobs import build_books, finish, logged_steps, run_ranks, start_ranks, train_here, wait_for, write_config
+from jobs import finish, logged_steps, run_ranks, start_ranks, train_here, wait_for, write_config
 from ranks import RankPool, free_port, launcher_environment
 
 from dist_mem.__main__ import main
@@ -22,11 +22,6 @@ from dist_mem.errors import UnusableError
 from dist_mem.tracking.sinks import MetricsFile, Point
 
 Pool = Callable[[int], RankPool]
-
-
-@pytest.fixture(scope="module")
-def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_books(tmp_path_factory.mktemp("books"))
 
 
 @pytest.fixture

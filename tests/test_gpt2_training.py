@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from gpt2_models import LTM, SIZES, build, fresh, save_random_gpt2
-from jobs import build_books, checkpoint_content, difference, losses, train_here, write_config
+from jobs import checkpoint_content, difference, losses, train_here, write_config
 from omegaconf import OmegaConf
 from ranks import RankPool
 from safetensors.torch import load_file
@@ -40,11 +40,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gpt2")
     save_random_gpt2(path, vocab_size=BYTES, std=0.05)
     return path
-
-
-@pytest.fixture(scope="module")
-def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_books(tmp_path_factory.mktemp("books"))
 
 
 def five_losses(world: World, stage: int, case: str) -> list[float]:

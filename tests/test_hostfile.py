@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from jobs import build_books, logged_steps, losses, run_ranks, wait_for, write_config
+from jobs import logged_steps, losses, run_ranks, wait_for, write_config
 from ranks import free_port
 
 from dist_mem.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USAGE
@@ -42,11 +42,6 @@ Host *
   UserKnownHostsFile /dev/null
   LogLevel ERROR
 """
-
-
-@pytest.fixture(scope="module")
-def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_books(tmp_path_factory.mktemp("books"))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import build_books, losses, write_config
+from jobs import losses, write_config
 from ranks import free_port
 
 ROOT = Path(__file__).parent.parent
@@ -19,11 +19,6 @@ LAUNCHERS = {
     "torchrun": (2, ["torchrun", "--nproc_per_node", "2", "--master_port", "PORT", "-m", "dist_mem", "train"]),
     "none": (1, [sys.executable, "-m", "dist_mem", "train"]),
 }
-
-
-@pytest.fixture(scope="module")
-def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_books(tmp_path_factory.mktemp("books"))
 
 
 def launch(name: str, config: Path, *overrides: str, python_path: str = "") -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from faults import flip
-from jobs import build_books, checkpoint_content, difference, logged_steps, losses, train_here, write_config
+from jobs import checkpoint_content, difference, logged_steps, losses, train_here, write_config
 from ranks import RankPool
 from torch import Tensor
 
@@ -29,11 +29,6 @@ from dist_mem.memory.base import named_tensors
 from dist_mem.tracking.tracker import Tracker
 
 STEPS = 9  # saved every 3
-
-
-@pytest.fixture(scope="module")
-def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_books(tmp_path_factory.mktemp("books"))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from faults import assert_told
 from jobs import (
-    build_books,
     checkpoint_content,
     difference,
     finish,
@@ -36,11 +35,6 @@ from dist_mem.data.stream import DocumentPlan, make_plan
 from dist_mem.errors import EXIT_REQUEUE
 from dist_mem.evaluation.trained import load_model
 from dist_mem.memory import memory_class, memory_kinds, memory_options
-
-
-@pytest.fixture(scope="module")
-def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_books(tmp_path_factory.mktemp("books"))
 
 
 def zero(stage: int) -> dict[str, object]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from faults import assert_told, remount, small_disk, used_kilobytes
-from jobs import build_books, logged_steps, train_here, wait_for, write_config
+from jobs import logged_steps, train_here, wait_for, write_config
 from ranks import RankPool
 from saving import before_writing, names
 
@@ -24,11 +24,6 @@ from dist_mem.divergence import DivergedError
 from dist_mem.job import Job
 
 Pool = Callable[[int], RankPool]
-
-
-@pytest.fixture(scope="module")
-def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_books(tmp_path_factory.mktemp("books"))
 
 
 def content(directory: Path) -> dict[str, Any]:

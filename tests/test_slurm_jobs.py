@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from jobs import build_books, logged_steps, run_ranks, wait_for, write_config
+from jobs import logged_steps, run_ranks, wait_for, write_config
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from slurm_cluster import Cluster
@@ -31,11 +31,6 @@ STICKY = {
     "num_samples": 16,
     "over": {"kind": "transformer_xl", "mem_len": 16},
 }
-
-
-@pytest.fixture(scope="module")
-def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_books(tmp_path_factory.mktemp("books"))
 
 
 def job_config(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from jobs import build_books, train_here, write_config
+from jobs import train_here, write_config
 from ranks import RankPool
 from torch import nn
 
@@ -24,11 +24,6 @@ from dist_mem.tracking.tracker import Tracker
 Pool = Callable[[int], RankPool]
 FORWARD_SECONDS = 0.02  # of each of two micro-batches: longer than what a busy machine adds
 SLOW_STEPS = range(20, 40)
-
-
-@pytest.fixture(scope="module")
-def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_books(tmp_path_factory.mktemp("books"))
 
 
 def watching(size: int, threshold: float = 1.5) -> Stragglers:

@@ -9,7 +9,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from jobs import build_books, checkpoint_content, difference, losses, train_here, write_config
+from jobs import checkpoint_content, difference, losses, train_here, write_config
 from mlflow import MlflowClient
 from ranks import RankPool
 from tiny import full_parameters, run_steps, tiny_config, tiny_job, update_of_rank
@@ -142,11 +142,6 @@ def test_fp16_overflow_feeds_the_same_segments_again(rank_pool: Callable[[int], 
         assert nll == pytest.approx(calm_nll, rel=1e-3)
         for name, value in memory.items():
             torch.testing.assert_close(value, calm_memory[name], rtol=2e-2, atol=2e-2)
-
-
-@pytest.fixture(scope="module")
-def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_books(tmp_path_factory.mktemp("books"))
 
 
 @pytest.mark.parametrize("stage", [2, 3])

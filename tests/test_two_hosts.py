@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from jobs import build_books, checkpoint_content, difference, finish, logged_steps, losses, wait_for, write_config
+from jobs import checkpoint_content, difference, finish, logged_steps, losses, wait_for, write_config
 from ranks import free_port
 from two_hosts import (
     INTERFACE,
@@ -34,11 +34,6 @@ FAULTS: dict[str, tuple[Callable[[Host], None], Callable[[Host], None]]] = {
     "link down": (pull_the_cable, plug_the_cable_in),
     "packets lost": (lose_packets, stop_losing_packets),
 }
-
-
-@pytest.fixture(scope="module")
-def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_books(tmp_path_factory.mktemp("books"))
 
 
 @pytest.fixture
