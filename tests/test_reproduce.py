@@ -30,7 +30,7 @@ from dist_mem.reproduce.results import cell, draw, to_markdown
 from dist_mem.reproduce.run import Job, StoppedError, tied
 from dist_mem.reproduce.run import _close as close_parent
 from dist_mem.reproduce.run import run as reproduce_here
-from dist_mem.reproduce.runs import Run, all_runs, keep_result, launcher, train_command
+from dist_mem.reproduce.runs import Run, all_runs, columns_of, keep_result, launcher, train_command
 from dist_mem.reproduce.tables import FOLDER, Table, load_table, table_names
 from dist_mem.stop_signal import StopSignal
 from dist_mem.tracking.mlflow_run import connect
@@ -289,6 +289,19 @@ def test_without_mlflow_a_table_is_made_all_the_same(here: Path, capsys: pytest.
     assert "MLflow does not have the table: MlflowException: " in capsys.readouterr().err
 
 
+def test_mlflow_takes_the_figures_of_every_table(sqlite_uri: str, client: Any, tmp_path: Path) -> None:
+    experiment = client.get_experiment_by_name("dist_mem")
+    parent = object.__new__(ParentRun)
+    parent.run_id, parent._client = client.create_run(experiment.experiment_id).info.run_id, client
+    figures = {}
+    for name in TABLES:
+        table = load_table(name, ROOT / FOLDER)
+        columns = {column for scale in table.scales.values() for column in columns_of(table, scale)}
+        figures |= {f"{row}/{column}": 1.0 for row in table.rows for column in columns}
+    parent.close(figures, [], status="FINISHED")
+    assert client.get_run(parent.run_id).data.metrics == figures
+
+
 def test_one_call_at_a_time_works_in_a_folder(here: Path) -> None:
     measured(here, ["none", "xl"])
     with (here / "out" / "lock").open("w") as lock:
@@ -329,6 +342,14 @@ def test_ranks_are_told_of_a_signal_before_the_command_ends(tmp_path: Path, monk
         job.command([*launcher(2)[:-1], "a_rank"], "train")
     assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
     assert launcher(2) != launcher(2)  # a port of its own, so that two tables do not meet
+
+
+def test_a_setpriv_that_knows_no_death_signal_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of RHEL 8 (util-linux 2.32) and of busybox: every command of a table would end with its usage."""
+    (tmp_path / "setpriv").write_text("#!/bin/sh\necho \"setpriv: unrecognized option '$1'\" >&2\nexit 1\n")
+    (tmp_path / "setpriv").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert tied(["train"]) == ["train"]
 
 
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv (util-linux)")

@@ -12,7 +12,7 @@ from dist_mem.errors import UnusableError
 from dist_mem.evaluation.report import DocumentScore, RecallScore, Report, write_report
 from dist_mem.reproduce.choice import measured, runs_behind, shown_rows
 from dist_mem.reproduce.results import cell, draw, to_csv, to_markdown
-from dist_mem.reproduce.runs import all_runs, figure_of, keep_result
+from dist_mem.reproduce.runs import all_runs, figure_of, keep_result, with_done
 from dist_mem.reproduce.tables import Column, Table, load_table
 
 TABLE: dict[str, Any] = {
@@ -60,7 +60,7 @@ def test_a_row_shows_on_test_what_is_best_on_validation(tmp_path: Path) -> None:
                 text
                 for name, column in scale.columns.items()
                 if column.point == run.point
-                for text in (name, f"{name} on validation")
+                for text in (f"{name} on validation", name)
             ]
         )
         if run.row != "xl":
@@ -91,6 +91,28 @@ def test_nothing_is_chosen_before_all_are_measured(tmp_path: Path) -> None:
     assert str(cell(runs_behind(table, scale, runs, "best", "500"), "500")) == "1 to run"
 
 
+def test_a_candidate_that_no_call_has_asked_for_is_still_to_be_measured(tmp_path: Path) -> None:
+    """`--rows small --seeds 1`, then the row in question for another seed: with seed 1 there is nothing to choose."""
+    table = load(tmp_path, TABLE)
+    scale = table.scales["tiny"]
+    for rows, seed in ((["small"], 1), (["small", "large"], 0)):
+        asked = all_runs(scale, tmp_path, [seed], rows)
+        for run in asked:
+            for name in measured(table, scale, run):
+                keep_result(run, name, {"value": 0.3 if run.row == "small" else 0.4, "step": 1})
+    runs = with_done(table, scale, tmp_path, asked)
+    assert str(cell(runs_behind(table, scale, runs, "best", "500"), "500")) == "0.4, 1 to run"
+    assert "chosen on validation: 500: Large (seed 0); 1000: Small (seed 0)\n" in to_markdown(table, scale, runs, {})
+
+
+def test_a_candidate_is_measured_on_validation_first(tmp_path: Path) -> None:
+    """Between the two its figure on test would stand for the best, of which nothing is known yet."""
+    table = load(tmp_path, TABLE)
+    scale = table.scales["tiny"]
+    run = all_runs(scale, tmp_path, [0], ["small"])[0]
+    assert [column.split for column in measured(table, scale, run).values()] == ["validation", "test"]
+
+
 def test_one_that_diverged_is_not_chosen_where_another_has_not(tmp_path: Path) -> None:
     table = load(tmp_path, TABLE)
     scale = table.scales["tiny"]
@@ -113,9 +135,28 @@ def test_what_a_table_cannot_mean_is_refused(tmp_path: Path) -> None:
     unknown = {**TABLE, "rows": {**TABLE["rows"], "best": {"name": "Best", "best_of": ["smal"]}}}
     with pytest.raises(UnusableError, match=r"best\.best_of has 'smal'"):
         load(tmp_path, unknown)
+    nested = {**TABLE, "rows": {**TABLE["rows"], "top": {"name": "Top", "best_of": ["xl", "best"]}}}
+    with pytest.raises(UnusableError, match=r"top\.best_of has 'best', which is the best of others itself"):
+        load(tmp_path, nested)
+    for nothing in ("rows", "columns"):
+        with pytest.raises(UnusableError, match=f"scales.tiny has no {nothing}"):
+            load(tmp_path, {**TABLE, "scales": {"tiny": {**tiny, nothing: {}}}})
     columns = {"500": {"figure": "accuracy", "point": "a", "band": [1, 2]}}
     with pytest.raises(UnusableError, match=r"column '500' has band \[1, 2\]"):
         load(tmp_path, {**TABLE, "scales": {"tiny": {**tiny, "columns": columns}}})
+
+
+@pytest.mark.parametrize("name", ["> 64", "(0, 32]", "a/b", "", "../x"])
+def test_names_that_no_file_or_figure_can_have_are_refused(tmp_path: Path, name: str) -> None:
+    tiny = TABLE["scales"]["tiny"]
+    column = {"figure": "accuracy", "point": "a"}
+    with pytest.raises(UnusableError, match=r"one\.yaml: scales\.tiny: column .* letters, digits"):
+        load(tmp_path, {**TABLE, "scales": {"tiny": {**tiny, "columns": {name: column}}}})
+    if name:  # the only point needs none
+        with pytest.raises(UnusableError, match=r"one\.yaml: scales\.tiny: point .* letters, digits"):
+            load(tmp_path, {**TABLE, "scales": {"tiny": {**tiny, "points": {**tiny["points"], name: {"data": "d"}}}}})
+    with pytest.raises(UnusableError, match=r"one\.yaml: row .* letters, digits"):
+        load(tmp_path, {**TABLE, "rows": {**TABLE["rows"], name: {"name": "Odd"}}})
 
 
 def test_recall_is_read_between_two_distances(tmp_path: Path) -> None:

@@ -25,11 +25,11 @@ def shown_rows(table: Table, scale: Scale) -> list[str]:
 
 
 def measured(table: Table, scale: Scale, run: Run) -> dict[str, Column]:
-    """What is measured of a run: its columns, and for a row that another may choose the same on validation."""
+    """What is measured of a run: its columns, and for a row that another may choose first the same on validation."""
     columns = columns_of(table, scale, run.point)
     if not any(run.row in row.best_of for row in table.rows.values()):
         return columns
-    return columns | {_on_validation(name): replace(column, split="validation") for name, column in columns.items()}
+    return {_on_validation(name): replace(column, split="validation") for name, column in columns.items()} | columns
 
 
 def runs_behind(table: Table, scale: Scale, runs: Sequence[Run], row: str, name: str) -> list[Run]:
@@ -39,21 +39,18 @@ def runs_behind(table: Table, scale: Scale, runs: Sequence[Run], row: str, name:
     mine = [run for run in runs if run.row in behind and run.point == column.point]
     if not table.rows[row].best_of:
         return mine
-    return [run for seed in sorted({run.seed for run in mine}) for run in _best(mine, seed, name, column)]
+    seeds = sorted({run.seed for run in mine})
+    return [_best([replace(mine[0], row=other, seed=seed) for other in behind], name, column) for seed in seeds]
 
 
-def _best(runs: Sequence[Run], seed: int, name: str, column: Column) -> list[Run]:
-    """The best run of a seed; while there is one that is not yet measured, that one."""
-    same = [run for run in runs if run.seed == seed]
-    results = [(read_result(run, _on_validation(name)), run) for run in same]
-    for result, run in results:
-        if result is None:
-            return [run]
+def _best(runs: Sequence[Run], name: str, column: Column) -> Run:
+    """The best run of a seed's; while there is one that is not yet measured, that one, whether asked for or not."""
+    results = [read_result(run, _on_validation(name)) for run in runs]
+    if None in results:
+        return runs[results.index(None)]
     sign = -1.0 if column.figure.startswith(_GROWING) else 1.0
-    valued = [
-        (sign * result["value"], number) for number, (result, _) in enumerate(results) if result and "value" in result
-    ]
-    return [same[min(valued)[1]] if valued else same[0]]
+    valued = [(sign * result["value"], number) for number, result in enumerate(results) if result and "value" in result]
+    return runs[min(valued)[1]] if valued else runs[0]
 
 
 def _on_validation(name: str) -> str:

@@ -96,10 +96,15 @@ class Job:
 def tied(arguments: Sequence[str]) -> list[str]:
     """A command that is told to end (SIGTERM: a training saves) when this process is gone, also after `kill -9`.
 
-    setpriv (util-linux) asks the kernel for it and becomes the command. Without it only signals are handed on.
+    setpriv (util-linux 2.33) asks the kernel for it and becomes the command. Without it only signals are handed on.
     """
     setpriv = shutil.which("setpriv")
-    return [setpriv, "--pdeathsig", "TERM", "--", *arguments] if setpriv else list(arguments)
+    if setpriv is None:
+        return list(arguments)
+    asks = [setpriv, "--pdeathsig", "TERM", "--"]
+    if subprocess.run([*asks, setpriv, "--version"], capture_output=True).returncode != 0:  # RHEL 8's, busybox's
+        return list(arguments)
+    return [*asks, *arguments]
 
 
 def run(

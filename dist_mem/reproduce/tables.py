@@ -7,6 +7,7 @@ a point is data and a setting that the rows share, as the length of the sequence
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dist_mem.errors import UnusableError
 
 FOLDER = Path("configs") / "tables"
+_NAME = re.compile(r"\w[\w .:-]*")  # of files, and of figures in MLflow, which takes no others
 MEASURES = ("evaluate", "dialogue", "inspect")  # commands of dist-mem that measure a trained model
 
 
@@ -97,12 +99,24 @@ def load_table(name: str, folder: Path = FOLDER) -> Table:
     except OmegaConfBaseException as error:
         raise UnusableError(f"{path}: {str(error).splitlines()[0]}") from error
     for name, row in table.rows.items():
+        _check_name(name, where=f"{path}: row")
         unknown = [other for other in row.best_of if other not in table.rows]
         if unknown:
             raise UnusableError(f"{path}: rows.{name}.best_of has {unknown[0]!r}, which is no row of the table")
+        chosen = [other for other in row.best_of if table.rows[other].best_of]
+        if chosen:
+            raise UnusableError(f"{path}: rows.{name}.best_of has {chosen[0]!r}, which is the best of others itself")
     for scale_name, scale in table.scales.items():
         _check_scale(table, scale, where=f"{path}: scales.{scale_name}")
     return table
+
+
+def _check_name(name: str, *, where: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise UnusableError(
+            f"{where} {name!r} names files and figures: begin with a letter or digit; letters, digits, blanks and any "
+            "of _ - . : may follow"
+        )
 
 
 def _is_number(text: str) -> bool:
@@ -113,13 +127,20 @@ def _is_number(text: str) -> bool:
 
 
 def _check_scale(table: Table, scale: Scale, *, where: str) -> None:
+    for name in filter(None, scale.points):  # "", the only one, is in no name
+        _check_name(name, where=f"{where}: point")
+    columns = scale.columns or table.columns
+    for key, content in (("rows", scale.rows), ("columns", columns)):
+        if not content:
+            raise UnusableError(f"{where} has no {key}")
     unknown = [row for row in scale.rows if row not in table.rows]
     if unknown:
         raise UnusableError(f"{where}.rows has {unknown[0]!r}, which is no row of the table")
     chosen = [row for row in scale.rows if table.rows[row].best_of]
     if chosen:
         raise UnusableError(f"{where}.rows has {chosen[0]!r}, which is the best of other rows, and is not run itself")
-    for name, column in (scale.columns or table.columns).items():
+    for name, column in columns.items():
+        _check_name(name, where=f"{where}: column")
         if column.command not in MEASURES:
             raise UnusableError(
                 f"{where}: column {name!r} has command {column.command!r}, not one of {', '.join(MEASURES)}"
