@@ -293,8 +293,9 @@ def entry() -> NoReturn:
     with suppress(BrokenPipeError):  # that of `tells`
         sys.stdout.flush()
     sys.stderr.flush()
-    if code == 0 and not output.is_read and not output.tells:
-        code = 128 + signal.SIGPIPE  # as shells tell it of what this signal has ended
+    if code == 0 and not output.is_read and not output.tells and sys.argv[1:2] != ["train"]:
+        # As shells tell it of what this signal has ended. Not of a training: launchers start anew what has failed.
+        code = 128 + signal.SIGPIPE
     os._exit(code)
 
 

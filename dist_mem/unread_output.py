@@ -31,7 +31,9 @@ class UntilUnread(io.FileIO):
 
 def _lead_nowhere(number: int) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    if nowhere != number:
+    if nowhere == number:
+        os.set_inheritable(number, True)  # by child processes, as what dup2 makes
+    else:
         os.dup2(nowhere, number)
         os.close(nowhere)
 

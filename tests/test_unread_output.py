@@ -80,3 +80,38 @@ def test_what_prints_only_ends_quietly(arguments: list[object], code: int, unbuf
 def test_without_standard_streams_it_is_as_if_nobody_read(closed: str) -> None:
     done = subprocess.run(["bash", "-c", f"{sys.executable} -m dist_mem config {closed}"], capture_output=True)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+INHERITED = """
+import os
+from dist_mem.unread_output import watch_standard_streams
+watch_standard_streams()
+os._exit(os.get_inheritable(1) and os.get_inheritable(2))
+"""
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_child_processes_have_standard_streams_too(closed: str) -> None:
+    """Else the first file that they open gets the number of their output."""
+    done = subprocess.run(["bash", "-c", f"{sys.executable} -c '{INHERITED}' {closed}"])
+    assert done.returncode == 1
+
+
+TRAINED = """
+import sys
+from dist_mem import __main__, commands
+def train(options):
+    print("done")
+    return 0
+commands.train = train
+sys.argv = ["dist-mem", "train", "a.yaml"]
+__main__.entry()
+"""
+
+
+def test_a_training_that_nobody_reads_ends_with_its_own_code() -> None:
+    """A launcher takes any other for a failure: torchrun --max-restarts would start anew what is done."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert subprocess.run([sys.executable, "-c", TRAINED], stdout=writer).returncode == 0
+    os.close(writer)
