@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from scored_library import TOKENIZER, make_config, save_weights
 from test_infinite import SEG_LEN, WIDTH, memory_of, smooth
 from torch import Tensor
 
-from dist_mem.evaluation.regression_error import Errors, Watch
+from dist_mem.evaluation.regression_error import Errors, Watch, run
 from dist_mem.memory.infinite import Infinite, State
+from dist_mem.model import MemoryLM
 
 FINE: dict[str, Any] = {
     "num_basis": 64,
@@ -103,3 +107,19 @@ def test_the_watch_changes_nothing() -> None:
         if hook is not None:
             hook.remove()
     assert torch.equal(*outputs)
+
+
+@pytest.mark.usefixtures("single_process")
+def test_what_another_protocol_finds_does_not_take_the_place_of_the_runs_own(library: Path, tmp_path: Path) -> None:
+    memory = {"kind": "infinite", "num_basis": 16, "widths": [0.1, 0.2], "num_samples": 24, "over": {"kind": "none"}}
+    config = make_config(memory=memory, data={"path": str(library)})
+    config.memory = memory
+    save_weights(tmp_path / "run", MemoryLM(config, TOKENIZER.vocab_size).eval(), config, step=3)
+    folder = tmp_path / "run" / "evaluations"
+    names = {"": "", "eval.seg_len=4": "-T4", "eval.layout=stream": ""}  # documents are read whatever the layout
+    for override, tag in names.items():
+        assert run(tmp_path / "run", split="test", overrides=[override] if override else []) == 0
+        found = json.loads((folder / f"inspect-test-step-00000003{tag}.json").read_text(encoding="utf-8"))
+        assert found["protocol"]["seg_len"] == (4 if tag else 8)
+        assert found["protocol"]["lanes"] is None
+    assert len(list(folder.iterdir())) == 2

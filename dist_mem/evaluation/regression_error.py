@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from dist_mem.data.segments import collate, document_segments
 from dist_mem.data.stream import cut_lengths
 from dist_mem.distributed import World
 from dist_mem.evaluation.evaluate import as_job, found_by_all, use_threads
+from dist_mem.evaluation.protocol import protocol_of, tag_of
 from dist_mem.evaluation.trained import TrainedModel, init_state, open_model, read_settings, tokenizer_of_data
 from dist_mem.files import write_text
 from dist_mem.memory.base import MemoryOutput
@@ -164,32 +165,34 @@ def _run(world: World, path: Path, split: str | None, limit: int, step: int | No
     if world.size > 1:
         raise ValueError(f"dist-mem inspect runs on one process, not on {world.size}")
     found = found_by_all(path, step, world)
-    config = read_settings(found.directory, overrides)
+    config = read_settings(found.directory, [*overrides, "eval.layout=documents"])  # whatever is evaluated otherwise
     use_threads(config)
+    protocol, tag = protocol_of(config), tag_of(config)
     split = split or config.eval.split
     refresh(config.data, [split])
     index = open_index(config.data, split)
     trained = open_model(found, config, tokenizer_of_data(found, config), world.device)
     lengths = cut_lengths([entry.num_tokens for entry in index.documents[:limit]], config.eval.max_document_len)
     layers = regression_errors(trained, Documents(index, lengths, bos_id=trained.tokenizer.bos_id))
-    _publish(found.run_dir, int(found.manifest["step"]), split, limit, layers)
+    step = int(found.manifest["step"])
+    name = "-".join(part for part in (f"inspect-{split}-step-{step:08d}", tag) if part)
+    facts = {"format_version": FORMAT_VERSION, "step": step, "limit": limit, "protocol": protocol._asdict()}
+    _publish(found.run_dir / "evaluations" / f"{name}.json", split, layers, facts)
 
 
-def _publish(run_dir: Path, step: int, split: str, limit: int, layers: list[Errors]) -> None:
+def _publish(target: Path, split: str, layers: list[Errors], facts: Mapping[str, object]) -> None:
     mean = sum(layer.all_rows for layer in layers) / len(layers)
     newest = sum(layer.newest for layer in layers) / len(layers)
     print(f"{'layer':<8} {'all rows':>10} {'newest':>10}   relative squared error of the regression")
     for number, layer in enumerate(layers):
         print(f"{number:<8} {layer.all_rows:>10.4f} {layer.newest:>10.4f}")
-    print(f"{'all':<8} {mean:>10.4f} {newest:>10.4f}   {layers[0].num_documents} documents of {split}, step {step}")
-    facts = {
-        "format_version": FORMAT_VERSION,
-        "step": step,
-        "limit": limit,
+    total = f"{layers[0].num_documents} documents of {split}, step {facts['step']}"
+    print(f"{'all':<8} {mean:>10.4f} {newest:>10.4f}   {total}")
+    content = {
+        **facts,
         "figures": {f"{split}/regression_error": mean, f"{split}/regression_error_newest": newest},
         "layers": [layer._asdict() for layer in layers],
     }
-    target = run_dir / "evaluations" / f"inspect-{split}-step-{step:08d}.json"
     target.parent.mkdir(exist_ok=True)
-    write_text(target, json.dumps(facts, indent=1) + "\n")
+    write_text(target, json.dumps(content, indent=1) + "\n")
     print(f"written: {target}", file=sys.stderr)
