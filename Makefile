@@ -1,6 +1,8 @@
 # Two commands do everything: `make demo` and `make test`. See README.md.
 PYTHON ?= python3
 VENV ?= .venv
+# Processes that share the tests, a file each; 0: none but one's own, as for a debugger.
+JOBS ?= 2
 BIN := $(VENV)/bin
 
 .PHONY: setup compiler demo test lint bench nightly clean
@@ -22,7 +24,7 @@ demo: setup
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash launch/demo.sh
 
 test: setup
-	$(BIN)/python -m pytest -m "not nightly"
+	$(BIN)/python -m pytest -m "not nightly" --numprocesses $(JOBS) --dist loadfile
 
 nightly: setup
 	$(BIN)/python -m pytest -m nightly --timeout 7200
