@@ -3,8 +3,8 @@
     dist-mem generate runs/demo --prompt-file book.txt --tokens 500 --top-p 0.95
     dist-mem generate --compare runs/none runs/demo --prompt-file book.txt --out case_study.md
 
-The second is the case study of LaMemo (Ji et al. 2022, appendix): 256 tokens by nucleus sampling with p = 0.95. One
-process, no process group. The texts go to the standard output, everything else to the standard error.
+The second has the settings of LaMemo's published script (Ji et al. 2022): 256 tokens by nucleus sampling with p = 0.95.
+One process, no process group. The texts go to the standard output, everything else to the standard error.
 """
 
 from __future__ import annotations
