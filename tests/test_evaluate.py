@@ -70,9 +70,23 @@ def test_one_checkpoint_can_be_named_by_step_or_by_path(run_dir: Path) -> None:
     assert evaluate.run(run_dir, split="test", checkpoint=3, overrides=quiet) == 0
     assert evaluate.run(step_dir(run_dir, 12), split="test", overrides=quiet) == 0
     assert sorted(path.name for path in (run_dir / "evaluations").glob("*.csv")) == [
-        "test-step-00000003.csv",
-        "test-step-00000012.csv",
+        "test-step-00000003-first20.csv",
+        "test-step-00000012-first20.csv",
     ]
+
+
+@pytest.mark.usefixtures("single_process")
+def test_a_quick_look_leaves_files_and_figures_of_the_whole_alone(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[dict[str, float]] = []
+    monkeypatch.setattr(evaluate, "log_to_run", lambda config, **given: told.append(given["metrics"]))
+    assert evaluate.run(run_dir, split="test") == 0
+    files = {path: path.read_bytes() for path in (run_dir / "evaluations").iterdir()}
+    assert evaluate.run(run_dir, split="test", overrides=["eval.max_document_len=20"]) == 0
+    assert evaluate.run(run_dir, split="test", overrides=["eval.precision=bf16"]) == 0
+    assert all(path.read_bytes() == content for path, content in files.items())
+    assert [set(figures) & set(told[0]) for figures in told[1:]] == [set(), set()]
 
 
 @pytest.mark.usefixtures("single_process")
@@ -88,6 +102,14 @@ def test_the_command_names_what_is_wrong(run_dir: Path, tmp_path: Path) -> None:
         ConfigError, match=r"model\.d_model: is fixed by the checkpoint; an evaluation may set eval\.\*"
     ):
         evaluate.run(run_dir, split="test", overrides=["model.d_model=8"])
+
+
+@pytest.mark.usefixtures("single_process")
+def test_a_run_that_keeps_its_best_checkpoints_can_be_evaluated(library: Path, tmp_path: Path) -> None:
+    """Which of them is best asks for evaluations amid training, which an evaluation does not have."""
+    keeping = {"checkpoint": {"keep_last": 2, "keep_best": 1}, "eval": {"every": 3}}
+    save_weights(tmp_path / "run", make_model(), make_config(data={"path": str(library)}, **keeping), step=3)
+    assert evaluate.run(tmp_path / "run", split="test") == 0
 
 
 def test_a_split_is_scored_as_the_configuration_says(library: Path) -> None:

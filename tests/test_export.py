@@ -187,7 +187,7 @@ def test_another_step_can_be_exported_and_the_report_lies_in_the_export(
     early = export(run_dir, tmp_path / "early", "--checkpoint", "1")
     assert read_manifest(early)["step"] == 1
     assert main(["evaluate", str(early), f"data.path={books}", "eval.max_document_len=20"]) == 0
-    assert [path.name for path in (early / "evaluations").glob("*.csv")] == ["validation-step-00000001.csv"]
+    assert [path.name for path in (early / "evaluations").glob("*.csv")] == ["validation-step-00000001-first20.csv"]
     assert dist_mem.load_model(early).checkpoint.manifest["step"] == 1, "and it is still whole"
 
 

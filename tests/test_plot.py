@@ -46,3 +46,16 @@ def test_picture_is_written_and_needs_recall_tokens(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no recall tokens"):
         plot_recall([("none", report([]))], tmp_path / "nothing.png")
     assert not (tmp_path / "nothing.png").exists()
+
+
+def test_too_few_recall_tokens_to_draw_are_told(tmp_path: Path) -> None:
+    few = report([RecallScore(100, 30.0, MIN_TOKENS - 1)])
+    with pytest.raises(ValueError, match=f"fewer than {MIN_TOKENS} recall tokens at every distance"):
+        plot_recall([("few", few)], tmp_path / "few.png")
+    assert not (tmp_path / "few.png").exists()
+
+
+def test_a_loss_too_large_for_a_float_leaves_no_picture_undrawn(tmp_path: Path) -> None:
+    known, huge = report([RecallScore(100, 300.0, 100)]), report([RecallScore(100, 1e6, 100)])
+    plot_recall([("known", known), ("huge", huge)], tmp_path / "recall.png")
+    assert (tmp_path / "recall.png").read_bytes()[:4] == b"\x89PNG"

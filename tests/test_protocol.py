@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.axes import Axes
 from scored_library import ALONE, MEM_LEN, SEG_LEN, TOKENIZER, make_config, save_weights
 
 from dist_mem.__main__ import main
@@ -143,6 +144,9 @@ def test_the_protocol_and_its_name_say_what_differs_from_the_training() -> None:
     config.eval.layout, config.eval.lanes, config.eval.seg_len = "stream", 10, 64
     assert tag_of(config) == "T64-M640-clamp400-same_length_true-stream10"
     assert str(protocol_of(config)) == "T 64, M 640, clamp_len 400, same_length, stream in 10 lanes"
+    config.eval.max_document_len, config.eval.precision = 2000, "bf16"
+    assert tag_of(config) == "T64-M640-clamp400-same_length_true-stream10-first2000-bf16"
+    assert str(protocol_of(config)).endswith("stream in 10 lanes, first 2,000 tokens of each document, bf16")
     assert tag_of(make_config(eval={"mem_len": MEM_LEN, "seg_len": SEG_LEN, "same_length": False})) == ""
 
 
@@ -165,6 +169,7 @@ def test_the_report_says_how_it_was_asked_and_leaves_the_run_s_own_alone(
     assert main([*command, "eval.mem_len=24", "eval.layout=stream", "eval.lanes=3"]) == EXIT_DONE
     own, other = (run_dir / "evaluations" / f"test-step-00000003{ending}.json" for ending in ("", "-M24-stream3"))
     lengths = {"seg_len": SEG_LEN, "clamp_len": None, "same_length": False, "blocks": False}
+    lengths |= {"max_document_len": None, "precision": "fp32"}
     assert json.loads(own.read_text())["protocol"] == {**lengths, "mem_len": 16, "layout": "documents", "lanes": None}
     assert json.loads(other.read_text())["protocol"] == {**lengths, "mem_len": 24, "layout": "stream", "lanes": 3}
     assert told[0]["test/word_perplexity"] == read_report(own).word_perplexity
@@ -202,6 +207,30 @@ def test_a_sweep_has_a_row_for_each_run_and_length_with_the_figures_of_single_ev
     assert len({row["word_perplexity"] for row in rows}) == 4
     assert table.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert f"| {two} | 3 | 4 | 12 | 260 | " in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("single_process")
+def test_a_sweep_in_blocks_goes_by_tokens(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Words are not known there, and a picture of them would be empty."""
+    drawn: list[tuple[list[int], list[float]]] = []
+    plot = Axes.plot
+
+    def noted(self: Axes, xs: list[int], ys: list[float], **options: Any) -> Any:
+        drawn.append((xs, ys))
+        return plot(self, xs, ys, **options)
+
+    monkeypatch.setattr(Axes, "plot", noted)
+    run_dir, _ = make_run(tmp_path, library, MEMORIES["transformer_xl"])
+    assert (
+        main(["evaluate", str(run_dir), "--split", "test", "--sweep", "mem_len=4,12", "eval.blocks=true"]) == EXIT_DONE
+    )
+    table = run_dir / "evaluations" / "sweep-test-mem_len.csv"
+    rows = list(csv.DictReader(table.read_text().splitlines()))
+    assert drawn[-1] == ([4, 12], [float(row["token_perplexity"]) for row in rows])
+    output = capsys.readouterr().out
+    assert "token perplexity" in output and "| n/a |" in output and "nan" not in output
 
 
 @pytest.mark.usefixtures("single_process")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from dist_mem.evaluation.report import (
     Report,
     read_report,
     recall_bands,
+    shown,
     to_csv,
     to_table,
     write_report,
@@ -113,6 +115,45 @@ def test_compare_refuses_what_does_not_compare(tmp_path: Path, capsys: pytest.Ca
     other = save_evaluation(tmp_path / "other", Report(**{**vars(report), "documents": report.documents[1:]}))
     assert compare.run([plain, other]) == 1
     assert "do not score the same documents" in capsys.readouterr().err
+
+
+def in_blocks(report: Report) -> Report:
+    """The report as of blocks, whose words are not known."""
+    return replace(report, num_words=None, documents=[replace(document, words=None) for document in report.documents])
+
+
+def test_compare_goes_by_tokens_where_words_are_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = save_evaluation(tmp_path / "none", in_blocks(make_report(factor=2.0)))
+    memory = save_evaluation(tmp_path / "xl", in_blocks(make_report()))
+    assert compare.run([plain, memory]) == 0
+    _, columns, first, second = capsys.readouterr().out.splitlines()
+    assert columns.split("  ")[1].strip() == "token ppl" and "word" not in columns
+    assert first.split()[:2] == ["none", "54.60"]
+    assert second.split()[:4] == ["xl", "7.39", "(7.39x", "lower)"]
+    other = save_evaluation(tmp_path / "other", replace(in_blocks(make_report()), tokenizer_fingerprint="x", recall=[]))
+    assert compare.run([plain, other]) == 1
+    assert "different tokenizers" in capsys.readouterr().err
+
+
+def test_compare_says_that_only_some_are_scored_in_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = save_evaluation(tmp_path / "whole", make_report())
+    blocks = save_evaluation(tmp_path / "blocks", in_blocks(make_report()))
+    assert compare.run([whole, blocks]) == 1
+    assert "blocks: scored in blocks (eval.blocks), the others not" in capsys.readouterr().err
+
+
+def test_what_is_not_known_is_no_figure_and_shown_as_such(tmp_path: Path) -> None:
+    """JSON knows no NaN, and no figure of a run is one."""
+    empty = DocumentScore("e", "Nothing", 0.0, 0, None, 0, 0)
+    report = replace(in_blocks(make_report()), documents=[empty], recall=[])
+    assert report.figures() == {}
+    assert report.figures() == replace(report, num_words=0).figures()
+    write_report(report, tmp_path, "test", facts={})
+    assert "NaN" not in (tmp_path / "test.json").read_text()
+    assert "nan" not in to_table(report)
+    assert shown(math.nan) == "n/a"
+    known = make_report()
+    assert replace(known, num_words=0).figures().keys() == known.figures().keys() - {"test/word_perplexity"}
 
 
 def test_compare_takes_the_split_that_all_runs_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

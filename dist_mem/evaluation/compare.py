@@ -1,5 +1,7 @@
 """Evaluations of several runs side by side: word-level perplexity, and recall perplexity by distance.
 
+Where words are not known (blocks), token perplexity stands in their place.
+
     dist-mem compare runs/none runs/transformer_xl
 
 Bands of distance are the same for all: those of the run whose segment and short-term memory together reach farthest. A
@@ -32,8 +34,8 @@ class Row(NamedTuple):
     """One run's figures, each with how many times lower it is than the first run's."""
 
     name: str
-    word_perplexity: float
-    word_gain: float  # first run's / this one's
+    perplexity: float  # word-level; of tokens where words are not known
+    gain: float  # first run's / this one's
     accuracy: float  # nan where it is not known
     recall: dict[Band, tuple[float, float]]  # perplexity and gain
 
@@ -83,29 +85,43 @@ def compare(reports: Sequence[Entry]) -> list[Row]:
     """The figures of every run over common bands; bands without recall tokens are left out.
 
     Raises:
-        ValueError: the reports are not of the same text, or differ in tokenizer where recall is compared.
+        ValueError: the reports are not of the same text, or differ in tokenizer where tokens are compared.
     """
     first = reports[0].report
-    if not same_text([report for _, report in reports]):
-        names = ", ".join(name for name, _ in reports)
-        raise ValueError(f"{names}: these evaluations do not score the same documents; evaluate all on one data.path")
-    if any(report.recall and report.tokenizer_fingerprint != first.tokenizer_fingerprint for _, report in reports):
-        raise ValueError("recall distances are in tokens, but the runs have different tokenizers: they do not compare")
+    _check_text(reports)
+    by_words = first.num_words is not None
+    others = [report for _, report in reports if report.tokenizer_fingerprint != first.tokenizer_fingerprint]
+    if others and (not by_words or any(report.recall for report in others)):
+        what = "recall distances are" if by_words else "where words are not known, perplexity is"
+        raise ValueError(f"{what} in tokens, but the runs have different tokenizers: they do not compare")
     widest = max((report for _, report in reports), key=lambda report: report.seg_len + report.mem_len)
     bands = [band for band in recall_bands(widest.seg_len, widest.mem_len).values() if first.recall_in(band)[1] > 0]
+    values = [report.word_perplexity if by_words else report.token_perplexity for _, report in reports]
     return [
         Row(
             name,
-            report.word_perplexity,
-            first.word_perplexity / report.word_perplexity,
+            value,
+            values[0] / value,
             report.accuracy,
             {
                 band: (report.recall_perplexity(band), first.recall_perplexity(band) / report.recall_perplexity(band))
                 for band in bands
             },
         )
-        for name, report in reports
+        for (name, report), value in zip(reports, values, strict=True)
     ]
+
+
+def _check_text(reports: Sequence[Entry]) -> None:
+    in_blocks = [name for name, report in reports if report.num_words is None]
+    if 0 < len(in_blocks) < len(reports):
+        raise ValueError(
+            f"{', '.join(in_blocks)}: scored in blocks (eval.blocks), the others not; evaluate all with "
+            "eval.blocks=false, and give the report files"
+        )
+    if not same_text([report for _, report in reports]):
+        names = ", ".join(name for name, _ in reports)
+        raise ValueError(f"{names}: these evaluations do not score the same documents; evaluate all on one data.path")
 
 
 def to_table(entries: Sequence[Entry], rows: Sequence[Row]) -> str:
@@ -113,9 +129,10 @@ def to_table(entries: Sequence[Entry], rows: Sequence[Row]) -> str:
     first = entries[0].report
     bands = list(rows[0].recall)
     columns = [["run", *(row.name for row in rows)]]
-    columns.append(["word ppl", *(_cell(row.word_perplexity, row.word_gain) for row in rows)])
+    title = "token ppl" if first.num_words is None else "word ppl"
+    columns.append([title, *(_cell(row.perplexity, row.gain) for row in rows)])
     if not all(math.isnan(row.accuracy) for row in rows):
-        columns.append(["accuracy", *(f"{row.accuracy:.2%}" for row in rows)])
+        columns.append(["accuracy", *(shown(row.accuracy, ".2%") for row in rows)])
     for band in bands:
         columns.append([f"recall {band}", *(_cell(*row.recall[band]) for row in rows)])
     padded = [[f"{text:<{max(map(len, column))}}" for text in column] for column in columns]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from dist_mem.evaluation.report import Band, Report
+from dist_mem.evaluation.report import Band, Report, perplexity
 
 BINS_PER_OCTAVE = 2
 MIN_TOKENS = 50  # a bin with fewer recall tokens says little and is left out
@@ -34,7 +34,7 @@ def recall_curve(report: Report, bins: Sequence[Band]) -> tuple[list[float], lis
         nll, count = report.recall_in(band)
         if count >= MIN_TOKENS and band.high is not None:
             middles.append(math.sqrt(max(band.low, 1) * band.high))
-            values.append(math.exp(nll / count))
+            values.append(perplexity(nll, count))
     return middles, values
 
 
@@ -42,7 +42,7 @@ def plot_recall(named_reports: Sequence[tuple[str, Report]], path: Path) -> None
     """Write the picture; the format follows the name's ending.
 
     Raises:
-        ValueError: no report holds recall tokens.
+        ValueError: no report holds recall tokens, or enough of them in one bin.
     """
     from matplotlib.figure import Figure  # takes a second to import
 
@@ -50,10 +50,13 @@ def plot_recall(named_reports: Sequence[tuple[str, Report]], path: Path) -> None
     if not any(report.recall for report in reports):
         raise ValueError("no recall tokens in these evaluations: their data records none, so there is nothing to plot")
     bins = distance_bins(reports)
+    curves = [(name, *recall_curve(report, bins)) for name, report in named_reports]
+    if not any(values for _, _, values in curves):
+        raise ValueError(f"fewer than {MIN_TOKENS} recall tokens at every distance: there is too little to plot")
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for name, report in named_reports:
-        axes.plot(*recall_curve(report, bins), marker="o", markersize=4, label=name)
+    for name, middles, values in curves:
+        axes.plot(middles, values, marker="o", markersize=4, label=name)
     widest = max(reports, key=lambda report: report.seg_len + report.mem_len)
     for edge, text in ((widest.seg_len, "T"), (widest.seg_len + widest.mem_len, "T + M")):
         axes.axvline(edge, color="grey", linewidth=0.8, linestyle="--")

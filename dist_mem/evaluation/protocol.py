@@ -3,8 +3,8 @@
     dist-mem evaluate runs/wikitext103 eval.seg_len=64 eval.mem_len=640 eval.clamp_len=400 eval.same_length=true
 
 with eval.layout=stream eval.lanes=10 is how Transformer-XL is scored on WikiText-103 (Dai et al. 2019, table 1; lengths
-from the published script). An evaluation amid training is asked as it is trained; only `eval.layout` and `eval.blocks`
-hold there too.
+from the published script). An evaluation amid training is asked as it is trained; only `eval.layout`, `eval.blocks` and
+`eval.max_document_len` hold there too.
 """
 
 from __future__ import annotations
@@ -26,13 +26,17 @@ class Protocol(NamedTuple):
     layout: str  # documents | stream
     lanes: int | None  # of a stream, each of which begins with an empty memory; None: they change nothing
     blocks: bool = False  # the first token of each segment is read and not scored
+    max_document_len: int | None = None  # tokens; None: documents are read to their end
+    precision: str = "fp32"  # of the model
 
     def __str__(self) -> str:
         clamp = "" if self.clamp_len is None else f", clamp_len {self.clamp_len}"
         layout = self.layout if self.lanes is None else f"{self.layout} in {self.lanes} lanes"
         same_length = ", same_length" if self.same_length else ""
         blocks = ", blocks (their first tokens are not scored)" if self.blocks else ""
-        return f"T {self.seg_len}, M {self.mem_len}{clamp}{same_length}, {layout}{blocks}"
+        first = "" if self.max_document_len is None else f", first {self.max_document_len:,} tokens of each document"
+        precision = "" if self.precision == "fp32" else f", {self.precision}"
+        return f"T {self.seg_len}, M {self.mem_len}{clamp}{same_length}, {layout}{blocks}{first}{precision}"
 
 
 def protocol_of(config: Config) -> Protocol:
@@ -46,12 +50,15 @@ def protocol_of(config: Config) -> Protocol:
         layout=settings.layout,
         lanes=settings.lanes if settings.layout == "stream" else None,
         blocks=config.data.blocks if settings.blocks is None else settings.blocks,
+        max_document_len=settings.max_document_len,
+        precision=settings.precision,
     )
 
 
 def tag_of(config: Config) -> str:
     """What tells this protocol from that of the training, for names of files and figures: "M640-stream10"; or "".
 
+    Of the training are whole documents in fp32, each with an empty memory, whatever the run's own evaluations are.
     To be asked before `apply_protocol`.
     """
     asked, model = protocol_of(config), config.model
@@ -62,6 +69,8 @@ def tag_of(config: Config) -> str:
         f"same_length_{str(asked.same_length).lower()}" if asked.same_length != model.same_length else "",
         f"stream{asked.lanes}" if asked.lanes is not None else "",
         f"blocks_{str(asked.blocks).lower()}" if asked.blocks != config.data.blocks else "",
+        f"first{asked.max_document_len}" if asked.max_document_len is not None else "",
+        asked.precision if asked.precision != "fp32" else "",
     ]
     return "-".join(part for part in parts if part)
 

@@ -110,16 +110,16 @@ class Report:
         return perplexity(*self.recall_in(band))
 
     def figures(self) -> dict[str, float]:
-        """The figures to track, "validation/word_perplexity" and so on; bands without recall tokens are left out."""
-        found = {"token_perplexity": self.token_perplexity, "bits_per_byte": self.bits_per_byte}
-        if self.num_words is not None:
-            found = {"word_perplexity": self.word_perplexity, **found}
-        if not math.isnan(self.accuracy):
-            found["accuracy"] = self.accuracy
+        """The figures to track, "validation/word_perplexity" and so on, without those that are not known (nan)."""
+        found = {
+            "word_perplexity": self.word_perplexity,
+            "token_perplexity": self.token_perplexity,
+            "bits_per_byte": self.bits_per_byte,
+            "accuracy": self.accuracy,
+        }
         for name, band in recall_bands(self.seg_len, self.mem_len).items():
-            if self.recall_in(band)[1]:
-                found[f"recall_perplexity_{name}"] = self.recall_perplexity(band)
-        return {f"{self.split}/{name}": value for name, value in found.items()}
+            found[f"recall_perplexity_{name}"] = self.recall_perplexity(band)
+        return {f"{self.split}/{name}": value for name, value in found.items() if not math.isnan(value)}
 
 
 def recall_bands(seg_len: int, mem_len: int) -> dict[str, Band]:
@@ -157,9 +157,11 @@ def accuracy(hits: int | None, num_scored: int) -> float:
     return math.nan if hits is None or num_scored == 0 else hits / num_scored
 
 
-def shown(value: float) -> str:
-    """A figure in at most ten characters."""
-    return f"{value:,.2f}" if value < 1e6 else f"{value:.3e}"
+def shown(value: float, form: str = ",.2f") -> str:
+    """A figure in at most ten characters; n/a for nan."""
+    if math.isnan(value):
+        return "n/a"
+    return f"{value:{form}}" if value < 1e6 else f"{value:.3e}"
 
 
 def to_table(report: Report, *, rows: int = TABLE_ROWS) -> str:
@@ -193,11 +195,11 @@ def _shortened(title: str) -> str:
 def _row(
     name: str, title: str, nll: float, num_scored: int, words: int | None, num_bytes: int, hit_share: float
 ) -> str:
-    num_words, word_ppl = ("n/a", "n/a") if words is None else (f"{words:,}", shown(perplexity(nll, words)))
+    num_words = "n/a" if words is None else f"{words:,}"
     return (
-        f"{name:<10} {title:<{_TITLE_CHARS}} {num_scored:>11,} {num_words:>10} {word_ppl:>10} "
-        f"{shown(perplexity(nll, num_scored)):>10} {bits_per_byte(nll, num_bytes):>9.4f} "
-        f"{hit_share:>8.2%}"
+        f"{name:<10} {title:<{_TITLE_CHARS}} {num_scored:>11,} {num_words:>10} {shown(perplexity(nll, words)):>10} "
+        f"{shown(perplexity(nll, num_scored)):>10} {shown(bits_per_byte(nll, num_bytes), '.4f'):>9} "
+        f"{shown(hit_share, '.2%'):>8}"
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -44,7 +45,7 @@ class Row(NamedTuple):
     split: str
     protocol: Protocol
     num_scored: int
-    figures: dict[str, float]  # FIGURES
+    figures: dict[str, float]  # FIGURES; nan: not known
 
 
 def parse_sweep(text: str) -> Sweep:
@@ -121,8 +122,14 @@ def evaluated(checkpoint: Checkpoint, name: str, overrides: Sequence[str], *, sp
     figures = {figure: float(getattr(report, figure)) for figure in FIGURES}
     row = Row(name, checkpoint.manifest["step"], report.split, protocol_of(config), report.num_scored, figures)
     if world.rank == 0:
-        print(f"{name}, {row.protocol}: word perplexity {shown(report.word_perplexity)}", flush=True)
+        figure = main_figure([row])
+        print(f"{name}, {row.protocol}: {figure.replace('_', ' ')} {shown(figures[figure])}", flush=True)
     return row
+
+
+def main_figure(rows: Sequence[Row]) -> str:
+    """The one that is told and drawn: word-level perplexity, of tokens where words are not known, as in blocks."""
+    return "token_perplexity" if any(math.isnan(row.figures["word_perplexity"]) for row in rows) else "word_perplexity"
 
 
 def files_of(rows: Sequence[Row], sweep: Sweep, directory: Path) -> list[Path]:
@@ -148,7 +155,7 @@ def to_markdown(rows: Sequence[Row]) -> str:
         lengths = f"{row.protocol.seg_len} | {row.protocol.mem_len}"
         if with_clamp:
             lengths += f" | {row.protocol.clamp_len}"
-        figures = f"{shown(word)} | {shown(token)} | {bits:.4f}"
+        figures = f"{shown(word)} | {shown(token)} | {shown(bits, '.4f')}"
         lines.append(f"| {row.run} | {row.step} | {lengths} | {row.num_scored:,} | {figures} |")
     rest = {str(row.protocol).split(", ", 2)[2] for row in rows}
     return "\n".join([*lines, "", f"split {rows[0].split}; {'; '.join(sorted(rest))}"])
@@ -166,17 +173,18 @@ def to_csv(rows: Sequence[Row]) -> str:
 
 
 def plot_sweep(rows: Sequence[Row], sweep: Sweep, path: Path) -> None:
-    """Word-level perplexity by length, a line a run."""
+    """Perplexity by length, a line a run."""
     from matplotlib.figure import Figure  # takes a second to import
 
+    shown_figure = main_figure(rows)
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for name in dict.fromkeys(row.run for row in rows):
         points = [row for row in rows if row.run == name]
         lengths = [getattr(row.protocol, sweep.key) for row in points]
-        axes.plot(lengths, [row.figures["word_perplexity"] for row in points], marker="o", markersize=4, label=name)
+        axes.plot(lengths, [row.figures[shown_figure] for row in points], marker="o", markersize=4, label=name)
     axes.set_xlabel(f"{sweep.key} (tokens)")
-    axes.set_ylabel("word-level perplexity")
+    axes.set_ylabel({"word_perplexity": "word-level perplexity", "token_perplexity": "token perplexity"}[shown_figure])
     axes.set_title(f"split {rows[0].split}", fontsize=10)
     axes.legend()
     with replacing(path) as file:

@@ -128,10 +128,11 @@ def read_settings(directory: Path, overrides: Sequence[str]) -> Config:
         if not key.startswith(OVERRIDABLE):
             allowed = ", ".join(f"{name}*" if name.endswith(".") else name for name in OVERRIDABLE)
             raise ConfigError([Problem(key, f"is fixed by the checkpoint; an evaluation may set {allowed}")])
-    own = "eval.every=null"  # the run's; an evaluation may have another eval.seg_len, evaluation amid training not
+    # The run's: evaluation amid training, which allows no other eval.seg_len, and what is kept by it.
+    own = ["eval.every=null", "checkpoint.keep_best=null"]
     path = directory / "config.yaml"
     kept = kept_kinds(plain_block(load_config([str(path)]).memory), directory)  # as trained, whatever the file says now
-    return load_config([str(path), own, *kept, *overrides], memory_options=memory_options)
+    return load_config([str(path), *own, *kept, *overrides], memory_options=memory_options)
 
 
 def tokenizer_of_data(checkpoint: Checkpoint, config: Config) -> Tokenizer:
