@@ -211,6 +211,31 @@ def test_other_settings_leave_the_files_and_figures_of_the_usual_ones_alone(
 
 
 @pytest.mark.usefixtures("single_process")
+def test_conversations_are_read_whole_and_one_by_one_whatever_the_run_evaluates_by(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick = Settings(split="test", limit=2, turns=1, num_tokens=1)
+    quiet = ["tracking.mlflow=false"]
+    assert command.run(run_dir, quick, overrides=quiet) == 0
+    path = run_dir / "evaluations" / "dialogue-test-step-00000003-limit2-turns1-tokens1.json"
+    facts = json.loads(path.read_text())
+    path.unlink()
+    cut = ["eval.layout=stream", "eval.lanes=2", "eval.max_document_len=9"]
+    capsys.readouterr()
+    assert command.run(run_dir, quick, overrides=[*quiet, *cut]) == 0
+    assert json.loads(path.read_text()) == facts  # under the same name
+    assert ", documents, top-p" in capsys.readouterr().out
+    assert command.run(run_dir, quick, overrides=[*quiet, "eval.precision=bf16"]) == 0
+    assert path.with_name("dialogue-test-step-00000003-bf16-limit2-turns1-tokens1.json").exists()
+
+
+@pytest.mark.usefixtures("single_process")
+def test_blocks_which_leave_out_tokens_of_replies_are_refused(run_dir: Path) -> None:
+    with pytest.raises(UnusableError, match=r"^eval\.blocks stands for true, .*: set eval\.blocks=false"):
+        command.run(run_dir, Settings(split="test"), overrides=["tracking.mlflow=false", "eval.blocks=true"])
+
+
+@pytest.mark.usefixtures("single_process")
 def test_without_wordnet_the_command_says_what_to_install(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -118,9 +118,12 @@ def _run(world: World, path: Path, settings: Settings, step: int | None, overrid
     if world.size > 1:
         raise ValueError(f"dist-mem dialogue runs on one process, not on {world.size}: eval.lanes reads more at once")
     found = found_by_all(path, step, world)
-    config = read_settings(found.directory, overrides)
+    whole = ["eval.layout=documents", "eval.max_document_len=null"]  # each conversation by itself, to its end
+    config = read_settings(found.directory, [*overrides, *whole])
     if protocol_of(config).blocks:
-        raise ValueError("data.blocks is true, by which tokens of replies are not scored: set eval.blocks=false")
+        raise ValueError(
+            "eval.blocks stands for true, by which tokens of replies are not scored: set eval.blocks=false"
+        )
     use_threads(config)
     split = settings.split or config.eval.split
     tag = "-".join(part for part in (tag_of(config), settings_tag(settings)) if part)
