@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,9 @@ from tracked import config_for, history, job, start, steps
 
 from dist_mem.config import ConfigError, save_config
 from dist_mem.errors import UnusableError
+from dist_mem.tracking import mlflow_run, sync
 from dist_mem.tracking import start as tracking
-from dist_mem.tracking import sync
-from dist_mem.tracking.journal import read_header
+from dist_mem.tracking.journal import Header, new_uid, read_header, write_journal
 from dist_mem.tracking.mlflow_run import RUN_ID_FILE
 from dist_mem.tracking.start import JOURNAL, log_to_run
 
@@ -54,6 +56,30 @@ def test_a_run_whose_id_was_never_noted_is_found_again(sqlite_uri: str, client: 
     resumed = job(config_for(sqlite_uri), tmp_path, steps(4, 4), first_step=3)
     assert resumed.run_id == tracker.run_id
     assert history(client, resumed.run_id, "loss") == [(step, float(step)) for step in range(1, 5)]
+
+
+def test_threads_that_ask_at_once_make_one_run(
+    sqlite_uri: str, client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that ended before MLflow answered leaves its thread; another job of the directory begins."""
+    journal = tmp_path / JOURNAL
+    write_journal(journal, Header(new_uid(), "demo", {"name": "dist_mem"}))
+    target = tracking.Target(sqlite_uri, tmp_path, read_header(journal))
+    search = mlflow_run._search_run
+
+    def slow_search(*arguments: Any) -> Any:
+        found = search(*arguments)
+        time.sleep(0.5)
+        return found
+
+    monkeypatch.setattr(mlflow_run, "_search_run", slow_search)
+    senders = [tracking.Sender(target, journal, report=print) for _ in range(2)]
+    threads = [threading.Thread(target=sender.send) for sender in senders]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert senders[0].run.run_id == senders[1].run.run_id
 
 
 def test_a_run_of_the_environment_is_gone_on_with(

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +25,10 @@ _METRICS_PER_REQUEST = 900  # MLflow takes 1000 metrics, parameters and tags tog
 _PARAMS_PER_REQUEST = 100
 _PARAM_CHARS = 500  # mlflow 3 takes 6000, the servers of earlier versions 500; the whole configuration is an artifact
 _TAG_CHARS = 5000  # likewise 8000 and 5000
+
+
+# A job that ended before MLflow answered has left a thread that still asks; the next job in this process waits for it.
+_OPENING: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by the uid of the journal
 
 
 class Target(NamedTuple):
@@ -146,6 +152,12 @@ class MlflowRun:
 
     def open(self, start_time: int | None) -> None:
         """Find the run by its id, else by its journal's uid, else make it, begun at `start_time` (ms; None: now)."""
+        with _OPENING[self._target.header.uid]:
+            run = self._found_or_made(start_time)
+        self.run_id, self.tags, self._params = run.info.run_id, run.data.tags, dict(run.data.params)
+        self._report(f"MLflow run {run.info.run_name} ({self.run_id}) at {self._target.uri}")
+
+    def _found_or_made(self, start_time: int | None) -> Any:
         uri, run_dir, header = self._target
         known = read_run_id(run_dir)
         self._client = self._client or connect(uri)
@@ -161,8 +173,7 @@ class MlflowRun:
             )
         if run.info.run_id != known:
             write_text(run_dir / RUN_ID_FILE, run.info.run_id + "\n")
-        self.run_id, self.tags, self._params = run.info.run_id, run.data.tags, dict(run.data.params)
-        self._report(f"MLflow run {run.info.run_name} ({self.run_id}) at {uri}")
+        return run
 
     def is_there(self) -> bool:
         """Whether MLflow still has the run."""
