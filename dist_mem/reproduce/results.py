@@ -55,7 +55,11 @@ def cell(runs: Sequence[Run], column: str) -> Cell:
 def to_markdown(table: Table, scale: Scale, runs: Sequence[Run], facts: dict[str, str]) -> str:
     """The table, and what is to be known of it."""
     columns = columns_of(table, scale)
-    heading = ["", *(text for name in columns for text in (f"{name}, paper", f"{name}, ours"))]
+    is_printed = any(name in row.paper for row in table.rows.values() for name in columns)  # else nothing to set beside
+    heading = [
+        "",
+        *(text for name in columns for text in ([f"{name}, paper", f"{name}, ours"] if is_printed else [name])),
+    ]
     lines = [f"# {table.title}", "", table.source, "", _line(heading), _line(["---"] * len(heading))]
     shown = shown_rows(table, scale)
     for key in shown:
@@ -64,7 +68,8 @@ def to_markdown(table: Table, scale: Scale, runs: Sequence[Run], facts: dict[str
         for name in columns:
             mine = runs_behind(table, scale, runs, key, name)
             paper = row.paper.get(name)
-            cells += [NOT_GIVEN if paper is None else f"{paper:g}", str(cell(mine, name)) if mine else NOT_GIVEN]
+            ours = str(cell(mine, name)) if mine else NOT_GIVEN
+            cells += [NOT_GIVEN if paper is None else f"{paper:g}", ours] if is_printed else [ours]
         lines.append(_line(cells))
     lines += ["", scale.about, ""]
     lines += [f"- {table.rows[key].name}: {table.rows[key].note}" for key in shown if table.rows[key].note]
@@ -112,17 +117,32 @@ def draw(table: Table, scale: Scale, runs: Sequence[Run], path: Path) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     others = {other for row in table.rows.values() for other in row.best_of}  # the best of them is drawn
-    rows = [row for row in shown_rows(table, scale) if row not in others]
+    found = {
+        key: [cell(runs_behind(table, scale, runs, key, name), name).mean for name in columns]
+        for key in shown_rows(table, scale)
+        if key not in others
+    }
+    rows = [
+        key
+        for key, ours in found.items()
+        if any(value is not None for value in [*ours, *table.rows[key].paper.values()])
+    ]
     for number, key in enumerate(rows):
-        ours = [cell(runs_behind(table, scale, runs, key, name), name).mean for name in columns]
         paper = [table.rows[key].paper.get(name) for name in columns]
         _draw_row(
-            axes, list(columns), (number, len(rows)), table.rows[key].name, ours, paper, lines=table.x_axis is not None
+            axes,
+            list(columns),
+            (number, len(rows)),
+            table.rows[key].name,
+            found[key],
+            paper,
+            lines=table.x_axis is not None,
         )
     axes.set_title(f"{table.title}\n{scale.about}", fontsize=8, wrap=True)
     axes.set_xlabel(table.x_axis or "")
     axes.set_ylabel(table.y_axis or next(iter(columns.values())).figure.replace("_", " "))
-    axes.legend(fontsize=8)
+    if rows:
+        axes.legend(fontsize=8)
     figure.savefig(path, dpi=150)
 
 
