@@ -14,9 +14,10 @@ from dist_mem.reproduce.tables import Column, Scale, Table
 _GROWING = ("accuracy", "dialogue_f1", "dialogue_rouge", "dialogue_meteor")  # the more the better; others the less
 
 
-def candidates(table: Table, scale: Scale, row: str) -> list[str]:
-    """The rows of this scale that stand behind one of the table: itself, or those it is the best of."""
-    return [name for name in table.rows[row].best_of or [row] if name in scale.rows]
+def candidates(table: Table, scale: Scale, row: str, point: str | None = None) -> list[str]:
+    """The rows of this scale behind one of the table: itself, or those it is the best of; of a point, run there."""
+    without = [] if point is None else scale.points[point].without
+    return [name for name in table.rows[row].best_of or [row] if name in scale.rows and name not in without]
 
 
 def shown_rows(table: Table, scale: Scale) -> list[str]:
@@ -35,7 +36,7 @@ def measured(table: Table, scale: Scale, run: Run) -> dict[str, Column]:
 def runs_behind(table: Table, scale: Scale, runs: Sequence[Run], row: str, name: str) -> list[Run]:
     """The runs, one a seed, whose figure stands in a row and a column."""
     column = columns_of(table, scale)[name]
-    behind = candidates(table, scale, row)
+    behind = candidates(table, scale, row, column.point)
     mine = [run for run in runs if run.row in behind and run.point == column.point]
     if not table.rows[row].best_of:
         return mine

@@ -1,4 +1,8 @@
-"""A table with the paper's figures and ours: as Markdown, and as CSV with every run in a line of its own."""
+"""A table with our figures: Markdown, CSV with one line per run, and a picture.
+
+The paper's figures stand beside ours only at the scale of the paper. At any other, where data and sizes differ, the
+Markdown has them in a section of their own, and CSV and picture leave them out.
+"""
 
 from __future__ import annotations
 
@@ -53,13 +57,11 @@ def cell(runs: Sequence[Run], column: str) -> Cell:
 
 
 def to_markdown(table: Table, scale: Scale, runs: Sequence[Run], facts: dict[str, str]) -> str:
-    """The table, and what is to be known of it."""
+    """The table, its notes, and at another scale than the paper's a section with the paper's figures."""
     columns = columns_of(table, scale)
-    is_printed = any(name in row.paper for row in table.rows.values() for name in columns)  # else nothing to set beside
-    heading = [
-        "",
-        *(text for name in columns for text in ([f"{name}, paper", f"{name}, ours"] if is_printed else [name])),
-    ]
+    beside = scale.is_papers and any(name in row.paper for row in table.rows.values() for name in columns)
+    pairs = ([f"{name}, paper", f"{name}, ours"] if beside else [name] for name in columns)
+    heading = ["", *(text for pair in pairs for text in pair)]
     lines = [f"# {table.title}", "", table.source, "", _line(heading), _line(["---"] * len(heading))]
     shown = shown_rows(table, scale)
     for key in shown:
@@ -67,9 +69,8 @@ def to_markdown(table: Table, scale: Scale, runs: Sequence[Run], facts: dict[str
         cells = [row.name]
         for name in columns:
             mine = runs_behind(table, scale, runs, key, name)
-            paper = row.paper.get(name)
             ours = str(cell(mine, name)) if mine else NOT_GIVEN
-            cells += [NOT_GIVEN if paper is None else f"{paper:g}", ours] if is_printed else [ours]
+            cells += [_number(row.paper.get(name)), ours] if beside else [ours]
         lines.append(_line(cells))
     lines += ["", scale.about, ""]
     lines += [f"- {table.rows[key].name}: {table.rows[key].note}" for key in shown if table.rows[key].note]
@@ -79,7 +80,28 @@ def to_markdown(table: Table, scale: Scale, runs: Sequence[Run], facts: dict[str
         lines.append(f"- not run at this scale: {'; '.join(left_out)}")
     lines += [f"- {note}" for note in table.notes]
     lines += [f"- {name}: {value}" for name, value in facts.items()]
+    if not scale.is_papers:
+        lines += _papers_section(table)
     return "\n".join(lines) + "\n"
+
+
+def _papers_section(table: Table) -> list[str]:
+    """The paper's own table, apart from ours; nothing where it prints no figure."""
+    scales = [table.columns, *(scale.columns for scale in table.scales.values())]
+    printed = {name for row in table.rows.values() for name in row.paper}
+    names = [name for name in dict.fromkeys(name for columns in scales for name in columns) if name in printed]
+    if not names:
+        return []
+    lines = ["", "## The paper's figures", "", "Other data and other sizes than above: not comparable.", ""]
+    lines += [_line(["", *names]), _line(["---"] * (1 + len(names)))]
+    for row in table.rows.values():
+        if row.paper:
+            lines.append(_line([row.name, *(_number(row.paper.get(name)) for name in names)]))
+    return lines
+
+
+def _number(value: float | None) -> str:
+    return NOT_GIVEN if value is None else f"{value:g}"
 
 
 def _chosen(table: Table, scale: Scale, runs: Sequence[Run], key: str) -> str:
@@ -96,21 +118,25 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def to_csv(table: Table, scale: Scale, runs: Sequence[Run]) -> str:
-    """row, column, seed, the paper's figure, ours, step, and how it ended."""
+    """row, column, seed, our figure, step, and how it ended; at the paper's scale its figure too."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["row", "column", "seed", "paper", "value", "step", "ended"])
+    writer.writerow(["row", "column", "seed", *(["paper"] if scale.is_papers else []), "value", "step", "ended"])
     for run in runs:
         for name in measured(table, scale, run):
             result: dict[str, Any] = read_result(run, name) or {"to run": True}
             ended = next((word for word in ("diverged", "absent", "to run") if word in result), "evaluated")
-            paper = table.rows[run.row].paper.get(name, "")
-            writer.writerow([run.row, name, run.seed, paper, result.get("value", ""), result.get("step", ""), ended])
+            paper = [table.rows[run.row].paper.get(name, "")] if scale.is_papers else []
+            writer.writerow([run.row, name, run.seed, *paper, result.get("value", ""), result.get("step", ""), ended])
     return text.getvalue()
 
 
 def draw(table: Table, scale: Scale, runs: Sequence[Run], path: Path) -> None:
-    """A figure as lines over its columns, a table as bars; one colour a row, the paper's dashed or hollow."""
+    """A figure as lines over its columns, a table as bars; one colour per row.
+
+    Thin lines reach from the lowest to the highest of the seeds. The paper's figures, at its scale only, are dashed
+    lines or hollow points.
+    """
     from matplotlib.figure import Figure  # takes a second to import
 
     columns = columns_of(table, scale)
@@ -118,27 +144,22 @@ def draw(table: Table, scale: Scale, runs: Sequence[Run], path: Path) -> None:
     axes = figure.subplots()
     others = {other for row in table.rows.values() for other in row.best_of}  # the best of them is drawn
     found = {
-        key: [cell(runs_behind(table, scale, runs, key, name), name).mean for name in columns]
+        key: [cell(runs_behind(table, scale, runs, key, name), name).values for name in columns]
         for key in shown_rows(table, scale)
         if key not in others
     }
-    rows = [
-        key
-        for key, ours in found.items()
-        if any(value is not None for value in [*ours, *table.rows[key].paper.values()])
-    ]
+    papers = {key: [_papers(table, scale, key, name) for name in columns] for key in found}
+    rows = [key for key, ours in found.items() if any(ours) or any(value is not None for value in papers[key])]
     for number, key in enumerate(rows):
-        paper = [table.rows[key].paper.get(name) for name in columns]
-        _draw_row(
-            axes,
-            list(columns),
-            (number, len(rows)),
-            table.rows[key].name,
-            found[key],
-            paper,
-            lines=table.x_axis is not None,
-        )
-    axes.set_title(f"{table.title}\n{scale.about}", fontsize=8, wrap=True)
+        places = [float(name) for name in columns] if table.x_axis else _bar_places(len(columns), number, len(rows))
+        style = _Style(f"C{number}", table.rows[key].name, None if table.x_axis else 0.8 / len(rows))
+        _draw_row(axes, places, found[key], papers[key], style)
+    if not table.x_axis:
+        axes.set_xticks(range(len(columns)), list(columns))
+    if any(value is not None for key in rows for value in papers[key]):
+        axes.plot([], [], "--" if table.x_axis else "o", color="grey", markerfacecolor="white", label="the paper's")
+    seeds = " (thin lines: lowest and highest seed)" if any(len(v) > 1 for key in rows for v in found[key]) else ""
+    axes.set_title(f"{table.title}{seeds}\n{scale.about}", fontsize=8, wrap=True)
     axes.set_xlabel(table.x_axis or "")
     axes.set_ylabel(table.y_axis or next(iter(columns.values())).figure.replace("_", " "))
     if rows:
@@ -146,35 +167,37 @@ def draw(table: Table, scale: Scale, runs: Sequence[Run], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+class _Style(NamedTuple):
+    colour: str
+    label: str
+    width: float | None  # of a bar; None: a line
+
+
+def _papers(table: Table, scale: Scale, row: str, column: str) -> float | None:
+    return table.rows[row].paper.get(column) if scale.is_papers else None
+
+
+def _bar_places(num_columns: int, number: int, num_rows: int) -> list[float]:
+    return [column + (number - (num_rows - 1) / 2) * 0.8 / num_rows for column in range(num_columns)]
+
+
 def _draw_row(
-    axes: Any,
-    names: list[str],
-    place_of: tuple[int, int],
-    label: str,
-    ours: Sequence[float | None],
-    paper: Sequence[float | None],
-    *,
-    lines: bool,
+    axes: Any, places: Sequence[float], ours: Sequence[list[float]], paper: Sequence[float | None], style: _Style
 ) -> None:
-    """One row; `place_of` is its number and how many there are."""
-    number, num_rows = place_of
-    colour = f"C{number}"
-    if lines:
-        places = [float(name) for name in names]
-    else:
-        width = 0.8 / num_rows
-        places = [column + (number - (num_rows - 1) / 2) * width for column in range(len(names))]
-    measured = [(place, value) for place, value in zip(places, ours, strict=True) if value is not None]
+    """Means of the seeds with their range, and the paper's figures, at `places`."""
+    seen = [(place, values) for place, values in zip(places, ours, strict=True) if values]
+    xs, ys = [place for place, _ in seen], [statistics.fmean(values) for _, values in seen]
     published = [(place, value) for place, value in zip(places, paper, strict=True) if value is not None]
-    xs, ys = [place for place, _ in measured], [value for _, value in measured]
     paper_xs, paper_ys = [place for place, _ in published], [value for _, value in published]
-    if lines:
-        axes.plot(xs, ys, "o-", color=colour, label=label)
-        axes.plot(paper_xs, paper_ys, "--", color=colour, alpha=0.5)
+    if style.width is None:
+        axes.plot(xs, ys, "o-", color=style.colour, label=style.label)
+        axes.plot(paper_xs, paper_ys, "--", color=style.colour, alpha=0.5)
     else:
-        axes.bar(xs, ys, 0.8 / num_rows, color=colour, label=label)
+        axes.bar(xs, ys, style.width, color=style.colour, label=style.label)
         axes.scatter(paper_xs, paper_ys, s=14, color="white", edgecolor="black", zorder=3)
-        axes.set_xticks(range(len(names)), names)
+    several = [(x, y, values) for x, y, (_, values) in zip(xs, ys, seen, strict=True) if len(values) > 1]
+    for x, y, values in several:
+        axes.errorbar(x, y, [[y - min(values)], [max(values) - y]], fmt="none", color="black", lw=0.8, capsize=2)
 
 
 def write_results(table: Table, scale: Scale, runs: Sequence[Run], out: Path, facts: dict[str, str]) -> list[Path]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,24 +17,26 @@ from dist_mem.config import load_config
 from dist_mem.data.shard import INDEX_NAME
 from dist_mem.environment import with_environment
 from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE, UnusableError
-from dist_mem.files import sha256_of, write_text
+from dist_mem.reproduce.check import check
 from dist_mem.reproduce.choice import candidates, measured, runs_behind, shown_rows
+from dist_mem.reproduce.made_from import keep_settings
 from dist_mem.reproduce.parent_run import ParentRun
 from dist_mem.reproduce.results import cell, write_results
 from dist_mem.reproduce.runs import (
-    RESULTS,
     Run,
     all_runs,
     columns_of,
+    data_of,
     evaluate_command,
     figure_of,
     keep_result,
     newest_report,
     read_result,
+    tied,
     train_command,
     with_done,
 )
-from dist_mem.reproduce.tables import FOLDER, Column, Point, Scale, Table, load_table
+from dist_mem.reproduce.tables import Column, Scale, Table, load_table
 from dist_mem.stop_signal import StopSignal
 from dist_mem.tracking.provenance import git_state, versions
 from dist_mem.tracking.refusals import brief
@@ -93,20 +94,6 @@ class Job:
         return code
 
 
-def tied(arguments: Sequence[str]) -> list[str]:
-    """A command that is told to end (SIGTERM: a training saves) when this process is gone, also after `kill -9`.
-
-    setpriv (util-linux 2.33) asks the kernel for it and becomes the command. Without it only signals are handed on.
-    """
-    setpriv = shutil.which("setpriv")
-    if setpriv is None:
-        return list(arguments)
-    asks = [setpriv, "--pdeathsig", "TERM", "--"]
-    if subprocess.run([*asks, setpriv, "--version"], capture_output=True).returncode != 0:  # RHEL 8's, busybox's
-        return list(arguments)
-    return [*asks, *arguments]
-
-
 def run(
     name: str,
     *,
@@ -116,31 +103,36 @@ def run(
     seeds: Sequence[int],
     ranks: int,
     extra: Sequence[str],
+    only_check: bool = False,
 ) -> int:
     """The command. Returns the exit code of the process.
 
     Args:
-        name: of the table.  scale: as in its file: tiny, small, paper.
+        name: of the table, or the path of its file.  scale: as in its file: tiny, small, paper.
         rows: keys of rows; none: all.  seeds: none: those of the scale.
         ranks: processes of a training.
         extra: key=value overrides for every training; those of eval and tracking for every evaluation too.
+        only_check: print the resolved settings of every row, and do no more.
 
     Raises:
         UnusableError: table, scale, rows or configuration cannot be used as they are.
     """
     table = load_table(name)
+    name = Path(table.path).stem
     if scale not in table.scales:
-        raise UnusableError(f"{FOLDER / name}.yaml has no scale {scale!r}; it has: {', '.join(table.scales)}")
+        raise UnusableError(f"{table.path} has no scale {scale!r}; it has: {', '.join(table.scales)}")
     chosen = table.scales[scale]
     known = shown_rows(table, chosen)
     unknown = [row for row in rows if row not in known]
     if unknown:
         raise UnusableError(f"{unknown[0]!r} is no row of {name} at scale {scale}; rows are: {', '.join(known)}")
+    if only_check:
+        return check(table, chosen, rows=rows, seeds=seeds, ranks=ranks, extra=list(extra))
     out = out or Path("runs") / "reproduce" / f"{name}.{scale}"
     asked = [one for row in rows or chosen.rows for one in candidates(table, chosen, row)]
     runs = all_runs(chosen, out, seeds or chosen.seeds, asked)
     with _held(out), StopSignal() as signal:
-        _keep_settings(name, scale, out, extra)
+        keep_settings(table, chosen, out, extra)
         job = Job(table, chosen, out, runs, ranks, list(extra), signal)
         return _run(job, name=f"{name} ({scale})")
 
@@ -198,7 +190,7 @@ def _one_run(job: Job, item: Run, *, progress: str) -> None:
     if not missing:
         told(f"{item.name}: done before")
         return
-    _build(job, job.scale.points[item.point], {"train", *(column.split for column in columns.values())}, told)
+    _build(job, item, {"train", *(column.split for column in columns.values())}, told)
     told(f"{item.name}: training")
     code = job.must(
         train_command(job.scale, item, ranks=job.ranks, extra=job.extra), f"{item.name}-train", also=[EXIT_DIVERGED]
@@ -211,14 +203,22 @@ def _one_run(job: Job, item: Run, *, progress: str) -> None:
             told(f"{item.name}: {name} {'n/a' if value is None else f'{value:.4g}'}")
 
 
-def _build(job: Job, point: Point, splits: set[str], told: Callable[[str], None]) -> None:
-    if all((Path(point.data) / split / INDEX_NAME).exists() for split in splits):  # a builder writes them last
+def _build(job: Job, item: Run, splits: set[str], told: Callable[[str], None]) -> None:
+    """Make the data of a run, where they are missing. Raises UnusableError: the table cannot make them."""
+    path, point = Path(data_of(job.scale, item)), job.scale.points[item.point]
+
+    def is_built() -> bool:
+        return all((path / split / INDEX_NAME).exists() for split in splits)  # a builder writes them last
+
+    if is_built():
         return
-    if not point.build:
-        raise UnusableError(f"{point.data} is missing, and the table cannot make it: see {job.table.source}")
-    told(f"building {point.data}")
-    for command in point.build:
-        job.must([sys.executable if word == "python" else word for word in command], f"build-{Path(point.data).name}")
+    if point.build:
+        told(f"building {path}")
+        for command in point.build:
+            job.must([sys.executable if word == "python" else word for word in command], f"build-{path.name}")
+    if not is_built():
+        how = f"make it by: {point.made_by}" if point.made_by else f"see {job.table.source}"
+        raise UnusableError(f"{path} is missing, and the table cannot make it; {how}")
 
 
 def _measure(job: Job, item: Run, columns: Mapping[str, Column], name: str) -> dict[str, float | None]:
@@ -235,19 +235,6 @@ def _measure(job: Job, item: Run, columns: Mapping[str, Column], name: str) -> d
         measured = {"absent": f"{column.split}/{column.figure}"} if value is None else {"value": value}
         keep_result(item, other, {**measured, "step": step, "evaluate": list(column.evaluate)})
     return values
-
-
-def _keep_settings(name: str, scale: str, out: Path, extra: Sequence[str]) -> None:
-    """Note in the folder what it holds. Raises UnusableError where it holds the runs of another definition."""
-    told = f"{sha256_of(FOLDER / f'{name}.yaml')}\n{scale}\n{shlex.join(extra)}\n"
-    path = out / "made_from.txt"
-    is_used = (out / "runs").exists() or (out / RESULTS).exists()  # else an earlier call has come to nothing
-    if is_used and path.exists() and path.read_text(encoding="utf-8") != told:
-        raise UnusableError(
-            f"{out} holds runs of another {name}: its definition, the scale or the overrides have changed since; "
-            "give another --out, or remove the folder"
-        )
-    write_text(path, told)
 
 
 def _parent(job: Job, name: str) -> ParentRun | None:

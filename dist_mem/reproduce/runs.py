@@ -10,6 +10,8 @@ import base64
 import json
 import math
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,7 +52,19 @@ class Run:
 def all_runs(scale: Scale, out: Path, seeds: Sequence[int], rows: Sequence[str]) -> list[Run]:
     """Every run of a scale: seed by seed, so that a table is whole as early as can be."""
     chosen = [row for row in scale.rows if row in rows]
-    return [Run(row, point, seed, out) for seed in seeds for point in scale.points for row in chosen]
+    return [
+        Run(row, name, seed, out)
+        for seed in seeds
+        for name, point in scale.points.items()
+        for row in chosen
+        if row not in point.without
+    ]
+
+
+def data_of(scale: Scale, run: Run) -> str:
+    """The data directory of a run: its row's `data.path=`, else its point's."""
+    own = [word.partition("=")[2] for word in scale.rows[run.row] if word.startswith("data.path=")]
+    return own[-1] if own else scale.points[run.point].data
 
 
 def with_done(table: Table, scale: Scale, out: Path, asked: Sequence[Run]) -> list[Run]:
@@ -74,7 +88,7 @@ def train_command(scale: Scale, run: Run, *, ranks: int, extra: Sequence[str]) -
     """The arguments of `dist-mem train`, or of a launcher for several ranks."""
     point = scale.points[run.point]
     arguments = [
-        *("train", *scale.train, *scale.rows[run.row], *point.train, f"data.path={point.data}"),
+        *("train", *scale.train, *scale.rows[run.row], *point.train, f"data.path={data_of(scale, run)}"),
         *(f"train.seed={run.seed}", f"data.seed={run.seed}", f"name={run.name}", f"run_dir={run.directory}", *extra),
     ]
     return [*launcher(ranks), *arguments]
@@ -92,6 +106,20 @@ def launcher(ranks: int) -> list[str]:
     place = ["--master_addr=127.0.0.1", f"--master_port={free_port()}"]  # of its own: several tables may run here
     options = [f"--world_info={world}", "--node_rank=0", *place, "--log_level=error", "--no_local_rank"]
     return [sys.executable, "-m", "deepspeed.launcher.launch", *options, "--module", "dist_mem"]
+
+
+def tied(arguments: Sequence[str]) -> list[str]:
+    """A command that gets SIGTERM, on which a training saves, when this process is gone, even by `kill -9`.
+
+    setpriv (util-linux 2.33) asks the kernel for it and becomes the command. Without it only signals are handed on.
+    """
+    setpriv = shutil.which("setpriv")
+    if setpriv is None:
+        return list(arguments)
+    asks = [setpriv, "--pdeathsig", "TERM", "--"]
+    if subprocess.run([*asks, setpriv, "--version"], capture_output=True).returncode != 0:  # RHEL 8's, busybox's
+        return list(arguments)
+    return [*asks, *arguments]
 
 
 def evaluate_command(run: Run, column: Column, extra: Sequence[str]) -> list[str]:

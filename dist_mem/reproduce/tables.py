@@ -1,7 +1,8 @@
-"""What a table of a paper is: its rows, its columns, what the paper says, and how it is run at three scales.
+"""A table of a paper: its rows, its columns, the paper's figures, and how it is run at each scale.
 
-One YAML file a table, in configs/tables; the classes here are its keys. A run is one row, at one point, with one seed:
-a point is data and a setting that the rows share, as the length of the sequences in a figure; most tables have one.
+One YAML file per table; the classes here are its keys. Tables of this project are in configs/tables; any other path
+works too. A run is one row at one point with one seed. A point is data and settings that the rows share, such as the
+length of the sequences in a figure; most tables have one.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from typing import Any
 
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from dist_mem.errors import UnusableError
 
 FOLDER = Path("configs") / "tables"
 _NAME = re.compile(r"\w[\w .:-]*")  # of files, and of figures in MLflow, which takes no others
+PAPERS = "paper"  # name of the scale with the paper's data and sizes
+SIZES = ("parameters", "multiply_adds")  # of a model; multiply-adds per predicted token in scoring
 MEASURES = ("evaluate", "dialogue", "inspect")  # commands of dist-mem that measure a trained model
 
 
@@ -28,6 +32,7 @@ class Row:
 
     name: str = MISSING  # as the paper has it
     paper: dict[str, float] = field(default_factory=dict)  # column -> the paper's figure, where it has one
+    sizes: dict[str, float] = field(default_factory=dict)  # the paper's, by names of SIZES
     note: str | None = None
     best_of: list[str] = field(default_factory=list)  # not run: what the best of these rows on validation has on test
 
@@ -48,9 +53,12 @@ class Column:
 class Point:
     """Data, and what else the rows share there."""
 
-    data: str = MISSING  # data directory
+    data: str = MISSING  # data directory; a row may set another one by data.path=
     build: list[list[str]] = field(default_factory=list)  # commands that make it, where it is missing; none: users do
+    made_by: str | None = None  # where there is no `build`: the command that users run
+    vocab_size: int | None = None  # of the data, where known before they are built; for `--check`
     train: list[str] = field(default_factory=list)  # key=value overrides
+    without: list[str] = field(default_factory=list)  # rows that are not run here
 
 
 @dataclass
@@ -63,11 +71,19 @@ class Scale:
     seeds: list[int] = field(default_factory=lambda: [0])
     points: dict[str, Point] = field(default_factory=dict)
     columns: dict[str, Column] = field(default_factory=dict)  # in place of the table's
+    name: str = ""  # its key; `load_table` sets it
+
+    @property
+    def is_papers(self) -> bool:
+        """Whether data and sizes are the paper's, so that its figures may stand beside ours."""
+        return self.name == PAPERS
 
 
 @dataclass
 class Table:
     """A table or a figure of a paper."""
+
+    path: str = ""  # of its file; `load_table` sets it
 
     title: str = MISSING
     source: str = MISSING  # paper, and number of the table in it
@@ -84,20 +100,37 @@ def table_names(folder: Path = FOLDER) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
+def table_path(name: str, folder: Path = FOLDER) -> Path:
+    """The file of a table: a name of this project's, or a path.
+
+    Raises:
+        UnusableError: there is no such file.
+    """
+    if name.endswith((".yaml", ".yml")) or "/" in name:
+        if not Path(name).is_file():
+            raise UnusableError(f"there is no table file {name}")
+        return Path(name)
+    path = folder / f"{name}.yaml"
+    if not path.exists():
+        known = ", ".join(table_names(folder)) or f"none: start the command in the folder that holds {FOLDER}"
+        raise UnusableError(f"there is no table {name!r}; there are: {known}; or give the path of a .yaml file")
+    return path
+
+
 def load_table(name: str, folder: Path = FOLDER) -> Table:
-    """Read and check a table.
+    """Read and check a table; `name` as in `table_path`.
+
+    Configurations it names are looked up in the working directory, then beside its file.
 
     Raises:
         UnusableError: there is none of this name, or its file does not fit; names the file and the key.
     """
-    path = folder / f"{name}.yaml"
-    if not path.exists():
-        known = ", ".join(table_names(folder)) or f"none: start the command in the folder that holds {FOLDER}"
-        raise UnusableError(f"there is no table {name!r}; there are: {known}")
+    path = table_path(name, folder)
     try:
         table: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Table), OmegaConf.load(path)))
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, YAMLError) as error:
         raise UnusableError(f"{path}: {str(error).splitlines()[0]}") from error
+    table.path = str(path)
     for name, row in table.rows.items():
         _check_name(name, where=f"{path}: row")
         unknown = [other for other in row.best_of if other not in table.rows]
@@ -106,9 +139,22 @@ def load_table(name: str, folder: Path = FOLDER) -> Table:
         chosen = [other for other in row.best_of if table.rows[other].best_of]
         if chosen:
             raise UnusableError(f"{path}: rows.{name}.best_of has {chosen[0]!r}, which is the best of others itself")
+        odd = [size for size in row.sizes if size not in SIZES]
+        if odd:
+            raise UnusableError(f"{path}: rows.{name}.sizes has {odd[0]!r}, not one of {', '.join(SIZES)}")
     for scale_name, scale in table.scales.items():
+        scale.name = scale_name
         _check_scale(table, scale, where=f"{path}: scales.{scale_name}")
+        _find_configurations(scale, beside=path.parent)
     return table
+
+
+def _find_configurations(scale: Scale, *, beside: Path) -> None:
+    """Write out the paths of configurations that are not in the working directory but beside the table."""
+    for arguments in (scale.train, *scale.rows.values(), *(point.train for point in scale.points.values())):
+        arguments[:] = [
+            str(beside / word) if not Path(word).is_file() and (beside / word).is_file() else word for word in arguments
+        ]
 
 
 def _check_name(name: str, *, where: str) -> None:
@@ -136,6 +182,13 @@ def _check_scale(table: Table, scale: Scale, *, where: str) -> None:
     unknown = [row for row in scale.rows if row not in table.rows]
     if unknown:
         raise UnusableError(f"{where}.rows has {unknown[0]!r}, which is no row of the table")
+    for name, point in scale.points.items():
+        odd = [row for row in point.without if row not in scale.rows]
+        if odd:
+            raise UnusableError(f"{where}.points.{name}.without has {odd[0]!r}, which is no row of this scale")
+    nowhere = [row for row in scale.rows if all(row in point.without for point in scale.points.values())]
+    if nowhere and scale.points:
+        raise UnusableError(f"{where}.rows has {nowhere[0]!r}, but {nowhere[0]!r} is run at no point")
     chosen = [row for row in scale.rows if table.rows[row].best_of]
     if chosen:
         raise UnusableError(f"{where}.rows has {chosen[0]!r}, which is the best of other rows, and is not run itself")
