@@ -1,8 +1,8 @@
 """MemoryLM: embed -> blocks, each with its memory -> softmax -> one negative log-likelihood per token.
 
 The model decides what is remembered: a lane's new memory is kept only if its segment was complete (rule 3 of the memory
-contract). State goes in and out as a NamedTuple; nothing is stored in the module. Shape letters: B lanes, T segment, D
-model, V vocabulary.
+contract), or if documents are cut from their end (`data.cut`), where the first segment is the short one. State goes in
+and out as a NamedTuple; nothing is stored in the module. Shape letters: B lanes, T segment, D model, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from dist_mem.config import Config, ModelConfig
 from dist_mem.flops import Flops, product
 from dist_mem.gpt2 import parts as gpt2
+from dist_mem.gpt2.token_types import TokenTypes
 from dist_mem.layers import DTYPES, Dropout, FeedForward, initialize
 from dist_mem.memory import build_memory
 from dist_mem.memory.base import LayerSpec, Memory, named_tensors, select_lanes
@@ -26,19 +27,22 @@ from dist_mem.vocabulary import Bin, Embedding, Softmax, adaptive_bins, plain_bi
 class LMState(NamedTuple):
     blocks: tuple[Any, ...]  # one state a block, as its memory defines it
     stem: Any  # of the rows that come before the segment, see `Stem`
+    types: Any = ()  # who speaks, see `TokenTypes`; (): the model has no token types
 
 
 class Features(NamedTuple):
     hidden: Tensor  # (B, T, D), input of the softmax
     aux: dict[str, Tensor]  # name -> (B,) weighted auxiliary loss per lane, summed over blocks
     state: LMState
+    logs: dict[str, Tensor]  # name -> (B,) float32 figures that memories log, the mean over the blocks that do
 
 
 class LMOutput(NamedTuple):
     nll: Tensor  # (B, T) float32, nats; 0 where the target is IGNORE
     hits: Tensor | None  # (B, T) bool, the target is the most probable token; None in training
     aux: dict[str, Tensor]  # name -> (B,) weighted auxiliary loss per lane, summed over blocks
-    state: LMState  # committed: new for lanes with a complete segment, unchanged for the others
+    state: LMState  # committed: new for lanes whose segment is remembered, unchanged for the others
+    logs: dict[str, Tensor]  # as in Features
 
 
 def reset_lanes(state: LMState, fresh: LMState, is_new_document: Tensor) -> LMState:
@@ -46,10 +50,16 @@ def reset_lanes(state: LMState, fresh: LMState, is_new_document: Tensor) -> LMSt
     return select_lanes(is_new_document, fresh, state)
 
 
+def empty_memories(state: LMState, fresh: LMState) -> LMState:
+    """Fresh memories for all lanes; who speaks stays, for it is read off the text and is no memory."""
+    return fresh._replace(types=state.types)
+
+
 class BlockOutput(NamedTuple):
     y: Tensor  # (B, T, D), the rows of a stem before them
     state: Any  # of the memory
     aux: dict[str, Tensor]  # name -> (B,) weighted auxiliary loss per lane
+    logs: dict[str, Tensor]  # name -> (B,) float32, without gradient
 
 
 class Block(nn.Module):
@@ -70,13 +80,14 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.LayerNorm(spec.d_model)
 
     def forward(self, x: Tensor, state: Any, valid_len: Tensor) -> BlockOutput:
-        y, state, aux, _, _ = self.memory(x, state, valid_len)
+        y, state, aux, _, _, figures = self.memory(x, state, valid_len)
+        logs = {name: figure.detach().float().expand(len(x)) for name, figure in figures.items()}
         attended = self.attention_norm(x[:, -y.shape[1] :] + self.dropout(y))
         if self.pre_norm:
             out = attended + self.feed_forward(self.feed_forward_norm(attended))
         else:
             out = self.feed_forward_norm(attended + self.feed_forward(attended))
-        return BlockOutput(out, state, aux)
+        return BlockOutput(out, state, aux, logs)
 
     def flops(self) -> Flops | None:
         """Of a complete segment of one lane; None where the memory does not count its own."""
@@ -93,7 +104,9 @@ class MemoryLM(nn.Module):
         model = config.model
         bins = vocabulary_bins(model, vocab_size)
         self.activation_checkpointing = config.train.activation_checkpointing
+        self.commits_short = config.data.cut == "end"
         self.embedding = make_embedding(model, bins)
+        self.token_types = TokenTypes(model.token_types, vocab_size) if model.token_types else None
         self.blocks = nn.ModuleList(make_block(config, index) for index in range(model.num_layers))
         # Deviation: the published pre-norm model has no norm before the softmax; post-norm ends with one anyway.
         self.final_norm = nn.LayerNorm(model.d_model) if model.norm == "pre" and model.final_norm else nn.Identity()
@@ -123,13 +136,16 @@ class MemoryLM(nn.Module):
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> LMState:
         """Empty memories of lanes that begin these documents, (B,) int64; `dtype` is the activations'."""
         blocks = tuple(memory.init_state(document_ids, device, dtype) for memory in self.memories())
-        return LMState(blocks, self.stem.init_state(document_ids, device, dtype))
+        types = () if self.token_types is None else self.token_types.init_state(len(document_ids), device)
+        return LMState(blocks, self.stem.init_state(document_ids, device, dtype), types)
 
     def features(self, tokens: Tensor, valid_len: Tensor, *, state: LMState) -> Features:
         """All but the softmax: tokens (B, T) int64, valid_len (B,) int64."""
-        complete = valid_len == tokens.shape[1]
-        x, stem_state = self.stem(self.dropout(self.embedding(tokens)), state.stem)
+        is_kept = valid_len > 0 if self.commits_short else valid_len == tokens.shape[1]
+        embedded, types = self.embed(tokens, valid_len, state.types)
+        x, stem_state = self.stem(self.dropout(embedded), state.stem)
         aux: dict[str, Tensor] = {}
+        logs: dict[str, list[Tensor]] = {}
         committed = []
         for block, old in zip(self.blocks, state.blocks, strict=True):
             if self.activation_checkpointing and torch.is_grad_enabled():
@@ -137,22 +153,34 @@ class MemoryLM(nn.Module):
             else:
                 output = block(x, old, valid_len)
             x = output.y
-            committed.append(select_lanes(complete, output.state, old))
+            committed.append(select_lanes(is_kept, output.state, old))
             for name, loss in output.aux.items():
                 aux[name] = aux[name] + loss if name in aux else loss
+            for name, figure in output.logs.items():
+                logs.setdefault(name, []).append(figure)
         hidden = self.last_dropout(self.final_norm(x[:, -tokens.shape[1] :]))
-        return Features(hidden, aux, LMState(tuple(committed), select_lanes(complete, stem_state, state.stem)))
+        rest = select_lanes(is_kept, (stem_state, types), (state.stem, state.types))
+        means = {name: torch.stack(figures).mean(dim=0) for name, figures in logs.items()}
+        return Features(hidden, aux, LMState(tuple(committed), *rest), means)
+
+    def embed(self, tokens: Tensor, valid_len: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Embedded tokens (B, T, D), with those of their types where the model has types, and the new types' state."""
+        if self.token_types is None:
+            return self.embedding(tokens), state
+        types = self.token_types(tokens, valid_len, state)
+        return self.embedding(tokens, types.ids), types.state
 
     def forward(self, tokens: Tensor, targets: Tensor, valid_len: Tensor, *, state: LMState) -> LMOutput:
         """One segment of every lane.
 
         Args:
             tokens: (B, T) int64, real tokens first.  targets: (B, T) int64, IGNORE where nothing is scored.
-            valid_len: (B,) int64, real tokens; 0 for an idle lane.  state: see `init_state` and `reset_lanes`.
+            valid_len: (B,) int64, real tokens; 0 for an idle lane. With `data.cut: end` less than T only where a
+                document begins.  state: see `init_state` and `reset_lanes`.
         """
-        hidden, aux, state = self.features(tokens, valid_len, state=state)
+        hidden, aux, state, logs = self.features(tokens, valid_len, state=state)
         scores = self.head(hidden, targets)
-        return LMOutput(scores.nll, scores.hits, aux, state)
+        return LMOutput(scores.nll, scores.hits, aux, state, logs)
 
     def flops(self) -> Flops | None:
         """Of a complete segment of one lane, all memories full; None where a memory does not count its own."""
@@ -167,8 +195,8 @@ class MemoryLM(nn.Module):
 
     def log_probs(self, tokens: Tensor, valid_len: Tensor, *, state: LMState) -> tuple[Tensor, LMState]:
         """Log-probabilities of every next token, (B, T, V) float32, and the committed state; for generation."""
-        hidden, _, state = self.features(tokens, valid_len, state=state)
-        return self.head.log_probs(hidden), state
+        features = self.features(tokens, valid_len, state=state)
+        return self.head.log_probs(features.hidden), features.state
 
 
 def make_embedding(model: ModelConfig, bins: list[Bin]) -> Embedding:
@@ -214,6 +242,7 @@ def layer_spec(config: Config, layer_index: int) -> LayerSpec:
         clamp_len=model.clamp_len,
         same_length=model.same_length,
         seed=config.train.seed,
+        short_first=config.data.cut == "end",
     )
 
 

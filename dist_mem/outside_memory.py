@@ -68,10 +68,10 @@ def _run(path: Path, module_name: str) -> None:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever a user's file raises is told in one line, with where it happened
         del sys.modules[module_name]
-        raise ValueError(f"{path}{_line_in(path, error)} does not run: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{path}{line_in(path, error)} does not run: {type(error).__name__}: {error}") from error
 
 
-def _line_in(path: Path, error: Exception) -> str:
+def line_in(path: Path, error: Exception) -> str:
     """The innermost line of that file that an error passed through, as `, line 12`."""
     if isinstance(error, SyntaxError):
         return f", line {error.lineno}"

@@ -1,11 +1,13 @@
-"""Put one memory through every rule, smallest sizes first, and tell what it breaks and why that mostly happens.
+"""Put one memory through every rule, smallest sizes first, and report what it breaks and the usual cause.
 
 dist-mem check-memory examples/averages.py:Averages
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +17,7 @@ from dist_mem.config.check import Problem
 from dist_mem.contract import rules
 from dist_mem.contract.subject import BrokenRuleError, Size, Subject
 from dist_mem.memory import memory_class
+from dist_mem.outside_memory import line_in
 
 
 class Rule(NamedTuple):
@@ -34,7 +37,7 @@ RULES = (
     ),
     Rule(
         2, "the state carries no gradient", rules.state_has_no_gradient,
-        "a missing .detach() where rows enter the state",
+        "a missing .detach() where rows enter the state: there is no gradient through time",
     ),
     Rule(
         1, "forward changes nothing it was given", rules.changes_nothing_it_was_given,
@@ -106,43 +109,67 @@ SIZES = (
 
 
 class Failure(NamedTuple):
-    """A rule that a memory breaks, in the smallest case found."""
+    """A rule that a memory breaks, or that could not be checked, in the smallest case found."""
 
     rule: Rule
     size: Size
     norm: str
     message: str
+    cause: str
+    is_error: bool  # the memory has raised an error that the rule does not expect
 
 
-def failures(block: Callable[[int], dict[str, Any]]) -> Iterator[Failure]:
-    """What a memory breaks; `block` gives its `memory:` block for a segment length."""
+def failures(block: Callable[[int], dict[str, Any]], source: Path | None = None) -> Iterator[Failure]:
+    """What a memory breaks; `block` gives its `memory:` block for a segment length, `source` is its file."""
     for rule in RULES:
-        failure = _first_failure(rule, block)
+        failure = _first_failure(rule, block, source)
         if failure is not None:
             yield failure
 
 
-def _first_failure(rule: Rule, block: Callable[[int], dict[str, Any]]) -> Failure | None:
+def _first_failure(rule: Rule, block: Callable[[int], dict[str, Any]], source: Path | None) -> Failure | None:
     for size in SIZES:
         for norm in ("pre", "post"):
             try:
                 rule.check(Subject(block, size, norm))
             except BrokenRuleError as error:
-                return Failure(rule, size, norm, str(error))
+                return Failure(rule, size, norm, str(error), error.cause or rule.usual_cause, False)
             except Exception as error:  # whatever the memory raises on the way
-                return Failure(rule, size, norm, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+                return Failure(rule, size, norm, _describe(error, source), rule.usual_cause, True)
     return None
 
 
-def to_text(failure: Failure) -> str:
-    """A failure for the user, over several lines."""
-    rule, size, norm, message = failure
-    return (
-        f"rule {rule.number} is broken: {rule.statement}\n"
-        f"  found: {message}\n"
+def _describe(error: Exception, source: Path | None) -> str:
+    """Type and first line of an error, and the line of the memory's file that it passed through last."""
+    line = line_in(source, error) if source else ""
+    where = f" ({source.name}{line})" if source and line else ""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}{where}"
+
+
+def grouped(found: Iterable[Failure]) -> list[list[Failure]]:
+    """Failures in order, those that one error has caused together."""
+    groups: dict[Any, list[Failure]] = {}
+    for failure in found:
+        groups.setdefault(failure.message if failure.is_error else failure.rule, []).append(failure)
+    return list(groups.values())
+
+
+def to_text(group: Sequence[Failure]) -> str:
+    """A failure for the user, or several of one error, over several lines."""
+    first = group[0]
+    size = first.size
+    smallest = (
+        f"  found: {first.message}\n"
         f"  smallest case: {size.lanes} lanes, segments of {size.seg_len} tokens, {size.segments} segments, "
-        f"{size.layers} layers, norm {norm}\n"
-        f"  usual cause: {rule.usual_cause}"
+        f"{size.layers} layers, norm {first.norm}\n"
+    )
+    if len(group) == 1:
+        rule = first.rule
+        cause = "cause" if first.cause != rule.usual_cause else "usual cause"
+        return f"rule {rule.number} is broken: {rule.statement}\n{smallest}  {cause}: {first.cause}"
+    not_checked = "; ".join(failure.rule.statement for failure in group)
+    return (
+        f"{len(group)} rules could not be checked: the memory raises an error\n{smallest}  not checked: {not_checked}"
     )
 
 
@@ -157,8 +184,13 @@ def run(kind: str) -> int:
     except ValueError as error:
         raise ConfigError([Problem("", str(error))]) from error
     torch.set_num_threads(1)  # tiny tensors: more threads only get in each other's way
-    found = list(failures(lambda seg_len: {"kind": kind, **chosen.small_options(seg_len)}))
-    for failure in found:
-        print(to_text(failure))
-    print(f"{kind} {f'breaks {len(found)} of' if found else 'keeps all'} {len(RULES)} rules")
-    return 1 if found else 0
+    source = inspect.getsourcefile(chosen)
+    found = failures(lambda seg_len: {"kind": kind, **chosen.small_options(seg_len)}, Path(source) if source else None)
+    groups = grouped(found)
+    for group in groups:
+        print(to_text(group))
+    num_broken = sum(len(group) == 1 for group in groups)
+    not_checked = sum(len(group) for group in groups if len(group) > 1)
+    told = f"breaks {num_broken} of" if groups else "keeps all"
+    print(f"{kind} {told} {len(RULES)} rules{f', {not_checked} could not be checked' if not_checked else ''}")
+    return 1 if groups else 0

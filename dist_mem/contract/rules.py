@@ -6,6 +6,7 @@ each of them means and what mostly breaks it stands in dist_mem/contract/check.p
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -23,6 +24,12 @@ from dist_mem.contract.subject import (
 )
 from dist_mem.memory.base import map_state, named_tensors
 from dist_mem.model import reset_lanes
+
+WRITES = (
+    "writes get no gradient: it changes what a segment leaves in the state, and no loss of that segment; to later "
+    "segments the state is a constant: there is no gradient through time. Keep the segment's rows in the state, and "
+    "let the next forward write them before it reads, as examples/infini_attention.py and dist_mem/memory/infinite.py"
+)
 
 
 def changes_nothing_it_was_given(subject: Subject) -> None:
@@ -85,6 +92,10 @@ def state_keeps_its_form(subject: Subject) -> None:
         for output in subject.read(model, subject.segments(), state):
             _require_form(state, output.state, f"with {activations} activations")
             require(output.nll.dtype == torch.float32, "losses are not float32")
+            for name, figure in output.logs.items():
+                taken = re.fullmatch(r"[A-Za-z0-9._/-]+", name) is not None
+                require(taken, f"logs has the name {name!r}, but a name consists of letters, digits and ._/-")
+                require(torch.isfinite(figure).all(), f"what is logged as {name} is not finite")
 
 
 def _require_form(old: Any, new: Any, where: str) -> None:
@@ -121,8 +132,9 @@ def incomplete_segments_are_not_committed(subject: Subject) -> None:
     complete = model(tokens, targets, subject.full(), state=state).state
     ragged = model(tokens, targets, valid_len, state=state).state
     is_full = valid_len == subject.size.seg_len
+    is_kept = valid_len > 0 if subject.cut == "end" else is_full
     require_same(ragged, complete, "a complete segment is not remembered beside incomplete ones", lanes=is_full)
-    require_same(ragged, state, "an incomplete segment is remembered", lanes=~is_full)
+    require_same(ragged, state, "an incomplete segment is remembered", lanes=~is_kept)
 
 
 def no_output_depends_on_a_later_token(subject: Subject) -> None:
@@ -149,6 +161,7 @@ def padding_changes_no_real_token(subject: Subject) -> None:
     one = model(tokens.masked_fill(padding, 0), targets, valid_len, state=state)
     other = model(tokens.masked_fill(padding, 7), targets, valid_len, state=state)
     require(torch.equal(one.nll, other.nll), "what stands in the padding changes the loss of a real token")
+    require_same(one.state, other.state, "what stands in the padding is remembered")
     for name, loss in one.aux.items():
         require(torch.equal(loss, other.aux[name]), f"what stands in the padding changes the loss {name}")
 
@@ -176,7 +189,7 @@ def a_lane_alone_equals_it_in_a_batch(subject: Subject) -> None:
         state = model.init_state(torch.tensor([lane]), "cpu", torch.float64)
         rows = slice(lane, lane + 1)
         for number, (tokens, targets) in enumerate(subject.segments()):
-            output = model(tokens[rows], targets[rows], subject.full()[rows], state=state)
+            output = model(tokens[rows], targets[rows], subject.lengths(number)[rows], state=state)
             state = output.state
             error = (output.nll - together[number].nll[rows]).abs().max()
             require(error < 1e-6, f"lane {lane} alone differs by {error:.1e} in segment {number}")
@@ -208,8 +221,23 @@ def every_parameter_gets_a_gradient(subject: Subject) -> None:
             for name, parameter in model.named_parameters():
                 gradient = parameter.grad
                 if gradient is None:
-                    raise BrokenRuleError(f"{name} has no gradient {where}")
+                    cause = WRITES if _changes_the_state_alone(subject, name) else None
+                    raise BrokenRuleError(f"{name} has no gradient {where}", cause)
                 require(torch.isfinite(gradient).all(), f"the gradient of {name} is not finite {where}")
+
+
+def _changes_the_state_alone(subject: Subject, name: str) -> bool:
+    """Whether another value of a parameter gives another state, and the same losses of that segment."""
+    outputs = []
+    for change in (0.0, 1.0):
+        model = subject.model()
+        with torch.no_grad():
+            parameter = model.get_parameter(name)
+            parameter.data += change * torch.linspace(0.5, 1.0, parameter.numel()).view(parameter.shape)
+            outputs.append(model(*subject.segments(1)[0], subject.full(), state=subject.fresh(model)))
+    first, second = ({**named_tensors(output.state), "": output.nll} for output in outputs)
+    same = {key: torch.equal(part, second[key]) for key, part in first.items()}
+    return same.pop("") and not all(same.values())
 
 
 def nothing_branches_on_data(subject: Subject) -> None:

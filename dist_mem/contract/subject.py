@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dist_mem.config import Config, ModelConfig, TrainConfig
+from dist_mem.config import Config, DataConfig, ModelConfig, TrainConfig
 from dist_mem.data.batch import IGNORE
 from dist_mem.memory.base import named_tensors
 from dist_mem.model import LMOutput, LMState, MemoryLM
@@ -23,6 +23,11 @@ VOCAB = 11
 
 class BrokenRuleError(AssertionError):
     """The memory breaks the rule that raised this."""
+
+    def __init__(self, message: str, cause: str | None = None) -> None:
+        """`cause`: why, where the rule has found out; None: as usual."""
+        super().__init__(message)
+        self.cause = cause
 
 
 class Size(NamedTuple):
@@ -41,6 +46,7 @@ class Subject:
     block: Callable[[int], dict[str, Any]]  # segment length -> the `memory:` block of the configuration
     size: Size
     norm: str = "pre"
+    cut: str = "start"  # as `data.cut`; end: the first segment that is read is short in most lanes
 
     def model(self, *, dropout: float = 0.0, checkpointing: bool = False) -> MemoryLM:
         """Large weights: attention far from uniform shows what small weights hide."""
@@ -50,7 +56,8 @@ class Subject:
         model.init_std = 0.5
         train = TrainConfig(seg_len=self.size.seg_len, activation_checkpointing=checkpointing)
         torch.manual_seed(0)
-        return MemoryLM(Config(model=model, memory=self.block(self.size.seg_len), train=train), VOCAB)
+        data = DataConfig(cut=self.cut)
+        return MemoryLM(Config(data=data, model=model, memory=self.block(self.size.seg_len), train=train), VOCAB)
 
     def segments(self, seed: int = 0) -> list[Segment]:
         """Random segments for all lanes."""
@@ -67,14 +74,18 @@ class Subject:
         lengths = [self.size.seg_len, 0, self.size.seg_len - 1, 1]
         return torch.tensor([lengths[lane % 4] for lane in range(self.size.lanes)])
 
+    def lengths(self, number: int) -> Tensor:
+        """`valid_len` of segment `number` of documents: T, but less for the first if they are cut from their end."""
+        return self.ragged().clamp(min=1) if self.cut == "end" and number == 0 else self.full()
+
     def fresh(self, model: MemoryLM, dtype: torch.dtype = torch.float32) -> LMState:
         """Empty memories."""
         return model.init_state(torch.arange(self.size.lanes), "cpu", dtype)
 
     def read(self, model: MemoryLM, segments: list[Segment], state: LMState) -> Iterator[LMOutput]:
-        """Complete segments, one after the other."""
-        for tokens, targets in segments:
-            output = model(tokens, targets, self.full(), state=state)
+        """Segments of documents, one after the other."""
+        for number, (tokens, targets) in enumerate(segments):
+            output = model(tokens, targets, self.lengths(number), state=state)
             state = output.state
             yield output
 

@@ -27,8 +27,10 @@ class Embedding(vocabulary.Embedding):
         self.scale = 1.0
         self.positions = nn.Parameter(torch.zeros(num_positions, d_model))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens) + self.positions[: tokens.shape[1]]
+    def forward(self, tokens: Tensor, types: Tensor | None = None) -> Tensor:
+        """`types` (B, T): tokens whose embeddings are added too, see `model.token_types`."""
+        embedded = super().forward(tokens) + self.positions[: tokens.shape[1]]
+        return embedded if types is None else embedded + super().forward(types)
 
 
 class Softmax(vocabulary.Softmax):

@@ -86,6 +86,16 @@ def memory_options(block: Mapping[str, Any], where: str = "memory") -> tuple[str
 def build_memory(block: Mapping[str, Any], spec: LayerSpec) -> Memory:
     """The memory layer of one block of the model; one with the option `over` is built over that memory."""
     kind, options = memory_options(block)
+    memory = _build(kind, options, spec)
+    if spec.short_first and not memory.takes_short_first:
+        raise ValueError(
+            f"data.cut is end, but memory.kind = {kind} keeps whole segments only, and there a document begins with a "
+            "short one: set data.cut to start, or memory.kind to none, causal, or infinite over one of these"
+        )
+    return memory
+
+
+def _build(kind: str, options: Any, spec: LayerSpec) -> Memory:
     build: Callable[..., Memory] = memory_class(kind)
     if not hasattr(options, "over"):
         return build(spec, options)

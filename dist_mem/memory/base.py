@@ -2,11 +2,11 @@
 
 A memory is an `nn.Module` built from a `LayerSpec` and its own `Options`. Its state is a NamedTuple of tensors, lane
 first, handed in and handed out; `forward` changes nothing it was given. The model (dist_mem/model.py), not the memory,
-decides whether a new state is kept: only complete segments are committed, and a lane that starts a new document starts
-empty.
+decides whether a new state is kept (rule 3), and a lane that starts a new document starts empty.
 
 Rules, each tested on every memory by discovery (tests/test_memory_contract.py):
-1. pure  2. same structure, shapes, dtypes; no gradient through the state  3. only complete segments are committed
+1. pure  2. same structure, shapes, dtypes; no gradient through the state  3. only complete segments are committed,
+and with `data.cut: end` a document's first, which may be short
 4. causal  5. lanes are independent; a reset lane equals a fresh one  6. document ends are masks, never branches
 7. parameters are used only in the forward of a module that registers them  8. randomness is a counter hash
 9. parity with the published reference vectors where they exist
@@ -14,14 +14,16 @@ Rules, each tested on every memory by discovery (tests/test_memory_contract.py):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 StateT = TypeVar("StateT")
+NO_LOGS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class LayerSpec:
     clamp_len: int | None
     same_length: bool
     seed: int  # train.seed, of a memory's own draws (rule 8)
+    short_first: bool = False  # data.cut is end: a document's first segment may be short, and is committed all the same
 
     @property
     def attention(self) -> dict[str, Any]:
@@ -61,6 +64,7 @@ class MemoryOutput(NamedTuple):
     aux: dict[str, Tensor]  # name -> (B,) weighted auxiliary loss per lane, averaged over real queries
     query: Tensor  # (H, B, T, K) content queries of the segment, before biases; a memory over this one reads with them
     evicted: Evicted  # as if every segment were complete: of others the model drops the new state, and with it the use
+    logs: Mapping[str, Tensor] = NO_LOGS  # name -> () or (B,) figures to be logged as memory/NAME, without gradient
 
 
 class Memory(nn.Module):
@@ -69,7 +73,8 @@ class Memory(nn.Module):
     `forward(x, state, valid_len)` takes x (B, T, D), the raw block input with real tokens first, and valid_len (B,)
     int64, how many of the T tokens are real. Where the memory has a stem, x is (B, M + T, D): its rows come first. With
     `spec.norm == "pre"` the memory applies its own layer norm to stored and new rows alike, so it stores raw rows; it
-    returns the attention output before residual and post-norm, which are the block's.
+    returns the attention output before residual and post-norm, which are the block's. A memory over this one finds that
+    layer norm as `norm`.
     """
 
     @dataclass
@@ -85,6 +90,14 @@ class Memory(nn.Module):
     def evicted_len(self) -> int:
         """E: how many rows leave this memory at once, tokens or compressed rows."""
         return self.spec.seg_len
+
+    @property
+    def takes_short_first(self) -> bool:
+        """Whether the first segment of a document may be committed with less than T tokens (`spec.short_first`).
+
+        Such a memory keeps the first `valid_len` rows of it, and nothing of the padding.
+        """
+        return False
 
     @property
     def num_rows(self) -> int:

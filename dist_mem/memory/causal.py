@@ -33,6 +33,10 @@ class Causal(Memory):
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
         return State()
 
+    @property
+    def takes_short_first(self) -> bool:
+        return True
+
     def flops(self) -> Flops:
         return plain_attention_flops(self.spec, context_len=0, context_learns=False)
 

@@ -54,6 +54,8 @@ def check(options: LaMemo.Options) -> None:
         raise ValueError(f"memory.positions is {options.positions!r}, but must be disentangled or shared")
     if options.window not in ("previous", "segment"):
         raise ValueError(f"memory.window is {options.window!r}, but must be previous or segment")
+    if not 0.0 <= options.epsilon < 1.0:
+        raise ValueError(f"memory.epsilon is {options.epsilon}, but must be at least 0 and less than 1")
     if not options.look_ahead and not options.interpolation:
         raise ValueError(
             "memory.interpolation is false and memory.look_ahead too: without look-ahead there is nothing to "
@@ -71,6 +73,7 @@ class LaMemo(Memory):
         # As many newest rows as a segment has tokens can be seen ahead. The published rule takes the present segment:
         # after a short one, or in generation, memory rows never see some of the tokens between.
         window: str = "previous"  # previous | segment: whose number of tokens bounds how far rows look ahead
+        epsilon: float = 0.0  # of alpha, eq. 11, relative to the larger sum; the released code: 1e-6
 
     def __init__(self, spec: LayerSpec, options: Any) -> None:
         super().__init__(spec, options)
@@ -88,6 +91,7 @@ class LaMemo(Memory):
             look_ahead=self.options.look_ahead,
             interpolation=self.options.interpolation,
             disentangled=self.options.positions == "disentangled",
+            epsilon=self.options.epsilon,
             **self.spec.attention,
         )
 

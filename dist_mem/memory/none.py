@@ -31,6 +31,10 @@ class NoMemory(Memory):
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
         return State()
 
+    @property
+    def takes_short_first(self) -> bool:
+        return True
+
     def flops(self) -> Flops:
         return relative_attention(self.spec, context_len=0, context_learns=False)
 

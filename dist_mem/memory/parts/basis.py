@@ -137,17 +137,41 @@ def solve(geometry: Geometry) -> Fit:
     return Fit(first, past_matrix.contiguous(), new_matrix.contiguous(), past_matrix @ samples)
 
 
+def fit_first(rows: Tensor, num_rows: Tensor, *, geometry: Geometry) -> Tensor:
+    """Coefficients (B, N, D) of a memory's first rows (B, E, D), of which only the first `num_rows` (B,) are real.
+
+    What `solve` does for E rows, for any number up to E. A matrix for each number would take E N E floats (0.5 GB for
+    512 functions and rows), so that the regression is solved here, in float64, every time.
+    """
+    max_rows, real = rows.shape[1], num_rows.clamp(min=1)[:, None]
+    margin = max_rows // 2 if geometry.padding == "published" else 0
+    place = torch.arange(-margin, max_rows + margin, device=rows.device)
+    of_lane = real // 2 if geometry.padding == "published" else torch.zeros_like(real)
+    used = (place >= -of_lane) & (place < real + of_lane)  # (B, P)
+    offset = 0.5 if geometry.padding == "published" else 1.0
+    positions = torch.where(used, (place + offset) / real.to(torch.float64), 0.0)
+    basis = evaluate_basis(positions, widths=geometry.widths, num_basis=geometry.num_basis)
+    design = torch.where(used[..., None], basis, 0.0)  # (B, P, N)
+    ridge = geometry.ridge * torch.eye(geometry.num_basis, dtype=torch.float64, device=rows.device)
+    own = torch.where((place >= 0) & (place < real), 1.0, 0.0)[..., None] * design
+    right = own[:, margin : margin + max_rows].mT @ rows.to(torch.float64)
+    return torch.linalg.solve_ex(design.mT @ design + ridge, right).result.to(rows.dtype)
+
+
 def growth(geometry: Geometry) -> float:
     """By what factor the update at most changes old coefficients, again and again: its spectral radius.
 
     Above 1 the signal grows without end, as it does where widths are much smaller than the distance of the centres.
     """
-    contraction = fit_matrices(geometry, device="cpu", dtype=torch.float64).linear
-    if type(contraction) is not Tensor:  # a fake tensor, which has no values
-        return 0.0
-    return float(torch.linalg.eigvals(contraction).abs().max())
+    if geometry not in _GROWTH:  # every layer asks; with N = 1,024 the eigenvalues take ten seconds
+        contraction = fit_matrices(geometry, device="cpu", dtype=torch.float64).linear
+        if type(contraction) is not Tensor:  # a fake tensor, which has no values
+            return 0.0
+        _GROWTH[geometry] = float(torch.linalg.eigvals(contraction).abs().max())
+    return _GROWTH[geometry]
 
 
+_GROWTH: dict[Geometry, float] = {}
 _SOLVED: dict[tuple[Geometry, torch.device, torch.dtype], Fit] = {}
 
 

@@ -3,9 +3,9 @@
 A memory row keeps the context C it once attended (before the output projection) and s, the log of the exponentials it
 summed for that. Keys to its right refresh it: C' = alpha C + (1 - alpha) C_ahead, alpha = e^s / (e^s + e^s_ahead), and
 s' = logaddexp(s, s_ahead). That is one softmax in which the old context is one more key, of score s and value C, and so
-it is computed here: nothing overflows, and a row without a visible key has alpha = 1. The published code divides with
-an epsilon of 1e-6, hides 0/0 behind nan_to_num, clamps infinities after the feed-forward and stores s in the dtype of
-the activations.
+it is computed here: nothing overflows, and a row without a visible key has alpha = 1. The epsilon of eq. 11 is 0 by
+default, as that row needs none; see `epsilon_shift`. The published code has 1e-6, hides 0/0 behind nan_to_num, clamps
+infinities after the feed-forward and stores s in the dtype of the activations.
 
 Shape letters as in dist_mem/layers.py; W is the window, how many keys a memory row can see at most: the newest W - 1
 memory rows and the first token of the segment (eq. 7). That token is the input of the first prediction, so nothing
@@ -100,12 +100,34 @@ def log_sum_exp(scores: Tensor, weights: Tensor) -> Tensor:
     return scores.detach().amax(-1) - weights.detach().amax(-1).log()
 
 
-def refresh_weights(log_sum: Tensor, scores: Tensor, visible: Tensor, *, interpolation: bool) -> tuple[Tensor, Tensor]:
+def epsilon_shift(log_sum: Tensor, scores: Tensor, visible: Tensor, *, epsilon: float) -> Tensor:
+    """What to add to a row's look-ahead scores, so that the softmax with the old context has the epsilon of eq. 11.
+
+    alpha = e^(s-c) / (e^(s-c) + e^(s_ahead-c) + epsilon) with c = max(s, s_ahead): as in the published code, epsilon is
+    relative to the larger sum, where eq. 11 adds it to the sums themselves. The look-ahead context has 1 - alpha, so
+    its scores rise by log(1 + epsilon e^(c - s_ahead)).
+
+    Args:
+        log_sum: (H, B, M), s.  scores: (H, B, M, W).  visible: (B, M, W) bool.
+
+    Returns:
+        (H, B, M, 1), 0 for rows without a visible key.
+    """
+    sees = visible.any(-1, keepdim=True)
+    ahead = (scores + torch.where(visible | ~sees, 0.0, -math.inf)).logsumexp(-1, keepdim=True)
+    exponent = math.log(epsilon) + (log_sum[..., None] - ahead).clamp(min=0.0)
+    return torch.where(sees, torch.logaddexp(exponent, torch.zeros_like(exponent)), 0.0)
+
+
+def refresh_weights(
+    log_sum: Tensor, scores: Tensor, visible: Tensor, *, interpolation: bool, epsilon: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """alpha, then (1 - alpha) times the look-ahead probabilities, as one softmax; and the new s.
 
     Args:
         log_sum: (H, B, M).  scores: (H, B, M, W).  visible: (B, M, W) bool.
         interpolation: if false, the old context counts only where no key is visible.
+        epsilon: of eq. 11, see `epsilon_shift`; the new s is without it.
 
     Returns:
         (H, B, M, 1 + W), and (H, B, M) without gradient: logaddexp(s, s_ahead).
@@ -113,21 +135,33 @@ def refresh_weights(log_sum: Tensor, scores: Tensor, visible: Tensor, *, interpo
     kept = torch.ones_like(visible[..., :1]) if interpolation else ~visible.any(-1, keepdim=True)
     shown = torch.where(torch.cat([kept, visible], dim=-1), 0.0, -math.inf)
     joint = torch.cat([log_sum[..., None], scores], dim=-1) + shown
-    weights = joint.softmax(dim=-1)
-    return weights, log_sum_exp(joint, weights)
+    if epsilon == 0.0:
+        weights = joint.softmax(dim=-1)
+        return weights, log_sum_exp(joint, weights)
+    shift = epsilon_shift(log_sum, scores, visible, epsilon=epsilon)
+    return (joint + F.pad(shift.expand_as(scores), (1, 0))).softmax(dim=-1), joint.detach().logsumexp(-1)
 
 
 class LookAheadAttention(RelativeAttention):
     """Relative attention of the segment to memory and segment, and of the memory rows to their right."""
 
     def __init__(
-        self, *, mem_len: int, window: int, look_ahead: bool, interpolation: bool, disentangled: bool, **attention: Any
+        self,
+        *,
+        mem_len: int,
+        window: int,
+        look_ahead: bool,
+        interpolation: bool,
+        disentangled: bool,
+        epsilon: float = 0.0,
+        **attention: Any,
     ) -> None:
         super().__init__(**attention)
         self.mem_len = mem_len
         self.window = window
         self.look_ahead = look_ahead
         self.interpolation = interpolation
+        self.epsilon = epsilon
         if look_ahead and disentangled:
             # v of keys to the right. Deviation: published as Xavier's rule draws it, ten times wider than u and v.
             self.ahead_bias = nn.Parameter(torch.zeros_like(self.position_bias))
@@ -179,7 +213,7 @@ class LookAheadAttention(RelativeAttention):
             position_bias=self.position_bias if self.ahead_bias is None else self.ahead_bias,
         )
         weights, log_sum = refresh_weights(
-            past.log_sum.permute(2, 0, 1), scores, ahead, interpolation=self.interpolation
+            past.log_sum.permute(2, 0, 1), scores, ahead, interpolation=self.interpolation, epsilon=self.epsilon
         )
         alpha, looking = weights[..., :1], weights[..., 1:]
         attended = self.attention_dropout(looking.to(value.dtype)) @ value[:, :, window]
