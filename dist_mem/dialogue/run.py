@@ -20,8 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from dist_mem.data.directory import open_index, refresh
 from dist_mem.data.shard import Index
 from dist_mem.dialogue.answer import answer_all
@@ -41,7 +39,7 @@ from dist_mem.dialogue.wordnet import open_wordnet
 from dist_mem.distributed import World
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.evaluate import as_job, found_by_all, use_threads
-from dist_mem.evaluation.protocol import protocol_of, short_term_len, tag_of
+from dist_mem.evaluation.protocol import protocol_of, report_name, short_term_len, tag_of
 from dist_mem.evaluation.report import DocumentScore
 from dist_mem.evaluation.scoring import evaluate_documents
 from dist_mem.evaluation.trained import (
@@ -54,6 +52,7 @@ from dist_mem.evaluation.trained import (
 )
 from dist_mem.files import write_text
 from dist_mem.generation.sampling import Sampling
+from dist_mem.tracking.progress import Progress
 from dist_mem.tracking.start import log_to_run
 
 MIN_HISTORY = 2  # replies that stand before the first one a model is asked for, as in the published evaluation
@@ -126,7 +125,7 @@ def _run(world: World, path: Path, settings: Settings, step: int | None, overrid
         )
     use_threads(config)
     split = settings.split or config.eval.split
-    tag = "-".join(part for part in (tag_of(config), settings_tag(settings)) if part)
+    tag = report_name(tag_of(config), settings_tag(settings))
     open_wordnet(settings.wordnet)  # a wrong folder is better known now
     refresh(config.data, [split])
     index = first_documents(open_index(config.data, split), settings.limit)
@@ -157,6 +156,7 @@ def score_replies(trained: TrainedModel, index: Index, world: World) -> list[Doc
         seg_len=config.train.seg_len,
         mem_len=short_term_len(config.memory),
         world=world,
+        cut=config.data.cut,
     )
     return report.documents
 
@@ -178,8 +178,11 @@ def score_answers(
         num_tokens=settings.num_tokens,
         sampling=settings.sampling,
     )
-    bar = tqdm(answers, total=sum(map(len, chosen)), desc="replies", unit="reply", leave=False, disable=None)
-    scored = [ScoredAnswer(answer, score(answer.text, answer.reference)) for answer in bar]
+    scored = []
+    with Progress(sum(map(len, chosen)), "writing replies", unit="replies") as progress:
+        for answer in answers:
+            scored.append(ScoredAnswer(answer, score(answer.text, answer.reference)))
+            progress.add(1)
     return sorted(scored, key=lambda found: (found.answer.conversation.number, found.answer.place))
 
 
@@ -224,13 +227,13 @@ def _publish(
     }
     folder = checkpoint.run_dir / "evaluations"
     folder.mkdir(parents=True, exist_ok=True)
-    name = "-".join(part for part in (f"dialogue-{split}-step-{step:08d}", tag) if part)
+    name = report_name(f"dialogue-{split}-step-{step:08d}", tag)
     files = [folder / f"{name}.json", folder / f"{name}.txt"]
     write_text(files[0], json.dumps(facts, indent=1) + "\n")
     write_text(files[1], to_text(conversations, answers, trained.tokenizer))
     print(f"written: {', '.join(str(path) for path in files)}")
     if config.tracking.mlflow and not checkpoint.is_export:
-        metrics = figures(groups, "-".join(part for part in (split, tag) if part))
+        metrics = figures(groups, report_name(split, tag))
         complaint = log_to_run(config, run_dir=checkpoint.run_dir, step=step, metrics=metrics, files=files)
         if complaint:
             print(complaint, file=sys.stderr)

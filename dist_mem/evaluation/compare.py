@@ -1,11 +1,13 @@
-"""Evaluations of several runs side by side: word-level perplexity, and recall perplexity by distance.
+"""Evaluations of several runs side by side: word-level perplexity, recall perplexity by distance, gain of the memory.
 
 Where words are not known (blocks), token perplexity stands in their place.
 
     dist-mem compare runs/none runs/transformer_xl
 
 Bands of distance are the same for all: those of the run whose segment and short-term memory together reach farthest. A
-model without memory cannot know what stands before its segment, so a memory that works shows in the middle band.
+model without memory cannot know what stands before its segment, so a memory that works shows in the middle band. What a
+run gains over another one is the gain of other weights too; what its own memory gains is `memory_gain`, known where the
+run has been evaluated without memory too.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dist_mem.errors import EXIT_DONE, EXIT_FAILED
+from dist_mem.config.check import nearest
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
+from dist_mem.evaluation.legend import labels_of
+from dist_mem.evaluation.memory_gain import MemoryGain, counterpart, is_without_memory, memory_gain
 from dist_mem.evaluation.plot import plot_recall
 from dist_mem.evaluation.report import Band, Report, read_report, recall_bands, same_text, shown
 
@@ -28,6 +33,8 @@ class Entry(NamedTuple):
 
     name: str
     report: Report
+    without_memory: Report | None = None  # of the same checkpoint and protocol
+    config: Path | None = None  # config.yaml of the run; None: the report stands alone
 
 
 class Row(NamedTuple):
@@ -37,6 +44,7 @@ class Row(NamedTuple):
     perplexity: float  # word-level; of tokens where words are not known
     gain: float  # first run's / this one's
     accuracy: float  # nan where it is not known
+    memory: MemoryGain | None  # of its own memory; None where it has not been evaluated without
     recall: dict[Band, tuple[float, float]]  # perplexity and gain
 
 
@@ -47,26 +55,53 @@ def find_reports(paths: Sequence[Path], split: str | None) -> list[Entry]:
         split: None: test if every run has it, else validation.
 
     Raises:
-        ValueError: a run has no report of the split, or they have no protocol in common; says how to get one.
+        ValueError: a path is missing, a run has no report of the split, or they have no protocol in common; says how to
+            get one.
     """
-    for wanted in [split] if split else _PREFERRED:
-        found = {path: _newest(path, wanted) for path in paths}
-        missing = [path for path, reports in found.items() if not reports]
-        if not missing:
-            tag = _common_tag({path: reports for path, reports in found.items() if path.suffix != ".json"})
-            return [
-                Entry(path.resolve().name.removesuffix(".json"), read_report(reports.get(tag, path)))
-                for path, reports in found.items()
-            ]
-    raise ValueError(f"{missing[0]}: no evaluation of {wanted}; run: dist-mem evaluate {missing[0]} --split {wanted}")
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"{path}: there is no such run directory or report")
+    wanted = [split] if split else _PREFERRED
+    found = {name: {path: _newest(path, name) for path in paths} for name in wanted}
+    chosen = max(wanted, key=lambda name: sum(map(bool, found[name].values())))  # the first of them if equally many
+    missing = [path for path, reports in found[chosen].items() if not reports]
+    if missing:
+        raise ValueError("; ".join(f"{path}: no evaluation of {chosen}{_ways(path, chosen)}" for path in missing))
+    tag = _common_tag({path: reports for path, reports in found[chosen].items() if path.suffix != ".json"})
+    return [
+        _read_entry(path.resolve().name.removesuffix(".json"), reports.get(tag, path))
+        for path, reports in found[chosen].items()
+    ]
+
+
+def _read_entry(name: str, path: Path) -> Entry:
+    """The report at `path`, and the one without memory where it is."""
+    other = None if is_without_memory(path) else counterpart(path)
+    without_memory = read_report(other) if other is not None and other.exists() else None
+    config = path.parent.parent / "config.yaml"
+    return Entry(name, read_report(path), without_memory, config if config.exists() else None)
+
+
+def _ways(path: Path, split: str) -> str:
+    """How to get an evaluation of the split, or the evaluated one that was meant."""
+    reports = [report for report in (path / "evaluations").glob("*-step-*.json") if not is_without_memory(report)]
+    names = {report.name.partition("-step-")[0] for report in reports}
+    evaluated = sorted(name for name in names if not name.startswith(("dialogue-", "inspect-")))
+    if close := nearest(split, evaluated):
+        return f", but of {' and '.join(evaluated)}; did you mean {close}?"
+    return f"; run: dist-mem evaluate {path} --split {split}"
 
 
 def _newest(path: Path, split: str) -> dict[str, Path]:
-    """The newest report of each protocol, by its tag (`protocol.tag_of`): "" as trained."""
+    """The newest report of each protocol, by its tag (`protocol.tag_of`): "" as trained; none without memory."""
     if path.suffix == ".json":
         return {"": path}
     reports = sorted((path / "evaluations").glob(f"{split}-step-*.json"))  # steps are padded with zeros
-    return {report.stem.removeprefix(f"{split}-step-").partition("-")[2]: report for report in reports}
+    return {
+        report.stem.removeprefix(f"{split}-step-").partition("-")[2]: report
+        for report in reports
+        if not is_without_memory(report)
+    }
 
 
 def _common_tag(found: Mapping[Path, Mapping[str, Path]]) -> str:
@@ -90,58 +125,83 @@ def compare(reports: Sequence[Entry]) -> list[Row]:
     first = reports[0].report
     _check_text(reports)
     by_words = first.num_words is not None
-    others = [report for _, report in reports if report.tokenizer_fingerprint != first.tokenizer_fingerprint]
+    all_reports = [entry.report for entry in reports]
+    others = [report for report in all_reports if report.tokenizer_fingerprint != first.tokenizer_fingerprint]
     if others and (not by_words or any(report.recall for report in others)):
         what = "recall distances are" if by_words else "where words are not known, perplexity is"
         raise ValueError(f"{what} in tokens, but the runs have different tokenizers: they do not compare")
-    widest = max((report for _, report in reports), key=lambda report: report.seg_len + report.mem_len)
+    widest = max(all_reports, key=lambda report: report.seg_len + report.mem_len)
     bands = [band for band in recall_bands(widest.seg_len, widest.mem_len).values() if first.recall_in(band)[1] > 0]
-    values = [report.word_perplexity if by_words else report.token_perplexity for _, report in reports]
+    values = [report.word_perplexity if by_words else report.token_perplexity for report in all_reports]
     return [
         Row(
-            name,
+            entry.name,
             value,
             values[0] / value,
-            report.accuracy,
+            entry.report.accuracy,
+            None if entry.without_memory is None else memory_gain(entry.report, entry.without_memory),
             {
-                band: (report.recall_perplexity(band), first.recall_perplexity(band) / report.recall_perplexity(band))
+                band: (own, first.recall_perplexity(band) / own)
                 for band in bands
+                for own in [entry.report.recall_perplexity(band)]
             },
         )
-        for (name, report), value in zip(reports, values, strict=True)
+        for entry, value in zip(reports, values, strict=True)
     ]
 
 
 def _check_text(reports: Sequence[Entry]) -> None:
-    in_blocks = [name for name, report in reports if report.num_words is None]
+    in_blocks = [entry.name for entry in reports if entry.report.num_words is None]
     if 0 < len(in_blocks) < len(reports):
         raise ValueError(
             f"{', '.join(in_blocks)}: scored in blocks (eval.blocks), the others not; evaluate all with "
             "eval.blocks=false, and give the report files"
         )
-    if not same_text([report for _, report in reports]):
-        names = ", ".join(name for name, _ in reports)
+    if not same_text([entry.report for entry in reports]):
+        names = ", ".join(entry.name for entry in reports)
         raise ValueError(f"{names}: these evaluations do not score the same documents; evaluate all on one data.path")
 
 
 def to_table(entries: Sequence[Entry], rows: Sequence[Row]) -> str:
-    """The comparison for a terminal."""
+    """The comparison for a terminal: a table of all tokens, and one of recall tokens where there are any."""
     first = entries[0].report
-    bands = list(rows[0].recall)
-    columns = [["run", *(row.name for row in rows)]]
+    names = ["run", *(row.name for row in rows)]
     title = "token ppl" if first.num_words is None else "word ppl"
-    columns.append([title, *(_cell(row.perplexity, row.gain) for row in rows)])
+    columns = [names, [title, *(_cell(row.perplexity, row.gain) for row in rows)]]
     if not all(math.isnan(row.accuracy) for row in rows):
         columns.append(["accuracy", *(shown(row.accuracy, ".2%") for row in rows)])
-    for band in bands:
-        columns.append([f"recall {band}", *(_cell(*row.recall[band]) for row in rows)])
-    padded = [[f"{text:<{max(map(len, column))}}" for text in column] for column in columns]
-    lines = ["  ".join(line).rstrip() for line in zip(*padded, strict=True)]
-    heading = f"split {first.split}, {len(first.documents)} documents, {first.num_scored:,} tokens"
-    if bands:
+    if any(row.memory for row in rows):
+        columns.append(["own memory gains", *(_own_gain(row.memory) for row in rows)])
+    lines = [f"split {first.split}, {len(first.documents)} documents, {first.num_scored:,} tokens", *_aligned(columns)]
+    if bands := list(rows[0].recall):
         counts = ", ".join(f"{band} {first.recall_in(band)[1]:,}" for band in bands)
-        heading += f"; recall tokens by distance to the referent: {counts}"
-    return "\n".join([heading, *lines])
+        lines += ["", f"perplexity of recall tokens by distance to the referent; tokens: {counts}"]
+        by_band = [[str(band), *(_cell(*row.recall[band]) for row in rows)] for band in bands]
+        lines += _aligned([names, *by_band])
+    return "\n".join(lines)
+
+
+def _aligned(columns: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table, columns apart by two spaces."""
+    padded = [[f"{text:<{max(map(len, column))}}" for text in column] for column in columns]
+    return ["  ".join(line).rstrip() for line in zip(*padded, strict=True)]
+
+
+def _own_gain(gain: MemoryGain | None) -> str:
+    if gain is None:
+        return "not measured"
+    return f"{gain.nats:.4f} nats a token ({shown(gain.ratio)}x)"
+
+
+def _hint(entries: Sequence[Entry], split: str) -> str | None:
+    """How to measure the gain of the memories for which it is not known; None if it is known of all."""
+    names = [entry.name for entry in entries if entry.without_memory is None]
+    if not names:
+        return None
+    return (
+        f"gain of the own memory not measured: {', '.join(names)}; run: "
+        f"dist-mem evaluate RUN --split {split} --without-memory"
+    )
 
 
 def _cell(value: float, gain: float) -> str:
@@ -151,14 +211,23 @@ def _cell(value: float, gain: float) -> str:
 
 
 def run(paths: Sequence[Path], *, split: str | None = None, picture: Path | None = None) -> int:
-    """The command; `picture` is a file to draw the recall curves into. Returns the exit code of the process."""
+    """The command; `picture` is a file to draw the recall curves into. Returns the exit code of the process.
+
+    Raises:
+        UnusableError: a path is missing, a run lacks the evaluation, or the evaluations cannot be compared.
+    """
     try:
         entries = find_reports(paths, split)
         print(to_table(entries, compare(entries)))
+        if hint := _hint(entries, entries[0].report.split):
+            print(hint, file=sys.stderr)
         if picture is not None:
-            plot_recall(entries, picture)
+            labels = labels_of([entry.name for entry in entries], [entry.config for entry in entries])
+            plot_recall([(label, entry.report) for label, entry in zip(labels, entries, strict=True)], picture)
             print(f"written: {picture}")
-    except (OSError, ValueError) as error:
+    except ValueError as error:
+        raise UnusableError(str(error)) from error
+    except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
     return EXIT_DONE

@@ -1,6 +1,7 @@
 """Evaluation as a command, and of a split inside training.
 
     dist-mem evaluate runs/demo --split test
+    dist-mem evaluate runs/demo --split test --without-memory
     torchrun --nproc-per-node 4 -m dist_mem evaluate runs/demo/checkpoints/step-00001000 eval.lanes=32
 
 The command runs the plain model of a checkpoint or an export (trained.py) on any number of ranks, and writes
@@ -10,6 +11,7 @@ test split is opened here and nowhere else.
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,7 +26,8 @@ from dist_mem.data.directory import open_index, refresh_on_all_ranks
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.distributed import AgreedError, World, agree_all_well, decided_by_rank0
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
-from dist_mem.evaluation.protocol import protocol_of, short_term_len, tag_of
+from dist_mem.evaluation.memory_gain import gain_beside, is_without_memory
+from dist_mem.evaluation.protocol import Protocol, protocol_of, report_name, short_term_len, tag_of
 from dist_mem.evaluation.report import Report, to_table, write_report
 from dist_mem.evaluation.scoring import EvaluationError, Forward, InitState, evaluate_documents
 from dist_mem.evaluation.stream import evaluate_stream
@@ -40,7 +43,14 @@ from dist_mem.tracking.start import log_to_run
 
 
 def evaluate_split(
-    forward: Forward, init_state: InitState, *, config: Any, split: str, tokenizer: Tokenizer, world: World
+    forward: Forward,
+    init_state: InitState,
+    *,
+    config: Any,
+    split: str,
+    tokenizer: Tokenizer,
+    world: World,
+    without_memory: bool = False,
 ) -> Report:
     """Score a split as the configuration says; every rank calls it. Arguments and errors: `evaluate_documents`.
 
@@ -49,7 +59,8 @@ def evaluate_split(
     """
     train, settings = config.train, config.eval
     lanes_per_rank = -(-settings.lanes // world.size)
-    evaluate = evaluate_stream if settings.layout == "stream" else evaluate_documents
+    of_documents = partial(evaluate_documents, cut=config.data.cut)
+    evaluate = evaluate_stream if settings.layout == "stream" else of_documents
     return evaluate(
         forward,
         init_state,
@@ -62,10 +73,13 @@ def evaluate_split(
         world=world,
         max_document_len=settings.max_document_len,
         blocks=protocol_of(config).blocks,
+        without_memory=without_memory,
     )
 
 
-def evaluate_checkpoint(checkpoint: Checkpoint, config: Any, *, split: str, world: World) -> Report:
+def evaluate_checkpoint(
+    checkpoint: Checkpoint, config: Any, *, split: str, world: World, without_memory: bool = False
+) -> Report:
     """Score a split with the model of a checkpoint; every rank calls it."""
     refresh_on_all_ranks(config.data, [split])
     trained = open_model(checkpoint, config, tokenizer_of_data(checkpoint, config), world.device)
@@ -76,10 +90,18 @@ def evaluate_checkpoint(checkpoint: Checkpoint, config: Any, *, split: str, worl
         split=split,
         tokenizer=trained.tokenizer,
         world=world,
+        without_memory=without_memory,
     )
 
 
-def run(path: Path, *, split: str | None = None, checkpoint: int | None = None, overrides: Sequence[str] = ()) -> int:
+def run(
+    path: Path,
+    *,
+    split: str | None = None,
+    checkpoint: int | None = None,
+    overrides: Sequence[str] = (),
+    without_memory: bool = False,
+) -> int:
     """The command. Returns the exit code of the process.
 
     Args:
@@ -87,11 +109,30 @@ def run(path: Path, *, split: str | None = None, checkpoint: int | None = None, 
         split: None: eval.split.
         checkpoint: step of the checkpoint; None: the newest that verifies.
         overrides: `key=value`, of the keys in `trained.OVERRIDABLE`.
+        without_memory: empty the memory at every segment, and say what the memory gains.
 
     Raises:
         UnusableError: checkpoint, data or overrides cannot be used as they are.
     """
-    return as_job(lambda world: _run(world, path, split, checkpoint, overrides))
+
+    def work(world: World) -> None:
+        found = found_by_all(path, checkpoint, world)
+        config = read_settings(found.directory, overrides)
+        use_threads(config)
+        tag = tag_of(config, without_memory=without_memory)
+        scored = split or config.eval.split
+        report = evaluate_checkpoint(found, config, split=scored, world=world, without_memory=without_memory)
+        protocol = protocol_of(config, without_memory=without_memory)
+        command = shlex.join(["dist-mem", "evaluate", str(path), "--split", scored, *overrides])
+        command += "" if checkpoint is None else f" --checkpoint {checkpoint}"
+
+        def publish() -> None:
+            written = _publish(report, found, config, protocol, tag=tag)
+            _print_gain(report, written, command)
+
+        written_by_rank0(publish, world, "writing the report")
+
+    return as_job(work)
 
 
 def as_job(work: Callable[[World], None]) -> int:
@@ -142,32 +183,40 @@ def use_threads(config: Any) -> None:
         torch.set_num_threads(config.train.threads)
 
 
-def _run(world: World, path: Path, split: str | None, step: int | None, overrides: Sequence[str]) -> None:
-    found = found_by_all(path, step, world)
-    config = read_settings(found.directory, overrides)
-    use_threads(config)
-    tag = tag_of(config)
-    report = evaluate_checkpoint(found, config, split=split or config.eval.split, world=world)
-    written_by_rank0(lambda: _publish(report, found, config, tag), world, "writing the report")
-
-
-def _publish(report: Report, checkpoint: Checkpoint, config: Any, tag: str) -> None:
-    """Print the report, write its files, and add its figures to the run in MLflow.
+def _publish(report: Report, checkpoint: Checkpoint, config: Any, protocol: Protocol, *, tag: str) -> Path:
+    """Print the report, write its files, and add its figures to the run in MLflow; returns the path of the JSON.
 
     `tag` goes into their names: lengths of another protocol must not take the place of the run's own.
     """
     step = checkpoint.manifest["step"]
-    protocol = protocol_of(config)
     print(f"{checkpoint.directory}, split {report.split}, {protocol}")
     print(to_table(report))
     facts: dict[str, object] = {"checkpoint": str(checkpoint.directory), "step": step, "config": config.name}
     facts["protocol"] = protocol._asdict()
-    name = "-".join(part for part in (f"{report.split}-step-{step:08d}", tag) if part)
+    name = report_name(f"{report.split}-step-{step:08d}", tag)
     files = write_report(report, checkpoint.run_dir / "evaluations", name, facts=facts)
     print(f"written: {', '.join(str(path) for path in files)}")
     if config.tracking.mlflow and not checkpoint.is_export:
-        prefix = "-".join(part for part in (report.split, tag) if part)
+        prefix = report_name(report.split, tag)
         metrics = {f"{prefix}{figure.removeprefix(report.split)}": value for figure, value in report.figures().items()}
         complaint = log_to_run(config, run_dir=checkpoint.run_dir, step=step, metrics=metrics, files=files)
         if complaint:
             print(complaint, file=sys.stderr)
+    return files[1]
+
+
+def _print_gain(report: Report, path: Path, command: str) -> None:
+    """Print what the memory gains where the evaluation with it and that without it have both been made.
+
+    Args:
+        path: of the report's JSON.  command: that makes the report with memory.
+    """
+    try:
+        gain = gain_beside(report, path)
+    except ValueError as error:
+        print(f"gain of the memory: {error}", file=sys.stderr)
+        return
+    if gain is not None:
+        print(gain)
+    elif is_without_memory(path):
+        print(f"gain of the memory: not known without the evaluation with memory; run: {command}")

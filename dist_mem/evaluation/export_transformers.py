@@ -72,7 +72,8 @@ def write_transformers(trained: TrainedModel, directory: Path, settings: Config)
         weights = to_published(trained.model)
     except ValueError as error:
         raise UnusableError(f"--format transformers: {error}") from error
-    has_memory = trained.config.memory["kind"] != "causal"
+    # Token types are carried from segment to segment, too.
+    has_memory = trained.config.memory["kind"] != "causal" or bool(trained.config.model.token_types)
     if has_memory and any(name.startswith("memory/") for name in trained.checkpoint.manifest["files"]):
         raise UnusableError("--format transformers: a memory from outside the package cannot be part of such a folder")
     save_file(weights, directory / WEIGHTS, metadata={"format": "pt"})

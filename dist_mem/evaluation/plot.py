@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from dist_mem.evaluation.legend import Line, draw_lines
 from dist_mem.evaluation.report import Band, Report, perplexity
 
 BINS_PER_OCTAVE = 2
@@ -38,25 +39,24 @@ def recall_curve(report: Report, bins: Sequence[Band]) -> tuple[list[float], lis
     return middles, values
 
 
-def plot_recall(named_reports: Sequence[tuple[str, Report]], path: Path) -> None:
-    """Write the picture; the format follows the name's ending.
+def plot_recall(labelled_reports: Sequence[tuple[str, Report]], path: Path) -> None:
+    """Write the picture; the format follows the name's ending. Reports of equal labels are one line (`draw_lines`).
 
     Raises:
         ValueError: no report holds recall tokens, or enough of them in one bin.
     """
     from matplotlib.figure import Figure  # takes a second to import
 
-    reports = [report for _, report in named_reports]
+    reports = [report for _, report in labelled_reports]
     if not any(report.recall for report in reports):
         raise ValueError("no recall tokens in these evaluations: their data records none, so there is nothing to plot")
     bins = distance_bins(reports)
-    curves = [(name, *recall_curve(report, bins)) for name, report in named_reports]
-    if not any(values for _, _, values in curves):
+    lines = [Line(label, *recall_curve(report, bins)) for label, report in labelled_reports]
+    if not any(line.ys for line in lines):
         raise ValueError(f"fewer than {MIN_TOKENS} recall tokens at every distance: there is too little to plot")
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for name, middles, values in curves:
-        axes.plot(middles, values, marker="o", markersize=4, label=name)
+    draw_lines(axes, lines)
     widest = max(reports, key=lambda report: report.seg_len + report.mem_len)
     for edge, text in ((widest.seg_len, "T"), (widest.seg_len + widest.mem_len, "T + M")):
         axes.axvline(edge, color="grey", linewidth=0.8, linestyle="--")
@@ -68,5 +68,5 @@ def plot_recall(named_reports: Sequence[tuple[str, Report]], path: Path) -> None
     axes.set_xlabel("distance to the earlier passage (tokens)")
     axes.set_ylabel("perplexity of recall tokens")
     axes.set_title(f"split {reports[0].split}, {len(reports[0].documents)} documents", fontsize=10)
-    axes.legend()
+    axes.legend(fontsize=8)
     figure.savefig(path, dpi=150)

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 from dist_mem.config import Config
 
+WITHOUT_MEMORY = "without-memory"  # in names of files and figures
+
 
 class Protocol(NamedTuple):
     """What the figures of a report depend on, besides weights and text."""
@@ -28,6 +30,7 @@ class Protocol(NamedTuple):
     blocks: bool = False  # the first token of each segment is read and not scored
     max_document_len: int | None = None  # tokens; None: documents are read to their end
     precision: str = "fp32"  # of the model
+    without_memory: bool = False  # emptied at every segment
 
     def __str__(self) -> str:
         clamp = "" if self.clamp_len is None else f", clamp_len {self.clamp_len}"
@@ -36,10 +39,11 @@ class Protocol(NamedTuple):
         blocks = ", blocks (their first tokens are not scored)" if self.blocks else ""
         first = "" if self.max_document_len is None else f", first {self.max_document_len:,} tokens of each document"
         precision = "" if self.precision == "fp32" else f", {self.precision}"
-        return f"T {self.seg_len}, M {self.mem_len}{clamp}{same_length}, {layout}{blocks}{first}{precision}"
+        emptied = ", memory emptied at every segment" if self.without_memory else ""
+        return f"T {self.seg_len}, M {self.mem_len}{clamp}{same_length}, {layout}{blocks}{first}{precision}{emptied}"
 
 
-def protocol_of(config: Config) -> Protocol:
+def protocol_of(config: Config, *, without_memory: bool = False) -> Protocol:
     """The protocol of `dist-mem evaluate` with this configuration: `eval`, and for what it leaves open, as trained."""
     settings, model = config.eval, config.model
     return Protocol(
@@ -52,10 +56,16 @@ def protocol_of(config: Config) -> Protocol:
         blocks=config.data.blocks if settings.blocks is None else settings.blocks,
         max_document_len=settings.max_document_len,
         precision=settings.precision,
+        without_memory=without_memory,
     )
 
 
-def tag_of(config: Config) -> str:
+def report_name(*parts: str) -> str:
+    """Parts of a name of a file or figure joined by hyphens; empty ones are left out."""
+    return "-".join(part for part in parts if part)
+
+
+def tag_of(config: Config, *, without_memory: bool = False) -> str:
     """What tells this protocol from that of the training, for names of files and figures: "M640-stream10"; or "".
 
     Of the training are whole documents in fp32, each with an empty memory, whatever the run's own evaluations are.
@@ -71,8 +81,9 @@ def tag_of(config: Config) -> str:
         f"blocks_{str(asked.blocks).lower()}" if asked.blocks != config.data.blocks else "",
         f"first{asked.max_document_len}" if asked.max_document_len is not None else "",
         asked.precision if asked.precision != "fp32" else "",
+        WITHOUT_MEMORY if without_memory else "",
     ]
-    return "-".join(part for part in parts if part)
+    return report_name(*parts)
 
 
 def apply_protocol(config: Config) -> None:

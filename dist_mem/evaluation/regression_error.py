@@ -27,12 +27,13 @@ from dist_mem.data.segments import collate, document_segments
 from dist_mem.data.stream import cut_lengths
 from dist_mem.distributed import World
 from dist_mem.evaluation.evaluate import as_job, found_by_all, use_threads
-from dist_mem.evaluation.protocol import protocol_of, tag_of
+from dist_mem.evaluation.protocol import protocol_of, report_name, tag_of
 from dist_mem.evaluation.trained import TrainedModel, init_state, open_model, read_settings, tokenizer_of_data
 from dist_mem.files import write_text
 from dist_mem.memory.base import MemoryOutput
 from dist_mem.memory.infinite import Infinite, State
 from dist_mem.memory.parts.basis import evaluate_basis, first_positions, update_positions
+from dist_mem.tracking.progress import Progress
 
 FORMAT_VERSION = 1
 
@@ -64,8 +65,10 @@ class Watch:
         if not state.has_pending[0]:
             return
         options, geometry = self.memory.options, self.memory.geometry
-        rows = self.memory.gated(state.pending)[0]
-        num_rows, padding = geometry.num_rows, geometry.padding
+        rows = self.memory.entering(state, state.pending.dtype)[0]
+        if isinstance(state.pending_len, Tensor):
+            rows = rows[: int(state.pending_len[0])]
+        num_rows, padding = len(rows), geometry.padding
         threshold = options.memory_threshold
         if state.num_tokens[0] == 0 or (threshold is not None and state.num_tokens[0] >= threshold):
             self.rows, self.places = rows, first_positions(num_rows, padding)[0]
@@ -119,24 +122,30 @@ def regression_errors(trained: TrainedModel, documents: Documents) -> list[Error
     Raises:
         ValueError: the model has no infinite memory, or no document is long enough for a row to enter it.
     """
-    seg_len = trained.config.train.seg_len
     with watched(trained.model) as watches:
         if not watches:
             raise ValueError(f"memory.kind is {trained.config.memory['kind']!r}: only `infinite` has a regression")
-        for number in range(len(documents)):
-            state = init_state(trained, [number])
-            document = documents.open(number)
-            blocks = trained.config.data.blocks
-            parts = document_segments(document, start=0, seg_len=seg_len, bos_id=documents.bos_id, blocks=blocks)
-            for segment, _ in parts:
-                batch = collate([segment], seg_len=seg_len, with_recall=False).to(trained.device)
-                state = trained.model(batch.tokens, batch.targets, batch.valid_len, state=state).state
-            for watch in watches:
-                watch.end_document()
+        with Progress(int(documents.lengths.sum()), f"reading {documents.index.split}") as progress:
+            for number in range(len(documents)):
+                _read_document(trained, documents, number, progress)
+                for watch in watches:
+                    watch.end_document()
     found = [watch.errors() for watch in watches]
     if not found[0].num_documents:
         raise ValueError("no document is so long that anything enters the long-term memory: take longer ones")
     return found
+
+
+def _read_document(trained: TrainedModel, documents: Documents, number: int, progress: Progress) -> None:
+    """Read one document from an empty memory."""
+    config = trained.config
+    state, seg_len = init_state(trained, [number]), config.train.seg_len
+    document, blocks, cut = documents.open(number), config.data.blocks, config.data.cut
+    parts = document_segments(document, start=0, seg_len=seg_len, bos_id=documents.bos_id, blocks=blocks, cut=cut)
+    for segment, _ in parts:
+        batch = collate([segment], seg_len=seg_len, with_recall=False).to(trained.device)
+        state = trained.model(batch.tokens, batch.targets, batch.valid_len, state=state).state
+        progress.add(len(segment.inputs))
 
 
 def run(
@@ -175,7 +184,7 @@ def _run(world: World, path: Path, split: str | None, limit: int, step: int | No
     lengths = cut_lengths([entry.num_tokens for entry in index.documents[:limit]], config.eval.max_document_len)
     layers = regression_errors(trained, Documents(index, lengths, bos_id=trained.tokenizer.bos_id))
     step = int(found.manifest["step"])
-    name = "-".join(part for part in (f"inspect-{split}-step-{step:08d}", tag) if part)
+    name = report_name(f"inspect-{split}-step-{step:08d}", tag)
     facts = {"format_version": FORMAT_VERSION, "step": step, "limit": limit, "protocol": protocol._asdict()}
     _publish(found.run_dir / "evaluations" / f"{name}.json", split, layers, facts)
 

@@ -20,6 +20,7 @@ from dist_mem.files import write_text
 
 FORMAT_VERSION = 3  # 1 had no hits, 2 knew all words
 TABLE_ROWS = 20  # documents shown; the files have all
+MAX_EXPONENT = 709.0  # of e, in float64
 _TITLE_CHARS = 36
 _CSV_COLUMNS = ("id", "title", "num_scored", "words", "bytes", "nll", "hits")
 
@@ -144,7 +145,7 @@ def perplexity(nll: float, count: int | None) -> float:
     if not count:
         return math.nan
     mean = nll / count
-    return math.exp(mean) if mean < 709 else math.inf
+    return math.exp(mean) if mean < MAX_EXPONENT else math.inf
 
 
 def bits_per_byte(nll: float, num_bytes: int) -> float:

@@ -1,14 +1,16 @@
-"""Score every token of whole documents once: the heart of evaluation, inside training and as a command.
+"""Score every token of whole documents once, inside training and as a command.
 
-Documents are dealt to lanes, longest first; each starts with an empty memory. Every rank makes the same number of
-forwards (ZeRO needs it); what each rank found is summed per document in float64, so that the result depends neither on
-the number of ranks nor on that of lanes. Shape letters: B lanes of a micro-batch, T segment.
+Documents are dealt to lanes, longest first; each starts with an empty memory. A forward has a row only for lanes that
+still read, and every rank makes the same number of forwards (ZeRO needs it). What each rank found is summed per
+document in float64, so that the result depends neither on the number of ranks nor on that of lanes. Shape letters: B
+lanes of a micro-batch, T segment.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,39 +19,23 @@ from torch import Tensor
 
 from dist_mem.data.batch import IGNORE, Batch
 from dist_mem.data.lanes import check_tokenizer, evaluation_batches
-from dist_mem.data.shard import Index, ShardError, check_document, read_mask, read_recall, read_tokens
-from dist_mem.data.stream import cut_lengths, evaluation_plan, evaluation_steps, lanes_of_rank
+from dist_mem.data.shard import Index, read_mask
+from dist_mem.data.stream import cut_lengths, evaluation_plan, segment_starts
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.distributed import World, agree_all_well, gather_objects, sum_tensor
+from dist_mem.distributed import World, sum_tensor
+from dist_mem.evaluation.extent import Extent, agreed_share, is_whole
 from dist_mem.evaluation.report import DocumentScore, RecallScore, Report, total_words
-from dist_mem.model import reset_lanes
+from dist_mem.memory.base import map_state
+from dist_mem.model import LMOutput, empty_memories, reset_lanes
+from dist_mem.tracking.progress import Progress
 
 Forward = Callable[..., Any]  # (tokens, targets, valid_len, state=state) -> LMOutput, without dropout
 InitState = Callable[[Tensor], Any]  # document numbers (B,) int64 -> empty memories on the device
-LeftOut = Callable[[int], np.ndarray]  # document -> offsets of its tokens that are read and are no target
+Step = Sequence[tuple[Batch, Tensor]]  # micro-batches, each with the document of every row (B,) or target (B, T) int64
 
 
 class EvaluationError(RuntimeError):
     """The scores cannot be right; raised on every rank."""
-
-
-def nothing_left_out(document: int) -> np.ndarray:
-    return np.empty(0, dtype=np.int64)
-
-
-class Extent(NamedTuple):
-    """What of a split is scored, if the mask of the document has it too."""
-
-    lengths: np.ndarray  # (documents,) tokens read of each
-    left_out: LeftOut = nothing_left_out  # the first tokens of blocks
-
-
-class Share(NamedTuple):
-    """What one rank knows of its own documents before scoring."""
-
-    words: Tensor  # (documents,) float64, of the scored tokens; nan where not known, 0 for documents of other ranks
-    bytes: Tensor  # (documents,) float64, likewise
-    max_distance: int  # largest recall distance, 0 where none is recorded
 
 
 class Tables(NamedTuple):
@@ -87,15 +73,18 @@ def evaluate_documents(
     world: World,
     max_document_len: int | None = None,
     blocks: bool = False,
+    cut: str = "start",
+    without_memory: bool = False,
 ) -> Report:
     """Score a split; every rank calls it and gets the same report.
 
     Args:
         forward: the model or engine in evaluation mode.
-        num_lanes: of the whole job.  micro_lanes: lanes of one forward of one rank.
+        num_lanes: of the whole job, at most.  micro_lanes: lanes of one forward of one rank, at most.
         mem_len: M of the short-term memory, for the recall bands; 0 for none.
         max_document_len: tokens; score only the beginning of each document.
-        blocks: as `data.blocks`: the first token of each segment is no target.
+        blocks, cut: as in `data`; in blocks the first token of each segment is no target.
+        without_memory: every segment is read with an empty memory; the same tokens are scored.
 
     Raises:
         ValueError: the shards were made with another tokenizer.
@@ -105,25 +94,34 @@ def evaluate_documents(
     check_scorable(index, tokenizer)
     lengths = cut_lengths([entry.num_tokens for entry in index.documents], max_document_len)
     plan = evaluation_plan(lengths, num_lanes=num_lanes, seg_len=seg_len)
-    lane_ids = lanes_of_rank(num_lanes, world_size=world.size, rank=world.rank, micro_lanes=micro_lanes)
-    mine = [document for lane in lane_ids if lane < num_lanes for document in plan[lane]]
-    extent = Extent(lengths, lambda document: np.arange(0, lengths[document], seg_len)) if blocks else Extent(lengths)
+    mine = [document for documents in plan[world.rank :: world.size] for document in documents]
+    of_blocks = partial(segment_starts, seg_len=seg_len, cut=cut)
+    extent = Extent(lengths, lambda document: of_blocks(lengths[document])) if blocks else Extent(lengths)
     share = agreed_share(index, mine, extent, tokenizer, world)
     batches = evaluation_batches(
         index,
         plan,
-        lane_ids=lane_ids,
+        world_size=world.size,
+        rank=world.rank,
         micro_lanes=micro_lanes,
         seg_len=seg_len,
-        num_steps=evaluation_steps(plan, lengths, seg_len=seg_len),
         bos_id=tokenizer.bos_id,
         max_document_len=max_document_len,
         blocks=blocks,
+        cut=cut,
     )
-    states = [init_state(group) for group in torch.tensor(lane_ids).split(micro_lanes)]
     tables = empty_tables(len(lengths), share.max_distance, world.device)
-    with torch.no_grad():
-        _score(forward, states, batches, tables, init_state=init_state, device=world.device)
+    steps: Iterable[Step] = ([(batch, batch.document) for batch in step] for step in batches)
+    with scoring_progress(index, lengths, int(lengths[mine].sum()), world) as progress:
+        score_batches(
+            forward,
+            init_state,
+            steps,
+            tables,
+            device=world.device,
+            progress=progress,
+            without_memory=without_memory,
+        )
     sums = Sums(*summed([*tables, share.words, share.bytes], world))
     check_complete(index, extent, sums)
     return make_report(index, extent, sums, max_document_len=max_document_len, seg_len=seg_len, mem_len=mem_len)
@@ -131,12 +129,12 @@ def evaluate_documents(
 
 def make_report(index: Index, extent: Extent, sums: Sums, **settings: Any) -> Report:
     documents = _document_scores(index, sums)
-    is_whole = all(_is_whole(index, document, extent) for document in range(len(extent.lengths)))
+    all_whole = all(is_whole(index, document, extent) for document in range(len(extent.lengths)))
     return Report(
         split=index.split,
         data_fingerprint=index.fingerprint,
         tokenizer_fingerprint=index.tokenizer_fingerprint,
-        num_words=index.num_words if is_whole else total_words(documents),
+        num_words=index.num_words if all_whole else total_words(documents),
         documents=documents,
         recall=_recall_scores(sums),
         **settings,
@@ -169,28 +167,61 @@ def _recall_scores(sums: Sums) -> list[RecallScore]:
     ]
 
 
-def _score(
-    forward: Forward, states: list[Any], batches: Any, tables: Tables, *, init_state: InitState, device: torch.device
+def scoring_progress(index: Index, lengths: np.ndarray, num_own: int, world: World) -> Progress:
+    """Progress over the tokens of a split, shown by rank 0; `num_own`: tokens that this rank reads."""
+    total = int(lengths.sum())
+    return Progress(total, f"scoring {index.split}", shown=world.rank == 0, share=num_own / total)
+
+
+@torch.no_grad()
+def score_batches(
+    forward: Forward,
+    init_state: InitState,
+    steps: Iterable[Step],
+    tables: Tables,
+    *,
+    device: torch.device,
+    progress: Progress,
+    without_memory: bool = False,
 ) -> None:
-    """Add the scores of all micro-batches to `tables`, in place; the memory of each lane group is carried along."""
-    for groups in batches:
-        for number, host_batch in enumerate(groups):
+    """Add the scores of all micro-batches to `tables`, in place.
+
+    The memory of each micro-batch is carried from step to step, unless `without_memory` empties it before every
+    segment. A lane keeps its row, and lanes run out from the end.
+    """
+    states: list[Any] = []  # one a micro-batch of a step
+    for step in steps:
+        for number, (host_batch, documents) in enumerate(step):
             batch = host_batch.to(device)
-            state = states[number]
-            if host_batch.is_new_document.any():  # asked on the CPU, so that nothing waits for the device
-                state = reset_lanes(state, init_state(batch.document), batch.is_new_document)
+            if number == len(states):  # the first step
+                states.append(init_state(batch.document))
+            state = first_lanes(states[number], len(batch.tokens))
+            if without_memory or host_batch.is_new_document.any():  # a CPU tensor: nothing waits for the device
+                fresh = init_state(batch.document)
+                state = reset_lanes(state, fresh, batch.is_new_document)
+                state = empty_memories(state, fresh) if without_memory else state
             output = forward(batch.tokens, batch.targets, batch.valid_len, state=state)
             states[number] = output.state
-            add_scores(tables, batch, output.nll.double(), output.hits)
+            add_scores(tables, batch, documents.to(device), output)
+            progress.add(int(host_batch.valid_len.sum()))
 
 
-def add_scores(tables: Tables, batch: Batch, nll: Tensor, hits: Tensor | None = None) -> None:
-    scored = (batch.targets != IGNORE).double()
-    rows = batch.document.clamp(min=0)  # an idle lane adds zeros to document 0
-    tables.nll.index_add_(0, rows, nll.sum(dim=1))
-    tables.num_scored.index_add_(0, rows, scored.sum(dim=1))
-    counted = torch.full_like(nll, math.nan) if hits is None else hits * scored
-    tables.hits.index_add_(0, rows, counted.sum(dim=1))
+def first_lanes(state: Any, num_lanes: int) -> Any:
+    """The memories of the first lanes of a state, as views."""
+    return map_state(lambda part: part[:num_lanes], state)
+
+
+def add_scores(tables: Tables, batch: Batch, documents: Tensor, output: LMOutput) -> None:
+    """Add the scores of one micro-batch; `documents`: of every row (B,), or of every target (B, T)."""
+    scored, nll, hits = (batch.targets != IGNORE).double(), output.nll.double(), output.hits
+    rows = documents.flatten().clamp(min=0)  # an idle lane adds zeros to document 0
+
+    def add(table: Tensor, values: Tensor) -> None:
+        table.index_add_(0, rows, values.reshape(len(rows), -1).sum(dim=1))
+
+    add(tables.nll, nll)
+    add(tables.num_scored, scored)
+    add(tables.hits, torch.full_like(nll, math.nan) if hits is None else hits * scored)
     if batch.recall is not None:
         distances = batch.recall.flatten()
         tables.recall_nll.index_add_(0, distances, nll.flatten())
@@ -208,72 +239,6 @@ def summed(parts: Sequence[Tensor], world: World) -> list[Tensor]:
     if world.size > 1:
         joined = sum_tensor(joined, world.device)
     return list(joined.split([len(part) for part in parts]))
-
-
-def agreed_share(index: Index, mine: Sequence[int], extent: Extent, tokenizer: Tokenizer, world: World) -> Share:
-    """Check and measure this rank's documents; all ranks stop here if any finds a damaged one, not amid forwards."""
-    share = _no_share(len(extent.lengths))
-    error: ShardError | OSError | None = None
-    try:
-        share = _measure(index, mine, extent, tokenizer)
-    except (ShardError, OSError) as caught:
-        error = caught
-    if world.size == 1:
-        if error is not None:
-            raise error
-        return share
-    try:
-        agree_all_well(error, f"opening {index.split_dir}")
-    except RuntimeError as told:
-        raise ShardError(str(told)) from told
-    return share._replace(max_distance=max(gather_objects(share.max_distance)))
-
-
-def _no_share(num_documents: int) -> Share:
-    words, num_bytes = torch.zeros(2, num_documents, dtype=torch.float64)
-    return Share(words, num_bytes, max_distance=0)
-
-
-def _measure(index: Index, mine: Sequence[int], extent: Extent, tokenizer: Tokenizer) -> Share:
-    words, num_bytes, max_distance = _no_share(len(extent.lengths))
-    for document in mine:
-        check_document(index, document)
-        words[document], num_bytes[document] = _text_size(index, document, extent, tokenizer)
-        recall = read_recall(index, document, 0, int(extent.lengths[document]))
-        if recall is not None:
-            max_distance = max(max_distance, int(recall.max(initial=0)))
-    return Share(words, num_bytes, max_distance)
-
-
-def _is_whole(index: Index, document: int, extent: Extent) -> bool:
-    """Whether every token of the document is scored."""
-    entry = index.documents[document]
-    is_cut = int(extent.lengths[document]) != entry.num_tokens
-    return entry.mask_offset is None and not is_cut and not len(extent.left_out(document))
-
-
-def _text_size(index: Index, document: int, extent: Extent, tokenizer: Tokenizer) -> tuple[float, int]:
-    """Words and bytes of the scored tokens. The index knows them for whole documents, else the text is decoded.
-
-    Words are nan where blocks leave out tokens: these are parts of words as often as not.
-    """
-    entry, length = index.documents[document], int(extent.lengths[document])
-    if _is_whole(index, document, extent):
-        return entry.words, entry.bytes
-    tokens = read_tokens(index, document, 0, length)
-    mask = read_mask(index, document, 0, length)
-    scored = np.ones(length, dtype=bool) if mask is None else np.array(mask, dtype=bool)
-    left_out = extent.left_out(document)
-    loses = bool(scored[left_out].any())
-    scored[left_out] = False
-    num_bytes = int(tokenizer.piece_bytes[tokens[scored].astype(np.int64)].sum())
-    if loses:
-        return math.nan, num_bytes
-    edges = np.flatnonzero(np.diff(scored)) + 1  # where runs of scored tokens begin and end
-    runs = [
-        run for run, is_scored in zip(np.split(tokens, edges), np.split(scored, edges), strict=True) if is_scored[0]
-    ]
-    return sum(len(tokenizer.decode(run).split()) for run in runs), num_bytes
 
 
 def check_complete(index: Index, extent: Extent, sums: Sums) -> None:

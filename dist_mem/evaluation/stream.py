@@ -9,22 +9,20 @@ ranks. Shape letters: B lanes of a micro-batch, T segment.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from dist_mem.data.batch import Batch
 from dist_mem.data.lanes import stream_batches
 from dist_mem.data.shard import Index
 from dist_mem.data.stream import StreamPlan, cut_lengths, lanes_of_rank
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.distributed import World
 from dist_mem.evaluation import scoring
+from dist_mem.evaluation.extent import Extent, LeftOut, Share, agreed_share
 from dist_mem.evaluation.report import Report
-from dist_mem.evaluation.scoring import Extent, Forward, InitState, LeftOut, Share, Sums, Tables
-from dist_mem.model import reset_lanes
+from dist_mem.evaluation.scoring import Forward, InitState, Step, Sums
 
 
 def evaluate_stream(
@@ -40,6 +38,7 @@ def evaluate_stream(
     world: World,
     max_document_len: int | None = None,
     blocks: bool = False,
+    without_memory: bool = False,
 ) -> Report:
     """Score a split as a stream; arguments, errors and what every rank gets: `scoring.evaluate_documents`.
 
@@ -51,14 +50,22 @@ def evaluate_stream(
     plan = StreamPlan(lengths, num_lanes=num_lanes, seg_len=seg_len)
     lane_ids = lanes_of_rank(num_lanes, world_size=world.size, rank=world.rank, micro_lanes=micro_lanes)
     extent = Extent(lengths, block_starts(plan)) if blocks else Extent(lengths)
-    share = agreed_share(index, plan, lane_ids, extent, tokenizer, world)
+    share = share_of_lanes(index, plan, lane_ids, extent, tokenizer, world)
     tables = scoring.empty_tables(len(lengths), share.max_distance, world.device)
-    states = [init_state(group) for group in torch.tensor(lane_ids).split(micro_lanes)]
-    batches = stream_batches(
+    steps: Iterable[Step] = stream_batches(
         index, plan, lane_ids=lane_ids, micro_lanes=micro_lanes, bos_id=tokenizer.bos_id, blocks=blocks
     )
-    with torch.no_grad():
-        _score(forward, states, batches, tables, init_state=init_state, device=world.device)
+    num_own = sum(stop - start for start, stop in (plan.span(lane) for lane in lane_ids if lane < num_lanes))
+    with scoring.scoring_progress(index, lengths, num_own, world) as progress:
+        scoring.score_batches(
+            forward,
+            init_state,
+            steps,
+            tables,
+            device=world.device,
+            progress=progress,
+            without_memory=without_memory,
+        )
     sums = Sums(*scoring.summed([*tables, share.words, share.bytes], world))
     scoring.check_complete(index, extent, sums)
     return scoring.make_report(index, extent, sums, max_document_len=max_document_len, seg_len=seg_len, mem_len=mem_len)
@@ -79,44 +86,16 @@ def block_starts(plan: StreamPlan) -> LeftOut:
     return lambda document: positions[bounds[document] : bounds[document + 1]] - plan.starts[document]
 
 
-def agreed_share(
+def share_of_lanes(
     index: Index, plan: StreamPlan, lane_ids: range, extent: Extent, tokenizer: Tokenizer, world: World
 ) -> Share:
-    """As `scoring`'s: all documents that this rank reads are checked, and those measured that begin in its lanes."""
+    """`agreed_share` of a rank: all documents that it reads are checked, and those measured that begin in its lanes."""
     spans = [plan.span(lane) for lane in lane_ids if lane < plan.num_lanes]
     if not spans:
-        return scoring.agreed_share(index, [], extent, tokenizer, world)
+        return agreed_share(index, [], extent, tokenizer, world)
     begin, end = spans[0][0], spans[-1][1]  # a rank's lanes are successive
     starts, stops = plan.starts[:-1], plan.starts[1:]
     read = np.flatnonzero((starts < end) & (stops > begin) & (plan.lengths > 0)).tolist()
-    share = scoring.agreed_share(index, read, extent, tokenizer, world)
+    share = agreed_share(index, read, extent, tokenizer, world)
     own = torch.from_numpy((starts >= begin) & (starts < end)).double()
     return share._replace(words=share.words * own, bytes=share.bytes * own)
-
-
-def _score(
-    forward: Forward, states: list[Any], batches: Any, tables: Tables, *, init_state: InitState, device: torch.device
-) -> None:
-    """Add the scores of all micro-batches to `tables`, in place; the memory of each lane group is carried along."""
-    for groups in batches:
-        for number, (host_batch, documents) in enumerate(groups):
-            batch, state = host_batch.to(device), states[number]
-            if host_batch.is_new_document.any():  # the first of a lane
-                state = reset_lanes(state, init_state(batch.document), batch.is_new_document)
-            output = forward(batch.tokens, batch.targets, batch.valid_len, state=state)
-            states[number] = output.state
-            hits = None if output.hits is None else output.hits.view(-1, 1)
-            by_document = by_token(batch, documents.to(device))
-            scoring.add_scores(tables, by_document, output.nll.double().view(-1, 1), hits)
-
-
-def by_token(batch: Batch, documents: Tensor) -> Batch:
-    """The batch with a row for each token, (B * T, 1), because each may be of another document."""
-    return Batch(
-        batch.tokens.view(-1, 1),
-        batch.targets.view(-1, 1),
-        valid_len=batch.valid_len,
-        is_new_document=batch.is_new_document,
-        document=documents.reshape(-1),
-        recall=None if batch.recall is None else batch.recall.view(-1, 1),
-    )

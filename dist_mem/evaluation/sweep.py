@@ -1,6 +1,6 @@
 """One table of evaluations over a length: how far a memory reaches beyond the length it was trained with.
 
-    dist-mem evaluate runs/txl --also runs/lamemo --split test eval.seg_len=64 --sweep memory_len=64,128,192,256
+    dist-mem evaluate runs/txl --also runs/lamemo --split test eval.seg_len=64 --sweep mem_len=64,128,192,256
 
 is figure 5 of LaMemo (Ji et al. 2022: T = 64, M = 64 m for m = 1..10). It writes RUN/evaluations/sweep-SPLIT-LENGTH.csv
 and .png of the first run, a row for each run and length, and no reports. Both are written anew after each row, so what
@@ -12,7 +12,8 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,13 +21,14 @@ import torch
 
 from dist_mem.distributed import World
 from dist_mem.evaluation.evaluate import as_job, evaluate_checkpoint, found_by_all, use_threads, written_by_rank0
+from dist_mem.evaluation.legend import Line, draw_lines, labels_of
 from dist_mem.evaluation.protocol import Protocol, apply_protocol, in_terms_of_eval, protocol_of
 from dist_mem.evaluation.report import shown
 from dist_mem.evaluation.trained import Checkpoint, read_settings
 from dist_mem.files import replacing, write_text
 from dist_mem.model import MemoryLM
 
-KEYS = {"memory_len": "mem_len", "mem_len": "mem_len", "seg_len": "seg_len", "clamp_len": "clamp_len"}
+KEYS = ("mem_len", "seg_len", "clamp_len")  # of `eval`
 FIGURES = ("word_perplexity", "token_perplexity", "bits_per_byte")
 
 
@@ -49,18 +51,18 @@ class Row(NamedTuple):
 
 
 def parse_sweep(text: str) -> Sweep:
-    """`mem_len=64,128` as a Sweep; `memory_len` is the same.
+    """`mem_len=64,128` as a Sweep.
 
     Raises:
         ValueError: no such length can be varied, or a value is no number of tokens.
     """
-    name, _, listed = text.partition("=")
+    name, _, listed = text.removeprefix("eval.").partition("=")
     if name not in KEYS:
-        raise ValueError(f"--sweep {text}: {name!r} must be one of {', '.join(KEYS)}")
+        raise ValueError(f"--sweep {text}: {name!r} must be one of {', '.join(KEYS)}, as in mem_len=64,128,192")
     values = listed.split(",")
     if not all(value.isdecimal() and int(value) for value in values):
         raise ValueError(f"--sweep {text}: give numbers of tokens after the sign, as {name}=64,128,192")
-    return Sweep(KEYS[name], [int(value) for value in values])
+    return Sweep(name, [int(value) for value in values])
 
 
 def run(
@@ -84,10 +86,16 @@ def run(
             check_lengths(one, asked, overrides)
         directory = found[0].run_dir / "evaluations"
         rows: list[Row] = []
-        for one, name in zip(found, names_of(paths), strict=True):
+        names = names_of(paths)
+        labels = dict(zip(names, labels_of(names, [one.directory / "config.yaml" for one in found]), strict=True))
+        num_rows = len(found) * len(asked.values)
+        for one, name in zip(found, names, strict=True):
             for value in asked.values:
+                if world.rank == 0:
+                    row = f"row {len(rows) + 1} of {num_rows}: {name}, eval.{asked.key}={value}"
+                    print(row, file=sys.stderr, flush=True)
                 rows.append(evaluated(one, name, [*overrides, f"eval.{asked.key}={value}"], split=split, world=world))
-                written_by_rank0(lambda: write_table(rows, asked, directory), world, "writing the table")
+                written_by_rank0(lambda: write_table(rows, asked, directory, labels), world, "writing the table")
         if world.rank == 0:
             print(to_markdown(rows))
             print(f"written: {', '.join(str(path) for path in files_of(rows, asked, directory))}")
@@ -137,12 +145,12 @@ def files_of(rows: Sequence[Row], sweep: Sweep, directory: Path) -> list[Path]:
     return [directory / f"sweep-{rows[0].split}-{sweep.key}{ending}" for ending in (".csv", ".png")]
 
 
-def write_table(rows: Sequence[Row], sweep: Sweep, directory: Path) -> None:
-    """Write the table and its picture."""
+def write_table(rows: Sequence[Row], sweep: Sweep, directory: Path, labels: Mapping[str, str]) -> None:
+    """Write the table and its picture, which has a label for each run."""
     directory.mkdir(parents=True, exist_ok=True)
     table, picture = files_of(rows, sweep, directory)
     write_text(table, to_csv(rows))
-    plot_sweep(rows, sweep, picture)
+    plot_sweep(rows, sweep, picture, labels)
 
 
 def to_markdown(rows: Sequence[Row]) -> str:
@@ -172,20 +180,22 @@ def to_csv(rows: Sequence[Row]) -> str:
     return text.getvalue()
 
 
-def plot_sweep(rows: Sequence[Row], sweep: Sweep, path: Path) -> None:
-    """Perplexity by length, a line a run."""
+def plot_sweep(rows: Sequence[Row], sweep: Sweep, path: Path, labels: Mapping[str, str]) -> None:
+    """Perplexity by length, a line for each label of a run (`draw_lines`)."""
     from matplotlib.figure import Figure  # takes a second to import
 
     shown_figure = main_figure(rows)
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
+    lines = []
     for name in dict.fromkeys(row.run for row in rows):
         points = [row for row in rows if row.run == name]
         lengths = [getattr(row.protocol, sweep.key) for row in points]
-        axes.plot(lengths, [row.figures[shown_figure] for row in points], marker="o", markersize=4, label=name)
+        lines.append(Line(labels[name], lengths, [row.figures[shown_figure] for row in points]))
+    draw_lines(axes, lines)
     axes.set_xlabel(f"{sweep.key} (tokens)")
     axes.set_ylabel({"word_perplexity": "word-level perplexity", "token_perplexity": "token perplexity"}[shown_figure])
     axes.set_title(f"split {rows[0].split}", fontsize=10)
-    axes.legend()
+    axes.legend(fontsize=8)
     with replacing(path) as file:
         figure.savefig(file, format="png", dpi=150)

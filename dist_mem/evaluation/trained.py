@@ -7,18 +7,18 @@
     scores.nll  # of every token of the book, read with the memory of all that stands before it
 
 It reads checkpoints of any ZeRO stage and number of ranks through their fp32 weights, and what export.py has made of
-them, and needs no process group. The package offers `load_model`, `init_state`, `score` and `read_lanes` as its own
-names (docs/python.md).
+them, and needs no process group. The package offers `load_model`, `init_state` and `read_lanes` as its own names
+(docs/python.md); `score` is in dist_mem/generation/text_scores.py.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from safetensors.torch import load_model as load_into
 from torch import Tensor
@@ -27,7 +27,9 @@ from dist_mem.checkpoint.engine_files import EngineReader
 from dist_mem.checkpoint.lanes import read_lanes as read_saved_lanes
 from dist_mem.checkpoint.manifest import (
     LAST_WITH_PICKLES,
+    TOKENIZER_DIR,
     CheckpointError,
+    list_steps,
     newest_verified,
     read_manifest,
     run_of,
@@ -38,10 +40,8 @@ from dist_mem.config import Config, ConfigError, load_config
 from dist_mem.config.check import Problem
 from dist_mem.config.sources import plain_block
 from dist_mem.data.directory import open_tokenizer, refresh
-from dist_mem.data.documents import Document
 from dist_mem.data.remote import show
-from dist_mem.data.segments import collate, document_segments
-from dist_mem.data.tokenizer import load_tokenizer
+from dist_mem.data.tokenizer import JSON_NAME, load_tokenizer
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.evaluation.protocol import apply_protocol, in_terms_of_eval
 from dist_mem.layers import DTYPES
@@ -81,14 +81,6 @@ class TrainedModel(NamedTuple):
     dtype: torch.dtype  # of the weights
 
 
-class Scores(NamedTuple):
-    """A text, scored."""
-
-    tokens: np.ndarray  # (num_tokens,) ids; tokenizer.decode([id]) is a token's text
-    nll: Tensor  # (num_tokens,) float32, nats; nan for the first token of a block (data.blocks), which has none
-    state: LMState  # the memory after the last complete segment
-
-
 def find_checkpoint(path: Path, step: int | None = None) -> Checkpoint:
     """The checkpoint or export at `path`, or in the run directory `path` the checkpoint of `step`.
 
@@ -98,12 +90,24 @@ def find_checkpoint(path: Path, step: int | None = None) -> Checkpoint:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
+    if not path.exists():
+        raise CheckpointError(
+            f"{path.absolute()} does not exist: no checkpoint; give a run directory or one checkpoint in it, or an "
+            "export"
+        )
+    if step is not None and not step_dir(path, step).exists():
+        steps = ", ".join(str(other) for other in list_steps(path))
+        has = f"steps {steps}" if steps else "no checkpoints"
+        raise CheckpointError(f"{step_dir(path, step)}: there is no such checkpoint; {path} has {has}")
     if step is not None or (path / "manifest.json").exists():
         directory = path if step is None else step_dir(path, step)
         return _described(directory, verify(directory), [])
     newest, passed_over = newest_verified(path)
     if newest is None:
-        raise CheckpointError(f"{path / 'checkpoints'}: no checkpoint; give a run directory or one checkpoint in it")
+        raise CheckpointError(
+            f"{path / 'checkpoints'}: no checkpoint; give a run directory or one checkpoint in it, or an export (a "
+            "folder with a manifest.json)"
+        )
     return _described(newest, read_manifest(newest), [f"passed over: {reason}" for reason in passed_over])
 
 
@@ -133,6 +137,28 @@ def read_settings(directory: Path, overrides: Sequence[str]) -> Config:
     path = directory / "config.yaml"
     kept = kept_kinds(plain_block(load_config([str(path)]).memory), directory)  # as trained, whatever the file says now
     return load_config([str(path), *own, *kept, *overrides], memory_options=memory_options)
+
+
+def tokenizer_of_checkpoint(checkpoint: Checkpoint, config: Config) -> Tokenizer:
+    """The tokenizer that a checkpoint or an export holds, of an older checkpoint that of `data.path`.
+
+    Raises:
+        RemoteError: data.path is a URL, and its tokenizer cannot be fetched.
+        ValueError: as `tokenizer_of_data`, for an older checkpoint.
+    """
+    directory, files = checkpoint.directory, checkpoint.manifest["files"]
+    if checkpoint.is_export:
+        return load_tokenizer(directory)
+    if f"{TOKENIZER_DIR}/{JSON_NAME}" in files:
+        return load_tokenizer(directory / TOKENIZER_DIR)
+    refresh(config.data, [])
+    try:
+        return tokenizer_of_data(checkpoint, config)
+    except ValueError as error:
+        raise ValueError(
+            f"{directory} was saved by an older dist_mem and holds no tokenizer; that of the data cannot be used "
+            f"either: {error}. Name a folder that has the tokenizer files of the data: data.path=FOLDER"
+        ) from error
 
 
 def tokenizer_of_data(checkpoint: Checkpoint, config: Config) -> Tokenizer:
@@ -185,53 +211,44 @@ def open_model(
 def load_model(
     path: Path | str, *overrides: str, step: int | None = None, device: torch.device | str = "cpu"
 ) -> TrainedModel:
-    """The model of a run, or of an export.
+    """The model of a run, or of an export. It needs no data: the tokenizer is in the checkpoint.
 
     Args:
         path: a run directory, one checkpoint in it, or an export.
-        overrides: `key=value`, of the keys in OVERRIDABLE: "data.path=elsewhere", "eval.precision=bf16".
+        overrides: `key=value`, of the keys in OVERRIDABLE: "eval.mem_len=384", "eval.precision=bf16".
         step: of the checkpoint; None: the newest that verifies.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
-        RemoteError: data.path is a URL, and its tokenizer cannot be had.
-        ValueError: an override or the data cannot be used; the message says which and why.
+        RemoteError: of an older checkpoint, whose tokenizer is that of data.path, a URL: it cannot be fetched.
+        TypeError: `path` is no path, or an override no string.
+        ValueError: an override cannot be used, or the data of an older checkpoint; the message says which and why.
     """
+    if not isinstance(path, str | Path):
+        raise TypeError(f"path is {path!r}, but must be that of a run, a checkpoint or an export")
+    for override in overrides:
+        if not isinstance(override, str):
+            raise TypeError(f"an override is {override!r}, but must be a str 'KEY=VALUE'; a step is given as step=400")
     checkpoint = find_checkpoint(Path(path), step)
     for remark in checkpoint.remarks:
         log.warning(remark)
     config = read_settings(checkpoint.directory, overrides)
-    if checkpoint.is_export:
-        return open_model(checkpoint, config, load_tokenizer(checkpoint.directory), device)
-    refresh(config.data, [])
-    return open_model(checkpoint, config, tokenizer_of_data(checkpoint, config), device)
+    return open_model(checkpoint, config, tokenizer_of_checkpoint(checkpoint, config), device)
 
 
 def init_state(trained: TrainedModel, document_ids: Sequence[int] | Tensor = (0,)) -> LMState:
     """Empty memories, one for each document; only memories that draw random numbers care which number it has."""
-    return trained.model.init_state(torch.as_tensor(document_ids, device=trained.device), trained.device, trained.dtype)
+    numbers = _row_of_ints("document_ids", document_ids)
+    return trained.model.init_state(numbers.to(trained.device), trained.device, trained.dtype)
 
 
-@torch.no_grad()
-def score(trained: TrainedModel, text: str, *, state: LMState | None = None) -> Scores:
-    """Negative log-likelihood of every token of a text, read segment after segment as a document of its own.
-
-    Args:
-        state: the memory, of one lane, to begin with; None: an empty one, as at the beginning of every document.
-    """
-    state = init_state(trained) if state is None else state
-    tokens = trained.tokenizer.encode(text)
-    seg_len, blocks = trained.config.train.seg_len, trained.config.data.blocks
-    document = Document(0, tokens, scored=None, recall=None)
-    parts = [torch.zeros(0)]
-    segments = document_segments(document, start=0, seg_len=seg_len, bos_id=trained.tokenizer.bos_id, blocks=blocks)
-    for segment, _ in segments:
-        batch = collate([segment], seg_len=seg_len, with_recall=False).to(trained.device)
-        output = trained.model(batch.tokens, batch.targets, batch.valid_len, state=state)
-        state = output.state
-        nll = output.nll[0, : len(segment.targets)].cpu()
-        parts.append(torch.cat([torch.full((1,), torch.nan), nll[:-1]]) if blocks else nll)
-    return Scores(tokens, torch.cat(parts), state)
+def _row_of_ints(name: str, value: Any) -> Tensor:
+    """The argument `name` as (num,) int64. Raises TypeError if it is something else."""
+    with suppress(TypeError, ValueError):  # of what torch makes no tensor
+        row = torch.as_tensor(value)
+        if row.dim() == 1 and not (row.is_floating_point() or row.dtype == torch.bool):
+            return row.to(torch.int64)
+    raise TypeError(f"{name} is {value!r}, but must be a row of ints, as [0]")
 
 
 def read_lanes(trained: TrainedModel, lane_ids: Sequence[int]) -> LMState:
@@ -240,10 +257,10 @@ def read_lanes(trained: TrainedModel, lane_ids: Sequence[int]) -> LMState:
     Raises:
         CheckpointError: no such lane, eval.seg_len has changed what a memory holds, or it is an export.
     """
+    wanted = _row_of_ints("lane_ids", lane_ids)
     directory, _, manifest, _ = trained.checkpoint
     if trained.checkpoint.is_export:
         raise CheckpointError(f"{directory}: an export holds weights and no memories of lanes; load the run itself")
-    wanted = torch.tensor(lane_ids)
     saved_dtype = DTYPES[trained.config.train.precision]
     empty = trained.model.init_state(wanted, "cpu", saved_dtype)
     saved = read_saved_lanes(directory, manifest, wanted, [empty]).states[0]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from dist_mem.evaluation.trained import TrainedModel
-from dist_mem.generation.reading import Reading, append, look_ahead
+from dist_mem.generation.arguments import check_ids, check_int, counted, wrong_type
+from dist_mem.generation.reading import Reading, append, check_reading, look_ahead
 from dist_mem.generation.sampling import Sampling, choose
 
 
@@ -45,13 +46,36 @@ def stream(
         stop_ids: a lane ends with the first of these; it is read too.
         streams: random numbers of each lane, see `choose`; None: 0, 1, ..., so that lanes with one prompt differ.
         first_step: number of the first draw; of a second call on the same streams, how many the first one made.
+
+    Raises:
+        TypeError, ValueError: an argument; the message names it.
     """
+    num_lanes = len(check_reading(trained, reading).open_len)
+    check_int("num_tokens", num_tokens, least=0)
+    check_int("first_step", first_step, least=0)
+    if not isinstance(sampling, Sampling):
+        raise wrong_type("sampling", sampling, "a Sampling, as dist_mem.Sampling(temperature=0.8)")
+    check_ids("stop_ids", stop_ids, trained.tokenizer.vocab_size)
+    if streams is not None and len(streams) != num_lanes:
+        numbers, lanes = counted(len(streams), "number"), counted(num_lanes, "lane")
+        raise ValueError(f"streams has {numbers}, but the reading has {lanes}")
+    steps = range(first_step, first_step + num_tokens)
+    return _stream(trained, reading, steps, sampling, stop_ids, range(num_lanes) if streams is None else streams)
+
+
+def _stream(
+    trained: TrainedModel,
+    reading: Reading,
+    steps: range,
+    sampling: Sampling,
+    stop_ids: Collection[int],
+    streams: Sequence[int],
+) -> Iterator[Step]:
     log_probs_of_no_text = _no_text(trained, stop_ids)
-    num_lanes = len(reading.open_len)
-    numbers = torch.arange(num_lanes) if streams is None else torch.as_tensor(streams, dtype=torch.int64)
+    numbers = torch.as_tensor(streams, dtype=torch.int64)
     stops = torch.tensor(sorted(stop_ids), dtype=torch.int64)
-    writing = torch.ones(num_lanes, dtype=torch.bool)
-    for step in range(first_step, first_step + num_tokens):
+    writing = torch.ones(len(numbers), dtype=torch.bool)
+    for step in steps:
         ahead = look_ahead(trained, reading)
         allowed = ahead.log_probs + log_probs_of_no_text
         tokens = choose(allowed, sampling, stream=numbers, step=step)
@@ -79,7 +103,6 @@ def generate(
     first_step: int = 0,
 ) -> Generated:
     """As `stream`, all at once."""
-    written: list[list[Tensor]] = [[] for _ in reading.open_len]
     steps = stream(
         trained,
         reading,
@@ -89,6 +112,7 @@ def generate(
         streams=streams,
         first_step=first_step,
     )
+    written: list[list[Tensor]] = [[] for _ in reading.open_len]
     for step in steps:
         reading = step.reading
         for lane in step.writing.nonzero().flatten().tolist():

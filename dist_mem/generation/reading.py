@@ -1,4 +1,4 @@
-"""Documents that are being read, so far: the memory after the last complete segment, and the segment that is open.
+"""Documents being read: the memory after the last complete segment, and the tokens of the open segment.
 
     reading = read(trained, start(trained), [trained.tokenizer.encode(prompt)])
     log_probs = next_log_probs(trained, reading)  # of the token after the prompt
@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from dist_mem.evaluation.trained import TrainedModel, init_state
+from dist_mem.generation.arguments import check_int, check_trained, counted, id_row, id_rows, wrong_type
 from dist_mem.generation.short_segments import num_rows
-from dist_mem.memory.base import map_state, select_lanes
+from dist_mem.memory.base import map_state, named_tensors, select_lanes
+from dist_mem.model import LMState
 
 
 class Reading(NamedTuple):
@@ -39,34 +41,97 @@ class Ahead(NamedTuple):
     committed: Any  # LMState: with the open segment, of lanes where it is complete
 
 
+def check_reading(trained: TrainedModel, reading: Any, name: str = "reading") -> Reading:
+    """The argument `name`, if it is a reading by this model.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: it was read in other segments.
+    """
+    check_trained(trained)
+    if isinstance(reading, LMState):
+        raise TypeError(
+            f"{name} is an LMState, but must be a Reading: a memory lacks the tokens of the open segment; give "
+            "scores.reading, or dist_mem.start_from(trained, state, last_tokens)"
+        )
+    if not isinstance(reading, Reading):
+        raise wrong_type(name, reading, "a Reading, as dist_mem.start, dist_mem.read or scores.reading")
+    seg_len, own = trained.config.train.seg_len, reading.open_tokens.shape[1]
+    if own != seg_len:
+        raise ValueError(f"{name} is a reading in segments of {own} tokens, but this model reads segments of {seg_len}")
+    return reading
+
+
 def start(trained: TrainedModel, num_lanes: int = 1, document_ids: Sequence[int] | None = None) -> Reading:
     """Documents of which nothing has been read: empty memories, and BOS, which blocks do without.
 
     Args:
         document_ids: what memories that draw random numbers count as the document, one a lane; None: 0 for all
             `num_lanes` lanes, as `dist_mem.score` has it, so that a lane does not depend on those beside it.
+
+    Raises:
+        TypeError, ValueError: an argument; the message names it.
     """
+    check_trained(trained)
+    check_int("num_lanes", num_lanes, least=1)
     numbers = [0] * num_lanes if document_ids is None else list(document_ids)
-    open_tokens = torch.zeros(len(numbers), trained.config.train.seg_len, dtype=torch.int64)
-    open_len = torch.zeros(len(numbers), dtype=torch.int64)
-    if not trained.config.data.blocks:
-        open_tokens[:, 0], open_len[:] = trained.tokenizer.bos_id, 1
-    return Reading(init_state(trained, numbers), open_tokens, open_len)
+    bos = None if trained.config.data.blocks else torch.full((len(numbers),), trained.tokenizer.bos_id)
+    return _at_border(trained, init_state(trained, numbers), bos, num_lanes=len(numbers))
+
+
+def start_from(trained: TrainedModel, state: LMState, last_tokens: Sequence[int] | Tensor | None = None) -> Reading:
+    """Documents of which only the memory is known, at the border of two segments.
+
+    Args:
+        state: memories, as `dist_mem.read_lanes` returns them.
+        last_tokens: the token that each lane read last, one a lane: the next segment begins with it. BOS
+            (`trained.tokenizer.bos_id`) begins another document with the memory of this one. Left out in blocks
+            (`data.blocks`), where a segment begins with its own first token.
+
+    Raises:
+        TypeError, ValueError: an argument; the message names it.
+    """
+    check_trained(trained)
+    if not isinstance(state, LMState):
+        raise wrong_type("state", state, "an LMState, as dist_mem.read_lanes or dist_mem.init_state returns it")
+    parts = named_tensors(state)
+    if not parts:
+        raise ValueError("state has no lanes, because the memory of this model carries nothing: use dist_mem.start")
+    num_lanes = len(next(iter(parts.values())))
+    if trained.config.data.blocks:
+        if last_tokens is not None:
+            raise ValueError("last_tokens must be left out: this model reads in blocks (data.blocks)")
+        return _at_border(trained, state, None, num_lanes=num_lanes)
+    if last_tokens is None:
+        raise ValueError(
+            "last_tokens is missing: a segment of this model begins with the last token of the one before; give one a "
+            f"lane, or [{trained.tokenizer.bos_id}] (BOS) a lane for another document"
+        )
+    ids = id_row("last_tokens", last_tokens, trained.tokenizer.vocab_size)
+    if len(ids) != num_lanes:
+        raise ValueError(f"last_tokens has {counted(len(ids), 'token')}, but state has {counted(num_lanes, 'lane')}")
+    return _at_border(trained, state, ids, num_lanes=num_lanes)
+
+
+def _at_border(trained: TrainedModel, state: LMState, first: Tensor | None, *, num_lanes: int) -> Reading:
+    """The reading whose open segment has one input a lane, `first` (B,) int64, or none."""
+    rows = [torch.zeros(0, dtype=torch.int64)] * num_lanes if first is None else first[:, None]
+    return with_open_segment(state, list(rows), seg_len=trained.config.train.seg_len)
 
 
 @torch.no_grad()
-def read(trained: TrainedModel, reading: Reading, tokens: Sequence[np.ndarray | Tensor]) -> Reading:
+def read(trained: TrainedModel, reading: Reading, tokens: Sequence[Sequence[int] | np.ndarray | Tensor]) -> Reading:
     """Read on: any number of tokens in each lane, none too; all lanes' complete segments go through the model together.
 
     Args:
-        tokens: for each lane ids of the model's vocabulary, (num_tokens,) of any integer type.
+        tokens: for each lane a row of ids of the model's vocabulary, (num_tokens,) of any integer type.
 
     Raises:
-        ValueError: another number of lanes, or an id that the vocabulary has not.
+        TypeError, ValueError: an argument; the message names it.
     """
-    lanes = [torch.as_tensor(np.asarray(part).astype(np.int64)) for part in tokens]
-    _check(trained, reading, lanes)
-    seg_len = reading.open_tokens.shape[1]
+    check_reading(trained, reading)
+    num_lanes, seg_len = reading.open_tokens.shape
+    lanes = id_rows("tokens", tokens, num_lanes=num_lanes, vocab_size=trained.tokenizer.vocab_size)
     parts = zip(reading.open_tokens, reading.open_len.tolist(), lanes, strict=True)
     waiting = [torch.cat([opened[:length], new]) for opened, length, new in parts]
     state = reading.state
@@ -75,20 +140,20 @@ def read(trained: TrainedModel, reading: Reading, tokens: Sequence[np.ndarray | 
         if not rows:
             break
         state = _commit(trained, state, rows, torch.stack([waiting[row][begin : begin + seg_len] for row in rows]))
+    return with_open_segment(state, waiting, seg_len=seg_len)
+
+
+def with_open_segment(state: LMState, waiting: Sequence[Tensor], *, seg_len: int) -> Reading:
+    """The reading of lanes whose memory is `state`, with all but the last segment of their inputs in it.
+
+    Args:
+        waiting: for each lane (num_tokens,) int64, its inputs; they begin at the border of a segment.
+    """
     open_len = torch.tensor([(len(inputs) - 1) % seg_len + 1 if len(inputs) else 0 for inputs in waiting])
-    open_tokens = torch.zeros_like(reading.open_tokens)
+    open_tokens = torch.zeros(len(waiting), seg_len, dtype=torch.int64)
     for row, inputs in enumerate(waiting):
         open_tokens[row, : open_len[row]] = inputs[len(inputs) - int(open_len[row]) :]
     return Reading(state, open_tokens, open_len)
-
-
-def _check(trained: TrainedModel, reading: Reading, lanes: Sequence[Tensor]) -> None:
-    if len(lanes) != len(reading.open_len):
-        raise ValueError(f"tokens for {len(lanes)} lanes, but {len(reading.open_len)} are being read")
-    vocab_size = trained.tokenizer.vocab_size
-    for ids in lanes:
-        if ids.dim() != 1 or (len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size):
-            raise ValueError(f"tokens of a lane must be a row of ids from 0 to {vocab_size - 1}, but are {ids}")
 
 
 def _commit(trained: TrainedModel, state: Any, rows: list[int], tokens: Tensor) -> Any:
@@ -123,7 +188,12 @@ def look_ahead(trained: TrainedModel, reading: Reading) -> Ahead:
 
 
 def next_log_probs(trained: TrainedModel, reading: Reading) -> Tensor:
-    """Log-probabilities of the token after the last one read: (B, V) float32 at least, on the model's device."""
+    """Log-probabilities of the token after the last one read: (B, V) float32 at least, on the model's device.
+
+    Raises:
+        TypeError, ValueError: an argument; the message names it.
+    """
+    check_reading(trained, reading)
     return look_ahead(trained, reading).log_probs
 
 

@@ -22,7 +22,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a value that has no meaning."""
+        """Raise TypeError for what is no number, and ValueError for a value that has no meaning."""
+        for name, value in vars(self).items():
+            if not (isinstance(value, int | float) or (value is None and name.startswith("top_"))):
+                raise TypeError(f"{name} is {value!r}, but must be a number")
         if not 0.0 <= self.temperature < math.inf:
             raise ValueError(f"temperature is {self.temperature}, but must be 0 (greedy) or more")
         if self.top_k is not None and self.top_k < 1:

@@ -1,0 +1,106 @@
+"""What of a split is scored, and its size in words and bytes, measured before the first forward.
+
+Every rank checks the documents it will read: one that is damaged stops all ranks here, not amid forwards, in which the
+others would wait.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dist_mem.data.shard import Index, ShardError, check_document, read_mask, read_recall, read_tokens
+from dist_mem.data.tokenizers.base import Tokenizer
+from dist_mem.distributed import World, agree_all_well, gather_objects
+
+LeftOut = Callable[[int], np.ndarray]  # document -> offsets of its tokens that are read and are no target
+
+
+def nothing_left_out(document: int) -> np.ndarray:
+    return np.empty(0, dtype=np.int64)
+
+
+class Extent(NamedTuple):
+    """What of a split is scored, if the mask of the document has it too."""
+
+    lengths: np.ndarray  # (documents,) tokens read of each
+    left_out: LeftOut = nothing_left_out  # the first tokens of blocks
+
+
+class Share(NamedTuple):
+    """What one rank knows of its own documents before scoring."""
+
+    words: Tensor  # (documents,) float64, of the scored tokens; nan where not known, 0 for documents of other ranks
+    bytes: Tensor  # (documents,) float64, likewise
+    max_distance: int  # largest recall distance, 0 where none is recorded
+
+
+def agreed_share(index: Index, mine: Sequence[int], extent: Extent, tokenizer: Tokenizer, world: World) -> Share:
+    """Check and measure this rank's documents; all ranks stop here if any finds a damaged one, not amid forwards."""
+    share = _no_share(len(extent.lengths))
+    error: ShardError | OSError | None = None
+    try:
+        share = _measure(index, mine, extent, tokenizer)
+    except (ShardError, OSError) as caught:
+        error = caught
+    if world.size == 1:
+        if error is not None:
+            raise error
+        return share
+    try:
+        agree_all_well(error, f"opening {index.split_dir}")
+    except RuntimeError as told:
+        raise ShardError(str(told)) from told
+    return share._replace(max_distance=max(gather_objects(share.max_distance)))
+
+
+def _no_share(num_documents: int) -> Share:
+    words, num_bytes = torch.zeros(2, num_documents, dtype=torch.float64)
+    return Share(words, num_bytes, max_distance=0)
+
+
+def _measure(index: Index, mine: Sequence[int], extent: Extent, tokenizer: Tokenizer) -> Share:
+    words, num_bytes, max_distance = _no_share(len(extent.lengths))
+    for document in mine:
+        check_document(index, document)
+        words[document], num_bytes[document] = _text_size(index, document, extent, tokenizer)
+        recall = read_recall(index, document, 0, int(extent.lengths[document]))
+        if recall is not None:
+            max_distance = max(max_distance, int(recall.max(initial=0)))
+    return Share(words, num_bytes, max_distance)
+
+
+def is_whole(index: Index, document: int, extent: Extent) -> bool:
+    """Whether every token of the document is scored."""
+    entry = index.documents[document]
+    is_cut = int(extent.lengths[document]) != entry.num_tokens
+    return entry.mask_offset is None and not is_cut and not len(extent.left_out(document))
+
+
+def _text_size(index: Index, document: int, extent: Extent, tokenizer: Tokenizer) -> tuple[float, int]:
+    """Words and bytes of the scored tokens. The index knows them for whole documents, else the text is decoded.
+
+    Words are nan where blocks leave out tokens: these are parts of words as often as not.
+    """
+    entry, length = index.documents[document], int(extent.lengths[document])
+    if is_whole(index, document, extent):
+        return entry.words, entry.bytes
+    tokens = read_tokens(index, document, 0, length)
+    mask = read_mask(index, document, 0, length)
+    scored = np.ones(length, dtype=bool) if mask is None else np.array(mask, dtype=bool)
+    left_out = extent.left_out(document)
+    loses = bool(scored[left_out].any())
+    scored[left_out] = False
+    num_bytes = int(tokenizer.piece_bytes[tokens[scored].astype(np.int64)].sum())
+    if loses:
+        return math.nan, num_bytes
+    edges = np.flatnonzero(np.diff(scored)) + 1  # where runs of scored tokens begin and end
+    runs = [
+        run for run, is_scored in zip(np.split(tokens, edges), np.split(scored, edges), strict=True) if is_scored[0]
+    ]
+    return sum(len(tokenizer.decode(run).split()) for run in runs), num_bytes

@@ -1,0 +1,105 @@
+"""What a picture calls the runs it draws: their memories, and what else tells them apart; seeds are one line.
+
+Runs whose configurations differ in nothing but seeds, names and what no figure depends on get the same label, and
+`draw_lines` makes them one line: the mean, with bars of half the range, as in the tables of `dist-mem reproduce`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import OmegaConf
+
+NAMES = {
+    "none": "no memory",
+    "causal": "no memory, causal attention",
+    "transformer_xl": "Transformer-XL",
+    "lamemo": "LaMemo",
+    "compressive": "Compressive Transformer",
+    "infinite": "infinity-former",
+}
+SEEDS = ("train.seed", "data.seed")
+NO_FIGURE = {
+    *("name", "run_dir", "resume", "train.micro_lanes", "train.threads"),
+    *("data.cache", "data.prefetch", "data.stage", "data.stage_dir"),
+}
+NO_FIGURE_BLOCKS = ("checkpoint.", "deepspeed.", "eval.", "launch.", "tracking.", "watchdog.")
+MAX_DIFFERENCES = 3  # keys in a label
+
+
+class Line(NamedTuple):
+    """The figures of one run; lines of equal labels are drawn as one."""
+
+    label: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+
+
+def settings_of(config: Path) -> dict[str, Any]:
+    """The keys of a run's config.yaml that its figures depend on, but for seeds."""
+    keys = dict(_flat(OmegaConf.to_container(OmegaConf.load(config)), ""))
+    return {
+        key: value
+        for key, value in keys.items()
+        if key not in SEEDS and key not in NO_FIGURE and not key.startswith(NO_FIGURE_BLOCKS)
+    }
+
+
+def _flat(block: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in block.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def labels_of(names: Sequence[str], configs: Sequence[Path | None]) -> list[str]:
+    """A label for each run; runs of one configuration but for their seeds have the same.
+
+    Args:
+        names: of the runs; a run that no other equals has its own in the label.
+        configs: config.yaml of each; None: not there, and the name is the label.
+    """
+    settings = [None if config is None else settings_of(config) for config in configs]
+    labels = []
+    for name, own in zip(names, settings, strict=True):
+        if own is None:
+            labels.append(name)
+            continue
+        alike = [other for other in settings if other is not None and memory_name(other) == memory_name(own)]
+        differing = sorted({key for other in alike for key in own.keys() | other if own.get(key) != other.get(key)})
+        told = differing if len(differing) <= MAX_DIFFERENCES else []
+        parts = [memory_name(own), *(f"{key.rpartition('.')[2]} {own.get(key)}" for key in told)]
+        seeds = [other for other, found in zip(names, settings, strict=True) if found == own]
+        if len(seeds) == 1 or len(differing) > MAX_DIFFERENCES:
+            parts[-1] += f" ({seeds[0]})"
+        labels.append(", ".join(parts))
+    return labels
+
+
+def memory_name(settings: Mapping[str, Any], block: str = "memory") -> str:
+    """The memory of a run, as its paper calls it: "infinity-former over Transformer-XL"."""
+    kind = str(settings[f"{block}.kind"])
+    under = f"{block}.over"
+    over = settings.get(f"{under}.kind", "none")
+    return NAMES.get(kind, kind) if over == "none" else f"{NAMES.get(kind, kind)} over {memory_name(settings, under)}"
+
+
+def draw_lines(axes: Any, lines: Sequence[Line]) -> None:
+    """Draw a line for each label; of several runs the mean, with bars of half the range, as the legend says."""
+    for label in dict.fromkeys(line.label for line in lines):
+        runs = [line for line in lines if line.label == label]
+        found: dict[float, list[float]] = {}
+        for run in runs:
+            for x, y in zip(run.xs, run.ys, strict=True):
+                found.setdefault(x, []).append(y)
+        xs = sorted(found)
+        means = [statistics.fmean(found[x]) for x in xs]
+        text = label if len(runs) == 1 else f"{label}: mean of {len(runs)} runs, bars: half the range"
+        (drawn,) = axes.plot(xs, means, marker="o", markersize=4, label=text)
+        if len(runs) > 1:
+            halves = [(max(found[x]) - min(found[x])) / 2 for x in xs]
+            axes.errorbar(xs, means, yerr=halves, fmt="none", ecolor=drawn.get_color(), capsize=3)

@@ -1,0 +1,90 @@
+"""What the memory of a model is worth: nats a token that it gains over itself with the memory emptied at every segment.
+
+    dist-mem evaluate runs/demo --split test
+    dist-mem evaluate runs/demo --split test --without-memory
+
+Both evaluations score the same tokens with the same weights. A model that was trained without memory is another
+comparison: its weights have learnt to do without.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+from dist_mem.evaluation.protocol import WITHOUT_MEMORY, report_name
+from dist_mem.evaluation.report import MAX_EXPONENT, Band, Report, perplexity, read_report, recall_bands, shown
+
+
+class MemoryGain(NamedTuple):
+    """What some tokens gain from the memory."""
+
+    num_scored: int  # tokens; 0: the other figures are nan
+    nats: float  # a token; below 0: the memory does harm
+    with_memory: float  # token perplexity
+    without: float  # likewise
+
+    @property
+    def ratio(self) -> float:
+        """How many times higher the token perplexity is without memory."""
+        return math.exp(self.nats) if self.nats < MAX_EXPONENT else math.inf
+
+    def __str__(self) -> str:
+        change = f"{self.nats:.4f} nats a token, perplexity {shown(self.with_memory)} with memory"
+        return f"{change}, {shown(self.without)} without ({shown(self.ratio)}x)"
+
+
+def memory_gain(with_memory: Report, without: Report, band: Band | None = None) -> MemoryGain:
+    """The gain over all scored tokens, or over the recall tokens of a band.
+
+    Raises:
+        ValueError: the reports do not score the same tokens.
+    """
+    scored = [
+        (report.tokenizer_fingerprint, [(document.id, document.num_scored) for document in report.documents])
+        for report in (with_memory, without)
+    ]
+    if scored[0] != scored[1]:
+        raise ValueError("the reports with and without memory do not score the same tokens: evaluate both again")
+    if band is None:
+        nll, other, count = with_memory.nll, without.nll, with_memory.num_scored
+    else:
+        (nll, count), (other, _) = with_memory.recall_in(band), without.recall_in(band)
+    nats = (other - nll) / count if count else math.nan
+    return MemoryGain(count, nats, perplexity(nll, count), perplexity(other, count))
+
+
+def is_without_memory(path: Path) -> bool:
+    """Whether this is the file of an evaluation without memory."""
+    return path.stem.endswith(f"-{WITHOUT_MEMORY}")
+
+
+def counterpart(path: Path) -> Path:
+    """Where the report of the same evaluation without memory is; of one without memory, that with it."""
+    if is_without_memory(path):
+        return path.with_stem(path.stem.removesuffix(f"-{WITHOUT_MEMORY}"))
+    return path.with_stem(report_name(path.stem, WITHOUT_MEMORY))
+
+
+def describe_gain(with_memory: Report, without: Report) -> str:
+    """Lines for a terminal: over all tokens, and by distance to the referent."""
+    lines = [f"gain of the memory: {memory_gain(with_memory, without)}"]
+    for name, band in recall_bands(with_memory.seg_len, with_memory.mem_len).items():
+        gain = memory_gain(with_memory, without, band)
+        if gain.num_scored:
+            lines.append(f"recall, referent {band} tokens back ({name}): {gain} over {gain.num_scored:,} tokens")
+    return "\n".join(lines)
+
+
+def gain_beside(report: Report, path: Path) -> str | None:
+    """`describe_gain` of a report just written and its counterpart; None where that has not been made.
+
+    Raises:
+        ValueError: they do not score the same tokens.
+    """
+    other = counterpart(path)
+    if not other.exists():
+        return None
+    found = read_report(other)
+    return describe_gain(found, report) if is_without_memory(path) else describe_gain(report, found)
