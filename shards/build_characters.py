@@ -47,7 +47,7 @@ OFFICIAL_TOKENS = {  # LaMemo, table 4
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build, and say what went wrong; returns the exit code."""
     options = parse_arguments(arguments)
-    return exit_code(lambda: build(options), builder="build_characters")
+    return exit_code(lambda: build(options), builder="build_characters", reads=[options.source])
 
 
 def build(options: argparse.Namespace) -> None:

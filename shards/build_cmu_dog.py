@@ -72,7 +72,7 @@ class Film(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build, and say what went wrong; returns the exit code."""
     options = parse_arguments(arguments)
-    return exit_code(lambda: build(options), builder="build_cmu_dog")
+    return exit_code(lambda: build(options), builder="build_cmu_dog", reads=[options.source, options.tokenizer_from])
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -55,7 +55,8 @@ class Metadata(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build, and say what went wrong; returns the exit code."""
     options = parse_arguments(arguments)
-    return exit_code(lambda: build(options), builder="build_pg19")
+    source = None if options.download else options.source  # which the download makes
+    return exit_code(lambda: build(options), builder="build_pg19", reads=[source, options.tokenizer_from])
 
 
 def build(options: argparse.Namespace) -> None:

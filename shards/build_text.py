@@ -29,7 +29,7 @@ MAX_ID_LEN = 80  # characters, of a name in a tar
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build, and say what went wrong; returns the exit code."""
     options = parse_arguments(arguments)
-    return exit_code(lambda: build(options), builder="build_text")
+    return exit_code(lambda: build(options), builder="build_text", reads=[*options.source, options.tokenizer_from])
 
 
 def build(options: argparse.Namespace) -> None:

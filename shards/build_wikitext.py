@@ -68,7 +68,7 @@ class TokenFile(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build, and say what went wrong; returns the exit code."""
     options = parse_arguments(arguments)
-    return exit_code(lambda: build(options), builder="build_wikitext")
+    return exit_code(lambda: build(options), builder="build_wikitext", reads=[options.source, options.tokenizer_from])
 
 
 def build(options: argparse.Namespace) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from dist_mem.data.download import DownloadError
 from dist_mem.data.workers import WorkerKilledError
@@ -29,13 +30,17 @@ def builder_parser(docstring: str | None, *, vocab_size: int | None) -> argparse
     return parser
 
 
-def exit_code(build: Callable[[], None], *, builder: str) -> int:
+def exit_code(build: Callable[[], None], *, builder: str, reads: Iterable[Path | None] = ()) -> int:
     """Run a build, say what went wrong, and return the exit code: 2 to change something, 1 to look at the machine.
 
     Args:
         builder: its name, for messages.
+        reads: files and folders that were given to read; None: an option that was left out.
     """
     try:
+        for path in reads:
+            if path is not None and not path.exists():
+                raise ValueError(f"there is no {path}")
         build()
     except ValueError as error:
         print(f"{builder}: {error}", file=sys.stderr)

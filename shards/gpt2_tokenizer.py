@@ -24,7 +24,7 @@ from dist_mem.data.tokenizers.of_byte_pairs import read_byte_pairs, train_byte_p
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the directory, and say what went wrong; returns the exit code."""
     options = parse_arguments(arguments)
-    return exit_code(lambda: make(options), builder="gpt2_tokenizer")
+    return exit_code(lambda: make(options), builder="gpt2_tokenizer", reads=[options.folder])
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -9,6 +9,7 @@
         rng/rank-00003.safetensors      random generators of rank 3
         engine.json                     which rank has which range of which parameter
         config.yaml, memory/*.py        the configuration, unresolved, and memories from outside the package
+        tokenizer/                      the tokenizer, as in a data directory
         manifest.json                   written last: sizes and SHA-256 of all files, lane id -> file and row
 
 Files and flushes are a few a rank, whatever the model. Ranks share the file system of the run directory.
@@ -91,7 +92,7 @@ def _open(partial: Path, snapshot: Snapshot, num_bytes: int) -> None:
     refuse_if_taken_over(run_of(partial))
     partial.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(partial.parent).free
-    needed = num_bytes + sum(len(text.encode()) for text in snapshot.texts.values()) + _MARGIN
+    needed = num_bytes + sum(map(len, snapshot.small_files.values())) + _MARGIN
     if needed > free:
         raise AgreedError(
             f"it needs {needed:,} bytes, {partial.parent} has {free:,} free: make room there, or keep fewer "
@@ -99,7 +100,7 @@ def _open(partial: Path, snapshot: Snapshot, num_bytes: int) -> None:
         )
     shutil.rmtree(partial, ignore_errors=True)  # of a save that failed; what cannot be removed, mkdir tells of
     partial.mkdir()
-    for folder in {Path(name).parent for name in snapshot.texts} | set(map(Path, snapshot.files)):
+    for folder in {Path(name).parent for name in snapshot.small_files} | set(map(Path, snapshot.files)):
         (partial / folder).mkdir(exist_ok=True)
 
 
@@ -145,8 +146,8 @@ def _finish(
 
 def _commit(partial: Path, final: Path, snapshot: Snapshot, shares: Sequence[Share], broken: Sequence[Path]) -> Written:
     index = engine_index(snapshot.engine, [share.ranges for share in shares])
-    texts = {**snapshot.texts, ENGINE_JSON: json.dumps(index, sort_keys=True) + "\n"}
-    own = {name: write_hashed(partial / name, [text.encode()]) for name, text in texts.items()}
+    small_files = {**snapshot.small_files, ENGINE_JSON: (json.dumps(index, sort_keys=True) + "\n").encode()}
+    own = {name: write_hashed(partial / name, [content]) for name, content in small_files.items()}
     files = {name: entry for entries in (own, *(share.entries for share in shares)) for name, entry in entries.items()}
     folders = {(partial / name).parent for name in files} - {partial}
     for folder in folders:

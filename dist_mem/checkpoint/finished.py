@@ -1,6 +1,7 @@
 """The mark of a run that has made its last step: `RUN/finished.json`.
 
-With it a finished run is known before anything is built: an array of jobs, or a chain, is handed in again and again.
+With it the start of a finished run ends before data or DeepSpeed are opened: arrays and chains of jobs are submitted
+again and again. It only answers for a configuration that `find_resumption` has compared with the checkpoint's.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dist_mem.checkpoint.manifest import CheckpointError, step_dir
-from dist_mem.checkpoint.resume_choice import AUTO, verify_together
+from dist_mem.checkpoint.manifest import step_dir
+from dist_mem.checkpoint.resume_choice import AUTO
+from dist_mem.checkpoint.resumption import Resumption
 from dist_mem.distributed import World, decided_by_rank0
 from dist_mem.files import write_text
 
@@ -24,27 +26,24 @@ def mark_finished(run_dir: Path, step: int, train: Any) -> None:
     write_text(run_dir / _FILE, json.dumps(content) + "\n")
 
 
-def is_finished(config: Any, world: World) -> bool:
-    """Whether nothing is left to train and the last checkpoint is whole; every rank calls it."""
-    run_dir = Path(config.run_dir)
-    step = decided_by_rank0(lambda: finished_step(run_dir, config.train), OSError) if config.resume == AUTO else None
-    if step is None:
+def is_finished(config: Any, world: World, resumption: Resumption) -> bool:
+    """Whether the checkpoint is the last of a run that is asked for no more steps; every rank calls it."""
+    run_dir, choice = Path(config.run_dir), resumption.choice
+    if config.resume != AUTO or config.data.path != resumption.saved.data.path:
+        return False  # the job is opened: only then are the data at another path compared with those of the run
+    step = decided_by_rank0(lambda: finished_step(run_dir, config.train), OSError)
+    if step is None or choice.directory != step_dir(run_dir, step):
         return False
-    try:
-        verify_together(step_dir(run_dir, step), world)
-    except CheckpointError:
-        return False  # the job goes on from an earlier one, and says so
     if world.rank == 0:
-        print(f"{run_dir} is finished: step {step} was the last one")
+        print(f"{run_dir} is finished: step {step} was the last one; to train on, set train.steps higher")
     return True
 
 
 def finished_step(run_dir: Path, train: Any) -> int | None:
-    """The last step of a run that was not asked for more since; None for any other, and where the mark is no good."""
+    """The last step of a run that is asked for no more steps; None for any other, and where the mark is damaged."""
     try:
         content = json.loads((run_dir / _FILE).read_text(encoding="utf-8"))
         step, asked = content["step"], (content["steps"], content["epochs"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    is_here = step_dir(run_dir, step).is_dir()
-    return step if is_here and asked == (train.steps, train.epochs) else None
+    return step if asked == (train.steps, train.epochs) else None

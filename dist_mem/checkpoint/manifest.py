@@ -17,6 +17,7 @@ from dist_mem.files import sha256_of, write_text
 
 FORMAT_VERSION = 3
 LAST_WITH_PICKLES = 2  # DeepSpeed's own files, which fit one number of ranks and one ZeRO stage; 1: no hash of its own
+TOKENIZER_DIR = "tokenizer"  # in a checkpoint; older ones do not have it
 _NAME = "manifest.json"
 _STEP_DIR = re.compile(r"step-(\d{8})")
 

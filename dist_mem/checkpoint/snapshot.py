@@ -22,7 +22,7 @@ class Snapshot(NamedTuple):
     files: dict[str, dict[str, Tensor]]  # engine, lanes, rng -> content of this rank's file
     ranges: list[Range]  # of the parameters in the engine's file
     engine: dict[str, Any]  # what engine.json says besides
-    texts: dict[str, str]  # files that rank 0 writes, config.yaml among them
+    small_files: dict[str, bytes]  # that rank 0 writes: configuration, tokenizer, memories from outside the package
     facts: dict[str, Any]  # what else the manifest says
 
     @property
@@ -32,7 +32,7 @@ class Snapshot(NamedTuple):
 
 
 def take_snapshot(
-    *, step: int, engine: Engine, lanes: Lanes, texts: Mapping[str, str], facts: Mapping[str, Any]
+    *, step: int, engine: Engine, lanes: Lanes, small_files: Mapping[str, bytes], facts: Mapping[str, Any]
 ) -> Snapshot:
     """Copy engine, lanes and random state of this rank; the only part of a save that training must wait for."""
     owned = engine.owned()
@@ -46,7 +46,7 @@ def take_snapshot(
         files={kind: {name: _copy(tensor) for name, tensor in tensors.items()} for kind, tensors in live.items()},
         ranges=engine_ranges(owned),
         engine=engine.facts(),
-        texts=dict(texts),
+        small_files=dict(small_files),
         facts=deepcopy(dict(facts)),
     )
 

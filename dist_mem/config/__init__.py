@@ -29,6 +29,7 @@ from dist_mem.config.schema import (
     OptimizerConfig,
     ParameterGroupConfig,
     ScheduleConfig,
+    TokenTypeConfig,
     TrackingConfig,
     TrainConfig,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "OptimizerConfig",
     "ParameterGroupConfig",
     "ScheduleConfig",
+    "TokenTypeConfig",
     "TrackingConfig",
     "TrainConfig",
     "deepspeed_block",

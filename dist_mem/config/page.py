@@ -25,7 +25,7 @@ INTRODUCTION = """\
 
 A run is described by YAML files, merged left to right, and by `key=value` overrides, which win:
 
-    dist-mem train configs/demo.yaml memory/none.yaml train.steps=100 tracking.uri=http://mlflow:5000
+    dist-mem train configs/demo.yaml memory/none.yaml name=short train.steps=100 tracking.uri=http://mlflow:5000
 
 A file is looked up here, beside the first file, and under `configs/`. `${name}` stands for the value of another key,
 `${oc.env:NAME}` for an environment variable, `null` for none. An unknown key is an error that names the nearest known

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
+
+from omegaconf import OmegaConf
 
 from dist_mem.config.check import Problem, flatten, stop_on, suggest
 from dist_mem.config.load import known_keys
@@ -159,18 +161,34 @@ def check_changes(old: Config, new: Config, *, allowed: Sequence[str] = ()) -> l
         ConfigError: naming every key that must not change, or not without `--allow`: old value, new value and fix.
     """
     changes = changed_keys(old, new)
-    stop_on([problem for change in changes if (problem := _refusal(change, allowed))])
+    other_run = f"start another run with {_way_to_another_run(new)}"
+    stop_on([problem for change in _causes(changes) if (problem := _refusal(change, allowed, other_run))])
     return changes
 
 
-def _refusal(change: Change, allowed: Sequence[str]) -> Problem | None:
+def _causes(changes: Sequence[Change]) -> list[Change]:
+    """The changes without the options of a memory of another kind, which all have changed with it."""
+    blocks = [change.key.removesuffix("kind") for change in changes if fnmatchcase(change.key, "memory.*kind")]
+    return [
+        change
+        for change in changes
+        if not any(change.key.startswith(block) and change.key != f"{block}kind" for block in blocks)
+    ]
+
+
+def _way_to_another_run(config: Config) -> str:
+    """The override that leads to another run directory."""
+    given = OmegaConf.to_container(cast(Any, config), resolve=False)
+    return "name=NAME" if "${name}" in cast(dict[str, Any], given)["run_dir"] else "run_dir=FOLDER"
+
+
+def _refusal(change: Change, allowed: Sequence[str], other_run: str) -> Problem | None:
     said = f"is {change.new!r}, but the run began with {change.old!r}"
     if change.rule == SAME:
-        fix = "set it back, or begin a new run in another run_dir"
-        return Problem(change.key, f"{said}, and must stay so: {_reason(change.key)}; {fix}")
+        return Problem(change.key, f"{said}, and must stay so: {_reason(change.key)}; set it back, or {other_run}")
     if change.rule == ALLOWED and not any(_covers(key, change.key) for key in allowed):
-        fix = f"set it back, or add --allow {_without_index(change.key)} to go on with the new value"
-        return Problem(change.key, f"{said}; {fix}")
+        allow = f"add --allow {_without_index(change.key)} to go on with the new value"
+        return Problem(change.key, f"{said}; set it back, {allow}, or {other_run}")
     return None
 
 

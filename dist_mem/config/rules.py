@@ -15,6 +15,7 @@ from dist_mem.config.check import Problem, flatten, nearest
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "data.layout": ("documents", "stream"),
+    "data.cut": ("start", "end"),
     "data.on_corrupt": ("stop", "skip"),
     "model.kind": ("transformer", "gpt2"),
     "model.norm": ("pre", "post"),
@@ -69,6 +70,8 @@ RANGES: dict[str, Range] = {
     "model.adaptive.cutoffs[]": _COUNT,
     "model.adaptive.div_val": _COUNT,
     "model.num_positions": _COUNT,
+    "model.token_types[].id": _NOT_NEGATIVE,
+    "model.token_types[].after[]": _NOT_NEGATIVE,
     "model.clamp_len": _COUNT,
     "model.init_std": _POSITIVE,
     "train.seed": _NOT_NEGATIVE,
@@ -154,6 +157,8 @@ def check_together(config: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _check_schedule(config["schedule"], train["steps"])
     yield from _check_checkpoint(config["checkpoint"], config["eval"]["every"])
     yield from _check_blocks(config["data"]["blocks"], train["seg_len"], config["eval"])
+    if config["data"]["cut"] == "end" and config["data"]["layout"] == "stream":
+        yield Problem("data.cut", "is end, but the lanes of data.layout = stream are no documents; set it to start")
     if config["data"]["train_split"] == "test":
         yield Problem("data.train_split", "is 'test'; training never opens the test split")
     seg_len = config["eval"]["seg_len"]
@@ -179,7 +184,13 @@ def _check_gpt2(model: Mapping[str, Any], seg_lens: Mapping[str, int | None]) ->
     if model["kind"] != "gpt2":
         if model["pretrained"] is not None:
             yield Problem("model.pretrained", "needs model.kind=gpt2; set that, or leave model.pretrained out")
+        if model["token_types"]:
+            yield Problem("model.token_types", "needs model.kind=gpt2; set that, or leave model.token_types out")
         return
+    for index, token_type in enumerate(model["token_types"]):
+        if bool(token_type["after"]) != (index > 0):
+            must = "must be tokens with which this type begins" if index else "must be empty: a document begins so"
+            yield Problem(f"model.token_types[{index}].after", f"is {token_type['after']}, but {must}")
     for key, value in GPT2.items():
         if model[key] != value:
             yield Problem(f"model.{key}", f"is {model[key]!r}, but in GPT-2 it is {value!r}; leave it out")

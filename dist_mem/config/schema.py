@@ -13,6 +13,7 @@ class DataConfig:
     train_split: str = "train"  # folder in data.path
     layout: str = "documents"  # documents: each lane reads whole documents | stream: the corpus as G contiguous lanes
     blocks: bool = False  # a segment's inputs are its own tokens: its first is no target, as in Hugging Face's run_clm
+    cut: str = "start"  # start | end: from where documents are cut into segments; end: the first one is the short one
     max_document_len: int | None = None  # tokens; longer documents are cut to their beginning
     seed: int = 0  # of the plan: which lane reads which document when
     on_corrupt: str = "stop"  # stop | skip: what to do with a document whose bytes are damaged
@@ -26,6 +27,12 @@ class AdaptiveConfig:
     cutoffs: list[int] = field(default_factory=list)  # vocabulary bins: [0, c0), [c0, c1), ..., [c_last, V)
     div_val: int = 1  # bin i has width d_embed / div_val**i
     tie_projections: list[bool] | None = None  # one flag per bin; None: every projection tied to the embedding's
+
+
+@dataclass
+class TokenTypeConfig:
+    id: int = 0  # the token whose embedding is added
+    after: list[int] = field(default_factory=list)  # the tokens with which it begins; none for the first: the document
 
 
 @dataclass
@@ -45,6 +52,7 @@ class ModelConfig:
     tie_embeddings: bool = True  # the softmax has the weights of the embedding
     adaptive: AdaptiveConfig | None = None  # narrow embeddings for rare tokens, in large vocabularies; None: all alike
     num_positions: int = 1024  # of gpt2 only: learned positions of a segment, at least train.seg_len
+    token_types: list[TokenTypeConfig] = field(default_factory=list)  # of gpt2 only: who speaks, see docs/dialogue.md
     clamp_len: int | None = None  # tokens; larger distances are treated as this one
     same_length: bool = False  # every query sees exactly M keys once the memory is full
     init_std: float = 0.02  # standard deviation of the first weights

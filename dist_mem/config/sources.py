@@ -50,6 +50,10 @@ def find_file(name: str, folders: Sequence[Path]) -> Path:
     for folder in folders:
         if (folder / name).is_file():
             return folder / name
+    if Path(name).is_dir():
+        inside = Path(name) / "config.yaml"
+        meant = f"; did you mean {inside}?" if inside.is_file() else ""
+        raise ConfigError([Problem("", f"is a folder: give a YAML file{meant}", name)])
     nearby = [path for folder in dict.fromkeys(folders) for path in _config_files(folder, deep=folder != Path())]
     close = nearest(name, [str(path) for path in nearby]) or _same_name(name, nearby)
     meant = f"; did you mean {close}?" if close else ""

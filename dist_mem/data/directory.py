@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dist_mem.config import DataConfig
+from dist_mem.config.check import nearest
 from dist_mem.data.facts import ShardError, read_facts
 from dist_mem.data.remote import (
     RemoteError,
@@ -61,13 +62,24 @@ def open_tokenizer(data: DataConfig) -> Tokenizer:
 
 def open_index(data: DataConfig, split: str) -> Index:
     """A split of `data.path`, or of this node's copy; after `refresh` where that is remote. Raises as `read_index`."""
-    index = read_index(local_dir(data) / split)
     if not is_remote(data.path):
-        return staged(index, data)
+        check_split(data, split)
+        return staged(read_index(local_dir(data) / split), data)
+    index = read_index(local_dir(data) / split)
     for shard in index.shards:
         if Path(shard.name).name != shard.name:
             raise ShardError(f"{index.split_dir / INDEX_NAME} has a tar {shard.name!r}: it must be the name of a file")
     return staged(replace(index, source=RemoteShards(data.path, index.split_dir)), data)
+
+
+def check_split(data: DataConfig, split: str) -> None:
+    """Raise ShardError if a directory on disk has other splits, but not this one; the message names them."""
+    directory = local_dir(data)
+    splits = sorted(path.parent.name for path in directory.glob(f"*/{INDEX_NAME}"))
+    if splits and not (directory / split).is_dir():
+        meant = nearest(split, splits)
+        hint = f"; did you mean {meant}?" if meant else ""
+        raise ShardError(f"{directory} has no split {split!r}: it has {', '.join(splits)}{hint}")
 
 
 def refresh(data: DataConfig, splits: Iterable[str], *, start: str | None = None) -> None:

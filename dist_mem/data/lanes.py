@@ -22,9 +22,19 @@ from dist_mem.data.directory import open_index, open_tokenizer
 from dist_mem.data.documents import Documents
 from dist_mem.data.prefetch import Prefetcher
 from dist_mem.data.runs import DocumentLane, StreamLane, open_lane
-from dist_mem.data.segments import IDLE, NOTHING, Segment, as_block, collate_groups, finite_lane, moved_left
+from dist_mem.data.segments import IDLE, NOTHING, Segment, as_block, collate, collate_groups, finite_lane, moved_left
 from dist_mem.data.shard import Index, ShardError
-from dist_mem.data.stream import START, Cursor, Plan, StreamPlan, cut_lengths, lanes_of_rank, make_plan
+from dist_mem.data.stream import (
+    START,
+    Cursor,
+    Plan,
+    StreamPlan,
+    busy_lanes,
+    cut_lengths,
+    forward_sizes,
+    lanes_of_rank,
+    make_plan,
+)
 from dist_mem.data.tokenizers.base import Tokenizer
 
 BLOCK_UPDATES = 32  # read in one go, at most
@@ -141,7 +151,12 @@ def training_reader(config: Config, *, world_size: int, rank: int, cursors: Tens
     train = config.train
     lengths = cut_lengths([entry.num_tokens for entry in index.documents], config.data.max_document_len)
     plan = make_plan(
-        lengths, num_lanes=train.lanes, seg_len=train.seg_len, seed=config.data.seed, layout=config.data.layout
+        lengths,
+        num_lanes=train.lanes,
+        seg_len=train.seg_len,
+        seed=config.data.seed,
+        layout=config.data.layout,
+        cut=config.data.cut,
     )
     return LaneReader(
         config.data,
@@ -159,25 +174,31 @@ def evaluation_batches(
     index: Index,
     plan_lanes: Sequence[Sequence[int]],
     *,
-    lane_ids: Sequence[int],
+    world_size: int,
+    rank: int,
     micro_lanes: int,
     seg_len: int,
-    num_steps: int,
     bos_id: int,
     max_document_len: int | None = None,
     blocks: bool = False,
+    cut: str = "start",
 ) -> Iterator[list[Batch]]:
-    """The micro-batches of one rank in each of `num_steps` steps (`evaluation_steps`); lanes that ran out are idle.
+    """The micro-batches of one rank in each step, with a row for each lane that still reads (`forward_sizes`).
 
-    `plan_lanes` is the `evaluation_plan` of all lanes. Raises ShardError for a damaged document: no score without it.
+    `plan_lanes` is the `evaluation_plan` of all lanes. Row r of micro-batch m is the same lane in every step; lanes run
+    out from the end. Raises ShardError for a damaged document: no score without it.
     """
     lengths = cut_lengths([entry.num_tokens for entry in index.documents], max_document_len)
     documents = Documents(index, lengths, bos_id=bos_id)
-    numbers = [plan_lanes[lane] if lane < len(plan_lanes) else [] for lane in lane_ids]
-    lanes = [finite_lane(documents, of_lane, seg_len=seg_len, blocks=blocks) for of_lane in numbers]
-    for _ in range(num_steps):
-        segments = [next(lane) for lane in lanes]
-        yield collate_groups(segments, micro_lanes=micro_lanes, seg_len=seg_len, with_recall=documents.has_recall)
+    own = plan_lanes[rank::world_size]
+    lanes = [finite_lane(documents, of_lane, seg_len=seg_len, blocks=blocks, cut=cut) for of_lane in own]
+    for num_busy in busy_lanes(plan_lanes, lengths, seg_len=seg_len):
+        sizes = forward_sizes(num_busy, world_size=world_size, rank=rank, micro_lanes=micro_lanes)
+        rows = [lanes[number * micro_lanes :][:size] for number, size in enumerate(sizes)]
+        yield [
+            collate([next(lane) for lane in of_batch] or [IDLE], seg_len=seg_len, with_recall=documents.has_recall)
+            for of_batch in rows
+        ]
 
 
 def stream_batches(

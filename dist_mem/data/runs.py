@@ -18,7 +18,10 @@ from dist_mem.data.stream import Cursor, DocumentPlan, Plan, StreamPlan
 
 
 class Run(NamedTuple):
-    """R successive segments of one lane; all are of T tokens but the last, which may be shorter."""
+    """R successive segments of one lane; all are of T tokens but the last, which may be shorter.
+
+    The short first segment of a document that is cut from its end (`data.cut`) is a run of its own.
+    """
 
     tokens: np.ndarray  # (n + 1,) any integer type: the token before (BOS at first), then those of the segments
     scored: np.ndarray | None  # (n,) bool, which tokens of the segments count as targets; None: all
@@ -53,6 +56,8 @@ class DocumentLane:
         number, tokens, scored, recall = self._current
         epoch, place, begin = self._cursor
         stop = min(begin + max_segments * self._plan.seg_len, len(tokens))
+        if begin == 0 and self._plan.cut == "end":
+            stop = (len(tokens) - 1) % self._plan.seg_len + 1
         after = Cursor(epoch, place, stop) if stop < len(tokens) else Cursor(epoch, place + 1, 0)
         cursors, epochs = _progress(self._plan, self._lane, self._cursor, after, num_tokens=stop - begin)
         counts = np.zeros((len(cursors), 2), dtype=np.int64)
@@ -159,7 +164,7 @@ def _progress(
     """The cursor after each segment of a run, (R, 3) int64, and the epochs the lane has then completed, (R,)."""
     num_segments = -(-num_tokens // plan.seg_len)
     cursors = np.full((num_segments, 3), before, dtype=np.int64)
-    cursors[:, 2] += np.arange(1, num_segments + 1) * plan.seg_len
+    cursors[:, 2] += np.minimum(np.arange(1, num_segments + 1) * plan.seg_len, num_tokens)
     epochs = np.asarray(plan.epochs_done(lane, before.epoch, before.place, cursors[:, 2]))
     if after[:2] != before[:2]:
         cursors[-1], epochs[-1] = after, plan.epochs_done(lane, *after)

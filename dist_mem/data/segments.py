@@ -7,7 +7,7 @@ The arrays of a segment are views of the memory-mapped shard; `collate` copies t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import repeat
+from itertools import pairwise, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 
 from dist_mem.data.batch import IGNORE, Batch
 from dist_mem.data.documents import Document, Documents
+from dist_mem.data.stream import segment_starts
 
 
 class Segment(NamedTuple):
@@ -53,15 +54,17 @@ def moved_left(values: np.ndarray, last: int) -> np.ndarray:
 
 
 def document_segments(
-    document: Document, *, start: int, seg_len: int, bos_id: int, blocks: bool = False
+    document: Document, *, start: int, seg_len: int, bos_id: int, blocks: bool = False, cut: str = "start"
 ) -> Iterator[tuple[Segment, int]]:
     """Segments of one document from token `start` on, each with the number of tokens read after it.
 
-    `blocks`: as `data.blocks`, see `as_block`.
+    Args:
+        start: where a segment begins.  blocks: as `data.blocks`, see `as_block`.  cut: as `data.cut`.
     """
     _, tokens, scored, recall = document
-    for begin in range(start, len(tokens), seg_len):
-        part = slice(begin, min(begin + seg_len, len(tokens)))
+    edges = [*segment_starts(len(tokens), seg_len=seg_len, cut=cut).tolist(), len(tokens)]
+    for begin, end in pairwise(edge for edge in edges if edge >= start):
+        part = slice(begin, end)
         inputs = tokens[begin - 1 : part.stop - 1] if begin else np.concatenate(([bos_id], tokens[: part.stop - 1]))
         segment = Segment(
             inputs,
@@ -75,12 +78,12 @@ def document_segments(
 
 
 def finite_lane(
-    documents: Documents, numbers: Sequence[int], *, seg_len: int, blocks: bool = False
+    documents: Documents, numbers: Sequence[int], *, seg_len: int, blocks: bool = False, cut: str = "start"
 ) -> Iterator[Segment]:
     """The segments of the given documents once, then idle ones for ever; a damaged document is always an error."""
     for number in numbers:
         document = documents.open(number)
-        parts = document_segments(document, start=0, seg_len=seg_len, bos_id=documents.bos_id, blocks=blocks)
+        parts = document_segments(document, start=0, seg_len=seg_len, bos_id=documents.bos_id, blocks=blocks, cut=cut)
         yield from (segment for segment, _ in parts)
     yield from repeat(IDLE)
 

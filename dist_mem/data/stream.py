@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 LAYOUTS = ("documents", "stream")
+CUTS = ("start", "end")
 MIN_TRAINING_LEN = 2  # tokens; a document of one token has nothing to learn from but BOS, and in blocks not even that
 
 
@@ -61,8 +62,18 @@ def cut_lengths(num_tokens: Sequence[int] | np.ndarray, max_document_len: int | 
 
 
 def num_segments_of(lengths: np.ndarray, seg_len: int) -> np.ndarray:
-    """Segments of T tokens each document fills, the last one perhaps in part: ceil(length / T)."""
+    """Segments of T tokens each document fills, the last (or first) one perhaps in part: ceil(length / T)."""
     return -(-lengths // seg_len)
+
+
+def segment_starts(length: int, *, seg_len: int, cut: str = "start") -> np.ndarray:
+    """First token of each segment of a document of `length` tokens, (ceil(length / T),) int64.
+
+    Cut from its start, the last segment is the short one, if there is one; cut from its end, the first (`data.cut`).
+    """
+    if cut == "start" or length == 0:
+        return np.arange(0, length, seg_len)
+    return np.concatenate(([0], np.arange((length - 1) % seg_len + 1, length, seg_len)))
 
 
 def permutation(size: int, *, seed: int, epoch: int) -> np.ndarray:
@@ -90,12 +101,13 @@ class DocumentPlan:
         seg_len: int,
         seed: int,
         min_len: int = MIN_TRAINING_LEN,
+        cut: str = "start",
     ) -> None:
         """Raises ValueError if fewer documents than lanes can be read: two lanes would then read the same one."""
         if seed < 0:
             raise ValueError(f"data.seed = {seed}: give 0 or more")
         self.lengths = np.asarray(lengths, dtype=np.int64)
-        self.num_lanes, self.seg_len, self.seed = num_lanes, seg_len, seed
+        self.num_lanes, self.seg_len, self.seed, self.cut = num_lanes, seg_len, seed, cut
         self.skipped: list[int] = np.flatnonzero(self.lengths < min_len).tolist()
         self._usable = np.flatnonzero(self.lengths >= min_len)
         if len(self._usable) < num_lanes:
@@ -123,7 +135,7 @@ class DocumentPlan:
         deal = self._deal(epoch)
         first, stop = deal.bounds[lane : lane + 2]
         before, here, after = deal.segments_before[[first, first + place, stop]].tolist()
-        done = here - before + offset / self.seg_len
+        done = here - before + -(-offset // self.seg_len)
         return epoch + (done / (after - before) if after > before else 1.0)
 
     def check_cursor(self, lane: int, cursor: Cursor) -> None:
@@ -210,34 +222,58 @@ Plan = DocumentPlan | StreamPlan
 
 
 def make_plan(
-    lengths: Sequence[int] | np.ndarray, *, num_lanes: int, seg_len: int, seed: int, layout: str = "documents"
+    lengths: Sequence[int] | np.ndarray,
+    *,
+    num_lanes: int,
+    seg_len: int,
+    seed: int,
+    layout: str = "documents",
+    cut: str = "start",
 ) -> Plan:
     """The training plan of a layout; `lengths` in tokens, after `cut_lengths`. Raises ValueError as the plans do."""
+    if cut not in CUTS or (cut == "end" and layout == "stream"):
+        raise ValueError(f"data.cut = {cut!r}: must be one of {', '.join(CUTS)}, and start with data.layout = stream")
     if layout not in LAYOUTS:
         raise ValueError(f"data.layout = {layout!r}: must be one of {', '.join(LAYOUTS)}")
     if layout == "stream":
         return StreamPlan(lengths, num_lanes=num_lanes, seg_len=seg_len)
-    return DocumentPlan(lengths, num_lanes=num_lanes, seg_len=seg_len, seed=seed)
+    return DocumentPlan(lengths, num_lanes=num_lanes, seg_len=seg_len, seed=seed, cut=cut)
 
 
 def evaluation_plan(lengths: Sequence[int] | np.ndarray, *, num_lanes: int, seg_len: int) -> list[list[int]]:
-    """Documents of each lane, every non-empty document once, longest first: lanes end at nearly the same step."""
+    """Documents of each lane, every non-empty document once; never more lanes than such documents.
+
+    Documents are dealt longest first, so that lanes end at nearly the same step. The lane with most segments comes
+    first: the lanes that still read are always the first ones (`busy_lanes`).
+    """
     sizes = np.asarray(lengths, dtype=np.int64)
     segments = num_segments_of(sizes, seg_len)
-    lanes: list[list[int]] = [[] for _ in range(num_lanes)]
-    heap = [(0, lane) for lane in range(num_lanes)]
+    lanes: list[list[int]] = [[] for _ in range(min(num_lanes, int(np.count_nonzero(sizes))))]
+    heap = [(0, lane) for lane in range(len(lanes))]
     for document in np.argsort(-sizes, kind="stable").tolist():
         if sizes[document] > 0:
             load, lane = heap[0]
             lanes[lane].append(document)
             heapq.heapreplace(heap, (load + int(segments[document]), lane))
-    return lanes
+    return sorted(lanes, key=lambda documents: int(segments[documents].sum()), reverse=True)
 
 
-def evaluation_steps(lanes: Sequence[Sequence[int]], lengths: Sequence[int] | np.ndarray, *, seg_len: int) -> int:
-    """Forward passes until the last of all lanes has run out; every rank makes this many."""
+def busy_lanes(lanes: Sequence[Sequence[int]], lengths: Sequence[int] | np.ndarray, *, seg_len: int) -> list[int]:
+    """How many lanes of an `evaluation_plan`, always the first ones, have a segment to read in each step, (steps,)."""
     segments = num_segments_of(np.asarray(lengths, dtype=np.int64), seg_len)
-    return max((int(segments[list(documents)].sum()) for documents in lanes if documents), default=0)
+    loads = np.array([int(segments[list(documents)].sum()) for documents in lanes], dtype=np.int64)
+    return [int(np.count_nonzero(loads > step)) for step in range(int(loads.max(initial=0)))]
+
+
+def forward_sizes(num_busy: int, *, world_size: int, rank: int, micro_lanes: int) -> list[int]:
+    """Rows of each forward of one rank in a step in which the first `num_busy` lanes read.
+
+    Lane l belongs to rank l % world_size. Every rank makes as many forwards as rank 0, which has most lanes, because
+    ZeRO gathers parameters in each; one that has run out of lanes makes them with a single idle row.
+    """
+    num_own = len(range(rank, num_busy, world_size))
+    num_forwards = -(-len(range(0, num_busy, world_size)) // micro_lanes)
+    return [min(micro_lanes, max(1, num_own - number * micro_lanes)) for number in range(num_forwards)]
 
 
 def _foreign_cursor(lane: int, cursor: Cursor) -> ValueError:

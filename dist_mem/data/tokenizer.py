@@ -18,7 +18,7 @@ from dist_mem.data.tokenizers.of_byte_pairs import BytePairTokenizer
 from dist_mem.data.tokenizers.of_bytes import BytesTokenizer
 from dist_mem.data.tokenizers.of_pieces import SentencePieceTokenizer, train_pieces
 from dist_mem.data.tokenizers.of_words import WordTokenizer
-from dist_mem.files import write_bytes, write_text
+from dist_mem.files import write_bytes
 
 FORMAT_VERSION = 1
 JSON_NAME = "tokenizer.json"
@@ -32,9 +32,12 @@ def save_tokenizer(tokenizer: Tokenizer, data_dir: Path | str, *, recipe: str = 
     """Write the tokenizer into a data directory, tokenizer.json last."""
     data_dir = Path(data_dir)
     data_dir.mkdir(parents=True, exist_ok=True)
-    content = tokenizer.content()
-    if tokenizer.file_name is not None and content is not None:
-        write_bytes(data_dir / tokenizer.file_name, content)
+    for name, content in tokenizer_files(tokenizer, recipe=recipe).items():
+        write_bytes(data_dir / name, content)
+
+
+def tokenizer_files(tokenizer: Tokenizer, *, recipe: str = "") -> dict[str, bytes]:
+    """What `load_tokenizer` reads, by file name, tokenizer.json last."""
     facts = {
         "format_version": FORMAT_VERSION,
         "kind": tokenizer.kind,
@@ -43,7 +46,9 @@ def save_tokenizer(tokenizer: Tokenizer, data_dir: Path | str, *, recipe: str = 
         "fingerprint": tokenizer.fingerprint,
         "recipe": recipe,
     }
-    write_text(data_dir / JSON_NAME, json.dumps(facts, indent=1) + "\n")
+    content = tokenizer.content()
+    own = {} if tokenizer.file_name is None or content is None else {tokenizer.file_name: content}
+    return {**own, JSON_NAME: (json.dumps(facts, indent=1) + "\n").encode()}
 
 
 def read_tokenizer_facts(data_dir: Path | str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dist_mem.config import DataConfig
-from dist_mem.data.directory import local_dir, open_index, open_tokenizer, refresh
+from dist_mem.data.directory import check_split, local_dir, open_index, open_tokenizer, refresh
 from dist_mem.data.remote import RefusedError, RemoteError, is_remote, show
 from dist_mem.data.shard import (
     INDEX_NAME,
@@ -29,6 +29,7 @@ from dist_mem.data.shard import (
 )
 from dist_mem.data.tar import BLOCK_BYTES, TokenizedDocument, sample_files, tar_bytes
 from dist_mem.data.tokenizer import JSON_NAME
+from dist_mem.errors import UnusableError
 from dist_mem.files import sha256_of
 
 USUAL_SPLITS = ("train", "validation", "test")
@@ -47,8 +48,16 @@ def verify_dataset(path: Path | str, *, cache: str | None = None, splits: Sequen
     Args:
         path: as data.path.  cache: as data.cache.
         splits: of a URL, which cannot be listed; none: those of USUAL_SPLITS that are there.
+
+    Raises:
+        UnusableError: there is no such directory, or no such split in it.
     """
     data = DataConfig(path=str(path), cache=cache)
+    if not is_remote(data.path):
+        if not local_dir(data).is_dir():
+            raise UnusableError(f"{path}: there is no such data directory")
+        for split in splits:
+            check_split(data, split)
     problems = []
     fingerprint = None
     try:

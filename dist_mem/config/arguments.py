@@ -1,0 +1,112 @@
+"""Arguments of the command line: types of options, and what was meant by a command, an option or a key it lacks."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Sequence
+
+from dist_mem.config.check import nearest
+from dist_mem.config.load import known_keys
+
+_SURE = 0.7  # similarity from which an option or a key is taken for the one that was meant
+_SHOWN = 3  # keys with the same last part
+
+
+def unknown_command(name: str, commands: Sequence[str]) -> str:
+    """The message for a command that does not exist."""
+    close = nearest(name, commands)
+    meant = f"did you mean {close}? " if close else ""
+    return f"there is no command {name!r}: {meant}commands are {', '.join(commands)}"
+
+
+def unknown_option(option: str, given: Sequence[str], *, options: Sequence[str], keys: Sequence[str]) -> str:
+    """The message for an option that the command does not have.
+
+    Args:
+        given: the whole command line, from which the value of the option is taken.
+        options: those that the command has.
+        keys: configuration keys that it takes as key=value; none: it takes no configuration.
+    """
+    name, _, value = option.partition("=")
+    meant = [f"{key}={value or _value_after(option, given)}" for key in _keys_named(name, keys)]
+    if not meant and (close := nearest(name, options, _SURE)):
+        meant = [close]
+    if not meant and (close := _similar_key(name, keys)):
+        meant = [f"{close}={value or _value_after(option, given)}"]
+    advice = f"; did you mean {' or '.join(meant[:_SHOWN])}?" if meant else ""
+    if meant and "=" in meant[0]:
+        advice += " (a key of the configuration is set with key=value)"
+    return f"unrecognized option {name}{advice}"
+
+
+def keys_of(command: str, memory_options: Collection[str]) -> list[str]:
+    """The keys that a command takes, the likely ones first; items of lists are left out.
+
+    Args:
+        memory_options: names of the options of all memories, which the schema does not have.
+    """
+    keys = [key for key in known_keys() if "[" not in key] + [f"memory.{name}" for name in sorted(memory_options)]
+    trains = command in ("train", "launch", "reproduce", "config", "doctor")
+    blocks = ["train", "memory", "model"] if trains else ["eval"]
+
+    def rank(key: str) -> tuple[bool, int]:
+        block = key.partition(".")[0]
+        return block == "deepspeed", blocks.index(block) if block in blocks else len(blocks)
+
+    return sorted(keys, key=rank)
+
+
+def _keys_named(option: str, keys: Sequence[str]) -> list[str]:
+    """The keys whose full name or last part is the option's name; DeepSpeed's only where no other is."""
+    name = option.lstrip("-").replace("-", "_")
+    if name in keys:
+        return [name]
+    found = [key for key in keys if key.rpartition(".")[2] == name]
+    return [key for key in found if not key.startswith("deepspeed.")] or found
+
+
+def _similar_key(option: str, keys: Sequence[str]) -> str | None:
+    name = option.lstrip("-").replace("-", "_")
+    if "." in name:
+        return nearest(name, keys, _SURE)
+    parts = {key.rpartition(".")[2]: key for key in reversed(keys)}
+    close = nearest(name, list(parts), _SURE)
+    return parts[close] if close else None
+
+
+def _value_after(option: str, given: Sequence[str]) -> str:
+    following = given[given.index(option) + 1 : given.index(option) + 2] if option in given else []
+    return following[0] if following and not following[0].startswith("-") else "VALUE"
+
+
+def count(text: str) -> int:
+    """A number of 1 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return int(text)
+
+
+def step(text: str) -> int:
+    """The step of a checkpoint."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no step: give a number, as 400, or leave --checkpoint out for the newest that verifies"
+        )
+    return int(text)
+
+
+def names(text: str) -> list[str]:
+    """Names with commas between them."""
+    return [name for name in text.split(",") if name]
+
+
+def seeds(text: str) -> list[int]:
+    """Different whole numbers with commas between them."""
+    if not all(name.isdecimal() for name in names(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers, as 0,1,2")
+    numbers = [int(name) for name in names(text)]
+    if len(set(numbers)) != len(numbers):
+        raise argparse.ArgumentTypeError(f"{text} has a seed twice")
+    return numbers
