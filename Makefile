@@ -39,4 +39,4 @@ bench: setup
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
 
 clean:
-	rm -rf runs data/sample mlflow.db mlartifacts
+	rm -rf runs data/sample mlflow.db* mlartifacts mlruns

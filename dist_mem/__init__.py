@@ -1,4 +1,4 @@
-"""dist_mem: train transformers that remember whole books, on many GPUs.
+"""dist_mem: train transformers that carry memory through whole books, with PyTorch and DeepSpeed.
 
 Words
     document   a book, an article, a dialogue
@@ -19,10 +19,10 @@ Shape letters, used in every comment and docstring
 From Python (docs/python.md; `import dist_mem` itself loads nothing)
     load_model   a trained model, its tokenizer and its configuration, from a run or a checkpoint
     score        the negative log-likelihood of every token of a text, read with memory
-    init_state   empty memories
-    read_lanes   the memories that lanes carried at the checkpoint
     start, read  texts read so far, one a lane; next_log_probs: what comes next
     generate     write on in all lanes, with a Sampling
+    init_state   empty memories
+    read_lanes   the memories that lanes carried at the checkpoint; start_from: texts read on from these
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dist_mem.evaluation.trained import init_state, load_model, read_lanes, score
+    from dist_mem.evaluation.trained import init_state, load_model, read_lanes
     from dist_mem.generation.generate import generate
-    from dist_mem.generation.reading import next_log_probs, read, start
+    from dist_mem.generation.reading import next_log_probs, read, start, start_from
     from dist_mem.generation.sampling import Sampling
+    from dist_mem.generation.text_scores import score
 
 __version__ = "0.1.0"
 __all__ = [
-    "Sampling", "generate", "init_state", "load_model", "next_log_probs", "read", "read_lanes", "score", "start"
+    "Sampling", "generate", "init_state", "load_model", "next_log_probs", "read", "read_lanes", "score", "start",
+    "start_from",
 ]  # fmt: skip
 
 
@@ -49,6 +51,7 @@ def __getattr__(name: str) -> Any:
 
     choose_accelerator()
     from dist_mem.evaluation import trained
-    from dist_mem.generation import generate, reading, sampling
+    from dist_mem.generation import generate, reading, sampling, text_scores
 
-    return next(getattr(module, name) for module in (trained, generate, reading, sampling) if hasattr(module, name))
+    modules = (trained, generate, reading, sampling, text_scores)
+    return next(getattr(module, name) for module in modules if hasattr(module, name))

@@ -27,12 +27,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
 from dist_mem import commands as run
+from dist_mem.config.arguments import count, keys_of, names, seeds, step, unknown_command, unknown_option
 from dist_mem.environment import is_first_on_node
-from dist_mem.errors import EXIT_FAILED, EXIT_USAGE, UnfitError, UnusableError
+from dist_mem.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UnfitError, UnusableError
 from dist_mem.unread_output import watch_standard_streams
 
 
@@ -79,7 +81,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     added.add_argument("config", nargs="*", help=_CONFIG_HELP)
     added.add_argument("--allow", action="append", default=[], metavar="KEY", help=_ALLOW_HELP)
     added.add_argument("--check", action="store_true", help="only check the configuration and say what it amounts to")
-    added.add_argument("--world", type=_count, default=1, help="ranks to assume in --check (default: 1)")
+    added.add_argument("--world", type=count, default=1, help="ranks to assume in --check (default: 1)")
 
 
 _STEP_HELP = "step of the checkpoint (default: the newest that verifies)"
@@ -110,11 +112,12 @@ def _add_evaluate(commands: argparse._SubParsersAction) -> None:
     added.add_argument("run", type=Path, help="a run directory, one checkpoint in it, or an export")
     added.add_argument("overrides", nargs="*", help="key=value overrides, of eval.* and data.path")
     added.add_argument("--split", help="default: eval.split")
-    added.add_argument("--sweep", metavar="LENGTH", help="a table over lengths: memory_len=64,128,... or seg_len=...")
+    added.add_argument("--without-memory", action="store_true", help="empty the memory at every segment: what it gains")
+    added.add_argument("--sweep", metavar="LENGTH", help="a table over lengths: mem_len=64,128,... or seg_len=...")
     added.add_argument(
         "--also", type=Path, action="append", default=[], metavar="RUN", help="another run in that table; repeatable"
     )
-    added.add_argument("--checkpoint", type=_count, help=_STEP_HELP)
+    added.add_argument("--checkpoint", type=step, help=_STEP_HELP)
 
 
 def _add_export(commands: argparse._SubParsersAction) -> None:
@@ -122,7 +125,7 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
     added.add_argument("run", type=Path, help="a run directory, one checkpoint in it, or CONFIG.yaml, untrained")
     added.add_argument("overrides", nargs="*", help="data.path=FOLDER where the data, and their tokenizer, have moved")
     added.add_argument("--out", type=Path, required=True, help="the directory to make")
-    added.add_argument("--checkpoint", type=_count, help=_STEP_HELP)
+    added.add_argument("--checkpoint", type=step, help=_STEP_HELP)
     added.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of the weights (default: fp32)")
     layouts = ["dist_mem", "transformers"]
     added.add_argument(
@@ -151,36 +154,26 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
     prompt = added.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="may be empty: a document from its beginning")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8, of any length")
-    added.add_argument("--tokens", type=_count, default=256, help="to write (default: 256)")
+    added.add_argument("--tokens", type=count, default=256, help="to write (default: 256)")
     added.add_argument("--temperature", type=float, default=1.0, help="0: always the likeliest token (default: 1.0)")
     added.add_argument("--top-k", type=int, help="draw from the K likeliest tokens (default: all)")
     added.add_argument("--top-p", type=float, default=0.95, help="draw from the nucleus of this mass (default: 0.95)")
     added.add_argument("--seed", type=int, default=0, help="the same seed writes the same text (default: 0)")
-    added.add_argument("--samples", type=_count, default=1, help="texts, of one batch (default: 1)")
-    added.add_argument("--checkpoint", type=_count, help=_STEP_HELP)
+    added.add_argument("--samples", type=count, default=1, help="texts, of one batch (default: 1)")
+    added.add_argument("--checkpoint", type=step, help=_STEP_HELP)
     added.add_argument("--out", type=Path, help="also write a file: .json or .md with all figures, else the text alone")
 
 
 def _add_reproduce(commands: argparse._SubParsersAction) -> None:
     added = _add(commands, run.reproduce)
-    added.add_argument("table", nargs="?", help="as lamemo.table1 (default: list them)")
+    added.add_argument("table", nargs="?", help="as lamemo.table1, or the path of a .yaml file (default: list them)")
     added.add_argument("overrides", nargs="*", help="key=value overrides, for every training")
+    added.add_argument("--check", action="store_true", help="print the resolved settings of every row, and do no more")
     added.add_argument("--scale", default="tiny", help="tiny, small or paper (default: tiny)")
     added.add_argument("--out", type=Path, help="folder of all it makes (default: runs/reproduce/TABLE.SCALE)")
-    added.add_argument("--rows", type=_names, default=[], help="only these, as transformer_xl,lamemo")
-    added.add_argument("--seeds", type=_seeds, default=[], help="as 0,1,2 (default: those of the scale)")
-    added.add_argument("--ranks", type=_count, default=1, help="processes of a training (default: 1)")
-
-
-def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
-
-
-def _seeds(text: str) -> list[int]:
-    seeds = [int(name) for name in _names(text)]
-    if len(set(seeds)) != len(seeds):
-        raise argparse.ArgumentTypeError(f"{text} has a seed twice")
-    return seeds
+    added.add_argument("--rows", type=names, default=[], help="only these, as transformer_xl,lamemo")
+    added.add_argument("--seeds", type=seeds, default=[], help="as 0,1,2 (default: those of the scale)")
+    added.add_argument("--ranks", type=count, default=1, help="processes of a training (default: 1)")
 
 
 def _add_dialogue(commands: argparse._SubParsersAction) -> None:
@@ -188,10 +181,10 @@ def _add_dialogue(commands: argparse._SubParsersAction) -> None:
     added.add_argument("run", type=Path, help="a run directory, one checkpoint in it, or an export")
     added.add_argument("overrides", nargs="*", help="key=value overrides, of eval.* and data.path")
     added.add_argument("--split", help="default: eval.split")
-    added.add_argument("--checkpoint", type=_count, help=_STEP_HELP)
-    added.add_argument("--limit", type=_count, metavar="N", help="only the first N conversations (default: all)")
-    added.add_argument("--turns", type=_count, metavar="N", help="N replies a conversation, spread (default: all)")
-    added.add_argument("--tokens", type=_count, default=50, help="of a reply, at most (default: 50)")
+    added.add_argument("--checkpoint", type=step, help=_STEP_HELP)
+    added.add_argument("--limit", type=count, metavar="N", help="only the first N conversations (default: all)")
+    added.add_argument("--turns", type=count, metavar="N", help="N replies a conversation, spread (default: all)")
+    added.add_argument("--tokens", type=count, default=50, help="of a reply, at most (default: 50)")
     added.add_argument("--top-p", type=float, default=0.9, help="nucleus that tokens are drawn from (default: 0.9)")
     added.add_argument("--temperature", type=float, default=1.0, help="0: always the likeliest (default: 1)")
     added.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
@@ -203,8 +196,8 @@ def _add_inspect(commands: argparse._SubParsersAction) -> None:
     added.add_argument("run", type=Path, help="a run directory, one checkpoint in it, or an export")
     added.add_argument("overrides", nargs="*", help="key=value overrides, of eval.* and data.path")
     added.add_argument("--split", help="default: eval.split")
-    added.add_argument("--checkpoint", type=_count, help=_STEP_HELP)
-    added.add_argument("--limit", type=_count, default=100, metavar="N", help="the first N documents (default: 100)")
+    added.add_argument("--checkpoint", type=step, help=_STEP_HELP)
+    added.add_argument("--limit", type=count, default=100, metavar="N", help="the first N documents (default: 100)")
 
 
 def _add_prepare(commands: argparse._SubParsersAction) -> None:
@@ -234,21 +227,35 @@ def _add_config(commands: argparse._SubParsersAction) -> None:
     added.add_argument("--get", metavar="KEY", help="only the value of this key, as run_dir, resolved")
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return value
+def _commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parser of each command, by its name."""
+    actions = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return next(actions).choices
+
+
+def _memory_options() -> set[str]:
+    from dist_mem.memory import described_memories  # takes torch
+
+    return {field.name for _, options in described_memories().values() for field in fields(options)}
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse, with overrides allowed after options too, which argparse's `*` does not see."""
     parser = build_parser()
-    options, rest = parser.parse_known_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    commands = _commands_of(parser)
+    if not given or (given[0] not in commands and not given[0].startswith("-")):
+        parser.error(unknown_command(given[0], list(commands)) if given else f"give a command: {', '.join(commands)}")
+    options, rest = parser.parse_known_args(given)
     several = "overrides" if hasattr(options, "overrides") else "config"
-    unknown = [text for text in rest if text.startswith("-") or not hasattr(options, several)]
+    takes_keys = hasattr(options, several)
+    unknown = [text for text in rest if text.startswith("-") or not takes_keys]
+    if unknown and unknown[0].startswith("-"):
+        known = list(commands[options.command]._option_string_actions)
+        keys = keys_of(options.command, _memory_options()) if takes_keys else []
+        commands[options.command].error(unknown_option(unknown[0], given, options=known, keys=keys))
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        commands[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     if rest:
         setattr(options, several, [*getattr(options, several), *rest])
     return options
@@ -272,6 +279,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, UnusableError) else EXIT_FAILED
+    except KeyboardInterrupt:
+        print("stopped by SIGINT", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def entry() -> NoReturn:

@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dist_mem.checkpoint.lanes import Lanes
+from dist_mem.checkpoint.manifest import TOKENIZER_DIR
 from dist_mem.checkpoint.resume_choice import AUTO, choose_checkpoint
 from dist_mem.checkpoint.snapshot import take_snapshot
 from dist_mem.config import to_yaml
 from dist_mem.data.shard import ShardError
+from dist_mem.data.tokenizer import tokenizer_files
 from dist_mem.divergence import METRICS, ROLLBACK, Decision, DivergedError
 from dist_mem.evaluation.evaluate import evaluate_split
 from dist_mem.evaluation.scoring import EvaluationError
@@ -83,7 +85,11 @@ def save(job: Job) -> None:
     }
     lanes = Lanes(job.lane_ids, job.cursors, job.states)
     texts = {"config.yaml": to_yaml(job.config), **job.sources}
-    job.saver.save(take_snapshot(step=job.step, engine=job.engine, lanes=lanes, texts=texts, facts=facts), began=began)
+    small_files = {name: text.encode() for name, text in texts.items()}
+    # In every checkpoint, not once a run: a checkpoint that is copied elsewhere can be loaded there.
+    small_files |= {f"{TOKENIZER_DIR}/{name}": content for name, content in tokenizer_files(job.tokenizer).items()}
+    snapshot = take_snapshot(step=job.step, engine=job.engine, lanes=lanes, small_files=small_files, facts=facts)
+    job.saver.save(snapshot, began=began)
 
 
 def tell_saved(job: Job) -> None:

@@ -6,6 +6,7 @@ So help and mistakes are answered at once. The docstrings are what `dist-mem --h
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +15,8 @@ from typing import Any
 from dist_mem.config import Config, load_config, to_yaml, value_of
 from dist_mem.config.help import schema_as_yaml
 from dist_mem.config.resume_rules import check_allowed
-from dist_mem.environment import note_exit_code
-from dist_mem.errors import EXIT_FAILED, EXIT_USAGE, UnusableError
+from dist_mem.environment import is_rank0, note_exit_code
+from dist_mem.errors import EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE, StoppedEarlyError, UnusableError
 from dist_mem.stop_signal import OF_SCHEDULERS, StopSignal
 
 
@@ -30,45 +31,72 @@ def load_checked(arguments: Sequence[str]) -> Config:
     return load_config(arguments, memory_options=memory_options)
 
 
+def _require_config(options: argparse.Namespace, example: str) -> None:
+    if not options.config:
+        raise UnusableError(
+            f"{options.command}: no configuration is given: give YAML files and key=value overrides, as in: {example}"
+        )
+
+
 def train(options: argparse.Namespace) -> int:
     """Start a run, or resume it."""
-    with StopSignal(OF_SCHEDULERS) as early:  # imports take seconds, in which a signal would end the process
+    # Imports take seconds, in which a signal would end the process, or Ctrl-C leave a library half loaded.
+    with StopSignal((*OF_SCHEDULERS, signal.SIGINT)) as early:
         code = EXIT_FAILED
         try:
             code = _train(options, early)
         except UnusableError:
             code = EXIT_USAGE
             raise
+        except StoppedEarlyError as stopped:
+            code = EXIT_REQUEUE
+            if is_rank0():
+                print(stopped, file=sys.stderr)
         finally:
             note_exit_code(code)  # while signals are listened to: srun sends one as soon as another rank has ended
         return code
 
 
 def _train(options: argparse.Namespace, early: StopSignal) -> int:
+    _require_config(options, "dist-mem train configs/demo.yaml train.steps=100")
     config = load_checked(options.config)
     check_allowed(options.allow)
     if options.check:
         from dist_mem import plan
+        from dist_mem.checkpoint.resumption import check_run_dir
 
+        check_run_dir(config, options.allow)
         print(plan.report(config, world_size=options.world))
         return 0
-    from dist_mem.distributed import choose_accelerator
+    from dist_mem.distributed import choose_accelerator, tell
 
+    tell(f"starting {config.run_dir}: loading torch and DeepSpeed")
     choose_accelerator()
     from dist_mem.train import run
 
+    if early.received == "SIGINT":
+        raise StoppedEarlyError(early.received)
     return run(config, allowed=options.allow, early=early)
 
 
 def launch(options: argparse.Namespace) -> int:
-    """Hand a training job in to Slurm."""
-    from dist_mem.launch import submit
+    """Submit a training job to Slurm."""
+    from dist_mem.launch import script, submit
 
     shorthand = ("nodes", "gpus_per_node", "time", "partition", "account")
     given = [f"launch.{name}={value!r}" for name in shorthand if (value := getattr(options, name)) is not None]
     if options.script:
         return submit.show_script(load_config(["train.steps=1", *options.config, *given]), kind=options.script)
-    return submit.run(load_checked([*options.config, *given]), options.config, dry_run=options.dry_run)
+    _require_config(options, "dist-mem launch configs/demo.yaml launch/sites/generic.yaml --nodes 1")
+    config = load_checked([*options.config, *given])
+    submit.check(config)
+    from dist_mem.checkpoint.resumption import check_run_dir
+    from dist_mem.plan import idle_warning
+
+    check_run_dir(config)
+    if warning := idle_warning(config, script.numbers_of_ranks(config.launch)):
+        print(warning, file=sys.stderr)
+    return submit.run(config, options.config, dry_run=options.dry_run)
 
 
 def doctor(options: argparse.Namespace) -> int:
@@ -86,6 +114,8 @@ def evaluate(options: argparse.Namespace) -> int:
     """Score a checkpoint on whole documents."""
     if options.also and not options.sweep:
         raise UnusableError(f"--also {options.also[0]}: one run at a time, but with --sweep")
+    if options.without_memory and options.sweep:
+        raise UnusableError("--without-memory: one evaluation at a time, not with --sweep")
     from dist_mem.distributed import choose_accelerator
 
     choose_accelerator()
@@ -101,7 +131,13 @@ def evaluate(options: argparse.Namespace) -> int:
         )
     from dist_mem.evaluation.evaluate import run
 
-    return run(options.run, split=options.split, checkpoint=options.checkpoint, overrides=options.overrides)
+    return run(
+        options.run,
+        split=options.split,
+        checkpoint=options.checkpoint,
+        overrides=options.overrides,
+        without_memory=options.without_memory,
+    )
 
 
 def export(options: argparse.Namespace) -> int:
@@ -146,7 +182,7 @@ def generate(options: argparse.Namespace) -> int:
 
 
 def reproduce(options: argparse.Namespace) -> int:
-    """Run a table or figure of the papers: build, train and evaluate every row, and set it beside the paper's."""
+    """Build, train and evaluate every row of a table or figure of the papers, or of your own."""
     from dist_mem.reproduce.run import run
     from dist_mem.reproduce.tables import load_table, table_names
 
@@ -163,6 +199,7 @@ def reproduce(options: argparse.Namespace) -> int:
         seeds=options.seeds,
         ranks=options.ranks,
         extra=options.overrides,
+        only_check=options.check,
     )
 
 

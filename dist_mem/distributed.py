@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -12,8 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dist_mem.environment import export_for_libraries, find_own_tools, read_ranks, use_cpu_accelerator
+from dist_mem.environment import export_for_libraries, find_own_tools, is_rank0, read_ranks, use_cpu_accelerator
 from dist_mem.errors import UnusableError
+
+_SLOW = 2.0  # seconds after which a part of the start is told
 
 ResultT = TypeVar("ResultT")
 
@@ -70,6 +75,24 @@ def shut_down(*, agreed: bool) -> None:
     if agreed:
         dist.barrier()
     dist.destroy_process_group()
+
+
+@contextmanager
+def announced(what: str, *, after: float = _SLOW) -> Iterator[None]:
+    """Print on rank 0 what is being done, once it has taken `after` seconds: before a run has a tracker."""
+    line = threading.Timer(after, lambda: tell(what))
+    line.daemon = True
+    line.start()
+    try:
+        yield
+    finally:
+        line.cancel()
+
+
+def tell(text: str) -> None:
+    """Print a line on rank 0, where messages of the run appear too."""
+    if is_rank0():
+        print(text, file=sys.stderr, flush=True)
 
 
 def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:

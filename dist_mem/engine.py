@@ -14,7 +14,7 @@ import re
 import sys
 import warnings
 from collections.abc import Collection
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from dist_mem.build_lock import building
 from dist_mem.checkpoint import zero_restore, zero_state
 from dist_mem.checkpoint.zero_restore import Counters, ReadSlice
 from dist_mem.checkpoint.zero_state import Slice
+from dist_mem.distributed import announced, tell
 from dist_mem.gradient_shares import GradientShares, Norms
 from dist_mem.layers import DTYPES
 from dist_mem.optimizer import build_optimizer
@@ -135,7 +136,12 @@ def start_communication() -> None:
     """
     try:
         if torch.distributed.get_backend() == "gloo":
-            with building(Path(_get_build_directory(_CPU_OP, False))), redirect_stdout(io.StringIO()):
+            directory = Path(_get_build_directory(_CPU_OP, False))
+            told: AbstractContextManager[None] = announced(f"waiting for {_CPU_OP}: another job loads or compiles it")
+            if not (directory / f"{_CPU_OP}.so").exists():
+                tell("compiling DeepSpeed's CPU communication op, once for this environment: 1 to 3 minutes")
+                told = nullcontext()
+            with told, building(directory), redirect_stdout(io.StringIO()):
                 get_accelerator().create_op_builder("ShareMemCommBuilder").load()
         with redirect_stdout(io.StringIO()):  # it says on every rank that all is well
             deepspeed.init_distributed(torch.distributed.get_backend())
@@ -143,8 +149,8 @@ def start_communication() -> None:
         reasons = re.findall(r"^.*(?:not found|[Ee]rror: ).*$", str(error).partition("\n")[2], re.MULTILINE)
         raise ValueError(
             f"DeepSpeed could not compile its CPU communication op ({reasons[0] if reasons else error}): install a C++ "
-            "compiler ('apt-get install g++'), and see that TORCH_EXTENSIONS_DIR (default: ~/.cache/torch_extensions) "
-            "can be written"
+            "compiler ('apt-get install g++'), and see that TORCH_EXTENSIONS_DIR (default: in "
+            "~/.cache/torch_extensions) can be written"
         ) from error
 
 

@@ -8,6 +8,7 @@ it means nothing.
 from __future__ import annotations
 
 import getpass
+import hashlib
 import math
 import os
 import shutil
@@ -18,6 +19,7 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,11 +50,20 @@ def read_ranks(environ: Mapping[str, str] = os.environ) -> tuple[int, int, int, 
     return 0, 1, 0, 1
 
 
+def is_rank0() -> bool:
+    """Whether this process speaks for its job, known before anything is initialized."""
+    return _is_first(0)
+
+
 def is_first_on_node() -> bool:
-    """Whether this process speaks for its node, known before anything is initialized."""
+    """Whether this process speaks for its node, likewise."""
+    return _is_first(2)
+
+
+def _is_first(index: int) -> bool:
     try:
-        return read_ranks()[2] == 0
-    except ValueError:
+        return read_ranks()[index] == 0
+    except ValueError:  # half of a launcher's variables: told later
         return True
 
 
@@ -79,6 +90,7 @@ def export_for_libraries(rank: int, size: int, local_rank: int, local_size: int)
         interface = interface_towards(os.environ["MASTER_ADDR"])
         if interface is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extension_cache()))
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     os.environ.update(
         {name: str(value) for name, value in zip(names, (rank, size, local_rank, local_size), strict=True)}
@@ -257,13 +269,26 @@ def slurm_nodes() -> list[str]:
     return told.stdout.split()
 
 
+def extension_cache() -> Path:
+    """Where the ops of this environment are compiled, unless TORCH_EXTENSIONS_DIR is set.
+
+    torch keys its directory by Python's version and by CUDA's. Two environments would share it, and each would compile
+    anew after the other: the command that ninja compares has the paths of torch, of DeepSpeed's sources and of
+    Python's headers in it.
+    """
+    packages = [find_spec(name) for name in ("torch", "deepspeed")]
+    places = [sysconfig.get_path("include"), *(str(spec.origin) for spec in packages if spec is not None)]
+    identity = hashlib.sha256("\n".join(places).encode()).hexdigest()[:12]
+    return user_cache_dir() / "torch_extensions" / f"py{sysconfig.get_python_version()}-{identity}"
+
+
 def compiler_caches() -> dict[str, tuple[Path, str]]:
     """Where compilers keep what they make: name -> its directory, and the variable that moves it."""
-    temporary, cache = Path(tempfile.gettempdir()), user_cache_dir()
+    temporary = Path(tempfile.gettempdir())
     triton_home = Path(os.environ.get("TRITON_HOME") or "~").expanduser()
     inductor = temporary / f"torchinductor_{os.environ.get('USER', '')}"
     usual = {
-        "TORCH_EXTENSIONS_DIR": ("DeepSpeed's ops", cache / "torch_extensions"),
+        "TORCH_EXTENSIONS_DIR": ("DeepSpeed's ops", extension_cache()),
         "TRITON_CACHE_DIR": ("Triton", triton_home / ".triton" / "cache"),
         "TORCHINDUCTOR_CACHE_DIR": ("torch.compile", inductor),
         "TMPDIR": ("temporary files", temporary),

@@ -7,6 +7,7 @@ EXIT_FAILED = 1  # something broke on the way: a disk, a network, a part of the 
 EXIT_USAGE = 2  # configuration, data or run directory are wrong: trying again will not help; argparse's code too
 EXIT_DIVERGED = 3  # a loss, a memory or a gradient is not finite
 EXIT_REQUEUE = 85  # stopped by a signal, a file or the clock, with everything saved: start me again
+EXIT_INTERRUPTED = 130  # Ctrl-C in any command but train, as shells tell it
 EXIT_HUNG = 86  # the watchdog ended a job in which nothing moved any more: start me again
 
 
@@ -22,3 +23,10 @@ class UnusableError(ValueError):
 
     Raised on every rank of a job; the message says what to change.
     """
+
+
+class StoppedEarlyError(Exception):
+    """A signal ended a training before its first step: exit code 85. Raised on every rank of a job."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"stopped by {name} before the first step: nothing was changed, the same command starts again")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ import torch
 from torch import Tensor
 
 from dist_mem.checkpoint.lanes import Lanes, open_checkpoints
-from dist_mem.checkpoint.manifest import CheckpointError
-from dist_mem.checkpoint.resume_choice import find_candidates, readable
+from dist_mem.checkpoint.resumption import Resumption
 from dist_mem.checkpoint.saver import Saver
 from dist_mem.config import deepspeed_block, save_config
 from dist_mem.data.directory import open_index, open_tokenizer, refresh_on_all_ranks
@@ -22,20 +20,21 @@ from dist_mem.data.remote import is_remote, show
 from dist_mem.data.shard import Index, fetch_shards
 from dist_mem.data.stream import lanes_of_rank
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.distributed import World, decided_by_rank0, gather_objects, on_all_ranks
+from dist_mem.distributed import World, announced, gather_objects, on_all_ranks
 from dist_mem.divergence import Divergence
 from dist_mem.engine import Engine, start_communication
 from dist_mem.environment import node_name
-from dist_mem.errors import UnusableError
+from dist_mem.errors import StoppedEarlyError, UnusableError
 from dist_mem.evaluation.scoring import check_scorable
 from dist_mem.evaluation.stream import stream_lengths
 from dist_mem.gpt2.folder import load_pretrained
 from dist_mem.meter import MEASUREMENTS, Meter
 from dist_mem.model import MemoryLM
 from dist_mem.outside_memory import sources
-from dist_mem.plan import batch_plan, idle_text, total_steps
+from dist_mem.plan import idle_work, num_readable, total_steps
 from dist_mem.restore import restore
 from dist_mem.shared_memory import drop_buffer_name
+from dist_mem.stop_signal import StopSignal
 from dist_mem.stragglers import ForwardTimer, Stragglers
 from dist_mem.tracking.provenance import running_commit
 from dist_mem.tracking.run_facts import describe_run
@@ -73,25 +72,22 @@ class Job:
     evaluation_seconds: float = 0.0  # the longest of this start
 
 
-def _begin_pretrained(config: Any, world: World, model: MemoryLM, vocab_size: int) -> list[str]:
-    """Load `model.pretrained` where there is no checkpoint to go on from; returns what to tell of it."""
-    if config.model.pretrained is None:
-        return []
-    run_dir = Path(config.run_dir)
-    found = decided_by_rank0(lambda: readable(lambda: find_candidates(config.resume, run_dir)), CheckpointError)
-    if found.candidates:
-        return []
+def _load_pretrained(config: Any, world: World, model: MemoryLM, vocab_size: int) -> list[str]:
+    """Load `model.pretrained`; returns messages about it."""
     folder = config.model.pretrained
     new = on_all_ranks(lambda: load_pretrained(model, config, vocab_size), f"reading {folder}")
     return [f"weights of {folder}" + (f"; {len(new)} new tensors, as {new[0]}" if new else "")]
 
 
-def _build(config: Any, world: World, tokenizer: Tokenizer, lane_ids: Tensor) -> tuple[Engine, list[Any], list[str]]:
-    """The engine on a freshly initialized model, empty memories for every lane group, and what to tell of it."""
+def _build(
+    config: Any, world: World, tokenizer: Tokenizer, lane_ids: Tensor, *, is_resumed: bool
+) -> tuple[Engine, list[Any], list[str]]:
+    """The engine on a freshly initialized model, empty memories for every lane group, and messages about it."""
     train = config.train
     torch.manual_seed(train.seed)  # the same initial parameters on every rank
     model = MemoryLM(config, tokenizer.vocab_size)
-    messages = _begin_pretrained(config, world, model, tokenizer.vocab_size)
+    begins_pretrained = config.model.pretrained is not None and not is_resumed
+    messages = _load_pretrained(config, world, model, tokenizer.vocab_size) if begins_pretrained else []
     accumulation = len(lane_ids) // train.micro_lanes * train.segments_per_update
     engine = Engine(
         model,
@@ -105,17 +101,19 @@ def _build(config: Any, world: World, tokenizer: Tokenizer, lane_ids: Tensor) ->
     return engine, [engine.init_state(group) for group in lane_ids.split(train.micro_lanes)], messages
 
 
-def open_job(config: Any, world: World, allowed: Sequence[str] = ()) -> Job:
-    """Build model, engine, reader and tracker; restore the checkpoint that `resume` means where there is one.
+def open_job(config: Any, world: World, resumption: Resumption | None, stop_signal: StopSignal) -> Job:
+    """Build model, engine, reader and tracker; restore the checkpoint to resume from where there is one.
 
     Args:
-        allowed: keys given to `--allow`.
+        resumption: of `find_resumption`.
+        stop_signal: Ctrl-C ends the start between two of its parts.
 
     Raises:
         UnusableError: data, configuration, checkpoints or run directory; on every rank.
+        StoppedEarlyError: on every rank.
     """
     try:
-        return _open_job(config, world, allowed)
+        return _open_job(config, world, resumption, stop_signal)
     except UnusableError:
         raise
     except ValueError as error:  # a memory, the plan or DeepSpeed refuses what the configuration says
@@ -152,35 +150,67 @@ def _splits(config: Any) -> list[str]:
     return [config.data.train_split, *([config.eval.split] if config.eval.every else [])]
 
 
-def _open_job(config: Any, world: World, allowed: Sequence[str]) -> Job:
+def leave_if_interrupted(stop_signal: StopSignal, *, by_any: bool = False) -> None:
+    """Between two parts of a start: end it if somebody pressed Ctrl-C; every rank calls it.
+
+    Signals of schedulers wait for the first step, so that a job that is preempted at each start still moves on.
+
+    Args:
+        by_any: a signal has broken this part of the start; whichever it was, it is the reason.
+
+    Raises:
+        StoppedEarlyError: on every rank.
+    """
+    received = [name for name in gather_objects(stop_signal.received) if name and (by_any or name == "SIGINT")]
+    if received:
+        raise StoppedEarlyError(received[0])
+
+
+def _start_communication(stop_signal: StopSignal) -> None:
+    """`start_communication` on all ranks; Ctrl-C in a terminal goes to the compiler too, and is why it failed."""
+    try:
+        on_all_ranks(start_communication, "starting DeepSpeed")
+    except UnusableError:
+        leave_if_interrupted(stop_signal, by_any=True)
+        raise
+    leave_if_interrupted(stop_signal)
+
+
+def _open_job(config: Any, world: World, resumption: Resumption | None, stop_signal: StopSignal) -> Job:
     train, run_dir = config.train, Path(config.run_dir)
     beat(UNWATCHED if is_remote(config.data.path) or config.data.stage != "none" else "opening")
-    refresh_on_all_ranks(config.data, _splits(config))
-    tokenizer, indexes = on_all_ranks(lambda: _open_data(config), f"opening {show(config.data.path)}")
+    with announced(f"opening {show(config.data.path)}"):
+        refresh_on_all_ranks(config.data, _splits(config))
+        tokenizer, indexes = on_all_ranks(lambda: _open_data(config), f"opening {show(config.data.path)}")
+    leave_if_interrupted(stop_signal)
     beat("opening")
     index = indexes[0]
     lane_ids = torch.tensor(
         lanes_of_rank(train.lanes, world_size=world.size, rank=world.rank, micro_lanes=train.micro_lanes)
     )
     memory_sources = on_all_ranks(lambda: sources(config.memory), "reading the memory")
-    on_all_ranks(start_communication, "starting DeepSpeed")
+    _start_communication(stop_signal)
     drop_buffer_name(world.rank)
-    engine, fresh, messages = _build(config, world, tokenizer, lane_ids)
+    with announced("building the model"):
+        engine, fresh, messages = _build(config, world, tokenizer, lane_ids, is_resumed=resumption is not None)
+    leave_if_interrupted(stop_signal)
     cursors = torch.zeros(len(lane_ids), 3, dtype=torch.int64)
     commit = running_commit() if world.rank == 0 else None
     beat("restoring")
     began = time.perf_counter()
-    start = restore(
-        config,
-        world,
-        index=index,
-        engine=engine,
-        fresh=Lanes(lane_ids, cursors, fresh),
-        sources=memory_sources,
-        commit=commit,
-        allowed=allowed,
-    )
-    restored_seconds = time.perf_counter() - began
+    with announced("restoring the checkpoint"):
+        start = restore(
+            config,
+            world,
+            resumption,
+            index=index,
+            engine=engine,
+            fresh=Lanes(lane_ids, cursors, fresh),
+            sources=memory_sources,
+            commit=commit,
+        )
+    leave_if_interrupted(stop_signal)
+    restored_seconds = time.perf_counter() - began + (0.0 if resumption is None else resumption.seconds)
     beat("opening")
     reader = on_all_ranks(
         lambda: training_reader(config, world_size=world.size, rank=world.rank, cursors=start.lanes.cursors),
@@ -206,9 +236,10 @@ def _open_job(config: Any, world: World, allowed: Sequence[str]) -> Job:
             tracker.log_tags(start.tags)
         return tracker
 
-    tracker = on_all_ranks(open_run_dir, f"opening {run_dir}")
-    waste = idle_text(train, batch_plan(train, world.size))
-    for message in [*start.messages, *messages, *([f"idle: {waste}"] if waste else [])]:
+    with announced(f"opening {run_dir}" + (" and MLflow" if config.tracking.mlflow else "")):
+        tracker = on_all_ranks(open_run_dir, f"opening {run_dir}")
+    waste = idle_work(train, world.size, num_documents=num_readable(reader.plan))
+    for message in [*start.messages, *messages, *([": ".join(waste)] if waste else [])]:
         tracker.message(message)
     return Job(
         config=config,

@@ -11,6 +11,7 @@ import resource
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ MEASUREMENTS = frozenset(
     | {"checkpoint/seconds", "checkpoint/stall_seconds", "checkpoint/bytes", "straggler/ratio"}
 )
 
+LOGGED = "memory/"  # what memories log: MemoryOutput.logs
+
 
 class Totals(NamedTuple):
     """Sums over all ranks, of one update or of several."""
@@ -35,6 +38,7 @@ class Totals(NamedTuple):
     num_recall: float = 0.0
     documents: float = 0.0  # started
     documents_skipped: float = 0.0
+    num_read: float = 0.0  # lane-segments with tokens
 
 
 class Meter:
@@ -45,6 +49,7 @@ class Meter:
         self._lane_segments = lane_segments_per_update
         saved = saved or {}
         self._totals = Totals(**{name: saved.get(name, 0.0) for name in Totals._fields})
+        self._logs = {name: figure for name, figure in saved.items() if name.startswith(LOGGED)}
         self._steps = saved.get("steps", 0.0)
         self._waited = saved.get("waited", 0.0)
         self._began = time.perf_counter() - saved.get("seconds", 0.0)
@@ -55,7 +60,8 @@ class Meter:
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps; JSON keeps every bit of it."""
         seconds = time.perf_counter() - self._began
-        return {**self._totals._asdict(), "steps": self._steps, "waited": self._waited, "seconds": seconds}
+        own = {"steps": self._steps, "waited": self._waited, "seconds": seconds}
+        return {**self._totals._asdict(), **self._logs, **own}
 
     def timed_next(self, updates: Iterator[Update]) -> Update:
         """The next update; the time spent waiting for it is what `data_wait_share` reports."""
@@ -79,8 +85,10 @@ class Meter:
         """A clock that stands still while the meter is paused."""
         return time.perf_counter() - self._paused_seconds
 
-    def add(self, totals: Totals, *, epoch: float) -> None:
-        """Count one update; `epoch` is `Update.epoch`."""
+    def add(self, totals: Totals, *, epoch: float, logs: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Count one update; `epoch` is `Update.epoch`, `logs` are `Outcome.logs`."""
+        for name, figure in logs.items():
+            self._logs[LOGGED + name] = self._logs.get(LOGGED + name, 0.0) + figure
         self._totals = Totals(*map(sum, zip(self._totals, totals, strict=True)))
         self._steps += 1
         self._epoch = epoch
@@ -93,7 +101,8 @@ class Meter:
         """The metrics of a logged point, and a fresh start.
 
         Losses are nats per token averaged over all tokens since the last point; documents count since the start of the
-        run; memory is this process's peak so far in GB (the GPU's where there is one).
+        run; memory is this process's peak so far in GB (the GPU's where there is one). What memories log is averaged
+        over blocks and over all lanes that read something since the last point.
         """
         seconds, totals = time.perf_counter() - self._began, self._totals
         loss = totals.nll / totals.num_scored if totals.num_scored else math.nan
@@ -117,7 +126,9 @@ class Meter:
             metrics["recall_perplexity"] = _perplexity(totals.recall_nll / totals.num_recall)
         if totals.aux:
             metrics["aux_loss"] = totals.aux / (self._lane_segments * max(1.0, self._steps))
-        self._totals = Totals(documents=totals.documents, documents_skipped=totals.documents_skipped)
+        if totals.num_read:
+            metrics |= {name: figure / totals.num_read for name, figure in self._logs.items()}
+        self._totals, self._logs = Totals(documents=totals.documents, documents_skipped=totals.documents_skipped), {}
         self._steps, self._waited, self._began, self._noted = 0.0, 0.0, self._began + seconds, {}
         return metrics
 

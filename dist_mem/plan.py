@@ -7,19 +7,20 @@ G lanes of the whole job, T tokens of a segment, K segments of an update.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from dist_mem.config import Config, deepspeed_block
 from dist_mem.data.directory import local_dir, open_index, refresh
 from dist_mem.data.remote import show
-from dist_mem.data.stream import Plan, cut_lengths, lanes_of_rank, make_plan
+from dist_mem.data.stream import DocumentPlan, Plan, cut_lengths, lanes_of_rank, make_plan
 from dist_mem.data.tokenizer import JSON_NAME, read_tokenizer_facts
 from dist_mem.errors import UnusableError
 from dist_mem.gpt2.folder import check_sizes
 from dist_mem.model import describe
 
 ASSUMED_VOCAB_SIZE = 32_000  # of the builders, where the data is not built yet
+IDLE_LIMIT = 0.2  # of the work; a plan that wastes more is a warning
 _LABEL_WIDTH = 11
 
 
@@ -31,6 +32,13 @@ class BatchPlan(NamedTuple):
     groups: int  # micro-batches in which a rank goes through its lanes once
     accumulation: int  # forwards and backwards of one rank in one update: groups * K
     idle_lanes: int  # of the whole job: they compute and are thrown away
+
+
+class IdleWork(NamedTuple):
+    """Work that is done and thrown away, for people."""
+
+    label: str  # "idle", or "warning" if it is more than IDLE_LIMIT
+    text: str
 
 
 def batch_plan(train: Any, world_size: int) -> BatchPlan:
@@ -49,15 +57,52 @@ def best_micro_lanes(train: Any, world_size: int) -> int:
     return min(range(train.micro_lanes, 0, -1), key=idle_lanes)
 
 
-def idle_text(train: Any, batch: BatchPlan) -> str | None:
-    """What is wasted where the ranks do not divide the lanes, and how to waste less; None if nothing is."""
+def idle_work(train: Any, world_size: int, *, num_documents: int | None = None) -> IdleWork | None:
+    """What is wasted where the ranks do not divide the lanes, and what fits better; None if nothing is.
+
+    Args:
+        num_documents: that can be read side by side, which bounds `train.lanes`; None: not known, or not bounded.
+    """
+    batch = batch_plan(train, world_size)
     if not batch.idle_lanes:
         return None
-    share = batch.idle_lanes / (train.lanes + batch.idle_lanes)
-    better = best_micro_lanes(train, batch.world_size)
-    idle = -train.lanes % (batch.world_size * better)
-    advice = f"; with train.micro_lanes={better} it would be {idle}" if idle < batch.idle_lanes else ""
-    return f"{_count(batch.idle_lanes, 'lane')}, {share:.1%} of the work{advice}"
+    places = train.lanes + batch.idle_lanes
+    share = batch.idle_lanes / places
+    better = best_micro_lanes(train, world_size)
+    left = -train.lanes % (world_size * better)
+    ways = [f"train.micro_lanes={better}"] if left == 0 else []
+    if num_documents is None or places <= num_documents:
+        ways.append(f"train.lanes={places} (in a new run)")
+    if fitting := next((size for size in range(world_size, 0, -1) if not batch_plan(train, size).idle_lanes), None):
+        ways.append(_count(fitting, "rank"))
+    advice = f"; with train.micro_lanes={better} it would be {left}" if 0 < left < batch.idle_lanes else ""
+    advice += f"; none is idle with {' or '.join(ways)}" if ways else ""
+    advice = f"{share:.1%} of the work{advice}"
+    if share > IDLE_LIMIT:
+        return IdleWork("warning", f"{_count(batch.idle_lanes, 'idle lane')}, {advice}")
+    return IdleWork("idle", f"{_count(batch.idle_lanes, 'lane')}, {advice}")
+
+
+def num_readable(plan: Plan | None) -> int | None:
+    """How many documents lanes can read side by side, an upper bound of `train.lanes`; None: not known, or no bound."""
+    return len(plan.lengths) - len(plan.skipped) if isinstance(plan, DocumentPlan) else None
+
+
+def idle_warning(config: Config, world_sizes: Iterable[int]) -> str | None:
+    """A line for the first of these numbers of ranks that wastes more than IDLE_LIMIT; None if none does.
+
+    Raises:
+        UnusableError: the data has too few documents for the lanes.
+    """
+    try:
+        num_documents = num_readable(_built_plan(config))
+    except ValueError as error:
+        raise UnusableError(str(error)) from error
+    for size in world_sizes:
+        waste = idle_work(config.train, size, num_documents=num_documents)
+        if waste and waste.label == "warning":
+            return f"warning: with {_count(size, 'rank')}, {waste.text}"
+    return None
 
 
 def steps_per_epoch(train: Any, plan: Plan) -> float:
@@ -81,7 +126,9 @@ def report(config: Config, *, world_size: int) -> str:
     """
     try:
         refresh(config.data, [config.data.train_split])
-        lines = [*_model_lines(config, world_size), *_batch_lines(config, world_size), *_data_lines(config)]
+        plan = _built_plan(config)
+        batch = _batch_lines(config, world_size, num_readable(plan))
+        lines = [*_model_lines(config, world_size), *batch, *_data_lines(config, plan)]
     except UnusableError:
         raise
     except ValueError as error:
@@ -129,14 +176,14 @@ def _model_lines(config: Config, world_size: int) -> Iterator[tuple[str, str]]:
     yield "memory", f"{_described(config.memory)}: {state}"
 
 
-def _batch_lines(config: Config, world_size: int) -> Iterator[tuple[str, str]]:
+def _batch_lines(config: Config, world_size: int, num_documents: int | None) -> Iterator[tuple[str, str]]:
     train, batch = config.train, batch_plan(config.train, world_size)
     places = batch.lanes_per_rank * world_size
     of_places = f" of {places:,}" if batch.idle_lanes else ""
     product = f"{_count(world_size, 'rank')} x {_count(batch.groups, 'micro-batch')} x {train.micro_lanes} lanes"
     yield "lanes", f"{train.lanes:,}{of_places} = {product}"
-    if waste := idle_text(train, batch):
-        yield "idle", waste
+    if waste := idle_work(train, world_size, num_documents=num_documents):
+        yield waste
     tokens = train.lanes * train.seg_len * train.segments_per_update
     passes = _count(batch.accumulation, "forward and backward", "forwards and backwards")
     segments = _count(train.segments_per_update, "segment")
@@ -146,21 +193,30 @@ def _batch_lines(config: Config, world_size: int) -> Iterator[tuple[str, str]]:
     yield "engine", f"ZeRO stage {stage}, {train.precision}, {config.optimizer.kind}, {clipping}"
 
 
-def _data_lines(config: Config) -> Iterator[tuple[str, str]]:
-    data, train = config.data, config.train
+def _built_plan(config: Config) -> Plan | None:
+    """The order in which the training split is read; None: the data is not built yet."""
     if not _data_is_built(config):
+        return None
+    data, train = config.data, config.train
+    documents = open_index(data, data.train_split).documents
+    lengths = cut_lengths([entry.num_tokens for entry in documents], data.max_document_len)
+    return make_plan(
+        lengths, num_lanes=train.lanes, seg_len=train.seg_len, seed=data.seed, layout=data.layout, cut=data.cut
+    )
+
+
+def _data_lines(config: Config, plan: Plan | None) -> Iterator[tuple[str, str]]:
+    data, train = config.data, config.train
+    if plan is None:
         asked, other = (train.steps, "epochs") if train.steps is not None else (train.epochs, "steps")
         yield "data", f"{data.path}: not built yet"
         yield "training", f"{asked:,} {'steps' if other == 'epochs' else 'epochs'}; the data will tell how many {other}"
         return
-    index = open_index(data, data.train_split)
-    lengths = cut_lengths([entry.num_tokens for entry in index.documents], data.max_document_len)
-    plan = make_plan(lengths, num_lanes=train.lanes, seg_len=train.seg_len, seed=data.seed, layout=data.layout)
-    num_tokens, per_epoch = int(lengths.sum()), steps_per_epoch(train, plan)
+    num_tokens, per_epoch = int(plan.lengths.sum()), steps_per_epoch(train, plan)
     steps = total_steps(config, plan)
     skipped = f", {_count(len(plan.skipped), 'document')} too short" if plan.skipped else ""
     padding = 1 - num_tokens / (plan.num_segments * train.seg_len)
-    size = f"{_count(len(lengths), 'document')}{skipped}, {num_tokens:,} tokens, padding {padding:.2%}"
+    size = f"{_count(len(plan.lengths), 'document')}{skipped}, {num_tokens:,} tokens, padding {padding:.2%}"
     read = round(steps / per_epoch * num_tokens)
     yield "data", f"{show(data.path)}, {data.train_split}: {size}"
     yield "epoch", f"{per_epoch:,.1f} steps"

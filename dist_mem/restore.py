@@ -1,6 +1,6 @@
 """Putting a job where a checkpoint stands, on any number of ranks, at any ZeRO stage, with any micro_lanes.
 
-    resume_choice.py: which one -> rules: may this configuration go on from it -> engine, lanes, random state
+    checkpoint/resumption.py: which one, and may this configuration resume from it -> engine, lanes, random state
 
 Lanes move with memory and cursor to whichever rank holds them now; parameters and the optimizer's state are read by
 name and range; the plan of the data knows nothing of ranks. So every rank reads what it needs, nothing is converted. In
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,16 +21,12 @@ from torch import Tensor
 from dist_mem.checkpoint.engine_files import EngineReader
 from dist_mem.checkpoint.lanes import Lanes, read_lanes, read_random_state, set_random_state
 from dist_mem.checkpoint.manifest import LAST_WITH_PICKLES, CheckpointError, run_of
-from dist_mem.checkpoint.resume_choice import Choice, choose_checkpoint, readable, verify_together
-from dist_mem.config import load_config, read_config
-from dist_mem.config.check import ConfigError
-from dist_mem.config.resume_rules import check_changes
+from dist_mem.checkpoint.resume_choice import Choice, verify_together
+from dist_mem.checkpoint.resumption import Resumption, saved_config
 from dist_mem.data.lanes import training_reader
 from dist_mem.data.shard import Index
-from dist_mem.distributed import World, decided_by_rank0, on_all_ranks
+from dist_mem.distributed import World, on_all_ranks
 from dist_mem.engine import Engine
-from dist_mem.errors import UnusableError
-from dist_mem.memory import memory_options
 from dist_mem.meter import Meter
 from dist_mem.tracking.provenance import code_differences
 
@@ -62,34 +57,32 @@ def dropout_seed(seed: int, step: int, rank: int) -> int:
 def restore(
     config: Any,
     world: World,
+    resumption: Resumption | None,
     *,
     index: Index,
     engine: Engine,
     fresh: Lanes,
     sources: Mapping[str, str],
     commit: str | None,
-    allowed: Sequence[str],
 ) -> Start:
-    """Load the checkpoint that `resume` means, or begin at step 0.
+    """Load the checkpoint that was chosen, or begin at step 0.
 
     Args:
+        resumption: None: begin at step 0.
         index: of the split that is trained on.
         fresh: this rank's lanes with empty memories.
         sources: of memories outside the package, name -> text.
         commit: of the running code.
-        allowed: keys given to `--allow`.
 
     Raises:
         UnusableError: on every rank.
     """
     run_dir = Path(config.run_dir)
-    choice = choose_checkpoint(config.resume, run_dir, world)
-    if choice is None:
+    if resumption is None:
         torch.manual_seed(dropout_seed(config.train.seed, 0, world.rank))
         return Start(0, fresh, {}, None, [f"starting {run_dir}"], {}, [], [])
+    choice, saved, changes, _ = resumption
     directory, manifest = choice.directory, choice.manifest
-    saved = _saved_config(directory, config)
-    changes = decided_by_rank0(lambda: check_changes(saved, config, allowed=allowed), UnusableError)
     on_all_ranks(lambda: _check_data(choice, index), f"comparing the data of {directory}")
     _restore_engine(engine, choice, world)
     lanes = _restore_lanes(config, saved, world, choice, fresh)
@@ -105,25 +98,6 @@ def restore(
         tags[f"dist_mem.other_code.step_{manifest['step']}"] = other_code
     run_id = manifest["mlflow_run_id"] if is_own else None
     return Start(manifest["step"], lanes, manifest, run_id, messages, tags, choice.superseded, choice.broken)
-
-
-def _saved_config(directory: Path, config: Any) -> Any:
-    """The configuration of a checkpoint, read once; options that its memory has got since are at their defaults."""
-    path = directory / "config.yaml"
-
-    def read() -> Any:
-        saved = read_config(path)
-        if _kinds(saved.memory) == _kinds(config.memory):  # what `config` has not named is not loaded
-            with suppress(ConfigError):  # an option is no more: the rules say which
-                return load_config([str(path)], memory_options=memory_options)
-        return saved
-
-    return decided_by_rank0(lambda: readable(read), UnusableError)
-
-
-def _kinds(memory: Mapping[str, Any]) -> list[str]:
-    """The kind of a memory, and of those that it lies over."""
-    return [memory["kind"], *(_kinds(memory["over"]) if "over" in memory else [])]
 
 
 def _check_data(choice: Choice, index: Index) -> None:
@@ -229,7 +203,7 @@ def restore_into(job: Any, directory: Path) -> None:
     empty = [job.engine.init_state(group) for group in job.lane_ids.split(train.micro_lanes)]
     fresh = Lanes(job.lane_ids, torch.zeros_like(job.cursors), empty)
     _restore_engine(job.engine, choice, world)
-    lanes = _restore_lanes(config, _saved_config(directory, config), world, choice, fresh)
+    lanes = _restore_lanes(config, saved_config(directory, config), world, choice, fresh)
     job.reader.close()
     job.reader = on_all_ranks(
         lambda: training_reader(config, world_size=world.size, rank=world.rank, cursors=lanes.cursors),

@@ -10,6 +10,7 @@ slowest one on all ranks alike. At stage 3 forwards gather parameters, and so wa
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,7 +66,9 @@ class Stragglers:
         self._timer, self._rank, self._nodes, self._threshold = timer, rank, nodes, threshold
         self._seconds = np.zeros((WINDOW, len(nodes)))
         self._count = -1  # the first step compiles, and loads
-        self._slow: set[int] = set()
+        self._slow: set[int] = set()  # ranks that are slow now
+        self._episodes: Counter[int] = Counter()  # how often each rank has become slow
+        self._slow_steps: Counter[int] = Counter()
         self.worst: float | None = None  # the largest ratio of the last steps
 
     def mine(self) -> list[float]:
@@ -97,11 +100,33 @@ class Stragglers:
         for rank in np.flatnonzero(is_slow).tolist():
             if rank not in self._slow:
                 self._slow.add(rank)
-                messages.append(f"{self._name(rank)} takes {ratios[rank]:.1f} times as long as the others in a forward")
+                self._episodes[rank] += 1
+                messages += self._begun(rank, float(ratios[rank]))
         for rank in [rank for rank in sorted(self._slow) if is_calm[rank]]:
             self._slow.remove(rank)
-            messages.append(f"{self._name(rank)} is as fast as the others again")
+            if self._episodes[rank] == 1:
+                messages.append(f"{self._name(rank)} is as fast as the others again")
+        self._slow_steps.update(self._slow)
         return messages
+
+    def _begun(self, rank: int, ratio: float) -> list[str]:
+        """The first episode of a rank is told, then the 2nd, 4th, 8th, ..., with a count."""
+        number = self._episodes[rank]
+        told = f"{self._name(rank)} takes {ratio:.1f} times as long as the others"
+        if number == 1:
+            return [f"{told} in a forward"]
+        if number & (number - 1):
+            return []
+        ordinal = f"{number}nd" if number % 10 == 2 and number % 100 != 12 else f"{number}th"
+        return [f"{told} again, for the {ordinal} time: in {self._slow_steps[rank]:,} of {self._count:,} steps so far"]
+
+    def summary(self) -> list[str]:
+        """At the end of a run: the ranks that were slow more than once."""
+        return [
+            f"{self._name(rank)} was slow {number:,} times, in {self._slow_steps[rank]:,} of {self._count:,} steps"
+            for rank, number in sorted(self._episodes.items())
+            if number > 1
+        ]
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} ({self._nodes[rank]})"

@@ -27,15 +27,16 @@ from dist_mem.between_steps import (
 )
 from dist_mem.checkpoint.finished import is_finished, mark_finished
 from dist_mem.checkpoint.lease import Lease, LeaseError
+from dist_mem.checkpoint.resumption import find_resumption
 from dist_mem.data.batch import Update
 from dist_mem.data.remote import is_remote
 from dist_mem.data.shard import ShardError
-from dist_mem.distributed import AgreedError, World, on_all_ranks, sum_over_ranks
+from dist_mem.distributed import AgreedError, World, announced, on_all_ranks, sum_over_ranks
 from dist_mem.divergence import ROLLBACK, DivergedError
 from dist_mem.doctor.preflight import before_joining, preflight
 from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, UnusableError
 from dist_mem.evaluation.scoring import EvaluationError
-from dist_mem.job import Job, open_job
+from dist_mem.job import Job, leave_if_interrupted, open_job
 from dist_mem.stop_signal import StopSignal
 from dist_mem.stopping import Stopping, refuse_if_told_to_stop
 from dist_mem.update import Flags, Outcome, train_step
@@ -49,7 +50,8 @@ def train(job: Job, stop_signal: StopSignal) -> int:
         return EXIT_DONE
     stopping = Stopping(job, stop_signal)
     trouble: Exception | None = evaluate_if_owed(job)  # what kept rank 0 from recording: no rank raises alone
-    update, num_scored = first_update(job)
+    with announced("reading the first segments"):
+        update, num_scored = first_update(job)
     while True:
         begin_step(job.step)
         ahead = trouble or read_ahead(job)
@@ -63,7 +65,7 @@ def train(job: Job, stop_signal: StopSignal) -> int:
                 update, num_scored = first_update(job)
                 continue
         job.step += 1
-        job.meter.add(outcome.totals, epoch=update.epoch)
+        job.meter.add(outcome.totals, epoch=update.epoch, logs=outcome.logs)
         trouble = tell_stragglers(job, outcome.slots) or trouble
         is_last = outcome.flags.stop or job.step == job.total_steps
         if job.step == job.total_steps or job.step % job.config.tracking.every == 0:
@@ -150,16 +152,24 @@ _STATUS = {EXIT_DONE: "FINISHED", EXIT_REQUEUE: "KILLED", EXIT_DIVERGED: "FAILED
 def run_job(config: Any, world: World, stop_signal: StopSignal, allowed: Sequence[str] = ()) -> int:
     """Open the run in `config.run_dir`, fresh or from a checkpoint, and train; returns the exit code."""
     refuse_if_told_to_stop(Path(config.run_dir), world)
-    if is_finished(config, world):
+    beat("restoring")
+    with announced(f"verifying the checkpoints of {config.run_dir}"):
+        resumption = find_resumption(config, world, allowed)
+    if resumption is not None and is_finished(config, world, resumption):
         return EXIT_DONE
-    warnings = preflight(config, world) if config.preflight else []
-    job = open_job(config, world, allowed)
+    beat("opening")
+    with announced("checking nodes, network and ranks (preflight)"):
+        warnings = preflight(config, world) if config.preflight else []
+    leave_if_interrupted(stop_signal)
+    job = open_job(config, world, resumption, stop_signal)
     for text in warnings:
         job.tracker.message(text)
     code = EXIT_FAILED
     before_end(lambda: job.tracker.close(_STATUS[EXIT_FAILED]))
     try:
         code = train(job, stop_signal)
+        for text in job.stragglers.summary():
+            job.tracker.message(text)
         if code == EXIT_DONE and world.rank == 0:
             with suppress(OSError):  # without the mark, the next start finds out by itself
                 mark_finished(job.run_dir, job.step, config.train)
@@ -193,8 +203,9 @@ def run(config: Any, *, allowed: Sequence[str] = (), early: StopSignal | None = 
     stop_signal = StopSignal()
     stop_signal.received = early.received if early is not None else None
     try:
-        meeting = before_joining(config) if config.preflight else None  # holds the store until all have joined
-        world = distributed.initialize(threads=config.train.threads, timeout_seconds=_collective_seconds(config))
+        with announced("waiting until all ranks have started"):
+            meeting = before_joining(config) if config.preflight else None  # holds the store until all have joined
+            world = distributed.initialize(threads=config.train.threads, timeout_seconds=_collective_seconds(config))
     except ValueError as error:  # half of a launcher's variables
         raise UnusableError(str(error)) from error
     del meeting

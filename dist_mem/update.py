@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -37,6 +38,8 @@ class Forward(NamedTuple):
     aux: Tensor  # () fp32, auxiliary losses summed over this rank's lanes and segments
     recall_nll: Tensor  # () fp32, the share of nll that is of recall tokens
     memory_is_finite: Tensor  # () bool: every new state
+    num_read: int  # lanes that read something, summed over micro-batches
+    logs: dict[str, Tensor]  # figures that memories log, name -> () fp32, summed over these lanes
 
 
 class Flags(NamedTuple):
@@ -53,6 +56,7 @@ class Agreed(NamedTuple):
     flags: Flags
     next_scored: int  # targets of the next update, all ranks
     totals: Totals  # of this update
+    logs: dict[str, float]  # as in Outcome
     trouble: str | None  # what is not finite, and on which ranks
     slots: list[float]  # as in Outcome
 
@@ -66,6 +70,7 @@ class Outcome(NamedTuple):
     next_scored: int  # targets of the next one, all ranks
     decision: Decision | None = None  # what is done about a divergence
     slots: Sequence[float] = ()  # what was given as `slots`, summed over all ranks
+    logs: Mapping[str, float] = MappingProxyType({})  # figures of memories, summed over `totals.num_read`; as `totals`
 
 
 def accumulate_gradients(job: Job, update: Update, num_scored: int) -> Forward:
@@ -79,6 +84,7 @@ def accumulate_gradients(job: Job, update: Update, num_scored: int) -> Forward:
     lanes_segments = train.lanes * train.segments_per_update
     states = list(job.states)
     nll_sum, aux_sum, recall_sum = torch.zeros(3, device=world.device)
+    num_read, logs = 0, dict[str, Tensor]()
     for index, host_batch in enumerate(update.batches):
         group = index % len(states)
         batch = host_batch.to(world.device)
@@ -98,9 +104,12 @@ def accumulate_gradients(job: Job, update: Update, num_scored: int) -> Forward:
         nll_sum, aux_sum = nll_sum + nll.detach(), aux_sum + aux.detach()
         if batch.recall is not None:
             recall_sum = recall_sum + (output.nll.detach() * (batch.recall > 0)).sum()
+        for name, figure in output.logs.items():
+            logs[name] = logs.get(name, 0.0) + torch.where(batch.valid_len > 0, figure, 0.0).sum()
+        num_read += int((host_batch.valid_len > 0).sum())
         states[group] = output.state
     is_finite = torch.cat([_finite_lanes(state, train.micro_lanes, world.device) for state in states]).all()
-    return Forward(states, nll_sum, aux_sum, recall_sum, is_finite)
+    return Forward(states, nll_sum, aux_sum, recall_sum, is_finite, num_read, logs)
 
 
 def _learning(job: Job, update: Update) -> list[bool]:
@@ -140,7 +149,8 @@ def _agree(
 ) -> Agreed:
     """The one all-reduce of a step; whose fault it is, is asked only if there is one."""
     beat("agreeing")
-    nll, aux, recall_nll = torch.stack([forward.nll, forward.aux, forward.recall_nll]).tolist()
+    figures = [forward.nll, forward.aux, forward.recall_nll, *forward.logs.values()]
+    nll, aux, recall_nll, *logged = torch.stack(figures).tolist()  # the one wait for the device
     finite = {
         "loss": math.isfinite(nll) and math.isfinite(aux),
         "memory": bool(forward.memory_is_finite),
@@ -154,12 +164,16 @@ def _agree(
         num_recall=update.num_recall,
         documents=update.documents_started,
         documents_skipped=update.documents_skipped,
+        num_read=forward.num_read,
     )
-    told = iter(sum_over_ranks([not all(finite.values()), next_scored, *flags, *mine, *slots], job.world.device))
+    own = [not all(finite.values()), next_scored, *flags, *mine, *logged, *slots]
+    told = iter(sum_over_ranks(own, job.world.device))
     trouble = _whose(finite) if next(told) else None
     all_next_scored = int(next(told))
     all_flags = Flags(*(next(told) > 0 for _ in flags))
-    return Agreed(all_flags, all_next_scored, Totals(*(next(told) for _ in mine)), trouble, slots=list(told))
+    totals = Totals(*(next(told) for _ in mine))
+    logs = {name: next(told) for name in forward.logs}
+    return Agreed(all_flags, all_next_scored, totals, logs, trouble, slots=list(told))
 
 
 def _whose(finite: Mapping[str, bool]) -> str:
@@ -204,10 +218,10 @@ def train_step(
     if decision is None or decision.action == SKIP:
         job.states = _mended(job, update, forward.states) if trouble else forward.states
         job.cursors = update.cursors
-    totals = agreed.totals
+    totals, logs = agreed.totals, agreed.logs
     if trouble:  # figures are of what was trained on
-        totals = Totals(documents=totals.documents, documents_skipped=totals.documents_skipped)
-    return Outcome(False, agreed.flags, totals, agreed.next_scored, decision, agreed.slots)
+        totals, logs = Totals(documents=totals.documents, documents_skipped=totals.documents_skipped), {}
+    return Outcome(False, agreed.flags, totals, agreed.next_scored, decision, agreed.slots, logs)
 
 
 def _mended(job: Job, update: Update, states: Sequence[Any]) -> list[Any]:

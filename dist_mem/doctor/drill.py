@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from dist_mem.config import load_config
 from dist_mem.doctor.drill_job import RANKS, SAVE_EVERY, DrillError, DrillJob, prepare, wait_for
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_HUNG, EXIT_REQUEUE, EXIT_USAGE
 from dist_mem.stopping import LEAST_SECONDS, STOP_FILE
@@ -157,6 +158,7 @@ def run(arguments: Sequence[str] = ()) -> int:
     """
     folder = Path(tempfile.mkdtemp(prefix="dist_mem-drill-"))
     config = prepare(folder)
+    load_config([*arguments, str(config)])  # a wrong argument would fail every job of the drill
     print(f"drill: {RANKS} ranks in {folder}", flush=True)
     _print([*_COLUMNS, "seconds"])
     jobs: dict[str, DrillJob] = {}

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 from dist_mem.checkpoint.manifest import list_steps
 from dist_mem.data.directory import local_dir
-from dist_mem.data.tokenizer import JSON_NAME, read_tokenizer_facts
+from dist_mem.data.tokenizer import FILE_NAMES, JSON_NAME, read_tokenizer_facts
 from dist_mem.doctor.report import Remark, fail, ok, warning
 from dist_mem.model import describe
 from dist_mem.plan import ASSUMED_VOCAB_SIZE, batch_plan
 
-_FILES_A_RANK, _OTHER_FILES = 3, 10  # engine, lanes, rng; manifest, configuration, folders
+_FILES_A_RANK, _OTHER_FILES = 3, 13  # engine, lanes, rng; manifest, configuration, tokenizer, folders
 _BYTES_A_RANK = 10_000  # random state, headers
 _SAVES = 3  # saves that should fit into the time between signal and end: the first attempt may fail
 
@@ -27,7 +27,7 @@ class Checkpoint(NamedTuple):
 
 
 def checkpoint_size(config: Any, world_size: int) -> Checkpoint:
-    """From the sizes of the model: fp32 weights, the optimizer's state, the memories of all lanes."""
+    """Sizes of the model: fp32 weights, the optimizer's state, the memories of all lanes, and the tokenizer."""
     path = local_dir(config.data)
     vocab_size = read_tokenizer_facts(path)["vocab_size"] if (path / JSON_NAME).exists() else ASSUMED_VOCAB_SIZE
     sizes = describe(config, vocab_size)
@@ -35,7 +35,9 @@ def checkpoint_size(config: Any, world_size: int) -> Checkpoint:
     places = batch_plan(config.train, world_size).lanes_per_rank * world_size
     parameters = 4 * (1 + moments) * sizes["num_parameters"]
     lanes = sizes["state_bytes_per_lane"] * places
-    return Checkpoint(parameters + lanes + _BYTES_A_RANK * world_size, _FILES_A_RANK * world_size + _OTHER_FILES)
+    tokenizer = sum((path / name).stat().st_size for name in (JSON_NAME, *FILE_NAMES) if (path / name).exists())
+    num_bytes = parameters + lanes + tokenizer + _BYTES_A_RANK * world_size
+    return Checkpoint(num_bytes, _FILES_A_RANK * world_size + _OTHER_FILES)
 
 
 def checkpoints_to_come(config: Any) -> int:

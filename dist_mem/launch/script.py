@@ -71,12 +71,20 @@ def _filled(template: str, parts: Mapping[str, list[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def numbers_of_ranks(launch: Any) -> list[int]:
+    """Of the whole job: one number, or the least and the most where `launch.nodes` is a range."""
+    return [int(nodes) * _ranks_per_node(launch) for nodes in dict.fromkeys(launch.nodes.split("-"))]
+
+
+def _ranks_per_node(launch: Any) -> int:
+    return launch.tasks_per_node or launch.gpus_per_node or 1
+
+
 def _directives(launch: Any, job_name: str, log: str) -> Iterator[str]:
-    tasks = launch.tasks_per_node or launch.gpus_per_node or 1
     options = {
         "job-name": job_name,
         "nodes": launch.nodes,
-        "ntasks-per-node": tasks,
+        "ntasks-per-node": _ranks_per_node(launch),
         "gpus-per-node": launch.gpus_per_node or None,
         "cpus-per-task": launch.cpus_per_task,
         "mem": launch.memory,

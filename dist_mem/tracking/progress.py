@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from types import TracebackType
 from typing import TextIO
 
 from tqdm import tqdm
@@ -17,6 +18,7 @@ from dist_mem.tracking.sinks import Point, Sink
 LOSS = "loss"
 PERPLEXITY = "perplexity"
 TOKENS_PER_SECOND = "tokens_per_second"
+LINE_SECONDS = 30.0  # between the lines of `Progress`
 
 
 def _measures(metrics: Mapping[str, float]) -> Iterator[str]:
@@ -85,11 +87,78 @@ class ProgressLines(Sink):
 
     def _time_left(self, step: int) -> timedelta:
         steps_done = max(1, step - self._first_step)
-        seconds = (time.monotonic() - self._started) / steps_done * max(0, self._total_steps - step)
-        return timedelta(seconds=math.ceil(seconds))
+        return time_left(time.monotonic() - self._started, steps_done, max(0, self._total_steps - step))
 
     def message(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
+
+
+def time_left(seconds: float, done: float, left: float) -> timedelta:
+    """Time that the work left takes if `done` of it has taken `seconds`; whole seconds."""
+    return timedelta(seconds=math.ceil(seconds / done * left))
+
+
+class Progress:
+    """How much of a known amount of work is done: a bar on a terminal, else a line every LINE_SECONDS; on stderr.
+
+    with Progress(num_tokens, "scoring test") as progress:
+        progress.add(num_read)
+    """
+
+    def __init__(
+        self,
+        total: int,
+        what: str,
+        *,
+        unit: str = "tokens",
+        shown: bool = True,
+        share: float = 1.0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`shown`: on one rank only.  `share`: of the work that this rank does; the others are taken to be as far."""
+        self._total, self._what, self._unit, self._share = total, what, unit, share
+        self._stream = stream or sys.stderr
+        self._shown = shown
+        self._done = 0.0
+        self._clock = clock
+        self._started = self._last_line = clock()
+        self._bar = self._open_bar() if shown and self._stream.isatty() else None
+
+    def _open_bar(self) -> tqdm:
+        return tqdm(
+            total=self._total,
+            desc=self._what,
+            unit=f" {self._unit}",
+            unit_scale=True,
+            dynamic_ncols=True,
+            leave=False,  # what has been found is printed instead
+            file=self._stream,
+        )
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def add(self, amount: int) -> None:
+        """Count work that this rank has done."""
+        if not self._shown:
+            return
+        added = amount / self._share
+        self._done += added
+        if self._bar is not None:
+            self._bar.update(added)
+        elif (now := self._clock()) - self._last_line >= LINE_SECONDS and self._done:
+            self._last_line = now
+            print(self._line(now - self._started), file=self._stream, flush=True)
+
+    def _line(self, seconds: float) -> str:
+        left = time_left(seconds, self._done, max(0.0, self._total - self._done))
+        done = f"{self._done:,.0f} of {self._total:,} {self._unit}"
+        return f"{self._what}: {done}  {self._done / seconds:,.1f} {self._unit}/s  eta {left}"
 
 
 def progress_sink(*, total_steps: int, first_step: int, every: int) -> Sink:
