@@ -127,6 +127,25 @@ class UnusedParameter(TransformerXL):
         return output._replace(y=output.y + gate)
 
 
+class WritesGetNoGradient(TransformerXL):
+    """What is written has weights of its own, and the state is a constant to whoever reads it."""
+
+    def __init__(self, spec: Any, options: Any) -> None:
+        super().__init__(spec, options)
+        self.write = nn.Linear(spec.d_model, spec.d_model)
+
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        output = super().forward(x, state, valid_len)
+        written = self.write(x).detach().to(state.hidden.dtype)
+        hidden = torch.cat([state.hidden, written], dim=1)[:, -self.options.mem_len :]
+        return output._replace(state=output.state._replace(hidden=hidden))
+
+
+class RaisesInBegin(TransformerXL):
+    def begin(self) -> None:
+        self.gate.fill_(0.5)
+
+
 class ForgetsEverything(TransformerXL):
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         return super().forward(x, state, valid_len)._replace(state=state)

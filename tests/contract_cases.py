@@ -30,6 +30,11 @@ CASES: dict[str, dict[str, Any]] = {
     "infinite over causal": small_block("infinite", over={"kind": "causal"}),
     "infinite, sticky": small_block("infinite", sampling="sticky"),
     "infinite, moments": small_block("infinite", density="moments", sampling="stratified"),
+    "infinite, as printed": small_block(
+        "infinite", density_bias=True, projections="heads", kl_heads="sum", padding="none", store="normed"
+    ),
+    "infinite, normed over causal": small_block("infinite", over={"kind": "causal"}, store="normed", gate=False),
+    "infinite, normed over compressive": small_block("infinite", over=small_block("compressive"), store="normed"),
     "infinite over transformer_xl": small_block("infinite", over={"kind": "transformer_xl", "mem_len": SEG_LEN}),
     "infinite over compressive": small_block("infinite", over=small_block("compressive"), sampling="stratified"),
     "infinite over lamemo": small_block("infinite", over=small_block("lamemo", mem_len=SEG_LEN), sampling="sticky"),
@@ -37,17 +42,23 @@ CASES: dict[str, dict[str, Any]] = {
     "lamemo, published window": small_block("lamemo", mem_len=2 * SEG_LEN - 1, window="segment"),
     "lamemo, shared positions": small_block("lamemo", positions="shared"),
     "lamemo, no look-ahead": small_block("lamemo", look_ahead=False),
+    "lamemo, epsilon": small_block("lamemo", epsilon=1e-2),
     "lamemo, no interpolation": small_block("lamemo", mem_len=SEG_LEN, interpolation=False),
 }
 
 
-def subject(case: str, norm: str = "pre") -> Subject:
+def takes_short_first(case: str) -> bool:
+    """Whether the memory of the first block may be given documents that are cut from their end."""
+    return small_model(case).memories()[0].takes_short_first
+
+
+def subject(case: str, norm: str = "pre", cut: str = "start") -> Subject:
     """What the rules are applied to."""
-    return Subject(lambda _: CASES[case], SIZE, norm)
+    return Subject(lambda _: CASES[case], SIZE, norm, cut)
 
 
-def small_model(case: str, *, norm: str = "pre") -> MemoryLM:
-    return subject(case, norm).model()
+def small_model(case: str, *, norm: str = "pre", cut: str = "start") -> MemoryLM:
+    return subject(case, norm, cut).model()
 
 
 def random_segments(seed: int = 0) -> list[tuple[Tensor, Tensor]]:

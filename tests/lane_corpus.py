@@ -80,7 +80,8 @@ def reader_of(
 ) -> Iterator[LaneReader]:
     config = DataConfig(**data)
     lengths = cut_lengths([entry.num_tokens for entry in index.documents], config.max_document_len)
-    plan = make_plan(lengths, num_lanes=num_lanes, seg_len=SEG_LEN, seed=config.seed, layout=config.layout)
+    settings = {"seed": config.seed, "layout": config.layout, "cut": config.cut}
+    plan = make_plan(lengths, num_lanes=num_lanes, seg_len=SEG_LEN, **settings)
     reader = LaneReader(
         config,
         index,

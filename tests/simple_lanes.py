@@ -86,7 +86,8 @@ def document_lane(
             if document is None:
                 skipped, offset = skipped + 1, 0
                 continue
-            parts = document_segments(document, start=offset, seg_len=plan.seg_len, bos_id=documents.bos_id)
+            sizes = {"start": offset, "seg_len": plan.seg_len, "bos_id": documents.bos_id}
+            parts = document_segments(document, cut=plan.cut, **sizes)
             for segment, stop in parts:
                 if blocks:
                     begin = stop - len(segment.inputs)

@@ -52,9 +52,10 @@ from dist_mem.evaluation.evaluate import evaluate_split
 from dist_mem.evaluation.protocol import apply_protocol, protocol_of, tag_of
 from dist_mem.evaluation.report import Report, read_report, same_text, to_csv, to_table, write_report
 from dist_mem.evaluation.scoring import EvaluationError
-from dist_mem.evaluation.trained import TrainedModel, score
+from dist_mem.evaluation.trained import TrainedModel
 from dist_mem.generation.generate import stream
 from dist_mem.generation.reading import next_log_probs, read, start
+from dist_mem.generation.text_scores import score
 from dist_mem.memory import memory_options
 
 ROOT = Path(__file__).parent.parent

@@ -185,7 +185,7 @@ def test_the_example_in_the_readme_reads_a_book(source: Path, tmp_path: Path, mo
         (lambda source: (source / "test" / "4.txt").unlink(), "has no .txt files"),
         (lambda source: (source / "train" / "a.b.txt").write_text(""), "'a.b' in split 'train' cannot be a name"),
         (lambda source: (source / "metadata.csv").unlink(), "--order metadata needs metadata.csv"),
-        (lambda source: source.rename(source.parent / "moved"), "has none of the folders train, validation, test"),
+        (lambda source: source.rename(source.parent / "moved"), "there is no "),
     ],
 )
 def test_mistakes_are_answered_with_one_line(

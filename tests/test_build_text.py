@@ -72,7 +72,7 @@ def test_what_cannot_be_dealt_is_named(tmp_path: Path, capsys: pytest.CaptureFix
         ([loose], (), "is in none of the folders train, validation, test"),
         ([loose], ("--test", "0.001"), "of 1 files none falls to test"),
         ([loose, write(tmp_path / "again", ["a.txt"])], SHARES, "have one name, a.txt"),
-        ([tmp_path / "empty.md"], SHARES, "is neither a folder nor a .txt file"),
+        ([write(tmp_path / "single", ["a.md"]) / "a.md"], SHARES, "is neither a folder nor a .txt file"),
         ([write(tmp_path / "other", ["a.md"])], SHARES, "no .txt file there"),
     ):
         assert build(out, *sources, options=options) == 2

@@ -107,7 +107,8 @@ def test_without_the_train_file_a_vocabulary_must_be_given(
 
 
 def test_what_is_no_wikitext_is_named(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert build(tmp_path / "nowhere", tmp_path / "out") == 2
+    (tmp_path / "empty").mkdir()
+    assert build(tmp_path / "empty", tmp_path / "out") == 2
     assert "has none of the files wiki.train.tokens" in capsys.readouterr().err
     (source / "wiki.test.tokens").write_bytes(b"caf\xe9 \n")
     assert build(source, tmp_path / "out") == 2

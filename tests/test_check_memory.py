@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from dist_mem.__main__ import main
-from dist_mem.contract.check import failures
+from dist_mem.contract.check import RULES, failures
 from dist_mem.memory import memory_class
-from dist_mem.outside_memory import sources
+from dist_mem.outside_memory import source_of, sources
 
 HERE = Path(__file__).parent
 BROKEN = HERE / "broken_memories.py"
@@ -34,6 +34,7 @@ PLANTED = {
     "OwnRandomness": "no random generator is touched",
     "WeightElsewhere": "parameters are used where they are registered",
     "UnusedParameter": "every parameter gets a gradient in every step",
+    "WritesGetNoGradient": "every parameter gets a gradient in every step",
     "ForgetsEverything": "a later segment feels an earlier one",
 }
 
@@ -54,10 +55,38 @@ def test_the_command_tells_rule_smallest_case_and_usual_cause(capsys: pytest.Cap
     assert "usual cause: a mask that lets a query see keys after itself" in told
 
 
-def test_the_example_keeps_every_rule_and_is_short(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check-memory", f"{EXAMPLE}:Averages"]) == 0
+def test_one_error_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Issue 15: an error in `begin` was reported as 17 broken rules with 17 causes."""
+    assert main(["check-memory", f"{BROKEN}:RaisesInBegin"]) == 1
+    told = capsys.readouterr().out
+    assert told.count("AttributeError") == told.count("smallest case") == 1
+    assert "usual cause" not in told
+    line = next(n for n, text in enumerate(BROKEN.read_text().splitlines(), 1) if "self.gate.fill_(0.5)" in text)
+    assert f"{len(RULES)} rules could not be checked: the memory raises an error\n  found: AttributeError: " in told
+    assert f"'RaisesInBegin' object has no attribute 'gate' (broken_memories.py, line {line})\n" in told
+    assert f"breaks 0 of {len(RULES)} rules, {len(RULES)} could not be checked" in told
+    assert len(told.splitlines()) == 5
+
+
+def test_writes_without_a_gradient_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-memory", f"{BROKEN}:WritesGetNoGradient"]) == 1
+    told = capsys.readouterr().out
+    assert "blocks.0.memory.write.weight has no gradient in segment 0" in told
+    assert "cause: writes get no gradient: it changes what a segment leaves in the state, and no loss of that" in told
+    assert "there is no gradient through time" in told and "examples/infini_attention.py" in told
+    assert f"breaks 1 of {len(RULES)} rules" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "max_lines"), [("averages.py:Averages", 80), ("infini_attention.py:InfiniAttention", 100)]
+)
+def test_the_examples_keep_every_rule_and_are_short(
+    capsys: pytest.CaptureFixture[str], name: str, max_lines: int
+) -> None:
+    kind = str(EXAMPLE.with_name(name))
+    assert main(["check-memory", kind]) == 0
     assert "keeps all" in capsys.readouterr().out
-    assert len(EXAMPLE.read_text().splitlines()) <= 80
+    assert len(source_of(kind).read_text().splitlines()) <= max_lines
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import build_cmu_dog
 import numpy as np
 import pytest
+from cmu_dog_source import write_conversation, write_film, write_json
 
 from dist_mem.data.shard import read_index, read_mask, read_tokens
 from dist_mem.data.tokenizer import load_tokenizer
@@ -43,33 +43,11 @@ B: Yes:  A: B:
 SPOKEN = [" Hi there! Did you see it?\n", " No. Is it good? Tell me\n", " Yes:  A: B:\n"]
 
 
-def write_json(path: Path, content: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content), encoding="utf-8")
-
-
-def write_conversation(source: Path, folder: str, name: str, messages: list[tuple[str, str]]) -> None:
-    history = [{"docIdx": 0, "text": text, "uid": uid, "utcTimestamp": "2018"} for uid, text in messages]
-    body = {"history": history, "wikiDocumentIdx": 2, "rating": 1, "whoSawDoc": ["user1", "user2"]}
-    write_json(source / "Conversations" / folder / f"{name}.json", body)
-
-
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """One film; six conversations, of which `leak` is in train and test, `dev` in train and validation."""
     source = tmp_path / "source"
-    facts = {
-        "movieName": "Jaws",
-        "year": "1975",
-        "genre": "Thriller",
-        "director": "Steven Spielberg",
-        "cast": ["Roy Scheider", "Robert Shaw"],
-        "rating": ["97%", "A"],
-        "introduction": "A shark.",
-        "critical_response": ["Fine.", " A classic."],
-    }
-    film = {"0": facts, "1": "It bites. ", "2": "They hunt it.", "3": "It ends.", "wikiDocumentIdx": 2}
-    write_json(source / "WikiData" / "Jaws.json", film)
+    write_film(source)
     write_conversation(source, "train", "first", MESSAGES)
     for folder, name in [("train", "dev"), ("valid", "dev"), ("train", "leak"), ("test", "leak"), ("test", "other")]:
         write_conversation(source, folder, name, [("user1", f"zzzz {name} zzzz"), ("user2", "qqqq")])
@@ -196,7 +174,8 @@ def test_unusable_files_are_named(
 
 
 def test_an_empty_source_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert build(tmp_path / "nowhere", tmp_path / "out") == 2
+    (tmp_path / "empty").mkdir()
+    assert build(tmp_path / "empty", tmp_path / "out") == 2
     assert "check --source" in capsys.readouterr().err
 
 

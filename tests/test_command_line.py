@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -112,6 +113,67 @@ def test_wrong_options_end_with_code_2(arguments: list[str], capsys: pytest.Capt
     assert "dist-mem" in capsys.readouterr().err
 
 
+def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The last line that argparse prints before it ends with code 2."""
+    with pytest.raises(SystemExit) as caught:
+        parse(arguments)
+    assert caught.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+SET = "(a key of the configuration is set with key=value)"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["train", "--steps", "100"], f"unrecognized option --steps; did you mean train.steps=100? {SET}"),
+        (["train", "a.yaml", "--steps=100"], f"--steps; did you mean train.steps=100? {SET}"),
+        (["train", "a.yaml", "--train.steps", "100"], f"--train.steps; did you mean train.steps=100? {SET}"),
+        (["train", "a.yaml", "--train.stps", "100"], f"--train.stps; did you mean train.steps=100? {SET}"),
+        (["train", "a.yaml", "--mem-len", "8"], "did you mean memory.mem_len=8 or eval.mem_len=8?"),
+        (["train", "a.yaml", "--optimizer.lr"], "did you mean optimizer.lr=VALUE?"),
+        (["train", "a.yaml", "--lr", "1", "--check"], "did you mean optimizer.lr=1?"),
+        (["launch", "a.yaml", "--seg_len", "9"], "did you mean train.seg_len=9 or eval.seg_len=9?"),
+        (["train", "a.yaml", "--chekc"], "did you mean --check?"),
+        (["evaluate", "runs/x", "--lanes", "4"], "did you mean eval.lanes=4 or train.lanes=4?"),
+        (["evaluate", "runs/x", "--chekpoint", "4"], "unrecognized option --chekpoint; did you mean --checkpoint?"),
+        (["evaluate", "runs/x", "--checkpoint", "lates"], "argument --checkpoint: 'lates' is no step: give a number"),
+        (["generate", "runs/x", "--prompt", "a", "--tokens", "many"], "--tokens: 'many' is not a whole number"),
+        (["compare", "runs/x", "--spilt", "test"], "unrecognized option --spilt; did you mean --split?"),
+        (["train", "--zzz"], "error: unrecognized option --zzz"),
+        (["trian", "a.yaml"], "there is no command 'trian': did you mean train? commands are train, launch, "),
+        (["chekpoints", "list", "x"], "did you mean checkpoints?"),
+        (["x"], "there is no command 'x': commands are train, launch, "),
+        ([], "give a command: train, launch, "),
+        (["reproduce", "recall", "--seeds", "a"], "--seeds: 'a' is no list of numbers, as 0,1,2"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_arguments_are_answered_with_what_was_meant(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told in refusal(arguments, capsys)
+
+
+@pytest.mark.parametrize("command", ["train", "launch"])
+def test_without_a_configuration_an_example_is_given(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command]) == 2
+    error = capsys.readouterr().err
+    assert (
+        f"error: {command}: no configuration is given: give YAML files and key=value overrides, as in: dist-mem"
+        in error
+    )
+    example = error.split("as in: ")[1].split()
+    assert (ROOT / example[2]).is_file()
+
+
+def test_a_folder_in_place_of_a_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("name: x\n")
+    assert main(["train", str(tmp_path)]) == 2
+    assert f"is a folder: give a YAML file; did you mean {tmp_path / 'config.yaml'}?" in capsys.readouterr().err
+
+
 def test_a_seed_given_twice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """It would count twice in the mean, and make the spread look smaller."""
     assert parse(["reproduce", "lamemo.table1", "--seeds", "0,1,2"]).seeds == [0, 1, 2]
@@ -154,7 +216,7 @@ def test_evaluate_and_compare_hand_on_what_they_are_told(monkeypatch: pytest.Mon
         monkeypatch.setitem(sys.modules, f"dist_mem.evaluation.{name}", SimpleNamespace(run=run))
     assert main(["evaluate", "runs/x", "--split", "test", "--checkpoint", "5", "eval.lanes=3"]) == 0
     assert main(["compare", "runs/x", "runs/y"]) == 0
-    expected = {"split": "test", "checkpoint": 5, "overrides": ["eval.lanes=3"]}
+    expected = {"split": "test", "checkpoint": 5, "overrides": ["eval.lanes=3"], "without_memory": False}
     assert calls == [
         ((Path("runs/x"),), expected),
         (([Path("runs/x"), Path("runs/y")],), {"split": None, "picture": None}),
@@ -178,7 +240,7 @@ def test_check_tells_sizes_batch_and_steps(data_dir: Path) -> None:
     assert "vocabulary  257\n" in text
     assert "transformer_xl (mem_len 4): 72 bytes a lane, 144 bytes a rank" in text  # 4 rows of 8 bf16 and a count
     assert "3 of 4 = 2 ranks x 1 micro-batch x 2 lanes\n" in text
-    assert "1 lane, 25.0% of the work\n" in text
+    assert "warning     1 idle lane, 25.0% of the work; none is idle with train.lanes=4 (in a new run)\n" in text
     assert "3 lanes x 1 segment of 5: 15 tokens, 1 forward and backward a rank" in text
     assert "20 documents, 390 tokens, padding 9.30%" in text  # 86 segments of 5
     assert "28.7 steps" in text
@@ -212,6 +274,74 @@ def test_lanes_are_divided_among_ranks(
     train = SimpleNamespace(lanes=lanes, micro_lanes=micro_lanes, segments_per_update=1)
     assert plan.batch_plan(train, world)[1:] == expected
     assert plan.best_micro_lanes(train, world) == better
+
+
+def lanes_of_books(**train: int) -> SimpleNamespace:
+    return SimpleNamespace(**{"lanes": 16, "micro_lanes": 8, "segments_per_update": 1, **train})
+
+
+@pytest.mark.parametrize(
+    ("lanes", "micro_lanes", "world", "num_documents", "text"),
+    [
+        (
+            16,
+            8,
+            16,
+            None,
+            "112 idle lanes, 87.5% of the work; none is idle with train.micro_lanes=1 or train.lanes=128",
+        ),
+        (16, 8, 16, 100, "112 idle lanes, 87.5% of the work; none is idle with train.micro_lanes=1 or 2 ranks"),
+        (16, 8, 3, None, "8 idle lanes, 33.3% of the work; with train.micro_lanes=6 it would be 2; none is idle with "),
+        (
+            16,
+            8,
+            40,
+            320,
+            "304 idle lanes, 95.0% of the work; with train.micro_lanes=1 it would be 24; none is idle with train",
+        ),
+    ],
+)
+def test_more_than_a_fifth_of_idle_work_is_a_warning_with_what_fits(
+    lanes: int, micro_lanes: int, world: int, num_documents: int | None, text: str
+) -> None:
+    train = lanes_of_books(lanes=lanes, micro_lanes=micro_lanes)
+    waste = plan.idle_work(train, world, num_documents=num_documents)
+    assert waste is not None
+    assert waste.label == "warning"
+    assert waste.text.startswith(text)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 7, 16, 40, 63])
+@pytest.mark.parametrize(("lanes", "micro_lanes"), [(16, 8), (12, 5), (64, 8), (1000, 16)])
+def test_what_is_said_to_fit_leaves_nothing_idle(lanes: int, micro_lanes: int, world: int) -> None:
+    waste = plan.idle_work(lanes_of_books(lanes=lanes, micro_lanes=micro_lanes), world)
+    for key, value in re.findall(r"train\.(\w+)=(\d+)\b(?! it would)", waste.text if waste else ""):
+        changed = {"lanes": lanes, "micro_lanes": micro_lanes, key: int(value)}
+        assert plan.idle_work(lanes_of_books(**changed), world) is None
+    for ranks in re.findall(r"(\d+) ranks?$", waste.text if waste else ""):
+        assert plan.idle_work(lanes_of_books(lanes=lanes, micro_lanes=micro_lanes), int(ranks)) is None
+
+
+def test_a_small_waste_is_no_warning() -> None:
+    waste = plan.idle_work(lanes_of_books(lanes=1000, micro_lanes=16), 63)
+    assert waste is not None
+    assert waste.label == "idle"
+
+
+LAUNCHED = ["launch", "configs/demo.yaml", "launch/sites/generic.yaml", "--nodes", "2", "--dry-run"]
+
+
+def test_launch_warns_where_ranks_are_idle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    absent = f"data.path={tmp_path / 'absent'}"
+    assert main([*LAUNCHED, absent]) == 0
+    assert "warning: with 16 ranks, 112 idle lanes, 87.5% of the work" in capsys.readouterr().err
+    assert main([*LAUNCHED, absent, "train.lanes=128"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_launch_refuses_more_lanes_than_documents(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LAUNCHED, f"data.path={data_dir}", "train.lanes=128"]) == 2
+    assert "train.lanes = 128, but only 20 documents" in capsys.readouterr().err
 
 
 def test_epochs_come_to_steps_rounded_up() -> None:

@@ -19,20 +19,23 @@ from tiny import run_steps, tiny_config, tiny_job
 
 from dist_mem.checkpoint.lanes import Lanes
 from dist_mem.checkpoint.lease import Lease
-from dist_mem.checkpoint.manifest import describe_file, list_steps, step_dir
+from dist_mem.checkpoint.manifest import describe_file, list_steps, step_dir, verify
 from dist_mem.checkpoint.saver import Saver
 from dist_mem.checkpoint.snapshot import Snapshot, take_snapshot
 from dist_mem.checkpoint.tensor_file import safetensors_parts
 from dist_mem.config import CheckpointConfig
+from dist_mem.data.tokenizer import load_tokenizer, tokenizer_files
+from dist_mem.data.tokenizers.of_words import WordTokenizer
 from dist_mem.distributed import AgreedError, World
 from dist_mem.files import write_hashed
 
 Pool = Callable[[int], RankPool]
+WORDS = WordTokenizer(["a", "b\u00e9"])
 
 
 def snapshot_of(job: Any, facts: dict[str, Any] | None = None) -> Snapshot:
-    lanes, texts = Lanes(job.lane_ids, job.cursors, job.states), {"config.yaml": "a: 1\n"}
-    return take_snapshot(step=job.step, engine=job.engine, lanes=lanes, texts=texts, facts=facts or {})
+    lanes, small_files = Lanes(job.lane_ids, job.cursors, job.states), {"config.yaml": b"a: 1\n"}
+    return take_snapshot(step=job.step, engine=job.engine, lanes=lanes, small_files=small_files, facts=facts or {})
 
 
 def test_a_file_is_the_library_s_own_to_the_last_byte(tmp_path: Path) -> None:
@@ -91,6 +94,21 @@ def test_files_and_fsyncs_are_a_few_a_rank_whatever_the_model(tmp_path: Path, ra
             assert num_fsyncs == sum(made for _, _, made in counts)
             told[world_size, num_layers] = num_files, num_fsyncs
     assert told == {(1, 1): (7, 13), (1, 3): (7, 13), (2, 1): (10, 16), (2, 3): (10, 16)}
+
+
+def save_with_a_tokenizer(world: World, run_dir: Path) -> None:
+    job = tiny_job(tiny_config(), world, stage=2)
+    small_files = {f"tokenizer/{name}": content for name, content in tokenizer_files(WORDS).items()}
+    saver = Saver(run_dir, world, CheckpointConfig())
+    saver.save(snapshot_of(job)._replace(small_files=small_files), began=time.perf_counter())
+    saver.close()
+
+
+def test_a_checkpoint_carries_its_tokenizer(tmp_path: Path, rank_pool: Pool) -> None:
+    rank_pool(2).run(save_with_a_tokenizer, tmp_path)
+    folder = step_dir(tmp_path, 0)
+    assert {f"tokenizer/{name}" for name in ("tokenizer.json", "tokenizer.words")} < set(verify(folder)["files"])
+    assert load_tokenizer(folder / "tokenizer").fingerprint == WORDS.fingerprint
 
 
 def save_twice(world: World, run_dir: Path) -> str:

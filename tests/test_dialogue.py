@@ -25,6 +25,7 @@ from dist_mem.evaluation.trained import TrainedModel
 from dist_mem.generation.generate import generate
 from dist_mem.generation.reading import read, start
 from dist_mem.generation.sampling import Sampling
+from dist_mem.tracking import progress
 
 SAMPLING = Sampling(top_p=0.9, seed=4)
 NUM_TOKENS = 12  # more than a segment
@@ -146,6 +147,7 @@ def test_the_command_reports_leaked_conversations_apart(
 ) -> None:
     told: dict[str, Any] = {}
     monkeypatch.setattr(command, "log_to_run", lambda config, **given: told.update(given))
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     assert command.run(run_dir, Settings(split="test")) == 0
     name = run_dir / "evaluations" / "dialogue-test-step-00000003"
     facts = json.loads(name.with_suffix(".json").read_text())
@@ -163,7 +165,9 @@ def test_the_command_reports_leaked_conversations_apart(
     assert told["metrics"]["test/dialogue_leaked_perplexity"] == groups["leaked"]["perplexity"]
     assert told["step"] == 3
     assert f"  A: {TURNS[0][2]}\n> A: {facts['replies'][0]['reply']}".rstrip() in name.with_suffix(".txt").read_text()
-    assert "3 all" in capsys.readouterr().out
+    output = capsys.readouterr()
+    assert "3 all" in output.out
+    assert "scoring test: " in output.err and "writing replies: 6 of 6 replies" in output.err
 
 
 @pytest.mark.usefixtures("single_process")

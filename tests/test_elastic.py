@@ -144,12 +144,15 @@ def save_again(pool: Callable[[int], RankPool], config: Path, leg: Leg, *, step:
 
 def _restore_and_save(world: Any, config_file: Path, leg: Leg, step: int) -> None:
     from dist_mem.between_steps import save
+    from dist_mem.checkpoint.resumption import find_resumption
     from dist_mem.config import load_config
     from dist_mem.job import open_job
     from dist_mem.memory import memory_options
+    from dist_mem.stop_signal import StopSignal
 
     overrides = [f"train.micro_lanes={leg.micro_lanes}", f"deepspeed.zero_optimization.stage={leg.stage}"]
-    job = open_job(load_config([str(config_file), *overrides], memory_options=memory_options), world)
+    config = load_config([str(config_file), *overrides], memory_options=memory_options)
+    job = open_job(config, world, find_resumption(config, world), StopSignal([]))
     try:
         assert job.step == step
         job.step += 1  # under a name of its own
@@ -215,11 +218,12 @@ def test_lanes_that_the_ranks_do_not_divide_are_told_at_start_and_before(
     moved_last: Path, rank_pool: Callable[[int], RankPool], capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, _, told = rank_pool(3).run(rank_opened, moved_last, Leg(3, 2))[0]
-    waste = "4 lanes, 33.3% of the work; with train.micro_lanes=1 it would be 1"
-    assert f"idle: {waste}" in told
+    waste = "4 idle lanes, 33.3% of the work; with train.micro_lanes=1 it would be 1; none is idle with"
+    waste = f"{waste} train.lanes=12 (in a new run) or 2 ranks"
+    assert f"warning: {waste}" in told
     assert main(["train", str(moved_last), "--check", "--world", "3"]) == 0
     assert waste in capsys.readouterr().out
-    assert not any(line.startswith("idle") for line in rank_pool(2).run(rank_opened, moved_last, Leg(2, 2))[0][2])
+    assert not any("of the work" in line for line in rank_pool(2).run(rank_opened, moved_last, Leg(2, 2))[0][2])
 
 
 # Every memory meets every move and every change of stage in `make nightly`; here each memory makes two moves, so that

@@ -19,13 +19,15 @@ from scored_library import (
     score,
 )
 
+from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import step_dir
 from dist_mem.config import ConfigError
 from dist_mem.data.shard import Index
-from dist_mem.errors import UnusableError
+from dist_mem.errors import EXIT_DONE, UnusableError
 from dist_mem.evaluation import evaluate
 from dist_mem.evaluation.evaluate import evaluate_split, short_term_len
 from dist_mem.evaluation.report import read_report
+from dist_mem.tracking import progress
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +67,19 @@ def test_the_command_scores_the_newest_checkpoint_and_tells_everyone(
 
 
 @pytest.mark.usefixtures("single_process")
+@pytest.mark.parametrize("options", [[], ["eval.layout=stream"], ["--sweep", "mem_len=4,8"]])
+def test_progress_is_shown_and_never_in_the_table(
+    run_dir: Path, options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    assert main(["evaluate", str(run_dir), "--split", "test", "tracking.mlflow=false", *options]) == EXIT_DONE
+    output = capsys.readouterr()
+    assert "scoring test: 260 of 260 tokens  " in output.err
+    assert "scoring" not in output.out
+    assert ("row 2 of 2: run, eval.mem_len=8" in output.err) == ("--sweep" in options)
+
+
+@pytest.mark.usefixtures("single_process")
 def test_one_checkpoint_can_be_named_by_step_or_by_path(run_dir: Path) -> None:
     quiet = ["tracking.mlflow=false", "eval.max_document_len=20"]
     assert evaluate.run(run_dir, split="test", checkpoint=3, overrides=quiet) == 0
@@ -97,7 +112,7 @@ def test_the_command_names_what_is_wrong(run_dir: Path, tmp_path: Path) -> None:
         return str(caught.value)
 
     assert "no checkpoint; give a run directory" in complaint(tmp_path / "empty", split="test")
-    assert "index.json is missing" in complaint(run_dir, split="validation")
+    assert "has no split 'validation'" in complaint(run_dir, split="validation")
     with pytest.raises(
         ConfigError, match=r"model\.d_model: is fixed by the checkpoint; an evaluation may set eval\.\*"
     ):
@@ -129,5 +144,5 @@ def test_a_split_is_scored_as_the_configuration_says(library: Path) -> None:
         tokenizer=TOKENIZER,
         world=ALONE,
     )
-    assert set(seen) == {(2, 4)}
+    assert set(seen) == {(2, 4), (1, 4)}  # of three lanes, two in a forward, as long as they read
     assert (report.seg_len, report.mem_len, report.max_document_len) == (4, MEM_LEN, 30)

@@ -32,12 +32,19 @@ def trained_run(
     return folder / "run"
 
 
-def evaluate_here(world: World, run_dir: Path, data: Path, num_lanes: int, precision: str = "fp32") -> Report:
+def evaluate_here(
+    world: World,
+    run_dir: Path,
+    data: Path,
+    num_lanes: int,
+    precision: str = "fp32",
+    without_memory: bool = False,
+) -> Report:
     """What `dist-mem evaluate` does, in ranks that are already there."""
     checkpoint = find_checkpoint(run_dir)
     overrides = [f"data.path={data}", f"eval.lanes={num_lanes}", f"eval.precision={precision}"]
     config = read_settings(checkpoint.directory, overrides)
-    return evaluate_checkpoint(checkpoint, config, split="test", world=world)
+    return evaluate_checkpoint(checkpoint, config, split="test", world=world, without_memory=without_memory)
 
 
 @pytest.mark.parametrize("num_lanes", [1, 5, 16])  # the last: more lanes than documents, and a rank without any
@@ -53,6 +60,17 @@ def test_ranks_and_lanes_change_no_figure(
         reports = rank_pool(size).run(evaluate_here, trained_run, library, num_lanes)
     assert all(report == reports[0] for report in reports)
     assert_same(reports[0], expected)
+
+
+def test_ranks_change_no_figure_without_memory_either(
+    trained_run: Path, library: Path, rank_pool: Callable[[int], RankPool]
+) -> None:
+    expected = evaluate_here(ALONE, trained_run, library, num_lanes=3, without_memory=True)
+    reports = rank_pool(2).run(evaluate_here, trained_run, library, 5, "fp32", True)
+    assert reports[0] == reports[1]
+    assert_same(reports[0], expected)
+    with_memory = evaluate_here(ALONE, trained_run, library, num_lanes=3)
+    assert (with_memory == expected) == trained_run.parent.name.startswith(("none", "causal"))
 
 
 @pytest.mark.parametrize("trained_run", ["transformer_xl"], indirect=True)

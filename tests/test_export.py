@@ -194,7 +194,6 @@ def test_another_step_can_be_exported_and_the_report_lies_in_the_export(
 UNUSABLE = {
     "name taken": (["--out", "taken"], " exists already; remove it, or give another name"),
     "no checkpoint": (["--checkpoint", "7"], "step-00000007: there is no such checkpoint"),
-    "no data": (["data.path=nowhere"], "nowhere/tokenizer.json is missing"),
     "fixed key": (["model.d_model=8"], "model.d_model: is fixed by the checkpoint"),
 }
 

@@ -114,7 +114,10 @@ AT_START = {
         "index.json has format_version 99, newer than 1, the newest known here: update dist_mem",
     ),
     "other tokenizer": (other_tokenizer, "rebuild the shards, or restore their tokenizer"),
-    "no validation split": (lambda data: shutil.rmtree(data / "validation"), "validation/index.json is missing"),
+    "no validation split": (
+        lambda data: shutil.rmtree(data / "validation"),
+        "has no split 'validation': it has test, train",
+    ),
     "empty validation split": (
         lambda data: empty_split(data, "validation"),
         "validation: no document holds a token to score: set eval.split to a split with text",

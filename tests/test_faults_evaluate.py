@@ -52,10 +52,13 @@ UNUSABLE = {
     "no run": (lambda run_dir: shutil.rmtree(run_dir) or [], "no checkpoint; give a run directory or one checkpoint"),
     "no checkpoint": (no_checkpoint, "checkpoints: no checkpoint; give a run directory or one checkpoint in it"),
     "all damaged": (all_damaged, "no checkpoint verifies:"),
-    "other step": (lambda run_dir: ["--checkpoint", "7"], "step-00000007: there is no such checkpoint"),
+    "other step": (lambda run_dir: ["--checkpoint", "7"], "step-00000007: there is no such checkpoint; "),
     "other tokenizer": (other_tokenizer, "point data.path at data made with that one"),
     "no data": (lambda run_dir: ["data.path=nowhere"], "nowhere/tokenizer.json is missing"),
-    "no split": (lambda run_dir: ["--split", "tset"], "tset/index.json is missing"),
+    "no split": (
+        lambda run_dir: ["--split", "tset"],
+        "has no split 'tset': it has test, train, validation; did you mean test?",
+    ),
     "fixed key": (lambda run_dir: ["model.d_model=8"], "model.d_model: is fixed by the checkpoint"),
 }
 
@@ -69,6 +72,8 @@ def test_what_cannot_be_evaluated_is_an_error_of_its_own(
     error = capfd.readouterr().err
     assert_told(error, message)
     assert error.count("error: ") == 1
+    if fault == "other step":
+        assert error.endswith(f"{run_dir} has steps 5, 6\n")
     assert not (run_dir / "evaluations").exists()
 
 

@@ -182,7 +182,7 @@ def test_any_damaged_file_of_the_newest_checkpoint_leads_to_the_one_before(
     assert rank_pool(2).run(train_here, config) == [0, 0]
     newest = step_dir(run_dir, 10)
     files = [path for path in newest.rglob("*") if path.is_file()]
-    assert {path.parent.name for path in files} == {"engine", "lanes", "rng", newest.name}
+    assert {path.parent.name for path in files} == {"engine", "lanes", "rng", "tokenizer", newest.name}
     for path in files:
         for position in (0, path.stat().st_size // 2, path.stat().st_size - 1):
             flip(path, position)

@@ -25,12 +25,12 @@ NUM_TOKENS = 3 * SEG_LEN + 3  # more than three segments
 SAMPLING = Sampling(temperature=1.3, top_k=8, top_p=0.95, seed=5)
 
 
-def trained_model(case: str, dtype: torch.dtype = torch.float64) -> TrainedModel:
+def trained_model(case: str, dtype: torch.dtype = torch.float64, cut: str = "start") -> TrainedModel:
     """The small model of the contract tests, with ten words."""
     tokenizer = WordTokenizer([f"w{number}" for number in range(VOCAB - 1)])
     config = Config(train=TrainConfig(seg_len=SEG_LEN))
     checkpoint: Any = None
-    model = small_model(case).to(dtype).eval()
+    model = small_model(case, cut=cut).to(dtype).eval()
     return TrainedModel(model, tokenizer, config, checkpoint, torch.device("cpu"), dtype)
 
 
@@ -67,9 +67,15 @@ def same_reading(one: Reading, other: Reading) -> bool:
     )
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_generation_equals_reading_the_document_anew_at_every_token(case: str) -> None:
-    trained = trained_model(case)
+CUT_FROM_END = ["none", "infinite over causal", "infinite, sticky"]
+
+
+@pytest.mark.parametrize(
+    ("case", "cut"), [*((case, "start") for case in CASES), *((case, "end") for case in CUT_FROM_END)]
+)
+def test_generation_equals_reading_the_document_anew_at_every_token(case: str, cut: str) -> None:
+    """Whatever `data.cut` says: where a text ends is not known, so generation reads from its start."""
+    trained = trained_model(case, cut=cut)
     reading = read(trained, start(trained, len(PROMPT_LENS)), prompts())
     log_probs = [next_log_probs(trained, reading)]
     tokens = []
@@ -186,8 +192,10 @@ def test_tokens_without_text_are_written_only_to_stop() -> None:
 
 def test_what_cannot_be_read_is_refused() -> None:
     trained = trained_model("none")
-    with pytest.raises(ValueError, match="tokens for 1 lanes, but 2 are being read"):
+    with pytest.raises(ValueError, match="tokens has rows for 1 lane, but the reading has 2"):
         read(trained, start(trained, 2), [np.array([1])])
-    for ids in ([VOCAB], [-1], [[1]]):
-        with pytest.raises(ValueError, match="ids from 0 to 10"):
+    for ids in ([VOCAB], [-1]):
+        with pytest.raises(ValueError, match="ids of this model go from 0 to 10"):
             read(trained, start(trained), [np.array(ids)])
+    with pytest.raises((TypeError, ValueError), match="tokens"):
+        read(trained, start(trained), [np.array([[1]])])

@@ -18,7 +18,8 @@ from tiny import run_steps, tiny_config, tiny_job
 
 from dist_mem.distributed import World
 from dist_mem.evaluation.export import run as export
-from dist_mem.evaluation.trained import load_model, score
+from dist_mem.evaluation.trained import load_model
+from dist_mem.generation.text_scores import score
 from dist_mem.gpt2.names import take_published
 
 pytest.importorskip("transformers", reason="transformers is not installed")

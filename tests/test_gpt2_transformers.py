@@ -16,7 +16,8 @@ from dist_mem.data.build import build_dataset
 from dist_mem.data.source import SourceDocument
 from dist_mem.data.tokenizers.of_byte_pairs import train_byte_pairs
 from dist_mem.evaluation.export import run as export
-from dist_mem.evaluation.trained import load_model, score
+from dist_mem.evaluation.trained import load_model
+from dist_mem.generation.text_scores import score
 
 transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 3

@@ -317,6 +317,10 @@ def test_wrong_keys_of_the_memory_below_are_refused_by_name(overrides: list[str]
     [
         ({"sampling": "even"}, "memory.sampling is 'even', but must be one of linear, sticky, stratified"),
         ({"padding": "zeros"}, "memory.padding is 'zeros', but must be one of published, none"),
+        ({"kl_heads": "max"}, "memory.kl_heads is 'max', but must be one of mean, sum"),
+        ({"projections": "none"}, "memory.projections is 'none', but must be one of full, heads"),
+        ({"store": "post"}, "memory.store is 'post', but must be one of raw, normed"),
+        ({"density": "moments", "density_bias": True}, "memory.density_bias is true, but memory.density = moments has"),
         ({"density": "sharp"}, "memory.density is 'sharp', but must be one of affine, moments"),
         ({"num_basis": 15}, "memory.num_basis is 15, but must be a multiple of 2"),
         ({"num_samples": 0}, "memory.num_samples is 0, but must be greater than 0"),

@@ -18,7 +18,7 @@ from dist_mem.config import Config, ModelConfig, TrainConfig
 from dist_mem.layers import newest_rows, sinusoid_table, visible_keys
 from dist_mem.memory.base import named_tensors
 from dist_mem.memory.lamemo import State
-from dist_mem.memory.parts.look_ahead import LookAheadAttention, Past, visible_ahead
+from dist_mem.memory.parts.look_ahead import LookAheadAttention, Past, refresh_weights, visible_ahead
 from dist_mem.model import LMState, MemoryLM
 
 VOCAB, WIDTH, LANES, SEG_LEN = 13, 12, 3, 4
@@ -155,7 +155,9 @@ class Refresh:
         looking = sum(math.exp(score - ahead_sum) * value for score, value in zip(scores, values, strict=True))
         if not self.options["interpolation"]:
             return looking, ahead_sum
-        alpha = math.exp(old_sum) / (math.exp(old_sum) + math.exp(ahead_sum))
+        largest = max(old_sum, ahead_sum)
+        old, ahead = math.exp(old_sum - largest), math.exp(ahead_sum - largest)
+        alpha = old / (old + ahead + self.options.get("epsilon", 0.0))
         return alpha * old_context + (1 - alpha) * looking, math.log(math.exp(old_sum) + math.exp(ahead_sum))
 
 
@@ -163,7 +165,15 @@ class Refresh:
 @pytest.mark.parametrize(("mem_len", "seg_len"), [(4, 4), (8, 4), (7, 3), (3, 4), (10, 3), (5, 1), (2, 4)])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"clamp_len": 2}, {"disentangled": False}, {"disentangled": False, "clamp_len": 3}, {"interpolation": False}],
+    [
+        {},
+        {"clamp_len": 2},
+        {"disentangled": False},
+        {"disentangled": False, "clamp_len": 3},
+        {"interpolation": False},
+        {"epsilon": 0.3},
+        {"epsilon": 0.3, "interpolation": False},
+    ],
     ids=str,
 )
 def test_refresh_equals_explicit_loops(mem_len: int, seg_len: int, options: dict[str, Any]) -> None:
@@ -284,15 +294,38 @@ def test_dropout_of_probabilities_leaves_alpha_and_the_sums() -> None:
     assert not dropped[:, 8:].any() and contexts[:, 8:].all()
 
 
+def test_epsilon_is_in_alpha_and_its_gradient() -> None:
+    """Against eq. 11 with sums of exponentials, in float64; a row without a visible key keeps its context."""
+    generator = torch.Generator().manual_seed(0)
+    log_sum = torch.randn(2, 3, 5, generator=generator, dtype=torch.float64)
+    scores = torch.randn(2, 3, 5, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    visible = torch.rand(3, 5, 4, generator=generator) < 0.6
+    visible[0, 2:] = False
+    weights, new_sum = refresh_weights(log_sum, scores, visible, interpolation=True, epsilon=0.25)
+    sums = torch.where(visible, scores.exp(), 0.0)
+    ahead, old = sums.sum(-1, keepdim=True), log_sum.exp()[..., None]
+    epsilon = torch.where(visible.any(-1, keepdim=True), 0.25, 0.0) * torch.maximum(old, ahead)
+    alpha = old / (old + ahead + epsilon)
+    expected = torch.cat([alpha, (1 - alpha) * sums / ahead.clamp(min=1e-300)], dim=-1)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(new_sum, (old + ahead).log()[..., 0].detach(), rtol=0, atol=1e-12)
+    assert (weights[:, 0, 2:, 0] == 1).all()
+    upstream = torch.randn(weights.shape, generator=generator, dtype=torch.float64)
+    (found,) = torch.autograd.grad((weights * upstream).sum(), scores)
+    (wanted,) = torch.autograd.grad((expected * upstream).sum(), scores)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
 @torch.no_grad()
+@pytest.mark.parametrize("epsilon", [0.0, 1e-6])
 @pytest.mark.parametrize("size", [1e4, -1e4])
-def test_extreme_sums_neither_overflow_nor_lose_the_context(size: float) -> None:
-    case = Refresh(8, 4)
+def test_extreme_sums_neither_overflow_nor_lose_the_context(size: float, epsilon: float) -> None:
+    case = Refresh(8, 4, epsilon=epsilon)
     case.past = Past(case.past.context, torch.full_like(case.past.log_sum, size))
     contexts, past = case.computed()
     assert torch.isfinite(contexts).all() and torch.isfinite(past.log_sum).all()
     full = contexts[3, :8]
-    assert torch.equal(full, case.past.context[3]) is (size > 0)
+    assert torch.allclose(full, case.past.context[3], rtol=0, atol=100 * epsilon) is (size > 0)
     assert torch.equal(contexts[0, :8], case.past.context[0]), "an empty lane keeps what it has"
 
 
@@ -317,6 +350,7 @@ def test_bfloat16_activations_keep_s_in_float32() -> None:
     [
         ({"mem_len": 0}, r"memory\.mem_len is 0"),
         ({"positions": "signed"}, r"memory\.positions is 'signed', but must be disentangled or shared"),
+        ({"epsilon": -1e-6}, r"memory\.epsilon is -1e-06, but must be at least 0 and less than 1"),
         ({"window": "all"}, r"memory\.window is 'all', but must be previous or segment"),
         ({"look_ahead": False, "interpolation": False}, r"memory\.interpolation is false and memory\.look_ahead too"),
     ],

@@ -33,7 +33,7 @@ from dist_mem.config import Config
 from dist_mem.data.batch import IGNORE
 from dist_mem.data.lanes import evaluation_batches, training_reader
 from dist_mem.data.shard import Index, TokenizedDocument, write_split
-from dist_mem.data.stream import cut_lengths, evaluation_plan, evaluation_steps, lanes_of_rank
+from dist_mem.data.stream import busy_lanes, cut_lengths, evaluation_plan, forward_sizes
 from dist_mem.data.tokenizer import save_tokenizer
 from dist_mem.data.tokenizers.of_bytes import BytesTokenizer
 
@@ -203,7 +203,6 @@ def test_counts_of_an_epoch_add_up(index: Index) -> None:
 def test_evaluation_scores_every_token_once_for_any_lanes_and_ranks(rich_index: Index, num_lanes: int) -> None:
     lengths = [entry.num_tokens for entry in rich_index.documents]
     lanes = evaluation_plan(lengths, num_lanes=num_lanes, seg_len=SEG_LEN)
-    num_steps = evaluation_steps(lanes, lengths, seg_len=SEG_LEN)
     inputs = Counter(
         (document, STARTS[document] + offset - 1 if offset else BOS)
         for document, length in enumerate(LENGTHS)
@@ -213,19 +212,21 @@ def test_evaluation_scores_every_token_once_for_any_lanes_and_ranks(rich_index: 
         read: Counter[tuple[int, int]] = Counter()
         new_documents: Counter[int] = Counter()
         for rank in range(world_size):
-            lane_ids = lanes_of_rank(num_lanes, world_size, rank, micro_lanes)
             steps = list(
                 evaluation_batches(
                     rich_index,
                     lanes,
-                    lane_ids=lane_ids,
+                    world_size=world_size,
+                    rank=rank,
                     micro_lanes=micro_lanes,
                     seg_len=SEG_LEN,
-                    num_steps=num_steps,
                     bos_id=BOS,
                 )
             )
-            assert [len(batches) for batches in steps] == [len(lane_ids) // micro_lanes] * num_steps
+            assert [[len(batch.tokens) for batch in batches] for batches in steps] == [
+                forward_sizes(num_busy, world_size=world_size, rank=rank, micro_lanes=micro_lanes)
+                for num_busy in busy_lanes(lanes, lengths, seg_len=SEG_LEN)
+            ]
             for batch in (batch for batches in steps for batch in batches):
                 for document, length, tokens in zip(
                     batch.document.tolist(), batch.valid_len.tolist(), batch.tokens, strict=True
@@ -240,8 +241,7 @@ def test_evaluation_reads_only_the_beginning_of_each_document_if_told(index: Ind
     lengths = cut_lengths([entry.num_tokens for entry in index.documents], 6)
     lanes = evaluation_plan(lengths, num_lanes=2, seg_len=SEG_LEN)
     steps = evaluation_batches(
-        index, lanes, lane_ids=range(2), micro_lanes=2, seg_len=SEG_LEN,
-        num_steps=evaluation_steps(lanes, lengths, seg_len=SEG_LEN), bos_id=BOS, max_document_len=6,
+        index, lanes, world_size=1, rank=0, micro_lanes=2, seg_len=SEG_LEN, bos_id=BOS, max_document_len=6,
     )  # fmt: skip
     assert sum(int((batch.targets != IGNORE).sum()) for batches in steps for batch in batches) == lengths.sum()
 

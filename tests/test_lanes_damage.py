@@ -130,8 +130,6 @@ def test_a_corpus_without_a_good_document_stops_even_when_skipping(tmp_path: Pat
 
 def test_evaluation_never_skips_a_damaged_document(damaged_index: Index) -> None:
     lanes = [[0, 3]]
-    steps = evaluation_batches(
-        damaged_index, lanes, lane_ids=[0], micro_lanes=1, seg_len=SEG_LEN, num_steps=9, bos_id=BOS
-    )
+    steps = evaluation_batches(damaged_index, lanes, world_size=1, rank=0, micro_lanes=1, seg_len=SEG_LEN, bos_id=BOS)
     with pytest.raises(ShardError, match="d3"):
         list(steps)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from contract_cases import CASES, SEG_LEN, subject
+from contract_cases import CASES, SEG_LEN, subject, takes_short_first
 
 from dist_mem.contract.check import RULES, Rule
 from dist_mem.contract.rules import no_output_depends_on_a_later_token
@@ -21,6 +21,19 @@ from dist_mem.contract.subject import Size
 @pytest.mark.parametrize("case", CASES)
 def test_memory_keeps_the_contract(case: str, rule: Rule, norm: str) -> None:
     rule.check(subject(case, norm))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=[rule.statement for rule in RULES])
+@pytest.mark.parametrize("case", [case for case in CASES if takes_short_first(case)])
+def test_memory_keeps_the_contract_with_short_first_segments(case: str, rule: Rule) -> None:
+    """Documents that are cut from their end (`data.cut`)."""
+    rule.check(subject(case, cut="end"))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not takes_short_first(case)])
+def test_other_memories_refuse_documents_that_are_cut_from_their_end(case: str) -> None:
+    with pytest.raises(ValueError, match=r"data\.cut is end, but memory\.(over\.)*kind = .* set data\.cut to start"):
+        subject(case, cut="end").model()
 
 
 @pytest.mark.parametrize("case", CASES)

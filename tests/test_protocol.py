@@ -169,7 +169,7 @@ def test_the_report_says_how_it_was_asked_and_leaves_the_run_s_own_alone(
     assert main([*command, "eval.mem_len=24", "eval.layout=stream", "eval.lanes=3"]) == EXIT_DONE
     own, other = (run_dir / "evaluations" / f"test-step-00000003{ending}.json" for ending in ("", "-M24-stream3"))
     lengths = {"seg_len": SEG_LEN, "clamp_len": None, "same_length": False, "blocks": False}
-    lengths |= {"max_document_len": None, "precision": "fp32"}
+    lengths |= {"max_document_len": None, "precision": "fp32", "without_memory": False}
     assert json.loads(own.read_text())["protocol"] == {**lengths, "mem_len": 16, "layout": "documents", "lanes": None}
     assert json.loads(other.read_text())["protocol"] == {**lengths, "mem_len": 24, "layout": "stream", "lanes": 3}
     assert told[0]["test/word_perplexity"] == read_report(own).word_perplexity
@@ -187,10 +187,11 @@ def test_a_sweep_has_a_row_for_each_run_and_length_with_the_figures_of_single_ev
         "evaluate",
         str(one),
         "eval.seg_len=4",
+        "eval.lanes=3",
         "--split",
         "test",
         "--sweep",
-        "memory_len=4,12",
+        "mem_len=4,12",
         "--also",
         str(two),
     ]
@@ -269,7 +270,7 @@ def test_a_sweep_that_cannot_be_ends_before_the_first_evaluation(
     assert "one run at a time, but with --sweep" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["lanes=1,2", "mem_len", "mem_len=", "mem_len=64,x", "mem_len=0"])
+@pytest.mark.parametrize("text", ["lanes=1,2", "memory_len=64", "mem_len", "mem_len=", "mem_len=64,x", "mem_len=0"])
 def test_a_sweep_of_something_else_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="--sweep"):
         parse_sweep(text)

@@ -15,6 +15,7 @@ from torch import Tensor
 from dist_mem.evaluation.regression_error import Errors, Watch, run
 from dist_mem.memory.infinite import Infinite, State
 from dist_mem.model import MemoryLM
+from dist_mem.tracking import progress
 
 FINE: dict[str, Any] = {
     "num_basis": 64,
@@ -110,7 +111,10 @@ def test_the_watch_changes_nothing() -> None:
 
 
 @pytest.mark.usefixtures("single_process")
-def test_what_another_protocol_finds_does_not_take_the_place_of_the_runs_own(library: Path, tmp_path: Path) -> None:
+def test_what_another_protocol_finds_does_not_take_the_place_of_the_runs_own(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     memory = {"kind": "infinite", "num_basis": 16, "widths": [0.1, 0.2], "num_samples": 24, "over": {"kind": "none"}}
     config = make_config(memory=memory, data={"path": str(library)})
     config.memory = memory
@@ -123,3 +127,4 @@ def test_what_another_protocol_finds_does_not_take_the_place_of_the_runs_own(lib
         assert found["protocol"]["seg_len"] == (4 if tag else 8)
         assert found["protocol"]["lanes"] is None
     assert len(list(folder.iterdir())) == 2
+    assert "reading test: 260 of 260 tokens" in capsys.readouterr().err

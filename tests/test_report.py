@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from dist_mem.errors import UnusableError
 from dist_mem.evaluation import compare
 from dist_mem.evaluation.report import (
     Band,
@@ -90,11 +92,76 @@ def test_compare_shows_gains_over_common_bands(tmp_path: Path, capsys: pytest.Ca
     save_evaluation(tmp_path / "xl", make_report(factor=9.0), step=4)
     memory = save_evaluation(tmp_path / "xl", make_report(factor=1.0), step=12)
     assert compare.run([plain, memory]) == 0
-    heading, columns, first, second = capsys.readouterr().out.splitlines()
-    assert heading.endswith("to the referent: (0, 32] 20, (32, 96] 21, > 96 10")
-    assert columns.split("  ")[0] == "run" and "recall (32, 96]" in columns
-    assert first.split() == ["none", "22,026.47", "2.72", "49.64", "20.09"]
-    assert second.split() == ["xl", "148.41", "(148.41x", "lower)", "2.72", "7.39", "(6.72x", "lower)", "20.09"]
+    output = capsys.readouterr()
+    _, *in_all, gap, heading, columns, first, second = output.out.splitlines()
+    assert [line.split() for line in in_all] == [
+        ["run", "word", "ppl"],
+        ["none", "22,026.47"],
+        ["xl", "148.41", "(148.41x", "lower)"],
+    ]
+    assert gap == ""
+    assert heading.endswith("to the referent; tokens: (0, 32] 20, (32, 96] 21, > 96 10")
+    assert re.split(" {2,}", columns) == ["run", "(0, 32]", "(32, 96]", "> 96"]
+    assert first.split() == ["none", "2.72", "49.64", "20.09"]
+    assert second.split() == ["xl", "2.72", "7.39", "(6.72x", "lower)", "20.09"]
+    assert "not measured: none, xl; run: dist-mem evaluate RUN --split test --without-memory" in output.err
+
+
+def test_compare_shows_what_a_run_gains_by_its_own_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside the gain over another run, whose weights have learnt to do without; of the same step and protocol."""
+    plain = save_evaluation(tmp_path / "none", make_report(mem_len=0))
+    save_evaluation(plain, make_report(mem_len=0), tag="-without-memory")
+    memory = save_evaluation(tmp_path / "xl", make_report(factor=1.5), step=12)
+    save_evaluation(memory, make_report(factor=9.0), step=4, tag="-without-memory")
+    save_evaluation(memory, make_report(factor=9.0), step=12, tag="-M640-without-memory")
+    assert compare.run([plain, memory]) == 0
+    output = capsys.readouterr()
+    _, columns, first, second = output.out.splitlines()[:4]
+    assert re.split(" {2,}", columns) == ["run", "word ppl", "own memory gains"]
+    assert re.split(" {2,}", first) == ["none", "148.41", "0.0000 nats a token (1.00x)"]
+    assert re.split(" {2,}", second) == ["xl", "1,808.04 (12.18x higher)", "not measured"]
+    assert "not measured: xl;" in output.err
+    save_evaluation(memory, make_report(factor=2.0), step=12, tag="-without-memory")
+    assert compare.run([plain, memory]) == 0
+    output = capsys.readouterr()
+    assert "1.0000 nats a token (2.72x)" in output.out.splitlines()[3]  # 3750 and 5000 nats over 1250 tokens
+    assert output.err == ""
+    assert max(map(len, output.out.splitlines())) <= 120
+
+
+def test_a_report_without_memory_is_never_a_run_s_own(tmp_path: Path) -> None:
+    run = save_evaluation(tmp_path / "xl", make_report(), tag="-without-memory")
+    with pytest.raises(UnusableError, match="xl: no evaluation of test; run: dist-mem evaluate"):
+        compare.run([run])
+    save_evaluation(run, make_report(factor=2.0))
+    (entry,) = compare.find_reports([run], None)
+    assert (entry.report.nll, entry.without_memory) == (5000.0, make_report())
+    other = run / "evaluations" / "test-step-00000005-without-memory.json"
+    assert compare.find_reports([other], None)[0].report == make_report()  # as it was asked for
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.parametrize("exists", [False, True])
+def test_the_run_that_lacks_an_evaluation_is_named_wherever_it_stands(
+    tmp_path: Path, position: int, exists: bool
+) -> None:
+    """`compare runs/demo runs/nope` blamed runs/demo, for a split that nobody had asked for (issue 15)."""
+    runs = [save_evaluation(tmp_path / name, make_report()) for name in ("one", "two")]
+    nope = tmp_path / "nope"
+    if exists:
+        nope.mkdir()
+    runs.insert(position, nope)
+    with pytest.raises(UnusableError) as caught:
+        compare.run(runs)
+    needed = f"no evaluation of test; run: dist-mem evaluate {nope} --split test"
+    assert str(caught.value) == f"{nope}: {needed if exists else 'there is no such run directory or report'}"
+
+
+def test_a_split_that_most_runs_have_is_what_the_others_lack(tmp_path: Path) -> None:
+    runs = [save_evaluation(tmp_path / name, make_report(split="validation")) for name in ("one", "two")]
+    runs.append(save_evaluation(tmp_path / "three", make_report(split="test")))
+    with pytest.raises(UnusableError, match=r"three: no evaluation of validation; run: .*three --split validation$"):
+        compare.run(runs)
 
 
 def test_figures_too_large_for_a_float_still_make_a_table(tmp_path: Path) -> None:
@@ -107,14 +174,17 @@ def test_figures_too_large_for_a_float_still_make_a_table(tmp_path: Path) -> Non
     assert "inf" in to_table(huge)
 
 
-def test_compare_refuses_what_does_not_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_refuses_what_does_not_compare(tmp_path: Path) -> None:
     plain = save_evaluation(tmp_path / "none", make_report())
-    assert compare.run([plain, tmp_path / "unknown"]) == 1
-    assert "no evaluation of validation; run: dist-mem evaluate" in capsys.readouterr().err
+    (tmp_path / "unknown").mkdir()
+    with pytest.raises(UnusableError, match="no evaluation of test; run: dist-mem evaluate"):
+        compare.run([plain, tmp_path / "unknown"])
+    with pytest.raises(UnusableError, match=r"no evaluation of tset, but of test; did you mean test\?"):
+        compare.run([plain], split="tset")
     report = make_report()
     other = save_evaluation(tmp_path / "other", Report(**{**vars(report), "documents": report.documents[1:]}))
-    assert compare.run([plain, other]) == 1
-    assert "do not score the same documents" in capsys.readouterr().err
+    with pytest.raises(UnusableError, match="do not score the same documents"):
+        compare.run([plain, other])
 
 
 def in_blocks(report: Report) -> Report:
@@ -126,20 +196,20 @@ def test_compare_goes_by_tokens_where_words_are_not_known(tmp_path: Path, capsys
     plain = save_evaluation(tmp_path / "none", in_blocks(make_report(factor=2.0)))
     memory = save_evaluation(tmp_path / "xl", in_blocks(make_report()))
     assert compare.run([plain, memory]) == 0
-    _, columns, first, second = capsys.readouterr().out.splitlines()
-    assert columns.split("  ")[1].strip() == "token ppl" and "word" not in columns
+    _, columns, first, second = capsys.readouterr().out.splitlines()[:4]
+    assert re.split(" {2,}", columns) == ["run", "token ppl"]
     assert first.split()[:2] == ["none", "54.60"]
     assert second.split()[:4] == ["xl", "7.39", "(7.39x", "lower)"]
     other = save_evaluation(tmp_path / "other", replace(in_blocks(make_report()), tokenizer_fingerprint="x", recall=[]))
-    assert compare.run([plain, other]) == 1
-    assert "different tokenizers" in capsys.readouterr().err
+    with pytest.raises(UnusableError, match=re.escape("different tokenizers")):
+        compare.run([plain, other])
 
 
-def test_compare_says_that_only_some_are_scored_in_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_says_that_only_some_are_scored_in_blocks(tmp_path: Path) -> None:
     whole = save_evaluation(tmp_path / "whole", make_report())
     blocks = save_evaluation(tmp_path / "blocks", in_blocks(make_report()))
-    assert compare.run([whole, blocks]) == 1
-    assert "blocks: scored in blocks (eval.blocks), the others not" in capsys.readouterr().err
+    with pytest.raises(UnusableError, match=re.escape("blocks: scored in blocks (eval.blocks), the others not")):
+        compare.run([whole, blocks])
 
 
 def test_what_is_not_known_is_no_figure_and_shown_as_such(tmp_path: Path) -> None:
@@ -164,7 +234,7 @@ def test_compare_takes_the_split_that_all_runs_have(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().out.startswith("split validation")
 
 
-def test_compare_mixes_no_protocols(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_mixes_no_protocols(tmp_path: Path) -> None:
     """A later evaluation with other lengths does not take the place of the run's own; without it nothing compares."""
     one = save_evaluation(tmp_path / "one", make_report(), step=4)
     save_evaluation(one, make_report(factor=9.0), step=12, tag="-M640-stream10")
@@ -175,7 +245,7 @@ def test_compare_mixes_no_protocols(tmp_path: Path, capsys: pytest.CaptureFixtur
     ]
     three = save_evaluation(tmp_path / "three", make_report(factor=8.0), tag="-M640-stream10")
     assert [entry.report.nll for entry in compare.find_reports([one, three], "test")] == [22500.0, 20000.0]
-    assert compare.run([two, three]) == 1
-    assert "two as trained, three by M640-stream10: evaluate them alike" in capsys.readouterr().err
+    with pytest.raises(UnusableError, match=re.escape("two as trained, three by M640-stream10: evaluate them alike")):
+        compare.run([two, three])
     report = three / "evaluations" / "test-step-00000005-M640-stream10.json"
     assert compare.run([two, report]) == 0  # as it was asked for

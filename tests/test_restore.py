@@ -19,6 +19,7 @@ from dist_mem import files
 from dist_mem.checkpoint import manifest
 from dist_mem.checkpoint.manifest import list_steps, step_dir
 from dist_mem.checkpoint.resume_choice import choose_checkpoint
+from dist_mem.checkpoint.resumption import find_resumption
 from dist_mem.config import load_config
 from dist_mem.config.check import ConfigError
 from dist_mem.distributed import World
@@ -26,6 +27,7 @@ from dist_mem.errors import UnusableError
 from dist_mem.job import Job, open_job
 from dist_mem.memory import memory_options
 from dist_mem.memory.base import named_tensors
+from dist_mem.stop_signal import StopSignal
 from dist_mem.tracking.tracker import Tracker
 
 STEPS = 9  # saved every 3
@@ -62,7 +64,8 @@ def opened(
     say = Tracker.message
     Tracker.message = lambda self, text: (told.append(text), say(self, text))[1]  # type: ignore[method-assign,func-returns-value]
     try:
-        job = open_job(load_config([str(config_file), *changes], memory_options=memory_options), world, allowed)
+        config = load_config([str(config_file), *changes], memory_options=memory_options)
+        job = open_job(config, world, find_resumption(config, world, allowed), StopSignal([]))
     except UnusableError as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -317,7 +320,7 @@ def test_weights_that_one_rank_cannot_read_stop_all_ranks(
 
 def test_what_needs_to_be_allowed_is_refused_until_it_is(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
     text = refusal(rank_pool, copied, "model.dropout=0.5", "optimizer.betas=[0.5,0.9]")
-    assert "model.dropout: is 0.5, but the run began with 0.2; set it back, or add --allow model.dropout" in text
+    assert "model.dropout: is 0.5, but the run began with 0.2; set it back, add --allow model.dropout" in text
     assert "--allow optimizer.betas" in text
     step, text = open_two(
         rank_pool, copied, "model.dropout=0.5", "optimizer.betas=[0.5,0.9]", allow=("model.dropout", "optimizer")

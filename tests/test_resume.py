@@ -262,7 +262,7 @@ def test_missing_validation_split_is_told_before_training(tmp_path: Path, books:
     config = write_config(tmp_path / "run.yaml", data, tmp_path / "run", {"eval": {"every": 5}})
     codes, text = run_ranks(["train", str(config)], world_size=2, cwd=tmp_path)
     assert codes == [2, 2], text
-    assert "validation/index.json is missing" in text
+    assert "has no split 'validation': it has test, train" in text
     assert [path.name for path in (tmp_path / "run").iterdir()] == []
 
 

@@ -97,7 +97,7 @@ def test_changes_of_what_is_computed_are_refused_until_they_are_allowed(override
     with pytest.raises(ConfigError) as caught:
         check_changes(load(), load(override))
     assert key in {problem.key for problem in caught.value.problems}
-    assert f"set it back, or add --allow {allow} to go on with the new value" in str(caught.value)
+    assert f"set it back, add --allow {allow} to go on with the new value, or start another" in str(caught.value)
     changes = check_changes(load(), load(override), allowed=[allow])
     assert key in {change.key for change in changes}
     check_changes(load(), load(override), allowed=[allow.split(".")[0]])  # a whole block
@@ -127,7 +127,7 @@ def test_other_changes_are_refused_with_old_value_new_value_reason_and_fix(overr
     (problem,) = [problem for problem in caught.value.problems if problem.key == key]
     (change,) = [change for change in changed_keys(old, new) if change.key == key]
     assert problem.text.startswith(f"is {change.new!r}, but the run began with {change.old!r}, and must stay so: ")
-    assert problem.text.endswith("; set it back, or begin a new run in another run_dir")
+    assert problem.text.endswith("; set it back, or start another run with name=NAME")
     assert any(reason in problem.text for reason in REASONS.values())
 
 

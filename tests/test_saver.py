@@ -48,7 +48,7 @@ def test_background_and_synchronous_saves_are_the_same_bytes(tmp_path: Path, boo
         assert rank_pool(2).run(train_here, config) == [0, 0]
     for step in (2, 4, 6, 7):
         beside, waiting = (content(step_dir(run_dir, step)) for run_dir in runs.values())
-        assert len(beside) == 8
+        assert len(beside) == 9
         assert beside == waiting
     assert list_steps(runs[True]) == [2, 4, 6, 7]
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from ranks import RankPool
-from scored_library import LENGTHS, SEG_LEN, TOKENIZER, assert_same, make_document, make_model, score
+from scored_library import ALONE, LENGTHS, MEM_LEN, SEG_LEN, TOKENIZER, assert_same, make_document, make_model, score
+from torch import Tensor
 
 from dist_mem.data.batch import IGNORE
 from dist_mem.data.shard import Index, TokenizedDocument, read_index, write_split
@@ -19,7 +20,8 @@ from dist_mem.distributed import World
 from dist_mem.evaluation import scoring
 from dist_mem.evaluation.report import Report
 from dist_mem.evaluation.scoring import EvaluationError, evaluate_documents
-from dist_mem.model import MemoryLM
+from dist_mem.memory.base import map_state
+from dist_mem.model import LMOutput, LMState, MemoryLM
 
 
 @torch.no_grad()
@@ -64,31 +66,90 @@ def test_the_number_of_lanes_changes_nothing(index: Index, num_lanes: int, micro
     assert_same(score(index, model, num_lanes=num_lanes, micro_lanes=micro_lanes), score(index, model))
 
 
-def forwards_on_rank(world: World, split_dir: Path) -> int:
-    model, count = make_model(), 0
+def rows_of_forwards(index: Index, *, num_lanes: int, micro_lanes: int, world: World = ALONE) -> list[list[int]]:
+    """`valid_len` of each forward that this rank makes."""
+    model, rows = make_model(), []
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal count
-        count += 1
-        return model(*args, **kwargs)
+    def noted(tokens: Tensor, targets: Tensor, valid_len: Tensor, *, state: LMState) -> LMOutput:
+        rows.append(valid_len.tolist())
+        return model(tokens, targets, valid_len, state=state)
 
     evaluate_documents(
-        counted,
+        noted,
         lambda lane_ids: model.init_state(lane_ids, "cpu", torch.float32),
-        index=read_index(split_dir),
+        index=index,
         tokenizer=TOKENIZER,
-        num_lanes=3,
-        micro_lanes=1,
+        num_lanes=num_lanes,
+        micro_lanes=micro_lanes,
         seg_len=SEG_LEN,
-        mem_len=0,
+        mem_len=MEM_LEN,
         world=world,
     )
-    return count
+    return rows
 
 
-def test_every_rank_makes_the_same_number_of_forwards(index: Index, rank_pool: Callable[[int], RankPool]) -> None:
-    counts = rank_pool(2).run(forwards_on_rank, index.split_dir)
-    assert counts[0] == counts[1] > 0
+def rows_on_rank(world: World, split_dir: Path, num_lanes: int, micro_lanes: int) -> list[list[int]]:
+    return rows_of_forwards(read_index(split_dir), num_lanes=num_lanes, micro_lanes=micro_lanes, world=world)
+
+
+NUM_SEGMENTS = sum(-(-length // SEG_LEN) for length in LENGTHS)
+
+
+@pytest.mark.parametrize(("num_lanes", "micro_lanes"), [(1, 1), (3, 2), (8, 8), (10, 4), (50, 16)])
+def test_no_idle_lane_is_computed(index: Index, num_lanes: int, micro_lanes: int) -> None:
+    """Neither lanes beyond the number of documents, nor those that have run out while others still read (issue 15)."""
+    rows = rows_of_forwards(index, num_lanes=num_lanes, micro_lanes=micro_lanes)
+    assert all(valid_len > 0 for batch in rows for valid_len in batch)
+    assert sum(map(len, rows)) == NUM_SEGMENTS
+
+
+@pytest.mark.parametrize(("num_lanes", "micro_lanes"), [(3, 1), (5, 2), (50, 3)])
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_rank_makes_the_same_number_of_forwards(
+    index: Index, rank_pool: Callable[[int], RankPool], size: int, num_lanes: int, micro_lanes: int
+) -> None:
+    """With ZeRO each gathers parameters; a rank without a lane left makes them with one idle row."""
+    ranks = rank_pool(size).run(rows_on_rank, index.split_dir, num_lanes, micro_lanes)
+    assert len({len(rows) for rows in ranks}) == 1
+    assert sum(valid_len > 0 for rows in ranks for batch in rows for valid_len in batch) == NUM_SEGMENTS
+    assert all(batch == [0] for rows in ranks for batch in rows if 0 in batch)
+
+
+@pytest.mark.parametrize(("num_lanes", "micro_lanes"), [(3, 3), (8, 8), (10, 4)])
+def test_rows_that_are_left_out_change_no_bit(index: Index, num_lanes: int, micro_lanes: int) -> None:
+    """Against forwards that are filled up with idle lanes, as all were before.
+
+    In segments of 32: with a handful of rows, a matrix product rounds by their number (docs/evaluate.md).
+    """
+    model, seg_len = make_model(), 32
+
+    def filled(tokens: Tensor, targets: Tensor, valid_len: Tensor, *, state: LMState) -> LMOutput:
+        num_rows, num_idle = len(tokens), micro_lanes - len(tokens)
+        idle = model.init_state(torch.zeros(num_idle, dtype=torch.int64), "cpu", torch.float32)
+        output = model(
+            torch.cat([tokens, tokens.new_zeros(num_idle, seg_len)]),
+            torch.cat([targets, targets.new_full((num_idle, seg_len), IGNORE)]),
+            torch.cat([valid_len, valid_len.new_zeros(num_idle)]),
+            state=map_state(lambda *parts: torch.cat(parts), state, idle),
+        )
+        assert output.hits is not None
+        state = map_state(lambda part: part[:num_rows], output.state)
+        return output._replace(nll=output.nll[:num_rows], hits=output.hits[:num_rows], state=state)
+
+    def scored(forward: Any) -> Report:
+        return evaluate_documents(
+            forward,
+            lambda lane_ids: model.init_state(lane_ids, "cpu", torch.float32),
+            index=index,
+            tokenizer=TOKENIZER,
+            num_lanes=num_lanes,
+            micro_lanes=micro_lanes,
+            seg_len=seg_len,
+            mem_len=MEM_LEN,
+            world=ALONE,
+        )
+
+    assert scored(model) == scored(filled)
 
 
 def test_evaluation_leaves_random_numbers_and_parameters_alone(index: Index) -> None:
@@ -154,8 +215,8 @@ def test_a_split_of_which_nothing_is_scored_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_token_that_is_not_scored_is_an_error(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = scoring.evaluation_steps
-    monkeypatch.setattr(scoring, "evaluation_steps", lambda *args, **kwargs: steps(*args, **kwargs) - 1)
+    batches = scoring.evaluation_batches
+    monkeypatch.setattr(scoring, "evaluation_batches", lambda *args, **kwargs: list(batches(*args, **kwargs))[:-1])
     with pytest.raises(EvaluationError, match=r"document doc0: 96 tokens scored, 100 expected"):
         score(index, make_model(), num_lanes=9)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_mem.tracking.progress import ProgressBar, ProgressLines
+from dist_mem.tracking.progress import Progress, ProgressBar, ProgressLines
 from dist_mem.tracking.sinks import METRICS_FILE, MetricsFile, Point, read_points
 from dist_mem.tracking.tracker import Tracker
 
@@ -77,3 +77,39 @@ def test_the_bar_stands_at_the_logged_step_and_messages_do_not_tear_it() -> None
     last = stream.getvalue().split("\r")[-1]
     assert "50/100" in last and "loss 2.0000  ppl 7.39" in last
     assert "saved\n" in stream.getvalue()
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_work_without_a_terminal_is_a_line_now_and_then() -> None:
+    """260,000 tokens were scored in 9 minutes without a line (issue 15)."""
+    stream, now = io.StringIO(), 100.0
+    with Progress(4000, "scoring test", share=0.5, stream=stream, clock=lambda: now) as progress:
+        for seconds in (10.0, 20.0, 30.0, 31.0, 60.0):
+            now = 100.0 + seconds
+            progress.add(200)
+    assert stream.getvalue().splitlines() == [
+        "scoring test: 1,200 of 4,000 tokens  40.0 tokens/s  eta 0:01:10",  # half of the work is another rank's
+        "scoring test: 2,000 of 4,000 tokens  33.3 tokens/s  eta 0:01:00",
+    ]
+
+
+def test_work_on_a_terminal_is_a_bar_that_goes_when_it_is_done() -> None:
+    stream = Terminal()
+    with Progress(4000, "scoring test", stream=stream) as progress:
+        progress.add(4000)
+    bar, last = stream.getvalue().split("\r")[1], stream.getvalue().split("\r")[-2:]
+    assert "scoring test" in bar and "4.00k" in bar and "tokens" in bar
+    assert not "".join(last).strip()
+
+
+def test_other_ranks_show_nothing() -> None:
+    stream = Terminal()
+    with Progress(4000, "scoring test", shown=False, share=0.0, stream=stream) as progress:
+        progress.add(0)
+    assert stream.getvalue() == ""

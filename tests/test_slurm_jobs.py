@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from slurm_cluster import Cluster
 from test_slurm_script import ENDED, launch_block
 
+from dist_mem.environment import extension_cache
 from dist_mem.launch.script import render
 from dist_mem.tracking.mlflow_run import connect
 
@@ -76,8 +77,7 @@ def hand_in(slurm: Cluster, folder: Path, config: Path, **launch: Any) -> Handed
 
 def path_of(slurm: Cluster) -> dict[str, str]:
     """The environment of sbatch: this installation, and where DeepSpeed's op is compiled already."""
-    usual = Path("~/.cache/torch_extensions").expanduser() / "py{}{}_cpu".format(*sys.version_info)
-    compiled = os.environ.get("TORCH_EXTENSIONS_DIR", str(usual))
+    compiled = os.environ.get("TORCH_EXTENSIONS_DIR", str(extension_cache()))
     ranks = {"RANK": "0", "WORLD_SIZE": "1"}  # of the shell that hands it in: they must not count
     return {**ranks, "PATH": f"{BIN}{os.pathsep}{slurm.environment['PATH']}", "TORCH_EXTENSIONS_DIR": compiled}
 

@@ -45,6 +45,27 @@ def test_an_episode_is_told_once_and_when_it_is_over() -> None:
     assert 60 < ended < 60 + WINDOW
 
 
+def test_a_rank_that_is_slow_again_and_again_is_counted_and_not_told_each_time() -> None:
+    """22 lines beside 30 of the loss were told on a busy machine (issue 15, item 11)."""
+    stragglers = watching(2)
+    fast, slow = [0.1, 0.1], [0.1, 0.21]
+    told = [text for _, text in messages(stragglers, ([fast] * 15 + [slow] * 15) * 20)]
+    assert len(told) == 6, told
+    assert told[0] == "rank 1 (node0) takes 2.1 times as long as the others in a forward"
+    assert told[1] == "rank 1 (node0) is as fast as the others again"
+    counts = [text.partition("for the ")[2].partition(" time")[0] for text in told[2:]]
+    assert counts == ["2nd", "4th", "8th", "16th"]
+    assert told[2].startswith("rank 1 (node0) takes 2.1 times as long as the others again, for the 2nd time: in ")
+    (summary,) = stragglers.summary()
+    assert summary.startswith("rank 1 (node0) was slow 20 times, in ") and summary.endswith(" of 599 steps")
+
+
+def test_a_single_episode_needs_no_summary() -> None:
+    stragglers = watching(2)
+    messages(stragglers, [[0.1, 0.1]] * 30 + [[0.1, 0.21]] * 30 + [[0.1, 0.1]] * 30)
+    assert stragglers.summary() == []
+
+
 def test_single_slow_steps_are_not_named() -> None:
     """As of a rank that saves, or of a machine that is busy for a moment."""
     choose = np.random.default_rng(3)

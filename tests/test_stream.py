@@ -17,9 +17,10 @@ from dist_mem.data.stream import (
     Cursor,
     DocumentPlan,
     StreamPlan,
+    busy_lanes,
     cut_lengths,
     evaluation_plan,
-    evaluation_steps,
+    forward_sizes,
     lanes_of_rank,
     make_plan,
     num_segments_of,
@@ -167,8 +168,28 @@ def test_evaluation_deals_every_document_once_longest_first(lengths: list[int], 
     assert all(lengths[before] >= lengths[after] for lane in lanes for before, after in pairwise(lane))
     segments = [-(-length // SEG_LEN) for length in lengths]
     loads = [sum(segments[document] for document in lane) for lane in lanes]
-    assert evaluation_steps(lanes, lengths, seg_len=SEG_LEN) == max(loads)
-    assert max(loads) <= sum(segments) / num_lanes + max(segments, default=0)
+    assert len(lanes) == min(num_lanes, sum(length > 0 for length in lengths))
+    assert all(loads)
+    busy = busy_lanes(lanes, lengths, seg_len=SEG_LEN)
+    assert busy == [sum(load > step for load in loads) for step in range(max(loads, default=0))]
+    assert all(load > step for step, num_busy in enumerate(busy) for load in loads[:num_busy])  # always the first ones
+    assert max(loads, default=0) <= sum(segments) / num_lanes + max(segments, default=0)
+
+
+@given(st.integers(0, 20), st.integers(1, 5), st.integers(1, 6))
+def test_ranks_make_equally_many_forwards_and_read_every_busy_lane(
+    num_busy: int, world_size: int, micro_lanes: int
+) -> None:
+    sizes = [
+        forward_sizes(num_busy, world_size=world_size, rank=rank, micro_lanes=micro_lanes) for rank in range(world_size)
+    ]
+    assert len({len(of_rank) for of_rank in sizes}) == 1
+    assert all(1 <= size <= micro_lanes for of_rank in sizes for size in of_rank)
+    num_idle = [
+        sum(of_rank) - len(range(rank, num_busy, world_size)) for rank, of_rank in enumerate(sizes)
+    ]  # rows without a lane: one a forward at most, and none on rank 0
+    assert num_idle[0] == 0
+    assert all(0 <= idle <= len(sizes[0]) for idle in num_idle)
 
 
 def test_epochs_done_grows_with_every_segment_and_is_whole_at_the_ends() -> None:

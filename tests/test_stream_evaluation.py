@@ -28,7 +28,7 @@ from scored_library import (
 from dist_mem.data.batch import IGNORE
 from dist_mem.data.shard import Index, ShardError, read_index, write_split
 from dist_mem.distributed import World
-from dist_mem.evaluation import stream
+from dist_mem.evaluation import scoring, stream
 from dist_mem.evaluation.evaluate import evaluate_split
 from dist_mem.evaluation.report import Report
 from dist_mem.evaluation.scoring import EvaluationError
@@ -168,7 +168,7 @@ def test_a_damaged_document_and_too_many_lanes_are_refused(
     content = bytearray(tar.read_bytes())
     content[damaged.documents[6].tokens_offset] ^= 1
     tar.write_bytes(content)
-    monkeypatch.setattr(stream, "_score", pytest.fail)  # told before the first forward, amid which ranks would wait
+    monkeypatch.setattr(scoring, "score_batches", pytest.fail)  # no forward begins, amid which ranks would wait
     with pytest.raises(ShardError, match="document doc6"):
         score_stream(damaged)
 

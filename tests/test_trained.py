@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,11 +13,19 @@ from typing import Any
 import pytest
 import torch
 from jobs import build_books, train_here, write_config
+from omegaconf import OmegaConf
 from ranks import RankPool
 from safetensors.torch import load_file
 
 import dist_mem
-from dist_mem.checkpoint.manifest import CheckpointError, step_dir
+from dist_mem.checkpoint.manifest import (
+    CheckpointError,
+    describe_file,
+    files_in,
+    read_manifest,
+    step_dir,
+    write_manifest,
+)
 from dist_mem.data.shard import read_index
 from dist_mem.evaluation.trained import TrainedModel
 
@@ -69,10 +78,11 @@ def test_memory_is_carried_from_segment_to_segment(trained: TrainedModel, text: 
     whole = dist_mem.score(trained, text)
     begin = dist_mem.score(trained, text[:seg_len])  # a byte is a token here
     assert torch.equal(begin.nll, whole.nll[:seg_len])
-    assert begin.state.blocks[0].length.tolist() == [seg_len]
-    with_memory, without = (dist_mem.score(trained, text, state=state).nll for state in (begin.state, None))
-    assert not torch.allclose(with_memory, without)
-    assert torch.equal(without, whole.nll)
+    assert begin.reading.state.blocks[0].length.tolist() == [seg_len]
+    rest = dist_mem.score(trained, text[seg_len:], after=begin.reading)
+    assert torch.equal(rest.nll, whole.nll[seg_len:])
+    another = dist_mem.start_from(trained, begin.reading.state, [trained.tokenizer.bos_id])
+    assert not torch.allclose(dist_mem.score(trained, text, after=another).nll, whole.nll)
 
 
 def test_lanes_are_those_of_the_checkpoint(trained: TrainedModel, run_dir: Path, text: str) -> None:
@@ -82,8 +92,8 @@ def test_lanes_are_those_of_the_checkpoint(trained: TrainedModel, run_dir: Path,
     }
     lanes = dist_mem.read_lanes(trained, [5, 2])
     assert torch.equal(lanes.blocks[1].hidden, torch.stack([hidden[5], hidden[2]]).float())
-    one = dist_mem.read_lanes(trained, [5])
-    assert len(dist_mem.score(trained, text, state=one).nll) == len(text)
+    one = dist_mem.start_from(trained, dist_mem.read_lanes(trained, [5]), [trained.tokenizer.bos_id])
+    assert len(dist_mem.score(trained, text, after=one).nll) == len(text)
     assert dist_mem.init_state(trained, [5, 2]).blocks[1].hidden.shape == lanes.blocks[1].hidden.shape
     with pytest.raises(CheckpointError, match=r"lanes \[8\] are not in this checkpoint"):
         dist_mem.read_lanes(trained, [LANES])
@@ -93,11 +103,64 @@ def test_step_precision_and_settings_can_be_chosen(run_dir: Path, text: str) -> 
     early = dist_mem.load_model(run_dir, "eval.precision=bf16", "eval.seg_len=8", step=5)
     assert early.checkpoint.manifest["step"] == 5
     assert next(early.model.parameters()).dtype == early.dtype == torch.bfloat16
-    assert dist_mem.score(early, text[:8]).state.blocks[0].length.tolist() == [8]
+    assert dist_mem.score(early, text[:8]).reading.state.blocks[0].length.tolist() == [8]
     with pytest.raises(ValueError, match=r"model\.d_model: is fixed by the checkpoint"):
         dist_mem.load_model(run_dir, "model.d_model=8")
-    with pytest.raises(CheckpointError, match="there is no such checkpoint"):
+    with pytest.raises(CheckpointError, match=r"there is no such checkpoint; .* has steps 5, 8"):
         dist_mem.load_model(run_dir, step=6)
+
+
+def test_a_wrong_path_or_override_is_refused_by_name(run_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nope does not exist: no checkpoint; give a run directory"):
+        dist_mem.load_model(tmp_path / "nope")
+    with pytest.raises(CheckpointError, match=r"checkpoints: no checkpoint; .* an export \(a folder with a manifest"):
+        dist_mem.load_model(tmp_path)
+    with pytest.raises(TypeError, match="path is 3, but must be that of a run"):
+        dist_mem.load_model(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"an override is 400, but .* step=400"):
+        dist_mem.load_model(run_dir, 400)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def elsewhere(run_dir: Path, tmp_path: Path) -> Path:
+    """The newest checkpoint alone, copied to where its data is not: `data.path` names nothing."""
+    copied = Path(shutil.copytree(step_dir(run_dir, 8), tmp_path / "taken"))
+    settings = OmegaConf.load(copied / "config.yaml")
+    settings.data.path = str(tmp_path / "nothing")
+    OmegaConf.save(settings, copied / "config.yaml")
+    return copied
+
+
+def list_files_anew(directory: Path, *, without: str | None = None) -> None:
+    """The manifest of what is there now; of a checkpoint without a folder, as an older version wrote it."""
+    if without is not None:
+        shutil.rmtree(directory / without)
+    manifest = {key: value for key, value in read_manifest(directory).items() if key != "sha256"}
+    files = {path.relative_to(directory).as_posix(): describe_file(path) for path in files_in(directory)}
+    write_manifest(directory, {**manifest, "files": files})
+
+
+def test_a_checkpoint_is_loaded_where_its_data_is_not(trained: TrainedModel, elsewhere: Path, text: str) -> None:
+    """Issue 15: the tokenizer was asked of the data directory, which had to be built first."""
+    list_files_anew(elsewhere)
+    again = dist_mem.load_model(elsewhere)
+    assert again.tokenizer.fingerprint == trained.tokenizer.fingerprint
+    assert torch.equal(dist_mem.score(again, text).nll, dist_mem.score(trained, text).nll)
+
+
+def test_an_older_checkpoint_without_a_tokenizer_names_what_to_give(elsewhere: Path, run_dir: Path) -> None:
+    list_files_anew(elsewhere, without="tokenizer")
+    with pytest.raises(ValueError, match=r"saved by an older dist_mem and holds no tokenizer.* data\.path=FOLDER"):
+        dist_mem.load_model(elsewhere)
+    data = run_dir.parent / "shards"
+    assert dist_mem.load_model(elsewhere, f"data.path={data}").tokenizer.kind == "bytes"
+
+
+def test_a_damaged_tokenizer_is_refused(elsewhere: Path) -> None:
+    list_files_anew(elsewhere)
+    (elsewhere / "tokenizer" / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer/tokenizer\.json: 2 bytes, \d+ expected"):
+        dist_mem.load_model(elsewhere)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/python.md"])

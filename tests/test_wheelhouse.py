@@ -46,16 +46,28 @@ def copy_project(target: Path) -> Path:
     return target
 
 
+def copy_sources(target: Path) -> Path:
+    """What the project's wheel is made of."""
+    target.mkdir()
+    for name in ("pyproject.toml", "requirements.txt", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, target)
+    shutil.copytree(ROOT / "dist_mem", target / "dist_mem", ignore=shutil.ignore_patterns("__pycache__"))
+    return target
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A clone of the project, in a folder named as `git clone` names it."""
+    pytest.importorskip("setuptools")
+    return copy_sources(tmp_path / "dist_mem")
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The project's wheel, made without network and installed in a folder of its own."""
     pytest.importorskip("setuptools")
     folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    source.mkdir()
-    for name in ("pyproject.toml", "requirements.txt", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "dist_mem", source / "dist_mem", ignore=shutil.ignore_patterns("__pycache__"))
+    source = copy_sources(folder / "source")
     pip = [sys.executable, "-m", "pip", "--quiet", "--no-input"]
     environment = {**without_pip(os.environ), "PIP_NO_INDEX": "1"}
     options = ["--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
@@ -80,6 +92,24 @@ def dist_mem(installed: Path, *arguments: str, cwd: Path) -> str:
     """Output of `dist-mem` as installed."""
     command = [sys.executable, "-c", COMMAND, str(installed), *arguments]
     return run(*command, cwd=cwd, environment={**os.environ, "PYTHONPATH": str(installed)})
+
+
+def test_the_folder_that_contains_a_clone_does_not_hide_the_package(clone: Path) -> None:
+    """Issue 15: Python imported the clone's own folder, also named dist_mem, as a namespace package.
+
+    pip unpacks into site-packages what the build backend puts into the wheel of an editable installation.
+    """
+    site = clone.parent / "site"
+    code = "import sys, setuptools.build_meta as backend; backend.build_editable(sys.argv[1])"
+    isolated = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    run(sys.executable, "-c", code, str(clone.parent), cwd=clone, environment=isolated)
+    shutil.unpack_archive(next(clone.parent.glob("dist_mem-*editable*.whl")), site, "zip")
+    code = "import site, sys; site.addsitedir(sys.argv[1]); import dist_mem as d; print(d.__file__, *d.__all__)"
+    # -S: without the installation that runs this test.
+    done = run(sys.executable, "-S", "-c", code, str(site), cwd=clone.parent, environment=isolated)
+    path, *names = done.split()
+    assert path == str(clone / "dist_mem" / "__init__.py")
+    assert "load_model" in names
 
 
 def test_wheel_has_every_file_of_the_package(installed: Path) -> None:

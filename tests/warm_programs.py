@@ -1,0 +1,142 @@
+"""`dist-mem` in milliseconds: each call runs in a process forked from one that has imported everything.
+
+The call is the real one in all that matters to a user: its own process, folder, environment, arguments, streams and
+exit code. `running_server` starts the process that is forked; `write_programs` writes the programs that call it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+_IMPORTED = [
+    "dist_mem.__main__",
+    "dist_mem.train",
+    "dist_mem.evaluation.compare",
+    "dist_mem.evaluation.evaluate",
+    "dist_mem.evaluation.export",
+    "dist_mem.evaluation.sweep",
+    "dist_mem.generation.run",
+    "dist_mem.reproduce.run",
+    "deepspeed.runtime.superoffload",
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.zero.stage_1_and_2",
+    "torch._dynamo",
+    "mlflow",  # after deepspeed, whose autotuner would import it
+]
+_CLIENT = """\
+#!{python} -IS
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as server:
+    server.connect({address!r})
+    socket.send_fds(server, [b"+"], [0, 1, 2])
+    request = {{"arguments": sys.argv[1:], "folder": os.getcwd(), "environment": dict(os.environ)}}
+    server.sendall(json.dumps(request).encode() + b"\\n")
+    code = int(server.recv(16) or 1)
+if code < 0:
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
+
+
+@contextmanager
+def running_server(folder: Path) -> Iterator[Path]:
+    """The address of a server that has imported everything, for as long as the context lasts."""
+    address = folder / "warm"
+    with (folder / "warm.log").open("wb") as log:
+        server = subprocess.Popen(
+            [sys.executable, __file__, str(address)],
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},  # no threads: they do not fork
+        )
+    deadline = time.monotonic() + 120
+    try:
+        while not address.exists():
+            assert server.poll() is None, (folder / "warm.log").read_text(encoding="utf-8")
+            assert time.monotonic() < deadline, "the server did not start"
+            time.sleep(0.05)
+        yield address
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def write_programs(folder: Path, address: Path) -> None:
+    """`dist-mem`, and a `python` whose `-m dist_mem` is the same; other programs of Python run as always."""
+    client = folder / "dist-mem"
+    client.write_text(_CLIENT.format(python=sys.executable, address=str(address)), encoding="utf-8")
+    warm, real = shlex.quote(str(client)), shlex.quote(sys.executable)
+    python = folder / "python"
+    python.write_text(
+        f'#!/bin/sh\nif [ "$1 $2" = "-m dist_mem" ]; then shift 2; exec {warm} "$@"; fi\nexec {real} "$@"\n',
+        encoding="utf-8",
+    )
+    for program in (client, python):
+        program.chmod(0o755)
+
+
+def _serve(address: str) -> NoReturn:
+    """Fork a process for each call, forever."""
+    from dist_mem.distributed import choose_accelerator
+
+    choose_accelerator()
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who attend
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{address}.new")
+        listener.listen(16)
+        Path(f"{address}.new").rename(address)
+        while True:
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                _attend(connection)
+            connection.close()
+
+
+def _attend(connection: socket.socket) -> NoReturn:
+    """Run one call in a process of its own, and answer with its exit code; a signal is negative."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _, streams, _, _ = socket.recv_fds(connection, 1, 3)
+    with connection.makefile("rb") as lines:
+        request = json.loads(lines.readline())
+    child = os.fork()
+    if child == 0:
+        connection.close()
+        _run(request["arguments"], request["folder"], request["environment"], streams)
+    _, status = os.waitpid(child, 0)
+    connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+    os._exit(0)
+
+
+def _run(arguments: Sequence[str], folder: str, environment: dict[str, str], streams: Sequence[int]) -> NoReturn:
+    for stream, given in enumerate(streams):
+        os.dup2(given, stream)
+        os.close(given)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["dist-mem", *arguments]
+    sys.executable = str(Path(environment["WARM_PROGRAMS"]) / "python")  # for commands that run others
+    from dist_mem.__main__ import entry
+
+    entry()
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])
