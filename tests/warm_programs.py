@@ -89,8 +89,9 @@ def write_programs(folder: Path, address: Path) -> None:
         program.chmod(0o755)
 
 
-def _serve(address: str) -> NoReturn:
-    """Fork a process for each call, forever."""
+def _serve(address: str) -> None:
+    """Fork a process for each call, for as long as the parent lives."""
+    parent = os.getppid()
     from dist_mem.distributed import choose_accelerator
 
     choose_accelerator()
@@ -100,9 +101,13 @@ def _serve(address: str) -> NoReturn:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{address}.new")
         listener.listen(16)
+        listener.settimeout(1.0)
         Path(f"{address}.new").rename(address)
-        while True:
-            connection, _ = listener.accept()
+        while os.getppid() == parent:  # it may be killed without a word
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                continue
             if os.fork() == 0:
                 listener.close()
                 _attend(connection)

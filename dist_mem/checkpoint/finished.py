@@ -27,7 +27,7 @@ def mark_finished(run_dir: Path, step: int, train: Any) -> None:
 
 
 def is_finished(config: Any, world: World, resumption: Resumption) -> bool:
-    """Whether the checkpoint is the last of a run that is asked for no more steps; every rank calls it."""
+    """Whether the checkpoint is the last of a run that wants no more steps; every rank calls it."""
     run_dir, choice = Path(config.run_dir), resumption.choice
     if config.resume != AUTO or config.data.path != resumption.saved.data.path:
         return False  # the job is opened: only then are the data at another path compared with those of the run
@@ -40,7 +40,7 @@ def is_finished(config: Any, world: World, resumption: Resumption) -> bool:
 
 
 def finished_step(run_dir: Path, train: Any) -> int | None:
-    """The last step of a run that is asked for no more steps; None for any other, and where the mark is damaged."""
+    """The last step of a run that wants no more steps; None for any other, and where the mark is damaged."""
     try:
         content = json.loads((run_dir / _FILE).read_text(encoding="utf-8"))
         step, asked = content["step"], (content["steps"], content["epochs"])

@@ -1,4 +1,4 @@
-"""What a picture calls the runs it draws: their memories, and what else tells them apart; seeds are one line.
+"""Labels of the runs in a picture: their memories, and whatever else differs between them; seeds are one line.
 
 Runs whose configurations differ in nothing but seeds, names and what no figure depends on get the same label, and
 `draw_lines` makes them one line: the mean, with bars of half the range, as in the tables of `dist-mem reproduce`.
