@@ -1,4 +1,4 @@
-"""The door to DeepSpeed: its configuration, its start, one update, and loading the files it wrote.
+"""The door to DeepSpeed: its configuration, its start, and one update.
 
 DeepSpeed's habits this module exists for: it divides the loss by the accumulation steps on top of ours; it skips an
 update silently when a gradient is not finite (and in fp32 without ZeRO poisons every parameter instead); it clips at
@@ -14,7 +14,7 @@ import re
 import sys
 import warnings
 from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,12 @@ try:
     from deepspeed.runtime.config import DeepSpeedConfigError
     from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
     from deepspeed.utils import logger as deepspeed_logger
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 finally:
     if sys.modules["mlflow"] is None:
         del sys.modules["mlflow"]
 
 # DeepSpeed 0.19 calls collectives by names that torch 2.13 has renamed: nothing a user can change, said at every step.
 warnings.filterwarnings("ignore", r".*`torch.distributed.\w+` is deprecated", FutureWarning)
-TAG = "engine"  # folder of DeepSpeed's files in a checkpoint of format 1 or 2
 _CPU_OP = "deepspeed_shm_comm"  # compiled at the first start
 
 
@@ -278,18 +276,3 @@ class Engine:
             UnusableError: on every rank; the checkpoint lacks something, or does not fit this engine's partitions.
         """
         zero_restore.restore(self._engine, read, counters)
-
-    def load(self, directory: Path) -> None:
-        """Restore from a checkpoint of format 1 or 2, at the same ZeRO stage and world size; every rank calls it.
-
-        DeepSpeed's files are pickles: load only checkpoints you trust.
-        """
-        path, _ = self._engine.load_checkpoint(str(directory), tag=TAG, load_lr_scheduler_states=False)
-        if path is None:
-            raise FileNotFoundError(f"{directory / TAG}: DeepSpeed found nothing to load")
-
-
-def consolidated_partitions(directory: Path) -> dict[str, Tensor]:
-    """fp32 weights from the files that ZeRO wrote, one a rank; at stage 1 it left out what is frozen."""
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # progress; what goes wrong is raised
-        return dict(get_fp32_state_dict_from_zero_checkpoint(str(directory), tag=TAG))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dist_mem.checkpoint.engine_files import EngineReader
 from dist_mem.checkpoint.lanes import Lanes, read_lanes, read_random_state, set_random_state
-from dist_mem.checkpoint.manifest import LAST_WITH_PICKLES, CheckpointError, run_of
+from dist_mem.checkpoint.manifest import CheckpointError, run_of
 from dist_mem.checkpoint.resume_choice import Choice, verify_together
 from dist_mem.checkpoint.resumption import Resumption, saved_config
 from dist_mem.data.lanes import training_reader
@@ -110,26 +110,8 @@ def _check_data(choice: Choice, index: Index) -> None:
 
 
 def _restore_engine(engine: Engine, choice: Choice, world: World) -> None:
-    if choice.manifest["format_version"] <= LAST_WITH_PICKLES:
-        _check_same_world(choice, world, engine.stage)
-        engine.load(choice.directory)
-        return
     reader = on_all_ranks(lambda: EngineReader(choice.directory), f"reading {choice.directory}")
     engine.restore(reader.read, reader.counters)
-
-
-def _check_same_world(choice: Choice, world: World, stage: int) -> None:
-    """Refuse to read DeepSpeed's files on another number of ranks or at another ZeRO stage."""
-    manifest = choice.manifest
-    for what, saved, now in (
-        ("ranks", manifest["world_size"], world.size),
-        ("ZeRO stage", manifest["zero_stage"], stage),
-    ):
-        if saved != now:
-            raise CheckpointError(
-                f"{choice.directory}: format_version {manifest['format_version']} is read with {what} {saved}, "
-                f"but here it is {now}: start it once with {saved}; what it saves then can be read with any other"
-            )
 
 
 def _is_same_division(choice: Choice, saved: Any, config: Any, world: World) -> bool:
@@ -158,7 +140,7 @@ def _restore_lanes(config: Any, saved: Any, world: World, choice: Choice, fresh:
 
 
 def _moves(choice: Choice, saved: Any, config: Any, engine: Engine, world: World) -> list[str]:
-    """What is another division of the same work than before, in one line; and an old format."""
+    """What is another division of the same work than before, in one line."""
     manifest = choice.manifest
     told = {
         "ranks": (manifest["world_size"], world.size),
@@ -167,13 +149,7 @@ def _moves(choice: Choice, saved: Any, config: Any, engine: Engine, world: World
     }
     moved = ", ".join(f"{what} {was} -> {now}" for what, (was, now) in told.items() if was != now)
     anew = "" if _is_same_division(choice, saved, config, world) else "; dropout is drawn anew"
-    messages = [f"moved: {moved}{anew}"] if moved else []
-    if manifest["format_version"] <= LAST_WITH_PICKLES:
-        messages.append(
-            f"{choice.directory.name} has format_version {manifest['format_version']}, DeepSpeed's own files: from the "
-            "next save on, the run can move to other ranks and ZeRO stages"
-        )
-    return messages
+    return [f"moved: {moved}{anew}"] if moved else []
 
 
 def _changed_sources(choice: Choice, sources: Mapping[str, str]) -> list[str]:
@@ -193,13 +169,10 @@ def restore_into(job: Any, directory: Path) -> None:
     is opened again there. What was accumulated of an update is dropped; what has counted divergences goes on counting.
 
     Raises:
-        UnusableError: on every rank, if the checkpoint is damaged, or of a format that cannot be read in mid-run.
+        UnusableError: on every rank, if the checkpoint is damaged.
     """
     config, world, train = job.config, job.world, job.config.train
     choice = Choice(directory, verify_together(directory, world), [], [], [])
-    version = choice.manifest["format_version"]
-    if version <= LAST_WITH_PICKLES:
-        raise CheckpointError(f"{directory}: format_version {version} is read at a start only: start the command again")
     empty = [job.engine.init_state(group) for group in job.lane_ids.split(train.micro_lanes)]
     fresh = Lanes(job.lane_ids, torch.zeros_like(job.cursors), empty)
     _restore_engine(job.engine, choice, world)

@@ -23,7 +23,6 @@ from dist_mem.checkpoint.engine_files import (
     rank_file,
 )
 from dist_mem.distributed import World, gather_objects
-from dist_mem.engine import TAG
 
 FROZEN = [{"match": "embedding|bias", "trainable": False}]
 GROUPS = [{"match": "embedding", "lr": 1e-3}, {"match": "feed_forward", "lr": 5e-3, "weight_decay": 0.3}]
@@ -61,18 +60,6 @@ def restore_engine(job: Any, directory: Path) -> None:
     """From such files; every rank calls it."""
     reader = EngineReader(directory)
     job.engine.restore(reader.read, reader.counters)
-
-
-def save_as_format_2(job: Any, directory: Path) -> None:
-    """DeepSpeed's own files, as dist_mem wrote them up to format 2; every rank calls it."""
-    engine = job.engine._engine
-    names: dict[Tensor, list[str]] = {}
-    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    halves = getattr(engine.optimizer, "fp16_groups", [])
-    masters = [[names[half] for half in group] for group in halves]
-    state = {"names_of_fp32_masters": masters}
-    engine.save_checkpoint(str(directory), tag=TAG, client_state=state, save_latest=False)
 
 
 def gathered(job: Any) -> dict[str, Tensor]:

@@ -215,17 +215,3 @@ def test_a_full_disk_leaves_no_trace(tmp_path: Path, run_dir: Path, capfd: pytes
         assert main(["export", str(run_dir), "--out", str(small / "new")]) == 1
         assert_told(capfd.readouterr().err, " cannot be written: ", "No space left on device")
         assert list(small.iterdir()) == []
-
-
-FROZEN = Path(__file__).parent / "golden" / "formats"
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_old_formats_are_exported_with_a_warning_of_their_pickles(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, version: int
-) -> None:
-    frozen, data = FROZEN / f"format-{version}" / "step-00000003", f"data.path={FROZEN / 'data'}"
-    trained = dist_mem.load_model(frozen, data)
-    assert f"its weights are DeepSpeed's pickles (format {version})" in caplog.text
-    again = dist_mem.load_model(export(frozen, tmp_path / "out", data))
-    assert torch.equal(dist_mem.score(trained, TEXT).nll, dist_mem.score(again, TEXT).nll)

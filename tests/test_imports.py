@@ -29,7 +29,7 @@ LAYERS: list[set[str]] = [
     {"memory", "memory.*", "outside_memory", "vocabulary", "gpt2", "gpt2.parts", "gpt2.token_types"},
     {"data", "data.*", "checkpoint.manifest", "optimizer", "checkpoint.lease"},
     {"engine", "gradient_shares", "model", "tracking.provenance", "gpt2.names", "gpt2.folder", "gpt2.modeling_dist_mem"}
-    | {f"checkpoint.{name}" for name in ("zero_*", "engine_files", "legacy", "lanes", "resume_choice", "resumption")},
+    | {f"checkpoint.{name}" for name in ("zero_*", "engine_files", "lanes", "resume_choice", "resumption")},
     {f"checkpoint.{name}" for name in ("tensor_file", "snapshot", "retention", "commit", "saver")}
     | {"checkpoint.listing", "checkpoint.finished"},
     {"contract", "contract.*"},

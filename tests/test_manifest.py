@@ -97,14 +97,6 @@ def test_one_flipped_bit_anywhere_in_the_manifest_is_found(tmp_path: Path) -> No
                 assert "damaged" in str(error) or "not readable" in str(error)
 
 
-def test_manifest_of_the_first_format_is_read_still(tmp_path: Path) -> None:
-    directory = make_checkpoint(tmp_path, 5)
-    body = json.loads((directory / "manifest.json").read_text())
-    del body["sha256"]
-    (directory / "manifest.json").write_text(json.dumps({**body, "format_version": 1}))
-    assert verify(directory)["step"] == 5
-
-
 @pytest.mark.parametrize("text", ["{}", "[]", "{", "null"])
 def test_manifest_that_is_none_is_a_damaged_checkpoint(tmp_path: Path, text: str) -> None:
     (tmp_path / "manifest.json").write_text(text)

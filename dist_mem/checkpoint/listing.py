@@ -88,7 +88,7 @@ def _check_sizes(directory: Path) -> dict[str, Any]:
 
 
 def _saved(manifest: Mapping[str, Any], directory: Path) -> str:
-    """When; checkpoints of before format 3 tell by their files alone."""
+    """When."""
     seconds = manifest.get("time") or (directory / "manifest.json").stat().st_mtime
     return datetime.fromtimestamp(seconds).isoformat(" ", timespec="seconds")
 

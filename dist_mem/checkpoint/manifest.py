@@ -16,7 +16,7 @@ from dist_mem.errors import UnusableError
 from dist_mem.files import sha256_of, write_text
 
 FORMAT_VERSION = 3
-LAST_WITH_PICKLES = 2  # DeepSpeed's own files, which fit one number of ranks and one ZeRO stage; 1: no hash of its own
+OLDEST_FORMAT = 3  # before it, weights were pickles, which can run any code when they are loaded
 TOKENIZER_DIR = "tokenizer"  # in a checkpoint; older ones do not have it
 _NAME = "manifest.json"
 _STEP_DIR = re.compile(r"step-(\d{8})")
@@ -71,7 +71,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """The manifest of a checkpoint.
 
     Raises:
-        CheckpointError: no checkpoint, no manifest, an unreadable one, or one of a newer format.
+        CheckpointError: no checkpoint, no manifest, an unreadable one, or one of a format that is not read here.
     """
     path = directory / _NAME
     try:
@@ -86,9 +86,13 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: not readable as JSON ({error})") from error
     if not isinstance(manifest, dict) or not isinstance(manifest.get("format_version"), int):
         raise CheckpointError(f"{path}: not a manifest: it has no format_version (damaged)")
-    has_own = manifest["format_version"] > 1 or "sha256" in manifest
-    if has_own and manifest.get("sha256") != _fingerprint(manifest):
+    if manifest.get("sha256") != _fingerprint(manifest):
         raise CheckpointError(f"{path}: SHA-256 differs from its own (damaged)")
+    if manifest["format_version"] < OLDEST_FORMAT:
+        raise CheckpointError(
+            f"{path}: format_version {manifest['format_version']} has its weights in pickles, which are not loaded "
+            f"because they can run any code; give a checkpoint of format {OLDEST_FORMAT} or newer"
+        )
     if manifest["format_version"] > FORMAT_VERSION:
         raise NewerFormatError(
             f"{path}: format_version {manifest['format_version']} is newer than {FORMAT_VERSION}, the newest that this "

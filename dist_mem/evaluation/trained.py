@@ -26,7 +26,6 @@ from torch import Tensor
 from dist_mem.checkpoint.engine_files import EngineReader
 from dist_mem.checkpoint.lanes import read_lanes as read_saved_lanes
 from dist_mem.checkpoint.manifest import (
-    LAST_WITH_PICKLES,
     TOKENIZER_DIR,
     CheckpointError,
     list_steps,
@@ -62,7 +61,7 @@ class Checkpoint(NamedTuple):
     directory: Path
     run_dir: Path  # of an export: itself
     manifest: dict[str, Any]
-    remarks: list[str]  # what a user should know of it: why newer ones were not taken, what loading it can do
+    remarks: list[str]  # why newer ones were not taken
 
     @property
     def is_export(self) -> bool:
@@ -112,11 +111,6 @@ def find_checkpoint(path: Path, step: int | None = None) -> Checkpoint:
 
 
 def _described(directory: Path, manifest: dict[str, Any], remarks: list[str]) -> Checkpoint:
-    if manifest["format_version"] <= LAST_WITH_PICKLES:
-        remarks.append(
-            f"{directory}: its weights are DeepSpeed's pickles (format {manifest['format_version']}), and loading a "
-            "pickle can run any code; go on only if you trust where it comes from"
-        )
     run_dir = directory if WEIGHTS in manifest["files"] else run_of(directory)
     return Checkpoint(directory, run_dir, manifest, remarks)
 
@@ -181,12 +175,8 @@ def _load_weights(model: MemoryLM, checkpoint: Checkpoint) -> None:
     directory = checkpoint.directory
     if checkpoint.is_export:
         load_into(model, directory / WEIGHTS)
-    elif checkpoint.manifest["format_version"] > LAST_WITH_PICKLES:
-        model.load_state_dict(EngineReader(directory).weights())
     else:
-        from dist_mem.checkpoint.legacy import consolidated_state_dict  # takes DeepSpeed, which nothing else here needs
-
-        model.load_state_dict(consolidated_state_dict(directory))
+        model.load_state_dict(EngineReader(directory).weights())
 
 
 def open_model(
