@@ -19,7 +19,7 @@ from dist_mem.data.directory import local_dir, open_index, open_tokenizer, refre
 from dist_mem.data.documents import Documents
 from dist_mem.data.remote import RefusedError, RemoteError, UnreachableError, address, is_remote, show
 from dist_mem.data.runs import open_lane
-from dist_mem.data.shard import Index, ShardError, _fingerprint, check_document, fetch_shards, read_index, read_tokens
+from dist_mem.data.shard import Index, _fingerprint, check_document, fetch_shards, read_index, read_tokens
 from dist_mem.data.stream import START, DocumentPlan, make_plan
 from dist_mem.data.tokenizers.of_bytes import BytesTokenizer
 from dist_mem.distributed import World
@@ -137,7 +137,7 @@ def test_names_of_tars_cannot_leave_the_cache(server: FileServer, data: DataConf
     body["shards"][0]["name"] = "../../evil.tar"
     body["fingerprint"] = _fingerprint(body)
     index_file.write_text(json.dumps(body), encoding="utf-8")
-    with pytest.raises(ShardError, match=r"'\.\./\.\./evil\.tar': it must be the name of a file"):
+    with pytest.raises(RemoteError, match=r"'\.\./\.\./evil\.tar', but must be one plain name"):
         opened(data)
 
 

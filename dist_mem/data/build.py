@@ -26,7 +26,7 @@ import numpy as np
 from tqdm import tqdm
 
 from dist_mem.data.facts import ShardError
-from dist_mem.data.shard import INDEX_NAME, MAX_SHARD_BYTES, TokenizedDocument, read_index, write_split
+from dist_mem.data.shard import INDEX_NAME, MAX_SHARD_BYTES, TokenizedDocument, check_names, read_index, write_split
 from dist_mem.data.source import SourceDocument, check_sources, encoded, recall_distances, scored_tokens
 from dist_mem.data.tokenizer import (
     FILE_NAMES,
@@ -95,6 +95,7 @@ def build_dataset(
     """
     out = Path(out)
     for split, documents in splits.items():
+        check_names(name, split)
         check_sources(documents, split)
     if overwrite:
         _remove_dataset(out)

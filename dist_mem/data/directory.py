@@ -66,9 +66,6 @@ def open_index(data: DataConfig, split: str) -> Index:
         check_split(data, split)
         return staged(read_index(local_dir(data) / split), data)
     index = read_index(local_dir(data) / split)
-    for shard in index.shards:
-        if Path(shard.name).name != shard.name:
-            raise ShardError(f"{index.split_dir / INDEX_NAME} has a tar {shard.name!r}: it must be the name of a file")
     return staged(replace(index, source=RemoteShards(data.path, index.split_dir)), data)
 
 

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from dist_mem.files import write_bytes
+from dist_mem.names import PLAIN, is_plain_path
 
 TIMEOUT_SECONDS = 60
 PASSING_STATUS = {408, 429, 500, 502, 503, 504}  # HTTP answers that another attempt may better
@@ -70,8 +71,12 @@ def download_files(base_url: str, files: Sequence[RemoteFile], directory: Path, 
     """Fetch files into `directory`, keeping those that are there whole; each appears only when it is complete.
 
     Raises:
-        DownloadError: a file could not be fetched; those fetched are kept, and the next call goes on from there.
+        DownloadError: a file could not be fetched; those fetched are kept, and the next call goes on from there. Or the
+            bucket lists a name that leads out of `directory`.
     """
+    for file in files:
+        if not is_plain_path(file.name):
+            raise DownloadError(f"{base_url} lists the file {file.name!a}: its parts must each be {PLAIN}")
     missing = [file for file in files if not is_complete(directory / file.name, file)]
     if len(missing) < len(files):
         print(f"{len(files) - len(missing)} of {len(files)} files are there already", flush=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from dist_mem.errors import UnusableError
+from dist_mem.file_schema import read_json
 
 FORMAT_VERSION = 1
+REMEDY = ": build the dataset again"
 
 
 class ShardError(UnusableError):
@@ -22,16 +23,16 @@ def read_facts(path: Path, *, newest: int = FORMAT_VERSION) -> dict[str, Any]:
         ShardError: it is missing, damaged or of a newer format.
     """
     try:
-        body = json.loads(path.read_bytes())
+        body = read_json(path, ShardError)
     except FileNotFoundError:
         raise ShardError(
             f"{path} is missing: build the dataset first, or point data.path at one that is built"
         ) from None
-    except ValueError as error:
-        raise ShardError(f"{path} is damaged ({error}): build the dataset again") from error
+    except ShardError as error:
+        raise ShardError(f"{error}{REMEDY}") from error
     version = body.get("format_version") if isinstance(body, dict) else None
-    if not isinstance(version, int):
-        raise ShardError(f"{path} is damaged (it has no format_version): build the dataset again")
+    if type(version) is not int:
+        raise ShardError(f"{path} is damaged (it has no format_version){REMEDY}")
     if version > newest:
         raise ShardError(
             f"{path} has format_version {version}, newer than {newest}, the newest known here: update dist_mem"

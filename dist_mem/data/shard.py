@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from dist_mem.data.facts import FORMAT_VERSION, ShardError, read_facts
+from dist_mem.data.facts import FORMAT_VERSION, REMEDY, ShardError, read_facts
+from dist_mem.data.index_schema import check_index
 from dist_mem.data.tar import (
     MASK_DTYPE,
     RECALL_DTYPE,
@@ -36,6 +37,7 @@ from dist_mem.data.tar import (
     write_tar,
 )
 from dist_mem.files import write_text
+from dist_mem.names import check_plain
 
 INDEX_NAME = "index.json"
 MAX_SHARD_BYTES = 64 * 2**20  # of arrays; a tar exceeds it by its last document and by headers
@@ -119,8 +121,9 @@ def write_split(
     """Write the tars of a split, in the order given, and then its index. The same documents always give the same bytes.
 
     Raises:
-        ValueError: an id is unusable or comes twice, or an array does not fit its document.
+        ValueError: a name or an id is unusable, an id comes twice, or an array does not fit its document.
     """
+    check_names(name, split)
     split_dir = Path(split_dir)
     split_dir.mkdir(parents=True, exist_ok=True)
     (split_dir / INDEX_NAME).unlink(missing_ok=True)  # an old index must never describe new tars
@@ -150,6 +153,13 @@ def write_split(
     return read_index(split_dir)
 
 
+def check_names(name: str, split: str) -> None:
+    """Refuse names of a dataset and a split that cannot be in the name of a tar. Raises UnusableError."""
+    check_plain(name, "name")
+    check_plain(split, "split")
+    check_plain(f"{name}-{split}-00000.tar", "the name of a tar, of name and split,")
+
+
 def read_index(split_dir: Path | str) -> Index:
     """Read and check index.json. Raises ShardError as `read_index_facts`."""
     split_dir = Path(split_dir)
@@ -167,7 +177,8 @@ def read_index_facts(path: Path) -> dict[str, Any]:
     """
     body = read_facts(path)
     if body.get("fingerprint") != _fingerprint(body):
-        raise ShardError(f"{path} is damaged (its content does not match its fingerprint): build the dataset again")
+        raise ShardError(f"{path} is damaged (its content does not match its fingerprint){REMEDY}")
+    check_index(body, path)
     return body
 
 

@@ -1,0 +1,33 @@
+"""Names that come from a file, a server or a user and become part of a path: the one place that says which may.
+
+A plain name is one component of a path: it cannot lead out of its folder, hide a file, or break a line of a message.
+"""
+
+from __future__ import annotations
+
+from dist_mem.errors import UnusableError
+
+MAX_BYTES = 230  # file systems take 255; what is being written has a suffix besides
+PLAIN = "one plain name: printable, without / and \\, without a dot in front, at most 230 bytes long"
+
+
+def is_plain(name: object) -> bool:
+    """Whether this is a plain name."""
+    return (
+        isinstance(name, str)
+        and name.isprintable()
+        and not name.startswith(".")
+        and not set(name) & {"/", "\\"}
+        and 0 < len(name.encode()) <= MAX_BYTES
+    )
+
+
+def is_plain_path(path: object) -> bool:
+    """Whether this is plain names with / between them: a path that stays below the folder it is joined to."""
+    return isinstance(path, str) and all(map(is_plain, path.split("/")))
+
+
+def check_plain(name: object, what: str) -> None:
+    """Refuse what is no plain name; `what` begins the message. Raises UnusableError."""
+    if not is_plain(name):
+        raise UnusableError(f"{what} is {str(name)[:80]!r}, but must be {PLAIN}")
