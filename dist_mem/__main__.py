@@ -205,6 +205,7 @@ def _add_prepare(commands: argparse._SubParsersAction) -> None:
     added.add_argument("action", choices=["verify"])
     added.add_argument("data", help="a data directory, or its URL, whose tars are fetched into the cache")
     added.add_argument("--cache", help="as data.cache")
+    added.add_argument("--allow-pipe", action="store_true", help="as data.allow_pipe: run the command of a pipe: URL")
     added.add_argument(
         "--split", action="append", default=[], help="only this one (default: all; at a URL train, validation, test)"
     )

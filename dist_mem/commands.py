@@ -21,14 +21,21 @@ from dist_mem.stop_signal import OF_SCHEDULERS, StopSignal
 
 
 def load_checked(arguments: Sequence[str]) -> Config:
-    """`load_config` with the memory block checked too, which takes torch, and so comes last."""
+    """`load_config` with the memory block checked too, which takes torch, and so comes last.
+
+    Raises:
+        UnusableError: as `load_config`, or data.path is a command, and nobody has allowed it.
+    """
+    from dist_mem.data.directory import check_allowed  # numpy, which help need not wait for
 
     def memory_options(block: Any) -> tuple[str, Any]:
         from dist_mem.memory import memory_options as check
 
         return check(block)
 
-    return load_config(arguments, memory_options=memory_options)
+    config = load_config(arguments, memory_options=memory_options)
+    check_allowed(config.data)
+    return config
 
 
 def _require_config(options: argparse.Namespace, example: str) -> None:
@@ -234,7 +241,7 @@ def prepare(options: argparse.Namespace) -> int:
     from dist_mem.data.remote import show
     from dist_mem.data.verify import verify_dataset
 
-    problems = verify_dataset(options.data, cache=options.cache, splits=options.split)
+    problems = verify_dataset(options.data, cache=options.cache, splits=options.split, allow_pipe=options.allow_pipe)
     for problem in problems:
         document = f"document {problem.document}" if problem.document else ""
         print(": ".join(part for part in (problem.where, document, problem.message) if part), file=sys.stderr)

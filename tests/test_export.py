@@ -146,18 +146,21 @@ def test_every_file_is_compared_with_its_sha256(tmp_path: Path, exported: Path) 
         shutil.rmtree(damaged)
 
 
+ALLOWED = "eval.allow_code=true"
+
+
 def test_a_memory_from_outside_goes_along_and_is_announced(
     tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
 ) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(EXAMPLE.read_text())
     memory = {"kind": f"{mine}:Averages", **memory_class(f"{mine}:Averages").small_options(SEG_LEN)}
-    out = export(make_run(tmp_path, books, rank_pool(2), memory=memory), tmp_path / "out")
-    text = dist_mem.score(dist_mem.load_model(tmp_path / "run"), TEXT).nll
+    out = export(make_run(tmp_path, books, rank_pool(2), memory=memory), tmp_path / "out", ALLOWED)
+    text = dist_mem.score(dist_mem.load_model(tmp_path / "run", ALLOWED), TEXT).nll
     mine.unlink()
     shutil.rmtree(tmp_path / "run")
     moved = out.rename(tmp_path / "moved")
-    assert torch.equal(dist_mem.score(dist_mem.load_model(moved), TEXT).nll, text)
+    assert torch.equal(dist_mem.score(dist_mem.load_model(moved, ALLOWED), TEXT).nll, text)
     assert "What lies in `memory/` is a program" in (moved / "README.md").read_text()
     assert str(tmp_path) not in (moved / "config.yaml").read_text()
 

@@ -145,14 +145,14 @@ def test_a_command_stands_for_a_server(server: FileServer, tmp_path: Path) -> No
     root = tmp_path / "it's here"
     shutil.copytree(server.root, root)
     quoted = str(root).replace("'", "'\\''")
-    data = DataConfig(path=f"pipe:cat '{quoted}'/{{}}", cache=str(tmp_path / "cache"))
+    data = DataConfig(path=f"pipe:cat '{quoted}'/{{}}", allow_pipe=True, cache=str(tmp_path / "cache"))
     fetch_shards(opened(data))
     (root / SHARD).unlink()
     (local_dir(data) / SHARD).unlink()
     with pytest.raises(UnreachableError, match=rf"pipe:cat \.\.\. {SHARD}: cat: .*No such file"):
         fetch_shards(opened(data))
     with pytest.raises(RemoteError, match=r"write \{\} where the command takes the name"):
-        refresh(DataConfig(path="pipe:cat file", cache=data.cache), [])
+        refresh(DataConfig(path="pipe:cat file", allow_pipe=True, cache=data.cache), [])
 
 
 def test_s3_goes_through_the_aws_program(server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,7 +149,9 @@ def test_the_source_of_a_memory_outside_is_kept_and_a_change_is_told(tmp_path: P
         mine.write_text(EXAMPLE.read_text() + "# mended\n")
     assert "memory/mine.py is not what the run was trained with so far" in text
     mine.unlink()
-    assert load_model(tmp_path / "run").config.memory.kind == f"{kept}:Averages", "an evaluation takes the copy"
+    assert load_model(tmp_path / "run", "eval.allow_code=true").config.memory.kind == f"{kept}:Averages", (
+        "an evaluation takes the copy"
+    )
 
 
 def test_signal_on_one_rank_saves_and_asks_to_be_started_again(tmp_path: Path, books: Path) -> None:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def books(tmp_path: Path) -> Path:
 def staging(path: Path | str, tmp_path: Path, *, cache: Path | None = None) -> DataConfig:
     """Data to be copied to a node's disk of this test."""
     kept = None if cache is None else str(cache)
-    return DataConfig(path=str(path), stage="node", stage_dir=str(tmp_path / "node"), cache=kept)
+    return DataConfig(path=str(path), allow_pipe=True, stage="node", stage_dir=str(tmp_path / "node"), cache=kept)
 
 
 def fill(data: DataConfig, split: str = "train") -> Path:
@@ -291,6 +292,6 @@ def test_ranks_wait_in_rounds_for_a_long_copy_and_end_with_the_first_that_fails(
     other = tmp_path / "other"
     stuck = {0: staging(endless, other, cache=other)}
     (tmp_path / "bad").write_text("a file where a folder should be")
-    bad = DataConfig(path=slow, cache=str(tmp_path / "cache"), stage="node", stage_dir=str(tmp_path / "bad"))
+    bad = replace(data, stage_dir=str(tmp_path / "bad"))
     told = rank_pool(2).run(stage_rank, bad, stuck, 0.1)
     assert all(str(tmp_path / "bad") in text and "data.stage_dir" in text for text in told), told

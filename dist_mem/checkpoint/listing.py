@@ -105,7 +105,7 @@ def _table(table: Sequence[Found], path: Path, *, good: str) -> Iterator[str]:
         if manifest is None:
             rows.append((directory.name, "", "", "", "", "", state))
             continue
-        sizes = f"{_num_bytes(manifest):,}", str(manifest["world_size"]), str(manifest["zero_stage"])
+        sizes = f"{_num_bytes(manifest):,}", str(manifest.get("world_size", "")), str(manifest.get("zero_stage", ""))
         rows.append((directory.name, _saved(manifest, directory), *sizes, reasons.get(manifest["step"], ""), state))
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
     for row in rows:
@@ -149,12 +149,13 @@ def _described(found: Found) -> Iterator[tuple[str, str]]:
     kinds = sorted({name.split("/")[0] for name in manifest["files"] if "/" in name})
     parts = ", ".join(f"{kind} {_num_bytes(manifest, f'{kind}/'):,}" for kind in kinds)
     yield "bytes", f"{_num_bytes(manifest):,} in {len(manifest['files'])} files ({parts})"
-    yield "ranks", f"{manifest['world_size']}, ZeRO stage {manifest['zero_stage']}"
-    yield "lanes", f"{len(manifest['lanes']):,} places"
+    if "lanes" in manifest:  # an export has none
+        yield "ranks", f"{manifest['world_size']}, ZeRO stage {manifest['zero_stage']}"
+        yield "lanes", f"{len(manifest['lanes']):,} places"
     if validation := manifest.get("validation"):
         yield "validation", f"{validation['loss']:.4f} nats a token, at step {validation['step']}"
     code = {**manifest["versions"], "commit": manifest.get("commit") or "not known"}
     yield "code", ", ".join(f"{name} {version}" for name, version in code.items())
     yield "data", manifest["data_fingerprint"]
     yield "tokenizer", manifest["tokenizer_fingerprint"]
-    yield "MLflow run", manifest["mlflow_run_id"] or "none"
+    yield "MLflow run", manifest.get("mlflow_run_id") or "none"

@@ -20,9 +20,10 @@ from dist_mem.config.check import ConfigError, Problem, all_keys, check_tree, fl
 from dist_mem.config.credentials import check_credentials
 from dist_mem.config.rules import check_together, check_values
 from dist_mem.config.schema import Config
-from dist_mem.config.sources import Source, merge, merge_source, plain_block, read_sources, resolve
+from dist_mem.config.sources import COMMAND_LINE, Source, merge, merge_source, plain_block, read_sources, resolve
 from dist_mem.files import write_text
 
+COMMAND_LINE_ONLY = ("data.allow_pipe", "eval.allow_code")  # what lets a program run is no file's to say
 MemoryOptions = Callable[[Any], tuple[str, Any]]  # dist_mem.memory.memory_options
 
 
@@ -67,6 +68,11 @@ def load_config(arguments: Sequence[str], *, memory_options: MemoryOptions | Non
 def _check_source(source: Source) -> Iterable[Problem]:
     yield from check_tree(Config, source.tree, everywhere=known_keys())
     yield from check_credentials(source.tree)
+    if source.where != COMMAND_LINE:
+        leaves = flatten(source.tree)
+        for key in COMMAND_LINE_ONLY:
+            if leaves.get(key, False) is not False:
+                yield Problem(key, f"is taken from the command line only: remove it here, and add {key}=true there")
     block = source.tree.get("deepspeed", {})
     if isinstance(block, Mapping):
         yield from deepspeed_keys.check_block(block, key="deepspeed", everywhere=known_keys())
@@ -129,8 +135,14 @@ def deepspeed_block(config: Config) -> dict[str, Any]:
 
 
 def to_yaml(config: Config, *, resolve: bool = False) -> str:
-    """The whole configuration; interpolations stay unresolved: no secret of the environment gets into a file."""
-    return OmegaConf.to_yaml(config, resolve=resolve)
+    """The whole configuration; interpolations stay unresolved: no secret of the environment gets into a file.
+
+    What only the command line can say is false in it.
+    """
+    kept = cast(DictConfig, config).copy()
+    for key in COMMAND_LINE_ONLY:
+        OmegaConf.update(kept, key, False)
+    return OmegaConf.to_yaml(kept, resolve=resolve)
 
 
 def value_of(config: Config, key: str) -> Any:

@@ -35,6 +35,7 @@ RULES: dict[str, str] = {
     "eval.*": FREE,
     # The same tokens from another place (their fingerprints are compared), in the same order.
     "data.path": FREE,
+    "data.allow_pipe": FREE,
     "data.cache": FREE,
     "data.on_corrupt": FREE,
     "data.prefetch": FREE,

@@ -9,6 +9,7 @@ from typing import Any
 @dataclass
 class DataConfig:
     path: str = "data/sample"  # directory made by a builder, or where it can be fetched: https:, s3:, gs:, hf:, pipe:
+    allow_pipe: bool = False  # run the command of `pipe:`; from the command line only, no file can set it
     cache: str | None = None  # directory for what is fetched, one a node; None: dist_mem in the user's cache directory
     train_split: str = "train"  # folder in data.path
     layout: str = "documents"  # documents: each lane reads whole documents | stream: the corpus as G contiguous lanes
@@ -113,6 +114,7 @@ class EvalConfig:
     same_length: bool | None = None  # likewise; None: model.same_length
     max_document_len: int | None = None  # tokens; score only the beginning of each document
     precision: str = "fp32"  # fp32 | bf16 | fp16: of the evaluate command
+    allow_code: bool = False  # run a checkpoint's or export's memory/NAME.py; from the command line only, as allow_pipe
 
 
 @dataclass

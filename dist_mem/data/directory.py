@@ -65,8 +65,15 @@ def open_index(data: DataConfig, split: str) -> Index:
     if not is_remote(data.path):
         check_split(data, split)
         return staged(read_index(local_dir(data) / split), data)
+    check_allowed(data)
     index = read_index(local_dir(data) / split)
     return staged(replace(index, source=RemoteShards(data.path, index.split_dir)), data)
+
+
+def check_allowed(data: DataConfig, how: str = "add data.allow_pipe=true to the command line") -> None:
+    """Raise RemoteError if `data.path` is a command that nobody has allowed to run; `how` says how to allow it."""
+    if re.match("pipe:", data.path, re.IGNORECASE) and not data.allow_pipe:
+        raise RemoteError(f"data.path is a command (pipe:), which can do anything: to run it, {how}")
 
 
 def check_split(data: DataConfig, split: str) -> None:
@@ -89,6 +96,7 @@ def refresh(data: DataConfig, splits: Iterable[str], *, start: str | None = None
     """
     if not is_remote(data.path):
         return
+    check_allowed(data)
     start = start or uuid.uuid4().hex
     with locked(local_dir(data) / START_NAME) as record:
         record.seek(0)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dist_mem.config import DataConfig
-from dist_mem.data.directory import check_split, local_dir, open_index, open_tokenizer, refresh
+from dist_mem.data.directory import check_allowed, check_split, local_dir, open_index, open_tokenizer, refresh
 from dist_mem.data.remote import RefusedError, RemoteError, is_remote, show
 from dist_mem.data.shard import (
     INDEX_NAME,
@@ -42,17 +42,20 @@ class Problem(NamedTuple):
     message: str
 
 
-def verify_dataset(path: Path | str, *, cache: str | None = None, splits: Sequence[str] = ()) -> list[Problem]:
+def verify_dataset(
+    path: Path | str, *, cache: str | None = None, splits: Sequence[str] = (), allow_pipe: bool = False
+) -> list[Problem]:
     """Everything that is wrong in a data directory: its tokenizer, and every folder that holds an index or tars.
 
     Args:
-        path: as data.path.  cache: as data.cache.
+        path: as data.path.  cache: as data.cache.  allow_pipe: as data.allow_pipe.
         splits: of a URL, which cannot be listed; none: those of USUAL_SPLITS that are there.
 
     Raises:
         UnusableError: there is no such directory, or no such split in it.
     """
-    data = DataConfig(path=str(path), cache=cache)
+    data = DataConfig(path=str(path), cache=cache, allow_pipe=allow_pipe)
+    check_allowed(data, "add --allow-pipe")
     if not is_remote(data.path):
         if not local_dir(data).is_dir():
             raise UnusableError(f"{path}: there is no such data directory")

@@ -118,7 +118,7 @@ def _run(world: World, path: Path, settings: Settings, step: int | None, overrid
         raise ValueError(f"dist-mem dialogue runs on one process, not on {world.size}: eval.lanes reads more at once")
     found = found_by_all(path, step, world)
     whole = ["eval.layout=documents", "eval.max_document_len=null"]  # each conversation by itself, to its end
-    config = read_settings(found.directory, [*overrides, *whole])
+    config = read_settings(found.directory, [*overrides, *whole], reads_data=True)
     if protocol_of(config).blocks:
         raise ValueError(
             "eval.blocks stands for true, by which tokens of replies are not scored: set eval.blocks=false"

@@ -117,7 +117,7 @@ def run(
 
     def work(world: World) -> None:
         found = found_by_all(path, checkpoint, world)
-        config = read_settings(found.directory, overrides)
+        config = read_settings(found.directory, overrides, reads_data=True)
         use_threads(config)
         tag = tag_of(config, without_memory=without_memory)
         scored = split or config.eval.split

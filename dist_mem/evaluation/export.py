@@ -64,8 +64,9 @@ dist-mem evaluate {name} --split test data.path=FOLDER
 {trust}
 """
 _DATA_ONLY = "All files are data: loading runs no code from them. Each is compared with its SHA-256 in `manifest.json`."
-_CODE = """**What lies in `memory/` is a program**: this memory is no part of dist_mem. Loading the model runs it:
-read it first. All other files are data. Each is compared with its SHA-256 in `manifest.json`."""
+_CODE = """**What lies in `memory/` is a program**: this memory is no part of dist_mem. Loading the model has to run it,
+and does so only with `"eval.allow_code=true"` as a further argument: read it first. All other files are data. Each is
+compared with its SHA-256 in `manifest.json`."""
 
 
 def run(

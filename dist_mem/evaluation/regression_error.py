@@ -174,7 +174,8 @@ def _run(world: World, path: Path, split: str | None, limit: int, step: int | No
     if world.size > 1:
         raise ValueError(f"dist-mem inspect runs on one process, not on {world.size}")
     found = found_by_all(path, step, world)
-    config = read_settings(found.directory, [*overrides, "eval.layout=documents"])  # whatever is evaluated otherwise
+    settings = [*overrides, "eval.layout=documents"]  # whatever is evaluated otherwise
+    config = read_settings(found.directory, settings, reads_data=True)
     use_threads(config)
     protocol, tag = protocol_of(config), tag_of(config)
     split = split or config.eval.split

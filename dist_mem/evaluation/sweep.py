@@ -124,7 +124,7 @@ def check_lengths(checkpoint: Checkpoint, sweep: Sweep, overrides: Sequence[str]
 
 def evaluated(checkpoint: Checkpoint, name: str, overrides: Sequence[str], *, split: str | None, world: World) -> Row:
     """One row; every rank calls it."""
-    config = read_settings(checkpoint.directory, overrides)
+    config = read_settings(checkpoint.directory, overrides, reads_data=True)
     use_threads(config)
     report = evaluate_checkpoint(checkpoint, config, split=split or config.eval.split, world=world)
     figures = {figure: float(getattr(report, figure)) for figure in FIGURES}

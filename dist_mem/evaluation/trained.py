@@ -39,7 +39,7 @@ from dist_mem.config import Config, ConfigError, load_config
 from dist_mem.config.check import Problem
 from dist_mem.config.sources import plain_block
 from dist_mem.data.directory import open_tokenizer, refresh
-from dist_mem.data.remote import show
+from dist_mem.data.remote import is_remote, show
 from dist_mem.data.tokenizer import JSON_NAME, load_tokenizer
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.evaluation.protocol import apply_protocol, in_terms_of_eval
@@ -47,10 +47,13 @@ from dist_mem.layers import DTYPES
 from dist_mem.memory import memory_options
 from dist_mem.memory.base import map_state
 from dist_mem.model import LMState, MemoryLM
-from dist_mem.outside_memory import kept_kinds
+from dist_mem.outside_memory import kept_kinds, source_of
 
 WEIGHTS = "model.safetensors"  # of an export
-OVERRIDABLE = ("eval.", "tracking.", "data.path", "data.cache", "data.stage", "train.micro_lanes", "train.threads")
+OVERRIDABLE = (
+    *("eval.", "tracking.", "data.path", "data.allow_pipe", "data.cache", "data.stage"),
+    *("train.micro_lanes", "train.threads"),
+)
 
 log = logging.getLogger(__name__)
 
@@ -115,11 +118,16 @@ def _described(directory: Path, manifest: dict[str, Any], remarks: list[str]) ->
     return Checkpoint(directory, run_dir, manifest, remarks)
 
 
-def read_settings(directory: Path, overrides: Sequence[str]) -> Config:
-    """The configuration of a checkpoint with what may be changed for an evaluation.
+def read_settings(directory: Path, overrides: Sequence[str], *, reads_data: bool = False) -> Config:
+    """The configuration of a checkpoint or an export with what may be changed for an evaluation.
+
+    Args:
+        reads_data: the data will be opened. A folder may come from anybody: a server, a command or, by an export, any
+            data are opened only if `overrides` name them.
 
     Raises:
-        ConfigError: as `load_config`, or an override of a key that the weights depend on.
+        ConfigError: as `load_config`, or an override of a key that the weights depend on; data that only the folder
+            names; or a memory that is a program in the folder, without eval.allow_code.
     """
     for override in overrides:
         key = override.split("=")[0]
@@ -129,8 +137,27 @@ def read_settings(directory: Path, overrides: Sequence[str]) -> Config:
     # The run's: evaluation amid training, which allows no other eval.seg_len, and what is kept by it.
     own = ["eval.every=null", "checkpoint.keep_best=null"]
     path = directory / "config.yaml"
-    kept = kept_kinds(plain_block(load_config([str(path)]).memory), directory)  # as trained, whatever the file says now
+    given = load_config([str(path), *own, *overrides])
+    is_named = any(override.startswith("data.path=") for override in overrides)
+    if reads_data and not is_named and (is_remote(given.data.path) or (directory / WEIGHTS).exists()):
+        text = f"give data.path=FOLDER or its URL: servers and commands that only {path} names are not asked or run"
+        raise ConfigError([Problem("data.path", text)])
+    kept = kept_kinds(plain_block(given.memory), directory)  # as trained, whatever the file says now
+    _check_code(kept, directory, is_allowed=given.eval.allow_code)
     return load_config([str(path), *own, *kept, *overrides], memory_options=memory_options)
+
+
+def _check_code(kept: Sequence[str], directory: Path, *, is_allowed: bool) -> None:
+    """Raise ConfigError if the memory of a checkpoint or an export is a program, and nobody has allowed it."""
+    if kept and not is_allowed:
+        source = source_of(kept[0].partition("=")[2])
+        text = f"{source} is a program, which loading {directory} would run: read it, then add eval.allow_code=true"
+        raise ConfigError([Problem("memory", text)])
+
+
+def has_tokenizer(checkpoint: Checkpoint) -> bool:
+    """Whether it holds its tokenizer; older ones do not."""
+    return checkpoint.is_export or f"{TOKENIZER_DIR}/{JSON_NAME}" in checkpoint.manifest["files"]
 
 
 def tokenizer_of_checkpoint(checkpoint: Checkpoint, config: Config) -> Tokenizer:
@@ -140,11 +167,9 @@ def tokenizer_of_checkpoint(checkpoint: Checkpoint, config: Config) -> Tokenizer
         RemoteError: data.path is a URL, and its tokenizer cannot be fetched.
         ValueError: as `tokenizer_of_data`, for an older checkpoint.
     """
-    directory, files = checkpoint.directory, checkpoint.manifest["files"]
-    if checkpoint.is_export:
-        return load_tokenizer(directory)
-    if f"{TOKENIZER_DIR}/{JSON_NAME}" in files:
-        return load_tokenizer(directory / TOKENIZER_DIR)
+    directory = checkpoint.directory
+    if has_tokenizer(checkpoint):
+        return load_tokenizer(directory if checkpoint.is_export else directory / TOKENIZER_DIR)
     refresh(config.data, [])
     try:
         return tokenizer_of_data(checkpoint, config)
@@ -222,7 +247,7 @@ def load_model(
     checkpoint = find_checkpoint(Path(path), step)
     for remark in checkpoint.remarks:
         log.warning(remark)
-    config = read_settings(checkpoint.directory, overrides)
+    config = read_settings(checkpoint.directory, overrides, reads_data=not has_tokenizer(checkpoint))
     return open_model(checkpoint, config, tokenizer_of_checkpoint(checkpoint, config), device)
 
 
