@@ -33,7 +33,7 @@ from typing import NoReturn
 
 from dist_mem import commands as run
 from dist_mem.config.arguments import count, keys_of, names, seeds, step, unknown_command, unknown_option
-from dist_mem.environment import is_first_on_node
+from dist_mem.environment import is_first_on_node, use_node_caches
 from dist_mem.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UnfitError, UnusableError
 from dist_mem.unread_output import watch_standard_streams
 
@@ -272,6 +272,7 @@ def _is_told_elsewhere(options: argparse.Namespace) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     options = parse(arguments)
+    use_node_caches()
     try:
         return options.function(options)
     except (UnusableError, UnfitError) as error:

@@ -14,6 +14,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import sysconfig
 import tempfile
 import threading
@@ -23,6 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from dist_mem.files import NotOwnError, make_own
 from dist_mem.network_interface import interface_towards, own_name_is_loopback
 
 _LARGEST_STEP_ID = 4_294_967_000  # Slurm numbers the batch, extern and interactive steps from here
@@ -294,6 +296,34 @@ def compiler_caches() -> dict[str, tuple[Path, str]]:
         "TMPDIR": ("temporary files", temporary),
     }
     return {name: (Path(os.environ.get(key) or path), key) for key, (name, path) in usual.items()}
+
+
+_NODE_CACHES = {
+    "TORCH_EXTENSIONS_DIR": "torch_extensions",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "MPLCONFIGDIR": "matplotlib",
+}
+
+
+def use_node_caches() -> None:
+    """Keep what compilers make in the place that DIST_MEM_CACHES names, a disk of this node; nothing if it is not set.
+
+    Compiled code is loaded from there, and everybody may write to such a place: the folder in it must be this user's
+    own. If it is not, the user's cache directory serves, with a folder for this node.
+    """
+    place = os.environ.get("DIST_MEM_CACHES")
+    if not place:
+        return
+    folder = Path(place) / f"dist_mem-{os.getuid()}"
+    try:
+        make_own(folder)
+    except (NotOwnError, OSError) as error:
+        folder = user_cache_dir() / "dist_mem" / node_name()
+        if is_first_on_node():
+            print(f"warning: {error}; compiled code is kept in {folder}", file=sys.stderr)
+    for variable, name in _NODE_CACHES.items():
+        os.environ.setdefault(variable, str(folder / name))
 
 
 def cpp_compiler() -> str | None:

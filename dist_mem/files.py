@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, count
@@ -25,6 +26,23 @@ def fsync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class NotOwnError(Exception):
+    """Others could have put something into a folder that must be this user's."""
+
+
+def make_own(folder: Path) -> None:
+    """Make a folder into which nobody else can write, in a place where everybody may.
+
+    Raises:
+        NotOwnError: what is there belongs to another user, is open to others, or is a link.
+        OSError: it cannot be made.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise NotOwnError(f"{folder} must be a folder of this user into which nobody else can write")
 
 
 def free_name(path: Path) -> Path:

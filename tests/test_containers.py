@@ -58,11 +58,13 @@ def test_both_images_set_the_same_variables() -> None:
 
 def test_caches_of_the_apptainer_image_are_the_users_and_may_be_set(tmp_path: Path) -> None:
     script = "\n".join([*section("environment"), "env"])
-    given = {"PATH": "/usr/bin:/bin", "USER": "ann", "TMPDIR": "/local", "TRITON_CACHE_DIR": "/mine"}
-    done = subprocess.run(["sh", "-euc", script], env=given, cwd=tmp_path, capture_output=True, text=True, check=True)
-    found = dict(line.split("=", 1) for line in done.stdout.splitlines())
-    assert found["TORCH_EXTENSIONS_DIR"] == "/local/dist_mem-ann/torch_extensions"
-    assert found["TRITON_CACHE_DIR"] == "/mine"
+    given = {"PATH": "/usr/bin:/bin", "TMPDIR": "/local"}
+    for more, place in (({}, "/local"), ({"DIST_MEM_CACHES": "/mine"}, "/mine")):
+        done = subprocess.run(
+            ["sh", "-euc", script], env={**given, **more}, cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        found = dict(line.split("=", 1) for line in done.stdout.splitlines())
+        assert found["DIST_MEM_CACHES"] == place
     assert found["PATH"].startswith("/opt/dist_mem/bin:")
 
 

@@ -360,7 +360,7 @@ def test_caches_on_a_network_file_system_are_told_with_the_variable_to_set(
     (found,) = disks.check_caches()
     assert found.level == WARNING
     assert f"Triton: {tmp_path / 'home'} is on nfs4" in found.found
-    assert found.fix.startswith("TRITON_CACHE_DIR=")
+    assert found.fix.startswith("unset TRITON_CACHE_DIR, DIST_MEM_CACHES=/tmp")
 
 
 def test_a_quota_that_is_nearly_used_up_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

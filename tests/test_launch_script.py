@@ -219,6 +219,9 @@ import json, os, sys
 name = sys.argv[1] + os.environ.get("SLURM_PROCID", "") if sys.argv[1] == "train" else sys.argv[1]
 with open(os.environ["TOLD"] + "/" + name, "w") as file:
     json.dump(sys.argv[1:], file)
+if name == "train0":
+    with open(os.environ["TOLD"] + "/environment", "w") as file:
+        json.dump(dict(os.environ), file)
 print("run")
 """
 # In place of Apptainer, which is not at hand in tests: notes its arguments and executes what stands after the image.
@@ -270,6 +273,15 @@ def test_arguments_reach_every_rank_as_they_were_given(slurm: Cluster, job: Path
         **{f"train{rank}": ["train", *arguments] for rank in range(4)},
     }
     assert not (job / "gone").exists()
+
+
+def test_script_names_no_folder_for_compiled_code_that_others_could_have_made(slurm: Cluster, job: Path) -> None:
+    """Each rank looks whose it is, on its own node (test_node_caches.py); the script sees only the first one."""
+    finish(slurm, job, sys.executable, "-m", "dist_mem", "launch", "my config.yaml", "run_dir=run", "--time", "0:05:00")
+    found = json.loads((job / "told" / "environment").read_text())
+    shared = found.get("DIST_MEM_CACHES", "/tmp")
+    named = {name: path for name, path in found.items() if path.startswith(f"{shared}/dist_mem")}
+    assert named == {}
 
 
 def test_line_of_an_array_reaches_every_rank_with_its_quotes(

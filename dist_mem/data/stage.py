@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import shutil
-import stat
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ from dist_mem.data.remote import RemoteError, locked, writing
 from dist_mem.data.shard import INDEX_NAME, Index, ShardEntry, ShardSource
 from dist_mem.data.tokenizer import FILE_NAMES, JSON_NAME
 from dist_mem.environment import node_name, temporary_dir
-from dist_mem.files import fsync_path, sha256_of, write_bytes, write_hashed, write_text
+from dist_mem.files import NotOwnError, fsync_path, make_own, sha256_of, write_bytes, write_hashed, write_text
 
 log = logging.getLogger(__name__)
 WHOLE_NAME = "whole.json"  # the mark of a folder whose files were all compared with their checksums
@@ -112,7 +111,7 @@ class StagedShards(ShardSource):
         """
         root, name = self._folder.parent, self._folder.name
         try:
-            _make_own(root)
+            _own(root)
             if not self._is_whole():
                 with locked(root / f".{name}.lock", self._closed, key=KEY), writing(self._folder, key=KEY):
                     if not self._is_whole():  # another process may have filled it while we waited
@@ -219,10 +218,10 @@ def _root(data: DataConfig) -> Path:
     return (Path(data.stage_dir).expanduser() if data.stage_dir else usual) / f"dist_mem-{os.getuid()}"
 
 
-def _make_own(folder: Path) -> None:
-    """Make a folder into which nobody else can write, in a place where everybody may. Raises RemoteError."""
-    with writing(folder, key=KEY):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise RemoteError(f"{folder} must be a folder of this user into which nobody else can write; set {KEY}")
+def _own(folder: Path) -> None:
+    """`make_own`. Raises RemoteError."""
+    try:
+        with writing(folder, key=KEY):
+            make_own(folder)
+    except NotOwnError as error:
+        raise RemoteError(f"{error}; set {KEY}") from error

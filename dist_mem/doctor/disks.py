@@ -39,7 +39,8 @@ def check_caches() -> Iterator[Remark]:
     for name, (path, variable) in compiler_caches().items():
         kind = file_system_of(path)
         if is_network_file_system(kind):
-            fix = f"{variable}=/tmp/$USER/{path.name}, or another folder on a disk of the node"
+            fix = "DIST_MEM_CACHES=/tmp, or another disk of the node: a folder of your own is made there"
+            fix = "TMPDIR=/tmp, or another disk of the node" if variable == "TMPDIR" else f"unset {variable}, {fix}"
             yield warning("caches", f"{name}: {path} is on {kind}", fix)
         else:
             found.append(kind)

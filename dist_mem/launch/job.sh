@@ -6,13 +6,6 @@ set -uo pipefail
 # ---- the site -------------------------------------------------------------------------------------------------------
 #@site
 
-# What compilers keep stands on each node's own disk: a shared one is slow, and two nodes would write one file.
-caches=${TMPDIR:-/tmp}/dist_mem-$(id -un)
-own_caches=()
-for name in TRITON_CACHE_DIR TORCHINDUCTOR_CACHE_DIR TORCH_EXTENSIONS_DIR; do
-  [ -n "${!name:-}" ] || { export "$name=$caches/${name%_*}" && own_caches+=("$name"); }
-done
-
 # ---- the job --------------------------------------------------------------------------------------------------------
 #@arguments
 say() { echo "$(date '+%F %T') job $SLURM_JOB_ID: $*"; }
@@ -70,7 +63,9 @@ esac
 say "start ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST until $end: dist-mem train ${arguments[*]}"
 say "logs, one a node: $logs"
 # Every rank is the process itself and no shell around it: a shell would die of the signal and take the save with it.
-srun --kill-on-bad-exit=1 --wait=60 --cpu-bind=cores ${SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"} \
+# What compilers keep stands on each node's own disk: a shared one is slow, and two nodes would write one file.
+DIST_MEM_CACHES=${DIST_MEM_CACHES:-${TMPDIR:-/tmp}} \
+  srun --kill-on-bad-exit=1 --wait=60 --cpu-bind=cores ${SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"} \
   --output="$logs/%N-%n.log" --open-mode=append "${in_image[@]}" dist-mem train "${arguments[@]}"
 code=$?
 [ ! -s "$DIST_MEM_EXIT_CODE" ] || code=$(cat "$DIST_MEM_EXIT_CODE")
@@ -89,7 +84,7 @@ resubmit() {
   [ "$exclude_failed" != true ] || [ -z "$exclude" ] || options+=("--exclude=$exclude")
   [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || options+=("--array=$SLURM_ARRAY_TASK_ID")
   # sbatch hands on the environment: not what is of this job.
-  unset DIST_MEM_EXIT_CODE DIST_MEM_JOB_END MASTER_ADDR MASTER_PORT "${own_caches[@]}"
+  unset DIST_MEM_EXIT_CODE DIST_MEM_JOB_END MASTER_ADDR MASTER_PORT
   patiently sbatch --dependency="afterany:$me" "${options[@]}" "$script" "$@"
 }
 
