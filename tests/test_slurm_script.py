@@ -95,13 +95,14 @@ def write_ranks(folder: Path, codes: str) -> None:
     (folder / "run" / "slurm").mkdir(parents=True)
 
 
-def hand_in(slurm: Cluster, folder: Path, case: Case) -> str:
+def hand_in(slurm: Cluster, folder: Path, case: Case, *options: str) -> str:
     write_ranks(folder, "\n".join(case.codes.split()) + "\n")
     if "STOP" in case.said:
         (folder / "run" / "STOP").touch()
     (folder / "job.sbatch").write_text(render(launch_block(**case.launch), job_name="trial"))
     path = f"{folder}{os.pathsep}{slurm.environment['PATH']}"
-    return slurm.submit(f"--chdir={folder}", str(folder / "job.sbatch"), "a b.yaml", "x.y=[1, 2]", PATH=path)
+    script = str(folder / "job.sbatch")
+    return slurm.submit(f"--chdir={folder}", *options, script, "a b.yaml", "x.y=[1, 2]", PATH=path)
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +152,30 @@ def test_node_that_failed_is_left_out(outcomes: dict[str, Outcome], name: str) -
     failed = (outcomes[name].folder / "run" / "slurm" / "failed_nodes").read_text().split()
     assert first in failed
     assert second not in failed
+
+
+def test_range_of_nodes_survives_being_handed_in_again_without_an_unfit_node(slurm: Cluster, tmp_path: Path) -> None:
+    case = Case("1 0", {"exclude_failed": True, "nodes": "1-2"}, 2, "FAILED", 1, "")
+    job = hand_in(slurm, tmp_path / "job", case, "--ntasks=2")  # it begins on both nodes
+    slurm.wait_for_state(job, *ENDED)
+    slurm.wait(lambda: not slurm.call("squeue", "--noheader"), "the second job to end", seconds=120)
+    log = "".join(path.read_text() for path in sorted((tmp_path / "job").glob("trial-*.log")))
+    starts = (tmp_path / "job" / "starts").read_text().splitlines()
+    assert len(starts) == 2, log
+    first, second = (line.split("|")[2] for line in starts)
+    assert first == "node[1-2]"
+    assert second in ("node1", "node2") and second not in (tmp_path / "job/run/slurm/failed_nodes").read_text(), log
+    assert log.count("handed in again") == 1
+
+
+def test_refused_resubmission_is_told_once_with_the_reason_and_at_once(slurm: Cluster, tmp_path: Path) -> None:
+    """Two nodes of two, and one of them must be left out."""
+    job = hand_in(slurm, tmp_path / "job", Case("1 0", {"exclude_failed": True, "nodes": "2"}, 1, "FAILED", 1, ""))
+    assert slurm.wait_for_state(job, *ENDED, seconds=60) == "FAILED"
+    log = next((tmp_path / "job").glob("trial-*.log")).read_text()
+    assert "handed in again" not in log.replace("not handed in again", "")
+    assert log.count("Requested node configuration is not available") == 1, log
+    assert "without node" in log and "not handed in again" in log
 
 
 def test_finished_run_cancels_the_rest_of_its_chain(slurm: Cluster, outcomes: dict[str, Outcome]) -> None:

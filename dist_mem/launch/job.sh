@@ -8,21 +8,23 @@ set -uo pipefail
 
 # ---- the job --------------------------------------------------------------------------------------------------------
 #@arguments
-say() { echo "$(date '+%F %T') job $SLURM_JOB_ID: $*"; }
+number=$SLURM_JOB_ID
+say() { echo "$(date '+%F %T') job $number: $*"; }
 trap : TERM # without a trap the shell would die before its ranks have saved
 
 # What Slurm calls this job; the number of an array's last task alone would mean all of the array.
 me=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 me=${me:-$SLURM_JOB_ID}
 fact() { patiently scontrol show job "$me" --oneliner | sed -n "s/.* $1=\([^ ]*\).*/\1/p"; }
-# A controller that is busy, or being restarted, is asked again for three minutes.
+# A controller that is busy, or being restarted, is asked again for three minutes; a refusal is final.
 patiently() {
-  local attempt
+  local attempt complaint
   for attempt in {1..18}; do
-    "$@" && return
+    { complaint=$("$@" 2>&1 >&3); } 3>&1 && return
+    case $complaint in *"not available"* | *nvalid* | *denied* | *permi* | *disabled* | *policy* | *limit*) break ;; esac
     [ "$attempt" = 18 ] || sleep 10
   done
-  say "given up: $*" >&2
+  say "$1: ${complaint:-no answer}" >&2
   return 1
 }
 newest() { find "$run_dir/checkpoints" -maxdepth 1 -name 'step-????????' 2>/dev/null | sort | tail -n 1; }
@@ -73,20 +75,27 @@ say "the ranks have ended with exit code $code"
 
 # ---- what comes after it --------------------------------------------------------------------------------------------
 # 0: done; 2, 3: starting again will not help; all others, 85 (stopped, all saved) first: start again.
-resubmit() {
-  local script=$run_dir/slurm/$SLURM_JOB_ID.sbatch name value exclude options=()
+resubmit() ( # in a shell of its own, which forgets this job
+  script=$run_dir/slurm/$number.sbatch exclude="" options=()
   cp "$0" "$script" || return
-  for name in nodes:NumNodes partition:Partition account:Account qos:QOS time:TimeLimit; do # as this job, however given
+  for name in partition:Partition account:Account qos:QOS time:TimeLimit; do # as this job, however given
     value=$(fact "${name#*:}")
     case $value in "" | *null* | N/A | UNLIMITED) ;; *) options+=("--${name%%:*}=$value") ;; esac
   done
-  exclude=$(paste -sd, "$run_dir/slurm/failed_nodes" 2>/dev/null)
-  [ "$exclude_failed" != true ] || [ -z "$exclude" ] || options+=("--exclude=$exclude")
+  # The range of the script stays one: Slurm says only how many nodes this job has.
+  value=$(sed -n 's/^#SBATCH --nodes=//p' "$0" | head -n 1)
+  { [ "$SLURM_JOB_NUM_NODES" -ge "${value%-*}" ] && [ "$SLURM_JOB_NUM_NODES" -le "${value#*-}" ]; } 2>/dev/null ||
+    options+=("--nodes=$SLURM_JOB_NUM_NODES")
+  [ "$exclude_failed" != true ] || exclude=$(paste -sd, "$run_dir/slurm/failed_nodes" 2>/dev/null)
+  [ -z "$exclude" ] || options+=("--exclude=$exclude")
   [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || options+=("--array=$SLURM_ARRAY_TASK_ID")
-  # sbatch hands on the environment: not what is of this job.
+  # sbatch hands on the environment: not what is of this job. Its number of tasks would count in the next one too.
   unset DIST_MEM_EXIT_CODE DIST_MEM_JOB_END MASTER_ADDR MASTER_PORT
-  patiently sbatch --dependency="afterany:$me" "${options[@]}" "$script" "$@"
-}
+  for name in "${!SLURM_@}"; do [ "$name" = SLURM_CONF ] || unset "$name"; done
+  patiently sbatch --dependency="afterany:$me" "${options[@]}" "$script" "$@" && return
+  [ -z "$exclude" ] || say "without $exclude: mend these nodes and delete $run_dir/slurm/failed_nodes, or ask for fewer"
+  return 1
+)
 
 if [ "$code" = 0 ] || [ "$code" = 2 ] || [ "$code" = 3 ]; then
   rm -f "$run_dir/slurm/stalled"
@@ -125,8 +134,12 @@ if [ "$restart" = requeue ] && [ "$exclude_failed" = true ] && [ -s "$run_dir/sl
   restart=resubmit # a job that is running cannot be told to leave out a node
 fi
 case $restart in
-  requeue) say "requeued" && patiently scontrol requeue "$me" ;;
-  resubmit) say "handed in again" && resubmit "$@" ;;
+  requeue)
+    if patiently scontrol requeue "$me"; then say "requeued"; else say "not requeued; hand it in again to go on"; fi
+    ;;
+  resubmit)
+    if resubmit "$@"; then say "handed in again"; else say "not handed in again; hand it in to go on"; fi
+    ;;
   chain) say "the next job of the chain goes on" ;;
   none) say "start it again to go on" ;;
 esac
