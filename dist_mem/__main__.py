@@ -91,7 +91,7 @@ def _add_launch(commands: argparse._SubParsersAction) -> None:
     added = _add(commands, run.launch)
     added.add_argument("config", nargs="*", help=f"{_CONFIG_HELP}, as `dist-mem train` takes them")
     added.add_argument("--nodes", help="as launch.nodes: a number, or a range as 60-64")
-    added.add_argument("--gpus-per-node", type=int, help="as launch.gpus_per_node")
+    added.add_argument("--gpus-per-node", help="as launch.gpus_per_node")
     added.add_argument("--time", help="as launch.time")
     added.add_argument("--partition", help="as launch.partition")
     added.add_argument("--account", help="as launch.account")

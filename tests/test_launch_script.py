@@ -46,6 +46,9 @@ WRONG = {
     'launch.directives=["-C a\\nreboot"]': "launch.directives[0]: is '-C a\\nreboot', but must be one option",
     "launch.directives=[-C a100, -N4]": "launch.directives[1]: is '-N4', which is a key of its own: set launch.nodes",
     "launch.directives=[--time=1:00]": "is a key of its own: set launch.time",
+    "launch.gpus_per_node=a100": "launch.gpus_per_node: is 'a100', but must be a number as 8, or a type and a number",
+    "launch.directives=[--gpus=4]": "launch.directives[0]: is '--gpus=4', which is a key of its own: set launch.gp",
+    "launch.directives=[-G 4]": "launch.directives[0]: is '-G 4', which is a key of its own: set launch.gpus_per_node",
     "launch.account=my project": "launch.account: is 'my project', but must be one word",
     "launch.restart=requeu": "launch.restart: is 'requeu', but must be one of requeue, resubmit, chain, none; did you",
     "launch.gpus_per_nod=8": "launch.gpus_per_nod: unknown key; did you mean launch.gpus_per_node?",
@@ -133,6 +136,34 @@ def test_wrong_value_is_refused_with_its_key_and_the_fix(
 def test_all_wrong_values_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "train.steps=1", "launch.nodes=x", "launch.env=[A]", "launch.image=b", "--dry-run"]) == 2
     assert capsys.readouterr().err.count("launch.") == 4  # launch.image stands beside launch.container
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "num_ranks"),
+    [
+        (["--gpus-per-node", "a100:4"], "--gpus-per-node=a100:4", 4),
+        (["launch.gpus_per_node=2"], "--gpus-per-node=2", 2),
+        (["launch.directives=['--gres=gpu:a100:4']"], "--gres=gpu:a100:4", 4),
+        (["launch.directives=['--gres=gpu:3,tmp:1G']", "launch.gpus_per_node=0"], "--gres=gpu:3,tmp:1G", 3),
+        (["launch.directives=['--gres gpu']"], "--gres gpu", 1),
+        (["launch.gpus_per_node=h100:4", "launch.tasks_per_node=2"], "--gpus-per-node=h100:4", 2),
+    ],
+)
+def test_gpus_are_asked_for_once_typed_or_not(
+    given: list[str], asked: str, num_ranks: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm refuses --gpus-per-node beside --gres; some sites know only the latter."""
+    script = rendered(capsys, "train.steps=1", *given, "--dry-run")
+    directives = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+    assert [line for line in directives if line.startswith(("--gpus", "--gres"))] == [asked]
+    assert f"--ntasks-per-node={num_ranks}" in directives
+    assert "DS_ACCELERATOR" not in script
+
+
+def test_script_to_fill_in_has_a_line_for_all_that_clusters_ask_for() -> None:
+    text = (ROOT / "launch" / "train.sbatch").read_text(encoding="utf-8")
+    for option in ("partition=", "account=", "cpus-per-task=", "mem=", "exclusive"):
+        assert f"\n##SBATCH --{option}" in text
 
 
 def test_dry_run_hands_in_nothing(tmp_path: Path, programs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,7 +110,6 @@ RANGES: dict[str, Range] = {
     "tracking.every": _COUNT,
     "watchdog.seconds": _POSITIVE,
     "watchdog.straggler": Range("greater than 1", lambda value: value > 1),
-    "launch.gpus_per_node": _NOT_NEGATIVE,
     "launch.tasks_per_node": _COUNT,
     "launch.cpus_per_task": _COUNT,
     "launch.signal_seconds": _COUNT,

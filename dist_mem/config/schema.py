@@ -155,7 +155,7 @@ class WatchdogConfig:
 @dataclass
 class LaunchConfig:
     nodes: str = "1"  # number, or range as 60-64
-    gpus_per_node: int = 8  # 0: train on CPUs
+    gpus_per_node: str = "8"  # number, or type and number as a100:4; 0: train on CPUs; --gres in directives goes before
     tasks_per_node: int | None = None  # ranks; None: one per GPU, or one on CPUs
     cpus_per_task: int | None = None  # None: the cluster's default
     memory: str | None = None  # of a node, as 64G; None: the cluster's default

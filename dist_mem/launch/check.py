@@ -22,7 +22,7 @@ _KEYS = {
     **dict.fromkeys(("qos", "q"), "launch.qos"),
     **dict.fromkeys(("job-name", "J"), "name"),
     **dict.fromkeys(("requeue", "no-requeue"), "launch.restart"),
-    "gpus-per-node": "launch.gpus_per_node",
+    **dict.fromkeys(("gpus-per-node", "gpus", "G", "gpus-per-task", "gpus-per-socket"), "launch.gpus_per_node"),
     "mem": "launch.memory",
     "signal": "launch.signal_seconds",
 }
@@ -57,6 +57,9 @@ def _sizes(launch: Any) -> Iterator[Problem]:
     nodes = re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", launch.nodes)
     if not nodes or int(nodes[1]) > int(nodes[2] or nodes[1]):
         yield Problem("launch.nodes", f"is {launch.nodes!r}, but must be a number as 4, or a range as 60-64")
+    if not re.fullmatch(r"(?:[A-Za-z_][\w.-]*:)?\d+", launch.gpus_per_node):
+        form = "a number as 8, or a type and a number as a100:4, as `sinfo --Format=nodehost,gres` lists them"
+        yield Problem("launch.gpus_per_node", f"is {launch.gpus_per_node!r}, but must be {form}")
     if not re.fullmatch(r"(\d+-)?\d+(:\d+){1,2}|\d+-\d+", launch.time):
         form = "'12:00:00' or '2-00:00:00', in quotes, because YAML takes 12:00:00 for a number"
         yield Problem("launch.time", f"is {launch.time}, but must be as {form}")

@@ -77,7 +77,23 @@ def numbers_of_ranks(launch: Any) -> list[int]:
 
 
 def _ranks_per_node(launch: Any) -> int:
-    return launch.tasks_per_node or launch.gpus_per_node or 1
+    return launch.tasks_per_node or num_gpus(launch) or 1
+
+
+def num_gpus(launch: Any) -> int:
+    """Of a node: those of a --gres among the directives, else `launch.gpus_per_node`."""
+    gres = asked_by_gres(launch)
+    asked = launch.gpus_per_node if gres is None else gres
+    last = asked.rpartition(":")[2]
+    return int(last) if last.isdecimal() else 1  # gpu:a100 is one
+
+
+def asked_by_gres(launch: Any) -> str | None:
+    """GPUs that a directive asks for with --gres, as gpu:a100:4; None if none does."""
+    for option in launch.directives:
+        if found := re.match(r"--gres[=\s]\s*(?:.*,)?(gpu\b[^,]*)", option):
+            return found[1].strip()
+    return None
 
 
 def _directives(launch: Any, job_name: str, log: str) -> Iterator[str]:
@@ -85,7 +101,7 @@ def _directives(launch: Any, job_name: str, log: str) -> Iterator[str]:
         "job-name": job_name,
         "nodes": launch.nodes,
         "ntasks-per-node": _ranks_per_node(launch),
-        "gpus-per-node": launch.gpus_per_node or None,
+        "gpus-per-node": launch.gpus_per_node if num_gpus(launch) and asked_by_gres(launch) is None else None,
         "cpus-per-task": launch.cpus_per_task,
         "mem": launch.memory,
         "time": launch.time,
@@ -103,10 +119,15 @@ def _directives(launch: Any, job_name: str, log: str) -> Iterator[str]:
 
 
 def _to_fill_in(launch: Any) -> Iterator[str]:
-    """Comments where many clusters want a name that is not known here."""
-    for name in ("partition", "account"):
-        if getattr(launch, name) is None:
-            yield f"##SBATCH --{name}=NAME"
+    """Comments where many clusters want something that is not known here."""
+    options = {
+        "partition=NAME": launch.partition,
+        "account=NAME": launch.account,
+        "cpus-per-task=NUMBER": launch.cpus_per_task,
+        "mem=480G": launch.memory,
+        "exclusive": "--exclusive" in launch.directives or None,
+    }
+    yield from (f"##SBATCH --{option}" for option, value in options.items() if value is None)
 
 
 def _site(launch: Any) -> Iterator[str]:
@@ -115,7 +136,7 @@ def _site(launch: Any) -> Iterator[str]:
     yield f"max_stalled={launch.max_stalled} # starts without a new checkpoint after which it is not started again"
     yield f"exclude_failed={'true' if launch.exclude_failed else 'false'}"
     yield "export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}"
-    if not launch.gpus_per_node:
+    if not num_gpus(launch):
         yield "export DS_ACCELERATOR=cpu"
     if launch.interface:
         interface = shlex.quote(launch.interface)
@@ -138,7 +159,7 @@ def _container(launch: Any) -> Iterator[str]:
     """`in_image`: options of srun, and the program that runs a rank; `alone`: runs a command on this node."""
     if launch.container == "apptainer":
         binds = "".join(f" --bind {_in_shell(mount)}" for mount in launch.mounts)
-        gpus = " --nv" if launch.gpus_per_node else ""
+        gpus = " --nv" if num_gpus(launch) else ""
         yield f'in_image=(apptainer exec{gpus} --bind "$PWD" --pwd "$PWD"{binds} {_in_shell(launch.image)})'
         yield 'alone() { "${in_image[@]}" "$@"; }'
     elif launch.container == "pyxis":
