@@ -29,6 +29,7 @@ if [ "$SLURM_PROCID" = 0 ]; then
   code=$(sed -n "$(wc -l <$starts)p" codes)
   [ "${code%+}" = "$code" ] || mkdir -p "run/checkpoints/step-$(printf %08d "$(wc -l <$starts)")"
   case $code in 1* | 86*) echo "$SLURMD_NODENAME" >>run/slurm/failed_nodes ;; esac # as preflight and watchdog do
+  echo "error: why start $(wc -l <$starts) ended"
   [ "${code%+}" = 137 ] && kill -KILL $$
   echo "${code%+}" >"$DIST_MEM_EXIT_CODE"
   exit "${code%+}"
@@ -128,6 +129,27 @@ def test_exit_code_and_progress_decide_whether_it_starts_again(outcomes: dict[st
     assert len(outcome.starts) == case.num_starts, outcome.log
     assert (outcome.state, outcome.exit_code) == (case.state, f"{case.exit_code}:0"), outcome.log
     assert case.said in outcome.log
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.codes != "0"])
+def test_log_of_the_job_has_the_reason_of_every_end_once(outcomes: dict[str, Outcome], name: str) -> None:
+    """What the ranks have said lies in files of their nodes; what earlier starts have said is not said again."""
+    codes = CASES[name].codes.split()[: CASES[name].num_starts]
+    for start, code in enumerate(codes, 1):
+        assert outcomes[name].log.count(f"error: why start {start} ended") == (code != "0"), outcomes[name].log
+
+
+def test_log_of_the_job_names_what_a_node_lacks(slurm: Cluster, tmp_path: Path) -> None:
+    """The first node has nothing to say: its rank was ended because that of the second one had."""
+    folder = tmp_path / "job"
+    job = hand_in(slurm, folder, Case("1", {"restart": "none"}, 1, "FAILED", 1, ""))
+    lacking = RANKS.replace("starts=", '[ "$SLURMD_NODENAME" = node1 ] || exec /absent/.venv/bin/python\nstarts=', 1)
+    lacking = lacking.replace("  code=", "  sleep 60\n  code=", 1)
+    (folder / "dist-mem").write_text(lacking)
+    slurm.wait_for_state(job, *ENDED)
+    log = next(folder.glob("trial-*.log")).read_text()
+    assert "/absent/.venv/bin/python: No such file or directory" in log
+    assert f"== {folder}/run/slurm/{job}/node2-" in log, log
 
 
 def test_ranks_are_told_their_arguments_meeting_point_and_end(outcomes: dict[str, Outcome]) -> None:

@@ -48,6 +48,18 @@ before=$(newest)
 export DIST_MEM_EXIT_CODE=$logs/exit_code # of rank 0; srun tells the highest of all, also of ranks it has ended itself
 rm -f "$DIST_MEM_EXIT_CODE"
 
+declare -A earlier=() # bytes of each log, of the starts before
+for log in "$logs"/*.log; do [ ! -e "$log" ] || earlier[$log]=$(stat --format=%s "$log"); done
+said() { tail -c "+$((${earlier[$1]:-0} + 1))" "$1"; } # what a node has said in this start
+reasons() { # ends of the logs of three nodes, first of those with an error
+  local log with=() without=()
+  for log in "$logs"/*.log; do
+    [ -s "$log" ] || continue
+    if said "$log" | grep -iqE 'error|no such|not found|cannot|killed'; then with+=("$log"); else without+=("$log"); fi
+  done
+  for log in "${with[@]}" "${without[@]}"; do echo "== $log" && said "$log" | tail -n 5; done | head -n 18
+}
+
 # Rank 0 listens on the first node, at a port of this job. A node without a name in the name service has an address.
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 getent hosts "$MASTER_ADDR" >/dev/null ||
@@ -72,6 +84,7 @@ DIST_MEM_CACHES=${DIST_MEM_CACHES:-${TMPDIR:-/tmp}} \
 code=$?
 [ ! -s "$DIST_MEM_EXIT_CODE" ] || code=$(cat "$DIST_MEM_EXIT_CODE")
 say "the ranks have ended with exit code $code"
+[ "$code" = 0 ] || reasons
 
 # ---- what comes after it --------------------------------------------------------------------------------------------
 # 0: done; 2, 3: starting again will not help; all others, 85 (stopped, all saved) first: start again.
@@ -102,7 +115,6 @@ if [ "$code" = 0 ] || [ "$code" = 2 ] || [ "$code" = 3 ]; then
   end_of_chain
   exit "$code"
 fi
-tail -n 5 "$logs"/*-0.log # of the first node
 if [ -e "$run_dir/STOP" ]; then
   say "not started again: $run_dir/STOP is there"
   end_of_chain
