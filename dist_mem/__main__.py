@@ -214,7 +214,7 @@ def _add_prepare(commands: argparse._SubParsersAction) -> None:
 def _add_track(commands: argparse._SubParsersAction) -> None:
     added = _add(commands, run.track)
     added.add_argument("action", choices=["sync"])
-    added.add_argument("runs", nargs="+", help="run directories, and overrides of tracking.uri and tracking.experiment")
+    added.add_argument("runs", nargs="+", help="run directories, your YAML, overrides of tracking.*")
 
 
 def _add_check_memory(commands: argparse._SubParsersAction) -> None:

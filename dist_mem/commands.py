@@ -255,7 +255,8 @@ def track(options: argparse.Namespace) -> int:
     from dist_mem.tracking.sync import run
 
     overrides = [text for text in options.runs if text.startswith("tracking.")]
-    return run([Path(text) for text in options.runs if text not in overrides], overrides)
+    files = [text for text in options.runs if text.endswith((".yaml", ".yml")) and text not in overrides]
+    return run([Path(text) for text in options.runs if text not in (*overrides, *files)], overrides, files)
 
 
 def check_memory(options: argparse.Namespace) -> int:

@@ -216,10 +216,11 @@ def test_a_token_that_is_revoked_in_mid_run_costs_no_points(
     told = capsys.readouterr().err
     assert told.count("401: it refuses MLFLOW_TRACKING_TOKEN; set") == 1
     assert told.count(f"dist-mem track sync {run_dir}") == 1
-    assert sync.run([run_dir]) == 1
+    named = [f"tracking.uri={gateway.uri}"]
+    assert sync.run([run_dir], named) == 1
     gateway.tokens.add("the-new-token")
     environment.setenv("MLFLOW_TRACKING_TOKEN", "the-new-token")
-    assert [sync.run([run_dir]) for _ in range(2)] == [EXIT_DONE, EXIT_DONE]
+    assert [sync.run([run_dir], named) for _ in range(2)] == [EXIT_DONE, EXIT_DONE]
     client = connect(gateway.uri)
     assert history(client, tracker.run_id, "loss") == list(steps(1, 5).items())
     assert client.get_run(tracker.run_id).info.status == "FINISHED"

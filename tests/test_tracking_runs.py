@@ -124,11 +124,14 @@ def test_credentials_in_the_address_are_told_to_nobody(tmp_path: Path, capsys: p
     assert "MLflow at http://127.0.0.1:" in told and "secret" not in told and "ada" not in told
 
 
-def test_nor_by_a_sync_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nor_by_a_sync_that_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = config_for(f"http://ada:secret@127.0.0.1:{free_port()}")
     save_config(config, tmp_path / "config.yaml")
     job(config, tmp_path, steps(1, 1))
     capsys.readouterr()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", config.tracking.uri)
     assert sync.run([tmp_path]) == 1
     told = "".join(capsys.readouterr())
     assert "http://127.0.0.1:" in told and "secret" not in told and "ada" not in told
@@ -181,7 +184,7 @@ def test_a_sync_sends_a_run_to_another_store_whole_and_once(
         tracker.log(step, {"loss": loss})
     tracker.close("FINISHED")
     assert log_to_run(config, run_dir=run_dir, step=3, metrics={"test/nll": 2.0}, files=[]) is not None
-    assert sync.run([run_dir]) == 1
+    assert sync.run([run_dir], [f"tracking.uri={config.tracking.uri}"]) == 1
     assert "MLflow does not have everything" in capsys.readouterr().err
     for _ in range(2):
         assert sync.run([run_dir], [f"tracking.uri={sqlite_uri}"]) == 0

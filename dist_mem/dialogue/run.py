@@ -134,7 +134,7 @@ def _run(world: World, path: Path, settings: Settings, step: int | None, overrid
     documents = score_replies(trained, index, world)
     answers = score_answers(trained, conversations, settings)
     groups = group_scores(documents, answers)
-    _publish(found, config, split, settings, conversations, groups, answers, trained, tag=tag)
+    _publish(found, config, split, settings, conversations, groups, answers, trained, tag=tag, overrides=overrides)
 
 
 def first_documents(index: Index, limit: int | None) -> Index:
@@ -197,6 +197,7 @@ def _publish(
     trained: TrainedModel,
     *,
     tag: str,
+    overrides: Sequence[str],
 ) -> None:
     """Print the table, write the files, and add the figures to the run in MLflow.
 
@@ -234,6 +235,8 @@ def _publish(
     print(f"written: {', '.join(str(path) for path in files)}")
     if config.tracking.mlflow and not checkpoint.is_export:
         metrics = figures(groups, report_name(split, tag))
-        complaint = log_to_run(config, run_dir=checkpoint.run_dir, step=step, metrics=metrics, files=files)
+        complaint = log_to_run(
+            config, run_dir=checkpoint.run_dir, step=step, metrics=metrics, files=files, overrides=overrides
+        )
         if complaint:
             print(complaint, file=sys.stderr)

@@ -127,7 +127,7 @@ def run(
         command += "" if checkpoint is None else f" --checkpoint {checkpoint}"
 
         def publish() -> None:
-            written = _publish(report, found, config, protocol, tag=tag)
+            written = _publish(report, found, config, protocol, tag=tag, overrides=overrides)
             _print_gain(report, written, command)
 
         written_by_rank0(publish, world, "writing the report")
@@ -183,7 +183,9 @@ def use_threads(config: Any) -> None:
         torch.set_num_threads(config.train.threads)
 
 
-def _publish(report: Report, checkpoint: Checkpoint, config: Any, protocol: Protocol, *, tag: str) -> Path:
+def _publish(
+    report: Report, checkpoint: Checkpoint, config: Any, protocol: Protocol, *, tag: str, overrides: Sequence[str] = ()
+) -> Path:
     """Print the report, write its files, and add its figures to the run in MLflow; returns the path of the JSON.
 
     `tag` goes into their names: lengths of another protocol must not take the place of the run's own.
@@ -199,7 +201,9 @@ def _publish(report: Report, checkpoint: Checkpoint, config: Any, protocol: Prot
     if config.tracking.mlflow and not checkpoint.is_export:
         prefix = report_name(report.split, tag)
         metrics = {f"{prefix}{figure.removeprefix(report.split)}": value for figure, value in report.figures().items()}
-        complaint = log_to_run(config, run_dir=checkpoint.run_dir, step=step, metrics=metrics, files=files)
+        complaint = log_to_run(
+            config, run_dir=checkpoint.run_dir, step=step, metrics=metrics, files=files, overrides=overrides
+        )
         if complaint:
             print(complaint, file=sys.stderr)
     return files[1]

@@ -14,9 +14,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from dist_mem.environment import quiet_tracking_environment
+from dist_mem.errors import UnusableError
 from dist_mem.files import write_text
+from dist_mem.names import is_plain_path
 from dist_mem.tracking.journal import Entry, Header, JournalError
 from dist_mem.tracking.run_id import RUN_ID_FILE, read_run_id
 
@@ -37,6 +40,7 @@ class Target(NamedTuple):
     uri: str
     run_dir: Path
     header: Header  # of its journal
+    is_named: bool = True  # its uri by the user; else only by the run directory, which may come from anybody
 
 
 def import_mlflow_quietly() -> None:
@@ -128,6 +132,14 @@ def system_monitors() -> list[Any]:
     return monitors
 
 
+def file_inside(run_dir: Path, name: object) -> Path:
+    """The file `name` of a run directory. Raises JournalError if it is none, or lies elsewhere, by .. or a link."""
+    path = run_dir / name if isinstance(name, str) else run_dir
+    if not (path.is_file() and path.resolve().is_relative_to(run_dir.resolve())):
+        raise JournalError(f"{name!a} is no file inside the run directory")
+    return path
+
+
 def _chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
     for start in range(0, len(items), size):
         yield items[start : start + size]
@@ -154,11 +166,17 @@ class MlflowRun:
         """Find the run by its id, else by its journal's uid, else make it, begun at `start_time` (ms; None: now)."""
         with _OPENING[self._target.header.uid]:
             run = self._found_or_made(start_time)
+        scheme = urlsplit(run.info.artifact_uri or "").scheme
+        if not self._target.is_named and scheme not in ("", "file"):
+            raise UnusableError(
+                f"MLflow at {self._target.uri} keeps its files at {run.info.artifact_uri}, and only the run directory "
+                f"names it: to send them there, add tracking.uri={self._target.uri}"
+            )
         self.run_id, self.tags, self._params = run.info.run_id, run.data.tags, dict(run.data.params)
         self._report(f"MLflow run {run.info.run_name} ({self.run_id}) at {self._target.uri}")
 
     def _found_or_made(self, start_time: int | None) -> Any:
-        uri, run_dir, header = self._target
+        uri, run_dir, header, _ = self._target
         known = read_run_id(run_dir)
         self._client = self._client or connect(uri)
         run = _find_run(self._client, known) if known else None
@@ -208,8 +226,10 @@ class MlflowRun:
             case "datasets":
                 self._send_datasets(body["datasets"])
             case "artifact":
-                self._client.log_artifact(self.run_id, str(self._target.run_dir / body["path"]))
+                self._client.log_artifact(self.run_id, str(file_inside(self._target.run_dir, body["path"])))
             case "text":
+                if not is_plain_path(body["name"]):
+                    raise JournalError(f"{body['name']!a} is no plain name for a text")
                 self._client.log_text(self.run_id, body["text"], body["name"])
             case "status":
                 self._send_status(body["status"], entry.time)

@@ -20,6 +20,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from dist_mem.errors import UnusableError
 from dist_mem.tracking.delivery import Delivery, Sender
 from dist_mem.tracking.journal import (
     Entry,
@@ -34,10 +35,10 @@ from dist_mem.tracking.journal import (
 from dist_mem.tracking.journal_sinks import JournalSink, MlflowSink, discreet, read_history
 from dist_mem.tracking.mlflow_run import Target, import_mlflow_quietly
 from dist_mem.tracking.progress import progress_sink
-from dist_mem.tracking.provenance import start_in_words
+from dist_mem.tracking.provenance import start_in_words, without_credentials
 from dist_mem.tracking.run_id import settle_run_id
 from dist_mem.tracking.sinks import METRICS_FILE, MetricsFile, Point, Sink
-from dist_mem.tracking.stores import choose_sending, experiment_of, store_uri
+from dist_mem.tracking.stores import choose_sending, experiment_of, is_local, is_named_by_user, store_uri
 from dist_mem.tracking.tracker import Tracker
 
 JOURNAL = Path("mlflow") / "train.jsonl"  # in the run directory; beside it the journals of evaluations
@@ -106,24 +107,36 @@ def _journal_sink(
 
 
 def send_journals(
-    config: Any, run_dir: Path, *, report: Callable[[str], None], is_dead: Callable[[], bool] = lambda: False
+    config: Any,
+    run_dir: Path,
+    *,
+    report: Callable[[str], None],
+    is_dead: Callable[[], bool] = lambda: False,
+    is_named: bool = True,
 ) -> int:
     """Send whatever the journals of a run have and MLflow lacks; may be done while the job runs.
 
     Args:
         is_dead: whether a job that has not told its end is gone; MLflow's run is KILLED then, until its next start.
+        is_named: whether the user has named the store; else `config` has it from the run directory, and a server in it
+            is not asked.
 
     Returns:
         How many entries those were.
 
     Raises:
-        ValueError: the run has no journal.
+        ValueError: the run has no journal, or nobody but the run directory names a server.
         Exception: whatever MLflow's client raises when it is not answered; the rest can be sent by another call.
     """
     journal = run_dir / JOURNAL
     if not journal.exists():
         raise ValueError(f"{journal} is missing: the run was never tracked with MLflow")
-    target = _target(config, run_dir, read_header(journal))
+    target = _target(config, run_dir, read_header(journal))._replace(is_named=is_named)
+    if not (is_named or is_local(target.uri)):
+        raise UnusableError(
+            f"only the configuration in the run directory names MLflow at {without_credentials(target.uri)}, and a "
+            f"server is logged in to if you name it: {_naming(config, run_dir)}"
+        )
     sender = Sender(target, journal, report=discreet(report, target.uri))
     sender.send()
     for path in sorted(journal.parent.glob(_EVALUATIONS)):
@@ -139,9 +152,18 @@ def send_journals(
 
 
 def log_to_run(
-    config: Any, *, run_dir: Path, step: int, metrics: Mapping[str, float], files: Sequence[Path]
+    config: Any,
+    *,
+    run_dir: Path,
+    step: int,
+    metrics: Mapping[str, float],
+    files: Sequence[Path],
+    overrides: Sequence[str] = (),
 ) -> str | None:
     """Add figures and files of the run directory to a run that may be running or over; its status stays.
+
+    Args:
+        overrides: of the command line; a server that neither they nor the environment name is not asked.
 
     Returns:
         None if MLflow has it all within `EVALUATION_SECONDS`, else what to tell the user; no error, because the report
@@ -155,16 +177,25 @@ def log_to_run(
     point = Entry("point", now, {"step": step, "metrics": metrics})
     path = journal.parent / _EVALUATIONS.replace("*", new_uid())
     write_journal(path, read_header(journal), [point, *artifacts])  # at once: whoever sends a journal deletes it
+    is_named = is_named_by_user(config, overrides)
+    if not (is_named or is_local(store_uri(config))):
+        return f"only the run directory names its MLflow server; to send it this: {_naming(config, run_dir)}"
     import_mlflow_quietly()  # seconds on a slow disk, which are not MLflow's
     complaints: list[str] = []
     delivery = Delivery(
-        lambda: send_journals(config, run_dir, report=complaints.append),
+        lambda: send_journals(config, run_dir, report=complaints.append, is_named=is_named),
         report=discreet(complaints.append, store_uri(config)),
         service=f"MLflow at {store_uri(config)}",
     )
     if delivery.close(EVALUATION_SECONDS):
         return None
     return "\n".join([*complaints, f"kept for later: dist-mem track sync {run_dir}"])
+
+
+def _naming(config: Any, run_dir: Path) -> str:
+    """The command that names the server of a run's own configuration."""
+    uri = without_credentials(store_uri(config))
+    return f"dist-mem track sync {run_dir} tracking.uri={uri}, or set MLFLOW_TRACKING_URI"
 
 
 def _target(config: Any, run_dir: Path, header: Header) -> Target:

@@ -6,6 +6,7 @@ and the tasks of an array lock each other out. There a job writes its journal on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -28,6 +29,22 @@ class Sending(NamedTuple):
 def store_uri(config: Any) -> str:
     """`tracking.uri`, else MLFLOW_TRACKING_URI, else a file here."""
     return config.tracking.uri or mlflow_environment().uri or DEFAULT_URI
+
+
+def is_named_by_user(config: Any, overrides: Sequence[str] = ()) -> bool:
+    """Whether the store of a run's own configuration is one that its user names too, or the default.
+
+    Args:
+        overrides: of the command line, which `config` has already; a file of the user's counts as `tracking.uri=...`.
+    """
+    is_given = any(override.startswith("tracking.uri=") for override in overrides)
+    return is_given or store_uri(config) in (mlflow_environment().uri, DEFAULT_URI)
+
+
+def is_local(uri: str) -> bool:
+    """Whether a store is a file or a folder here, and no server or database that a client logs in to."""
+    scheme = urlsplit(uri).scheme
+    return (scheme in ("", "file") and uri != "databricks") or scheme == "sqlite"
 
 
 def is_server(uri: str) -> bool:

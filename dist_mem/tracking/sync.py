@@ -1,6 +1,7 @@
 """`dist-mem track sync RUN`: send what the journals of runs hold and MLflow lacks.
 
     dist-mem track sync runs/demo runs/none tracking.uri=http://mlflow.example:5000
+    dist-mem track sync runs/demo configs/demo.yaml             # with the `tracking:` block of a file of the user's
 
 For runs that ended while MLflow was down, and for clusters whose compute nodes reach no network: the same command on a
 login node, also while the job runs, as often as you like. A run whose job was killed outright, and has not been started
@@ -22,26 +23,38 @@ from dist_mem.checkpoint.lease import STALE_SECONDS
 from dist_mem.config import TrackingConfig, merge_checked
 from dist_mem.config.check import stop_on
 from dist_mem.config.credentials import check_credentials
+from dist_mem.config.sources import read_sources
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UnusableError
 from dist_mem.tracking.refusals import brief
 from dist_mem.tracking.start import send_journals
+from dist_mem.tracking.stores import is_named_by_user
 
 
-def run(run_dirs: Sequence[Path], overrides: Sequence[str] = ()) -> int:
+def run(run_dirs: Sequence[Path], overrides: Sequence[str] = (), files: Sequence[str] = ()) -> int:
     """The command. Returns the exit code of the process: 0 when MLflow has everything of every run.
+
+    Args:
+        overrides: `key=value`, of the keys of tracking.  files: YAML files of the user, whose `tracking:` block counts.
 
     Raises:
         UnusableError: an override, or a directory that is no run's.
     """
     if not run_dirs:
         raise UnusableError("give the directories of one or more runs")
-    configs = [_read_config(run_dir, overrides) for run_dir in run_dirs]
-    return max(_sync(config, run_dir) for config, run_dir in zip(configs, run_dirs, strict=True))
+    given = OmegaConf.merge(*[_tracking_of(file) for file in files], OmegaConf.from_dotlist(list(overrides)))
+    configs = [_read_config(run_dir, given) for run_dir in run_dirs]
+    named = [f"tracking.uri={uri}"] if (uri := OmegaConf.select(given, "tracking.uri")) else []
+    return max(_sync(config, run_dir, named) for config, run_dir in zip(configs, run_dirs, strict=True))
 
 
-def _read_config(run_dir: Path, overrides: Sequence[str]) -> Any:
+def _tracking_of(file: str) -> Any:
+    """The `tracking:` block of a configuration. Raises ConfigError."""
+    (source, _) = read_sources([file])
+    return OmegaConf.create({"tracking": source.tree.get("tracking") or {}})
+
+
+def _read_config(run_dir: Path, given: Any) -> Any:
     """The configuration of a run as far as tracking goes; the rest may need an environment that is not here."""
-    given = OmegaConf.from_dotlist(list(overrides))
     unresolved: Any = OmegaConf.to_container(given)
     stop_on([problem._replace(where="command line") for problem in check_credentials(unresolved)])
     merge_checked(TrackingConfig, given.get("tracking", {}), "tracking")
@@ -51,12 +64,13 @@ def _read_config(run_dir: Path, overrides: Sequence[str]) -> Any:
     return OmegaConf.merge(OmegaConf.load(path), given)
 
 
-def _sync(config: Any, run_dir: Path) -> int:
+def _sync(config: Any, run_dir: Path, named: Sequence[str]) -> int:
     def say(text: str) -> None:
         print(f"{run_dir}: {text}")
 
     try:
-        num_sent = send_journals(config, run_dir, report=say, is_dead=lambda: _is_dead(run_dir, say))
+        is_named = is_named_by_user(config, named)
+        num_sent = send_journals(config, run_dir, report=say, is_dead=lambda: _is_dead(run_dir, say), is_named=is_named)
     except UnusableError as error:
         print(f"error: {run_dir}: {error}", file=sys.stderr)
         return EXIT_USAGE
