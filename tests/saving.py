@@ -28,3 +28,16 @@ def before_writing(hook: Hook) -> Iterator[pytest.MonkeyPatch]:
 
 def names(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+# What every manifest of a checkpoint has besides its step and files.
+FACTS: dict[str, Any] = {
+    "world_size": 1,
+    "zero_stage": 0,
+    "versions": {},
+    "mlflow_run_id": None,
+    "data_fingerprint": "",
+    "tokenizer_fingerprint": "",
+    "meter": {},
+    "lanes": {},
+}

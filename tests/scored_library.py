@@ -11,6 +11,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
+from saving import FACTS
 
 from dist_mem.checkpoint.engine_files import ENGINE_JSON, engine_index, engine_ranges, engine_tensors, rank_file
 from dist_mem.checkpoint.manifest import describe_file, files_in, step_dir, write_manifest
@@ -84,7 +85,7 @@ def save_weights(run_dir: Path, model: MemoryLM, config: Any, *, step: int) -> P
     (directory / ENGINE_JSON).write_text(json.dumps(engine_index(facts, [engine_ranges(slices)])))
     save_config(config, directory / "config.yaml")
     files = {path.relative_to(directory).as_posix(): describe_file(path) for path in files_in(directory)}
-    facts = {"step": step, "tokenizer_fingerprint": TOKENIZER.fingerprint, "files": files}
+    facts = {**FACTS, "step": step, "tokenizer_fingerprint": TOKENIZER.fingerprint, "files": files}
     write_manifest(directory, facts)
     return directory
 

@@ -29,7 +29,7 @@ LAYERS: list[set[str]] = [
     {"layers", "memory.parts", "memory.parts.*", "memory.base", "flops"},
     {"data.batch", "data.facts", "data.index_schema", "data.shard", "data.tar"},
     {"memory", "memory.*", "outside_memory", "vocabulary", "gpt2", "gpt2.parts", "gpt2.token_types"},
-    {"data", "data.*", "checkpoint.manifest", "optimizer", "checkpoint.lease"},
+    {"data", "data.*", "checkpoint.manifest", "checkpoint.schemas", "optimizer", "checkpoint.lease"},
     {"engine", "gradient_shares", "model", "tracking.provenance", "gpt2.names", "gpt2.folder", "gpt2.modeling_dist_mem"}
     | {f"checkpoint.{name}" for name in ("zero_*", "engine_files", "lanes", "resume_choice", "resumption")},
     {f"checkpoint.{name}" for name in ("tensor_file", "snapshot", "retention", "commit", "saver")}

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from saving import FACTS
 
 from dist_mem.checkpoint.manifest import describe_file, files_in, list_steps, newest_verified, step_dir, write_manifest
 from dist_mem.checkpoint.retention import Kept, Validation, prune, superfluous
@@ -35,7 +36,7 @@ def commit(run_dir: Path, step: int, validation: Validation | None) -> Path:
     (directory / "content").write_text(str(step))
     files = {path.name: describe_file(path) for path in files_in(directory)}
     told = None if validation is None else validation._asdict()
-    write_manifest(directory, {"step": step, "validation": told, "files": files})
+    write_manifest(directory, {**FACTS, "step": step, "validation": told, "files": files})
     return directory
 
 

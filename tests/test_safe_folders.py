@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import os
 import shutil
@@ -231,3 +232,16 @@ def test_a_memory_in_a_folder_is_not_run_unless_asked_for(
     edit_config(folder, "eval.allow_code=true")
     with pytest.raises(UnusableError, match=r"eval\.allow_code: is taken from the command line only"):
         load_model(folder, DATA)
+
+
+@pytest.mark.parametrize("name", ["../../victim/x.py", "/etc/passwd", "memory/../../victim/x", "a//b", "memory/.x"])
+def test_files_of_a_manifest_lie_in_its_folder(checkpoint: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "victim").mkdir()
+    files = {**read_manifest(checkpoint)["files"], name: {"bytes": 0, "sha256": hashlib.sha256(b"").hexdigest()}}
+    body = {**read_manifest(checkpoint), "files": files}
+    body["sha256"] = manifest._fingerprint(body)
+    (checkpoint / "manifest.json").write_text(json.dumps(body))
+    assert main(["export", str(checkpoint), "--out", str(tmp_path / "out"), DATA]) == 2
+    assert not list((tmp_path / "victim").iterdir())
+    with pytest.raises(CheckpointError, match=r"a key of files is .*plain names below"):
+        read_manifest(checkpoint)

@@ -9,7 +9,6 @@ each parameter (exp_avg, exp_avg_sq, momentum_buffer, step). No pickle: reading 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -20,7 +19,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dist_mem.checkpoint.manifest import CheckpointError
+from dist_mem.checkpoint.schemas import engine_problems
 from dist_mem.checkpoint.zero_state import Slice
+from dist_mem.file_schema import check, read_json
 
 ENGINE_JSON = "engine.json"
 Range = tuple[str, int, int]  # name, start, stop
@@ -57,9 +58,10 @@ class EngineReader:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         try:
-            self.index = json.loads((directory / ENGINE_JSON).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            self.index = read_json(directory / ENGINE_JSON, CheckpointError)
+        except OSError as error:
             raise CheckpointError(f"{directory / ENGINE_JSON}: cannot be read ({error})") from error
+        check(self.index, engine_problems, directory / ENGINE_JSON, CheckpointError)
         self.counters: dict[str, float] = self.index["counters"]
         self._files: dict[int, tuple[Any, set[str]]] = {}
 
@@ -74,7 +76,13 @@ class EngineReader:
             if key not in keys:
                 return None
             stored = file.get_slice(key)
-            return stored[low:high] if stored.get_shape() else file.get_tensor(key)
+            if not (shape := stored.get_shape()):
+                return file.get_tensor(key)
+            if len(shape) != 1 or shape[0] < high:
+                raise CheckpointError(
+                    f"{path}: {key} has shape {shape}, but {ENGINE_JSON} says {high} elements or more"
+                )
+            return stored[low:high]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path}: cannot be read ({error})") from error
 

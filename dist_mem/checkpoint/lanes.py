@@ -76,13 +76,19 @@ def read_lanes(
     is_busy = lane_ids < num_lanes if num_lanes is not None else torch.ones_like(lane_ids, dtype=torch.bool)
     rows = _rows_of(directory, manifest, lane_ids[is_busy].tolist())
     opened = {name: read_tensors(directory / name) for name in {name for name, _ in rows}}
+    _check_lane_ids(directory, opened, rows, lane_ids[is_busy].tolist())
 
     def filled(key: str, empty: Tensor) -> Tensor:
         if not rows:
             return empty
         if any(key not in tensors for tensors in opened.values()):
             raise CheckpointError(f"{directory}: its lanes have no {key}, which the model's memory carries")
-        stored = torch.stack([opened[name][key][row] for name, row in rows])
+        if any(len(opened[name][key]) != len(opened[name]["lane_ids"]) for name, _ in rows):
+            raise CheckpointError(f"{directory}: {key} of its lanes has not one row a lane")
+        try:
+            stored = torch.stack([opened[name][key][row] for name, row in rows])
+        except RuntimeError as error:
+            raise CheckpointError(f"{directory}: {key} has another shape in each rank's file ({error})") from error
         whole = empty.clone()
         whole[is_busy.to(empty.device)] = _fitting(key, stored, empty, convert=convert)
         return whole
@@ -105,6 +111,18 @@ def _rows_of(directory: Path, manifest: Mapping[str, Any], lane_ids: Sequence[in
     if missing:
         raise CheckpointError(f"{directory}: lanes {missing} are not in this checkpoint")
     return [manifest["lanes"][str(lane)] for lane in lane_ids]
+
+
+def _check_lane_ids(
+    directory: Path, opened: Mapping[str, Mapping[str, Tensor]], rows: Sequence[tuple[str, int]], lanes: Sequence[int]
+) -> None:
+    """Compare what the files say of their rows with the manifest: a memory of another lane fits as well as the own."""
+    ids = {name: tensors["lane_ids"].flatten().tolist() for name, tensors in opened.items() if "lane_ids" in tensors}
+    for lane, (name, row) in zip(lanes, rows, strict=True):
+        found = ids.get(name, [])[row : row + 1]
+        if found != [lane]:
+            holds = f"holds lane {found[0]}" if found else "is not there"
+            raise CheckpointError(f"{directory / name}: row {row} {holds}, but the manifest says lane {lane}: swapped?")
 
 
 def _fitting(name: str, stored: Tensor, empty: Tensor, *, convert: bool) -> Tensor:

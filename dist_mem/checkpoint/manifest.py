@@ -12,7 +12,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from dist_mem.checkpoint.schemas import manifest_problems
 from dist_mem.errors import UnusableError
+from dist_mem.file_schema import check, read_json
 from dist_mem.files import sha256_of, write_text
 
 FORMAT_VERSION = 3
@@ -79,12 +81,10 @@ def read_manifest(directory: Path) -> dict[str, Any]:
             raise CheckpointError(f"{directory}: there is no such checkpoint")
         if not path.exists():
             raise CheckpointError(f"{directory}: no {_NAME}, so this save never finished")
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except CheckpointError:
-        raise
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON ({error})") from error
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("format_version"), int):
+        manifest = read_json(path, CheckpointError)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+    if not isinstance(manifest, dict) or type(manifest.get("format_version")) is not int:
         raise CheckpointError(f"{path}: not a manifest: it has no format_version (damaged)")
     if manifest.get("sha256") != _fingerprint(manifest):
         raise CheckpointError(f"{path}: SHA-256 differs from its own (damaged)")
@@ -98,6 +98,10 @@ def read_manifest(directory: Path) -> dict[str, Any]:
             f"{path}: format_version {manifest['format_version']} is newer than {FORMAT_VERSION}, the newest that this "
             "dist_mem reads; update dist_mem"
         )
+    check(manifest, manifest_problems, path, CheckpointError)
+    named = _STEP_DIR.fullmatch(directory.name)
+    if named and int(named[1]) != manifest["step"]:
+        raise CheckpointError(f"{path}: step is {manifest['step']}, but its folder is {directory.name} (renamed?)")
     return manifest
 
 

@@ -139,6 +139,10 @@ def _derive_weights(engine: Any) -> None:
 
 def _restore_counters(engine: Any, counters: Counters) -> None:
     for name in COUNTERS:
+        if type(counters.get(name)) is not int or counters[name] < 0:
+            raise CheckpointError(
+                f"engine.json: counters.{name} is {counters.get(name)!r}, but must be a count of steps"
+            )
         setattr(engine, name, counters[name])
     engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()  # which may have changed
     scaler = loss_scaler(engine)

@@ -12,16 +12,21 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dist_mem.data.facts import ShardError, read_facts
+from dist_mem.data.facts import REMEDY, ShardError, read_facts
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.of_byte_pairs import BytePairTokenizer
 from dist_mem.data.tokenizers.of_bytes import BytesTokenizer
 from dist_mem.data.tokenizers.of_pieces import SentencePieceTokenizer, train_pieces
 from dist_mem.data.tokenizers.of_words import WordTokenizer
+from dist_mem.file_schema import check, integer, optional, record, text
 from dist_mem.files import write_bytes
 
 FORMAT_VERSION = 1
 JSON_NAME = "tokenizer.json"
+_ID = integer(high=2**31 - 1)
+_FACTS = record(
+    {"kind": text, "vocab_size": _ID, "bos_id": optional(_ID), "fingerprint": text, "recipe": text}, is_open=True
+)
 KINDS: dict[str, type[Tokenizer]] = {
     kind.kind: kind for kind in (SentencePieceTokenizer, BytesTokenizer, WordTokenizer, BytePairTokenizer)
 }
@@ -59,9 +64,7 @@ def read_tokenizer_facts(data_dir: Path | str) -> dict[str, Any]:
     """
     path = Path(data_dir) / JSON_NAME
     facts = read_facts(path, newest=FORMAT_VERSION)
-    for key in ("kind", "vocab_size", "bos_id", "fingerprint", "recipe"):
-        if key not in facts:
-            raise ShardError(f"{path} is damaged (it has no {key}): build the dataset again")
+    check(facts, _FACTS, path, ShardError, REMEDY)
     if facts["kind"] not in KINDS:
         raise ShardError(f"{path}: unknown kind {facts['kind']!r}; known are {', '.join(KINDS)}")
     return facts
@@ -76,8 +79,9 @@ def load_tokenizer(data_dir: Path | str) -> Tokenizer:
     data_dir = Path(data_dir)
     facts = read_tokenizer_facts(data_dir)
     tokenizer = _load(KINDS[facts["kind"]], data_dir)
-    if tokenizer.fingerprint != facts["fingerprint"]:
-        raise ValueError(
+    stated = (facts["fingerprint"], facts["vocab_size"], facts["bos_id"])
+    if (tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.bos_id) != stated:
+        raise ShardError(
             f"{data_dir / JSON_NAME} describes another tokenizer than the one beside it: build the dataset again"
         )
     return tokenizer
@@ -90,9 +94,9 @@ def _load(kind: type[Tokenizer], data_dir: Path) -> Tokenizer:
     try:
         return kind.from_content(path.read_bytes())
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing: build the dataset again, or copy it from where it was built") from None
+        raise ShardError(f"{path} is missing: build the dataset again, or copy it from where it was built") from None
     except (RuntimeError, ValueError) as error:
-        raise ValueError(f"{path} is damaged ({error}): build the dataset again") from error
+        raise ShardError(f"{path} is damaged ({error}): build the dataset again") from error
 
 
 def train_sentencepiece(lines: Iterable[str], data_dir: Path | str, *, recipe: str = "", **options: Any) -> Tokenizer:

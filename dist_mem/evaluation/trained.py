@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_model as load_into
 from torch import Tensor
 
@@ -35,6 +36,7 @@ from dist_mem.checkpoint.manifest import (
     step_dir,
     verify,
 )
+from dist_mem.checkpoint.schemas import WEIGHTS
 from dist_mem.config import Config, ConfigError, load_config
 from dist_mem.config.check import Problem
 from dist_mem.config.sources import plain_block
@@ -49,7 +51,6 @@ from dist_mem.memory.base import map_state
 from dist_mem.model import LMState, MemoryLM
 from dist_mem.outside_memory import kept_kinds, source_of
 
-WEIGHTS = "model.safetensors"  # of an export
 OVERRIDABLE = (
     *("eval.", "tracking.", "data.path", "data.allow_pipe", "data.cache", "data.stage"),
     *("train.micro_lanes", "train.threads"),
@@ -199,9 +200,23 @@ def tokenizer_of_data(checkpoint: Checkpoint, config: Config) -> Tokenizer:
 def _load_weights(model: MemoryLM, checkpoint: Checkpoint) -> None:
     directory = checkpoint.directory
     if checkpoint.is_export:
-        load_into(model, directory / WEIGHTS)
+        try:
+            load_into(model, directory / WEIGHTS)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise CheckpointError(f"{directory / WEIGHTS} does not fit its config.yaml: {error}") from error
     else:
-        model.load_state_dict(EngineReader(directory).weights())
+        _take_weights(model, EngineReader(directory).weights(), directory)
+
+
+def _take_weights(model: MemoryLM, weights: dict[str, Tensor], directory: Path) -> None:
+    """Load weights under the model's names. Raises CheckpointError if they are of another model."""
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            has, wants = (shapes.get(name, "not there") for shapes in (found, wanted))
+            raise CheckpointError(f"{directory}: {name} is {has}, but in the model of its config.yaml {wants}")
+    model.load_state_dict(weights)
 
 
 def open_model(

@@ -1,0 +1,103 @@
+"""What manifest.json and engine.json must hold, so that nothing behind their readers meets what it cannot use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+from dist_mem.file_schema import (
+    Schema,
+    figure,
+    integer,
+    leaf,
+    number,
+    optional,
+    plain_path,
+    record,
+    rows,
+    sha256,
+    table,
+    text,
+)
+
+WEIGHTS = "model.safetensors"  # of an export
+_COUNT = integer(high=2**53)
+_FILES = table(record({"bytes": _COUNT, "sha256": sha256}, is_open=False), keys=plain_path)
+_LANE_ID = leaf("a lane", lambda key: isinstance(key, str) and key.isdecimal() and len(key) <= 15)
+_DIVERGENCE = {"skip": _COUNT, "rollback": _COUNT, "first_trained": _COUNT, "losses": rows(figure)}
+_ALL = {"format_version": integer(), "sha256": sha256, "step": integer(high=10**12), "files": _FILES}
+_CHECKPOINT = {
+    "world_size": integer(1, 10**6),
+    "zero_stage": integer(0, 3),
+    "versions": table(text),
+    "mlflow_run_id": optional(text),
+    "data_fingerprint": text,
+    "tokenizer_fingerprint": text,
+    "meter": table(figure),
+}
+_FURTHER = {
+    "time": leaf("a time", lambda value: type(value) in (int, float) and 0 <= value < 2**34),
+    "commit": optional(text),
+    "divergence": record({}, _DIVERGENCE, is_open=True),
+    "validation": optional(record({"step": _COUNT, "loss": figure}, is_open=False)),
+}
+_OF_CHECKPOINT = record(
+    {**_ALL, **_CHECKPOINT, "lanes": table(rows(leaf("a file, or its row", lambda value: True)))},
+    _FURTHER,
+    is_open=True,
+)
+_OF_EXPORT = record(
+    {**_ALL, "tokenizer_fingerprint": text},
+    {**_FURTHER, "versions": table(text), "data_fingerprint": text},
+    is_open=True,
+)
+
+
+def manifest_problems(key: str, body: Any) -> Iterator[str]:
+    """The schema of a manifest.json."""
+    is_export = isinstance(body, dict) and isinstance(body.get("files"), dict) and WEIGHTS in body["files"]
+    yield from (_OF_EXPORT if is_export else _OF_CHECKPOINT)(key, body)
+    if not is_export:
+        yield from _lane_problems(body)
+
+
+def _lane_problems(body: dict[str, Any]) -> Iterator[str]:
+    """Every lane has a row of a file that the manifest lists, and no other lane has it."""
+    taken: dict[tuple[str, int], str] = {}
+    for lane, place in body["lanes"].items():
+        where = f"lanes[{lane!a}]"
+        yield from _LANE_ID("a key of lanes", lane)
+        if [type(part) for part in place] != [str, int] or place[0] not in body["files"] or place[1] < 0:
+            yield f"{where} is {ascii(place)[:80]}, but must be a file of this checkpoint and a row in it"
+            continue
+        if (other := taken.setdefault((place[0], place[1]), lane)) != lane:
+            yield f"{where} and lanes[{other!a}] have the same row"
+
+
+_ENGINE: Schema = record(
+    {
+        "counters": table(number),
+        "shapes": table(rows(_COUNT)),
+        "aliases": table(rows(text)),
+        "slices": table(rows(rows(_COUNT, low=3, high=3))),
+    },
+    is_open=True,
+)
+
+
+def engine_problems(key: str, body: Any) -> Iterator[str]:
+    """The schema of an engine.json: the ranks' slices are all of each parameter, once."""
+    yield from _ENGINE(key, body)
+    if body["slices"].keys() != body["shapes"].keys():
+        yield "slices and shapes have other names"
+        return
+    for name, shape in body["shapes"].items():
+        end = 0
+        for _, start, stop in body["slices"][name]:
+            if start != end or stop <= start:
+                yield f"slices[{name!a}] have a gap, or overlap, at element {end}"
+                return
+            end = stop
+        if end != prod(shape):
+            yield f"slices[{name!a}] end at element {end} of {prod(shape)}"
