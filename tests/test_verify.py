@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 from dist_mem.data.build import build_dataset
-from dist_mem.data.shard import read_index
+from dist_mem.data.shard import TokenizedDocument, _fingerprint, read_index, read_tokens, write_split
 from dist_mem.data.source import SourceDocument
 from dist_mem.data.tokenizer import load_tokenizer, save_tokenizer, train_sentencepiece
 from dist_mem.data.tokenizers.base import Tokenizer
@@ -146,3 +148,43 @@ def test_a_folder_without_splits_is_no_dataset(tmp_path: Path, intact: Path) -> 
     tokenizer: Tokenizer = load_tokenizer(intact)
     save_tokenizer(tokenizer, tmp_path)
     assert "no split" in only_problem(tmp_path).message
+
+
+GARBAGE = {
+    "random bytes": (lambda tokens: np.random.default_rng(0).integers(0, 256, len(tokens)), "no UTF-8"),
+    "another text": (lambda tokens: np.full(len(tokens), ord("a")), "its text has"),
+    "no token": (lambda tokens: np.full(len(tokens), 60_000), "token 60000 is not among the 257 of its tokenizer"),
+}
+
+
+@pytest.mark.parametrize("kind", GARBAGE)
+def test_garbage_with_fitting_hashes_is_found(data_dir: Path, kind: str) -> None:
+    """Tar, arrays and index are what somebody wrote; the text is not what the index describes."""
+    make, message = GARBAGE[kind]
+    old = read_index(data_dir / "train")
+    texts = [read_tokens(old, number) for number in range(len(old.documents))]
+    documents = [
+        TokenizedDocument(
+            **{key: getattr(entry, key) for key in ("id", "title", "year", "words", "bytes")},
+            tokens=np.array(make(tokens) if entry.id == "d2" else tokens, np.uint16),
+        )
+        for entry, tokens in zip(old.documents, texts, strict=True)
+    ]
+    names = {"name": "tiny", "split": "train", "tokenizer_fingerprint": old.tokenizer_fingerprint}
+    write_split(documents, data_dir / "train", **names)
+    problem = only_problem(data_dir)
+    assert (problem.where, problem.document) == (f"train/{TAR}", "d2")
+    assert message in problem.message
+
+
+def test_arrays_that_are_not_those_of_the_index_are_found(data_dir: Path) -> None:
+    """The tar is altered, and its checksum in the index with it."""
+    path = data_dir / "train" / "index.json"
+    flip(data_dir, read_index(data_dir / "train").documents[2].tokens_offset)
+    body = json.loads(path.read_text())
+    body["shards"][0]["sha256"] = hashlib.sha256((data_dir / "train" / TAR).read_bytes()).hexdigest()
+    body["fingerprint"] = _fingerprint(body)
+    path.write_text(json.dumps(body))
+    problem = only_problem(data_dir)
+    assert problem.document == "d2"
+    assert "are not those of index.json, although the tar is" in problem.message

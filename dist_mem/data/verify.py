@@ -1,8 +1,9 @@
 """Does a data directory hold what its builder wrote? Finds missing, cut and altered files, and names the documents hit.
 
 `dist-mem prepare verify DIR` prints what is found here. Every byte is read: each tar is compared with the checksum in
-its index; those of a URL are fetched into the cache first. Only a tar that differs is looked into: a document's arrays
-have a checksum of their own, and everything around them (tar headers, the .json, padding) is written anew and compared.
+its index; those of a URL are fetched into the cache first. In a tar that differs, each document's arrays have a
+checksum of their own, and everything around them (tar headers, the .json, padding) is written anew and compared. In one
+that does not, every document is decoded: a hash says that the bytes are what somebody wrote, not that they are text.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ from dist_mem.data.shard import (
 )
 from dist_mem.data.tar import BLOCK_BYTES, TokenizedDocument, sample_files, tar_bytes
 from dist_mem.data.tokenizer import JSON_NAME
+from dist_mem.data.tokenizers.base import Tokenizer
+from dist_mem.data.tokenizers.of_words import WordTokenizer
 from dist_mem.errors import UnusableError
 from dist_mem.files import sha256_of
 
 USUAL_SPLITS = ("train", "validation", "test")
 REMEDY = "build (--overwrite) or copy the tar again"
+REBUILD = "build (--overwrite) the data again"
 
 
 class Problem(NamedTuple):
@@ -62,10 +66,10 @@ def verify_dataset(
         for split in splits:
             check_split(data, split)
     problems = []
-    fingerprint = None
+    tokenizer = None
     try:
         refresh(data, [])
-        fingerprint = open_tokenizer(data).fingerprint
+        tokenizer = open_tokenizer(data)
     except (RemoteError, ValueError) as error:
         problems.append(Problem(JSON_NAME, None, str(error)))
     if is_remote(data.path):
@@ -76,7 +80,7 @@ def verify_dataset(
     if not found and not unreached:
         problems.append(Problem(".", None, f"no split: {show(data.path)} has no folder with an {INDEX_NAME}"))
     for split in found:
-        problems.extend(verify_split(data, split, fingerprint))
+        problems.extend(verify_split(data, split, tokenizer))
     return problems
 
 
@@ -97,29 +101,30 @@ def _remote_splits(data: DataConfig, asked: Sequence[str]) -> tuple[list[str], l
     return found, problems
 
 
-def verify_split(data: DataConfig, split: str, tokenizer_fingerprint: str | None) -> list[Problem]:
-    """Everything that is wrong with one split; `tokenizer_fingerprint` None: do not compare tokenizers."""
+def verify_split(data: DataConfig, split: str, tokenizer: Tokenizer | None) -> list[Problem]:
+    """Everything that is wrong with one split; `tokenizer` None: do not compare tokenizers, nor read the text."""
     split_dir = local_dir(data) / split
     try:
         index = open_index(data, split)
     except ShardError as error:
         return [Problem(f"{split}/{INDEX_NAME}", None, str(error))]
     problems = []
-    if tokenizer_fingerprint not in (None, index.tokenizer_fingerprint):
+    if tokenizer is not None and tokenizer.fingerprint != index.tokenizer_fingerprint:
         message = (
             f"tokenized with another tokenizer (fingerprint {index.tokenizer_fingerprint[:12]}) than the one beside it "
-            f"({tokenizer_fingerprint[:12]}): bring back {JSON_NAME} and its model, or build again (--overwrite)"
+            f"({tokenizer.fingerprint[:12]}): bring back {JSON_NAME} and its model, or build again (--overwrite)"
         )
         problems.append(Problem(f"{split_dir.name}/{INDEX_NAME}", None, message))
+        tokenizer = None
     for shard in index.shards:
-        problems.extend(_verify_shard(index, shard))
+        problems.extend(_verify_shard(index, shard, tokenizer))
     tars = set() if is_remote(data.path) else {path.name for path in split_dir.glob("*.tar")}  # a cache may hold others
     for stray in sorted(tars - {shard.name for shard in index.shards}):
         problems.append(Problem(f"{split_dir.name}/{stray}", None, f"not in {INDEX_NAME}: it belongs to another build"))
     return problems
 
 
-def _verify_shard(index: Index, shard: ShardEntry) -> Iterator[Problem]:
+def _verify_shard(index: Index, shard: ShardEntry, tokenizer: Tokenizer | None) -> Iterator[Problem]:
     path = index.split_dir / shard.name
     where = f"{index.split_dir.name}/{shard.name}"
     numbers = [number for number, entry in enumerate(index.documents) if entry.shard == shard.name]
@@ -129,12 +134,9 @@ def _verify_shard(index: Index, shard: ShardEntry) -> Iterator[Problem]:
         yield Problem(where, None, str(error))
         return
     if not path.exists():
-        first = index.documents[numbers[0]].id
-        yield Problem(
-            where,
-            first,
-            f"missing, with {_count(len(numbers), 'document')} from {first} on: {REMEDY}",
-        )
+        first = index.documents[numbers[0]].id if numbers else None
+        lost = f", with {_count(len(numbers), 'document')} from {first} on" if numbers else ""
+        yield Problem(where, first, f"missing{lost}: {REMEDY}")
         return
     size = path.stat().st_size
     if size < shard.bytes:
@@ -147,6 +149,36 @@ def _verify_shard(index: Index, shard: ShardEntry) -> Iterator[Problem]:
         )
     elif sha256_of(path) != shard.sha256:
         yield from _altered(index, path, where, numbers)
+    else:
+        for number in numbers:
+            if message := _unreadable(index, number, tokenizer):
+                yield Problem(where, index.documents[number].id, message)
+
+
+def _unreadable(index: Index, number: int, tokenizer: Tokenizer | None) -> str | None:
+    """Why a document of a tar with the right checksum is not the text that its index describes."""
+    entry = index.documents[number]
+    try:
+        check_document(index, number)
+    except ShardError:
+        return f"its tokens (or mask, or recall) are not those of {INDEX_NAME}, although the tar is: {REBUILD}"
+    if tokenizer is None:
+        return None
+    tokens = read_tokens(index, number)
+    if len(tokens) and int(tokens.max()) >= tokenizer.vocab_size:
+        return f"token {int(tokens.max())} is not among the {tokenizer.vocab_size} of its tokenizer: {REBUILD}"
+    if tokenizer.kind == WordTokenizer.kind:  # unknown words have no text
+        return None
+    text = b"".join(tokenizer.pieces[token] for token in tokens.tolist())
+    try:
+        words = len(text.decode().split())
+    except UnicodeDecodeError as error:
+        return f"its text is no UTF-8, at byte {error.start:,}: {REBUILD}"
+    if (len(text), words) != (entry.bytes, entry.words):
+        found = f"{len(text):,} bytes in {words:,} words"
+        stated = f"{entry.bytes:,} in {entry.words:,}"
+        return f"its text has {found}, but {INDEX_NAME} says {stated}: {REBUILD}"
+    return None
 
 
 def _cut(where: str, size: int, shard: ShardEntry, entries: list[DocumentEntry]) -> Problem:
