@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from scored_library import make_config
 
 from dist_mem.config import save_config
-from dist_mem.evaluation.legend import Line, draw_lines, labels_of
+from dist_mem.evaluation.legend import Line, add_legend, draw_lines, labels_of
 
 TXL = {"kind": "transformer_xl", "mem_len": 16}
 INFINITE: dict[str, Any] = {"kind": "infinite", "num_basis": 8, "over": TXL}
@@ -79,3 +79,20 @@ def test_one_run_has_no_bars() -> None:
     axes = Figure().subplots()
     draw_lines(axes, [Line("a", [32, 64], [4.0, 2.0])])
     assert not axes.collections
+
+
+def test_the_legend_lies_below_the_axes_and_takes_no_room_from_them() -> None:
+    boxes = []
+    for num_lines in (1, 12):
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.subplots()
+        draw_lines(
+            axes, [Line(f"a long name of a memory and its options, {n}", [1, 2], [n, n]) for n in range(num_lines)]
+        )
+        add_legend(figure)
+        figure.draw_without_rendering()
+        below = figure.legends[0].get_window_extent()
+        assert not below.overlaps(axes.get_tightbbox())
+        assert figure.bbox.contains(below.x0, below.y0)
+        boxes.append(axes.get_window_extent().height)
+    assert boxes[1] > 0.95 * boxes[0]

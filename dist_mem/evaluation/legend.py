@@ -28,6 +28,7 @@ NO_FIGURE = {
 }
 NO_FIGURE_BLOCKS = ("checkpoint.", "deepspeed.", "eval.", "launch.", "tracking.", "watchdog.")
 MAX_DIFFERENCES = 3  # keys in a label
+_LEGEND_ROW = 0.165  # inches, at its size of letters
 
 
 class Line(NamedTuple):
@@ -103,3 +104,9 @@ def draw_lines(axes: Any, lines: Sequence[Line]) -> None:
         if len(runs) > 1:
             halves = [(max(found[x]) - min(found[x])) / 2 for x in xs]
             axes.errorbar(xs, means, yerr=halves, fmt="none", ecolor=drawn.get_color(), capsize=3)
+
+
+def add_legend(figure: Any) -> None:
+    """The legend of a figure with constrained layout, below its axes: labels are long, and would hide the lines."""
+    legend = figure.legend(loc="outside lower center", fontsize=8)
+    figure.set_figheight(figure.get_figheight() + _LEGEND_ROW * len(legend.get_texts()))

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from dist_mem.evaluation.legend import Line, draw_lines
+from dist_mem.evaluation.legend import Line, add_legend, draw_lines
 from dist_mem.evaluation.report import Band, Report, perplexity
 
 BINS_PER_OCTAVE = 2
@@ -68,5 +68,5 @@ def plot_recall(labelled_reports: Sequence[tuple[str, Report]], path: Path) -> N
     axes.set_xlabel("distance to the earlier passage (tokens)")
     axes.set_ylabel("perplexity of recall tokens")
     axes.set_title(f"split {reports[0].split}, {len(reports[0].documents)} documents", fontsize=10)
-    axes.legend(fontsize=8)
+    add_legend(figure)
     figure.savefig(path, dpi=150)

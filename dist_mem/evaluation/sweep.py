@@ -21,7 +21,7 @@ import torch
 
 from dist_mem.distributed import World
 from dist_mem.evaluation.evaluate import as_job, evaluate_checkpoint, found_by_all, use_threads, written_by_rank0
-from dist_mem.evaluation.legend import Line, draw_lines, labels_of
+from dist_mem.evaluation.legend import Line, add_legend, draw_lines, labels_of
 from dist_mem.evaluation.protocol import Protocol, apply_protocol, in_terms_of_eval, protocol_of
 from dist_mem.evaluation.report import shown
 from dist_mem.evaluation.trained import Checkpoint, read_settings
@@ -196,6 +196,6 @@ def plot_sweep(rows: Sequence[Row], sweep: Sweep, path: Path, labels: Mapping[st
     axes.set_xlabel(f"{sweep.key} (tokens)")
     axes.set_ylabel({"word_perplexity": "word-level perplexity", "token_perplexity": "token perplexity"}[shown_figure])
     axes.set_title(f"split {rows[0].split}", fontsize=10)
-    axes.legend(fontsize=8)
+    add_legend(figure)
     with replacing(path) as file:
         figure.savefig(file, format="png", dpi=150)

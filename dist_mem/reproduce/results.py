@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dist_mem.evaluation.legend import add_legend
 from dist_mem.files import write_text
 from dist_mem.reproduce.choice import measured, runs_behind, shown_rows
 from dist_mem.reproduce.runs import Run, columns_of, read_result
@@ -163,7 +164,7 @@ def draw(table: Table, scale: Scale, runs: Sequence[Run], path: Path) -> None:
     axes.set_xlabel(table.x_axis or "")
     axes.set_ylabel(table.y_axis or next(iter(columns.values())).figure.replace("_", " "))
     if rows:
-        axes.legend(fontsize=8)
+        add_legend(figure)
     figure.savefig(path, dpi=150)
 
 
