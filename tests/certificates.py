@@ -1,4 +1,4 @@
-"""A certificate authority for tests, and what it signs: a server at 127.0.0.1, a client."""
+"""A certificate authority for tests, and what it signs: a server at 127.0.0.1, or localhost, a client."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def _sign(
 ) -> x509.Certificate:
     now = datetime.now(UTC)
     names = [x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]) for name in (subject, issuer)]
-    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    address = x509.SubjectAlternativeName(
+        [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName("localhost")]
+    )
     is_ca = subject == issuer
     return (
         x509.CertificateBuilder(names[1], names[0], key.public_key(), x509.random_serial_number())

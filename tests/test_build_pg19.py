@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from bucket import LISTING, Bucket
 
-from dist_mem.data import download
+from dist_mem.data import download, remote
 from dist_mem.data.shard import read_index, read_tokens
 from dist_mem.data.tokenizer import load_tokenizer
 from dist_mem.data.verify import verify_dataset
@@ -213,7 +213,7 @@ def test_ctrl_c_is_answered_with_the_way_on(
 
 @pytest.fixture
 def bucket(source: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    monkeypatch.setattr(download.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(remote, "RETRY_PAUSES", (0.01, 0.01, 0.01))
     (source / "train" / "README.md").write_text("not a document")
     with Bucket(source) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -262,10 +262,11 @@ def test_failures_that_pass_are_tried_again(bucket: Bucket, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("path", "failures", "altered", "message"),
     [
-        ("/books/train/9.txt", [503] * 9, None, "train/9.txt: HTTP Error 503"),
-        ("/books/train/9.txt", [404], None, "train/9.txt: HTTP Error 404"),
+        ("/books/train/9.txt", [503] * 9, None, "train/9.txt: curl: (22) The requested URL returned error: 503"),
+        ("/books/train/9.txt", [404], None, "train/9.txt: curl: (22) The requested URL returned error: 404"),
         ("/books/train/9.txt", [], b"Text of 8.\r\n", "train/9.txt: 12 bytes with MD5"),
-        (LISTING, [404], None, "/o?prefix=train%2F"),
+        ("/books/train/9.txt", [], bytes(2**20), "train/9.txt sends more than the 12 bytes that it may have"),
+        (LISTING, [404], None, f"{LISTING}: curl: (22) The requested URL returned error: 404"),
     ],
 )
 def test_a_failed_download_says_which_file_and_keeps_the_others_out_of_the_build(
@@ -298,4 +299,4 @@ def test_a_bucket_that_cannot_be_reached_is_named(
 ) -> None:
     bucket.server_close()
     assert build_download(bucket, tmp_path) == 1
-    assert f"{bucket.url}/metadata.csv: <urlopen error" in capsys.readouterr().err
+    assert f"{bucket.url}/metadata.csv: curl: (7) Failed to connect" in capsys.readouterr().err

@@ -155,16 +155,30 @@ def test_a_command_stands_for_a_server(server: FileServer, tmp_path: Path) -> No
         refresh(DataConfig(path="pipe:cat file", allow_pipe=True, cache=data.cache), [])
 
 
-def test_s3_goes_through_the_aws_program(server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "bin" / "aws"
-    program.parent.mkdir()
-    program.write_text(
-        f'#!/bin/sh\ntest "$1 $2 $3 $5" = "s3 cp --only-show-errors -" && cat "{server.root}/${{4#s3://bucket/books/}}"\n',
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [
+        ("aws", "s3 cp --only-show-errors s3://bucket/books/NAME -"),
+        ("gsutil", "cat gs://bucket/books/NAME"),
+        ("ais", "get ais://bucket/books/NAME -"),
+    ],
+)
+def test_a_bucket_is_read_by_its_own_program(
+    server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, arguments: str
+) -> None:
+    path = tmp_path / "bin" / program
+    path.parent.mkdir()
+    url = next(word for word in arguments.split() if "://" in word).removesuffix("NAME")
+    path.write_text(
+        f"""#!/bin/bash
+        for word; do case $word in {url}*) name=${{word#{url}}}; esac; done
+        test "$*" = "{arguments.replace("NAME", "$name")}" && cat "{server.root}/$name"
+        """,
         encoding="utf-8",
     )
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
-    data = DataConfig(path="s3://bucket/books/", cache=str(tmp_path / "cache"))
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{path.parent}:/usr/bin:/bin")
+    data = DataConfig(path=url, cache=str(tmp_path / "cache"))
     fetch_shards(opened(data))
     assert local_dir(data).name.startswith("bucket-books-")
 

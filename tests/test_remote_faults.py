@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from file_server import SHARD, FileServer, be_impatient, opened, served_split
+from jobs import wait_for
 from lane_corpus import LENGTHS
 from ranks import RankPool
 
@@ -49,8 +50,8 @@ def leftovers(data: DataConfig) -> list[str]:
 @pytest.mark.parametrize(
     ("fault", "error", "requests", "text"),
     [
-        (404, RefusedError, 1, "returned error: 404; check data.path"),
-        (403, RefusedError, 1, "returned error: 403; check data.path"),
+        (404, RefusedError, 1, "returned error: 404; check the address"),
+        (403, RefusedError, 1, "returned error: 403; check the address"),
         (500, UnreachableError, 3, r"returned error: 500 \(3 attempts\)"),
         ("cut", UnreachableError, 3, r"transfer closed with 5120 bytes remaining.* \(3 attempts\)"),
         ("short", RemoteError, 2, "has 5,120 bytes, but index.json says 10,240"),
@@ -183,6 +184,19 @@ def test_a_fetch_killed_in_the_middle_leaves_the_next_one_a_free_way(server: Fil
     assert leftovers(data) == [f"{Path(SHARD).name}.partial"]
     check_document(index, 0)
     assert leftovers(data) == [Path(SHARD).name]
+
+
+def test_a_program_ends_with_those_that_it_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "bin" / "gsutil"  # as the real one: a script that waits for another program
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\nsleep 600 & echo $! > {tmp_path}/child\nwait\n", encoding="utf-8")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    monkeypatch.setattr(remote, "STALL_SECONDS", 1.0)
+    with pytest.raises(UnreachableError, match=r"gs://bucket/tokenizer\.json: nothing came for 1 s"):
+        refresh(DataConfig(path="gs://bucket", cache=str(tmp_path)), [])
+    child = Path("/proc", (tmp_path / "child").read_text().strip(), "stat")
+    wait_for(lambda: not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z", "its end", seconds=5)
 
 
 def test_close_ends_a_fetch_that_hangs(server: FileServer, data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from dist_mem.config import DataConfig
 from dist_mem.config.check import nearest
 from dist_mem.data.facts import ShardError, read_facts
 from dist_mem.data.remote import (
+    FACTS_BYTES,
     RemoteError,
     UnreachableError,
     Verify,
@@ -175,7 +176,7 @@ def _refresh(data: DataConfig, splits: Sequence[str]) -> RemoteError | None:
 
 
 def _download_facts(data: DataConfig, directory: Path, splits: Sequence[str]) -> None:
-    download(address(data.path, JSON_NAME), directory / JSON_NAME, verify=read_facts)
+    download(address(data.path, JSON_NAME), directory / JSON_NAME, limit=FACTS_BYTES, verify=read_facts)
     facts = read_tokenizer_facts(directory)
     name = KINDS[facts["kind"]].file_name
     if name is not None:
@@ -184,10 +185,10 @@ def _download_facts(data: DataConfig, directory: Path, splits: Sequence[str]) ->
             _check_sha256(path, facts["fingerprint"], JSON_NAME)
 
         if not _is_good(directory / name, verify):
-            download(address(data.path, name), directory / name, verify=verify)
+            download(address(data.path, name), directory / name, limit=FACTS_BYTES, verify=verify)
     for split in splits:
         name = f"{split}/{INDEX_NAME}"
-        download(address(data.path, name), directory / name, verify=read_index_facts)
+        download(address(data.path, name), directory / name, limit=FACTS_BYTES, verify=read_index_facts)
 
 
 def _is_good(path: Path, verify: Verify) -> bool:
@@ -256,5 +257,5 @@ class RemoteShards(ShardSource):
             with locked(path.with_name(f".{shard.name}.lock"), self._closed):
                 if not _is_good(path, verify):  # another process may have brought it while we waited
                     source = address(self._url, f"{self._split_dir.name}/{shard.name}")
-                    download(source, path, verify=verify, cancelled=self._closed)
+                    download(source, path, limit=shard.bytes, verify=verify, cancelled=self._closed)
         self._good.add(shard.name)

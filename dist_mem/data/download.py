@@ -10,24 +10,20 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import http.client
 import json
-import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from tqdm import tqdm
 
+from dist_mem.data import remote
+from dist_mem.data.remote import FACTS_BYTES
 from dist_mem.files import write_bytes
 from dist_mem.names import PLAIN, is_plain_path
-
-TIMEOUT_SECONDS = 60
-PASSING_STATUS = {408, 429, 500, 502, 503, 504}  # HTTP answers that another attempt may better
 
 
 class DownloadError(RuntimeError):
@@ -101,31 +97,24 @@ def is_complete(path: Path, file: RemoteFile) -> bool:
     return file.md5 is None or _md5(path.read_bytes()) == file.md5
 
 
-def fetch(url: str, *, attempts: int = 5) -> bytes:
-    """The content at a URL, asked for again after failures that may pass.
+def fetch(url: str, *, limit: int = FACTS_BYTES) -> bytes:
+    """The content at a URL, of at most `limit` bytes, asked for again after failures that may pass.
 
     Raises:
-        DownloadError: it does not exist, or could not be fetched in `attempts` attempts.
+        DownloadError: it does not exist, is longer, or could not be fetched.
     """
-    for attempt in range(attempts):
-        if attempt:
-            time.sleep(2**attempt)  # seconds
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "content"
         try:
-            with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as response:
-                return response.read()
-        except urllib.error.HTTPError as error:
-            failure = str(error)
-            error.close()
-            if error.code not in PASSING_STATUS:
-                break
-        except (OSError, http.client.HTTPException) as error:
-            failure = str(error)
-    raise DownloadError(f"{url}: {failure}; start the same command again to go on: finished files are kept")
+            remote.download(remote.Address(url, remote.show(url)), path, limit=limit, verify=lambda _: None)
+        except remote.RemoteError as error:
+            raise DownloadError(f"{error}; start the same command again to go on: finished files are kept") from error
+        return path.read_bytes()
 
 
 def _download_file(base_url: str, file: RemoteFile, directory: Path) -> int:
     url = f"{base_url.rstrip('/')}/{urllib.parse.quote(file.name)}"
-    content = fetch(url)
+    content = fetch(url, limit=file.num_bytes)
     if len(content) != file.num_bytes or (file.md5 is not None and _md5(content) != file.md5):
         raise DownloadError(
             f"{url}: {len(content)} bytes with MD5 {_md5(content)} arrived, the bucket lists {file.num_bytes} "

@@ -1,12 +1,11 @@
-"""One file from a URL to a path, whole or not at all: the one door to webdataset's `gopen`.
+"""One file from a URL to a path, whole or not at all.
 
     with locked(path.with_name(".lock")):
-        download(address("https://host/books", "train/index.json"), path, verify=read_facts)
+        download(address("https://host/books", "train/index.json"), path, limit=FACTS_BYTES, verify=read_facts)
 
-Whatever `gopen` opens is read as a pipe from a program (gsutil, ais, ...) that is watched: one that sends nothing for
-STALL_SECONDS is ended, and one that does not end with status 0 has failed. The programs for http(s) and s3 are chosen
-here: `gopen` has none for s3, and its curl tries again for a minute in silence and keeps to itself what the server
-answered. Faults that may pass are tried again. Messages show no password and no query.
+A file is read as a pipe from a program (programs.py) that is watched: one that sends nothing for STALL_SECONDS, or more
+than a file may have, is ended, and one that does not end with status 0 has failed. Faults that may pass are tried
+again. Messages show no password and no query.
 """
 
 from __future__ import annotations
@@ -25,9 +24,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 from urllib.parse import quote, urlsplit, urlunsplit
 
+from dist_mem.data.programs import CURL_SCHEMES, start
 from dist_mem.errors import UnusableError
 from dist_mem.files import fsync_path
 
@@ -36,10 +36,9 @@ STALL_SECONDS = 60.0  # without a byte
 RETRY_PAUSES = (1.0, 4.0, 16.0)  # seconds before the second attempt, the third, ...
 POLL_SECONDS = 0.1
 BLOCK_BYTES = 2**20
-CURL = ("curl", "--fail", "--silent", "--show-error", "--no-buffer", "--location", "--globoff", "--netrc-optional")
-AWS = ("aws", "s3", "cp", "--only-show-errors")
-QUOTED_SCHEMES = {"http", "https", "ftps", "sftp", "scp"}  # those that curl opens; others take a name as it is
+FACTS_BYTES = 2**30  # of a file whose length nothing states: an index.json of three million documents
 REFUSAL = re.compile(r"(?:returned error: |error occurred \()(4\d\d)")  # as curl and aws say it
+FINAL_ERRORS = re.compile(r"curl: \((?:1|3|60)\)")  # a protocol that is not allowed, a bad URL, a bad certificate
 PASSING_STATUS = {"408", "429"}  # of those; the others will be the same next time
 
 Verify = Callable[[Path], object]  # raises ValueError, its text beginning with the path, for a wrong file
@@ -90,7 +89,7 @@ def address(base: str, name: str) -> Address:
             raise RemoteError(f"data.path = {show(base)} ...: write {{}} where the command takes the name of a file")
         return Address(base.replace("{}", shlex.quote(name)), f"{show(base)} ... {name}")
     parts = urlsplit(base)
-    name = quote(name) if parts.scheme in QUOTED_SCHEMES else name
+    name = quote(name) if parts.scheme in CURL_SCHEMES else name  # others take it as it is
     return Address(urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{name}")), f"{show(base)}/{name}")
 
 
@@ -126,8 +125,13 @@ def locked(path: Path, cancelled: threading.Event | None = None, *, key: str = "
         yield file
 
 
-def download(source: Address, path: Path, *, verify: Verify, cancelled: threading.Event | None = None) -> None:
+def download(
+    source: Address, path: Path, *, limit: int, verify: Verify, cancelled: threading.Event | None = None
+) -> None:
     """Replace `path` by the file at `source`, atomically; the caller holds a lock on it.
+
+    Args:
+        limit: bytes that the file has at most; a server that sends more is not listened to.
 
     Raises:
         UnreachableError: after len(RETRY_PAUSES) + 1 attempts.
@@ -138,7 +142,7 @@ def download(source: Address, path: Path, *, verify: Verify, cancelled: threadin
     with writing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            _download_verified(source, partial, verify, cancelled)
+            _download_verified(source, partial, limit, verify, cancelled)
             fsync_path(partial)
             partial.replace(path)
             fsync_path(path.parent)
@@ -146,12 +150,12 @@ def download(source: Address, path: Path, *, verify: Verify, cancelled: threadin
             partial.unlink(missing_ok=True)
 
 
-def _download_verified(source: Address, partial: Path, verify: Verify, cancelled: threading.Event) -> None:
+def _download_verified(source: Address, partial: Path, limit: int, verify: Verify, cancelled: threading.Event) -> None:
     pauses = iter(RETRY_PAUSES)
     was_wrong = False
     while True:
         try:
-            _download_once(source, partial, cancelled)
+            _download_once(source, partial, limit, cancelled)
             verify(partial)
             return
         except UnreachableError as error:
@@ -168,47 +172,33 @@ def _download_verified(source: Address, partial: Path, verify: Verify, cancelled
             was_wrong = True
 
 
-def _download_once(source: Address, partial: Path, cancelled: threading.Event) -> None:
+def _download_once(source: Address, partial: Path, limit: int, cancelled: threading.Event) -> None:
     with tempfile.TemporaryFile() as errors, partial.open("wb") as file:
-        pipe = _open(source, errors)
+        process = _start(source, errors)
+        assert process.stdout is not None
         try:
-            _copy(pipe.stream, file, source.shown, cancelled)
-            status = pipe.proc.wait(STALL_SECONDS)
+            _copy(process.stdout, file, source.shown, limit, cancelled)
+            status = process.wait(STALL_SECONDS)
         except subprocess.TimeoutExpired as error:
             raise UnreachableError(f"{source.shown}: its program did not end for {STALL_SECONDS:g} s") from error
         finally:
-            _end(pipe.proc)
-            pipe.stream.close()
+            _end(process)
+            process.stdout.close()
         if status != 0:
             errors.seek(0)
             raise _failure(source, status, errors.read().decode("utf-8", "replace"))
 
 
-def _open(source: Address, errors: IO[bytes]) -> Any:
-    """A webdataset Pipe: the program as `proc`, its output as `stream`; it complains to `errors`, if we started it."""
-    # Imported here because webdataset imports torch, which a local data.path need not pay for.
-    from webdataset.gopen import Pipe, gopen, gopen_schemes
-
-    url = source.url
-    scheme = urlsplit(url).scheme
-    own = {"mode": "rb", "stderr": errors, "start_new_session": True}  # a session, so that it can be ended whole
+def _start(source: Address, errors: IO[bytes]) -> subprocess.Popen[bytes]:
     try:
-        if scheme in ("http", "https"):
-            # Our watch ends a silent curl; its own ends it where we were killed.
-            return Pipe([*CURL, "--speed-limit", "1", "--speed-time", f"{2 * STALL_SECONDS:.0f}", url], **own)
-        if scheme == "pipe":
-            return Pipe(url.removeprefix("pipe:"), shell=True, **own)
-        if scheme in gopen_schemes:
-            return gopen(url)
-        if scheme == "s3":
-            return Pipe([*AWS, url, "-"], **own)
-    except (OSError, ImportError, ValueError) as error:
-        raise RemoteError(f"{source.shown} cannot be opened: {error}") from error
-    known = ", ".join(sorted({*gopen_schemes, "s3"} - {"__default__"}))
-    raise RemoteError(f"{source.shown}: {scheme}: is not among {known}; a local directory is given as its path alone")
+        return start(source.url, errors=errors, patience=2 * STALL_SECONDS)
+    except FileNotFoundError as error:
+        raise RemoteError(f"{source.shown}: the program {error.filename} is not here: install it") from error
+    except (OSError, ValueError) as error:
+        raise RemoteError(f"{source.shown}: {error}") from error
 
 
-def _copy(stream: IO[bytes], file: IO[bytes], shown: str, cancelled: threading.Event) -> None:
+def _copy(stream: IO[bytes], file: IO[bytes], shown: str, limit: int, cancelled: threading.Event) -> None:
     poll = select.poll()
     poll.register(stream.fileno(), select.POLLIN)
     last = time.monotonic()
@@ -219,6 +209,8 @@ def _copy(stream: IO[bytes], file: IO[bytes], shown: str, cancelled: threading.E
             block = os.read(stream.fileno(), BLOCK_BYTES)
             if not block:
                 return
+            if file.tell() + len(block) > limit:
+                raise ValueError(f"{shown} sends more than the {limit:,} bytes that it may have")
             file.write(block)
             last = time.monotonic()
         elif time.monotonic() - last > STALL_SECONDS:
@@ -226,21 +218,20 @@ def _copy(stream: IO[bytes], file: IO[bytes], shown: str, cancelled: threading.E
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a program that runs, and those that it has started."""
     if process.poll() is None:
-        if os.getpgid(process.pid) == process.pid:
-            os.killpg(process.pid, signal.SIGKILL)
-        else:
-            process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def _failure(source: Address, status: int, complaint: str) -> RemoteError:
     lines = complaint.replace(source.url, source.shown).strip().splitlines()
-    text = f"{source.shown}: {lines[-1] if lines else f'its program ended with status {status}'}"
+    said = next((line for line in lines if line.startswith("curl: (")), lines[-1] if lines else "")
+    text = f"{source.shown}: {said or f'its program ended with status {status}'}"
     refusal = REFUSAL.search(text)
     if refusal and refusal[1] not in PASSING_STATUS:
-        return RefusedError(f"{text}; check data.path, and whether you may read it")
-    return UnreachableError(text)
+        return RefusedError(f"{text}; check the address, and whether you may read it")
+    return RemoteError(text) if FINAL_ERRORS.match(said) else UnreachableError(text)
 
 
 def _web_page(path: Path) -> str:
