@@ -29,10 +29,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO, cast
 
 from dist_mem import commands as run
 from dist_mem.config.arguments import count, keys_of, names, seeds, step, unknown_command, unknown_option
+from dist_mem.config.environment_values import HidingStream
 from dist_mem.environment import is_first_on_node, use_node_caches
 from dist_mem.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UnfitError, UnusableError
 from dist_mem.unread_output import watch_standard_streams
@@ -295,6 +296,9 @@ def entry() -> NoReturn:
     """
     output = watch_standard_streams()
     output.tells = sys.argv[1:2] == ["generate"]  # what it writes is its work: generation/run.py ends it
+    sys.stderr = cast(TextIO, HidingStream(sys.stderr))
+    if sys.argv[1:2] not in (["generate"], ["config"], ["launch"]):  # programs read what these write
+        sys.stdout = cast(TextIO, HidingStream(sys.stdout))
     try:
         code = main()
     except SystemExit as ended:  # argparse has said all there is to say

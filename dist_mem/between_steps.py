@@ -11,6 +11,7 @@ from dist_mem.checkpoint.manifest import TOKENIZER_DIR
 from dist_mem.checkpoint.resume_choice import AUTO, choose_checkpoint
 from dist_mem.checkpoint.snapshot import take_snapshot
 from dist_mem.config import to_yaml
+from dist_mem.config.resume_rules import checksums_to_keep
 from dist_mem.data.shard import ShardError
 from dist_mem.data.tokenizer import tokenizer_files
 from dist_mem.divergence import METRICS, ROLLBACK, Decision, DivergedError
@@ -82,6 +83,7 @@ def save(job: Job) -> None:
         "meter": job.meter.state(),  # the same sums on every rank; the times are rank 0's
         "divergence": job.divergence.state(),
         "validation": job.validation,
+        "environment": checksums_to_keep(job.config),
     }
     lanes = Lanes(job.lane_ids, job.cursors, job.states)
     texts = {"config.yaml": to_yaml(job.config), **job.sources}

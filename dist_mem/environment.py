@@ -30,6 +30,11 @@ from dist_mem.network_interface import interface_towards, own_name_is_loopback
 _LARGEST_STEP_ID = 4_294_967_000  # Slurm numbers the batch, extern and interactive steps from here
 
 
+def is_set(name: str) -> bool:
+    """Whether there is a variable of this name."""
+    return name in os.environ
+
+
 def in_job_step(environ: Mapping[str, str]) -> bool:
     """Whether Slurm started this very process as one task of a step (and not as the batch script)."""
     step = environ.get("SLURM_STEP_ID", "")

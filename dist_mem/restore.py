@@ -23,6 +23,7 @@ from dist_mem.checkpoint.lanes import Lanes, read_lanes, read_random_state, set_
 from dist_mem.checkpoint.manifest import CheckpointError, run_of
 from dist_mem.checkpoint.resume_choice import Choice, verify_together
 from dist_mem.checkpoint.resumption import Resumption, saved_config
+from dist_mem.config.environment_values import hide
 from dist_mem.data.lanes import training_reader
 from dist_mem.data.shard import Index
 from dist_mem.distributed import World, on_all_ranks
@@ -92,7 +93,7 @@ def restore(
     messages += [*_moves(choice, saved, config, engine, world), *_changed_sources(choice, sources)]
     changed = ", ".join(str(change) for change in changes if not change.key.startswith(_UNTOLD))
     messages += [f"changed since then: {changed}"] if changed else []
-    tags = {} if is_own else {"dist_mem.resumed_from": os.fspath(directory.absolute())}
+    tags = {} if is_own else {"dist_mem.resumed_from": hide(os.fspath(directory.absolute()))}
     if other_code := code_differences(manifest["versions"], manifest.get("commit"), commit):
         messages.append(f"warning: {directory.name} was written by other code: {other_code}")
         tags[f"dist_mem.other_code.step_{manifest['step']}"] = other_code

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dist_mem.checkpoint.manifest import CheckpointError, read_manifest
 from dist_mem.checkpoint.resume_choice import Choice, choose_checkpoint, find_candidates, readable
 from dist_mem.config import load_config, read_config
 from dist_mem.config.check import ConfigError
@@ -46,7 +47,7 @@ def find_resumption(config: Any, world: World, allowed: Sequence[str] = ()) -> R
     if choice is None:
         return None
     saved = saved_config(choice.directory, config)
-    changes = decided_by_rank0(lambda: check_changes(saved, config, allowed=allowed), UnusableError)
+    changes = decided_by_rank0(lambda: _check_changes(saved, config, choice.manifest, allowed), UnusableError)
     return Resumption(choice, saved, changes, time.perf_counter() - began)
 
 
@@ -65,10 +66,15 @@ def check_run_dir(config: Any, allowed: Sequence[str] = ()) -> None:
     for directory in wish.candidates:
         try:
             saved = _read_saved(directory, config)
-        except (ConfigError, OSError):  # damaged: the job passes it over, with the reason
+            manifest = read_manifest(directory)
+        except (ConfigError, CheckpointError, OSError):  # damaged: the job passes it over, with the reason
             continue
-        check_changes(saved, config, allowed=allowed)
+        _check_changes(saved, config, manifest, allowed)
         return
+
+
+def _check_changes(saved: Any, config: Any, manifest: Mapping[str, Any], allowed: Sequence[str]) -> list[Change]:
+    return check_changes(saved, config, then=manifest.get("environment"), allowed=allowed)
 
 
 def _read_saved(directory: Path, config: Any) -> Any:

@@ -18,7 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 from dist_mem.config import deepspeed_keys
 from dist_mem.config.check import ConfigError, Problem, all_keys, check_tree, flatten, located, optional_keys, stop_on
 from dist_mem.config.credentials import check_credentials
-from dist_mem.config.rules import check_together, check_values
+from dist_mem.config.environment_values import hide_all, replace_texts, watch_environment
+from dist_mem.config.rules import CHOICES, check_together, check_values
 from dist_mem.config.schema import Config
 from dist_mem.config.sources import COMMAND_LINE, Source, merge, merge_source, plain_block, read_sources, resolve
 from dist_mem.files import write_text
@@ -45,8 +46,9 @@ def load_config(arguments: Sequence[str], *, memory_options: MemoryOptions | Non
         An OmegaConf structured config; interpolations like `${oc.env:HOME}` stay unresolved in it.
 
     Raises:
-        ConfigError: everything that is wrong, one line each.
+        ConfigError: everything that is wrong, one line each; an interpolation stands for a value of the environment.
     """
+    watch_environment()
     sources = read_sources(arguments)
     stop_on([problem._replace(where=source.where) for source in sources for problem in _check_source(source)])
     tree = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(Config)))
@@ -55,13 +57,14 @@ def load_config(arguments: Sequence[str], *, memory_options: MemoryOptions | Non
         tree = _merged(tree, source)
         origins.update(dict.fromkeys(flatten(source.tree), source.where))
     tree["deepspeed"] = deepspeed_keys.without_defaults(tree["deepspeed"])
+    config = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config(memory={}, deepspeed={})), tree))
     try:
-        config = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config(memory={}, deepspeed={})), tree))
         stop_on(_check_merged(config))
         if memory_options is not None:
             _write_out_memory(config, memory_options)
     except ConfigError as error:
-        raise ConfigError([located(problem, origins) for problem in error.problems]) from None
+        problems = [problem._replace(text=hide_all(problem.text, config)) for problem in error.problems]
+        raise ConfigError([located(problem, origins) for problem in problems]) from None
     return cast(Config, config)
 
 
@@ -135,13 +138,19 @@ def deepspeed_block(config: Config) -> dict[str, Any]:
 
 
 def to_yaml(config: Config, *, resolve: bool = False) -> str:
-    """The whole configuration; interpolations stay unresolved: no secret of the environment gets into a file.
+    """The whole configuration, its interpolations unresolved: no secret of the environment gets into a file.
 
     What only the command line can say is false in it.
+
+    Args:
+        resolve: for a file that needs no environment to be read; `***` stands for texts that come out of it, but for
+            those that are chosen among a few, or name a kind.
     """
     kept = cast(DictConfig, config).copy()
     for key in COMMAND_LINE_ONLY:
         OmegaConf.update(kept, key, False)
+    if resolve:
+        replace_texts(kept, but=lambda key: key in CHOICES or key.endswith(".kind"))
     return OmegaConf.to_yaml(kept, resolve=resolve)
 
 

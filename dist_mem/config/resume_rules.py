@@ -7,13 +7,14 @@ made of, for the reason in `REASONS`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, cast
 
 from omegaconf import OmegaConf
 
 from dist_mem.config.check import Problem, flatten, stop_on, suggest
+from dist_mem.config.environment_values import checksum, checksums, from_environment
 from dist_mem.config.load import known_keys
 from dist_mem.config.schema import Config
 from dist_mem.config.sources import plain_block
@@ -111,11 +112,41 @@ def _pattern_of(key: str) -> str:
     return max(fitting, key=len)
 
 
-def changed_keys(old: Config, new: Config) -> list[Change]:
-    """The keys whose resolved values differ, in the order of the schema."""
+def checksums_to_keep(config: Config) -> dict[str, str]:
+    """Checksums, by key, of values of the environment that may not change freely; `to_yaml` has only their names."""
+    return checksums(config, which=lambda key: rule_of(key) != FREE)
+
+
+def changed_keys(old: Config, new: Config, then: Mapping[str, str] | None = None) -> list[Change]:
+    """The keys whose resolved values differ, in the order of the schema.
+
+    Args:
+        then: `checksums_to_keep` of the old one; what the environment says now is not what it said then.
+    """
     before, after = flatten(plain_block(old)), flatten(plain_block(new))
+    for key, known in (then or {}).items():
+        before[key] = after.get(key) if checksum(key, after.get(key)) == known else _FORMER
+    old_texts, new_texts = _texts(old), _texts(new)
     pairs = [(key, before.get(key), after.get(key)) for key in dict.fromkeys([*before, *after])]
-    return [Change(key, was, now, rule_of(key)) for key, was, now in pairs if _differ(was, now)]
+    return [
+        Change(key, was if was is _FORMER else old_texts.get(key, was), new_texts.get(key, now), rule_of(key))
+        for key, was, now in pairs
+        if _differ(was, now)
+    ]
+
+
+class _Written(str):
+    """A text that stands for a value, and is shown without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+_FORMER = _Written("another value")  # which the environment had then
+
+
+def _texts(config: Config) -> dict[str, _Written]:
+    return {key: _Written(found.written) for key, found in from_environment(config).items()}
 
 
 def _differ(was: Any, now: Any) -> bool:
@@ -152,16 +183,19 @@ def _reason(key: str) -> str:
     return REASONS[max(fitting, key=len)]
 
 
-def check_changes(old: Config, new: Config, *, allowed: Sequence[str] = ()) -> list[Change]:
+def check_changes(
+    old: Config, new: Config, *, then: Mapping[str, str] | None = None, allowed: Sequence[str] = ()
+) -> list[Change]:
     """What has changed since the checkpoint, in the order of the schema.
 
     Args:
+        then: as for `changed_keys`.
         allowed: keys, or blocks of keys, given to `--allow`.
 
     Raises:
         ConfigError: naming every key that must not change, or not without `--allow`: old value, new value and fix.
     """
-    changes = changed_keys(old, new)
+    changes = changed_keys(old, new, then)
     other_run = f"start another run with {_way_to_another_run(new)}"
     stop_on([problem for change in _causes(changes) if (problem := _refusal(change, allowed, other_run))])
     return changes

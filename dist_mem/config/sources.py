@@ -15,7 +15,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dist_mem.config.check import ConfigError, Problem, join, nearest
+from dist_mem.config.check import ConfigError, Problem, flatten, is_interpolation, join, nearest
 
 COMMAND_LINE = "command line"
 _SUFFIXES = (".yaml", ".yml", ".json")
@@ -189,7 +189,18 @@ def resolve(config: DictConfig) -> dict[str, Any]:
     try:
         return plain_block(config)
     except OmegaConfBaseException as error:
-        raise ConfigError([Problem(error.full_key or "", f"cannot be resolved: {_reason(error)}")]) from None
+        key = error.full_key or _unresolvable(config)
+        raise ConfigError([Problem(key, f"cannot be resolved: {_reason(error)}")]) from None
+
+
+def _unresolvable(config: DictConfig) -> str:
+    """The first key that cannot be resolved; OmegaConf does not name those of lists and blocks."""
+    for key, written in flatten(OmegaConf.to_container(config, resolve=False)).items():
+        try:
+            OmegaConf.select(config, key) if is_interpolation(written) else None
+        except OmegaConfBaseException:
+            return key
+    return ""
 
 
 def _reason(error: OmegaConfBaseException) -> str:
@@ -197,4 +208,6 @@ def _reason(error: OmegaConfBaseException) -> str:
     message = str(error.msg or error)
     if missing := re.search(r"Environment variable '(\w+)' not found", message):
         return f"the environment variable {missing[1]} is not set; set it, or write ${{oc.env:{missing[1]},default}}"
-    return re.sub(r"(?s)Value '.*' of type", "the value, of type", message).splitlines()[0]
+    return re.sub(
+        r"(?s)Value '.*' of type", "the value, of type", re.sub(r"(?s)\.? value: .*", "", message)
+    ).splitlines()[0]

@@ -14,7 +14,7 @@ them, and needs no process group. The package offers `load_model`, `init_state` 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +38,8 @@ from dist_mem.checkpoint.manifest import (
 )
 from dist_mem.checkpoint.schemas import WEIGHTS
 from dist_mem.config import Config, ConfigError, load_config
-from dist_mem.config.check import Problem
+from dist_mem.config.check import Problem, stop_on
+from dist_mem.config.environment_values import checksum, from_environment
 from dist_mem.config.sources import plain_block
 from dist_mem.data.directory import open_tokenizer, refresh
 from dist_mem.data.remote import is_remote, show
@@ -145,7 +146,17 @@ def read_settings(directory: Path, overrides: Sequence[str], *, reads_data: bool
         raise ConfigError([Problem("data.path", text)])
     kept = kept_kinds(plain_block(given.memory), directory)  # as trained, whatever the file says now
     _check_code(kept, directory, is_allowed=given.eval.allow_code)
-    return load_config([str(path), *own, *kept, *overrides], memory_options=memory_options)
+    config = load_config([str(path), *own, *kept, *overrides], memory_options=memory_options)
+    stop_on(_other_environment(config, directory))
+    return config
+
+
+def _other_environment(config: Config, directory: Path) -> Iterator[Problem]:
+    """What the weights depend on and the environment has changed since, which config.yaml does not show."""
+    then = read_manifest(directory).get("environment", {})
+    for key, found in from_environment(config).items():
+        if key.startswith(("model.", "memory.")) and then.get(key) not in (None, checksum(key, found.value)):
+            yield Problem(key, f"is {found.written}, which has another value than in training; set it back")
 
 
 def _check_code(kept: Sequence[str], directory: Path, *, is_allowed: bool) -> None:

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dist_mem.config.environment_values import as_written
 from dist_mem.data.directory import local_dir
 from dist_mem.data.remote import show
 from dist_mem.data.shard import Index
@@ -41,7 +42,10 @@ def describe_run(
         tracker.log_tags({f"dist_mem.sha256.{name}": hashlib.sha256(text.encode()).hexdigest()})
     contexts = ["training", *["validation"] * (len(indexes) - 1)]
     tracker.log_datasets(
-        [_dataset(index, show(config.data.path), context) for index, context in zip(indexes, contexts, strict=True)]
+        [
+            _dataset(index, show(as_written(config, "data.path")), context)
+            for index, context in zip(indexes, contexts, strict=True)
+        ]
     )
 
 
