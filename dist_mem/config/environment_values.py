@@ -108,6 +108,7 @@ class HidingStream:
     """A text stream to which everything is written through `hide`."""
 
     def __init__(self, stream: TextIO) -> None:
+        watch_environment()  # not every command loads a whole configuration
         self._stream = stream
 
     def write(self, text: str) -> int:
