@@ -74,7 +74,7 @@ def check_run_dir(config: Any, allowed: Sequence[str] = ()) -> None:
 
 
 def _check_changes(saved: Any, config: Any, manifest: Mapping[str, Any], allowed: Sequence[str]) -> list[Change]:
-    return check_changes(saved, config, then=manifest.get("environment"), allowed=allowed)
+    return check_changes(saved, config, then=manifest.get("environment", {}), allowed=allowed)
 
 
 def _read_saved(directory: Path, config: Any) -> Any:

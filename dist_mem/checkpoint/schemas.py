@@ -39,6 +39,7 @@ _CHECKPOINT = {
 _FURTHER = {
     "time": leaf("a time", lambda value: type(value) in (int, float) and 0 <= value < 2**34),
     "commit": optional(text),
+    "environment": table(text),
     "divergence": record({}, _DIVERGENCE, is_open=True),
     "validation": optional(record({"step": _COUNT, "loss": figure}, is_open=False)),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 from omegaconf import OmegaConf
@@ -117,15 +118,15 @@ def checksums_to_keep(config: Config) -> dict[str, str]:
     return checksums(config, which=lambda key: rule_of(key) != FREE)
 
 
-def changed_keys(old: Config, new: Config, then: Mapping[str, str] | None = None) -> list[Change]:
+def changed_keys(old: Config, new: Config, then: Mapping[str, str] = MappingProxyType({})) -> list[Change]:
     """The keys whose resolved values differ, in the order of the schema.
 
     Args:
         then: `checksums_to_keep` of the old one; what the environment says now is not what it said then.
     """
     before, after = flatten(plain_block(old)), flatten(plain_block(new))
-    for key, known in (then or {}).items():
-        before[key] = after.get(key) if checksum(key, after.get(key)) == known else _FORMER
+    for key in before.keys() & then.keys():
+        before[key] = after.get(key) if checksum(key, after.get(key)) == then[key] else _FORMER
     old_texts, new_texts = _texts(old), _texts(new)
     pairs = [(key, before.get(key), after.get(key)) for key in dict.fromkeys([*before, *after])]
     return [
@@ -184,7 +185,7 @@ def _reason(key: str) -> str:
 
 
 def check_changes(
-    old: Config, new: Config, *, then: Mapping[str, str] | None = None, allowed: Sequence[str] = ()
+    old: Config, new: Config, *, then: Mapping[str, str] = MappingProxyType({}), allowed: Sequence[str] = ()
 ) -> list[Change]:
     """What has changed since the checkpoint, in the order of the schema.
 
