@@ -8,7 +8,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain, count
+from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import IO, Any
 
@@ -45,6 +45,14 @@ def make_own(folder: Path) -> None:
         raise NotOwnError(f"{folder} must be a folder of this user into which nobody else can write")
 
 
+def make_folder(path: Path) -> None:
+    """Make a directory and those above it that are missing, durably; one that is there already is no error."""
+    missing = list(takewhile(lambda folder: not folder.exists(), [path, *path.parents]))
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        fsync_path(folder.parent)
+
+
 def free_name(path: Path) -> Path:
     """The path, or the first of PATH-2, PATH-3, ... that nothing has."""
     numbered = (path.with_name(f"{path.name}-{number}") for number in count(2))
@@ -52,19 +60,27 @@ def free_name(path: Path) -> Path:
 
 
 @contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an OSError the name of the file; a full disk does not say where it is full."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+@contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """A file to write into that takes the place of `path` at the end, durably, or leaves no trace if that fails."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("wb") as file:
+        with naming(path), partial.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    except BaseException as error:
+    except BaseException:
         partial.unlink(missing_ok=True)  # on a full disk it would take the room of the next attempt
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(path)  # a full disk does not say where
         raise
     fsync_path(path.parent)
 
@@ -89,20 +105,16 @@ def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, A
         OSError: naming the file.
     """
     digest, size = hashlib.sha256(), 0
-    try:
-        with path.open("xb") as file:
-            for part in parts:
-                view = memoryview(part)
-                for begin in range(0, len(view), _CHUNK):
-                    chunk = view[begin : begin + _CHUNK]
-                    file.write(chunk)
-                    digest.update(chunk)
-                size += len(view)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        error.filename = error.filename or str(path)  # a full disk does not say where
-        raise
+    with naming(path), path.open("xb") as file:
+        for part in parts:
+            view = memoryview(part)
+            for begin in range(0, len(view), _CHUNK):
+                chunk = view[begin : begin + _CHUNK]
+                file.write(chunk)
+                digest.update(chunk)
+            size += len(view)
+        file.flush()
+        os.fsync(file.fileno())
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 

@@ -256,6 +256,7 @@ def _open_job(config: Any, world: World, resumption: Resumption | None, stop_sig
             run_dir,
             world,
             config.checkpoint,
+            flush_records=tracker.flush,
             broken=start.broken,
             expected_seconds=min(restored_seconds, LONGEST_GUESS),
         ),

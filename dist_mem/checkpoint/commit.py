@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import platform
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,11 +65,13 @@ def write_checkpoint(
     world: World,
     channel: SideChannel,
     rules: CheckpointConfig,
+    flush_records: Callable[[], None],
     broken: Sequence[Path] = (),
 ) -> Written:
     """Write the checkpoint of a snapshot and delete those that `rules` no longer keep. Every rank calls it.
 
     Args:
+        flush_records: puts on the disk what the run has logged so far; rank 0 calls it before the commit.
         broken: checkpoints that become `.broken` with this commit.
 
     Raises:
@@ -80,7 +82,9 @@ def write_checkpoint(
     try:
         channel.decided_by_rank0(snapshot.num_bytes, lambda sizes: _open(partial, snapshot, sum(sizes)))
         share = _write_share(partial, snapshot, world.rank)
-        return channel.decided_by_rank0(share, lambda shares: _finish(partial, final, snapshot, shares, rules, broken))
+        return channel.decided_by_rank0(
+            share, lambda shares: _finish(partial, final, snapshot, shares, rules, flush_records, broken)
+        )
     except AgreedError as error:
         raise AgreedError(
             f"checkpoint {final}: {error}. Earlier checkpoints are whole: mend this, and the same command resumes"
@@ -129,6 +133,7 @@ def _finish(
     snapshot: Snapshot,
     shares: Sequence[Share],
     rules: CheckpointConfig,
+    flush_records: Callable[[], None],
     broken: Sequence[Path],
 ) -> Written:
     """Commit what all ranks have written, or remove it: on a full disk it would take the room of the next one."""
@@ -137,6 +142,7 @@ def _finish(
         failure = name_failures([share.error for share in shares], "writing")
         if failure is not None:
             raise AgreedError(failure)
+        flush_records()  # a resumed run makes no point up to this step again
         written = _commit(partial, final, snapshot, shares, broken)
         return written._replace(messages=prune(run_of(final), snapshot.step, rules))
     except Exception:

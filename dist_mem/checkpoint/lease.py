@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_mem.errors import UnusableError
+from dist_mem.files import make_folder
 
 HEARTBEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0
@@ -169,7 +170,7 @@ class Lease:
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / "lease.json"
-        run_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(run_dir)
         self._take()
         _held[self.path.resolve()] = self._text
         self._released = threading.Event()

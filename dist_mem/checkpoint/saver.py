@@ -7,7 +7,7 @@ the very same happens with `checkpoint.background: false`, where the training wa
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -52,10 +52,14 @@ class Saver:
         world: World,
         rules: CheckpointConfig,
         *,
+        flush_records: Callable[[], None] = lambda: None,
         broken: Sequence[Path] = (),
         expected_seconds: float = 0.0,
     ) -> None:
-        """`broken`: as `set_aside` takes it. `expected_seconds`: what a save may take, as long as none is measured."""
+        """`broken`: as `set_aside` takes it. `expected_seconds`: what a save may take, as long as none is measured.
+
+        `flush_records`: as `write_checkpoint` takes it.
+        """
         self._run_dir, self._world, self._rules = run_dir, world, rules
         self._channel = SideChannel(world)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
@@ -63,6 +67,7 @@ class Saver:
         self._step = 0  # of the flight
         self._stall_seconds = 0.0  # of the flight
         self._saved: list[Saved] = []  # not told yet
+        self._flush_records = flush_records
         self._broken = list(broken)
         self._last_began = time.monotonic()
         self._expected_seconds = expected_seconds
@@ -107,6 +112,7 @@ class Saver:
             world=self._world,
             channel=self._channel,
             rules=self._rules,
+            flush_records=self._flush_records,
             broken=broken,
         )
         return written, time.perf_counter() - began

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dist_mem.files import write_text
+from dist_mem.files import fsync_path, make_folder, naming, write_text
 
 FORMAT_VERSION = 1
 DAMAGED = "damaged"  # kind of an entry that cannot be read
@@ -67,7 +67,7 @@ def read_header(path: Path) -> Header:
 def write_journal(path: Path, header: Header, entries: Iterable[Entry] = ()) -> None:
     """Make a whole journal, atomically."""
     first = json.dumps({"format_version": FORMAT_VERSION, **header._asdict()}) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     write_text(path, first + "".join(_encode(entry) for entry in entries))
 
 
@@ -130,8 +130,14 @@ class Journal:
         """
         with self._lock:
             self._latest = max(self._latest, int(time * 1000))
-            self._file.write(_encode(Entry(kind, self._latest, body)))
+            with naming(self.path):
+                self._file.write(_encode(Entry(kind, self._latest, body)))
             return self._latest
+
+    def flush(self) -> None:
+        """Return when all that was appended is on the disk. Raises OSError, naming the file."""
+        with naming(self.path):
+            fsync_path(self.path)
 
     def begin_anew(self) -> int:
         """Make all that is appended from now on later than what is there; returns its earliest time, milliseconds."""
@@ -143,6 +149,7 @@ class Journal:
         """Nothing is appended any more."""
         with suppress(OSError):  # a full disk: told when the entry was appended
             self._file.close()
+            self.flush()
 
 
 def _cut_torn_line(path: Path) -> int:

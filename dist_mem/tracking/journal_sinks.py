@@ -105,6 +105,9 @@ class JournalSink(Sink):
         self._rollback = Rollback(past, first_step=step, measurements=self._rollback.measurements)
         self._began = self._journal.begin_anew()
 
+    def flush(self) -> None:
+        self._journal.flush()
+
     def record(self, kind: str, body: Mapping[str, Any]) -> None:
         self._journal.append(kind, body, time=time.time())
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dist_mem.files import write_text
+from dist_mem.files import fsync_path, naming, write_text
 
 METRICS_FILE = "metrics.jsonl"
 STATUSES = ("FINISHED", "FAILED", "KILLED")
@@ -42,6 +42,13 @@ class Sink:
 
     def rewind(self, step: int) -> None:
         """The run has gone back to `step`: points past it count no more, and may come again."""
+
+    def flush(self) -> None:
+        """Return when all that was logged is on the disk; other threads call it while points are logged.
+
+        Raises:
+            OSError: naming the file.
+        """
 
     def message(self, text: str) -> None:
         """Take a line for whoever watches."""
@@ -94,7 +101,12 @@ class MetricsFile(Sink):
         self._file = self._path.open("a", encoding="utf-8", newline="\n", buffering=1)
 
     def log(self, point: Point) -> None:
-        self._file.write(_encode(point))
+        with naming(self._path):
+            self._file.write(_encode(point))
+
+    def flush(self) -> None:
+        with naming(self._path):
+            fsync_path(self._path)
 
     def rewind(self, step: int) -> None:
         self._file.close()
@@ -103,3 +115,4 @@ class MetricsFile(Sink):
     def close(self, status: str) -> None:
         with suppress(OSError):  # a full disk: told when the point was logged
             self._file.close()
+            self.flush()

@@ -21,6 +21,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from dist_mem.errors import UnusableError
+from dist_mem.files import make_folder
 from dist_mem.tracking.delivery import Delivery, Sender
 from dist_mem.tracking.journal import (
     Entry,
@@ -62,7 +63,7 @@ def start_tracking(
         first_step: the step training continues from, 0 for a fresh start; recorded points past it are superseded.
         measurements: names of metrics that an exact resume does not repeat, as times.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(run_dir)
     progress = progress_sink(total_steps=total_steps, first_step=first_step, every=config.tracking.every)
     if config.tracking.mlflow:
         settle_run_id(run_dir, run_id, report=progress.message)

@@ -58,6 +58,11 @@ class Tracker:
         for sink in self._sinks:
             sink.rewind(step)
 
+    def flush(self) -> None:
+        """Return when all that was logged is on the disk, whatever the power does; any thread may call it."""
+        for sink in self._sinks:
+            sink.flush()
+
     def message(self, text: str) -> None:
         """Tell whoever watches, without tearing the progress bar."""
         for sink in self._sinks:
