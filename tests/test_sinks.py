@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from faults import small_disk
 
+from dist_mem.tracking.journal import Header, Journal, write_journal
 from dist_mem.tracking.progress import Progress, ProgressBar, ProgressLines
 from dist_mem.tracking.sinks import METRICS_FILE, MetricsFile, Point, read_points
 from dist_mem.tracking.tracker import Tracker
@@ -46,6 +51,30 @@ def test_a_torn_last_line_is_dropped_and_a_damaged_line_is_named(tmp_path: Path)
     path.write_text("{}\n" + whole)
     with pytest.raises(ValueError, match=r"metrics\.jsonl: line 1 is not a logged step"):
         read_points(path)
+
+
+@contextmanager
+def full_metrics(folder: Path) -> Iterator[Callable[[], object]]:
+    """What logs one more point."""
+    file = MetricsFile(folder / METRICS_FILE, first_step=0)
+    yield lambda: file.log(Point(1, 0.0, {"loss": 1.0}))
+    file.close("FAILED")
+
+
+@contextmanager
+def full_journal(folder: Path) -> Iterator[Callable[[], object]]:
+    write_journal(folder / "train.jsonl", Header("uid", "run", {}))
+    journal = Journal(folder / "train.jsonl")
+    yield lambda: journal.append("point", {"step": 1, "metrics": {"loss": 1.0}}, time=0.0)
+    journal.close()
+
+
+@pytest.mark.parametrize(("opened", "name"), [(full_metrics, METRICS_FILE), (full_journal, "train.jsonl")])
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path, opened: Any, name: str) -> None:
+    named = f"No space left on device: '.*/{name}'"
+    with small_disk(tmp_path / "disk", "size=16k") as disk, opened(disk) as log, pytest.raises(OSError, match=named):
+        for _ in range(1000):
+            log()
 
 
 def test_a_status_that_mlflow_does_not_know_is_refused() -> None:
