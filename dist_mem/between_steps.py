@@ -78,6 +78,7 @@ def save(job: Job) -> None:
         "commit": job.commit,
         "zero_stage": job.engine.stage,
         "mlflow_run_id": job.tracker.run_id,
+        "points": job.tracker.num_points,
         "data_fingerprint": job.index.fingerprint,
         "tokenizer_fingerprint": job.tokenizer.fingerprint,
         "meter": job.meter.state(),  # the same sums on every rank; the times are rank 0's

@@ -229,6 +229,7 @@ def _open_job(config: Any, world: World, resumption: Resumption | None, stop_sig
             run_id=start.run_id,
             total_steps=steps,
             first_step=start.step,
+            num_points=start.facts.get("points", 0),
             measurements=MEASUREMENTS,
         )
         if config.tracking.mlflow:

@@ -98,7 +98,8 @@ def restore(
         messages.append(f"warning: {directory.name} was written by other code: {other_code}")
         tags[f"dist_mem.other_code.step_{manifest['step']}"] = other_code
     run_id = manifest["mlflow_run_id"] if is_own else None
-    return Start(manifest["step"], lanes, manifest, run_id, messages, tags, choice.superseded, choice.broken)
+    facts = manifest if is_own else {**manifest, "points": 0}  # the other run's are in its own metrics.jsonl
+    return Start(manifest["step"], lanes, facts, run_id, messages, tags, choice.superseded, choice.broken)
 
 
 def _check_data(choice: Choice, index: Index) -> None:

@@ -37,7 +37,8 @@ LAYERS: list[set[str]] = [
     {"contract", "contract.*"},
     {f"tracking.{name}" for name in ("sinks", "journal", "run_id", "stores", "refusals", "branches")},
     {f"tracking.{name}" for name in ("mlflow_run", "rollback", "delivery", "progress", "tracker", "system_metrics")},
-    {"tracking.start", "tracking.run_facts", "tracking.journal_sinks", "tracking.preflight"},
+    {"tracking.start", "tracking.run_facts", "tracking.journal_sinks", "tracking.preflight"}
+    | {"tracking.completeness"},
     {"evaluation.*", "meter", "divergence", "plan", "hang_report", "watchdog", "stragglers"},
     {"generation", "generation.*"},
     {"dialogue", "dialogue.*"},

@@ -40,7 +40,7 @@ class Sender:
         self._journal = journal
         self._report = report
         self._entries = self._files = JournalReader(journal)
-        self._branches = Branches()
+        self.branches = Branches()
         self._is_open = False
         self._batch_size = _LARGEST_BATCH
 
@@ -53,7 +53,7 @@ class Sender:
             if any(entry.kind == "superseded" for entry in batch):
                 self._learn_branches()
             try:
-                self._send_batch(batch, self._branches)
+                self._send_batch(batch, self.branches)
             except Exception:
                 # Points that were taken, but answered too late, are slow to send again: MLflow looks each of them up
                 # (8 ms in a run of 170,000). In one piece they would be too late for ever.
@@ -85,18 +85,18 @@ class Sender:
         tags = self.run.tags if self.run.tags.get(UID_TAG) == self._uid else {}
         self._entries = JournalReader(self._journal, int(tags.get(SENT_TAG, 0)))
         self._files = JournalReader(self._journal, int(tags.get(SENT_FILES_TAG, 0)))
-        self._branches = Branches()
+        self.branches = Branches()
         self._learn_branches(tags)
         self._is_open = True
 
     def _learn_branches(self, tags: Mapping[str, str] | None = None) -> None:
         """Note with the run what it has of before a rollback, before anything of after it is sent."""
-        found = self._branches.learn(self._journal, self._entries.num_done, tags or {})
+        found = self.branches.learn(self._journal, self._entries.num_done, tags or {})
         for branch in found:
             self.run.send_tags(branch.tag())
             if branch.last_sent >= branch.first:
                 self._report(f"MLflow can take nothing back: {next(iter(branch.tag().values()))}")
-        self._branches.add(found)
+        self.branches.add(found)
 
     def _send_batch(self, batch: Sequence[Entry], branches: Branches) -> None:
         """All but files: the points, then the rest in order, so that a run is not FINISHED before its last point."""

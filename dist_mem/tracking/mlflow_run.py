@@ -197,6 +197,10 @@ class MlflowRun:
         """Whether MLflow still has the run."""
         return _find_run(self._client, self.run_id) is not None
 
+    def steps_of(self, name: str) -> set[int]:
+        """The steps at which the run has this metric."""
+        return {metric.step for metric in self._client.get_metric_history(self.run_id, name)}
+
     def send_points(self, entries: Sequence[Entry]) -> None:
         """Points of any number of steps."""
         from mlflow.entities import Metric

@@ -34,6 +34,11 @@ class Sink:
         """The MLflow run, or None: this is not the sink for MLflow, or MLflow has not answered yet."""
         return None
 
+    @property
+    def num_points(self) -> int:
+        """How many points the run has logged, lost ones too; 0 for a sink that does not count."""
+        return 0
+
     def log(self, point: Point) -> None:
         """Take the metrics of one step."""
 
@@ -89,18 +94,29 @@ def _encode(point: Point) -> str:
 class MetricsFile(Sink):
     """metrics.jsonl: {"step": 10, "time": 1764000000.0, "metrics": {"loss": 5.1}}, one line per logged point."""
 
-    def __init__(self, path: Path, *, first_step: int) -> None:
-        """Drop the points past `first_step`, the step the run continues from (0: a fresh start), then append."""
+    def __init__(self, path: Path, *, first_step: int, num_points: int = 0) -> None:
+        """Drop the points past `first_step`, the step the run continues from (0: a fresh start), then append.
+
+        Args:
+            num_points: that were logged up to there; those that the file does not have any more stay lost.
+        """
         self._path = path
         self._open(first_step)
+        self.num_lost = max(0, num_points - len(self.kept))
+
+    @property
+    def num_points(self) -> int:
+        return self.num_lost + self._num_points
 
     def _open(self, first_step: int) -> None:
         self.kept = [point for point in read_points(self._path) if point.step <= first_step]
+        self._num_points = len(self.kept)
         write_text(self._path, "".join(_encode(point) for point in self.kept))
         # by lines: a kill loses one at most
         self._file = self._path.open("a", encoding="utf-8", newline="\n", buffering=1)
 
     def log(self, point: Point) -> None:
+        self._num_points += 1  # also one that the disk does not take: it was logged, and is lost
         with naming(self._path):
             self._file.write(_encode(point))
 

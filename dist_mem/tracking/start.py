@@ -54,6 +54,7 @@ def start_tracking(
     run_id: str | None,
     total_steps: int,
     first_step: int,
+    num_points: int = 0,
     measurements: Collection[str] = (),
 ) -> Tracker:
     """The tracker of rank 0; the others have `Tracker()`.
@@ -61,13 +62,17 @@ def start_tracking(
     Args:
         run_id: MLflow run to go on with, from the checkpoint; the file in `run_dir`, which is never older, comes first.
         first_step: the step training continues from, 0 for a fresh start; recorded points past it are superseded.
+        num_points: that were logged up to `first_step`, by the checkpoint's count.
         measurements: names of metrics that an exact resume does not repeat, as times.
     """
     make_folder(run_dir)
     progress = progress_sink(total_steps=total_steps, first_step=first_step, every=config.tracking.every)
     if config.tracking.mlflow:
         settle_run_id(run_dir, run_id, report=progress.message)
-    metrics_file = MetricsFile(run_dir / METRICS_FILE, first_step=first_step)
+    metrics_file = MetricsFile(run_dir / METRICS_FILE, first_step=first_step, num_points=num_points)
+    if metrics_file.num_lost:
+        kept = f"{len(metrics_file.kept)} of the {num_points} points that were logged up to step {first_step}"
+        progress.message(f"warning: {run_dir / METRICS_FILE} has {kept}; the others are lost")
     sinks: list[Sink] = [metrics_file]
     if config.tracking.mlflow:
         sinks.append(
@@ -114,7 +119,7 @@ def send_journals(
     report: Callable[[str], None],
     is_dead: Callable[[], bool] = lambda: False,
     is_named: bool = True,
-) -> int:
+) -> Sender:
     """Send whatever the journals of a run have and MLflow lacks; may be done while the job runs.
 
     Args:
@@ -123,7 +128,7 @@ def send_journals(
             is not asked.
 
     Returns:
-        How many entries those were.
+        Who has sent them, and knows how many those were.
 
     Raises:
         ValueError: the run has no journal, or nobody but the run directory names a server.
@@ -149,7 +154,7 @@ def send_journals(
         (last,) = deque(read_entries(journal), maxlen=1)
         sender.run.send(Entry("status", last.time, {"status": "KILLED"}))
         report("its job was killed outright; it can be resumed, and is KILLED in MLflow until then")
-    return sender.num_sent
+    return sender
 
 
 def log_to_run(

@@ -25,8 +25,9 @@ from dist_mem.config.check import stop_on
 from dist_mem.config.credentials import check_credentials
 from dist_mem.config.sources import read_sources
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UnusableError
+from dist_mem.tracking.completeness import find_gaps, newest_count
 from dist_mem.tracking.refusals import brief
-from dist_mem.tracking.start import send_journals
+from dist_mem.tracking.start import JOURNAL, send_journals
 from dist_mem.tracking.stores import is_named_by_user
 
 
@@ -70,14 +71,23 @@ def _sync(config: Any, run_dir: Path, named: Sequence[str]) -> int:
 
     try:
         is_named = is_named_by_user(config, named)
-        num_sent = send_journals(config, run_dir, report=say, is_dead=lambda: _is_dead(run_dir, say), is_named=is_named)
+        counted = newest_count(run_dir)
+        sender = send_journals(config, run_dir, report=say, is_dead=lambda: _is_dead(run_dir, say), is_named=is_named)
+        gaps = find_gaps(run_dir, counted, run_dir / JOURNAL, sender)
     except UnusableError as error:
         print(f"error: {run_dir}: {error}", file=sys.stderr)
         return EXIT_USAGE
     except Exception as error:  # any of the many libraries under MLflow's stores
         print(f"error: {run_dir}: MLflow does not have everything: {brief(error)}", file=sys.stderr)
         return EXIT_FAILED
-    say(f"{num_sent} entries sent; MLflow has everything" if num_sent else "MLflow has everything already")
+    for gap in gaps:
+        print(f"error: {run_dir}: {gap}", file=sys.stderr)
+    if gaps:
+        say(f"{sender.num_sent} entries sent; MLflow has all that is left, which is not everything")
+        return EXIT_FAILED
+    say(
+        f"{sender.num_sent} entries sent; MLflow has everything" if sender.num_sent else "MLflow has everything already"
+    )
     return EXIT_DONE
 
 

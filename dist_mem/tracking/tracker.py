@@ -21,6 +21,11 @@ class Tracker:
         """The MLflow run, or None: not rank 0, MLflow is off, or has not answered yet."""
         return next((sink.run_id for sink in self._sinks if sink.run_id is not None), None)
 
+    @property
+    def num_points(self) -> int:
+        """How many points the run has logged, up to where it was restored and since."""
+        return max((sink.num_points for sink in self._sinks), default=0)
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record metrics of a step: of training ("loss"), or of one split ("validation/word_perplexity")."""
         point = Point(step, time.time(), dict(metrics))

@@ -1,0 +1,84 @@
+"""Which points of a run are missing, and where.
+
+A checkpoint counts the points that were logged before it. A resumed run makes none of them again, so they are looked
+for in metrics.jsonl, then in MLflow's journal, then in MLflow itself: each place has what the one before it has.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from dist_mem.checkpoint.manifest import CheckpointError, list_steps, read_manifest, step_dir
+from dist_mem.tracking.delivery import Sender
+from dist_mem.tracking.journal import Entry, find_entries, is_superseded
+from dist_mem.tracking.sinks import METRICS_FILE, read_points
+
+
+class Counted(NamedTuple):
+    """The number of points that a checkpoint counts."""
+
+    step: int
+    num_points: int
+
+
+def newest_count(run_dir: Path) -> Counted | None:
+    """The count of the newest checkpoint that can be read; None if there is none, or it is of before they counted."""
+    for step in reversed(list_steps(run_dir)):
+        try:
+            num_points = read_manifest(step_dir(run_dir, step)).get("points")
+        except CheckpointError:  # a job passes it over too
+            continue
+        return None if num_points is None else Counted(step, num_points)
+    return None
+
+
+def find_gaps(run_dir: Path, counted: Counted | None, journal: Path, sender: Sender) -> list[str]:
+    """One line for each place that lacks points.
+
+    Args:
+        counted: as it was before the journal was sent: a job may be running.
+        sender: has sent the journal.
+
+    Raises:
+        ValueError: metrics.jsonl has a line that is no point.
+        Exception: whatever MLflow's client raises.
+    """
+    path, points = run_dir / METRICS_FILE, read_points(run_dir / METRICS_FILE)
+    if counted is not None:
+        points = [point for point in points if point.step <= counted.step]
+    gaps = []
+    if counted is not None and len(points) < counted.num_points:
+        gaps.append(
+            f"{path} has {len(points)} of the {counted.num_points} points that were logged up to step {counted.step}"
+            f"{f', the last of step {points[-1].step}' if points else ''}; the others are lost"
+        )
+    superseded = find_entries(journal, "superseded")
+    entries = [entry for entry in find_entries(journal, "point") if not is_superseded(entry, superseded)]
+    names: dict[int, set[str]] = defaultdict(set)
+    for entry in entries:
+        names[entry.body["step"]].update(entry.body["metrics"])
+    if counted is not None:  # else a job may be adding one now: to metrics.jsonl first
+        absent = [point.step for point in points if names[point.step].isdisjoint(point.metrics)]
+        if absent:
+            gaps.append(f"{journal} lacks {_listed(absent)}, which {path} has; the next start of the run adds them")
+    return [*gaps, *_gaps_of_mlflow(entries, sender)]
+
+
+def _gaps_of_mlflow(entries: Iterable[Entry], sender: Sender) -> Iterable[str]:
+    expected: dict[str, set[int]] = defaultdict(set)
+    for entry in sender.branches.points(entries):
+        for name in entry.body["metrics"]:
+            expected[name].add(entry.body["step"])
+    # A point is sent whole: of names that have the same steps one is asked for.
+    for name in {frozenset(steps): name for name, steps in expected.items()}.values():
+        absent = expected[name] - sender.run.steps_of(name)
+        if absent:
+            yield f"MLflow lacks {_listed(absent)} of {name}, which it has taken before, or refused"
+
+
+def _listed(steps: Collection[int]) -> str:
+    places = f"step {min(steps)}" if len(steps) == 1 else f"steps {min(steps)} to {max(steps)}"
+    return f"{len(steps)} point{'s' * (len(steps) > 1)} ({places})"
