@@ -35,7 +35,7 @@ LAYERS: list[set[str]] = [
     {f"checkpoint.{name}" for name in ("tensor_file", "snapshot", "retention", "commit", "saver")}
     | {"checkpoint.listing", "checkpoint.finished"},
     {"contract", "contract.*"},
-    {f"tracking.{name}" for name in ("sinks", "journal", "run_id", "stores", "refusals", "branches")},
+    {f"tracking.{name}" for name in ("sinks", "journal", "run_id", "stores", "refusals", "branches", "mlflow_tables")},
     {f"tracking.{name}" for name in ("mlflow_run", "rollback", "delivery", "progress", "tracker", "system_metrics")},
     {"tracking.start", "tracking.run_facts", "tracking.journal_sinks", "tracking.preflight"}
     | {"tracking.completeness"},
@@ -50,7 +50,7 @@ OF_LEAVES = {"errors", "environment", "files", "file_schema", "names", "data.fac
 LEAVES = {"layers", "distributed", "files", "data.facts", "data.shard", "data.batch", "memory.base"}
 DOORS = {
     "deepspeed": {"engine"},
-    "mlflow": {"tracking.mlflow_run"},
+    "mlflow": {"tracking.mlflow_run", "tracking.mlflow_tables"},
     "webdataset": {"data.*"},
 }
 

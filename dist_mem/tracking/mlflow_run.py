@@ -21,6 +21,7 @@ from dist_mem.errors import UnusableError
 from dist_mem.files import write_text
 from dist_mem.names import is_plain_path
 from dist_mem.tracking.journal import Entry, Header, JournalError
+from dist_mem.tracking.mlflow_tables import prepare
 from dist_mem.tracking.run_id import RUN_ID_FILE, read_run_id
 
 UID_TAG = "dist_mem.uid"  # whose journal the tags of delivery.py count
@@ -56,11 +57,12 @@ def import_mlflow_quietly() -> None:
     )
 
 
-def connect(uri: str) -> Any:
-    """An MlflowClient; creates the tables of a new SQLite store (1 to 7 s)."""
+def connect(uri: str, report: Callable[[str], None] = print) -> Any:
+    """An MlflowClient; makes the tables of a new SQLite store (1 to 7 s), as `prepare` does."""
     import_mlflow_quietly()
     from mlflow import MlflowClient
 
+    prepare(uri, report)
     return MlflowClient(uri)
 
 
@@ -149,11 +151,7 @@ class MlflowRun:
     """The run of a journal. `run_id` is None until MLflow has answered; the rest needs `open` first."""
 
     def __init__(self, target: Target, *, report: Callable[[str], None]) -> None:
-        """Nothing is asked of MLflow yet.
-
-        Args:
-            report: takes a line for the user.
-        """
+        """Nothing is asked of MLflow yet; `report` takes a line for the user."""
         import_mlflow_quietly()  # here and not in a thread: imports of two threads can wait for each other
         self.run_id: str | None = None
         self.tags: Mapping[str, str] = {}  # what the run had when it was opened
@@ -178,7 +176,7 @@ class MlflowRun:
     def _found_or_made(self, start_time: int | None) -> Any:
         uri, run_dir, header, _ = self._target
         known = read_run_id(run_dir)
-        self._client = self._client or connect(uri)
+        self._client = self._client or connect(uri, self._report)
         run = _find_run(self._client, known) if known else None
         if run is None:
             experiment_id = _experiment_id(self._client, header.experiment)
