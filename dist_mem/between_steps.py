@@ -15,19 +15,22 @@ from dist_mem.config.resume_rules import checksums_to_keep
 from dist_mem.data.shard import ShardError
 from dist_mem.data.tokenizer import tokenizer_files
 from dist_mem.divergence import METRICS, ROLLBACK, Decision, DivergedError
+from dist_mem.errors import TakenOverError
 from dist_mem.evaluation.evaluate import evaluate_split
 from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.job import Job
 from dist_mem.restore import restore_into
 from dist_mem.watchdog import beat
 
+_UNWRITTEN = (OSError, TakenOverError)  # on rank 0 alone: the next step stops all ranks, and its save says why
 
-def record(job: Job, figures: Mapping[str, float]) -> OSError | None:
+
+def record(job: Job, figures: Mapping[str, float]) -> Exception | None:
     """Record figures of the present step; returns what kept them from being written."""
     beat("recording")
     try:
         job.tracker.log(job.step, figures)
-    except OSError as error:
+    except _UNWRITTEN as error:
         return error
     return None
 
@@ -37,7 +40,7 @@ def is_multiple(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def evaluate_if_owed(job: Job) -> OSError | None:
+def evaluate_if_owed(job: Job) -> Exception | None:
     """Make up for the evaluation that a stop at this step has left out, as it saves without delay; as `record`.
 
     Raises:
@@ -51,7 +54,7 @@ def evaluate_if_owed(job: Job) -> OSError | None:
         return record(job, evaluate_now(job))
 
 
-def evaluate_or_save(job: Job) -> OSError | None:
+def evaluate_or_save(job: Job) -> Exception | None:
     """Score the validation split and record the figures, as `record`; what cannot be scored stops a run that is saved.
 
     Raises:
@@ -108,6 +111,8 @@ def end_saving(job: Job) -> None:
     beat("saving")
     try:
         job.saver.close()
+    except TakenOverError:  # `run` tells it
+        return
     except RuntimeError as error:  # AgreedError, or the other ranks are gone
         job.tracker.message(f"error: {error}")
     tell_saved(job)
@@ -137,7 +142,7 @@ def evaluate_now(job: Job) -> dict[str, float]:
     return report.figures()
 
 
-def carry_out(job: Job, decision: Decision) -> OSError | None:
+def carry_out(job: Job, decision: Decision) -> Exception | None:
     """Do what was decided about a divergence, and tell it; returns what kept it from being recorded.
 
     Raises:
@@ -151,21 +156,21 @@ def carry_out(job: Job, decision: Decision) -> OSError | None:
             job.tracker.rewind(job.step)
         step = job.step if decision.action == ROLLBACK else job.step + 1  # the point of the update that is skipped
         job.tracker.log(step, {METRICS[decision.action]: job.divergence.counts[decision.action]})
-    except OSError as error:
+    except _UNWRITTEN as error:
         return error
     return tag_divergence(job, decision.step, decision.message)
 
 
-def tag_divergence(job: Job, step: int, message: str) -> OSError | None:
+def tag_divergence(job: Job, step: int, message: str) -> Exception | None:
     """Keep with the run what happened at `step`; returns what kept it from being recorded."""
     try:
         job.tracker.log_tags({f"dist_mem.divergence.step_{step}": message})
-    except OSError as error:
+    except _UNWRITTEN as error:
         return error
     return None
 
 
-def tell_stragglers(job: Job, slots: Sequence[float]) -> OSError | None:
+def tell_stragglers(job: Job, slots: Sequence[float]) -> Exception | None:
     """Name the ranks that have become slow, or are no more; returns what kept it from being recorded.
 
     Args:
@@ -179,7 +184,7 @@ def tell_stragglers(job: Job, slots: Sequence[float]) -> OSError | None:
     try:
         if messages:
             job.tracker.log_tags({f"dist_mem.straggler.step_{job.step}": "; ".join(messages)})
-    except OSError as error:
+    except _UNWRITTEN as error:
         return error
     return None
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dist_mem.environment import export_for_libraries, find_own_tools, is_rank0, read_ranks, use_cpu_accelerator
-from dist_mem.errors import UnusableError
+from dist_mem.errors import TakenOverError, UnusableError
 
 _SLOW = 2.0  # seconds after which a part of the start is told
 
@@ -181,7 +181,7 @@ class SideChannel:
         """What `decide` makes on rank 0 of what every rank told, in rank order; the same result on every rank.
 
         Raises:
-            AgreedError: on every rank, if `decide` raised.
+            AgreedError: on every rank, if `decide` raised; a TakenOverError stays one.
         """
         is_rank0 = self._world.rank == 0
         gathered: list[Any] | None = [None] * self._world.size if is_rank0 else None
@@ -191,10 +191,11 @@ class SideChannel:
             try:
                 result = decide(gathered)
             except Exception as error:  # whatever it is: the others wait for rank 0, and raise it too
-                result = AgreedError(str(error) if isinstance(error, AgreedError) else describe_error(error))
+                is_agreed = isinstance(error, (AgreedError, TakenOverError))
+                result = type(error)(str(error)) if is_agreed else AgreedError(describe_error(error))
         box = [result]
         dist.broadcast_object_list(box, src=0, group=self._group)
-        if isinstance(box[0], AgreedError):
+        if isinstance(box[0], (AgreedError, TakenOverError)):
             raise box[0]
         return cast(ResultT, box[0])
 

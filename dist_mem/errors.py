@@ -8,6 +8,7 @@ EXIT_USAGE = 2  # configuration, data or run directory are wrong: trying again w
 EXIT_DIVERGED = 3  # a loss, a memory or a gradient is not finite
 EXIT_REQUEUE = 85  # stopped by a signal, a file or the clock, with everything saved: start me again
 EXIT_INTERRUPTED = 130  # Ctrl-C in any command but train, as shells tell it
+EXIT_TAKEN_OVER = 87  # another job has the run directory: this one stood still for too long
 EXIT_HUNG = 86  # the watchdog ended a job in which nothing moved any more: start me again
 
 
@@ -16,6 +17,10 @@ class UnfitError(RuntimeError):
 
     Raised on every rank of a job; the message says where and what to do.
     """
+
+
+class TakenOverError(RuntimeError):
+    """Another job has taken the run directory over from this one: exit code 87. Raised on every rank of a job."""
 
 
 class UnusableError(ValueError):

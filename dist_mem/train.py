@@ -26,7 +26,7 @@ from dist_mem.between_steps import (
     tell_stragglers,
 )
 from dist_mem.checkpoint.finished import is_finished, mark_finished
-from dist_mem.checkpoint.lease import Lease, LeaseError
+from dist_mem.checkpoint.lease import Lease, LeaseError, refuse_if_taken_over
 from dist_mem.checkpoint.resumption import find_resumption
 from dist_mem.data.batch import Update
 from dist_mem.data.remote import is_remote
@@ -34,7 +34,15 @@ from dist_mem.data.shard import ShardError
 from dist_mem.distributed import AgreedError, World, announced, on_all_ranks, sum_over_ranks
 from dist_mem.divergence import ROLLBACK, DivergedError
 from dist_mem.doctor.preflight import before_joining, preflight
-from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, UnusableError
+from dist_mem.errors import (
+    EXIT_DIVERGED,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_REQUEUE,
+    EXIT_TAKEN_OVER,
+    TakenOverError,
+    UnusableError,
+)
 from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.job import Job, leave_if_interrupted, open_job
 from dist_mem.stop_signal import StopSignal
@@ -185,6 +193,17 @@ def run_job(config: Any, world: World, stop_signal: StopSignal, allowed: Sequenc
     return code
 
 
+def _takeover(run_dir: Path) -> TakenOverError | None:
+    """Why rank 0 really ends: it stood still, another job has its run, and the other ranks are gone."""
+    try:
+        refuse_if_taken_over(run_dir)
+    except TakenOverError as error:
+        return error
+    except OSError:  # the disk is gone too
+        return None
+    return None
+
+
 def _collective_seconds(config: Any) -> float:
     """After which a collective gives up by itself: later than the watchdog, which can say who it waits for."""
     return max(1800.0, 2 * PATIENCE * (config.watchdog.seconds or 0.0))
@@ -216,10 +235,13 @@ def run(config: Any, *, allowed: Sequence[str] = (), early: StopSignal | None = 
             code = run_job(config, world, stop_signal, allowed)
             distributed.shut_down(agreed=True)
         return code
-    except (AgreedError, EvaluationError) as error:
+    except (RuntimeError, EvaluationError) as error:
+        reason = _takeover(Path(config.run_dir)) or error
+        if not isinstance(reason, (AgreedError, EvaluationError, TakenOverError)):
+            raise
         if world.rank == 0:
-            print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILED
+            print(f"error: {reason}", file=sys.stderr)
+        return EXIT_TAKEN_OVER if isinstance(reason, TakenOverError) else EXIT_FAILED
     finally:
         if lease is not None:
             lease.release()

@@ -27,6 +27,7 @@ from dist_mem.config import CheckpointConfig
 from dist_mem.data.tokenizer import load_tokenizer, tokenizer_files
 from dist_mem.data.tokenizers.of_words import WordTokenizer
 from dist_mem.distributed import AgreedError, World
+from dist_mem.errors import TakenOverError
 from dist_mem.files import write_hashed
 
 Pool = Callable[[int], RankPool]
@@ -159,7 +160,7 @@ def save_after_a_takeover(world: World, run_dir: Path) -> str:
             holder = {"format_version": 1, "host": os.uname().nodename, "pid": 1}
             (run_dir / "lease.json").write_text(json.dumps(holder))
 
-    with before_writing(take_over), pytest.raises(AgreedError) as caught:
+    with before_writing(take_over), pytest.raises(TakenOverError) as caught:
         saver.save(snapshot_of(tiny_job(tiny_config(), world, stage=2)), began=time.perf_counter())
     saver.close()
     if lease is not None:

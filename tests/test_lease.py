@@ -16,6 +16,7 @@ from faults import small_disk
 
 from dist_mem.checkpoint import lease
 from dist_mem.checkpoint.lease import STALE_SECONDS, Lease, LeaseError, refuse_if_taken_over
+from dist_mem.errors import TakenOverError
 
 
 def holder(pid: Any, host: str) -> str:
@@ -195,10 +196,10 @@ def test_job_whose_lease_was_taken_over_may_not_write_even_when_the_other_has_en
     held = Lease(tmp_path)
     refuse_if_taken_over(tmp_path)
     write_lease(tmp_path, holder(1, "another-host"), age_seconds=0)
-    with pytest.raises(LeaseError, match="process 1 on another-host has taken the run directory over"):
+    with pytest.raises(TakenOverError, match="process 1 on another-host has taken the run directory over"):
         refuse_if_taken_over(tmp_path)
     (tmp_path / "lease.json").unlink()
-    with pytest.raises(LeaseError, match=r"lease.json is gone: another job has taken"):
+    with pytest.raises(TakenOverError, match=r"lease.json is gone: another job has taken"):
         refuse_if_taken_over(tmp_path)
     held.release()
     refuse_if_taken_over(tmp_path)

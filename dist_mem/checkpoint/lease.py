@@ -23,11 +23,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dist_mem.errors import UnusableError
+from dist_mem.errors import TakenOverError, UnusableError
 from dist_mem.files import make_folder
 
 HEARTBEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0
+_LOOK_SECONDS = 1.0  # between two looks at a lease by who writes often: on a network file system each asks the server
 FORMAT_VERSION = 1
 _ATTEMPTS = 4  # at a lease that changes hands while it is looked at
 
@@ -118,10 +119,27 @@ def _read_holder(text: str) -> dict[str, Any]:
 
 
 _held: dict[Path, str] = {}  # what stands in the leases that this process has taken, by path
+_looked: dict[Path, float] = {}  # when they were last seen to be there, by `_now`
+
+
+def _now() -> float:
+    """Seconds that go on while this process, or its whole machine, stands still."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def refuse_if_stood_still(run_dir: Path) -> None:
+    """As `refuse_if_taken_over`, once a second at most: for whatever is written again and again."""
+    path = (run_dir / "lease.json").resolve()
+    if path not in _held or _now() < _looked.get(path, -_LOOK_SECONDS) + _LOOK_SECONDS:
+        return
+    now = _now()
+    with suppress(OSError):  # a file system that stumbles once; the next look is at the next write
+        refuse_if_taken_over(run_dir)
+        _looked[path] = now
 
 
 def refuse_if_taken_over(run_dir: Path) -> None:
-    """Raise LeaseError if the lease that this process took is not its own by now: it stood still for too long.
+    """Raise TakenOverError if the lease that this process took is not its own by now: it stood still for too long.
 
     A lease that is gone is not either: the other job may have ended already.
     """
@@ -132,12 +150,12 @@ def refuse_if_taken_over(run_dir: Path) -> None:
     try:
         text = _read(path)
     except FileNotFoundError:
-        raise LeaseError(
+        raise TakenOverError(
             f"{path} is gone: another job has taken the run directory over and ended, or somebody has removed the "
             "file. Start the same command again"
         ) from None
     if text != mine:
-        raise LeaseError(
+        raise TakenOverError(
             f"{run_dir}: {_name(_read_holder(text))} has taken the run directory over; leave it to that job"
         )
 

@@ -115,6 +115,10 @@ if [ "$code" = 0 ] || [ "$code" = 2 ] || [ "$code" = 3 ]; then
   end_of_chain
   exit "$code"
 fi
+if [ "$code" = 87 ]; then
+  say "not started again: another job has the run directory now"
+  exit "$code"
+fi
 if [ -e "$run_dir/STOP" ]; then
   say "not started again: $run_dir/STOP is there"
   end_of_chain

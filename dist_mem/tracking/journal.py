@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -109,9 +109,9 @@ def _decode(line: bytes) -> Entry:
 class Journal:
     """The writing end, for one process; any of its threads may append."""
 
-    def __init__(self, path: Path) -> None:
-        """Go on with a journal that `write_journal` has begun."""
-        self.path = path
+    def __init__(self, path: Path, guard: Callable[[], None] = lambda: None) -> None:
+        """Go on with a journal that `write_journal` has begun; `guard` raises where nothing may be written any more."""
+        self.path, self.guard = path, guard
         self.header = read_header(path)
         self._lock = threading.Lock()
         self._latest = _cut_torn_line(path)
@@ -128,6 +128,7 @@ class Journal:
             The time it got, in milliseconds. In a journal time never goes back, also where the clock of the node that
             a run moved to is behind: of two points of one step, MLflow takes the later one.
         """
+        self.guard()
         with self._lock:
             self._latest = max(self._latest, int(time * 1000))
             with naming(self.path):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from dist_mem.environment import system_metrics_interval
+from dist_mem.errors import TakenOverError
 from dist_mem.tracking.delivery import Delivery, Sender
 from dist_mem.tracking.journal import Journal, find_entries, is_superseded, read_entries
 from dist_mem.tracking.mlflow_run import Target, client_tags, system_monitors
@@ -116,6 +118,9 @@ class JournalSink(Sink):
             self._system.close()
         try:
             self.record("status", {"status": status})
+        except TakenOverError:  # the rest is the other job's to tell and to send
+            self._is_closed = True
+            return
         except OSError as error:  # a full disk; rank 0 must not end otherwise than the others
             self._say(f"{self._journal.path}: {error}; MLflow is not told that the job is {status}")
         self._journal.close()
@@ -142,7 +147,12 @@ class MlflowSink(JournalSink):
         self.record("tags", client_tags())
         self._sender = Sender(target, journal.path, report=self._say)
         self._service = f"MLflow at {target.uri}"
-        self._delivery = Delivery(self._sender.send, report=self._say, service=self._service)
+        self._delivery = Delivery(self._send, report=self._say, service=self._service)
+
+    def _send(self) -> None:
+        with suppress(TakenOverError):  # which ends the training when it writes next
+            self._journal.guard()
+            self._sender.send()
 
     @property
     def run_id(self) -> str | None:

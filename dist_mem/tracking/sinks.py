@@ -7,7 +7,7 @@ points of a run, each step once: a resumed run first drops the points past the s
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,13 +94,16 @@ def _encode(point: Point) -> str:
 class MetricsFile(Sink):
     """metrics.jsonl: {"step": 10, "time": 1764000000.0, "metrics": {"loss": 5.1}}, one line per logged point."""
 
-    def __init__(self, path: Path, *, first_step: int, num_points: int = 0) -> None:
+    def __init__(
+        self, path: Path, *, first_step: int, num_points: int = 0, guard: Callable[[], None] = lambda: None
+    ) -> None:
         """Drop the points past `first_step`, the step the run continues from (0: a fresh start), then append.
 
         Args:
             num_points: that were logged up to there; those that the file does not have any more stay lost.
+            guard: raises where nothing may be written any more.
         """
-        self._path = path
+        self._path, self._guard = path, guard
         self._open(first_step)
         self.num_lost = max(0, num_points - len(self.kept))
 
@@ -116,6 +119,7 @@ class MetricsFile(Sink):
         self._file = self._path.open("a", encoding="utf-8", newline="\n", buffering=1)
 
     def log(self, point: Point) -> None:
+        self._guard()
         self._num_points += 1  # also one that the disk does not take: it was logged, and is lost
         with naming(self._path):
             self._file.write(_encode(point))
@@ -125,6 +129,7 @@ class MetricsFile(Sink):
             fsync_path(self._path)
 
     def rewind(self, step: int) -> None:
+        self._guard()
         self._file.close()
         self._open(step)
 

@@ -15,11 +15,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from dist_mem.checkpoint.lease import refuse_if_stood_still
 from dist_mem.errors import UnusableError
 from dist_mem.files import make_folder
 from dist_mem.tracking.delivery import Delivery, Sender
@@ -69,10 +71,12 @@ def start_tracking(
     progress = progress_sink(total_steps=total_steps, first_step=first_step, every=config.tracking.every)
     if config.tracking.mlflow:
         settle_run_id(run_dir, run_id, report=progress.message)
-    metrics_file = MetricsFile(run_dir / METRICS_FILE, first_step=first_step, num_points=num_points)
+    guard = partial(refuse_if_stood_still, run_dir)
+    path = run_dir / METRICS_FILE
+    metrics_file = MetricsFile(path, first_step=first_step, num_points=num_points, guard=guard)
     if metrics_file.num_lost:
         kept = f"{len(metrics_file.kept)} of the {num_points} points that were logged up to step {first_step}"
-        progress.message(f"warning: {run_dir / METRICS_FILE} has {kept}; the others are lost")
+        progress.message(f"warning: {path} has {kept}; the others are lost")
     sinks: list[Sink] = [metrics_file]
     if config.tracking.mlflow:
         sinks.append(
@@ -98,7 +102,7 @@ def _journal_sink(
     """The sink of the run's journal, which gets all that was logged without MLflow, and when this job began."""
     sending = choose_sending(config)
     report(sending.told)
-    journal = _open_journal(config, run_dir, kept)
+    journal = _open_journal(config, run_dir, kept, partial(refuse_if_stood_still, run_dir))
     history = read_history(journal.path, first_step)
     for point in kept:
         if point.step > history.last_step:  # logged by a job without MLflow
@@ -211,13 +215,13 @@ def _target(config: Any, run_dir: Path, header: Header) -> Target:
     return Target(store_uri(config), run_dir, header)
 
 
-def _open_journal(config: Any, run_dir: Path, points: Sequence[Point]) -> Journal:
+def _open_journal(config: Any, run_dir: Path, points: Sequence[Point], guard: Callable[[], None]) -> Journal:
     """The journal of a run; if it has none (MLflow was off until now), one that begins with its points so far."""
     path = run_dir / JOURNAL
     if not path.exists():
         header = Header(new_uid(), config.tracking.run_name or config.name, experiment_of(config))
         write_journal(path, header, [Entry("point", int(point.time * 1000), _body(point)) for point in points])
-    return Journal(path)
+    return Journal(path, guard)
 
 
 def _body(point: Point) -> dict[str, Any]:

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from dist_mem.errors import TakenOverError
+
 PREFIX = "system/"
 
 
@@ -69,6 +71,8 @@ class SystemMetrics:
                     continue
                 try:
                     self._record(figures)
+                except TakenOverError:  # of which the training will tell
+                    return
                 except OSError as error:  # a full disk, of which the training will tell more
                     self._report(f"no more system metrics: {error}")
                     return
