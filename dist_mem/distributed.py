@@ -137,6 +137,21 @@ def gather_objects(value: Any) -> list[Any]:
     return gathered
 
 
+def leave_note(key: str) -> None:
+    """Leave word with rank 0 for the other ranks, also while collectives hang. Raises RuntimeError if it is gone."""
+    _notes().set(key, "1")
+
+
+def has_note(key: str) -> bool:
+    """Whether any rank has left this note. Raises RuntimeError if rank 0 is gone."""
+    return bool(_notes().check([key]))
+
+
+def _notes() -> Any:
+    """The store by which the ranks have met: a connection of its own, which no collective uses once all have met."""
+    return dist.distributed_c10d._get_default_store()
+
+
 class AgreedError(RuntimeError):
     """Something failed on at least one rank; raised on all of them, with the same message."""
 

@@ -48,7 +48,7 @@ from dist_mem.job import Job, leave_if_interrupted, open_job
 from dist_mem.stop_signal import StopSignal
 from dist_mem.stopping import Stopping, refuse_if_told_to_stop
 from dist_mem.update import Flags, Outcome, train_step
-from dist_mem.watchdog import PATIENCE, UNWATCHED, beat, before_end, begin_step, watched
+from dist_mem.watchdog import PATIENCE, UNWATCHED, beat, before_end, begin_step, end_if_hung, watched
 
 
 def train(job: Job, stop_signal: StopSignal) -> int:
@@ -185,6 +185,9 @@ def run_job(config: Any, world: World, stop_signal: StopSignal, allowed: Sequenc
         job.tracker.message(f"error: {error}")
         tag_divergence(job, job.step, str(error))
         code = EXIT_DIVERGED
+    except RuntimeError:  # before anything that waits for the other ranks, or for MLflow
+        end_if_hung()
+        raise
     finally:
         job.reader.close()
         end_saving(job)

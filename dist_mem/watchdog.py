@@ -4,8 +4,10 @@
         -> RUN/hangs/<start>/rank-00003.txt, with all stacks -> the lowest live rank names the suspects in report.txt
         -> exit code 86
 
-Collectives are what hangs, so the ranks meet in the run directory. Time is counted in ticks of the thread: a job that
-was suspended as a whole, while all clocks went on, has not hung.
+Collectives are what hangs, so the ranks meet in the run directory; that a watchdog has decided they learn from the
+store of the process group as well. From then on no other error decides the exit code: a rank whose connections break,
+because another one has ended for the hang, ends for the hang. Time is counted in ticks of the thread: a job that was
+suspended as a whole, while all clocks went on, has not hung.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from dist_mem.distributed import World, gather_objects
+from dist_mem.distributed import World, gather_objects, has_note, leave_note
 from dist_mem.environment import node_name, note_exit_code
 from dist_mem.errors import EXIT_HUNG
 from dist_mem.hang_report import Standing, failed_nodes, read_standings, report, write_standing
@@ -31,6 +33,7 @@ REPORT_SECONDS = 1.5  # and then the report, and MLflow
 PATIENCE = 3.0  # times `watchdog.seconds`, in the phases of `_PATIENT` and until the first step is made
 _PATIENT = frozenset({"opening", "restoring", "evaluating", "saving", "ending"})
 OPENING_SECONDS = 180.0  # the least for "opening": DeepSpeed may compile, or wait for a job that does on the same node
+HEAR_SECONDS = 2.0  # after which a rank that does not move asks whether another one has decided
 UNWATCHED = "fetching data"  # as long as it takes; who fetches watches the transfer itself
 
 
@@ -42,6 +45,7 @@ class _Progress:
     step: int | None = None
     is_warm = False  # a whole step has been made: all is compiled and loaded
     before_end: Callable[[], None] | None = None
+    watchdog: Watchdog | None = None
 
 
 _progress = _Progress()
@@ -68,6 +72,12 @@ def before_end(work: Callable[[], None] | None) -> None:
     _progress.before_end = work
 
 
+def end_if_hung() -> None:
+    """After any error: do not return if a watchdog has decided. The error came of another rank's end."""
+    if _progress.watchdog is not None:
+        _progress.watchdog.end_if_told()
+
+
 @contextmanager
 def watched(run_dir: Path, world: World, seconds: float | None) -> Iterator[None]:
     """Watch this process meanwhile; every rank enters it.
@@ -81,9 +91,13 @@ def watched(run_dir: Path, world: World, seconds: float | None) -> Iterator[None
     watchdog = Watchdog(run_dir, world, seconds)
     try:
         yield
+    except Exception:
+        end_if_hung()
+        raise
     finally:
         beat("ending")
         watchdog.close()
+        _progress.watchdog = None
 
 
 class Watchdog:
@@ -94,7 +108,11 @@ class Watchdog:
         self._nodes = [node for node, _ in told]  # also of ranks that will be silent
         self._run_dir, self._world, self._seconds = run_dir, world, seconds
         self._folder = run_dir / "hangs" / told[0][1]
+        self._note = f"dist_mem/hang/{told[0][1]}"
+        self._idle = 0.0  # seconds in which nothing has moved
+        self._was_heard = False  # that another rank's watchdog has decided
         _progress.__dict__.clear()  # of an earlier job of this process
+        _progress.watchdog = self
         self._lock = threading.Lock()
         self._is_closed = False
         self._ends = False
@@ -109,20 +127,34 @@ class Watchdog:
         self._wake.set()
         self._thread.join()
 
+    def end_if_told(self) -> None:
+        """End the process if any rank's watchdog has decided; else return, in a second at most."""
+        if not (self._hears() or quickly(self._others_have_told, TICK) is True):
+            return
+        with self._lock:
+            is_first, self._ends = not self._ends, True
+        if is_first:
+            self._end()
+        self._thread.join()
+
+    def _hears(self) -> bool:
+        self._was_heard = self._was_heard or quickly(lambda: has_note(self._note), TICK) is True
+        return self._was_heard
+
     def _watch(self) -> None:
-        idle, last_beats, last_time = 0.0, -1, time.monotonic()
+        last_beats, last_time = -1, time.monotonic()
         while not self._wake.wait(TICK):
             now = time.monotonic()
-            idle += min(now - last_time, 2 * TICK)  # more has passed only if this process was stopped
+            self._idle += min(now - last_time, 2 * TICK)  # more has passed only if this process was stopped
             last_time = now
             if _progress.beats != last_beats or _progress.phase == UNWATCHED:
-                idle, last_beats = 0.0, _progress.beats
-            elif self._has_hung(idle):
+                self._idle, last_beats = 0.0, _progress.beats
+            elif self._has_hung(self._idle):
                 with self._lock:
-                    if self._is_closed:
+                    if self._is_closed or self._ends:
                         return
                     self._ends = True
-                self._end(idle)
+                self._end()
 
     def _has_hung(self, idle: float) -> bool:
         """Whether nothing has moved for too long, here or, if not for half as long here, on a rank that has told it."""
@@ -131,7 +163,10 @@ class Watchdog:
             limit *= PATIENCE
         if _progress.phase == "opening":
             limit = max(limit, OPENING_SECONDS)
-        return idle >= limit or (idle >= limit / 2 and quickly(self._others_have_told, TICK) is True)
+        is_told = idle >= HEAR_SECONDS and self._hears()  # rank 0 has the store, and may be gone when it is needed
+        if idle >= limit / 2:
+            is_told = is_told or quickly(self._others_have_told, TICK) is True
+        return idle >= limit or (idle >= limit / 2 and is_told)
 
     def _others_have_told(self) -> bool:
         for folder in (self._run_dir, self._folder.parent):
@@ -139,12 +174,13 @@ class Watchdog:
                 _look_anew(folder, self._world.rank)
         return self._folder.exists()
 
-    def _end(self, idle: float) -> None:
+    def _end(self) -> None:
         """Tell, and end the process. A dead file system, or whatever else, must not keep it."""
+        quickly(lambda: leave_note(self._note), TICK)
         farewell = _in_background(_progress.before_end or (lambda: None))
         deadline = time.monotonic() + GATHER_SECONDS + REPORT_SECONDS
         try:
-            self._tell(idle)
+            self._tell()
         except Exception as error:  # whatever it is, the process ends
             print(f"watchdog: {type(error).__name__}: {error}", file=sys.stderr)
         finally:
@@ -153,7 +189,7 @@ class Watchdog:
             quickly(sys.stderr.flush, TICK)
             os._exit(EXIT_HUNG)
 
-    def _tell(self, idle: float) -> None:
+    def _tell(self) -> None:
         mine = Standing(
             rank=self._world.rank,
             node=self._nodes[self._world.rank],
@@ -161,11 +197,12 @@ class Watchdog:
             step=_progress.step,
             phase=_progress.phase,
             beats=_progress.beats,
-            idle=round(idle, 1),
+            idle=round(self._idle, 1),
         )
         if not quickly(lambda: write_standing(self._folder, mine), TICK * 2):
             print(f"watchdog: {self._folder} cannot be written; rank {mine.rank} stands here:", file=sys.stderr)
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
+            time.sleep(3 * TICK)  # the others cannot read it there: until each has looked at the store
         standings = quickly(self._gather, GATHER_SECONDS + TICK) or [mine]
         if standings[0].rank == mine.rank:
             text = report(standings, self._nodes, seconds=self._seconds, folder=self._folder)

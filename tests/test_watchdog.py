@@ -130,6 +130,8 @@ def run_disturbed(config: str, what: str) -> int:
         step = job.step
         if what == "stuck in its data" and rank == 1 and step == 5:
             time.sleep(600)
+        if what == f"late on rank {1 - rank}" and step == 5:
+            time.sleep(600)
         if what == "a slow first step" and step == 0:
             time.sleep(4)
         return read_ahead(job)
@@ -141,6 +143,9 @@ def run_disturbed(config: str, what: str) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "read_ahead", read)
+        if what == f"late on rank {rank}":  # it decides long after the others, as in a phase that may take longer
+            watched = train.watched
+            patch.setattr(train, "watched", lambda run_dir, world, seconds: watched(run_dir, world, 60.0))
         patch.setattr(update, "sum_over_ranks", add_up)
         return main(["train", config])
 
@@ -178,6 +183,20 @@ def test_a_run_directory_that_cannot_be_written_does_not_keep_a_hanging_job(tmp_
         assert f"cannot be written; rank {rank} stands here:" in text
         assert "most recent call first" in text
         assert "hang: nothing has moved for " in text
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("is_written", [True, False])
+def test_a_rank_that_is_cut_off_by_the_end_of_a_hanging_one_has_hung_too(
+    tmp_path: Path, books: Path, late: int, is_written: bool
+) -> None:
+    """Its connections break before its own watchdog has decided; the run directory may be out of order as well."""
+    config = config_of(tmp_path, books, seconds=3)
+    if not is_written:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "hangs").write_text("a file")
+    ended = disturbed(tmp_path, config, f"late on rank {late}")
+    assert ended.codes == [EXIT_HUNG] * 2, ended.texts
 
 
 def test_the_first_step_may_take_three_times_as_long(tmp_path: Path, books: Path) -> None:
