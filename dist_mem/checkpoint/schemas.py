@@ -41,6 +41,7 @@ _FURTHER = {
     "commit": optional(text),
     "environment": table(text),
     "divergence": record({}, _DIVERGENCE, is_open=True),
+    "points": _COUNT,
     "validation": optional(record({"step": _COUNT, "loss": figure}, is_open=False)),
 }
 _OF_CHECKPOINT = record(
