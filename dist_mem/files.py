@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import IO, Any
@@ -15,6 +16,10 @@ from typing import IO, Any
 _NETWORK_FILE_SYSTEMS = {
     *("9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "orangefs", "panfs"),
     *("pvfs2", "smb3", "smbfs", "virtiofs", "wekafs"),
+}
+_WRONG_PATH = {
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EINVAL, errno.ELOOP, errno.EEXIST),
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
 }
 _CHUNK = 1 << 20  # bytes; written and hashed while they are in the processor's cache
 
@@ -51,6 +56,25 @@ def make_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
         fsync_path(folder.parent)
+
+
+def is_file(path: Path) -> bool:
+    """Whether a file is there; false also for what no file can be called: a name too long, or with a zero byte."""
+    with suppress(OSError, ValueError):
+        return path.is_file()
+    return False
+
+
+def is_dir(path: Path) -> bool:
+    """As `is_file`, of a folder."""
+    with suppress(OSError, ValueError):
+        return path.is_dir()
+    return False
+
+
+def is_wrong_path(error: OSError) -> bool:
+    """Whether a path cannot be what was given: another one may do, and no room or repair makes this one fit."""
+    return error.errno in _WRONG_PATH
 
 
 def free_name(path: Path) -> Path:

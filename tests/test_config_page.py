@@ -50,11 +50,11 @@ def test_every_key_has_a_row_with_a_meaning(page: str) -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        "| `train.steps` | `null` | integer >= 1 or `null` |  | updates; give this or epochs |",
+        "| `train.steps` | `null` | integer >= 1 and <= 99,999,999 or `null` |  | updates; give this or epochs |",
         "| `optimizer.betas` | `[0.9, 0.999]` | list of numbers, each >= 0 and < 1 | `--allow` | adamw and adam only |",
         "| `optimizer.groups[].lr` | `null` | number > 0 or `null` | `--allow` | `null`: `optimizer.lr` |",
         "| `model.norm` | `pre` | `pre`, `post` | fixed | layer norm before or after each sub-layer |",
-        "| `memory.mem_len` | `128` | integer | fixed | M, tokens |",
+        "| `memory.mem_len` | `128` | integer <= 16,777,216 | fixed | M, tokens |",
     ],
 )
 def test_row_tells_default_values_and_whether_it_may_change(page: str, row: str) -> None:

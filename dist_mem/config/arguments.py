@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Collection, Sequence
 
-from dist_mem.config.check import nearest
+from dist_mem.config.bounds import MOST
+from dist_mem.config.check import nearest, shown
 from dist_mem.config.load import known_keys
 
 _SURE = 0.7  # similarity from which an option or a key is taken for the one that was meant
+_MOST_COUNT = 1_000_000
+_MOST_SAMPLES = 10_000  # they share one batch
 _SHOWN = 3  # keys with the same last part
 
 
@@ -79,22 +83,41 @@ def _value_after(option: str, given: Sequence[str]) -> str:
     return following[0] if following and not following[0].startswith("-") else "VALUE"
 
 
-def count(text: str) -> int:
-    """A number of 1 or more."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+def count(text: str, *, least: int = 1, most: int = _MOST_COUNT) -> int:
+    """A number of 1 or more, as of tokens or processes."""
+    if not re.fullmatch(r"-?\d{1,4000}", text):  # Python reads no longer ones
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a whole number")
+    if int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text} must be at least {least}")
+    if int(text) > most:
+        raise argparse.ArgumentTypeError(f"{shown(text)} must be at most {most:,}")
     return int(text)
+
+
+def samples(text: str) -> int:
+    """How many texts are written side by side."""
+    return count(text, most=_MOST_SAMPLES)
+
+
+def seed(text: str) -> int:
+    """A seed, as `train.seed`."""
+    return count(text, least=0, most=MOST["train.seed"])
 
 
 def step(text: str) -> int:
     """The step of a checkpoint."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no step: give a number, as 400, or leave --checkpoint out for the newest that verifies"
+            f"{shown(text)} is no step: give a number, as 400, or leave --checkpoint out for the newest that verifies"
         )
-    return int(text)
+    return count(text, least=0, most=MOST["train.steps"])
+
+
+def split(text: str) -> str:
+    """The name of a split: of one folder."""
+    if not text or "/" in text or text in (".", ".."):
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no name of a split: give one, as test")
+    return text
 
 
 def names(text: str) -> list[str]:
@@ -105,8 +128,8 @@ def names(text: str) -> list[str]:
 def seeds(text: str) -> list[int]:
     """Different whole numbers with commas between them."""
     if not all(name.isdecimal() for name in names(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers, as 0,1,2")
-    numbers = [int(name) for name in names(text)]
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no list of numbers, as 0,1,2")
+    numbers = [seed(name) for name in names(text)]
     if len(set(numbers)) != len(numbers):
         raise argparse.ArgumentTypeError(f"{text} has a seed twice")
     return numbers

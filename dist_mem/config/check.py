@@ -19,6 +19,9 @@ from dist_mem.errors import UnusableError
 _SURE = 0.75  # similarity from which a key of the same block is taken for the one that was meant
 _MAYBE = 0.5  # two letters swapped in a name of two
 _SHOWN = 15  # keys listed in a message
+_SHOWN_LETTERS = 120  # of a value in a message
+_SHOWN_BITS = 256  # of a number written out
+_NUMBERS = range(-(2**63), 2**63)  # that tensors, arrays and MLflow hold
 _TYPE_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text", list: "a list"}
 _MANY_TYPE_WORDS = {int: "integers", float: "numbers", bool: "true or false", str: "texts"}
 
@@ -31,7 +34,7 @@ class Problem(NamedTuple):
     where: str = ""  # the file, or "command line"
 
     def __str__(self) -> str:
-        return ": ".join(part for part in (self.where, self.key, self.text) if part)
+        return ": ".join(part for part in (self.where, _beginning(self.key), self.text) if part)
 
 
 class ConfigError(UnusableError):
@@ -66,6 +69,17 @@ def located(problem: Problem, origins: Mapping[str, str]) -> Problem:
             return problem._replace(where=places[-1])
         key = key[: max(key.rfind("."), key.rfind("["), 0)]
     return problem
+
+
+def shown(value: Any) -> str:
+    """A value for a message: of what is very long only the beginning."""
+    if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
+        return f"a number of about {round(value.bit_length() * math.log10(2)):,} digits"  # Python writes no longer ones
+    return _beginning(repr(value))
+
+
+def _beginning(text: str) -> str:
+    return text if len(text) <= _SHOWN_LETTERS else f"{text[:_SHOWN_LETTERS]}... ({len(text):,} characters)"
 
 
 def is_interpolation(value: Any) -> bool:
@@ -136,6 +150,8 @@ def _without_none(schema: Any) -> Any:
 
 def nearest(name: str, names: Sequence[str], similarity: float = _MAYBE) -> str | None:
     """The most similar of `names`, whatever the case; None if none is similar enough (0: anything, 1: equal)."""
+    if len(name) > _SHOWN_LETTERS:  # comparing takes the product of both lengths
+        return None
     by_lower = {known.lower(): known for known in names}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=similarity)
     return by_lower[close[0]] if close else None
@@ -191,12 +207,14 @@ def check_tree(
             else:
                 yield Problem(join(key, name), f"unknown key; {suggest(str(name), key, list(fields), everywhere)}")
     elif fields is not None:
-        yield Problem(key, f"is {tree!r}, but must be a block with keys among {_some(list(fields))}")
+        yield Problem(key, f"is {shown(tree)}, but must be a block with keys among {_some(list(fields))}")
     elif item is not None and (children := _items(tree)) is not None:
         for index, child in children.items():
             yield from check_tree(item, child, key=f"{key}[{index}]", everywhere=everywhere, is_open=is_open)
     elif not _has_type(schema, tree):
-        yield Problem(key, f"is {tree!r}, but must be {describe_type(schema)}{_advice(schema, tree)}")
+        yield Problem(key, f"is {shown(tree)}, but must be {describe_type(schema)}{_advice(schema, tree)}")
+    elif type(tree) is int and tree not in _NUMBERS:
+        yield Problem(key, f"is {shown(tree)}, but numbers have at most 64 bits; give a smaller one")
 
 
 def _items(tree: Any) -> Mapping[Any, Any] | None:
@@ -234,7 +252,7 @@ def describe_type(schema: Any) -> str:
 
 
 def _advice(schema: Any, value: Any) -> str:
-    if _without_none(schema) is int and isinstance(value, float) and math.isfinite(value) and value == int(value):
+    if _without_none(schema) is int and isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
         return f"; write {int(value)}"
     if value is None:
         return "; leave the key out for its default"

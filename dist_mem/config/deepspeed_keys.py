@@ -254,6 +254,13 @@ def without_defaults(tree: Any) -> Any:
     return {name: child for name, child in kept.items() if child != {} or tree[name] == {}}
 
 
+def _whole(tree: Any) -> Any:
+    """The tree with 5e8 as an integer, for which DeepSpeed, unlike us, takes it."""
+    if isinstance(tree, Mapping):
+        return {name: _whole(child) for name, child in tree.items()}
+    return int(tree) if isinstance(tree, float) and tree.is_integer() else tree
+
+
 def _find(tree: Any, key: str) -> Any:
     for name in key.split("."):
         tree = tree.get(name) if isinstance(tree, Mapping) else None
@@ -264,14 +271,13 @@ def check_block(block: Mapping[str, Any], *, key: str, everywhere: Sequence[str]
     """Yield what is wrong with a `deepspeed:` block standing at `key`; interpolations are not followed."""
 
     def is_open(value: Any) -> bool:
-        # DeepSpeed, unlike us, takes 5e8 for an integer.
-        return _is_default(value) or is_interpolation(value) or (isinstance(value, float) and value.is_integer())
+        return _is_default(value) or is_interpolation(value)
 
     kept = without_defaults(block)
     for name, reason in REFUSED.items():
         if _find(kept, name) not in (None, {}):
             yield Problem(join(key, name), f"{'is set by dist_mem' if name in OWNED else 'is refused'}: {reason}")
-    yield from check_tree(SCHEMA, block, key=key, everywhere=everywhere, is_open=is_open)
+    yield from check_tree(SCHEMA, _whole(block), key=key, everywhere=everywhere, is_open=is_open)
     stage = _find(kept, "zero_optimization.stage")
     if isinstance(stage, int) and stage not in range(4):
         yield Problem(join(key, "zero_optimization.stage"), f"is {stage!r}, but must be 0, 1, 2 or 3")

@@ -16,12 +16,24 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 from dist_mem.config import deepspeed_keys
-from dist_mem.config.check import ConfigError, Problem, all_keys, check_tree, flatten, located, optional_keys, stop_on
+from dist_mem.config.bounds import check_bounds
+from dist_mem.config.check import (
+    ConfigError,
+    Problem,
+    all_keys,
+    check_tree,
+    flatten,
+    located,
+    optional_keys,
+    shown,
+    stop_on,
+)
 from dist_mem.config.credentials import check_credentials
 from dist_mem.config.environment_values import hide_all, replace_texts, watch_environment
 from dist_mem.config.rules import CHOICES, check_together, check_values
 from dist_mem.config.schema import Config
 from dist_mem.config.sources import COMMAND_LINE, Source, merge, merge_source, plain_block, read_sources, resolve
+from dist_mem.config.texts import check_texts
 from dist_mem.files import write_text
 
 COMMAND_LINE_ONLY = ("data.allow_pipe", "eval.allow_code")  # what lets a program run is no file's to say
@@ -80,7 +92,7 @@ def _check_source(source: Source) -> Iterable[Problem]:
     if isinstance(block, Mapping):
         yield from deepspeed_keys.check_block(block, key="deepspeed", everywhere=known_keys())
     else:
-        yield Problem("deepspeed", f"is {block!r}, but must be a block or the path of a ds_config.json")
+        yield Problem("deepspeed", f"is {shown(block)}, but must be a block or the path of a ds_config.json")
 
 
 def _merged(tree: dict[str, Any], source: Source) -> dict[str, Any]:
@@ -95,12 +107,13 @@ def _check_merged(config: DictConfig) -> list[Problem]:
     resolved = resolve(config)
     memory = resolved["memory"]
     if not isinstance(memory, Mapping) or not isinstance(memory.get("kind"), str):
-        return [Problem("memory", f"is {memory!r}, but must be a block with a kind")]
+        return [Problem("memory", f"is {shown(memory)}, but must be a block with a kind")]
     problems = [
         *check_tree(Config, resolved),
         *deepspeed_keys.check_block(resolved["deepspeed"], key="deepspeed", everywhere=()),
     ]
-    problems = problems or list(check_values(resolved, optional_keys(Config)))
+    leaves = flatten(resolved)
+    problems = problems or [*check_values(resolved, optional_keys(Config)), *check_bounds(leaves), *check_texts(leaves)]
     return problems or list(check_together(resolved))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, fields
 from typing import Any
 
+from dist_mem.config.bounds import MOST
 from dist_mem.config.check import describe_type, fields_of, is_optional, item_schema
 from dist_mem.config.deepspeed_keys import HANDED_ON, OWNED, REMOVED, UNSUPPORTED
 from dist_mem.config.help import as_yaml, block_of, default_of, meanings
@@ -123,15 +124,19 @@ def _row(key: str, field: Field[Any], schema: type) -> Sequence[str]:
 def _values(key: str, kind: Any) -> str:
     """What may stand there: type and range, or the choices."""
     is_list = item_schema(kind) is not None
-    limits = RANGES.get(f"{key}[]" if is_list else key)
+    number = f"{key}[]" if is_list else key
+    limits, most = RANGES.get(number), MOST.get(number)
     if key in CHOICES:
         words = _listed(CHOICES[key])
     elif block_of(kind) and not is_list:
         words = "block"
     else:
         words = "block" if kind is Any else re.sub(r"^an? | or null$", "", describe_type(kind))
+    words += ", each" if is_list and (limits or most) else ""
     if limits:
-        words += f"{', each' if is_list else ''} {_SIGN.sub(lambda found: _SIGNS[found[0]], limits.words)}"
+        words += f" {_SIGN.sub(lambda found: _SIGNS[found[0]], limits.words)}"
+    if most is not None:
+        words += f"{' and' if limits else ''} <= {most:,}"
     return f"{words} or `null`" if is_optional(kind) else words
 
 

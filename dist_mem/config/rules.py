@@ -11,7 +11,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from dist_mem.config.check import Problem, flatten, nearest
+from dist_mem.config.bounds import generic
+from dist_mem.config.check import Problem, flatten, nearest, shown
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "data.layout": ("documents", "stream"),
@@ -126,15 +127,15 @@ def check_values(config: Mapping[str, Any], optional: set[str]) -> Iterator[Prob
         optional: keys that may be null, items of lists as `optimizer.groups[].lr`.
     """
     for key, value in flatten(config).items():
-        generic = re.sub(r"\[\d+\]", "[]", key)
-        if generic in CHOICES and value not in CHOICES[generic]:
-            choices = CHOICES[generic]
+        general = generic(key)
+        if general in CHOICES and value not in CHOICES[general]:
+            choices = CHOICES[general]
             close = nearest(str(value), choices)
             meant = f"; did you mean {close}?" if close else ""
-            yield Problem(key, f"is {value!r}, but must be one of {', '.join(choices)}{meant}")
-        if generic in RANGES and value is not None and not (math.isfinite(value) and RANGES[generic].holds(value)):
-            off = "; use null for none" if generic in optional and value <= 0 else ""
-            yield Problem(key, f"is {value!r}, but must be {RANGES[generic].words}{off}")
+            yield Problem(key, f"is {shown(value)}, but must be one of {', '.join(choices)}{meant}")
+        if general in RANGES and value is not None and not (math.isfinite(value) and RANGES[general].holds(value)):
+            off = "; use null for none" if general in optional and value <= 0 else ""
+            yield Problem(key, f"is {value!r}, but must be {RANGES[general].words}{off}")
 
 
 def check_together(config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -227,7 +228,7 @@ def _pattern_error(pattern: str) -> str | None:
     try:
         re.compile(pattern)
     except re.error as error:
-        return f"is {pattern!r}, but must be a regular expression: {error}"
+        return f"is {shown(pattern)}, but must be a regular expression: {error}"
     return None
 
 

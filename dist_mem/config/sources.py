@@ -15,9 +15,12 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dist_mem.config.check import ConfigError, Problem, flatten, is_interpolation, join, nearest
+from dist_mem.config.check import ConfigError, Problem, flatten, is_interpolation, join, nearest, shown
+from dist_mem.files import is_dir, is_file
 
 COMMAND_LINE = "command line"
+# Of YAML and OmegaConf. ValueError: numbers of over 4,300 digits, dates such as 2020-13-45, bytes that are no UTF-8.
+_UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError)
 _SUFFIXES = (".yaml", ".yml", ".json")
 
 
@@ -35,36 +38,43 @@ def read_sources(arguments: Sequence[str]) -> list[Source]:
     Raises:
         ConfigError: a file is missing (with the names of near ones) or is not YAML.
     """
-    is_override = ["=" in argument and not Path(argument).is_file() for argument in arguments]
+    is_override = ["=" in argument and not is_file(Path(argument)) for argument in arguments]
     names = [name for name, override in zip(arguments, is_override, strict=True) if not override]
     overrides = [text for text, override in zip(arguments, is_override, strict=True) if override]
     folders = [Path(), *([Path(names[0]).parent] if names else []), Path("configs")]
     paths = [find_file(name, folders) for name in names]
     sources = [Source(_read_yaml(path), str(path)) for path in paths]
-    sources.append(Source(_read_overrides(overrides), COMMAND_LINE))
+    sources.append(Source(read_overrides(overrides), COMMAND_LINE))
     return [part for source in sources for part in _with_deepspeed_file(source)]
 
 
 def find_file(name: str, folders: Sequence[Path]) -> Path:
-    """The first of `folders` / `name` that is a file."""
+    """The first of `folders` / `name` that is a file.
+
+    Raises:
+        ConfigError: none is; names a near one, of those folders, of the one that `name` names, or below configs/.
+    """
     for folder in folders:
-        if (folder / name).is_file():
+        if is_file(folder / name):
             return folder / name
-    if Path(name).is_dir():
+    if is_dir(Path(name)):
         inside = Path(name) / "config.yaml"
         meant = f"; did you mean {inside}?" if inside.is_file() else ""
         raise ConfigError([Problem("", f"is a folder: give a YAML file{meant}", name)])
-    nearby = [path for folder in dict.fromkeys(folders) for path in _config_files(folder, deep=folder != Path())]
+    named = [folder / Path(name).parent for folder in folders]
+    nearby = list(dict.fromkeys(path for folder in [*folders, *named] for path in _config_files(folder)))
     close = nearest(name, [str(path) for path in nearby]) or _same_name(name, nearby)
     meant = f"; did you mean {close}?" if close else ""
     hint = "" if Path(name).suffix in _SUFFIXES else " (a key is set with key=value)"
-    raise ConfigError([Problem("", f"no such file{hint}{meant}", name)])
+    raise ConfigError([Problem("", f"no such file{hint}{meant}", shown(name).strip("'"))])
 
 
-def _config_files(folder: Path, *, deep: bool) -> Iterator[Path]:
-    for path in sorted(folder.glob("**/*" if deep else "*")):
-        if path.suffix in _SUFFIXES:
-            yield path
+def _config_files(folder: Path) -> Iterator[Path]:
+    """Those of the folder itself, and of configs/ at any depth: any other may be as deep as the whole disk."""
+    if is_dir(folder):
+        for path in sorted(folder.glob("**/*" if folder == Path("configs") else "*")):
+            if path.suffix in _SUFFIXES:
+                yield path
 
 
 def _same_name(name: str, paths: Sequence[Path]) -> str | None:
@@ -75,24 +85,30 @@ def _same_name(name: str, paths: Sequence[Path]) -> str | None:
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path))
-    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
-        raise ConfigError([Problem("", f"cannot be read as YAML: {error}", str(path))]) from error
+    except (*_UNREADABLE, OSError) as error:
+        raise ConfigError([Problem("", f"cannot be read as YAML: {_complaint(error)}", str(path))]) from error
     if not isinstance(tree, dict):
         raise ConfigError([Problem("", "must hold keys and values, but holds a list", str(path))])
     return {str(name): child for name, child in tree.items()}
 
 
-def _read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+def _complaint(error: Exception) -> str:
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
+def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """The tree of `a.b=c` texts. Raises ConfigError for one that is not of that form, or not YAML."""
     tree: dict[str, Any] = {}
     for override in overrides:
         key, _, text = override.partition("=")
         names = re.split(r"[.\[]", key.replace("]", ""))
         if not all(names):
-            raise ConfigError([Problem(key, f"{override!r} is not key=value", COMMAND_LINE)])
+            raise ConfigError([Problem(key, f"{shown(override)} is not key=value", COMMAND_LINE)])
         try:
             branch = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index, call-overload]
-        except (yaml.YAMLError, OmegaConfBaseException) as error:
-            raise ConfigError([Problem(key, f"{text!r} cannot be read as YAML: {error}", COMMAND_LINE)]) from error
+        except _UNREADABLE as error:
+            told = f"{shown(text)} cannot be read as YAML: {_complaint(error)}"
+            raise ConfigError([Problem(key, told, COMMAND_LINE)]) from error
         for name in reversed(names):
             branch = {name: branch}
         tree = merge(tree, branch)

@@ -182,6 +182,8 @@ def check_options(options: Any, *, seg_len: int) -> None:
         raise ValueError(
             f"memory.cmem_len is {options.cmem_len}, but must be at least 1; without it set memory.kind=transformer_xl"
         )
+    if options.loss_weight < 0:
+        raise ValueError(f"memory.loss_weight is {options.loss_weight}, but must be at least 0")
     for key, allowed in (
         ("compression", tuple(COMPRESSIONS)),
         ("compression_loss", LOSSES),

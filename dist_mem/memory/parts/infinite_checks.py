@@ -9,6 +9,7 @@ from dist_mem.memory.parts.densities import DENSITIES, KL_HEADS, PROJECTIONS
 from dist_mem.memory.parts.sticky import SAMPLINGS
 
 STORES = ("raw", "normed")
+MOST_ENTRIES = 2**28  # of a regression matrix, 2 GiB in float64
 CHOICES = {
     "sampling": SAMPLINGS,
     "padding": PADDINGS,
@@ -36,8 +37,9 @@ def check_options(options: Any) -> None:
             f"memory.num_basis is {options.num_basis}, but must be a multiple of {len(options.widths)}, the number of "
             "memory.widths: every centre has one basis function of each width"
         )
-    if options.output_init < 0:
-        raise ValueError(f"memory.output_init is {options.output_init}, but must be at least 0")
+    for name in ("output_init", "kl_weight"):
+        if getattr(options, name) < 0:
+            raise ValueError(f"memory.{name} is {getattr(options, name)}, but must be at least 0")
     if options.memory_threshold is not None and options.memory_threshold < 1:
         raise ValueError(
             f"memory.memory_threshold is {options.memory_threshold}, but must be at least 1; null never forgets"
@@ -50,10 +52,18 @@ def check_options(options: Any) -> None:
 
 
 def check_growth(geometry: Geometry, *, forgets: bool) -> None:
-    """Raise ValueError for a signal that grows at every update, and is never forgotten: it ends in infinity.
+    """Raise ValueError for matrices that are too large, and for a signal that grows at every update.
+
+    Where it is never forgotten, such a signal ends in infinity.
 
     Not in the paper. With 64 functions of widths 0.005 and 0.01 coefficients were 3e23 after 8,896 tokens.
     """
+    num_rows = geometry.num_samples + geometry.num_rows
+    if num_rows * geometry.num_basis > MOST_ENTRIES:
+        raise ValueError(
+            f"memory.num_basis is {geometry.num_basis}, whose regression on {num_rows:,} rows (memory.num_samples, and "
+            f"those of train.seg_len that enter at once) has more than {MOST_ENTRIES:,} entries: make one of them less"
+        )
     factor = 0.0 if forgets else growth(geometry)
     if factor >= 1.0:
         raise ValueError(
