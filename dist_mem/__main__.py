@@ -21,6 +21,7 @@ What the commands do: commands.py.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -32,7 +33,18 @@ from pathlib import Path
 from typing import NoReturn, TextIO, cast
 
 from dist_mem import commands as run
-from dist_mem.config.arguments import count, keys_of, names, seeds, step, unknown_command, unknown_option
+from dist_mem.config.arguments import (
+    count,
+    keys_of,
+    names,
+    samples,
+    seed,
+    seeds,
+    split,
+    step,
+    unknown_command,
+    unknown_option,
+)
 from dist_mem.config.environment_values import HidingStream
 from dist_mem.environment import is_first_on_node, use_node_caches
 from dist_mem.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UnfitError, UnusableError
@@ -112,7 +124,7 @@ def _add_evaluate(commands: argparse._SubParsersAction) -> None:
     added = _add(commands, run.evaluate)
     added.add_argument("run", type=Path, help="a run directory, one checkpoint in it, or an export")
     added.add_argument("overrides", nargs="*", help="key=value overrides, of eval.* and data.path")
-    added.add_argument("--split", help="default: eval.split")
+    added.add_argument("--split", type=split, help="default: eval.split")
     added.add_argument("--without-memory", action="store_true", help="empty the memory at every segment: what it gains")
     added.add_argument("--sweep", metavar="LENGTH", help="a table over lengths: mem_len=64,128,... or seg_len=...")
     added.add_argument(
@@ -143,7 +155,7 @@ def _add_checkpoints(commands: argparse._SubParsersAction) -> None:
 def _add_compare(commands: argparse._SubParsersAction) -> None:
     added = _add(commands, run.compare)
     added.add_argument("runs", nargs="+", type=Path, help="run directories, or reports of evaluations")
-    added.add_argument("--split", help="default: test, else validation")
+    added.add_argument("--split", type=split, help="default: test, else validation")
     added.add_argument("--plot", type=Path, help="also draw recall perplexity by distance into this file")
 
 
@@ -157,10 +169,10 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8, of any length")
     added.add_argument("--tokens", type=count, default=256, help="to write (default: 256)")
     added.add_argument("--temperature", type=float, default=1.0, help="0: always the likeliest token (default: 1.0)")
-    added.add_argument("--top-k", type=int, help="draw from the K likeliest tokens (default: all)")
+    added.add_argument("--top-k", type=count, help="draw from the K likeliest tokens (default: all)")
     added.add_argument("--top-p", type=float, default=0.95, help="draw from the nucleus of this mass (default: 0.95)")
-    added.add_argument("--seed", type=int, default=0, help="the same seed writes the same text (default: 0)")
-    added.add_argument("--samples", type=count, default=1, help="texts, of one batch (default: 1)")
+    added.add_argument("--seed", type=seed, default=0, help="the same seed writes the same text (default: 0)")
+    added.add_argument("--samples", type=samples, default=1, help="texts, of one batch (default: 1)")
     added.add_argument("--checkpoint", type=step, help=_STEP_HELP)
     added.add_argument("--out", type=Path, help="also write a file: .json or .md with all figures, else the text alone")
 
@@ -181,14 +193,14 @@ def _add_dialogue(commands: argparse._SubParsersAction) -> None:
     added = _add(commands, run.dialogue)
     added.add_argument("run", type=Path, help="a run directory, one checkpoint in it, or an export")
     added.add_argument("overrides", nargs="*", help="key=value overrides, of eval.* and data.path")
-    added.add_argument("--split", help="default: eval.split")
+    added.add_argument("--split", type=split, help="default: eval.split")
     added.add_argument("--checkpoint", type=step, help=_STEP_HELP)
     added.add_argument("--limit", type=count, metavar="N", help="only the first N conversations (default: all)")
     added.add_argument("--turns", type=count, metavar="N", help="N replies a conversation, spread (default: all)")
     added.add_argument("--tokens", type=count, default=50, help="of a reply, at most (default: 50)")
     added.add_argument("--top-p", type=float, default=0.9, help="nucleus that tokens are drawn from (default: 0.9)")
     added.add_argument("--temperature", type=float, default=1.0, help="0: always the likeliest (default: 1)")
-    added.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+    added.add_argument("--seed", type=seed, default=0, help="of the draws (default: 0)")
     added.add_argument("--wordnet", type=Path, metavar="FOLDER", help="of METEOR (default: /usr/share/wordnet)")
 
 
@@ -196,7 +208,7 @@ def _add_inspect(commands: argparse._SubParsersAction) -> None:
     added = _add(commands, run.inspect)
     added.add_argument("run", type=Path, help="a run directory, one checkpoint in it, or an export")
     added.add_argument("overrides", nargs="*", help="key=value overrides, of eval.* and data.path")
-    added.add_argument("--split", help="default: eval.split")
+    added.add_argument("--split", type=split, help="default: eval.split")
     added.add_argument("--checkpoint", type=step, help=_STEP_HELP)
     added.add_argument("--limit", type=count, default=100, metavar="N", help="the first N documents (default: 100)")
 
@@ -208,7 +220,11 @@ def _add_prepare(commands: argparse._SubParsersAction) -> None:
     added.add_argument("--cache", help="as data.cache")
     added.add_argument("--allow-pipe", action="store_true", help="as data.allow_pipe: run the command of a pipe: URL")
     added.add_argument(
-        "--split", action="append", default=[], help="only this one (default: all; at a URL train, validation, test)"
+        "--split",
+        type=split,
+        action="append",
+        default=[],
+        help="only this one (default: all; at a URL train, validation, test)",
     )
 
 
@@ -282,6 +298,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, UnusableError) else EXIT_FAILED
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print(f"error: {error.filename}: {error.strerror}; give a shorter path", file=sys.stderr)
+        return EXIT_USAGE
     except KeyboardInterrupt:
         print("stopped by SIGINT", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from dist_mem.config import Config, load_config, to_yaml, value_of
+from dist_mem.config.check import stop_on
 from dist_mem.config.help import schema_as_yaml
 from dist_mem.config.resume_rules import check_allowed
+from dist_mem.config.texts import check_texts
 from dist_mem.environment import is_rank0, note_exit_code
 from dist_mem.errors import EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE, StoppedEarlyError, UnusableError
 from dist_mem.stop_signal import OF_SCHEDULERS, StopSignal
@@ -64,10 +66,18 @@ def train(options: argparse.Namespace) -> int:
         return code
 
 
+def _check_model(config: Config) -> None:
+    """Build the model without allocating it: what it or its memory refuses is known before anything is made."""
+    from dist_mem.plan import check_model
+
+    check_model(config)
+
+
 def _train(options: argparse.Namespace, early: StopSignal) -> int:
     _require_config(options, "dist-mem train configs/demo.yaml train.steps=100")
     config = load_checked(options.config)
     check_allowed(options.allow)
+    _check_model(config)
     if options.check:
         from dist_mem import plan
         from dist_mem.checkpoint.resumption import check_run_dir
@@ -97,6 +107,7 @@ def launch(options: argparse.Namespace) -> int:
     _require_config(options, "dist-mem launch configs/demo.yaml launch/sites/generic.yaml --nodes 1")
     config = load_checked([*options.config, *given])
     submit.check(config)
+    _check_model(config)
     from dist_mem.checkpoint.resumption import check_run_dir
     from dist_mem.plan import idle_warning
 
@@ -114,19 +125,23 @@ def doctor(options: argparse.Namespace) -> int:
         return drill.run(options.config)
     from dist_mem.doctor import run
 
-    return run.run(load_checked(options.config) if options.config else None)
+    config = load_checked(options.config) if options.config else None
+    if config is not None:
+        _check_model(config)
+    return run.run(config)
 
 
 def evaluate(options: argparse.Namespace) -> int:
     """Score a checkpoint on whole documents."""
-    if options.also and not options.sweep:
+    is_sweep = options.sweep is not None
+    if options.also and not is_sweep:
         raise UnusableError(f"--also {options.also[0]}: one run at a time, but with --sweep")
-    if options.without_memory and options.sweep:
+    if options.without_memory and is_sweep:
         raise UnusableError("--without-memory: one evaluation at a time, not with --sweep")
     from dist_mem.distributed import choose_accelerator
 
     choose_accelerator()
-    if options.sweep:
+    if is_sweep:
         from dist_mem.evaluation import sweep
 
         return sweep.run(
@@ -241,6 +256,8 @@ def prepare(options: argparse.Namespace) -> int:
     from dist_mem.data.remote import show
     from dist_mem.data.verify import verify_dataset
 
+    given = {"data.path": options.data, "data.cache": options.cache}
+    stop_on(problem._replace(where="command line") for problem in check_texts(given))
     problems = verify_dataset(options.data, cache=options.cache, splits=options.split, allow_pipe=options.allow_pipe)
     for problem in problems:
         document = f"document {problem.document}" if problem.document else ""

@@ -155,15 +155,31 @@ def _described(memory: Mapping[str, Any]) -> str:
     return f"{memory['kind']}{f' ({options})' if options else ''}{over}"
 
 
+def check_model(config: Config) -> dict[str, int]:
+    """`describe` of the configuration's model, with the vocabulary of the data where it is built.
+
+    Raises:
+        UnusableError: the model, or its memory, cannot be built so.
+    """
+    try:
+        return describe(config, _vocab_size(config))
+    except (ValueError, RuntimeError) as error:  # RuntimeError: more bytes than a tensor can have
+        raise UnusableError(str(error)) from error
+
+
+def _vocab_size(config: Config) -> int:
+    if _data_is_built(config):
+        return int(read_tokenizer_facts(local_dir(config.data))["vocab_size"])
+    cutoffs = [] if config.model.adaptive is None else list(config.model.adaptive.cutoffs)
+    return max([ASSUMED_VOCAB_SIZE, *(2 * cutoff for cutoff in cutoffs)])
+
+
 def _model_lines(config: Config, world_size: int) -> Iterator[tuple[str, str]]:
     model, train = config.model, config.train
-    is_built = _data_is_built(config)
-    cutoffs = [] if model.adaptive is None else list(model.adaptive.cutoffs)
-    assumed_size = max([ASSUMED_VOCAB_SIZE, *(2 * cutoff for cutoff in cutoffs)])
-    vocab_size = read_tokenizer_facts(local_dir(config.data))["vocab_size"] if is_built else assumed_size
+    is_built, vocab_size = _data_is_built(config), _vocab_size(config)
     if model.pretrained is not None:
         check_sizes(model, vocab_size if is_built else None)
-    sizes = describe(config, vocab_size)
+    sizes = check_model(config)
     assumed = "" if is_built else " (assumed: the data is not built yet)"
     per_rank = sizes["state_bytes_per_lane"] * batch_plan(train, world_size).lanes_per_rank
     layers, words = sizes["num_layer_parameters"], sizes["num_vocabulary_parameters"]

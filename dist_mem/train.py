@@ -154,6 +154,18 @@ def hold_run_dir(run_dir: Path, world: World) -> Lease | None:
     return lease
 
 
+def _missing_folders(path: Path) -> list[Path]:
+    """The folders that have to be made for this one to be there, the innermost first."""
+    return [folder for folder in (path, *path.parents) if not folder.exists()]
+
+
+def _drop_empty(folders: Sequence[Path]) -> None:
+    """Remove folders that a refused start has made for nothing."""
+    with suppress(OSError):  # one that holds something, or is gone: then all around it stay too
+        for folder in folders:
+            folder.rmdir()
+
+
 _STATUS = {EXIT_DONE: "FINISHED", EXIT_REQUEUE: "KILLED", EXIT_DIVERGED: "FAILED", EXIT_FAILED: "FAILED"}
 
 
@@ -231,7 +243,7 @@ def run(config: Any, *, allowed: Sequence[str] = (), early: StopSignal | None = 
     except ValueError as error:  # half of a launcher's variables
         raise UnusableError(str(error)) from error
     del meeting
-    lease = None
+    lease, new_folders = None, _missing_folders(Path(config.run_dir))
     try:
         lease = hold_run_dir(Path(config.run_dir), world)
         with watched(Path(config.run_dir), world, config.watchdog.seconds):
@@ -248,5 +260,7 @@ def run(config: Any, *, allowed: Sequence[str] = (), early: StopSignal | None = 
     finally:
         if lease is not None:
             lease.release()
+        if world.rank == 0:
+            _drop_empty(new_folders)
         distributed.shut_down(agreed=False)
         stop_signal.restore()

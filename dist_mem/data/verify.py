@@ -78,6 +78,10 @@ def verify_dataset(
         found, unreached = list(splits) or _local_splits(local_dir(data)), []
     problems += unreached
     if not found and not unreached:
+        if not (local_dir(data) / JSON_NAME).exists():
+            raise UnusableError(
+                f"{path}: it is no data directory: it has neither {JSON_NAME} nor {INDEX_NAME} of a split"
+            )
         problems.append(Problem(".", None, f"no split: {show(data.path)} has no folder with an {INDEX_NAME}"))
     for split in found:
         problems.extend(verify_split(data, split, tokenizer))

@@ -24,6 +24,7 @@ from dist_mem.evaluation.legend import labels_of
 from dist_mem.evaluation.memory_gain import MemoryGain, counterpart, is_without_memory, memory_gain
 from dist_mem.evaluation.plot import plot_recall
 from dist_mem.evaluation.report import Band, Report, read_report, recall_bands, same_text, shown
+from dist_mem.files import is_wrong_path
 
 _PREFERRED = ("test", "validation")
 
@@ -228,6 +229,8 @@ def run(paths: Sequence[Path], *, split: str | None = None, picture: Path | None
     except ValueError as error:
         raise UnusableError(str(error)) from error
     except OSError as error:
+        if is_wrong_path(error):
+            raise UnusableError(f"{error.filename}: {error.strerror}; give another path") from error
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
     return EXIT_DONE

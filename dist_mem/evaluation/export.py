@@ -37,7 +37,7 @@ from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
 from dist_mem.evaluation.export_transformers import write_transformers
 from dist_mem.evaluation.trained import WEIGHTS, Checkpoint, TrainedModel, load_model
 from dist_mem.evaluation.untrained import is_configuration, untrained_model
-from dist_mem.files import fsync_path, write_hashed, write_text
+from dist_mem.files import fsync_path, is_wrong_path, write_hashed, write_text
 from dist_mem.outside_memory import kept_kinds
 
 _FACTS = ("step", "tokenizer_fingerprint", "data_fingerprint", "mlflow_run_id", "versions")  # of the checkpoint
@@ -116,6 +116,8 @@ def _export(trained: TrainedModel, path: Path, out: Path, layout: str) -> int:
             else:
                 write_export(trained, staging, name=out.absolute().name)
     except OSError as error:
+        if is_wrong_path(error):
+            raise UnusableError(f"--out {out} cannot be written: {error.strerror}; give another folder") from error
         print(f"error: {out} cannot be written: {error}", file=sys.stderr)
         return EXIT_FAILED
     print(f"{path if is_configuration(path) else trained.checkpoint.directory} exported to {out}")

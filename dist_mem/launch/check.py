@@ -8,8 +8,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from dist_mem.config.check import Problem, flatten, stop_on
+from dist_mem.config.check import Problem, flatten, shown, stop_on
 
+_MOST_NODES = 200_000  # more than any machine has
+_MOST_GPUS = 1_024  # of a node
 _WORDS = ("memory", "partition", "account", "qos", "interface")
 # Options of sbatch that are keys: what stands twice would one day differ.
 _KEYS = {
@@ -54,12 +56,17 @@ def _reads_environment(value: Any, leaves: Mapping[str, Any]) -> bool:
 
 
 def _sizes(launch: Any) -> Iterator[Problem]:
-    nodes = re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", launch.nodes)
+    nodes = re.fullmatch(r"([1-9]\d{0,99})(?:-([1-9]\d{0,99}))?", launch.nodes)
     if not nodes or int(nodes[1]) > int(nodes[2] or nodes[1]):
-        yield Problem("launch.nodes", f"is {launch.nodes!r}, but must be a number as 4, or a range as 60-64")
-    if not re.fullmatch(r"(?:[A-Za-z_][\w.-]*:)?\d+", launch.gpus_per_node):
+        yield Problem("launch.nodes", f"is {shown(launch.nodes)}, but must be a number as 4, or a range as 60-64")
+    elif int(nodes[2] or nodes[1]) > _MOST_NODES:
+        yield Problem("launch.nodes", f"is {launch.nodes!r}, but must be at most {_MOST_NODES:,}")
+    gpus = re.fullmatch(r"(?:[A-Za-z_][\w.-]*:)?(\d{1,99})", launch.gpus_per_node)
+    if not gpus:
         form = "a number as 8, or a type and a number as a100:4, as `sinfo --Format=nodehost,gres` lists them"
-        yield Problem("launch.gpus_per_node", f"is {launch.gpus_per_node!r}, but must be {form}")
+        yield Problem("launch.gpus_per_node", f"is {shown(launch.gpus_per_node)}, but must be {form}")
+    elif int(gpus[1]) > _MOST_GPUS:
+        yield Problem("launch.gpus_per_node", f"is {launch.gpus_per_node!r}, but must be at most {_MOST_GPUS:,}")
     if not re.fullmatch(r"(\d+-)?\d+(:\d+){1,2}|\d+-\d+", launch.time):
         form = "'12:00:00' or '2-00:00:00', in quotes, because YAML takes 12:00:00 for a number"
         yield Problem("launch.time", f"is {launch.time}, but must be as {form}")

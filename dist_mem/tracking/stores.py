@@ -7,14 +7,17 @@ and the tasks of an array lock each other out. There a job writes its journal on
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from dist_mem.environment import mlflow_environment, slurm_job
+from dist_mem.errors import UnusableError
 from dist_mem.files import file_system_of, is_network_file_system
 from dist_mem.tracking.provenance import without_credentials
 
+_SCHEMES = ("http", "https", "sqlite", "mysql", "postgresql", "mssql", "file", "databricks")
 DEFAULT_URI = "sqlite:///mlflow.db"
 DEFAULT_EXPERIMENT = "dist_mem"
 
@@ -45,6 +48,17 @@ def is_local(uri: str) -> bool:
     """Whether a store is a file or a folder here, and no server or database that a client logs in to."""
     scheme = urlsplit(uri).scheme
     return (scheme in ("", "file") and uri != "databricks") or scheme == "sqlite"
+
+
+def check_scheme(uri: str) -> None:
+    """Raise UnusableError for an address of a kind of store that neither MLflow nor a plugin of it has."""
+    scheme, found, _ = uri.partition("://")
+    offered = entry_points(group="mlflow.tracking_store").names
+    if found and scheme.partition("+")[0] not in (*_SCHEMES, *offered):
+        raise UnusableError(
+            f"tracking.uri is {without_credentials(uri)!r}, but MLflow has no stores of the kind {scheme!r}; give one "
+            f"of {', '.join(_SCHEMES)}, or a folder"
+        )
 
 
 def is_server(uri: str) -> bool:

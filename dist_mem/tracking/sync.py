@@ -21,14 +21,15 @@ from omegaconf import OmegaConf
 
 from dist_mem.checkpoint.lease import STALE_SECONDS
 from dist_mem.config import TrackingConfig, merge_checked
-from dist_mem.config.check import stop_on
+from dist_mem.config.check import flatten, stop_on
 from dist_mem.config.credentials import check_credentials
-from dist_mem.config.sources import read_sources
+from dist_mem.config.sources import COMMAND_LINE, plain_block, read_overrides, read_sources
+from dist_mem.config.texts import check_texts
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UnusableError
 from dist_mem.tracking.completeness import find_gaps, newest_count
 from dist_mem.tracking.refusals import brief
 from dist_mem.tracking.start import JOURNAL, send_journals
-from dist_mem.tracking.stores import is_named_by_user
+from dist_mem.tracking.stores import check_scheme, is_named_by_user
 
 
 def run(run_dirs: Sequence[Path], overrides: Sequence[str] = (), files: Sequence[str] = ()) -> int:
@@ -42,7 +43,7 @@ def run(run_dirs: Sequence[Path], overrides: Sequence[str] = (), files: Sequence
     """
     if not run_dirs:
         raise UnusableError("give the directories of one or more runs")
-    given = OmegaConf.merge(*[_tracking_of(file) for file in files], OmegaConf.from_dotlist(list(overrides)))
+    given = OmegaConf.merge(*[_tracking_of(file) for file in files], OmegaConf.create(read_overrides(overrides)))
     configs = [_read_config(run_dir, given) for run_dir in run_dirs]
     named = [f"tracking.uri={uri}"] if (uri := OmegaConf.select(given, "tracking.uri")) else []
     return max(_sync(config, run_dir, named) for config, run_dir in zip(configs, run_dirs, strict=True))
@@ -57,8 +58,13 @@ def _tracking_of(file: str) -> Any:
 def _read_config(run_dir: Path, given: Any) -> Any:
     """The configuration of a run as far as tracking goes; the rest may need an environment that is not here."""
     unresolved: Any = OmegaConf.to_container(given)
-    stop_on([problem._replace(where="command line") for problem in check_credentials(unresolved)])
-    merge_checked(TrackingConfig, given.get("tracking", {}), "tracking")
+    stop_on([problem._replace(where=COMMAND_LINE) for problem in check_credentials(unresolved)])
+    checked = merge_checked(TrackingConfig, given.get("tracking", {}), "tracking")
+    stop_on(
+        [problem._replace(where=COMMAND_LINE) for problem in check_texts(flatten(plain_block(checked), "tracking"))]
+    )
+    if checked.uri is not None:
+        check_scheme(checked.uri)
     path = run_dir / "config.yaml"
     if not path.exists():
         raise UnusableError(f"{path} is missing; give the directory of a run")
