@@ -78,7 +78,11 @@ def test_newer_formats_are_refused_by_name(
     """Going on from an older one would undo what the newer code did."""
     newer = step_dir(config.with_suffix(""), STEP + 1)
     shutil.copytree(step_dir(config.with_suffix(""), STEP), newer)
-    body = {key: value for key, value in read_manifest(newer).items() if key not in ("sha256", "format_version")}
+    body = {
+        key: value
+        for key, value in read_manifest(step_dir(config.with_suffix(""), STEP)).items()
+        if key not in ("sha256", "format_version")
+    }
     monkeypatch.setattr(manifest, "FORMAT_VERSION", FORMAT_VERSION + 1)
     manifest.write_manifest(newer, body)
     text = refusal(rank_pool, config)
