@@ -55,7 +55,7 @@ reasons() { # ends of the logs of three nodes, first of those with an error
   local log with=() without=()
   for log in "$logs"/*.log; do
     [ -s "$log" ] || continue
-    if said "$log" | grep -iqE 'error|no such|not found|cannot|killed'; then with+=("$log"); else without+=("$log"); fi
+    if said "$log" | grep -v "CANCELLED AT" | grep -iqE 'error|no such|not found|cannot|killed'; then with+=("$log"); else without+=("$log"); fi
   done
   for log in "${with[@]}" "${without[@]}"; do echo "== $log" && said "$log" | tail -n 5; done | head -n 18
 }
