@@ -15,7 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dist_mem.environment import export_for_libraries, find_own_tools, is_rank0, read_ranks, use_cpu_accelerator
+from dist_mem.environment import (
+    allotted_threads,
+    export_for_libraries,
+    find_own_tools,
+    is_rank0,
+    read_ranks,
+    use_cpu_accelerator,
+)
 from dist_mem.errors import TakenOverError, UnusableError
 
 _SLOW = 2.0  # seconds after which a part of the start is told
@@ -44,7 +51,8 @@ def initialize(*, threads: int | None = None, timeout_seconds: float = 1800.0) -
     """Join the process group: NCCL on GPUs, gloo on CPUs.
 
     Args:
-        threads: CPU threads of this rank; None divides the node's cores among its ranks (CPU only).
+        threads: CPU threads of this rank (CPU only); None: what OMP_NUM_THREADS or Slurm allots, else the node's
+            cores divided among its ranks.
     """
     rank, size, local_rank, local_size = read_ranks()
     export_for_libraries(rank, size, local_rank, local_size)
@@ -55,7 +63,8 @@ def initialize(*, threads: int | None = None, timeout_seconds: float = 1800.0) -
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-        torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // local_size))
+        own_share = max(1, len(os.sched_getaffinity(0)) // local_size)
+        torch.set_num_threads(threads or allotted_threads() or own_share)
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True) if size == 1 else None  # no port to clash on
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(

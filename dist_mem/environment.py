@@ -331,6 +331,17 @@ def use_node_caches() -> None:
         os.environ.setdefault(variable, str(folder / name))
 
 
+def allotted_threads(environ: Mapping[str, str] = os.environ) -> int | None:
+    """CPU threads that a rank may use: OMP_NUM_THREADS, else SLURM_CPUS_PER_TASK; None where neither says."""
+    for name in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK"):
+        number = environ.get(name, "").partition(",")[0].strip()  # OpenMP takes one for each level
+        if name == "OMP_NUM_THREADS" and number == "1" and "TORCHELASTIC_RUN_ID" in environ:
+            continue  # torchrun sets it where the user has not
+        if number.isdecimal() and int(number) > 0:
+            return int(number)
+    return None
+
+
 def cpp_compiler() -> str | None:
     """The C++ compiler that torch's extension builder takes: CXX, else c++ or g++; None if there is none."""
     wished = os.environ.get("CXX")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from ranks import RankPool
 
-from dist_mem import distributed
+from dist_mem import distributed, environment
 from dist_mem.distributed import (
     AgreedError,
     SideChannel,
@@ -97,3 +99,29 @@ def test_an_error_of_many_ranks_names_the_first_three(monkeypatch: pytest.Monkey
         agree_all_well(None, "saving")
     named = "rank 0: OSError: 0; rank 1: OSError: 1; rank 2: OSError: 2; ..."
     assert str(caught.value) == f"saving failed on 512 of 512 ranks. {named}"
+
+
+@pytest.mark.parametrize(
+    ("given", "threads"),
+    [
+        ({"OMP_NUM_THREADS": "3"}, 3),
+        ({"OMP_NUM_THREADS": "3,2", "SLURM_CPUS_PER_TASK": "5"}, 3),
+        ({"SLURM_CPUS_PER_TASK": "5"}, 5),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, None),  # torchrun's own default
+        ({"OMP_NUM_THREADS": "all"}, None),
+        ({}, None),
+    ],
+)
+def test_allotted_threads_are_those_of_the_user_or_of_slurm(given: dict[str, str], threads: int | None) -> None:
+    assert environment.allotted_threads(given) == threads
+
+
+def test_ranks_take_the_threads_they_are_allotted() -> None:
+    """Without them a rank on a shared node would take the cores of others."""
+    program = "from dist_mem import distributed; distributed.initialize(); import torch; print(torch.get_num_threads())"
+    for variable in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK"):
+        kept = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "RANK")}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env={**kept, variable: "7"}, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.strip() == "7", variable

@@ -49,6 +49,7 @@ WRONG = {
     "launch.gpus_per_node=a100": "launch.gpus_per_node: is 'a100', but must be a number as 8, or a type and a number",
     "launch.directives=[--gpus=4]": "launch.directives[0]: is '--gpus=4', which is a key of its own: set launch.gp",
     "launch.directives=[-G 4]": "launch.directives[0]: is '-G 4', which is a key of its own: set launch.gpus_per_node",
+    "launch.signal_seconds=86400": "launch.signal_seconds: is 86400, but launch.time = 24:00:00 is 86,400 s: nothing",
     "launch.account=my project": "launch.account: is 'my project', but must be one word",
     "launch.restart=requeu": "launch.restart: is 'requeu', but must be one of requeue, resubmit, chain, none; did you",
     "launch.gpus_per_nod=8": "launch.gpus_per_nod: unknown key; did you mean launch.gpus_per_node?",
@@ -295,7 +296,7 @@ def told(folder: Path) -> dict[str, list[str]]:
 def test_arguments_reach_every_rank_as_they_were_given(slurm: Cluster, job: Path) -> None:
     arguments = ["my config.yaml", AWKWARD, "train.epochs=null", "launch.nodes=2"]
     said = finish(
-        slurm, job, sys.executable, "-m", "dist_mem", "launch", *arguments, "run_dir=run", "--time", "0:05:00"
+        slurm, job, sys.executable, "-m", "dist_mem", "launch", *arguments, "run_dir=run", "--time", "0:10:00"
     )
     assert "handed in: run/slurm/job.sbatch; its logs, one a node: run/slurm/" in said
     arguments.append("run_dir=run")
@@ -308,17 +309,54 @@ def test_arguments_reach_every_rank_as_they_were_given(slurm: Cluster, job: Path
 
 def test_script_names_no_folder_for_compiled_code_that_others_could_have_made(slurm: Cluster, job: Path) -> None:
     """Each rank looks whose it is, on its own node (test_node_caches.py); the script sees only the first one."""
-    finish(slurm, job, sys.executable, "-m", "dist_mem", "launch", "my config.yaml", "run_dir=run", "--time", "0:05:00")
+    finish(slurm, job, sys.executable, "-m", "dist_mem", "launch", "my config.yaml", "run_dir=run", "--time", "0:10:00")
     found = json.loads((job / "told" / "environment").read_text())
     shared = found.get("DIST_MEM_CACHES", "/tmp")
     named = {name: path for name, path in found.items() if path.startswith(f"{shared}/dist_mem")}
     assert named == {}
 
 
+def test_ranks_have_their_environment_where_sbatch_exports_none(slurm: Cluster, job: Path) -> None:
+    """srun takes --export=NONE for itself too, from the environment that sbatch makes: ranks would have no PATH."""
+    site = {"setup": [f"export PATH={job / 'bin'}:$PATH TOLD={job / 'told'}"], "directives": ["--export=NONE"]}
+    (job / "site.yaml").write_text(json.dumps({"launch": site}))
+    finish(slurm, job, sys.executable, "-m", "dist_mem", "launch", "my config.yaml", "site.yaml", "run_dir=run")
+    assert told(job)["train0"][:2] == ["train", "my config.yaml"]
+
+
+def test_setup_may_use_variables_that_are_not_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """conda's scripts do; the job's own lines must still not."""
+    (tmp_path / "conda.sh").write_text('[ -z "$CONDA_SHLVL" ] && export PS1="(env) $PS1" ACTIVE=yes\n')
+    site = {"setup": [f". {tmp_path}/conda.sh"]}
+    (tmp_path / "site.yaml").write_text(json.dumps({"launch": site}))
+    script = rendered(capsys, "train.steps=1", str(tmp_path / "site.yaml"), "--dry-run")
+    shown = script.partition("# ---- the job")[0] + "echo $ACTIVE; echo $absent"
+    environment = {"PATH": os.environ["PATH"]}
+    done = subprocess.run(
+        ["bash", "-c", shown], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "yes\n", done.stderr
+    assert done.returncode != 0 and "absent: unbound variable" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "threads"), [({}, "1"), ({"SLURM_CPUS_PER_TASK": "6"}, "6"), ({"OMP_NUM_THREADS": "3"}, "3")]
+)
+def test_threads_that_the_user_has_set_stay(
+    given: dict[str, str], threads: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = rendered(capsys, "train.steps=1", "--dry-run").partition("# ---- the job")[0] + "echo $OMP_NUM_THREADS"
+    environment = {"PATH": os.environ["PATH"], **given}
+    done = subprocess.run(
+        ["bash", "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == threads
+
+
 def test_line_of_an_array_reaches_every_rank_with_its_quotes(
     slurm: Cluster, job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = rendered(capsys, "--script", "array", "launch.gpus_per_node=0", "launch.time='0:05:00'")
+    script = rendered(capsys, "--script", "array", "launch.gpus_per_node=0", "launch.time='0:10:00'")
     (job / "array.sbatch").write_text(script)
     (job / "sweep.txt").write_text("'not this.yaml'\n'my config.yaml' \"name=a 'b' c\" train.seed=3 x=[1,\\ 2]\n")
     command = ["sbatch", "--parsable", "--array=2", "array.sbatch", "sweep.txt"]

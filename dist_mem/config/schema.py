@@ -71,7 +71,7 @@ class TrainConfig:
     precision: str = "bf16"  # fp32 | bf16 | fp16: of the model's weights and memories; the optimizer works on fp32
     max_grad_norm: float | None = 1.0  # global norm; None: no clipping
     activation_checkpointing: bool = False  # blocks are computed again in the backward pass: less memory, more time
-    threads: int | None = None  # CPU threads of a rank; None: cores / ranks of the node (CPU only); runs sharing it: 1
+    threads: int | None = None  # of a rank, on CPUs; None: OMP_NUM_THREADS, SLURM_CPUS_PER_TASK, or cores / local ranks
 
 
 @dataclass

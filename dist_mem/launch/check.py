@@ -70,6 +70,18 @@ def _sizes(launch: Any) -> Iterator[Problem]:
     if not re.fullmatch(r"(\d+-)?\d+(:\d+){1,2}|\d+-\d+", launch.time):
         form = "'12:00:00' or '2-00:00:00', in quotes, because YAML takes 12:00:00 for a number"
         yield Problem("launch.time", f"is {launch.time}, but must be as {form}")
+    elif launch.signal_seconds >= (seconds := _seconds(launch.time)):
+        told = f"is {launch.signal_seconds}, but launch.time = {launch.time} is {seconds:,} s"
+        yield Problem("launch.signal_seconds", f"{told}: nothing would be trained before the stop; ask for more time")
+
+
+def _seconds(time: str) -> int:
+    """Of a duration as Slurm takes it: MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS[:MINUTES[:SECONDS]]."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    parts = [*parts, *[0] * (3 - len(parts))] if dash else [*[0] * (3 - len(parts)), *parts]
+    hours, minutes, seconds = parts
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _texts(launch: Any) -> Iterator[Problem]:

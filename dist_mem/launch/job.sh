@@ -77,9 +77,11 @@ esac
 say "start ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST until $end: dist-mem train ${arguments[*]}"
 say "logs, one a node: $logs"
 # Every rank is the process itself and no shell around it: a shell would die of the signal and take the save with it.
-# What compilers keep stands on each node's own disk: a shared one is slow, and two nodes would write one file.
+# After sbatch --export=NONE srun would export nothing either. What compilers keep stands on each node's own disk: a
+# shared one is slow, and two nodes would write one file.
 DIST_MEM_CACHES=${DIST_MEM_CACHES:-${TMPDIR:-/tmp}} \
-  srun --kill-on-bad-exit=1 --wait=60 --cpu-bind=cores ${SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"} \
+  srun --export=ALL --kill-on-bad-exit=1 --wait=60 --cpu-bind=cores \
+  ${SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"} \
   --output="$logs/%N-%n.log" --open-mode=append "${in_image[@]}" dist-mem train "${arguments[@]}"
 code=$?
 [ ! -s "$DIST_MEM_EXIT_CODE" ] || code=$(cat "$DIST_MEM_EXIT_CODE")

@@ -135,7 +135,7 @@ def _site(launch: Any) -> Iterator[str]:
     yield f"restart=${{DIST_MEM_RESTART:-{launch.restart}}} # requeue | resubmit | chain | none"
     yield f"max_stalled={launch.max_stalled} # starts without a new checkpoint after which it is not started again"
     yield f"exclude_failed={'true' if launch.exclude_failed else 'false'}"
-    yield "export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}"
+    yield "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
     if not num_gpus(launch):
         yield "export DS_ACCELERATOR=cpu"
     if launch.interface:
@@ -146,7 +146,10 @@ def _site(launch: Any) -> Iterator[str]:
     yield from (f"export {_in_shell(line)}" for line in launch.env)
     if launch.container == "none" and not launch.setup:
         yield "[ ! -x .venv/bin/dist-mem ] || PATH=$PWD/.venv/bin:$PATH # of make setup; for another: launch.setup"
-    yield from launch.setup
+    if launch.setup:
+        yield "set +u # conda's scripts use variables that are not set"
+        yield from launch.setup
+        yield "set -u"
     yield from _container(launch)
 
 
@@ -166,7 +169,7 @@ def _container(launch: Any) -> Iterator[str]:
         mounts = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in ("$PWD", *launch.mounts))
         options = (f"--container-image={launch.image}", f"--container-mounts={mounts}", "--container-workdir=$PWD")
         yield f"in_image=({' '.join(map(_in_shell, options))})"
-        yield 'alone() { srun --nodes=1 --ntasks=1 --overlap "${in_image[@]}" "$@"; }'
+        yield 'alone() { srun --export=ALL --nodes=1 --ntasks=1 --overlap "${in_image[@]}" "$@"; }'
     else:
         yield "in_image=() # in no container"
         yield 'alone() { "$@"; }'

@@ -62,15 +62,6 @@ def show_script(config: Any, *, kind: str) -> int:
     return EXIT_DONE
 
 
-def _seconds(time: str) -> int:
-    """Of a duration as Slurm takes it: MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS[:MINUTES[:SECONDS]]."""
-    days, dash, rest = time.rpartition("-")
-    parts = [int(part) for part in rest.split(":")]
-    parts = [*parts, *[0] * (3 - len(parts))] if dash else [*[0] * (3 - len(parts)), *parts]
-    hours, minutes, seconds = parts
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
-
-
 def _job_name(name: str) -> str:
     """The name of the run, without what Slurm would take apart."""
     return re.sub(r"[^\w.+-]+", "_", name)
