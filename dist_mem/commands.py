@@ -112,6 +112,13 @@ def launch(options: argparse.Namespace) -> int:
     from dist_mem.plan import idle_warning
 
     check_run_dir(config)
+    if config.preflight and not options.dry_run:
+        from dist_mem.doctor.sameness import check_data
+
+        try:
+            list(check_data(config))
+        except ValueError as error:
+            raise UnusableError(f"{error}; preflight=false submits the job without it") from error
     if warning := idle_warning(config, script.numbers_of_ranks(config.launch)):
         print(warning, file=sys.stderr)
     return submit.run(config, options.config, dry_run=options.dry_run)

@@ -11,6 +11,7 @@ import getpass
 import hashlib
 import math
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -74,23 +75,33 @@ def _is_first(index: int) -> bool:
         return True
 
 
-def _slurm_rendezvous(environ: Mapping[str, str]) -> tuple[str, str]:
+def _first_node(environ: Mapping[str, str]) -> str:
+    """The first node of the step: its name or, where that does not resolve, its address."""
     nodes = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "localhost"))
-    hosts = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
-    port = 10000 + int(environ.get("SLURM_JOB_ID", 0)) % 20000
-    return hosts.stdout.split()[0], str(port)
+    host = _scontrol("hostnames", nodes).split()[0]
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        found = re.search(r"\bNodeAddr=(\S+)", _scontrol("node", host, "--oneliner"))
+        host = found[1] if found else host
+    return host
+
+
+def _scontrol(*words: str) -> str:
+    return subprocess.run(["scontrol", "show", *words], capture_output=True, text=True, check=True).stdout
 
 
 def export_for_libraries(rank: int, size: int, local_rank: int, local_size: int) -> None:
     """Tell torch and DeepSpeed what we found, and keep libraries quiet and private."""
-    if size > 1 and "MASTER_ADDR" not in os.environ:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if size > 1 and missing:
         if not in_job_step(os.environ):
-            raise ValueError(
-                "environment: MASTER_ADDR and MASTER_PORT are not set; start with torchrun, deepspeed or srun"
-            )
-        address, port = _slurm_rendezvous(os.environ)
-        os.environ.setdefault("MASTER_ADDR", address)
-        os.environ.setdefault("MASTER_PORT", port)
+            which = f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'}"
+            raise ValueError(f"environment: {which} not set; start with torchrun, deepspeed or srun")
+        if "MASTER_ADDR" in missing:
+            os.environ["MASTER_ADDR"] = _first_node(os.environ)
+        if "MASTER_PORT" in missing:
+            os.environ["MASTER_PORT"] = str(10000 + int(os.environ.get("SLURM_JOB_ID", 0)) % 20000)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "0")
     if size > local_size and "GLOO_SOCKET_IFNAME" not in os.environ and own_name_is_loopback():

@@ -238,7 +238,7 @@ def run(config: Any, *, allowed: Sequence[str] = (), early: StopSignal | None = 
     stop_signal.received = early.received if early is not None else None
     try:
         with announced("waiting until all ranks have started"):
-            meeting = before_joining(config) if config.preflight else None  # holds the store until all have joined
+            meeting = before_joining(config)  # holds the store until all have joined
             world = distributed.initialize(threads=config.train.threads, timeout_seconds=_collective_seconds(config))
     except ValueError as error:  # half of a launcher's variables
         raise UnusableError(str(error)) from error

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,3 +126,29 @@ def test_ranks_take_the_threads_they_are_allotted() -> None:
             [sys.executable, "-c", program], env={**kept, variable: "7"}, capture_output=True, text=True, check=True
         )
         assert done.stdout.strip() == "7", variable
+
+
+def test_address_without_a_port_is_refused_or_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Port 0 would be another one on every rank."""
+    for name in (*JOB_STEP, "MASTER_PORT", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    with pytest.raises(ValueError, match="MASTER_PORT is not set"):
+        environment.export_for_libraries(0, 2, 0, 2)
+    for name, value in JOB_STEP.items():
+        monkeypatch.setenv(name, value)
+    environment.export_for_libraries(0, 2, 0, 2)
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("node1", "10007")
+
+
+def test_node_whose_name_does_not_resolve_is_met_at_its_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(
+        "#!/bin/sh\n[ \"$2\" = node ] && echo 'NodeName=n-0 NodeAddr=10.1.2.3 Port=1' || echo n-0.invalid\n"
+    )
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert environment._first_node({**JOB_STEP, "SLURM_JOB_NODELIST": "n-0"}) == "10.1.2.3"

@@ -8,6 +8,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +25,7 @@ from dist_mem.distributed import World
 from dist_mem.doctor import disks, machine, network, sizes
 from dist_mem.doctor.meeting import Seat, check_accelerators, meet
 from dist_mem.doctor.preflight import preflight
-from dist_mem.doctor.report import FAIL, OK, WARNING, Place, Remark, fail, failed_nodes, lines, ok
+from dist_mem.doctor.report import FAIL, OK, WARNING, Place, Remark, fail, failed_nodes, lines, may_pass, ok
 from dist_mem.errors import UnfitError, UnusableError
 from dist_mem.hang_report import FAILED_NODES
 
@@ -310,6 +312,25 @@ def test_gpus_that_slurm_gave_and_torch_does_not_see_fail() -> None:
     assert [found.level for found in check_accelerators([seat(0, None)])] == [OK]
 
 
+def test_torch_without_cuda_on_nodes_with_gpus_is_no_fault_of_a_node() -> None:
+    """Another node, or a requeue, would not help: exit code 2."""
+    lost = [seat(0, None, missing="Slurm has given this job GPUs; torch: built without CUDA")]
+    found = [one for one in check_accelerators(lost) if one.level == FAIL]
+    assert not may_pass(found, ["n1", "n2"])
+    assert "install torch with CUDA" in found[0].fix
+
+
+@pytest.mark.parametrize("missing", ["tokenizer.json", "train/index.json"])
+def test_doctor_fails_without_data(tmp_path: Path, books: Path, missing: str) -> None:
+    shutil.copytree(books, tmp_path / "data")
+    (tmp_path / "data" / missing).unlink()
+    config = write_config(tmp_path / "run.yaml", tmp_path / "data", tmp_path / "run")
+    code, said = doctor(str(config), cwd=tmp_path)
+    assert code == 1, said
+    assert f"{missing} is missing: build the dataset first" in said
+    assert "ok       data " not in said
+
+
 def test_two_ranks_on_one_gpu_fail_and_a_gpu_of_each_passes() -> None:
     (found,) = check_accelerators([seat(0, "a", visible=1), seat(1, "a", visible=1)])
     assert (found.level, found.what) == (FAIL, "GPU binding")
@@ -326,8 +347,43 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     for name, value in {**launcher_environment(0, 2, free_port()), "SLURMD_NODENAME": "node1"}.items():
         monkeypatch.setenv(name, value)
     (found,) = (one for one in meet(seconds=0.5).findings if one.level == FAIL)
-    assert "1 of 2 ranks have not come within 0.5 s: 1" in found.found
+    assert "1 of 2 ranks have not come, and no other has for 0.5 s: 1" in found.found
     assert "node1" in found.fix
+
+
+def test_ranks_that_go_on_coming_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The patience is for the next rank, not for the last: 512 of them load torch from one disk."""
+    port = free_port()
+    for name, value in launcher_environment(0, 4, port).items():
+        monkeypatch.setenv(name, value)
+
+    def come_late() -> None:
+        store = dist.PrefixStore("start-0", dist.TCPStore("127.0.0.1", port, is_master=False))
+        for rank in (1, 2, 3):
+            time.sleep(0.7)
+            store.set(f"doctor/seat/{rank}", json.dumps(seat(rank, None)))
+            store.add("doctor/seats", 1)
+        store.add("doctor/readers", 3)
+
+    others = threading.Thread(target=come_late)
+    others.start()
+    try:
+        assert [one.level for one in meet(seconds=1.2).findings] == [OK, OK]
+    finally:
+        others.join()
+
+
+def test_missing_rank_ends_a_job_after_its_patience(tmp_path: Path, books: Path) -> None:
+    """Also without the preflight, and both when rank 0 waits and when it is the one that does not come."""
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"watchdog": {"join_seconds": 2}})
+    for rank, more in ((0, []), (0, ["preflight=false"]), (1, [])):
+        environment = {**os.environ, **launcher_environment(rank, 2, free_port()), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [*PYTHON, "train", str(config), *more], env=environment, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 1
+        wanted = "ranks have not come, and no other has for 2 s: 1" if rank == 0 else "no meeting at 127.0.0.1:"
+        assert wanted in done.stderr
 
 
 # Alone.

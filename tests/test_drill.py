@@ -55,3 +55,15 @@ def test_a_job_survives_the_whole_drill(tmp_path: Path, capsys: pytest.CaptureFi
     assert drill.run() == 0, capsys.readouterr().out
     assert f"{len(drill.FAULTS)} of {len(drill.FAULTS)} survived" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_only_the_first_task_of_a_step_drills(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1"}
+    for name, value in step.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(drill, "FAULTS", {})
+    monkeypatch.setattr(drill, "prepare", None)  # it would fail
+    assert drill.run() == 0
+    assert capsys.readouterr().out == ""

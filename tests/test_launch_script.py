@@ -178,6 +178,8 @@ def test_without_sbatch_it_ends_with_2_and_trains_nothing(
     tmp_path: Path, programs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["launch", "train.steps=1", f"run_dir={tmp_path / 'run'}"]) == 2
+    assert "tokenizer.json is missing" in capsys.readouterr().err, "data is looked at on the login node"
+    assert main(["launch", "train.steps=1", f"run_dir={tmp_path / 'run'}", "preflight=false"]) == 2
     captured = capsys.readouterr()
     assert "there is no sbatch here; use a login node" in captured.err
     assert captured.out == ""
@@ -237,7 +239,7 @@ def test_shell_expands_names_in_a_site_and_nothing_else(
 
 def test_refusal_of_sbatch_is_told(slurm: Cluster, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dist_mem", "launch", "train.steps=1", f"run_dir={tmp_path / 'run'}"]
-    wrong = ["launch.gpus_per_node=0", "--partition", "absent"]
+    wrong = ["preflight=false", "launch.gpus_per_node=0", "--partition", "absent"]
     done = subprocess.run([*command, *wrong], env=slurm.environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert f"error: sbatch refuses {tmp_path}/run/slurm/job.sbatch" in done.stderr
@@ -272,7 +274,9 @@ def job(slurm: Cluster, tmp_path: Path) -> Path:
         (tmp_path / name).mkdir()
     program(tmp_path / "bin" / "dist-mem", TOLD)
     program(tmp_path / "bin" / "apptainer", APPTAINER)
-    (tmp_path / "my config.yaml").write_text("train: {steps: 1}\nlaunch: {gpus_per_node: 0, tasks_per_node: 2}\n")
+    (tmp_path / "my config.yaml").write_text(
+        "train: {steps: 1}\npreflight: false\nlaunch: {gpus_per_node: 0, tasks_per_node: 2}\n"
+    )
     return tmp_path
 
 

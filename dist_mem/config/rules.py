@@ -109,6 +109,7 @@ RANGES: dict[str, Range] = {
     "divergence.window": Range("at least 8", lambda value: value >= 8),  # of fewer losses the spread is a guess
     "divergence.max_times": _NOT_NEGATIVE,
     "tracking.every": _COUNT,
+    "watchdog.join_seconds": _POSITIVE,
     "watchdog.seconds": _POSITIVE,
     "watchdog.straggler": Range("greater than 1", lambda value: value > 1),
     "launch.tasks_per_node": _COUNT,

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from dist_mem.config import load_config
 from dist_mem.doctor.drill_job import RANKS, SAVE_EVERY, DrillError, DrillJob, prepare, wait_for
+from dist_mem.environment import is_rank0
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_HUNG, EXIT_REQUEUE, EXIT_USAGE
 from dist_mem.stopping import LEAST_SECONDS, STOP_FILE
 from dist_mem.tracking.start import JOURNAL
@@ -153,9 +154,13 @@ def _ended(job: DrillJob, expected: Sequence[int]) -> list[int]:
 def run(arguments: Sequence[str] = ()) -> int:
     """Break the job in every way and print a table; returns the exit code, 0 only if it survived all.
 
+    Under a launcher its first rank does so, with ranks of its own; the others have nothing to do.
+
     Args:
         arguments: YAML files and overrides; the drill keeps their memory and their engine, and sets the sizes.
     """
+    if not is_rank0():
+        return EXIT_DONE
     folder = Path(tempfile.mkdtemp(prefix="dist_mem-drill-"))
     config = prepare(folder)
     load_config([*arguments, str(config)])  # a wrong argument would fail every job of the drill

@@ -108,6 +108,8 @@ def _look_around(config: Any | None, world: World, *, is_thorough: bool) -> Told
     if is_first:
         data = _facts(lambda: sameness.data_facts(config), findings, whole)
         findings += _at(whole, _guarded("data", lambda: sameness.check_tars(config)))
+        if is_thorough:  # else the job finds out, and says it better
+            findings += _at(whole, _guarded("data", lambda: sameness.check_data(config)))
     if world.rank == 0:
         found, plans = _look_at_run(config, world, is_thorough=is_thorough)
         findings += found

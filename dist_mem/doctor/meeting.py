@@ -30,6 +30,10 @@ from dist_mem.environment import (
     slurm_nodes,
 )
 
+MEETING = "meeting"  # what its findings are of
+_NO_CUDA = "built without CUDA"
+_LONG = timedelta(hours=1)
+_LOOK_SECONDS = 0.005  # between two looks for ranks that have come
 _READING_SECONDS = 10.0  # for all ranks to read the verdict, before rank 0 may end and the store with it
 
 
@@ -84,7 +88,7 @@ def _why_gpu_is_missing() -> str | None:
 
 def _torch_says() -> str:
     if torch.version.cuda is None:
-        return "built without CUDA"
+        return _NO_CUDA
     try:
         torch.cuda.init()
     except RuntimeError as error:
@@ -92,11 +96,11 @@ def _torch_says() -> str:
     return "sees none"
 
 
-def meet(*, seconds: float = 1800.0) -> Meeting:
+def meet(*, seconds: float) -> Meeting:
     """Wait for all ranks and compare what they have; every rank calls it, before `distributed.initialize`.
 
     Args:
-        seconds: how long a rank waits for the slowest one.
+        seconds: that no further rank may come while some are missing; likewise, how long the others look for rank 0.
 
     Raises:
         ValueError: half of a launcher's variables.
@@ -111,16 +115,17 @@ def meet(*, seconds: float = 1800.0) -> Meeting:
     try:
         store = _open_store(host, port, rank=rank, seconds=seconds)
         store.set(f"doctor/seat/{rank}", json.dumps(seat))
+        store.add("doctor/seats", 1)
         if rank == 0:
             return _decide(store, size, seconds)
-        store.wait(["doctor/verdict"], timedelta(seconds=seconds + _READING_SECONDS))
+        store.wait(["doctor/verdict"], _LONG)  # rank 0 knows who is still coming; if it ends, so does this
         verdict = _unpacked(store.get("doctor/verdict"), store)
         store.add("doctor/readers", 1)
         return verdict
     except RuntimeError as error:  # torch's own, of the network
         reason = str(error).partition("\n")[0]
         fix = f"can {seat.node} reach {host} there? name resolution, firewall; another job's port: set MASTER_PORT"
-        remark = fail("meeting", f"no meeting at {host}:{port}: {reason}", fix, blames_node=rank != 0)
+        remark = fail(MEETING, f"no meeting at {host}:{port}: {reason}", fix, blames_node=rank != 0)
         return Meeting([remark.at(seat.place)], [seat.node], None)
 
 
@@ -151,13 +156,12 @@ def _decide(store: Any, size: int, seconds: float) -> Meeting:
 
 
 def _wait_for_seats(store: Any, size: int, seconds: float) -> list[int]:
-    deadline = time.monotonic() + seconds
-    for rank in range(size):
-        left = max(0.001, deadline - time.monotonic())
-        try:
-            store.wait([f"doctor/seat/{rank}"], timedelta(seconds=left))
-        except RuntimeError:  # the time is over: see who is there
-            break
+    """The ranks that have come, once all have, or none has for so many seconds."""
+    num_seats, deadline = 0, time.monotonic() + seconds
+    while num_seats < size and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
+        if (found := store.add("doctor/seats", 0)) > num_seats:
+            num_seats, deadline = found, time.monotonic() + seconds
     return [rank for rank in range(size) if store.check([f"doctor/seat/{rank}"])]
 
 
@@ -171,15 +175,16 @@ def _check_present(seats: Sequence[Seat], size: int, seconds: float) -> Iterator
     missing = sorted(set(range(size)) - {seat.rank for seat in seats})
     nodes = list(dict.fromkeys(seat.node for seat in seats))
     if not missing:
-        yield ok("meeting", f"{size} ranks, {len(nodes)} node{'s' if len(nodes) > 1 else ''}").at(None)
+        yield ok(MEETING, f"{size} ranks, {len(nodes)} node{'s' if len(nodes) > 1 else ''}").at(None)
         return
     absent = [node for node in slurm_nodes() if node not in nodes]
     listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-    told = f"{len(missing)} of {size} ranks have not come within {seconds:g} s: {listed}"
+    told = f"{len(missing)} of {size} ranks have not come, and no other has for {seconds:g} s: {listed}"
     fix = f"look at what these ranks printed; those of {', '.join(nodes[:4])} are here"
+    fix += "; if they are only slow, raise watchdog.join_seconds"
     places: list[Place | None] = [Place(node) for node in absent]
     for place in places or [None]:
-        yield fail("meeting", told, fix, blames_node=place is not None).at(place)
+        yield fail(MEETING, told, fix, blames_node=place is not None).at(place)
 
 
 def check_accelerators(seats: Sequence[Seat]) -> Iterator[Finding]:
@@ -211,6 +216,9 @@ def _check_cpus(seats: Sequence[Seat]) -> Iterator[Finding]:
 
 
 def _no_gpu(seat: Seat, reason: str) -> Finding:
+    if _NO_CUDA in reason:  # another node would not help
+        fix = "install torch with CUDA (https://pytorch.org); CUDA_VISIBLE_DEVICES= says that CPUs are meant"
+        return fail("torch", f"no GPU: {reason}", fix).at(Place(seat.node))
     fix = f"look at nvidia-smi on {seat.node}, drain or exclude it: --exclude={seat.node}"
     return fail("accelerator", f"no GPU: {reason}", fix, blames_node=True).at(seat.place)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from dist_mem.distributed import World, gather_objects
 from dist_mem.doctor.examine import examine
-from dist_mem.doctor.meeting import Meeting, meet
+from dist_mem.doctor.meeting import MEETING, Meeting, meet
 from dist_mem.doctor.report import WARNING, Finding, failed, failed_nodes, lines, may_pass, refusal
 from dist_mem.environment import node_name, read_ranks
 from dist_mem.errors import UnfitError, UnusableError
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 def before_joining(config: Any) -> Meeting:
     """Wait for all ranks and see that each has its accelerator; called before `distributed.initialize`.
 
+    Without `preflight` only who has not come is a reason to end: torch would wait for half an hour in silence.
+
     Keep what it returns until that has been called: rank 0 holds the store in it.
 
     Raises:
@@ -34,8 +36,9 @@ def before_joining(config: Any) -> Meeting:
         UnusableError: likewise; two ranks have one GPU.
         ValueError: half of a launcher's variables.
     """
-    meeting = meet()
-    _refuse(config, meeting.findings, meeting.nodes, is_writer=read_ranks()[0] == 0)
+    meeting = meet(seconds=config.watchdog.join_seconds)
+    findings = [one for one in meeting.findings if config.preflight or one.what == MEETING]
+    _refuse(config, findings, meeting.nodes, is_writer=read_ranks()[0] == 0)
     return meeting
 
 

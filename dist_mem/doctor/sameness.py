@@ -14,7 +14,7 @@ from dist_mem.config.check import flatten
 from dist_mem.data.directory import local_dir
 from dist_mem.data.remote import is_remote
 from dist_mem.data.shard import INDEX_NAME, read_index_facts
-from dist_mem.data.tokenizer import JSON_NAME
+from dist_mem.data.tokenizer import JSON_NAME, read_tokenizer_facts
 from dist_mem.doctor.report import Finding, Place, Remark, fail, ok, warning
 from dist_mem.files import sha256_of
 from dist_mem.tracking.provenance import PACKAGE, running_commit, versions
@@ -69,7 +69,7 @@ def data_facts(config: Any) -> Facts:
     if is_remote(data.path):
         return {}
     found = {JSON_NAME: _fingerprint(local_dir(data) / JSON_NAME)}
-    for split in dict.fromkeys([data.train_split, *([config.eval.split] if config.eval.every else [])]):
+    for split in _splits(config):
         split_dir = local_dir(data) / split
         found[f"{split}/{INDEX_NAME}"] = _fingerprint(split_dir / INDEX_NAME)
         for path in sorted(split_dir.glob("*.tar")) if data.stage == "none" else ():
@@ -99,6 +99,24 @@ def check_tars(config: Any) -> Iterator[Remark]:
                 yield fail("data", told, _FIXES["data"], blames_node=True)
 
 
+def check_data(config: Any) -> Iterator[Remark]:
+    """Whether there are a tokenizer and the indexes that training opens; nothing of a URL is looked at.
+
+    Raises:
+        ValueError: one is missing or damaged; names the file and the fix.
+    """
+    data = config.data
+    if not is_remote(data.path):
+        read_tokenizer_facts(local_dir(data))
+        for split in _splits(config):
+            read_index_facts(local_dir(data) / split / INDEX_NAME)
+    yield from ()
+
+
+def _splits(config: Any) -> list[str]:
+    return list(dict.fromkeys([config.data.train_split, *([config.eval.split] if config.eval.every else [])]))
+
+
 def compare(what: str, places: Sequence[Place], facts: Sequence[Facts]) -> Iterator[Finding]:
     """Name the ranks, or whole nodes, that have something else than most; arguments in rank order.
 
@@ -116,7 +134,7 @@ def compare(what: str, places: Sequence[Place], facts: Sequence[Facts]) -> Itera
                 is_one = False
                 for place in _whole_nodes(odd, places):
                     yield fail(what, told, _FIXES[what], blames_node=what != "configuration").at(place)
-    if is_one:
+    if is_one and MISSING not in facts[0].values():
         yield ok(what, _summary(what, facts[0])).at(None)
 
 
