@@ -242,6 +242,9 @@ def _add_config(commands: argparse._SubParsersAction) -> None:
     added = _add(commands, run.config)
     added.add_argument("config", nargs="*", help=f"{_CONFIG_HELP}; none: every key there is")
     added.add_argument("--markdown", action="store_true", help="every key there is, as docs/config.md")
+    added.add_argument(
+        "--snapshot", type=Path, metavar="FOLDER", help="copy the code and the files of this configuration there"
+    )
     added.add_argument("--get", metavar="KEY", help="only the value of this key, as run_dir, resolved")
 
 

@@ -298,8 +298,21 @@ def config(options: argparse.Namespace) -> int:
 
         print(config_page(described_memories()), end="")
         return 0
+    if options.snapshot:
+        _make_snapshot(options.snapshot, options.config)
+        return 0
     if options.get:
         print(value_of(load_checked(options.config), options.get))
         return 0
     print(to_yaml(load_checked(options.config)) if options.config else schema_as_yaml(), end="")
     return 0
+
+
+def _make_snapshot(folder: Path, arguments: Sequence[str]) -> None:
+    from dist_mem.config.sources import files_of
+    from dist_mem.launch import snapshot
+    from dist_mem.outside_memory import files_of as files_of_memory
+    from dist_mem.tracking.provenance import to_keep
+
+    config = load_checked(arguments)
+    snapshot.make(folder, [*files_of(arguments), *files_of_memory(config.memory)], to_keep())

@@ -200,6 +200,18 @@ def user_name() -> str | None:
         return None
 
 
+SNAPSHOT_FILES = "files"  # in the folder that DIST_MEM_SNAPSHOT names
+
+
+def as_submitted(path: Path) -> Path:
+    """A file as it was when its job began: its copy under DIST_MEM_SNAPSHOT; the path itself where there is none."""
+    folder = os.environ.get("DIST_MEM_SNAPSHOT")
+    if not folder:
+        return path
+    copy = Path(folder) / SNAPSHOT_FILES / Path(os.path.normpath(path.absolute())).relative_to("/")
+    return copy if copy.is_file() else path
+
+
 def node_name() -> str:
     """What this node is called: by Slurm, which may run several on one host, else by itself."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()

@@ -15,6 +15,8 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dist_mem.environment import as_submitted
+
 if TYPE_CHECKING:
     from dist_mem.memory.base import Memory
 
@@ -93,7 +95,7 @@ def _checked(found: Any, what: str) -> type[Memory]:
 
 def source_of(kind: str) -> Path:
     """The file of a kind `PATH:CLASS`."""
-    return Path(kind.rpartition(":")[0])
+    return as_submitted(Path(kind.rpartition(":")[0]))
 
 
 def sources(block: Mapping[str, Any]) -> dict[str, str]:
@@ -105,6 +107,11 @@ def kept_kinds(block: Mapping[str, Any], directory: Path) -> list[str]:
     """Overrides that make a `memory:` block take its files as `sources` has kept them in `directory`."""
     names = _kept_names(block)
     return [f"{key}={directory / names[source_of(kind)]}:{kind.rpartition(':')[2]}" for key, kind in _files_of(block)]
+
+
+def files_of(block: Mapping[str, Any]) -> list[Path]:
+    """The files that a `memory:` block takes memories from."""
+    return [source_of(kind) for _, kind in _files_of(block)]
 
 
 def _kept_names(block: Mapping[str, Any]) -> dict[Path, str]:

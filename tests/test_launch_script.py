@@ -275,7 +275,7 @@ def job(slurm: Cluster, tmp_path: Path) -> Path:
     program(tmp_path / "bin" / "dist-mem", TOLD)
     program(tmp_path / "bin" / "apptainer", APPTAINER)
     (tmp_path / "my config.yaml").write_text(
-        "train: {steps: 1}\npreflight: false\nlaunch: {gpus_per_node: 0, tasks_per_node: 2}\n"
+        "train: {steps: 1}\npreflight: false\nlaunch: {snapshot: false, gpus_per_node: 0, tasks_per_node: 2}\n"
     )
     return tmp_path
 

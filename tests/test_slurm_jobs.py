@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from dist_mem.tracking.mlflow_run import connect
 
 pytestmark = pytest.mark.timeout(1800)  # minutes on a busy machine
 BIN = Path(sys.executable).parent
+ROOT = Path(__file__).parent.parent
 STICKY = {
     "kind": "infinite",
     "sampling": "sticky",
@@ -68,10 +70,14 @@ class Handed(NamedTuple):
         return "\n".join(f"== {path.name}\n{path.read_text()}" for path in paths)
 
 
-def hand_in(slurm: Cluster, folder: Path, config: Path, **launch: Any) -> Handed:
+def hand_in(
+    slurm: Cluster, folder: Path, config: Path, *, environment: dict[str, str] | None = None, **launch: Any
+) -> Handed:
     folder.mkdir(exist_ok=True)
     (folder / "job.sbatch").write_text(render(launch_block(**launch), job_name="trial"))
-    job = slurm.submit(f"--chdir={folder}", str(folder / "job.sbatch"), str(config), **path_of(slurm))
+    job = slurm.submit(
+        f"--chdir={folder}", str(folder / "job.sbatch"), str(config), **path_of(slurm), **(environment or {})
+    )
     return Handed(job, Path(OmegaConf.load(config).run_dir), folder)
 
 
@@ -143,6 +149,34 @@ def test_signal_to_one_rank_saves_requeues_and_ends_as_if_nothing_had_been(
     assert [point.step for point in client.get_metric_history(run_id, "loss")] == list(range(10, 101, 10))
     assert run.data.tags["SLURM_JOB_ID"] == handed.job
     assert run.data.tags["SLURM_RESTART_COUNT"] == "1"
+
+
+@pytest.mark.parametrize("restart", ["requeue", "resubmit"])
+def test_edit_in_mid_run_does_not_enter_at_the_next_start(
+    slurm: Cluster, books: Path, tmp_path: Path, restart: str
+) -> None:
+    """Neither of the package, nor of the YAML, nor of a memory in a file of its own."""
+    shutil.copytree(ROOT / "dist_mem", tmp_path / "code" / "dist_mem", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "examples" / "averages.py", tmp_path / "mine.py")
+    changes = {"train": {"steps": 100}, "checkpoint": {"every": None}}
+    memory = {"kind": f"{tmp_path}/mine.py:Averages"}
+    config = job_config(tmp_path / "job.yaml", books, tmp_path / "run", changes, memory=memory)
+    code = {"PYTHONPATH": f"{tmp_path}/code"}
+    handed = hand_in(slurm, tmp_path / "slurm", config, environment=code, snapshot=True, restart=restart)
+    handed.wait_for_step(slurm, 10)
+    for path in (tmp_path / "code" / "dist_mem" / "__main__.py", tmp_path / "mine.py"):
+        path.write_text("raise SystemExit('an edit has entered')\n")
+    config.write_text(f"run_dir: {tmp_path}/other\ntrain: {{steps: 7}}\n")
+    one_signal(slurm, 1, signal.SIGUSR2, handed)
+    assert slurm.wait_for_state(handed.job, *ENDED) == ("COMPLETED" if restart == "requeue" else "FAILED"), handed.log()
+    slurm.wait(lambda: not slurm.call("squeue", "--noheader"), "the job after it", seconds=180)
+    assert logged_steps(handed.run) == list(range(1, 101)), handed.log()
+    assert "an edit has entered" not in handed.log()
+    assert not (tmp_path / "other").exists()
+    (copied,) = handed.run.glob("slurm/*/snapshot")
+    assert sorted(path.name for path in copied.iterdir()) == ["code", "files"]
+    if restart == "requeue":
+        assert not list(handed.folder.glob(".dist_mem-*")), "the pointer goes with the job"
 
 
 def test_array_trains_every_line_once_however_often_it_is_handed_in(

@@ -84,7 +84,9 @@ class Outcome(NamedTuple):
 
 
 def launch_block(**changes: Any) -> Any:
-    config = load_config(["train.steps=1", "launch.nodes=2", "launch.gpus_per_node=0", "launch.time='0:20:00'"])
+    config = load_config(
+        ["train.steps=1", "launch.nodes=2", "launch.gpus_per_node=0", "launch.time='0:20:00'", "launch.snapshot=false"]
+    )
     return OmegaConf.merge(config.launch, changes)  # type: ignore[attr-defined]
 
 

@@ -174,6 +174,7 @@ class LaunchConfig:
     restart: str = "requeue"  # requeue | resubmit | chain | none: how a job that has not finished goes on
     chain: int = 10  # jobs of a chain, one after another
     max_stalled: int = 3  # starts without a new checkpoint after which the job is not started again
+    snapshot: bool = True  # every start runs the code and YAML of the first, from a copy in the run directory
     exclude_failed: bool = False  # nodes that failed the preflight or hung are left out of the next start
     container: str = "none"  # none | apptainer | pyxis: what runs the ranks in an image
     image: str | None = None  # path of a .sif file; for pyxis also the name of an image

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dist_mem.config.check import ConfigError, Problem, flatten, is_interpolation, join, nearest, shown
+from dist_mem.environment import as_submitted
 from dist_mem.files import is_dir, is_file
 
 COMMAND_LINE = "command line"
@@ -38,7 +39,7 @@ def read_sources(arguments: Sequence[str]) -> list[Source]:
     Raises:
         ConfigError: a file is missing (with the names of near ones) or is not YAML.
     """
-    is_override = ["=" in argument and not is_file(Path(argument)) for argument in arguments]
+    is_override = ["=" in argument and not is_file(as_submitted(Path(argument))) for argument in arguments]
     names = [name for name, override in zip(arguments, is_override, strict=True) if not override]
     overrides = [text for text, override in zip(arguments, is_override, strict=True) if override]
     folders = [Path(), *([Path(names[0]).parent] if names else []), Path("configs")]
@@ -48,6 +49,11 @@ def read_sources(arguments: Sequence[str]) -> list[Source]:
     return [part for source in sources for part in _with_deepspeed_file(source)]
 
 
+def files_of(arguments: Sequence[str]) -> list[Path]:
+    """The files that `read_sources` reads."""
+    return [Path(source.where) for source in read_sources(arguments) if source.where != COMMAND_LINE]
+
+
 def find_file(name: str, folders: Sequence[Path]) -> Path:
     """The first of `folders` / `name` that is a file.
 
@@ -55,7 +61,7 @@ def find_file(name: str, folders: Sequence[Path]) -> Path:
         ConfigError: none is; names a near one, of those folders, of the one that `name` names, or below configs/.
     """
     for folder in folders:
-        if is_file(folder / name):
+        if is_file(as_submitted(folder / name)):
             return folder / name
     if is_dir(Path(name)):
         inside = Path(name) / "config.yaml"
@@ -84,7 +90,7 @@ def _same_name(name: str, paths: Sequence[Path]) -> str | None:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(path))
+        tree = OmegaConf.to_container(OmegaConf.load(as_submitted(path)))
     except (*_UNREADABLE, OSError) as error:
         raise ConfigError([Problem("", f"cannot be read as YAML: {_complaint(error)}", str(path))]) from error
     if not isinstance(tree, dict):
@@ -143,7 +149,7 @@ def _read_deepspeed(path: Path) -> dict[str, Any]:
         return dict(pairs)
 
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=refuse_duplicates)
+        tree = json.loads(as_submitted(path).read_text(encoding="utf-8"), object_pairs_hook=refuse_duplicates)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError([Problem("", f"cannot be read as JSON: {error}", str(path))]) from error
     if not isinstance(tree, dict):

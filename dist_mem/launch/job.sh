@@ -36,6 +36,17 @@ end_of_chain() {
   fi
 }
 
+# Every start runs the code and the configuration of the first one: an edit in between is for the next job.
+pointer=.dist_mem-$me
+[ "$restart" != chain ] || pointer=.dist_mem-${SLURM_ARRAY_JOB_ID:-$me}
+[ -n "$snapshot" ] || snapshot=$(readlink "$pointer")
+use_snapshot() { export DIST_MEM_SNAPSHOT=$snapshot PYTHONPATH=$snapshot/code${PYTHONPATH:+:$PYTHONPATH}; }
+[ -z "$snapshot" ] || use_snapshot
+[ -z "$snapshot" ] || [ -d "$snapshot" ] || {
+  say "error: $snapshot, the copy of the code that this job runs, is gone; hand it in anew"
+  exit 2
+}
+
 # A wrong configuration ends here, in a second and with exit code 2, and not on every node.
 run_dir=$(alone dist-mem config --get run_dir "${arguments[@]}") || {
   code=$?
@@ -45,6 +56,16 @@ run_dir=$(alone dist-mem config --get run_dir "${arguments[@]}") || {
 logs=$run_dir/slurm/$SLURM_JOB_ID
 mkdir -p "$logs" || exit 1
 before=$(newest)
+if [ "$take_snapshot" = true ] && [ -z "$snapshot" ]; then
+  snapshot=$(realpath "$logs")/snapshot
+  alone dist-mem config --snapshot "$snapshot" "${arguments[@]}" || {
+    code=$?
+    end_of_chain
+    exit "$code"
+  }
+  ln -sfn "$snapshot" "$pointer" # a restart finds it without running any code
+  use_snapshot
+fi
 export DIST_MEM_EXIT_CODE=$logs/exit_code # of rank 0; srun tells the highest of all, also of ranks it has ended itself
 rm -f "$DIST_MEM_EXIT_CODE"
 
@@ -75,7 +96,7 @@ case $end in
 esac
 
 say "start ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST until $end: dist-mem train ${arguments[*]}"
-say "logs, one a node: $logs"
+say "logs, one a node: $logs${snapshot:+; code and configuration: $snapshot}"
 # Every rank is the process itself and no shell around it: a shell would die of the signal and take the save with it.
 # After sbatch --export=NONE srun would export nothing either. What compilers keep stands on each node's own disk: a
 # shared one is slow, and two nodes would write one file.
@@ -92,7 +113,7 @@ say "the ranks have ended with exit code $code"
 # 0: done; 2, 3: starting again will not help; all others, 85 (stopped, all saved) first: start again.
 resubmit() ( # in a shell of its own, which forgets this job
   script=$run_dir/slurm/$number.sbatch exclude="" options=()
-  cp "$0" "$script" || return
+  sed "s|^snapshot=.*|snapshot=$(printf %q "$snapshot" | sed 's/[\\&|]/\\&/g')|" "$0" >"$script" || return
   for name in partition:Partition account:Account qos:QOS time:TimeLimit; do # as this job, however given
     value=$(fact "${name#*:}")
     case $value in "" | *null* | N/A | UNLIMITED) ;; *) options+=("--${name%%:*}=$value") ;; esac
@@ -113,7 +134,7 @@ resubmit() ( # in a shell of its own, which forgets this job
 )
 
 if [ "$code" = 0 ] || [ "$code" = 2 ] || [ "$code" = 3 ]; then
-  rm -f "$run_dir/slurm/stalled"
+  rm -f "$run_dir/slurm/stalled" "$pointer"
   end_of_chain
   exit "$code"
 fi

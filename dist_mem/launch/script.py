@@ -134,6 +134,8 @@ def _site(launch: Any) -> Iterator[str]:
     """Shell lines: variables, modules, and what runs a command in the image."""
     yield f"restart=${{DIST_MEM_RESTART:-{launch.restart}}} # requeue | resubmit | chain | none"
     yield f"max_stalled={launch.max_stalled} # starts without a new checkpoint after which it is not started again"
+    yield f"take_snapshot={'true' if launch.snapshot else 'false'} # of code and configuration, for all starts"
+    yield "snapshot="  # a resubmitted script has it filled in
     yield f"exclude_failed={'true' if launch.exclude_failed else 'false'}"
     yield "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
     if not num_gpus(launch):

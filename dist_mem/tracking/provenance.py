@@ -6,6 +6,7 @@ repository that merely surrounds an installed copy, as that of a project with a 
 
 from __future__ import annotations
 
+import json
 import platform
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 from dist_mem import __version__
@@ -75,6 +76,8 @@ def git_state(package: Path = PACKAGE) -> GitState:
 
     What cannot be known is left out, with the reason in the tag `dist_mem.git.unknown`.
     """
+    if kept := _kept(package):
+        return GitState(kept["tags"], kept["diff"])
     try:
         if not _git(package, "ls-files", "__init__.py"):
             raise GitError(f"{package} is no part of a checkout, although one surrounds it")
@@ -104,12 +107,28 @@ def git_state(package: Path = PACKAGE) -> GitState:
 
 def running_commit(package: Path = PACKAGE) -> str | None:
     """The commit of the running code, with `+` behind it where files are changed; None if git cannot tell."""
+    if kept := _kept(package):
+        commit: str | None = kept["commit"]
+        return commit
     try:
         if not _git(package, "ls-files", "__init__.py"):
             return None
         return _git(package, "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*").strip()
     except GitError:
         return None
+
+
+def to_keep() -> dict[str, Any]:
+    """What git says of the running code, for a copy of it, which is no checkout (launch/snapshot.py)."""
+    return {**git_state()._asdict(), "commit": running_commit()}
+
+
+def _kept(package: Path) -> dict[str, Any] | None:
+    path = package.parent / "git.json"
+    if not path.is_file():
+        return None
+    facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return facts
 
 
 def code_differences(versions_then: Mapping[str, str], commit_then: str | None, commit_now: str | None) -> str:

@@ -1,0 +1,52 @@
+"""The copy of code and configuration that a job runs: whole or absent, and read in place of what it was made of."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dist_mem.config import load_config
+from dist_mem.environment import as_submitted
+from dist_mem.errors import UnusableError
+from dist_mem.launch import snapshot
+from dist_mem.tracking import provenance
+
+
+def test_configuration_is_read_from_the_copy_though_its_files_are_edited_or_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text("train: {steps: 3}\ndeepspeed: ds.json\n")
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
+    before = load_config(["a.yaml", "train.seed=4"])
+    command = [sys.executable, "-m", "dist_mem", "config", "--snapshot", "copy", "a.yaml", "train.seed=4"]
+    subprocess.run(command, check=True)
+    (tmp_path / "a.yaml").write_text("train: {steps: 5}\n")
+    (tmp_path / "ds.json").unlink()
+    monkeypatch.setenv("DIST_MEM_SNAPSHOT", str(tmp_path / "copy"))
+    assert load_config(["a.yaml", "train.seed=4"]) == before
+
+
+def test_copy_has_the_package_and_what_git_says_of_it_and_no_more(tmp_path: Path) -> None:
+    snapshot.make(tmp_path / "copy", [], {"tags": {"a": "b"}, "diff": "c", "commit": "d+"})
+    assert sorted(path.name for path in (tmp_path / "copy" / "code").iterdir()) == ["dist_mem", "git.json"]
+    package = tmp_path / "copy" / "code" / "dist_mem"
+    assert (package / "train.py").read_bytes() == (snapshot.PACKAGE / "train.py").read_bytes()
+    assert provenance.git_state(package) == ({"a": "b"}, "c")
+    assert provenance.running_commit(package) == "d+"
+
+
+def test_copy_that_cannot_be_finished_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UnusableError, match=r"absent\.yaml"):
+        snapshot.make(tmp_path / "copy", [tmp_path / "absent.yaml"], {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_copy_files_are_read_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert as_submitted(tmp_path / "a") == tmp_path / "a"
+    monkeypatch.setenv("DIST_MEM_SNAPSHOT", os.fspath(tmp_path))
+    assert as_submitted(tmp_path / "a") == tmp_path / "a"
