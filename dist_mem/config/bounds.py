@@ -1,7 +1,7 @@
 """Upper bounds of numbers: beyond them no machine could do it, or a format or library could not hold it.
 
-They are refused before anything is allocated. Whether a model fits into the present machine is dist_mem/room.py's
-question. A test compares the table with the schema and the options of the memories.
+They are refused before anything is allocated. Whether a model fits into the present machine they do not say. A test
+compares the table with the schema and the options of the memories.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ MOST: dict[str, int] = {
     "divergence.window": 1_000_000,
     "divergence.max_times": _STEPS,
     "tracking.every": _STEPS,
+    "watchdog.join_seconds": _TIME,
     "watchdog.seconds": _TIME,
     "launch.tasks_per_node": 4_096,
     "launch.cpus_per_task": 4_096,

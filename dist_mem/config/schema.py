@@ -148,9 +148,7 @@ class TrackingConfig:
 
 @dataclass
 class WatchdogConfig:
-    join_seconds: float = (
-        60.0  # that no further rank may come at the start before the job ends, and names who is missing
-    )
+    join_seconds: float = 60.0  # of the start without a further rank, before the job ends and names who is missing
     seconds: float | None = 600.0  # that nothing may move before all ranks tell where they stand, and end; None: off
     straggler: float | None = 1.5  # times as slow as the median rank: such a rank is named; None: none is
 
