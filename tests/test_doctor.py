@@ -378,6 +378,7 @@ def test_missing_rank_ends_a_job_after_its_patience(tmp_path: Path, books: Path)
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"watchdog": {"join_seconds": 2}})
     for rank, more in ((0, []), (0, ["preflight=false"]), (1, [])):
         environment = {**os.environ, **launcher_environment(rank, 2, free_port()), "OMP_NUM_THREADS": "1"}
+        environment |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # the first of its node, which speaks for it
         done = subprocess.run(
             [*PYTHON, "train", str(config), *more], env=environment, capture_output=True, text=True, timeout=60
         )
