@@ -105,3 +105,17 @@ def masters(job: Any) -> dict[str, Tensor]:
         with deepspeed.zero.GatheredParameters([parameter], enabled=job.engine.stage == 3):
             found[name] = (parameter if whole is None else whole).detach().clone().float()
     return found
+
+
+DEEPSPEEDS = "engine"  # folder of DeepSpeed's own files
+
+
+def save_as_deepspeed(job: Any, directory: Path) -> None:
+    """What DeepSpeed itself would write; every rank calls it."""
+    job.engine._engine.save_checkpoint(str(directory), tag=DEEPSPEEDS, save_latest=False)
+
+
+def load_as_deepspeed(job: Any, directory: Path) -> None:
+    """As DeepSpeed itself would go on, at the same stage and number of ranks."""
+    found, _ = job.engine._engine.load_checkpoint(str(directory), tag=DEEPSPEEDS, load_lr_scheduler_states=False)
+    assert found is not None

@@ -34,7 +34,7 @@ def data_dir(tmp_path: Path) -> Path:
     tokenizer = BytesTokenizer()
     save_tokenizer(tokenizer, tmp_path / "data")
     documents = [
-        TokenizedDocument(f"book{size}", "a book", None, 1, size, np.arange(size, dtype=np.uint16))
+        TokenizedDocument(f"book{size}", "a book", None, 1, size, np.arange(size, dtype=np.uint16) + ord("a"))
         for size in range(10, 30)
     ]
     write_split(

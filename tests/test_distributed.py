@@ -130,7 +130,8 @@ def test_ranks_take_the_threads_they_are_allotted() -> None:
 
 def test_address_without_a_port_is_refused_or_completed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Port 0 would be another one on every rank."""
-    for name in (*JOB_STEP, "MASTER_PORT", "MASTER_ADDR"):
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCH_EXTENSIONS_DIR")  # are set by the call
+    for name in (*JOB_STEP, *ranks, "MASTER_PORT", "MASTER_ADDR"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("MASTER_ADDR", "node1")

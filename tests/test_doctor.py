@@ -360,7 +360,7 @@ def test_ranks_that_go_on_coming_are_waited_for(monkeypatch: pytest.MonkeyPatch)
     def come_late() -> None:
         store = dist.PrefixStore("start-0", dist.TCPStore("127.0.0.1", port, is_master=False))
         for rank in (1, 2, 3):
-            time.sleep(0.7)
+            time.sleep(2.0)
             store.set(f"doctor/seat/{rank}", json.dumps(seat(rank, None)))
             store.add("doctor/seats", 1)
         store.add("doctor/readers", 3)
@@ -368,7 +368,7 @@ def test_ranks_that_go_on_coming_are_waited_for(monkeypatch: pytest.MonkeyPatch)
     others = threading.Thread(target=come_late)
     others.start()
     try:
-        assert [one.level for one in meet(seconds=1.2).findings] == [OK, OK]
+        assert [one.level for one in meet(seconds=4.0).findings] == [OK, OK]
     finally:
         others.join()
 

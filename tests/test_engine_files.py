@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ def test_damage_is_told(saved: Path) -> None:
     name = next(name for name, slices in index["slices"].items() if len(slices) == 2)
     del index["slices"][name][1]
     (saved / ENGINE_JSON).write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=rf"of master of {name} there are \d+ of the elements 0 to \d+"):
+    with pytest.raises(CheckpointError, match=re.escape(f"slices['{name}'] end at element")):
         EngineReader(saved).weights()
     (saved / ENGINE_JSON).write_text("{")
     with pytest.raises(CheckpointError, match=r"engine\.json: cannot be read"):

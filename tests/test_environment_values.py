@@ -68,7 +68,7 @@ def test_a_message_about_two_keys_shows_the_interpolation(
 def test_output_shows_the_interpolation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HIDDEN", f"{SECRET}\nand 'more'")
     monkeypatch.setenv("COUNT", "1234")
-    load("name=${oc.env:HIDDEN}", "train.lanes=${oc.env:COUNT}")
+    load("tracking.run_name=${oc.env:HIDDEN}", "train.lanes=${oc.env:COUNT}")
     assert hide(f"a{SECRET}b, {'and ' + repr(chr(39))}") == f"a${{oc.env:HIDDEN}}b, {'and ' + repr(chr(39))}"
     assert hide(repr(f"{SECRET}\nand 'more'")) == '"${oc.env:HIDDEN}"'
     assert hide("1234 steps") == "1234 steps"  # a number is no secret

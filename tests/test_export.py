@@ -102,7 +102,7 @@ def test_half_precision_halves_the_file_and_scores_as_the_checkpoint_in_it(
 
 
 def test_an_export_needs_neither_run_nor_data_nor_pickle(
-    tmp_path: Path, exported: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, exported: Path, monkeypatch: pytest.MonkeyPatch, single_process: None
 ) -> None:
     moved = shutil.copytree(exported, tmp_path / "elsewhere")
     monkeypatch.chdir(tmp_path)

@@ -138,7 +138,7 @@ def test_data_that_cannot_be_used_stops_a_run_before_it_begins(
     error = capfd.readouterr().err
     assert_told(error, message)
     assert error.count("error: ") == 1
-    assert list((tmp_path / "run").iterdir()) == []
+    assert not (tmp_path / "run").exists()
 
 
 def test_verify_tells_what_training_would_not_read(data: Path, capsys: pytest.CaptureFixture[str]) -> None:

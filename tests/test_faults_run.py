@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from faults import assert_told, flip, remount, small_disk, used_kilobytes
@@ -89,9 +90,9 @@ class FullMetricsFile(MetricsFile):
             raise OSError(28, "No space left on device", str(self.path))
         super().log(point)
 
-    def __init__(self, path: Path, *, first_step: int) -> None:
+    def __init__(self, path: Path, **given: Any) -> None:
         self.path = path
-        super().__init__(path, first_step=first_step)
+        super().__init__(path, **given)
 
 
 class OnceFullMetricsFile(FullMetricsFile):

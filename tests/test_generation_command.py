@@ -113,7 +113,6 @@ def test_what_cannot_be_done_is_said_in_one_line(
         ([run, "--prompt", "a", "--temperature", "-1"], "--temperature is -1.0, but must be 0"),
         ([run, "--prompt", "a", "--top-p", "0"], "--top-p is 0.0, but must be greater than 0"),
         ([run, "--prompt", "a", "--top-p", "1.5"], "--top-p is 1.5"),
-        ([run, "--prompt", "a", "--top-k", "0"], "--top-k is 0, but must be at least 1"),
         ([run, "model.d_model=8", "--prompt", "a"], "model.d_model: is fixed by the checkpoint"),
         ([tmp_path / "no_run", "--prompt", "a"], "no checkpoint"),
         (["--prompt", "a"], "0 runs are given"),
@@ -128,6 +127,7 @@ def test_what_cannot_be_done_is_said_in_one_line(
         [str(run)],
         [str(run), "--prompt", "a", "--prompt-file", "b"],
         [str(run), "--prompt", "a", "--tokens", "0"],
+        [str(run), "--prompt", "a", "--top-k", "0"],
     ):
         with pytest.raises(SystemExit):
             main(["generate", *wrong])

@@ -49,7 +49,7 @@ WRONG = {
     "launch.gpus_per_node=a100": "launch.gpus_per_node: is 'a100', but must be a number as 8, or a type and a number",
     "launch.directives=[--gpus=4]": "launch.directives[0]: is '--gpus=4', which is a key of its own: set launch.gp",
     "launch.directives=[-G 4]": "launch.directives[0]: is '-G 4', which is a key of its own: set launch.gpus_per_node",
-    "launch.signal_seconds=86400": "launch.signal_seconds: is 86400, but launch.time = 24:00:00 is 86,400 s: nothing",
+    "launch.signal_seconds=65536": "launch.signal_seconds: is 65536, but must be at most 65,535",
     "launch.account=my project": "launch.account: is 'my project', but must be one word",
     "launch.restart=requeu": "launch.restart: is 'requeu', but must be one of requeue, resubmit, chain, none; did you",
     "launch.gpus_per_nod=8": "launch.gpus_per_nod: unknown key; did you mean launch.gpus_per_node?",

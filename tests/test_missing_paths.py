@@ -35,7 +35,7 @@ CALLS: dict[str, list[list[str]]] = {
     "check-memory": [[f"{MISSING}.py:Memory"]],
     "config": [[f"{MISSING}.yaml"], [f"{MISSING}.yaml", "--get", "run_dir"]],
 }
-WRITTEN = {("export", "out"), ("generate", "out"), ("compare", "plot"), ("reproduce", "out")}
+WRITTEN = {("export", "out"), ("generate", "out"), ("compare", "plot"), ("reproduce", "out"), ("config", "snapshot")}
 ELSEWHERE = {("evaluate", "also"), ("dialogue", "wordnet")}  # looked for after the run: tests/test_evaluate.py, ...
 
 

@@ -195,7 +195,7 @@ def test_the_picture_has_the_range_of_seeds_and_the_papers_points_at_its_scale_o
             keep_result(run, "test", {"value": 7.0 + run.seed, "step": 1})
         draw(table, scale, runs, own / f"{name}.png")
         (axes,) = drawn[-1].axes
-        legends[name] = {text.get_text() for text in axes.get_legend().get_texts()}
+        legends[name] = {text.get_text() for text in axes.figure.legends[0].get_texts()}
         bars = [collection for collection in axes.collections if isinstance(collection, LineCollection)]
         ranges = [tuple(segment[:, 1]) for collection in bars for segment in collection.get_segments()]
         assert ranges == [(7.0, 8.0), (7.0, 8.0)]

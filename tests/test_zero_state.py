@@ -9,7 +9,15 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from engine_saves import FROZEN, engine_job, next_losses, restore_engine, save_as_format_2, save_engine
+from engine_saves import (
+    FROZEN,
+    engine_job,
+    load_as_deepspeed,
+    next_losses,
+    restore_engine,
+    save_as_deepspeed,
+    save_engine,
+)
 from jobs import checkpoint_content, difference
 from ranks import RankPool
 from tiny import full_parameters, run_steps, tiny_config, tiny_job, zero_block
@@ -49,7 +57,7 @@ def futures(world: World, directory: Path, stage: int, overrides: list[Any], zer
     torch.manual_seed(5 + world.rank)
     next_losses(job, BEFORE)
     save_engine(job, directory)
-    save_as_format_2(job, directory / "trained")
+    save_as_deepspeed(job, directory / "trained")
     moment, found = Moment(job), {}
 
     def go_on(again: Any) -> tuple[list[float], dict[str, Tensor]]:
@@ -58,9 +66,9 @@ def futures(world: World, directory: Path, stage: int, overrides: list[Any], zer
 
     found["straight"] = go_on(job)
     restore_engine(restored, directory)
-    save_as_format_2(restored, directory / "restored")
+    save_as_deepspeed(restored, directory / "restored")
     found["restored"] = go_on(restored)
-    loaded.engine.load(directory / "trained")
+    load_as_deepspeed(loaded, directory / "trained")
     found["loaded by DeepSpeed"] = go_on(loaded)
     restore_engine(job, directory)
     found["rolled back"] = go_on(job)

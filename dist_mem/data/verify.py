@@ -9,6 +9,7 @@ that does not, every document is decoded: a hash says that the bytes are what so
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -175,14 +176,27 @@ def _unreadable(index: Index, number: int, tokenizer: Tokenizer | None) -> str |
         return None
     text = b"".join(tokenizer.pieces[token] for token in tokens.tolist())
     try:
-        words = len(text.decode().split())
+        _without_cut_characters(text).decode()
     except UnicodeDecodeError as error:
         return f"its text is no UTF-8, at byte {error.start:,}: {REBUILD}"
+    words = len(text.decode(errors="surrogateescape").split())
     if (len(text), words) != (entry.bytes, entry.words):
         found = f"{len(text):,} bytes in {words:,} words"
         stated = f"{entry.bytes:,} in {entry.words:,}"
         return f"its text has {found}, but {INDEX_NAME} says {stated}: {REBUILD}"
     return None
+
+
+def _without_cut_characters(text: bytes) -> bytes:
+    """The text without the parts of a character at its ends: a split of enwik8 begins and ends at any byte."""
+    first = next((place for place, byte in enumerate(text[:3]) if byte & 0xC0 != 0x80), 0)
+    for cut in range(min(4, len(text) - first)):
+        end = len(text) - cut
+        if cut == 0 or text[end] >= 0xC0:  # what is left out begins a character
+            with suppress(UnicodeDecodeError):
+                text[first:end].decode()
+                return text[first:end]
+    return text[first:]
 
 
 def _cut(where: str, size: int, shard: ShardEntry, entries: list[DocumentEntry]) -> Problem:

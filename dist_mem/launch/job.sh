@@ -174,7 +174,8 @@ if [ "$restart" = requeue ] && [ "$exclude_failed" = true ] && [ -s "$run_dir/sl
 fi
 case $restart in
   requeue)
-    if patiently scontrol requeue "$me"; then say "requeued"; else say "not requeued; hand it in again to go on"; fi
+    say "to be requeued" # now: Slurm may end this script before it can say more
+    patiently scontrol requeue "$me" || say "not requeued; hand it in again to go on"
     ;;
   resubmit)
     if resubmit "$@"; then say "handed in again"; else say "not handed in again; hand it in to go on"; fi
