@@ -139,6 +139,8 @@ def difference(first: Any, second: Any, where: str = "") -> str | None:
         return next((found for index, (a, b) in parts if (found := difference(a, b, f"{where}/{index}"))), None)
     if type(first) is not type(second):
         return where
+    if hasattr(first, "__dict__"):  # DeepSpeed pickles its loss scaler whole
+        return difference(vars(first), vars(second), f"{where}.{type(first).__name__}")
     return None if first == second else where
 
 
@@ -149,4 +151,24 @@ def checkpoint_content(directory: Path) -> dict[str, Any]:
         name = path.relative_to(directory).as_posix()
         if path.suffix == ".safetensors":
             content[name] = load_file(path)
+        elif path.suffix == ".pt":
+            content[name] = torch.load(path, weights_only=False)
+    _clear_padding(content)
     return content
+
+
+def _clear_padding(content: dict[str, Any]) -> None:
+    """ZeRO-3 fills up the last rank's share of a parameter that the ranks do not divide, with memory as it finds it."""
+    for name, saved in content.items():
+        states = content.get(name.replace("bf16_zero", "zero").replace("optim", "model"), {})
+        if name.endswith("optim_states.pt") and "zero_pp_rank" in name and "param_shapes" in states:
+            world_size = sum(other.endswith("optim_states.pt") for other in content)
+            rank = int(name.split("zero_pp_rank_")[1].split("_")[0])
+            groups = saved["optimizer_state_dict"].get("fp32_flat_groups", [])
+            for flat, shapes in zip(groups, states["param_shapes"], strict=True):
+                offset = 0
+                for shape in shapes.values():
+                    share = -(-shape.numel() // world_size)
+                    held = max(0, min(share, shape.numel() - rank * share))
+                    flat.data[offset + held : offset + share] = 0
+                    offset += share
