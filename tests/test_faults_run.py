@@ -233,4 +233,4 @@ def test_without_a_compiler_the_first_start_says_what_to_install(tmp_path: Path,
         "DeepSpeed could not compile its CPU communication op (",
         "install a C++ compiler ('apt-get install g++')",
     )
-    assert list((tmp_path / "run").iterdir()) == []
+    assert not (tmp_path / "run").exists()
