@@ -25,7 +25,7 @@ from dist_mem.environment import (
 )
 from dist_mem.errors import TakenOverError, UnusableError
 
-_SLOW = 2.0  # seconds after which a part of the start is told
+_SLOW = 2.0  # seconds after which a part of the start is announced
 
 ResultT = TypeVar("ResultT")
 

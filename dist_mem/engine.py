@@ -135,11 +135,13 @@ def start_communication() -> None:
     try:
         if torch.distributed.get_backend() == "gloo":
             directory = Path(_get_build_directory(_CPU_OP, False))
-            told: AbstractContextManager[None] = announced(f"waiting for {_CPU_OP}: another job loads or compiles it")
+            announcement: AbstractContextManager[None] = announced(
+                f"waiting for {_CPU_OP}: another job loads or compiles it"
+            )
             if not (directory / f"{_CPU_OP}.so").exists():
                 tell("compiling DeepSpeed's CPU communication op, once for this environment: 1 to 3 minutes")
-                told = nullcontext()
-            with told, building(directory), redirect_stdout(io.StringIO()):
+                announcement = nullcontext()
+            with announcement, building(directory), redirect_stdout(io.StringIO()):
                 get_accelerator().create_op_builder("ShareMemCommBuilder").load()
         with redirect_stdout(io.StringIO()):  # it says on every rank that all is well
             deepspeed.init_distributed(torch.distributed.get_backend())

@@ -71,7 +71,7 @@ def is_first_on_node() -> bool:
 def _is_first(index: int) -> bool:
     try:
         return read_ranks()[index] == 0
-    except ValueError:  # half of a launcher's variables: told later
+    except ValueError:  # half of a launcher's variables: reported later
         return True
 
 
@@ -303,7 +303,7 @@ def extension_cache() -> Path:
     """Where the ops of this environment are compiled, unless TORCH_EXTENSIONS_DIR is set.
 
     torch keys its directory by Python's version and by CUDA's. Two environments would share it, and each would compile
-    anew after the other: the command that ninja compares has the paths of torch, of DeepSpeed's sources and of
+    again after the other: the command that ninja compares has the paths of torch, of DeepSpeed's sources and of
     Python's headers in it.
     """
     packages = [find_spec(name) for name in ("torch", "deepspeed")]

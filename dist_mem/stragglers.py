@@ -110,15 +110,17 @@ class Stragglers:
         return messages
 
     def _begun(self, rank: int, ratio: float) -> list[str]:
-        """The first episode of a rank is told, then the 2nd, 4th, 8th, ..., with a count."""
+        """The first episode of a rank is reported, then the 2nd, 4th, 8th, ..., with a count."""
         number = self._episodes[rank]
-        told = f"{self._name(rank)} takes {ratio:.1f} times as long as the others"
+        report = f"{self._name(rank)} takes {ratio:.1f} times as long as the others"
         if number == 1:
-            return [f"{told} in a forward"]
+            return [f"{report} in a forward"]
         if number & (number - 1):
             return []
         ordinal = f"{number}nd" if number % 10 == 2 and number % 100 != 12 else f"{number}th"
-        return [f"{told} again, for the {ordinal} time: in {self._slow_steps[rank]:,} of {self._count:,} steps so far"]
+        return [
+            f"{report} again, for the {ordinal} time: in {self._slow_steps[rank]:,} of {self._count:,} steps so far"
+        ]
 
     def summary(self) -> list[str]:
         """At the end of a run: the ranks that were slow more than once."""

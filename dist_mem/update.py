@@ -167,13 +167,13 @@ def _agree(
         num_read=forward.num_read,
     )
     own = [not all(finite.values()), next_scored, *flags, *mine, *logged, *slots]
-    told = iter(sum_over_ranks(own, job.world.device))
-    trouble = _whose(finite) if next(told) else None
-    all_next_scored = int(next(told))
-    all_flags = Flags(*(next(told) > 0 for _ in flags))
-    totals = Totals(*(next(told) for _ in mine))
-    logs = {name: next(told) for name in forward.logs}
-    return Agreed(all_flags, all_next_scored, totals, logs, trouble, slots=list(told))
+    sums = iter(sum_over_ranks(own, job.world.device))
+    trouble = _whose(finite) if next(sums) else None
+    all_next_scored = int(next(sums))
+    all_flags = Flags(*(next(sums) > 0 for _ in flags))
+    totals = Totals(*(next(sums) for _ in mine))
+    logs = {name: next(sums) for name in forward.logs}
+    return Agreed(all_flags, all_next_scored, totals, logs, trouble, slots=list(sums))
 
 
 def _whose(finite: Mapping[str, bool]) -> str:

@@ -113,8 +113,8 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         try:
             branch = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index, call-overload]
         except _UNREADABLE as error:
-            told = f"{shown(text)} cannot be read as YAML: {_complaint(error)}"
-            raise ConfigError([Problem(key, told, COMMAND_LINE)]) from error
+            problem = f"{shown(text)} cannot be read as YAML: {_complaint(error)}"
+            raise ConfigError([Problem(key, problem, COMMAND_LINE)]) from error
         for name in reversed(names):
             branch = {name: branch}
         tree = merge(tree, branch)

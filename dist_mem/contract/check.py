@@ -191,6 +191,6 @@ def run(kind: str) -> int:
         print(to_text(group))
     num_broken = sum(len(group) == 1 for group in groups)
     not_checked = sum(len(group) for group in groups if len(group) > 1)
-    told = f"breaks {num_broken} of" if groups else "keeps all"
-    print(f"{kind} {told} {len(RULES)} rules{f', {not_checked} could not be checked' if not_checked else ''}")
+    summary = f"breaks {num_broken} of" if groups else "keeps all"
+    print(f"{kind} {summary} {len(RULES)} rules{f', {not_checked} could not be checked' if not_checked else ''}")
     return 1 if groups else 0

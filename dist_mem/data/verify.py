@@ -2,7 +2,7 @@
 
 `dist-mem prepare verify DIR` prints what is found here. Every byte is read: each tar is compared with the checksum in
 its index; those of a URL are fetched into the cache first. In a tar that differs, each document's arrays have a
-checksum of their own, and everything around them (tar headers, the .json, padding) is written anew and compared. In one
+checksum of their own, and everything around them (tar headers, the .json, padding) is rewritten and compared. In one
 that does not, every document is decoded: a hash says that the bytes are what somebody wrote, not that they are text.
 """
 

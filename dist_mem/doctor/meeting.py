@@ -179,12 +179,12 @@ def _check_present(seats: Sequence[Seat], size: int, seconds: float) -> Iterator
         return
     absent = [node for node in slurm_nodes() if node not in nodes]
     listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-    told = f"{len(missing)} of {size} ranks have not come, and no other has for {seconds:g} s: {listed}"
+    problem = f"{len(missing)} of {size} ranks have not come, and no other has for {seconds:g} s: {listed}"
     fix = f"look at what these ranks printed; those of {', '.join(nodes[:4])} are here"
     fix += "; if they are only slow, raise watchdog.join_seconds"
     places: list[Place | None] = [Place(node) for node in absent]
     for place in places or [None]:
-        yield fail(MEETING, told, fix, blames_node=place is not None).at(place)
+        yield fail(MEETING, problem, fix, blames_node=place is not None).at(place)
 
 
 def check_accelerators(seats: Sequence[Seat]) -> Iterator[Finding]:
@@ -251,7 +251,9 @@ def _check_alike(with_gpu: Sequence[Seat]) -> Iterator[Finding]:
     usual = max(kinds, key=kinds.count)
     for seat, kind in zip(with_gpu, kinds, strict=True):
         if kind != usual:
-            told = f"{kind[0]} with {kind[1] / 2**30:.0f} GiB, most have {usual[0]} with {usual[1] / 2**30:.0f} GiB"
-            yield warning("accelerator", told, "all wait for the slowest: ask for one kind, --constraint").at(
+            difference = (
+                f"{kind[0]} with {kind[1] / 2**30:.0f} GiB, most have {usual[0]} with {usual[1] / 2**30:.0f} GiB"
+            )
+            yield warning("accelerator", difference, "all wait for the slowest: ask for one kind, --constraint").at(
                 seat.place
             )

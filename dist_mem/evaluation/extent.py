@@ -54,8 +54,8 @@ def agreed_share(index: Index, mine: Sequence[int], extent: Extent, tokenizer: T
         return share
     try:
         agree_all_well(error, f"opening {index.split_dir}")
-    except RuntimeError as told:
-        raise ShardError(str(told)) from told
+    except RuntimeError as failure:
+        raise ShardError(str(failure)) from failure
     return share._replace(max_distance=max(gather_objects(share.max_distance)))
 
 

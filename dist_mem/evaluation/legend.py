@@ -72,8 +72,8 @@ def labels_of(names: Sequence[str], configs: Sequence[Path | None]) -> list[str]
             continue
         alike = [other for other in settings if other is not None and memory_name(other) == memory_name(own)]
         differing = sorted({key for other in alike for key in own.keys() | other if own.get(key) != other.get(key)})
-        told = differing if len(differing) <= MAX_DIFFERENCES else []
-        parts = [memory_name(own), *(f"{key.rpartition('.')[2]} {own.get(key)}" for key in told)]
+        shown = differing if len(differing) <= MAX_DIFFERENCES else []
+        parts = [memory_name(own), *(f"{key.rpartition('.')[2]} {own.get(key)}" for key in shown)]
         seeds = [other for other, found in zip(names, settings, strict=True) if found == own]
         if len(seeds) == 1 or len(differing) > MAX_DIFFERENCES:
             parts[-1] += f" ({seeds[0]})"

@@ -71,8 +71,8 @@ def _sizes(launch: Any) -> Iterator[Problem]:
         form = "'12:00:00' or '2-00:00:00', in quotes, because YAML takes 12:00:00 for a number"
         yield Problem("launch.time", f"is {launch.time}, but must be as {form}")
     elif launch.signal_seconds >= (seconds := _seconds(launch.time)):
-        told = f"is {launch.signal_seconds}, but launch.time = {launch.time} is {seconds:,} s"
-        yield Problem("launch.signal_seconds", f"{told}: nothing would be trained before the stop; ask for more time")
+        given = f"is {launch.signal_seconds}, but launch.time = {launch.time} is {seconds:,} s"
+        yield Problem("launch.signal_seconds", f"{given}: nothing would be trained before the stop; ask for more time")
 
 
 def _seconds(time: str) -> int:
