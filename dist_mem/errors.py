@@ -30,6 +30,10 @@ class UnusableError(ValueError):
     """
 
 
+class CheckpointError(UnusableError):
+    """A checkpoint that cannot be used; the message says why and what to do."""
+
+
 class StoppedEarlyError(Exception):
     """A signal ended a training before its first step: exit code 85. Raised on every rank of a job."""
 

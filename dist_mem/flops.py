@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dist_mem.memory.base import LayerSpec
+from dist_mem.layer_spec import LayerSpec
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dist_mem.checkpoint.engine_files import EngineReader
 from dist_mem.checkpoint.lanes import Lanes, read_lanes, read_random_state, set_random_state
-from dist_mem.checkpoint.manifest import CheckpointError, run_of
+from dist_mem.checkpoint.manifest import run_of
 from dist_mem.checkpoint.resume_choice import Choice, verify_together
 from dist_mem.checkpoint.resumption import Resumption, saved_config
 from dist_mem.config.environment_values import hide
@@ -28,6 +28,7 @@ from dist_mem.data.lanes import training_reader
 from dist_mem.data.shard import Index
 from dist_mem.distributed import World, on_all_ranks
 from dist_mem.engine import Engine
+from dist_mem.errors import CheckpointError
 from dist_mem.meter import Meter
 from dist_mem.tracking.provenance import code_differences
 

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop. No torch in here: they are listened to before it is imported."""
+"""Signals, and the file, that ask a run to stop. No torch in here: they are listened to before it is imported."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
+STOP_FILE = "STOP"  # in the run directory; it stays there, and keeps the run from being started, until it is removed
+LEAST_SECONDS = 30.0  # that are kept free before the end of the job's time, however fast saving is
 OF_SCHEDULERS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGUSR1)
 
 

@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING
 from dist_mem.distributed import World, decided_by_rank0, gather_objects
 from dist_mem.environment import job_end, node_name
 from dist_mem.errors import UnfitError, UnusableError
-from dist_mem.stop_signal import StopSignal
+from dist_mem.stop_signal import LEAST_SECONDS, STOP_FILE, StopSignal
 
 if TYPE_CHECKING:
     from dist_mem.job import Job
 
-STOP_FILE = "STOP"  # in the run directory; it stays there, and keeps the run from being started, until it is removed
-LEAST_SECONDS = 30.0  # that are kept free before the end of the job's time, however fast saving is
 _SAVES = 3.0  # one in flight, one of the last step, and one for a disk that is slow just then
 _LOOK_SECONDS = 1.0  # between two looks for the file: on a network file system each asks the server
 

@@ -19,7 +19,8 @@ from scored_library import ALONE
 
 import dist_mem
 from dist_mem.__main__ import main
-from dist_mem.checkpoint.manifest import CheckpointError, read_manifest
+from dist_mem.checkpoint.manifest import read_manifest
+from dist_mem.errors import CheckpointError
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.report import Report
 from dist_mem.evaluation.trained import find_checkpoint, read_settings

@@ -26,7 +26,7 @@ LAYERS: list[set[str]] = [
     }
     | {"checkpoint", "tracking", "evaluation", "launch"},
     {"config", "config.*", "distributed", "launch.*"},
-    {"layers", "memory.parts", "memory.parts.*", "memory.base", "flops"},
+    {"layers", "layer_spec", "memory.parts", "memory.parts.*", "memory.base", "flops"},
     {"data.batch", "data.facts", "data.index_schema", "data.shard", "data.tar"},
     {"memory", "memory.*", "outside_memory", "vocabulary", "gpt2", "gpt2.parts", "gpt2.token_types"},
     {"data", "data.*", "checkpoint.manifest", "checkpoint.schemas", "optimizer", "checkpoint.lease"},
@@ -46,7 +46,17 @@ LAYERS: list[set[str]] = [
     {"job", "restore", "between_steps", "update", "stopping", "train", "tracking.sync", "doctor", "doctor.*"},
     {"__main__", "commands"},
 ]
-OF_LEAVES = {"errors", "environment", "files", "file_schema", "names", "data.facts", "data.index_schema", "data.tar"}
+OF_LEAVES = {
+    "errors",
+    "layer_spec",
+    "environment",
+    "files",
+    "file_schema",
+    "names",
+    "data.facts",
+    "data.index_schema",
+    "data.tar",
+}
 LEAVES = {"layers", "distributed", "files", "data.facts", "data.shard", "data.batch", "memory.base"}
 DOORS = {
     "deepspeed": {"engine"},

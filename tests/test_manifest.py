@@ -11,7 +11,6 @@ from saving import FACTS
 from dist_mem.checkpoint import manifest
 from dist_mem.checkpoint.manifest import (
     FORMAT_VERSION,
-    CheckpointError,
     describe_file,
     files_in,
     newest_verified,
@@ -20,6 +19,7 @@ from dist_mem.checkpoint.manifest import (
     verify,
     write_manifest,
 )
+from dist_mem.errors import CheckpointError
 
 
 def make_checkpoint(run_dir: Path, step: int) -> Path:

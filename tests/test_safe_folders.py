@@ -20,9 +20,9 @@ from ranks import free_port, launcher_environment
 from dist_mem import load_model
 from dist_mem.__main__ import main
 from dist_mem.checkpoint import manifest
-from dist_mem.checkpoint.manifest import CheckpointError, describe_file, read_manifest
+from dist_mem.checkpoint.manifest import describe_file, read_manifest
 from dist_mem.config import load_config, read_config, save_config
-from dist_mem.errors import UnusableError
+from dist_mem.errors import CheckpointError, UnusableError
 
 PACKAGE = Path(__file__).parent.parent / "dist_mem"
 GOLDEN = Path(__file__).parent / "golden" / "formats"

@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 
 import dist_mem
 from dist_mem.checkpoint.manifest import (
-    CheckpointError,
     describe_file,
     files_in,
     read_manifest,
@@ -27,6 +26,7 @@ from dist_mem.checkpoint.manifest import (
     write_manifest,
 )
 from dist_mem.data.shard import read_index
+from dist_mem.errors import CheckpointError
 from dist_mem.evaluation.trained import TrainedModel
 
 ROOT = Path(__file__).parent.parent

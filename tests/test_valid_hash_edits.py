@@ -17,13 +17,13 @@ from test_safe_folders import rewrite_manifest
 
 from dist_mem import load_model, read_lanes
 from dist_mem.__main__ import main
-from dist_mem.checkpoint.manifest import CheckpointError, read_manifest, verify
+from dist_mem.checkpoint.manifest import read_manifest, verify
 from dist_mem.config import DataConfig
 from dist_mem.data import shard
 from dist_mem.data.directory import open_index, open_tokenizer
 from dist_mem.data.shard import read_mask, read_recall, read_tokens
 from dist_mem.data.verify import verify_dataset
-from dist_mem.errors import UnusableError
+from dist_mem.errors import CheckpointError, UnusableError
 
 GOLDEN = Path(__file__).parent / "golden" / "formats"
 NUM_EDITS = 40  # of each file; the seeds are their numbers

@@ -18,9 +18,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dist_mem.checkpoint.manifest import CheckpointError
 from dist_mem.checkpoint.schemas import engine_problems
 from dist_mem.checkpoint.zero_state import Slice
+from dist_mem.errors import CheckpointError
 from dist_mem.file_schema import check, read_json
 
 ENGINE_JSON = "engine.json"

@@ -12,8 +12,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dist_mem.checkpoint.manifest import CheckpointError, step_dir
+from dist_mem.checkpoint.manifest import step_dir
 from dist_mem.distributed import World
+from dist_mem.errors import CheckpointError
 from dist_mem.files import free_name
 from dist_mem.memory.base import map_state, named_tensors
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_mem.checkpoint.manifest import (
-    CheckpointError,
     list_steps,
     read_manifest,
     run_of,
@@ -22,7 +21,7 @@ from dist_mem.checkpoint.manifest import (
 )
 from dist_mem.checkpoint.retention import kept_by, kept_in
 from dist_mem.config import CheckpointConfig, ConfigError, read_config
-from dist_mem.errors import EXIT_DONE, EXIT_FAILED
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED, CheckpointError
 
 _COLUMNS = ("checkpoint", "saved", "bytes", "ranks", "ZeRO", "kept by", "state")
 _LEFT = {0, 1, 5, 6}  # columns of texts

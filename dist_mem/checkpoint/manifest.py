@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_mem.checkpoint.schemas import manifest_problems
-from dist_mem.errors import UnusableError
+from dist_mem.errors import CheckpointError
 from dist_mem.file_schema import check, read_json
 from dist_mem.files import sha256_of, write_text
 
@@ -22,10 +22,6 @@ OLDEST_FORMAT = 3  # before it, weights were pickles, which can run any code whe
 TOKENIZER_DIR = "tokenizer"  # in a checkpoint; older ones do not have it
 _NAME = "manifest.json"
 _STEP_DIR = re.compile(r"step-(\d{8})")
-
-
-class CheckpointError(UnusableError):
-    """A checkpoint that cannot be used; the message says why and what to do."""
 
 
 class NewerFormatError(CheckpointError):

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from dist_mem.checkpoint.manifest import (
-    CheckpointError,
     NewerFormatError,
     list_steps,
     nothing_verifies,
@@ -26,6 +25,7 @@ from dist_mem.checkpoint.manifest import (
 from dist_mem.config import read_config
 from dist_mem.config.check import ConfigError
 from dist_mem.distributed import World, decided_by_rank0, gather_objects
+from dist_mem.errors import CheckpointError
 
 AUTO, NEVER = "auto", "never"
 _RANK = re.compile(r"rank[-_](\d+)")  # in the names of files that one rank has written

@@ -12,13 +12,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dist_mem.checkpoint.manifest import CheckpointError, read_manifest
+from dist_mem.checkpoint.manifest import read_manifest
 from dist_mem.checkpoint.resume_choice import Choice, choose_checkpoint, find_candidates, readable
 from dist_mem.config import load_config, read_config
 from dist_mem.config.check import ConfigError
 from dist_mem.config.resume_rules import Change, check_changes
 from dist_mem.distributed import World, decided_by_rank0
-from dist_mem.errors import UnusableError
+from dist_mem.errors import CheckpointError, UnusableError
 from dist_mem.memory import memory_options
 
 

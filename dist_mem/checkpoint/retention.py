@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dist_mem.checkpoint.manifest import CheckpointError, list_steps, read_manifest, step_dir
+from dist_mem.checkpoint.manifest import list_steps, read_manifest, step_dir
 from dist_mem.config import CheckpointConfig
+from dist_mem.errors import CheckpointError
 from dist_mem.files import fsync_path
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dist_mem.checkpoint.manifest import CheckpointError
 from dist_mem.checkpoint.zero_state import (
     COUNTERS,
     LOSS_SCALE,
@@ -22,6 +21,7 @@ from dist_mem.checkpoint.zero_state import (
     loss_scaler,
 )
 from dist_mem.distributed import on_all_ranks
+from dist_mem.errors import CheckpointError
 
 ReadSlice = Callable[[str, str, int, int], Tensor | None]  # (kind, name, start, stop) -> the elements; None: not there
 Counters = Mapping[str, float]

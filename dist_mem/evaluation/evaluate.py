@@ -21,11 +21,10 @@ from typing import Any
 import torch
 
 from dist_mem import distributed
-from dist_mem.checkpoint.manifest import CheckpointError
 from dist_mem.data.directory import open_index, refresh_on_all_ranks
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.distributed import AgreedError, World, agree_all_well, decided_by_rank0
-from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, UnusableError
 from dist_mem.evaluation.memory_gain import gain_beside, is_without_memory
 from dist_mem.evaluation.protocol import Protocol, protocol_of, report_name, short_term_len, tag_of
 from dist_mem.evaluation.report import Report, to_table, write_report

@@ -28,7 +28,6 @@ from dist_mem.checkpoint.engine_files import EngineReader
 from dist_mem.checkpoint.lanes import read_lanes as read_saved_lanes
 from dist_mem.checkpoint.manifest import (
     TOKENIZER_DIR,
-    CheckpointError,
     list_steps,
     newest_verified,
     read_manifest,
@@ -45,6 +44,7 @@ from dist_mem.data.directory import open_tokenizer, refresh
 from dist_mem.data.remote import is_remote, show
 from dist_mem.data.tokenizer import JSON_NAME, load_tokenizer
 from dist_mem.data.tokenizers.base import Tokenizer
+from dist_mem.errors import CheckpointError
 from dist_mem.evaluation.protocol import apply_protocol, in_terms_of_eval
 from dist_mem.layers import DTYPES
 from dist_mem.memory import memory_options

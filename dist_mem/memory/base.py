@@ -22,33 +22,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from dist_mem.layer_spec import LayerSpec
+
 StateT = TypeVar("StateT")
 NO_LOGS: Mapping[str, Tensor] = MappingProxyType({})
-
-
-@dataclass(frozen=True)
-class LayerSpec:
-    """What the model tells a memory about the block it serves."""
-
-    layer_index: int  # 0 is the block nearest the embedding
-    num_layers: int
-    d_model: int  # D
-    num_heads: int  # H
-    d_head: int  # K
-    seg_len: int  # T, tokens
-    dropout: float
-    attention_dropout: float
-    norm: str  # pre | post
-    clamp_len: int | None
-    same_length: bool
-    seed: int  # train.seed, of a memory's own draws (rule 8)
-    short_first: bool = False  # data.cut is end: a document's first segment may be short, and is committed all the same
-
-    @property
-    def attention(self) -> dict[str, Any]:
-        """Keyword arguments of `layers.RelativeAttention`."""
-        names = ("d_model", "num_heads", "d_head", "dropout", "attention_dropout", "clamp_len")
-        return {name: getattr(self, name) for name in names}
 
 
 class Evicted(NamedTuple):

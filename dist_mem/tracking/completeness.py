@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from dist_mem.checkpoint.manifest import CheckpointError, list_steps, read_manifest, step_dir
+from dist_mem.checkpoint.manifest import list_steps, read_manifest, step_dir
+from dist_mem.errors import CheckpointError
 from dist_mem.tracking.delivery import Sender
 from dist_mem.tracking.journal import Entry, find_entries, is_superseded
 from dist_mem.tracking.sinks import METRICS_FILE, read_points

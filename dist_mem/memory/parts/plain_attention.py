@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from dist_mem.flops import Flops, product
+from dist_mem.layer_spec import LayerSpec
 from dist_mem.layers import Attended, Dropout, Projection, masked_softmax, merge_heads, split_heads
-from dist_mem.memory.base import LayerSpec
 
 # none: rows say where they are, or nobody does | alibi: every distance counts | alibi_memory: that of context rows does
 BIASES = ("none", "alibi", "alibi_memory")
