@@ -23,10 +23,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "shards"))
 from build_sample import SIZES
 from build_sample import write_split as write_library
 
-from dist_mem.data import source, tokenizer, workers
-from dist_mem.data.build import build_dataset
+from dist_mem.data.build import source, workers
+from dist_mem.data.build.builder import build_dataset
+from dist_mem.data.build.source import SourceDocument
 from dist_mem.data.shard import TokenizedDocument, write_split
-from dist_mem.data.source import SourceDocument
+from dist_mem.data.tokenizers import registry as tokenizer
 from dist_mem.data.verify import verify_dataset
 
 NUM_PIECES = 8  # of the text, one encoded by a worker at a time

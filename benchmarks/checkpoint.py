@@ -60,11 +60,11 @@ class Bench:
     """One rank of a job that is saved, restored and trained in turn."""
 
     def __init__(self, folder: Path) -> None:
-        from dist_mem import distributed
         from dist_mem.config import load_config
-        from dist_mem.job import open_job
         from dist_mem.memory import memory_options
-        from dist_mem.train import first_update
+        from dist_mem.runtime import distributed
+        from dist_mem.training.loop import first_update
+        from dist_mem.training.run import open_job
 
         self.folder = folder
         self.distributed = distributed
@@ -87,8 +87,8 @@ class Bench:
 
     def step(self) -> float:
         """Train one step; returns its seconds."""
-        from dist_mem.train import read_ahead
-        from dist_mem.update import Flags, train_step
+        from dist_mem.training.loop import read_ahead
+        from dist_mem.training.step import Flags, train_step
 
         began = time.perf_counter()
         ahead = read_ahead(self.job)
@@ -100,7 +100,7 @@ class Bench:
 
     def save(self, *, background: bool) -> Any:
         """Save; train beside it until it is written on all ranks."""
-        from dist_mem.between_steps import save
+        from dist_mem.training.hooks import save
 
         self.job.config.checkpoint.background = background
         save(self.job)
@@ -120,7 +120,7 @@ class Bench:
         """The same tensors without us."""
         import torch
 
-        from dist_mem.files import fsync_path
+        from dist_mem.runtime.files import fsync_path
 
         path = self.folder / f"plain-{self.world.rank}"
 
@@ -145,8 +145,8 @@ class Bench:
         """Everything once."""
         from safetensors.torch import load_file
 
-        from dist_mem.restore import restore_into
-        from dist_mem.train import first_update
+        from dist_mem.training.loop import first_update
+        from dist_mem.training.resume import restore_into
 
         for _ in range(STEPS):
             self.note("a step alone", self.step())

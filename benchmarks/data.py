@@ -30,8 +30,8 @@ from lib.lane_readers import Reader, open_readers, streaming
 
 from dist_mem.data.lanes import BLOCK_UPDATES
 from dist_mem.data.shard import TokenizedDocument, write_split
-from dist_mem.data.tokenizer import save_tokenizer
-from dist_mem.data.tokenizers.of_bytes import BytesTokenizer
+from dist_mem.data.tokenizers.registry import save_tokenizer
+from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 
 STEP_SECONDS = 0.0117  # 8x512 tokens, 151 M parameters, 6 FLOP each and token, 40 % of an H200's 790 bf16 TFLOP/s
 

@@ -21,7 +21,7 @@ import torch
 from memory import configuration, memories, seconds
 
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.evaluation.trained import TrainedModel
+from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation.generate import generate
 from dist_mem.generation.reading import next_log_probs, read, start
 from dist_mem.generation.sampling import Sampling

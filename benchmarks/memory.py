@@ -5,7 +5,7 @@
 
 One process, forward and backward on full segments with full memories, no dropout, no optimizer; then one layer of
 long-term memory alone. Rounds are interleaved and medians printed, so that a busy moment of the machine hits all alike.
-FLOPs are those of dist_mem/flops.py.
+FLOPs are those of dist_mem/nn/flops.py.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 from omegaconf import OmegaConf
 
 from dist_mem.config import Config
-from dist_mem.layers import split_heads
 from dist_mem.memory import build_memory
 from dist_mem.memory.infinite import Infinite
 from dist_mem.model import MemoryLM, layer_spec
+from dist_mem.nn.layers import split_heads
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Step = Callable[[], Any]

@@ -32,21 +32,21 @@ FIRST_STEP = "first step"
 MODULES = {
     "import torch": "torch",
     "import omegaconf, configuration": "dist_mem.config",
-    "import deepspeed": "dist_mem.engine",
-    "import the rest of dist_mem": "dist_mem.train",
+    "import deepspeed": "dist_mem.engine.engine",
+    "import the rest of dist_mem": "dist_mem.training.loop",
 }
 # what is timed: (module, name in it) -> part; a class stands for making one
 PARTS = {
-    ("dist_mem.commands", "load_checked"): "read the configuration",
-    ("dist_mem.distributed", "initialize"): "join the process group",
-    ("dist_mem.train", "hold_run_dir"): "hold the run directory",
-    ("dist_mem.job", "_open_data"): "open tokenizer and indexes",
-    ("dist_mem.job", "start_communication"): "load DeepSpeed's communication op",
-    ("dist_mem.job", "MemoryLM"): "make the model",
-    ("dist_mem.job", "Engine"): "initialize DeepSpeed",
-    ("dist_mem.job", "training_reader"): "plan and open the lanes",
-    ("dist_mem.job", "start_tracking"): "start tracking (imports mlflow)",
-    ("dist_mem.train", "train_step"): FIRST_STEP,
+    ("dist_mem.cli.commands", "load_checked"): "read the configuration",
+    ("dist_mem.runtime.distributed", "initialize"): "join the process group",
+    ("dist_mem.training.loop", "hold_run_dir"): "hold the run directory",
+    ("dist_mem.training.run", "_open_data"): "open tokenizer and indexes",
+    ("dist_mem.training.run", "start_communication"): "load DeepSpeed's communication op",
+    ("dist_mem.training.run", "MemoryLM"): "make the model",
+    ("dist_mem.training.run", "Engine"): "initialize DeepSpeed",
+    ("dist_mem.training.run", "training_reader"): "plan and open the lanes",
+    ("dist_mem.training.run", "start_tracking"): "start tracking (imports mlflow)",
+    ("dist_mem.training.loop", "train_step"): FIRST_STEP,
 }
 REST = "the rest"
 PYTHON_M = [sys.executable, "-m", "dist_mem"]

@@ -30,7 +30,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dist_mem.evaluation.trained import init_state, load_model, read_lanes
+    from dist_mem.evaluation.trained_model import init_state, load_model, read_lanes
     from dist_mem.generation.generate import generate
     from dist_mem.generation.reading import next_log_probs, read, start, start_from
     from dist_mem.generation.sampling import Sampling
@@ -47,10 +47,10 @@ def __getattr__(name: str) -> Any:
     """The names of `__all__`, imported when they are asked for: torch and DeepSpeed take seconds."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from dist_mem.distributed import choose_accelerator
+    from dist_mem.runtime.distributed import choose_accelerator
 
     choose_accelerator()
-    from dist_mem.evaluation import trained
+    from dist_mem.evaluation import trained_model as trained
     from dist_mem.generation import generate, reading, sampling, text_scores
 
     modules = (trained, generate, reading, sampling, text_scores)

@@ -15,7 +15,7 @@
     dist-mem check-memory examples/averages.py:Averages
     dist-mem config configs/demo.yaml
 
-What the commands do: commands.py.
+What the commands do: cli/commands.py.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn, TextIO, cast
 
-from dist_mem import commands as run
-from dist_mem.config.arguments import (
+from dist_mem.cli import commands as run
+from dist_mem.cli.arguments import (
     count,
     keys_of,
     names,
@@ -45,10 +45,10 @@ from dist_mem.config.arguments import (
     unknown_command,
     unknown_option,
 )
+from dist_mem.cli.broken_pipe import watch_standard_streams
 from dist_mem.config.environment_values import HidingStream
-from dist_mem.environment import is_first_on_node, use_node_caches
 from dist_mem.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UnfitError, UnusableError
-from dist_mem.unread_output import watch_standard_streams
+from dist_mem.runtime.environment import is_first_on_node, use_node_caches
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -319,7 +319,7 @@ def entry() -> NoReturn:
     exit code of one that has not.
     """
     output = watch_standard_streams()
-    output.tells = sys.argv[1:2] == ["generate"]  # what it writes is its work: generation/run.py ends it
+    output.tells = sys.argv[1:2] == ["generate"]  # what it writes is its work: generation/command.py ends it
     sys.stderr = cast(TextIO, HidingStream(sys.stderr))
     if sys.argv[1:2] not in (["generate"], ["config"], ["launch"]):  # programs read what these write
         sys.stdout = cast(TextIO, HidingStream(sys.stdout))

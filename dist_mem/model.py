@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dist_mem.config import Config, ModelConfig
-from dist_mem.flops import Flops, product
-from dist_mem.gpt2 import parts as gpt2
-from dist_mem.gpt2.token_types import TokenTypes
-from dist_mem.layers import DTYPES, Dropout, FeedForward, initialize
 from dist_mem.memory import build_memory
 from dist_mem.memory.base import LayerSpec, Memory, named_tensors, select_lanes
-from dist_mem.vocabulary import Bin, Embedding, Softmax, adaptive_bins, plain_bin
+from dist_mem.nn import gpt2 as gpt2
+from dist_mem.nn.flops import Flops, product
+from dist_mem.nn.layers import DTYPES, Dropout, FeedForward, initialize
+from dist_mem.nn.token_types import TokenTypes
+from dist_mem.nn.vocabulary import Bin, Embedding, Softmax, adaptive_bins, plain_bin
 
 
 class LMState(NamedTuple):

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dist_mem.layers import RelativeAttention, newest_rows, visible_keys
 from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, select_lanes
+from dist_mem.nn.layers import RelativeAttention, newest_rows, visible_keys
 
 
 class State(NamedTuple):

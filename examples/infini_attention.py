@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_mem.layers import Dropout, Projection, masked_softmax, merge_heads, split_heads, visible_keys
 from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput
-from dist_mem.memory.parts.plain_attention import alibi_bias
+from dist_mem.nn.layers import Dropout, Projection, masked_softmax, merge_heads, split_heads, visible_keys
+from dist_mem.nn.plain_attention import alibi_bias
 
 
 class State(NamedTuple):

@@ -27,12 +27,12 @@ from typing import Any, NamedTuple
 
 from builder_options import builder_parser, exit_code, positive
 
-from dist_mem.data.build import build_dataset
-from dist_mem.data.source import SourceDocument, read_text
-from dist_mem.data.tokenizer import load_tokenizer
+from dist_mem.data.build.builder import build_dataset
+from dist_mem.data.build.source import SourceDocument, read_text
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.data.tokenizers.of_bytes import BytesTokenizer
-from dist_mem.data.tokenizers.of_pieces import train_pieces
+from dist_mem.data.tokenizers.registry import load_tokenizer
+from dist_mem.data.tokenizers.sentencepiece import train_pieces
+from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.dialogue.replies import LEAKED
 
 FOLDERS = {"train": "train", "validation": "valid", "test": "test"}  # split -> its folder in Conversations

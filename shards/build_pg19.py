@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 
 from builder_options import builder_parser, exit_code, positive
 
-from dist_mem.data.build import build_dataset
-from dist_mem.data.download import download_files, fetch, list_files
-from dist_mem.data.source import SourceDocument, read_text
-from dist_mem.files import write_bytes
+from dist_mem.data.build.builder import build_dataset
+from dist_mem.data.build.source import SourceDocument, read_text
+from dist_mem.data.remote.download import download_files, fetch, list_files
+from dist_mem.runtime.files import write_bytes
 
 BUCKET_URL = "https://storage.googleapis.com/deepmind-gutenberg"
 METADATA_NAME = "metadata.csv"

@@ -21,9 +21,9 @@ from typing import NamedTuple
 from builder_options import builder_parser, exit_code, positive
 from sample_library import Book, write_book
 
-from dist_mem.data.build import build_dataset
-from dist_mem.data.source import SourceDocument
-from dist_mem.files import write_text
+from dist_mem.data.build.builder import build_dataset
+from dist_mem.data.build.source import SourceDocument
+from dist_mem.runtime.files import write_text
 
 
 class Size(NamedTuple):

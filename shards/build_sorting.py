@@ -19,10 +19,10 @@ import numpy as np
 from builder_options import exit_code, positive
 from tqdm import tqdm
 
-from dist_mem.data.facts import ShardError
+from dist_mem.data.metadata import ShardError
 from dist_mem.data.shard import INDEX_NAME, TokenizedDocument, read_index, write_split
-from dist_mem.data.tokenizer import JSON_NAME, read_tokenizer_facts, save_tokenizer
-from dist_mem.data.tokenizers.of_words import WordTokenizer
+from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_facts, save_tokenizer
+from dist_mem.data.tokenizers.words import WordTokenizer
 
 NUM_SYMBOLS = 20  # symbols are words "0" to "19"
 SEPARATOR = NUM_SYMBOLS

@@ -29,10 +29,10 @@ from typing import NamedTuple
 from builder_options import builder_parser, exit_code
 from tqdm import tqdm
 
-from dist_mem.data.build import build_dataset
-from dist_mem.data.source import FileSlice, SourceDocument
-from dist_mem.data.tokenizers.of_words import WordTokenizer, count_words
-from dist_mem.files import sha256_of
+from dist_mem.data.build.builder import build_dataset
+from dist_mem.data.build.source import FileSlice, SourceDocument
+from dist_mem.data.tokenizers.words import WordTokenizer, count_words
+from dist_mem.runtime.files import sha256_of
 
 FILE_NAMES = {"train": "wiki.train.tokens", "validation": "wiki.valid.tokens", "test": "wiki.test.tokens"}
 # Words with <eos>: LaMemo, table 4 (WikiText-103); Merity et al., table 1, and its line ends (WikiText-2).

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from dist_mem.data.download import DownloadError
-from dist_mem.data.workers import WorkerKilledError
+from dist_mem.data.build.workers import WorkerKilledError
+from dist_mem.data.remote.download import DownloadError
 
 
 def builder_parser(docstring: str | None, *, vocab_size: int | None) -> argparse.ArgumentParser:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dist_mem.layers import newest_rows
 from dist_mem.memory.base import MemoryOutput
 from dist_mem.memory.transformer_xl import State, TransformerXL
+from dist_mem.nn.layers import newest_rows
 
 
 class FutureLeak(TransformerXL):

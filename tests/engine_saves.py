@@ -22,7 +22,7 @@ from dist_mem.checkpoint.engine_files import (
     engine_tensors,
     rank_file,
 )
-from dist_mem.distributed import World, gather_objects
+from dist_mem.runtime.distributed import World, gather_objects
 
 FROZEN = [{"match": "embedding|bias", "trainable": False}]
 GROUPS = [{"match": "embedding", "lr": 1e-3}, {"match": "feed_forward", "lr": 5e-3, "weight_decay": 0.3}]

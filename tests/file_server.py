@@ -15,11 +15,11 @@ import pytest
 from lane_corpus import make_split
 
 from dist_mem.config import DataConfig
-from dist_mem.data import remote
 from dist_mem.data.directory import open_index, refresh
+from dist_mem.data.remote import fetch as remote
 from dist_mem.data.shard import Index
-from dist_mem.data.tokenizer import save_tokenizer
-from dist_mem.data.tokenizers.of_bytes import BytesTokenizer
+from dist_mem.data.tokenizers.registry import save_tokenizer
+from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 
 SHARD = "train/tiny-train-00000.tar"  # of `served_split`
 ENDLESS_BYTES = 2**28  # a client that has not hung up by then takes anything

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 from ranks import free_port, launcher_environment
 
-from dist_mem.distributed import choose_accelerator
+from dist_mem.runtime.distributed import choose_accelerator
 
 SIGKILLED = -9  # as an exit code
 _IMPORTED = [  # what a job imports only when it needs it is here too
     "dist_mem.__main__",
-    "dist_mem.train",
+    "dist_mem.training.loop",
     "dist_mem.memory.transformer_xl",
     "deepspeed.runtime.superoffload",
     "deepspeed.runtime.zero.stage3",

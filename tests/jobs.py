@@ -18,12 +18,12 @@ from ranks import free_port, launcher_environment
 from safetensors.torch import load_file
 
 from dist_mem.config import load_config
-from dist_mem.data.build import build_dataset
-from dist_mem.data.source import SourceDocument
-from dist_mem.distributed import World
+from dist_mem.data.build.builder import build_dataset
+from dist_mem.data.build.source import SourceDocument
 from dist_mem.memory import memory_options
-from dist_mem.stop_signal import StopSignal
-from dist_mem.train import run_job
+from dist_mem.runtime.distributed import World
+from dist_mem.runtime.signals import StopSignal
+from dist_mem.training.loop import run_job
 
 SYLLABLES = ["ba", "ko", "mi", "ru", "ten", "sol", "qua", "ver"]
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from dist_mem.config import DataConfig
 from dist_mem.data.batch import IGNORE, Batch, Update
 from dist_mem.data.lanes import LaneReader
+from dist_mem.data.plan import cut_lengths, lanes_of_rank, make_plan
 from dist_mem.data.shard import Index, TokenizedDocument, write_split
-from dist_mem.data.stream import cut_lengths, lanes_of_rank, make_plan
 
 SEG_LEN = 4
 BOS = 60_000

@@ -36,7 +36,7 @@ def launcher_environment(rank: int, size: int, port: int) -> dict[str, str]:
 
 def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     os.environ.update(launcher_environment(rank, size, port))
-    from dist_mem import distributed
+    from dist_mem.runtime import distributed
 
     world = distributed.initialize(threads=1)
     while (order := pipe.recv()) is not None:

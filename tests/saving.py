@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dist_mem.checkpoint import commit
-from dist_mem.files import write_hashed
+from dist_mem.runtime.files import write_hashed
 
 Hook = Callable[[Path], None]  # called with the path of every file before it is written
 

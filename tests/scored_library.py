@@ -15,15 +15,15 @@ from saving import FACTS
 
 from dist_mem.checkpoint.engine_files import ENGINE_JSON, engine_index, engine_ranges, engine_tensors, rank_file
 from dist_mem.checkpoint.manifest import describe_file, files_in, step_dir, write_manifest
-from dist_mem.checkpoint.zero_state import Slice
 from dist_mem.config import Config, save_config
 from dist_mem.data.shard import Index, TokenizedDocument, write_split
-from dist_mem.data.tokenizer import save_tokenizer
-from dist_mem.data.tokenizers.of_bytes import BytesTokenizer
-from dist_mem.distributed import World
+from dist_mem.data.tokenizers.registry import save_tokenizer
+from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
+from dist_mem.engine.zero_state import Slice
 from dist_mem.evaluation.report import Report
 from dist_mem.evaluation.scoring import evaluate_documents
 from dist_mem.model import MemoryLM
+from dist_mem.runtime.distributed import World
 
 SEG_LEN, MEM_LEN = 8, 16
 TOKENIZER = BytesTokenizer()

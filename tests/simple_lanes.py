@@ -1,4 +1,4 @@
-"""Training lanes the simple way, one segment of one lane at a time: runs.py and blocks.py must equal it bit for bit."""
+"""Training lanes the simple way, one segment of one lane at a time: spans.py and chunks.py must equal it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 from dist_mem.data.batch import IGNORE, Batch, Update
 from dist_mem.data.documents import Document, Documents
+from dist_mem.data.plan import START, Cursor, DocumentPlan, Plan, StreamPlan
 from dist_mem.data.segments import IDLE, Segment, collate_groups, document_segments
-from dist_mem.data.stream import START, Cursor, DocumentPlan, Plan, StreamPlan
 
 
 class Read(NamedTuple):

@@ -17,14 +17,14 @@ from tiny import zero_block
 
 from dist_mem.data.batch import IGNORE
 from dist_mem.data.shard import read_index, write_split
-from dist_mem.data.tokenizer import save_tokenizer
-from dist_mem.distributed import World
-from dist_mem.engine import Engine
+from dist_mem.data.tokenizers.registry import save_tokenizer
+from dist_mem.engine.engine import Engine
 from dist_mem.evaluation import compare
 from dist_mem.evaluation.report import Report, read_report, to_table, write_report
 from dist_mem.evaluation.scoring import evaluate_documents
 from dist_mem.model import MemoryLM
-from dist_mem.vocabulary import Bin, Softmax, adaptive_bins, plain_bin
+from dist_mem.nn.vocabulary import Bin, Softmax, adaptive_bins, plain_bin
+from dist_mem.runtime.distributed import World
 
 VOCAB = 53
 VOCABULARIES = {

@@ -43,20 +43,20 @@ from dist_mem.config.resume_rules import check_changes
 from dist_mem.data.batch import IGNORE, Update
 from dist_mem.data.documents import Documents
 from dist_mem.data.lanes import training_reader
+from dist_mem.data.plan import Cursor, cut_lengths, lanes_of_rank, make_plan
 from dist_mem.data.shard import Index, TokenizedDocument, read_index, write_split
-from dist_mem.data.stream import Cursor, cut_lengths, lanes_of_rank, make_plan
-from dist_mem.data.tokenizer import save_tokenizer
-from dist_mem.distributed import World
+from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.errors import EXIT_DONE
 from dist_mem.evaluation.evaluate import evaluate_split
 from dist_mem.evaluation.protocol import apply_protocol, protocol_of, tag_of
 from dist_mem.evaluation.report import Report, read_report, same_text, to_csv, to_table, write_report
 from dist_mem.evaluation.scoring import EvaluationError
-from dist_mem.evaluation.trained import TrainedModel
+from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation.generate import stream
 from dist_mem.generation.reading import next_log_probs, read, start
 from dist_mem.generation.text_scores import score
 from dist_mem.memory import memory_options
+from dist_mem.runtime.distributed import World
 
 ROOT = Path(__file__).parent.parent
 EVAL_LEN = 8  # T of the evaluations

@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_mem.data import build
-from dist_mem.data.build import build_dataset
+from dist_mem.data.build import builder as build
+from dist_mem.data.build.builder import build_dataset
+from dist_mem.data.build.source import RecallSpan, SourceDocument, recall_distances
+from dist_mem.data.build.workers import WorkerKilledError
 from dist_mem.data.shard import read_index, read_mask, read_recall, read_tokens
-from dist_mem.data.source import RecallSpan, SourceDocument, recall_distances
-from dist_mem.data.tokenizer import load_tokenizer, train_sentencepiece
-from dist_mem.data.tokenizers.of_bytes import BytesTokenizer
+from dist_mem.data.tokenizers.registry import load_tokenizer, train_sentencepiece
+from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.data.verify import verify_dataset
-from dist_mem.data.workers import WorkerKilledError
 
 PIECE_BYTES = 2000
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dist_mem.data.shard import read_index, read_tokens
-from dist_mem.data.tokenizers.of_bytes import BytesTokenizer
+from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.data.verify import verify_dataset
 
 SMALL, SMALL_HELD_OUT = 10_000, 500

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from faults import assert_told
 
-from dist_mem.build_lock import building
+from dist_mem.engine.build_lock import building
 
 BUILDER = """
 import sys, time
 from pathlib import Path
-from dist_mem.build_lock import building
+from dist_mem.engine.build_lock import building
 with building(Path(sys.argv[1])):
     (Path(sys.argv[1]) / "lock").touch()  # as torch does
     print("building", flush=True)

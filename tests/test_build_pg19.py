@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from bucket import LISTING, Bucket
 
-from dist_mem.data import download, remote
+from dist_mem.data.remote import download
+from dist_mem.data.remote import fetch as remote
 from dist_mem.data.shard import read_index, read_tokens
-from dist_mem.data.tokenizer import load_tokenizer
+from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.verify import verify_dataset
 
 SCRIPT = Path(__file__).parent.parent / "shards" / "build_pg19.py"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dist_mem.data.shard import Index, read_index, read_mask, read_tokens
-from dist_mem.data.tokenizer import load_tokenizer
+from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.verify import verify_dataset
 
 SHARDS = Path(__file__).parent.parent / "shards"

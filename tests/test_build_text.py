@@ -8,7 +8,7 @@ import build_text
 import pytest
 
 from dist_mem.data.shard import read_index, read_tokens
-from dist_mem.data.tokenizers.of_bytes import BytesTokenizer
+from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 
 SHARES = ("--validation", "0.1", "--test", "0.2")
 

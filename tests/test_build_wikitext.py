@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dist_mem.data.shard import Index, read_index, read_tokens
-from dist_mem.data.tokenizer import load_tokenizer
+from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.verify import verify_dataset
 
 TRAIN = (

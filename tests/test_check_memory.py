@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from dist_mem.__main__ import main
-from dist_mem.contract.check import RULES, failures
+from dist_mem.contract.check_memory import RULES, failures
 from dist_mem.memory import memory_class
-from dist_mem.outside_memory import source_of, sources
+from dist_mem.memory.outside import source_of, sources
 
 HERE = Path(__file__).parent
 BROKEN = HERE / "broken_memories.py"
@@ -142,4 +142,4 @@ def test_installed_packages_offer_memories(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_loader_can_be_the_first_thing_imported() -> None:
     """Its package imports it, and it needs the package's base class: not at import."""
-    subprocess.run([sys.executable, "-c", "import dist_mem.outside_memory"], check=True)
+    subprocess.run([sys.executable, "-c", "import dist_mem.memory.outside"], check=True)

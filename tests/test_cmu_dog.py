@@ -11,7 +11,7 @@ import pytest
 from cmu_dog_source import write_conversation, write_film, write_json
 
 from dist_mem.data.shard import read_index, read_mask, read_tokens
-from dist_mem.data.tokenizer import load_tokenizer
+from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.verify import verify_dataset
 from dist_mem.dialogue.replies import LEAKED, find_replies, is_leaked
 

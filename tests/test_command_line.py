@@ -13,15 +13,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dist_mem import plan
 from dist_mem.__main__ import main, parse
 from dist_mem.config import load_config
+from dist_mem.data.plan import make_plan
 from dist_mem.data.shard import TokenizedDocument, write_split
-from dist_mem.data.stream import make_plan
-from dist_mem.data.tokenizer import save_tokenizer
-from dist_mem.data.tokenizers.of_bytes import BytesTokenizer
+from dist_mem.data.tokenizers.registry import save_tokenizer
+from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
+from dist_mem.doctor import dry_run as plan
 from dist_mem.errors import UnusableError
-from dist_mem.stop_signal import StopSignal
+from dist_mem.runtime.signals import StopSignal
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("deepspeed", "mlflow", "webdataset", "torch._dynamo")
@@ -76,7 +76,7 @@ def test_each_node_tells_of_its_own_missing_file(
 def test_typo_in_the_memory_block_is_refused_before_anything_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "dist_mem.train", None)  # importing it would fail
+    monkeypatch.setitem(sys.modules, "dist_mem.training.loop", None)  # importing it would fail
     assert main(["train", "train.steps=5", "memory.mem_lenn=5"]) == 2
     assert "memory.mem_lenn: unknown key; did you mean memory.mem_len?" in capsys.readouterr().err
 
@@ -91,7 +91,7 @@ def test_train_hands_on_the_configuration_and_the_exit_code(monkeypatch: pytest.
         seen.append((config, allowed))
         return 85
 
-    monkeypatch.setitem(sys.modules, "dist_mem.train", SimpleNamespace(run=run))
+    monkeypatch.setitem(sys.modules, "dist_mem.training.loop", SimpleNamespace(run=run))
     assert main(["train", "train.steps=5", "--allow", "optimizer.betas", "--allow", "model"]) == 85
     config, allowed = seen[0]
     assert config.train.steps == 5

@@ -17,18 +17,18 @@ from safetensors.torch import save
 from saving import FACTS, before_writing, names
 from tiny import run_steps, tiny_config, tiny_job
 
-from dist_mem.checkpoint.lanes import Lanes
-from dist_mem.checkpoint.lease import Lease
+from dist_mem.checkpoint.lane_states import Lanes
 from dist_mem.checkpoint.manifest import describe_file, list_steps, step_dir, verify
 from dist_mem.checkpoint.saver import Saver
 from dist_mem.checkpoint.snapshot import Snapshot, take_snapshot
 from dist_mem.checkpoint.tensor_file import safetensors_parts
 from dist_mem.config import CheckpointConfig
-from dist_mem.data.tokenizer import load_tokenizer, tokenizer_files
-from dist_mem.data.tokenizers.of_words import WordTokenizer
-from dist_mem.distributed import AgreedError, World
+from dist_mem.data.tokenizers.registry import load_tokenizer, tokenizer_files
+from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.errors import TakenOverError
-from dist_mem.files import write_hashed
+from dist_mem.runtime.distributed import AgreedError, World
+from dist_mem.runtime.files import write_hashed
+from dist_mem.runtime.lease import Lease
 
 Pool = Callable[[int], RankPool]
 WORDS = WordTokenizer(["a", "b\u00e9"])

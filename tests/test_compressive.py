@@ -19,10 +19,10 @@ from contract_cases import (
 )
 from torch import Tensor
 
-from dist_mem.layers import visible_keys
 from dist_mem.memory.compressive import Compressive
 from dist_mem.memory.parts.compression import COMPRESSIONS
 from dist_mem.model import MemoryLM
+from dist_mem.nn.layers import visible_keys
 
 LEARNED = ("conv", "dilated")
 every_norm = pytest.mark.parametrize("norm", ["pre", "post"])

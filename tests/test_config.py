@@ -21,7 +21,7 @@ from dist_mem.config import (
     to_yaml,
 )
 from dist_mem.config.check import all_keys, fields_of, item_schema, optional_keys
-from dist_mem.config.rules import CHOICES, RANGES
+from dist_mem.config.constraints import CHOICES, RANGES
 from dist_mem.memory import memory_options
 from dist_mem.memory.transformer_xl import TransformerXL
 

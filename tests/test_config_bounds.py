@@ -12,7 +12,7 @@ from test_config import STEPS, error_of, leaves
 
 from dist_mem.config import ConfigError, load_config
 from dist_mem.config.bounds import MOST
-from dist_mem.config.rules import RANGES
+from dist_mem.config.constraints import RANGES
 from dist_mem.config.sources import find_file
 from dist_mem.memory import described_memories
 

@@ -18,12 +18,12 @@ from omegaconf import OmegaConf
 from ranks import RankPool
 from write_points import WritePoints
 
-from dist_mem import train
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import list_steps, newest_verified, step_dir
-from dist_mem.distributed import World
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE
 from dist_mem.memory import memory_class
+from dist_mem.runtime.distributed import World
+from dist_mem.training import loop as train
 
 AVERAGES = f"{Path(__file__).parent.parent / 'examples' / 'averages.py'}:Averages"  # a file more in a checkpoint
 BEFORE, LAST = 2, 4  # steps of the checkpoints before and after the one whose save is killed

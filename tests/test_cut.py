@@ -39,13 +39,13 @@ from tiny import full_parameters, run_steps, tiny_config, tiny_job
 from dist_mem.config import ConfigError, load_config
 from dist_mem.data.batch import IGNORE
 from dist_mem.data.documents import Documents
+from dist_mem.data.plan import cut_lengths, lanes_of_rank, make_plan, segment_starts
 from dist_mem.data.shard import Index
-from dist_mem.data.stream import cut_lengths, lanes_of_rank, make_plan, segment_starts
-from dist_mem.distributed import World
 from dist_mem.memory import build_memory
 from dist_mem.memory.infinite import Infinite
 from dist_mem.memory.parts.basis import Geometry, fit_first, solve
 from dist_mem.model import MemoryLM
+from dist_mem.runtime.distributed import World
 
 MEMORY = {"kind": "infinite", "over": {"kind": "causal"}, "num_basis": 16, "widths": [0.05, 0.1], "num_samples": 12}
 WIDTH = 8

@@ -13,15 +13,15 @@ import torch
 from scored_library import SEG_LEN, TOKENIZER, make_config, make_model, save_weights
 
 from dist_mem.__main__ import main
-from dist_mem.data.build import build_dataset
+from dist_mem.data.build.builder import build_dataset
+from dist_mem.data.build.source import SourceDocument
 from dist_mem.data.shard import read_index
-from dist_mem.data.source import SourceDocument
-from dist_mem.dialogue import run as command
+from dist_mem.dialogue import command as command
 from dist_mem.dialogue.answer import Answer, answer_all
+from dist_mem.dialogue.command import Settings
 from dist_mem.dialogue.replies import LEAKED, Conversation, Reply, choose_replies, find_replies, read_conversations
-from dist_mem.dialogue.run import Settings
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.trained import TrainedModel
+from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation.generate import generate
 from dist_mem.generation.reading import read, start
 from dist_mem.generation.sampling import Sampling

@@ -13,17 +13,10 @@ from typing import Any
 import pytest
 from ranks import RankPool
 
-from dist_mem import distributed, environment
-from dist_mem.distributed import (
-    AgreedError,
-    SideChannel,
-    World,
-    agree_all_well,
-    from_rank0,
-    sum_over_ranks,
-)
-from dist_mem.environment import in_job_step, read_ranks
-from dist_mem.stop_signal import StopSignal
+from dist_mem.runtime import distributed, environment
+from dist_mem.runtime.distributed import AgreedError, SideChannel, World, agree_all_well, from_rank0, sum_over_ranks
+from dist_mem.runtime.environment import in_job_step, read_ranks
+from dist_mem.runtime.signals import StopSignal
 
 BATCH_STEP = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}
 JOB_STEP = {**BATCH_STEP, "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
@@ -119,7 +112,8 @@ def test_allotted_threads_are_those_of_the_user_or_of_slurm(given: dict[str, str
 
 def test_ranks_take_the_threads_they_are_allotted() -> None:
     """Without them a rank on a shared node would take the cores of others."""
-    program = "from dist_mem import distributed; distributed.initialize(); import torch; print(torch.get_num_threads())"
+    joined = "from dist_mem.runtime.distributed import initialize; initialize()"
+    program = f"{joined}; import torch; print(torch.get_num_threads())"
     for variable in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK"):
         kept = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "RANK")}
         done = subprocess.run(

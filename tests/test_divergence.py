@@ -19,10 +19,10 @@ from tiny import full_parameters, run_steps, tiny_config, tiny_job
 from torch import Tensor
 
 from dist_mem.config import DivergenceConfig
-from dist_mem.distributed import World
-from dist_mem.divergence import ROLLBACK, SKIP, DivergedError, Divergence
 from dist_mem.memory.base import map_state, named_tensors
-from dist_mem.update import Outcome
+from dist_mem.runtime.distributed import World
+from dist_mem.training.divergence import ROLLBACK, SKIP, DivergedError, Divergence
+from dist_mem.training.step import Outcome
 
 Pool = Callable[[int], RankPool]
 ADAM = {"optimizer": {"kind": "adamw", "lr": 1e-2, "weight_decay": 0.1}, "train": {"micro_lanes": 2}}

@@ -18,16 +18,16 @@ from ranks import RankPool
 from torch import Tensor
 from tracked import history
 
-from dist_mem import update
 from dist_mem.data.batch import Update
-from dist_mem.distributed import World
-from dist_mem.divergence import Divergence
 from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_REQUEUE
 from dist_mem.memory.base import map_state
+from dist_mem.runtime.distributed import World
 from dist_mem.tracking.journal import find_entries
 from dist_mem.tracking.start import JOURNAL
 from dist_mem.tracking.tracker import Tracker
-from dist_mem.update import Forward
+from dist_mem.training import step as update
+from dist_mem.training.divergence import Divergence
+from dist_mem.training.step import Forward
 
 Pool = Callable[[int], RankPool]
 KILLED, STOPPED = "killed", "stopped"

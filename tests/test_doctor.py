@@ -20,14 +20,14 @@ import torch.distributed as dist
 from jobs import train_here, write_config
 from ranks import RankPool, free_port, launcher_environment
 
-from dist_mem.commands import load_checked
-from dist_mem.distributed import World
+from dist_mem.cli.commands import load_checked
 from dist_mem.doctor import disks, machine, network, sizes
-from dist_mem.doctor.meeting import Seat, check_accelerators, meet
+from dist_mem.doctor.findings import FAIL, OK, WARNING, Place, Remark, fail, failed_nodes, lines, may_pass, ok
 from dist_mem.doctor.preflight import preflight
-from dist_mem.doctor.report import FAIL, OK, WARNING, Place, Remark, fail, failed_nodes, lines, may_pass, ok
+from dist_mem.doctor.rendezvous import Seat, check_accelerators, meet
 from dist_mem.errors import UnfitError, UnusableError
-from dist_mem.hang_report import FAILED_NODES
+from dist_mem.runtime.distributed import World
+from dist_mem.runtime.hang_report import FAILED_NODES
 
 PYTHON = [sys.executable, "-m", "dist_mem"]
 

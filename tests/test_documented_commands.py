@@ -197,7 +197,7 @@ def sorting_runs(tree: Tree) -> None:
 def pretrained(tree: Tree) -> None:
     from gpt2_models import save_random_gpt2
 
-    from dist_mem.data.tokenizers.of_byte_pairs import train_byte_pairs, write_byte_pairs
+    from dist_mem.data.tokenizers.byte_pairs import train_byte_pairs, write_byte_pairs
 
     write_texts(tree.folder / "pg19", {"train": 3, "validation": 2, "test": 2}, num_words=600)
     texts = [path.read_text(encoding="utf-8") for path in sorted((tree.folder / "pg19" / "train").iterdir())]

@@ -21,8 +21,8 @@ from torch import Tensor
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.engine_files import EngineReader
 from dist_mem.checkpoint.manifest import read_manifest, step_dir
-from dist_mem.job import Job
-from dist_mem.restore import dropout_seed
+from dist_mem.training.resume import dropout_seed
+from dist_mem.training.run import Job
 
 
 class Leg(NamedTuple):
@@ -143,12 +143,12 @@ def save_again(pool: Callable[[int], RankPool], config: Path, leg: Leg, *, step:
 
 
 def _restore_and_save(world: Any, config_file: Path, leg: Leg, step: int) -> None:
-    from dist_mem.between_steps import save
-    from dist_mem.checkpoint.resumption import find_resumption
+    from dist_mem.checkpoint.resume_source import find_resumption
     from dist_mem.config import load_config
-    from dist_mem.job import open_job
     from dist_mem.memory import memory_options
-    from dist_mem.stop_signal import StopSignal
+    from dist_mem.runtime.signals import StopSignal
+    from dist_mem.training.hooks import save
+    from dist_mem.training.run import open_job
 
     overrides = [f"train.micro_lanes={leg.micro_lanes}", f"deepspeed.zero_optimization.stage={leg.stage}"]
     config = load_config([str(config_file), *overrides], memory_options=memory_options)

@@ -11,9 +11,9 @@ from ranks import RankPool
 from tiny import run_steps, tiny_config, tiny_job, update_of_rank
 
 from dist_mem.data.batch import IGNORE
-from dist_mem.distributed import World
-from dist_mem.meter import Meter
-from dist_mem.update import Flags, train_step
+from dist_mem.runtime.distributed import World
+from dist_mem.training.meter import Meter
+from dist_mem.training.step import Flags, train_step
 
 
 def losses_of(world: World, stage: int, precision: str, optimizer: dict[str, Any]) -> list[float]:

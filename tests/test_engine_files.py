@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dist_mem.checkpoint.engine_files import ENGINE_JSON, EngineReader, rank_file
-from dist_mem.distributed import World
 from dist_mem.errors import CheckpointError
+from dist_mem.runtime.distributed import World
 
 Pools = Callable[[int], RankPool]
 

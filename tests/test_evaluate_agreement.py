@@ -11,11 +11,11 @@ from ranks import RankPool
 from scored_library import ALONE, LENGTHS, assert_same
 
 from dist_mem.data.shard import read_index
-from dist_mem.distributed import World
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.report import Report, read_report
-from dist_mem.evaluation.trained import find_checkpoint, read_settings
+from dist_mem.evaluation.trained_model import find_checkpoint, read_settings
 from dist_mem.memory import memory_kinds
+from dist_mem.runtime.distributed import World
 
 
 @pytest.fixture(scope="module", params=memory_kinds())

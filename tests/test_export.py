@@ -23,7 +23,7 @@ from dist_mem.checkpoint.manifest import read_manifest
 from dist_mem.errors import CheckpointError
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.report import Report
-from dist_mem.evaluation.trained import find_checkpoint, read_settings
+from dist_mem.evaluation.trained_model import find_checkpoint, read_settings
 from dist_mem.memory import memory_class
 
 SEG_LEN = 16  # of the configurations of tests/jobs.py

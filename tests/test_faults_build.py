@@ -14,7 +14,7 @@ from faults import assert_told, remount, small_disk
 
 from dist_mem.data.shard import read_index, read_tokens
 from dist_mem.data.tar import MAX_TOKENS, TokenizedDocument, document_arrays
-from dist_mem.data.tokenizer import read_tokenizer_facts
+from dist_mem.data.tokenizers.registry import read_tokenizer_facts
 from dist_mem.data.verify import verify_dataset
 
 TEXT = b"It was the best of times,\nit was the worst of times.\n"

@@ -16,7 +16,7 @@ from ranks import free_port, launcher_environment
 from dist_mem.__main__ import main
 from dist_mem.data.documents import Documents
 from dist_mem.data.shard import ShardError, read_index, read_tokens, write_split
-from dist_mem.data.tokenizer import load_tokenizer
+from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.verify import verify_dataset
 
 TAR = "tiny-validation-00000.tar"

@@ -13,7 +13,7 @@ from ranks import RankPool, free_port, launcher_environment
 
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import step_dir
-from dist_mem.data.tokenizer import train_sentencepiece
+from dist_mem.data.tokenizers.registry import train_sentencepiece
 
 
 @pytest.fixture(scope="module")

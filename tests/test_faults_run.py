@@ -18,8 +18,8 @@ from ranks import RankPool, free_port, launcher_environment
 
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import list_steps, newest_verified, step_dir
-from dist_mem.distributed import World
 from dist_mem.errors import UnusableError
+from dist_mem.runtime.distributed import World
 from dist_mem.tracking.sinks import MetricsFile, Point
 
 Pool = Callable[[int], RankPool]

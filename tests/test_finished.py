@@ -13,10 +13,10 @@ from jobs import build_books, logged_steps, train_here, write_config
 from omegaconf import OmegaConf
 from ranks import RankPool
 
-from dist_mem import job
 from dist_mem.__main__ import main
-from dist_mem.distributed import World
 from dist_mem.errors import UnusableError
+from dist_mem.runtime.distributed import World
+from dist_mem.training import run as job
 
 STEPS = 3
 

@@ -14,10 +14,10 @@ import pytest
 from jobs import wait_for, write_config
 from ranks import free_port, launcher_environment
 
-from dist_mem import commands
 from dist_mem.__main__ import main
-from dist_mem.distributed import announced
-from dist_mem.environment import export_for_libraries, extension_cache
+from dist_mem.cli import commands
+from dist_mem.runtime.distributed import announced
+from dist_mem.runtime.environment import export_for_libraries, extension_cache
 
 # A compiler that never ends, but tells torch what it is.
 SLOW_COMPILER = """#!/bin/sh
@@ -106,7 +106,7 @@ def cache_beside(folder: Path, packages: Sequence[str]) -> str:
     for name in packages:
         (folder / name).mkdir(parents=True)
         (folder / name / "__init__.py").touch()
-    code = "from dist_mem.environment import extension_cache; print(extension_cache())"
+    code = "from dist_mem.runtime.environment import extension_cache; print(extension_cache())"
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     environment.pop("TORCH_EXTENSIONS_DIR", None)
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)

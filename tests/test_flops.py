@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from dist_mem.config import AdaptiveConfig
-from dist_mem.flops import Flops
 from dist_mem.model import MemoryLM, describe
+from dist_mem.nn.flops import Flops
 
 REALISTIC = {
     "model": {"num_layers": 3, "d_model": 96, "num_heads": 4, "d_head": 20, "d_inner": 256, "dropout": 0.1},

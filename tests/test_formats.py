@@ -17,7 +17,7 @@ from dist_mem import score
 from dist_mem.checkpoint import manifest
 from dist_mem.checkpoint.manifest import FORMAT_VERSION, OLDEST_FORMAT, read_manifest, step_dir
 from dist_mem.config import load_config, save_config
-from dist_mem.evaluation.trained import load_model
+from dist_mem.evaluation.trained_model import load_model
 
 GOLDEN = Path(__file__).parent / "golden" / "formats"
 FORMATS = sorted(int(path.name.removeprefix("format-")) for path in GOLDEN.glob("format-*"))

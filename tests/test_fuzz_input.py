@@ -27,7 +27,7 @@ from jobs import write_config
 from dist_mem.__main__ import main
 from dist_mem.config import known_keys
 from dist_mem.config.bounds import MOST
-from dist_mem.config.rules import CHOICES
+from dist_mem.config.constraints import CHOICES
 from dist_mem.memory import described_memories
 
 pytestmark = pytest.mark.nightly

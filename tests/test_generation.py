@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dist_mem.config import Config, TrainConfig
 from dist_mem.contract.subject import VOCAB
-from dist_mem.data.tokenizers.of_words import WordTokenizer
-from dist_mem.evaluation.trained import TrainedModel
+from dist_mem.data.tokenizers.words import WordTokenizer
+from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation.generate import generate, stream
 from dist_mem.generation.reading import Reading, next_log_probs, read, select, start
 from dist_mem.generation.sampling import Sampling, choose

@@ -17,10 +17,10 @@ from ranks import RankPool
 
 import dist_mem
 from dist_mem.__main__ import main
-from dist_mem.data.build import build_dataset
-from dist_mem.data.source import SourceDocument
-from dist_mem.data.tokenizers.of_words import WordTokenizer
-from dist_mem.generation.run import read_prompt
+from dist_mem.data.build.builder import build_dataset
+from dist_mem.data.build.source import SourceDocument
+from dist_mem.data.tokenizers.words import WordTokenizer
+from dist_mem.generation.command import read_prompt
 from dist_mem.generation.text import printable
 
 SEG_LEN = 16  # of jobs.write_config

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dist_mem.data.tokenizers.of_bytes import BytesTokenizer
+from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.generation.repetition import distinct, measure, rep
 from dist_mem.generation.sampling import Sampling, choose, kept_probabilities
 from dist_mem.generation.text import TextWriter, printable

@@ -14,12 +14,11 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_mem.data.build import build_dataset
+from dist_mem.data.build.builder import build_dataset
+from dist_mem.data.build.source import SourceDocument
 from dist_mem.data.documents import Documents
 from dist_mem.data.shard import read_index
-from dist_mem.data.source import SourceDocument
-from dist_mem.data.tokenizer import load_tokenizer, save_tokenizer
-from dist_mem.data.tokenizers.of_byte_pairs import (
+from dist_mem.data.tokenizers.byte_pairs import (
     END_OF_TEXT,
     BytePairTokenizer,
     byte_alphabet,
@@ -27,6 +26,7 @@ from dist_mem.data.tokenizers.of_byte_pairs import (
     train_byte_pairs,
     write_byte_pairs,
 )
+from dist_mem.data.tokenizers.registry import load_tokenizer, save_tokenizer
 
 ROOT = Path(__file__).parent.parent
 AWKWARD = [

@@ -16,11 +16,11 @@ from ranks import RankPool
 from safetensors.torch import load_file
 from tiny import run_steps, tiny_config, tiny_job
 
-from dist_mem.distributed import World
 from dist_mem.evaluation.export import run as export
-from dist_mem.evaluation.trained import load_model
+from dist_mem.evaluation.trained_model import load_model
 from dist_mem.generation.text_scores import score
 from dist_mem.gpt2.names import take_published
+from dist_mem.runtime.distributed import World
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 BYTES = 257  # tokens of the tokenizer that `build_books` takes

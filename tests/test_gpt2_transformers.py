@@ -12,11 +12,11 @@ from jobs import write_config
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from dist_mem.data.build import build_dataset
-from dist_mem.data.source import SourceDocument
-from dist_mem.data.tokenizers.of_byte_pairs import train_byte_pairs
+from dist_mem.data.build.builder import build_dataset
+from dist_mem.data.build.source import SourceDocument
+from dist_mem.data.tokenizers.byte_pairs import train_byte_pairs
 from dist_mem.evaluation.export import run as export
-from dist_mem.evaluation.trained import load_model
+from dist_mem.evaluation.trained_model import load_model
 from dist_mem.generation.text_scores import score
 
 transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")

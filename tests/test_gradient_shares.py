@@ -9,7 +9,7 @@ from contract_cases import CASES, SEG_LEN
 from ranks import RankPool
 from tiny import full_parameters, run_steps, tiny_config, tiny_job
 
-from dist_mem.distributed import World
+from dist_mem.runtime.distributed import World
 
 CLIP = 0.05
 

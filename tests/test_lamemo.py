@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dist_mem.config import Config, ModelConfig, TrainConfig
-from dist_mem.layers import newest_rows, sinusoid_table, visible_keys
 from dist_mem.memory.base import named_tensors
 from dist_mem.memory.lamemo import State
 from dist_mem.memory.parts.look_ahead import LookAheadAttention, Past, refresh_weights, visible_ahead
 from dist_mem.model import LMState, MemoryLM
+from dist_mem.nn.layers import newest_rows, sinusoid_table, visible_keys
 
 VOCAB, WIDTH, LANES, SEG_LEN = 13, 12, 3, 4
 every_norm = pytest.mark.parametrize("norm", ["pre", "post"])

@@ -26,8 +26,8 @@ from simple_lanes import simple_updates
 from dist_mem.data import lanes
 from dist_mem.data.batch import Update
 from dist_mem.data.documents import Documents
+from dist_mem.data.plan import Cursor, cut_lengths, lanes_of_rank, make_plan
 from dist_mem.data.shard import Index, read_index
-from dist_mem.data.stream import Cursor, cut_lengths, lanes_of_rank, make_plan
 
 
 def simply(

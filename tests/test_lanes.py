@@ -32,10 +32,10 @@ from lane_corpus import (
 from dist_mem.config import Config
 from dist_mem.data.batch import IGNORE
 from dist_mem.data.lanes import evaluation_batches, training_reader
+from dist_mem.data.plan import busy_lanes, cut_lengths, evaluation_plan, forward_sizes
 from dist_mem.data.shard import Index, TokenizedDocument, write_split
-from dist_mem.data.stream import busy_lanes, cut_lengths, evaluation_plan, forward_sizes
-from dist_mem.data.tokenizer import save_tokenizer
-from dist_mem.data.tokenizers.of_bytes import BytesTokenizer
+from dist_mem.data.tokenizers.registry import save_tokenizer
+from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 
 
 @pytest.fixture(scope="module")

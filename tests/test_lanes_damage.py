@@ -25,8 +25,8 @@ from lane_corpus import (
 
 from dist_mem.data.batch import IGNORE, Update
 from dist_mem.data.lanes import evaluation_batches
+from dist_mem.data.plan import make_plan
 from dist_mem.data.shard import Index, ShardError, read_index
-from dist_mem.data.stream import make_plan
 
 DAMAGED = (3, 6)
 

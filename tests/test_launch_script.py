@@ -76,7 +76,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that is all of PATH."""
     (tmp_path / "programs").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "programs"))
-    monkeypatch.setitem(sys.modules, "dist_mem.train", None)  # training would fail
+    monkeypatch.setitem(sys.modules, "dist_mem.training.loop", None)  # training would fail
     return tmp_path / "programs"
 
 

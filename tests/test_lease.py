@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from faults import small_disk
 
-from dist_mem.checkpoint import lease
-from dist_mem.checkpoint.lease import STALE_SECONDS, Lease, LeaseError, refuse_if_taken_over
 from dist_mem.errors import TakenOverError
+from dist_mem.runtime import lease
+from dist_mem.runtime.lease import STALE_SECONDS, Lease, LeaseError, refuse_if_taken_over
 
 
 def holder(pid: Any, host: str) -> str:

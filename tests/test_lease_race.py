@@ -25,9 +25,9 @@ from ranks import RankPool
 from write_points import WritePoints
 
 from dist_mem.__main__ import main
-from dist_mem.checkpoint.lease import Lease, LeaseError
 from dist_mem.checkpoint.manifest import list_steps, step_dir
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE
+from dist_mem.runtime.lease import Lease, LeaseError
 
 NUM_JOBS = 4  # that contend at a time
 

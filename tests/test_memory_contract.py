@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from contract_cases import CASES, SEG_LEN, subject, takes_short_first
 
-from dist_mem.contract.check import RULES, Rule
+from dist_mem.contract.check_memory import RULES, Rule
 from dist_mem.contract.rules import no_output_depends_on_a_later_token
 from dist_mem.contract.subject import Size
 

@@ -15,12 +15,12 @@ from omegaconf import OmegaConf
 from ranks import RankPool
 from tiny import full_parameters, ragged_segments, run_steps, tiny_config, tiny_job
 
-from dist_mem.contract.check import failures
+from dist_mem.contract.check_memory import failures
 from dist_mem.contract.subject import Size, Subject
-from dist_mem.distributed import World
 from dist_mem.memory import memory_class
-from dist_mem.meter import Meter, Totals
+from dist_mem.runtime.distributed import World
 from dist_mem.tracking.sinks import read_points
+from dist_mem.training.meter import Meter, Totals
 
 HERE = Path(__file__).parent
 LOGGING = f"{HERE / 'logging_memory.py'}:Logging"

@@ -12,7 +12,7 @@ from contract_cases import CASES, SEG_LEN
 from ranks import RankPool
 from tiny import full_parameters, run_steps, tiny_config, tiny_job
 
-from dist_mem.distributed import World
+from dist_mem.runtime.distributed import World
 
 STEPS = 6  # memories fill in two segments; documents last three on average
 TRAIN = {"lanes": 4, "micro_lanes": 2, "seg_len": SEG_LEN, "max_grad_norm": 0.5}

@@ -14,18 +14,18 @@ from jobs import build_books, finish, start_ranks, train_here, wait_for, write_c
 from ranks import RankPool
 from tiny import VOCAB, ragged_segments, tiny_config, tiny_job, update_of_rank
 
-from dist_mem import meter as meter_module
 from dist_mem.config import load_config
 from dist_mem.data.batch import IGNORE, Batch
-from dist_mem.distributed import World
 from dist_mem.errors import EXIT_REQUEUE
 from dist_mem.memory import memory_options
-from dist_mem.meter import MEASUREMENTS, Meter, Totals
 from dist_mem.model import MemoryLM
-from dist_mem.stop_signal import StopSignal
+from dist_mem.runtime.distributed import World
+from dist_mem.runtime.signals import StopSignal
 from dist_mem.tracking.sinks import read_points
-from dist_mem.train import run_job
-from dist_mem.update import Flags, train_step
+from dist_mem.training import meter as meter_module
+from dist_mem.training.loop import run_job
+from dist_mem.training.meter import MEASUREMENTS, Meter, Totals
+from dist_mem.training.step import Flags, train_step
 
 
 @pytest.fixture

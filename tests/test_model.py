@@ -12,11 +12,11 @@ from torch import Tensor
 
 from dist_mem.config import AdaptiveConfig, Config, ModelConfig, TrainConfig
 from dist_mem.data.batch import IGNORE
-from dist_mem.layers import Dropout
 from dist_mem.memory import memory_class, memory_kinds, memory_options
 from dist_mem.memory.base import named_tensors
 from dist_mem.model import LMState, MemoryLM, describe, reset_lanes
-from dist_mem.vocabulary import Softmax, adaptive_bins
+from dist_mem.nn.layers import Dropout
+from dist_mem.nn.vocabulary import Softmax, adaptive_bins
 
 VOCAB, LANES, SEG_LEN = 23, 3, 5
 CUTOFFS = [6, 11, 17]

@@ -19,11 +19,11 @@ from file_server import FileServer
 
 from dist_mem.config import DataConfig
 from dist_mem.data import shard
-from dist_mem.data.build import build_dataset
+from dist_mem.data.build.builder import build_dataset
+from dist_mem.data.build.source import SourceDocument
 from dist_mem.data.directory import open_index, refresh
-from dist_mem.data.download import DownloadError, download_files, list_files
+from dist_mem.data.remote.download import DownloadError, download_files, list_files
 from dist_mem.data.shard import fetch_shards, read_index, write_split
-from dist_mem.data.source import SourceDocument
 from dist_mem.data.tar import TokenizedDocument
 from dist_mem.errors import UnusableError
 

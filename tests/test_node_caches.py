@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_mem import environment
+from dist_mem.runtime import environment
 
 OTHER = 65534  # nobody
 VARIABLES = ("TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "MPLCONFIGDIR")

@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 from tiny import VOCAB, tiny_config
 
 from dist_mem.config import ScheduleConfig
+from dist_mem.engine.optimizer import build_optimizer, lr_factor, parameter_groups
 from dist_mem.model import MemoryLM
-from dist_mem.optimizer import build_optimizer, lr_factor, parameter_groups
 
 
 def schedule(**values: Any) -> Any:

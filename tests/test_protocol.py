@@ -22,7 +22,7 @@ from dist_mem.evaluation.protocol import protocol_of, tag_of
 from dist_mem.evaluation.report import Report, read_report
 from dist_mem.evaluation.scoring import EvaluationError, evaluate_documents
 from dist_mem.evaluation.sweep import Row, parse_sweep, to_markdown
-from dist_mem.evaluation.trained import find_checkpoint, read_settings
+from dist_mem.evaluation.trained_model import find_checkpoint, read_settings
 from dist_mem.memory import memory_options
 from dist_mem.model import MemoryLM
 

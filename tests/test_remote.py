@@ -17,12 +17,12 @@ from ranks import RankPool
 from dist_mem.config import DataConfig
 from dist_mem.data.directory import local_dir, open_index, open_tokenizer, refresh, refresh_on_all_ranks
 from dist_mem.data.documents import Documents
-from dist_mem.data.remote import RefusedError, RemoteError, UnreachableError, address, is_remote, show
-from dist_mem.data.runs import open_lane
+from dist_mem.data.plan import START, DocumentPlan, make_plan
+from dist_mem.data.remote.fetch import RefusedError, RemoteError, UnreachableError, address, is_remote, show
 from dist_mem.data.shard import Index, _fingerprint, check_document, fetch_shards, read_index, read_tokens
-from dist_mem.data.stream import START, DocumentPlan, make_plan
-from dist_mem.data.tokenizers.of_bytes import BytesTokenizer
-from dist_mem.distributed import World
+from dist_mem.data.spans import open_lane
+from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
+from dist_mem.runtime.distributed import World
 
 
 @pytest.fixture(autouse=True)

@@ -19,11 +19,11 @@ from lane_corpus import LENGTHS
 from ranks import RankPool
 
 from dist_mem.config import DataConfig
-from dist_mem.data import remote
 from dist_mem.data.directory import local_dir, refresh, refresh_on_all_ranks
-from dist_mem.data.remote import RefusedError, RemoteError, UnreachableError
+from dist_mem.data.remote import fetch as remote
+from dist_mem.data.remote.fetch import RefusedError, RemoteError, UnreachableError
 from dist_mem.data.shard import Index, ShardError, check_document, fetch_shards, read_tokens
-from dist_mem.distributed import World
+from dist_mem.runtime.distributed import World
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ from jobs import build_books, checkpoint_content, difference, losses, run_ranks,
 from ranks import RankPool, free_port, launcher_environment
 
 from dist_mem.__main__ import main
+from dist_mem.data.plan import make_plan
 from dist_mem.data.shard import read_index
-from dist_mem.data.stream import make_plan
 from dist_mem.evaluation import evaluate
 
 LANES, SEG_LEN = 8, 16  # of jobs.write_config

@@ -16,7 +16,7 @@ from file_server import ENDLESS_BYTES, SHARD, FileServer, be_impatient, opened, 
 from dist_mem.config import DataConfig
 from dist_mem.data import directory
 from dist_mem.data.directory import local_dir, refresh
-from dist_mem.data.remote import RemoteError, UnreachableError
+from dist_mem.data.remote.fetch import RemoteError, UnreachableError
 from dist_mem.data.shard import Index, fetch_shards, read_tokens
 
 LOGIN = "Basic YWRhOnMzY3JldA=="  # ada:s3cret

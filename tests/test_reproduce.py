@@ -25,14 +25,14 @@ from ranks import free_port
 from dist_mem.config import load_config
 from dist_mem.errors import EXIT_REQUEUE, EXIT_USAGE, UnusableError
 from dist_mem.memory import memory_options
+from dist_mem.reproduce.command import Job, StoppedError, tied
+from dist_mem.reproduce.command import _close as close_parent
+from dist_mem.reproduce.command import run as reproduce_here
 from dist_mem.reproduce.parent_run import ParentRun
 from dist_mem.reproduce.results import cell, draw, to_markdown
-from dist_mem.reproduce.run import Job, StoppedError, tied
-from dist_mem.reproduce.run import _close as close_parent
-from dist_mem.reproduce.run import run as reproduce_here
 from dist_mem.reproduce.runs import Run, all_runs, columns_of, keep_result, launcher, train_command
 from dist_mem.reproduce.tables import FOLDER, Table, load_table, table_names
-from dist_mem.stop_signal import StopSignal
+from dist_mem.runtime.signals import StopSignal
 from dist_mem.tracking.mlflow_run import connect
 
 ROOT = Path(__file__).parent.parent

@@ -15,20 +15,20 @@ from jobs import checkpoint_content, difference, logged_steps, losses, train_her
 from ranks import RankPool
 from torch import Tensor
 
-from dist_mem import files
 from dist_mem.checkpoint import manifest
 from dist_mem.checkpoint.manifest import list_steps, step_dir
 from dist_mem.checkpoint.resume_choice import choose_checkpoint
-from dist_mem.checkpoint.resumption import find_resumption
+from dist_mem.checkpoint.resume_source import find_resumption
 from dist_mem.config import load_config
 from dist_mem.config.check import ConfigError
-from dist_mem.distributed import World
 from dist_mem.errors import UnusableError
-from dist_mem.job import Job, open_job
 from dist_mem.memory import memory_options
 from dist_mem.memory.base import named_tensors
-from dist_mem.stop_signal import StopSignal
+from dist_mem.runtime import files
+from dist_mem.runtime.distributed import World
+from dist_mem.runtime.signals import StopSignal
 from dist_mem.tracking.tracker import Tracker
+from dist_mem.training.run import Job, open_job
 
 STEPS = 9  # saved every 3
 
@@ -264,7 +264,7 @@ def test_no_rank_is_left_alone_by_an_error_of_any_kind(copied: Path, rank_pool: 
 
 def _open_with_unreadable_lanes(world: World, config_file: Path) -> Any:
     """Verified a moment ago, and now the disk of rank 1 does not answer."""
-    from dist_mem.checkpoint import lanes as checkpoint
+    from dist_mem.checkpoint import lane_states as checkpoint
 
     real = checkpoint.load_file
     if world.rank == 1:
@@ -371,8 +371,8 @@ def test_precision_may_change_where_it_is_allowed(
 
 
 def train_allowed(world: World, config_file: Path, changes: tuple[str, ...], allowed: tuple[str, ...]) -> int:
-    from dist_mem.stop_signal import StopSignal
-    from dist_mem.train import run_job
+    from dist_mem.runtime.signals import StopSignal
+    from dist_mem.training.loop import run_job
 
     stop_signal = StopSignal()
     try:
@@ -425,9 +425,9 @@ def _everything(job: Job) -> dict[str, Any]:
 
 def _roll_back(job: Job, told: list[str]) -> str | None:
     """Two steps on from a checkpoint, back into it, and the same two again: where the two ways differ."""
-    from dist_mem.distributed import sum_over_ranks
-    from dist_mem.restore import restore_into
-    from dist_mem.update import Flags, train_step
+    from dist_mem.runtime.distributed import sum_over_ranks
+    from dist_mem.training.resume import restore_into
+    from dist_mem.training.step import Flags, train_step
 
     def steps() -> dict[str, Any]:
         for _ in range(2):

@@ -30,10 +30,10 @@ from ranks import RankPool
 
 from dist_mem.checkpoint.manifest import step_dir
 from dist_mem.config import load_config
+from dist_mem.data.plan import DocumentPlan, make_plan
 from dist_mem.data.shard import read_index
-from dist_mem.data.stream import DocumentPlan, make_plan
 from dist_mem.errors import EXIT_REQUEUE
-from dist_mem.evaluation.trained import load_model
+from dist_mem.evaluation.trained_model import load_model
 from dist_mem.memory import memory_class, memory_kinds, memory_options
 
 

@@ -16,7 +16,7 @@ from sample_library import COMPANY_SIZE, Book
 from sample_words import NAMES, PAUSES, THINGS
 
 from dist_mem.data.shard import read_index, read_recall, read_tokens
-from dist_mem.data.tokenizer import load_tokenizer
+from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.verify import verify_dataset
 
 MARK = re.compile(r"\w+|[^\w ]")  # what a large enough vocabulary makes one token of

@@ -15,13 +15,13 @@ from jobs import logged_steps, train_here, wait_for, write_config
 from ranks import RankPool
 from saving import before_writing, names
 
-from dist_mem import between_steps
 from dist_mem.checkpoint import commit
 from dist_mem.checkpoint.manifest import list_steps, newest_verified, step_dir
 from dist_mem.checkpoint.snapshot import Snapshot, take_snapshot
-from dist_mem.distributed import World
-from dist_mem.divergence import DivergedError
-from dist_mem.job import Job
+from dist_mem.runtime.distributed import World
+from dist_mem.training import hooks as between_steps
+from dist_mem.training.divergence import DivergedError
+from dist_mem.training.run import Job
 
 Pool = Callable[[int], RankPool]
 
@@ -94,7 +94,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_until_the_next_is_due(
 
 def train_with_a_failing_write(world: World, config: Path, failing_rank: int) -> str:
     """The write of step 10 fails on one rank; rank 1 makes step 14 when it knows, rank 0 goes on without looking."""
-    from dist_mem import train
+    from dist_mem.training import loop as train
 
     read_ahead = train.read_ahead
 
@@ -158,7 +158,7 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written_leaves_the_earlier_o
 
 def diverge_while_the_writer_is_held_up(world: World, config: Path, fails: bool) -> tuple[str, list[str]]:
     """How the training ended, and what it said."""
-    from dist_mem import train
+    from dist_mem.training import loop as train
 
     train_step, has_diverged = train.train_step, threading.Event()
     messages: list[str] = []

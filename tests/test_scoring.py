@@ -16,12 +16,12 @@ from torch import Tensor
 
 from dist_mem.data.batch import IGNORE
 from dist_mem.data.shard import Index, TokenizedDocument, read_index, write_split
-from dist_mem.distributed import World
 from dist_mem.evaluation import scoring
 from dist_mem.evaluation.report import Report
 from dist_mem.evaluation.scoring import EvaluationError, evaluate_documents
 from dist_mem.memory.base import map_state
 from dist_mem.model import LMOutput, LMState, MemoryLM
+from dist_mem.runtime.distributed import World
 
 
 @torch.no_grad()

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from slurm_cluster import Cluster
 from test_slurm_script import ENDED, launch_block
 
-from dist_mem.environment import extension_cache
 from dist_mem.launch.script import render
+from dist_mem.runtime.environment import extension_cache
 from dist_mem.tracking.mlflow_run import connect
 
 pytestmark = pytest.mark.timeout(1800)  # minutes on a busy machine

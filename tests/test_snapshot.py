@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from dist_mem.config import load_config
-from dist_mem.environment import as_submitted
 from dist_mem.errors import UnusableError
-from dist_mem.launch import snapshot
+from dist_mem.launch import code_snapshot as snapshot
+from dist_mem.runtime.environment import as_submitted
 from dist_mem.tracking import provenance
 
 
@@ -35,7 +35,7 @@ def test_copy_has_the_package_and_what_git_says_of_it_and_no_more(tmp_path: Path
     snapshot.make(tmp_path / "copy", [], {"tags": {"a": "b"}, "diff": "c", "commit": "d+"})
     assert sorted(path.name for path in (tmp_path / "copy" / "code").iterdir()) == ["dist_mem", "git.json"]
     package = tmp_path / "copy" / "code" / "dist_mem"
-    assert (package / "train.py").read_bytes() == (snapshot.PACKAGE / "train.py").read_bytes()
+    assert (package / "model.py").read_bytes() == (snapshot.PACKAGE / "model.py").read_bytes()
     assert provenance.git_state(package) == ({"a": "b"}, "c")
     assert provenance.running_commit(package) == "d+"
 

@@ -21,9 +21,9 @@ from jobs import build_books, checkpoint_content, difference, losses, train_here
 from ranks import RankPool
 
 from dist_mem.config import DataConfig
-from dist_mem.data import stage
 from dist_mem.data.directory import open_index, refresh, refresh_on_all_ranks
-from dist_mem.data.remote import RemoteError
+from dist_mem.data.remote import stage
+from dist_mem.data.remote.fetch import RemoteError
 from dist_mem.data.shard import fetch_shards, read_tokens
 from dist_mem.data.verify import verify_dataset
 

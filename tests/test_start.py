@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-START_ENGINE = "from dist_mem.distributed import choose_accelerator; choose_accelerator(); from dist_mem import engine"
+CHOOSE = "from dist_mem.runtime.distributed import choose_accelerator; choose_accelerator()"
+START_ENGINE = f"{CHOOSE}; from dist_mem.engine import engine"
 
 
 @pytest.mark.parametrize(

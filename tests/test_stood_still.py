@@ -16,8 +16,8 @@ from tracked import history
 
 from dist_mem import errors
 from dist_mem.__main__ import main
-from dist_mem.checkpoint import lease
 from dist_mem.errors import EXIT_DONE
+from dist_mem.runtime import lease
 from dist_mem.tracking import sync
 from dist_mem.tracking.run_id import RUN_ID_FILE
 

@@ -26,18 +26,19 @@ from jobs import (
 from ranks import RankPool
 from saving import before_writing
 
-from dist_mem import stopping, train
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import list_steps, step_dir
 from dist_mem.config import load_config
-from dist_mem.distributed import World
-from dist_mem.environment import node_name
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE
 from dist_mem.memory import memory_options
-from dist_mem.stop_signal import StopSignal
-from dist_mem.stopping import LEAST_SECONDS, Stopping
+from dist_mem.runtime.distributed import World
+from dist_mem.runtime.environment import node_name
+from dist_mem.runtime.signals import StopSignal
 from dist_mem.tracking.sinks import read_points
-from dist_mem.train import run_job
+from dist_mem.training import loop as train
+from dist_mem.training import stopping
+from dist_mem.training.loop import run_job
+from dist_mem.training.stopping import LEAST_SECONDS, Stopping
 
 Pool = Callable[[int], RankPool]
 ENDLESS = {"train": {"steps": 10**6}, "schedule": {"kind": "constant"}, "checkpoint": {"every": None}}

@@ -15,11 +15,11 @@ from jobs import train_here, write_config
 from ranks import RankPool
 from torch import nn
 
-from dist_mem import train
-from dist_mem.distributed import World
 from dist_mem.model import MemoryLM
-from dist_mem.stragglers import LEAST_SECONDS, WINDOW, ForwardTimer, Stragglers, _median_of_others
+from dist_mem.runtime.distributed import World
+from dist_mem.runtime.stragglers import LEAST_SECONDS, WINDOW, ForwardTimer, Stragglers, _median_of_others
 from dist_mem.tracking.tracker import Tracker
+from dist_mem.training import loop as train
 
 Pool = Callable[[int], RankPool]
 FORWARD_SECONDS = 0.02  # of each of two micro-batches: longer than what a busy machine adds

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_mem.data.stream import (
+from dist_mem.data.plan import (
     Cursor,
     DocumentPlan,
     StreamPlan,

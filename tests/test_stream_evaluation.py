@@ -27,13 +27,14 @@ from scored_library import (
 
 from dist_mem.data.batch import IGNORE
 from dist_mem.data.shard import Index, ShardError, read_index, write_split
-from dist_mem.distributed import World
-from dist_mem.evaluation import scoring, stream
+from dist_mem.evaluation import scoring
+from dist_mem.evaluation import stream_scoring as stream
 from dist_mem.evaluation.evaluate import evaluate_split
 from dist_mem.evaluation.report import Report
 from dist_mem.evaluation.scoring import EvaluationError
-from dist_mem.evaluation.stream import evaluate_stream
-from dist_mem.job import _open_data
+from dist_mem.evaluation.stream_scoring import evaluate_stream
+from dist_mem.runtime.distributed import World
+from dist_mem.training.run import _open_data
 
 
 def score_stream(index: Index, world: World = ALONE, *, num_lanes: int = 3, **overrides: Any) -> Report:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dist_mem.environment import system_metrics_interval
+from dist_mem.runtime.environment import system_metrics_interval
 from dist_mem.tracking.mlflow_run import system_monitors
 from dist_mem.tracking.system_metrics import SystemMetrics
 

@@ -13,7 +13,7 @@ from test_generation import BOS, same_reading, trained_model
 from dist_mem import Sampling, generate, init_state, next_log_probs, read, read_lanes, score, start, start_from
 from dist_mem.config import Config, DataConfig, TrainConfig
 from dist_mem.contract.subject import VOCAB
-from dist_mem.evaluation.trained import TrainedModel
+from dist_mem.evaluation.trained_model import TrainedModel
 
 LENGTH = 3 * SEG_LEN + 2
 SPLITS = [0, 1, SEG_LEN - 1, SEG_LEN, SEG_LEN + 1, 3 * SEG_LEN - 1, LENGTH]

@@ -13,17 +13,17 @@ from test_generation import NUM_TOKENS, PROMPT_LENS, SAMPLING, anew, prompts
 from torch import Tensor
 
 from dist_mem.config import Config, ConfigError, DataConfig, ModelConfig, TokenTypeConfig, TrainConfig, load_config
-from dist_mem.contract.check import RULES, Rule
+from dist_mem.contract.check_memory import RULES, Rule
 from dist_mem.contract.subject import VOCAB as SMALL_VOCAB
 from dist_mem.contract.subject import Size, Subject
-from dist_mem.data.tokenizers.of_words import WordTokenizer
-from dist_mem.evaluation.trained import TrainedModel
+from dist_mem.data.tokenizers.words import WordTokenizer
+from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation.generate import stream
 from dist_mem.generation.reading import next_log_probs, read, start
 from dist_mem.gpt2.folder import load_pretrained
-from dist_mem.gpt2.token_types import TokenTypes
 from dist_mem.memory import memory_options
 from dist_mem.model import MemoryLM
+from dist_mem.nn.token_types import TokenTypes
 
 ROOT = Path(__file__).parent.parent
 TYPES = [{"id": 9}, {"id": 3, "after": [1]}, {"id": 4, "after": [2, 0]}, {"id": 5, "after": [0, 1, 0]}]

@@ -15,10 +15,10 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_mem.data.tokenizer import load_tokenizer, save_tokenizer, train_sentencepiece
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.data.tokenizers.of_bytes import BytesTokenizer
-from dist_mem.data.tokenizers.of_pieces import SentencePieceTokenizer, sample_lines
+from dist_mem.data.tokenizers.registry import load_tokenizer, save_tokenizer, train_sentencepiece
+from dist_mem.data.tokenizers.sentencepiece import SentencePieceTokenizer, sample_lines
+from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 
 VOCAB_SIZE = 400
 AWKWARD = [

@@ -21,11 +21,12 @@ from tracked import config_for, history, job, start, steps
 
 from dist_mem.config import ConfigError, load_config
 from dist_mem.config.credentials import check_credentials
-from dist_mem.environment import mlflow_credentials_set
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
-from dist_mem.tracking import preflight, sync
+from dist_mem.runtime.environment import mlflow_credentials_set
+from dist_mem.tracking import access_check as preflight
+from dist_mem.tracking import sync
+from dist_mem.tracking.access_check import check_tracking
 from dist_mem.tracking.mlflow_run import RUN_ID_FILE, connect
-from dist_mem.tracking.preflight import check_tracking
 from dist_mem.tracking.sinks import METRICS_FILE, read_points
 
 ADMIN, ADMIN_PASSWORD = "root-of-mlflow", secrets.token_hex(12)

@@ -18,12 +18,12 @@ from ranks import free_port
 
 from dist_mem.config import Config, save_config
 from dist_mem.errors import EXIT_DONE
-from dist_mem.meter import MEASUREMENTS
 from dist_mem.tracking import sync
+from dist_mem.tracking.access_check import check_tracking
 from dist_mem.tracking.mlflow_run import RUN_ID_FILE, connect
-from dist_mem.tracking.preflight import check_tracking
 from dist_mem.tracking.sinks import METRICS_FILE, read_points
 from dist_mem.tracking.start import start_tracking
+from dist_mem.training.meter import MEASUREMENTS
 
 
 @pytest.fixture(scope="module")

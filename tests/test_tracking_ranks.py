@@ -9,7 +9,7 @@ from pathlib import Path
 from jobs import build_books, train_here, write_config
 from ranks import RankPool
 
-from dist_mem.distributed import World
+from dist_mem.runtime.distributed import World
 
 
 def imports_mlflow(world: World, config_file: Path) -> bool:

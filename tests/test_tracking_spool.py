@@ -15,9 +15,9 @@ from tracked import config_for, history, job, start, steps
 
 from dist_mem.config import save_config
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
-from dist_mem.files import file_system_of, is_network_file_system
+from dist_mem.runtime.files import file_system_of, is_network_file_system
 from dist_mem.tracking import stores, sync
-from dist_mem.tracking.preflight import check_tracking
+from dist_mem.tracking.access_check import check_tracking
 from dist_mem.tracking.run_id import RUN_ID_FILE
 from dist_mem.tracking.start import JOURNAL, send_journals
 from dist_mem.tracking.stores import choose_sending
@@ -144,7 +144,7 @@ KILLED = """
 import time
 from pathlib import Path
 from tracked import config_for, start
-from dist_mem.checkpoint.lease import Lease
+from dist_mem.runtime.lease import Lease
 lease = Lease(Path("run"))
 tracker = start(config_for(sys.argv[1]), Path("run"))
 tracker.log(1, {"loss": 1.0})

@@ -18,16 +18,10 @@ from ranks import RankPool
 from safetensors.torch import load_file
 
 import dist_mem
-from dist_mem.checkpoint.manifest import (
-    describe_file,
-    files_in,
-    read_manifest,
-    step_dir,
-    write_manifest,
-)
+from dist_mem.checkpoint.manifest import describe_file, files_in, read_manifest, step_dir, write_manifest
 from dist_mem.data.shard import read_index
 from dist_mem.errors import CheckpointError
-from dist_mem.evaluation.trained import TrainedModel
+from dist_mem.evaluation.trained_model import TrainedModel
 
 ROOT = Path(__file__).parent.parent
 LANES = 8  # of the training, see jobs.write_config

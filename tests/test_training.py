@@ -17,10 +17,10 @@ from torch import Tensor
 
 from dist_mem.data.batch import IGNORE
 from dist_mem.data.shard import read_index
-from dist_mem.distributed import World
-from dist_mem.divergence import DivergedError
 from dist_mem.memory.base import named_tensors
-from dist_mem.update import Flags, train_step
+from dist_mem.runtime.distributed import World
+from dist_mem.training.divergence import DivergedError
+from dist_mem.training.step import Flags, train_step
 
 ADAM = {"optimizer": {"kind": "adamw", "lr": 1e-2}, "train": {"micro_lanes": 2}}
 

@@ -113,7 +113,7 @@ def test_hosts_whose_names_lead_nowhere_meet_all_the_same(
 
 
 def test_the_way_to_a_host_goes_by_the_interface_of_the_cable(hosts: tuple[Host, Host]) -> None:
-    code = "from dist_mem.network_interface import *; print(own_name_is_loopback(), interface_towards(%r))"
+    code = "from dist_mem.runtime.network_interface import *; print(own_name_is_loopback(), interface_towards(%r))"
     for host in hosts:
         for address, interface in ((hosts[0].address, INTERFACE), ("127.0.0.1", "lo"), ("192.0.2.77", None)):
             process = host.start([sys.executable, "-c", code % address], env={})

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from dist_mem.config import AdaptiveConfig, Config, ModelConfig, TrainConfig
-from dist_mem.layers import align_distances, key_distances, relative_scores, sinusoid_table, visible_keys
 from dist_mem.model import LMOutput, LMState, MemoryLM
+from dist_mem.nn.layers import align_distances, key_distances, relative_scores, sinusoid_table, visible_keys
 
 GOLDEN = Path(__file__).parent / "golden" / "txl"
 NAMES = sorted(path.stem for path in GOLDEN.glob("*.npz"))

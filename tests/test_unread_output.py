@@ -84,7 +84,7 @@ def test_without_standard_streams_it_is_as_if_nobody_read(closed: str) -> None:
 
 INHERITED = """
 import os
-from dist_mem.unread_output import watch_standard_streams
+from dist_mem.cli.broken_pipe import watch_standard_streams
 watch_standard_streams()
 os._exit(os.get_inheritable(1) and os.get_inheritable(2))
 """

@@ -13,11 +13,12 @@ from ranks import RankPool
 from tiny import VOCAB, full_parameters, ragged_segments, run_steps, tiny_config, tiny_job
 from torch import Tensor
 
-from dist_mem import update, watchdog
 from dist_mem.data.batch import IGNORE, Batch
-from dist_mem.distributed import World, sum_over_ranks
-from dist_mem.engine import Engine
+from dist_mem.engine.engine import Engine
 from dist_mem.model import MemoryLM, reset_lanes
+from dist_mem.runtime import watchdog
+from dist_mem.runtime.distributed import World, sum_over_ranks
+from dist_mem.training import step as update
 
 TRAIN = {"micro_lanes": 2, "segments_per_update": 3}  # two ranks: 2 lane groups of 2 lanes each
 COMPRESSIVE = {"kind": "compressive", "mem_len": 8, "cmem_len": 8, "compression_rate": 2, "loss_weight": 0.5}

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from dist_mem import memory
 from dist_mem.data.batch import IGNORE
-from dist_mem.distributed import World
 from dist_mem.memory.base import MemoryOutput
 from dist_mem.memory.transformer_xl import TransformerXL
 from dist_mem.model import MemoryLM, reset_lanes
+from dist_mem.runtime.distributed import World
 
 STAGES = (0, 1, 2, 3)
 

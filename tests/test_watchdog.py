@@ -16,11 +16,13 @@ import torch.distributed as dist
 from forked_ranks import Ended, Ranks, fork_server
 from jobs import build_books, logged_steps, start_ranks, wait_for, write_config
 
-from dist_mem import train, update, watchdog
 from dist_mem.__main__ import main
-from dist_mem.environment import node_name, read_ranks
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_HUNG, EXIT_REQUEUE
-from dist_mem.hang_report import Standing, failed_nodes, read_standings, report, suspects, write_standing
+from dist_mem.runtime import watchdog
+from dist_mem.runtime.environment import node_name, read_ranks
+from dist_mem.runtime.hang_report import Standing, failed_nodes, read_standings, report, suspects, write_standing
+from dist_mem.training import loop as train
+from dist_mem.training import step as update
 
 ENDLESS = {"train": {"steps": 10**6, "lanes": 12}, "checkpoint": {"every": 50}}
 
@@ -77,7 +79,7 @@ def test_a_rank_that_is_stopped_is_named_and_the_job_ends_within_five_seconds_of
     assert all(standing.step is not None and standing.step >= 4 for standing in standings)
     for rank in live:
         stacks = (the_hang(tmp_path) / f"rank-{rank:05d}.txt").read_text()
-        assert "MainThread" in stacks and 'update.py", line' in stacks and "prefetch.py" in stacks
+        assert "MainThread" in stacks and 'step.py", line' in stacks and "prefetch.py" in stacks
     assert (tmp_path / "run" / "slurm" / "failed_nodes").read_text() == f"{node_name()}\n"
     lines = (tmp_path / "run" / "mlflow" / "train.jsonl").read_text().splitlines()
     statuses = [entry["body"]["status"] for line in lines if (entry := json.loads(line)).get("kind") == "status"]

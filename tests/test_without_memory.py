@@ -22,7 +22,7 @@ from dist_mem.evaluation import evaluate
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.memory_gain import memory_gain
 from dist_mem.evaluation.report import Band, Report, read_report
-from dist_mem.evaluation.trained import find_checkpoint, read_settings
+from dist_mem.evaluation.trained_model import find_checkpoint, read_settings
 from dist_mem.model import MemoryLM
 
 

@@ -17,8 +17,8 @@ from tiny import full_parameters
 from torch import Tensor
 
 from dist_mem.checkpoint.engine_files import EngineReader
-from dist_mem.distributed import World
 from dist_mem.errors import UnusableError
+from dist_mem.runtime.distributed import World
 
 Pools = Callable[[int], RankPool]
 BEFORE, AFTER = 2, 3  # steps before the save and after it

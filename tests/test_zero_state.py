@@ -24,7 +24,7 @@ from tiny import full_parameters, run_steps, tiny_config, tiny_job, zero_block
 from torch import Tensor
 
 from dist_mem.checkpoint.engine_files import EngineReader
-from dist_mem.distributed import World
+from dist_mem.runtime.distributed import World
 
 Pools = Callable[[int], RankPool]
 OFFLOAD = {"device": "cpu"}

@@ -10,12 +10,12 @@ from omegaconf import OmegaConf
 
 from dist_mem.config import Config
 from dist_mem.data.batch import IGNORE, Batch, Update
-from dist_mem.data.stream import lanes_of_rank
-from dist_mem.distributed import World
-from dist_mem.divergence import Divergence
-from dist_mem.engine import Engine
+from dist_mem.data.plan import lanes_of_rank
+from dist_mem.engine.engine import Engine
 from dist_mem.model import MemoryLM
-from dist_mem.update import Flags, Outcome, train_step
+from dist_mem.runtime.distributed import World
+from dist_mem.training.divergence import Divergence
+from dist_mem.training.step import Flags, Outcome, train_step
 
 VOCAB = 37
 TINY = {
@@ -107,7 +107,7 @@ def tiny_job(config: Any, world: World, *, stage: int, block: dict[str, Any] | N
 
 def run_steps(job: Any, *, first: int, last: int) -> list[Outcome]:
     """Real training steps over `ragged_segments`."""
-    from dist_mem.distributed import sum_over_ranks
+    from dist_mem.runtime.distributed import sum_over_ranks
 
     outcomes = []
     for step in range(first, last):

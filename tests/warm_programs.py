@@ -22,13 +22,13 @@ from typing import NoReturn
 
 _IMPORTED = [
     "dist_mem.__main__",
-    "dist_mem.train",
+    "dist_mem.training.loop",
     "dist_mem.evaluation.compare",
     "dist_mem.evaluation.evaluate",
     "dist_mem.evaluation.export",
     "dist_mem.evaluation.sweep",
-    "dist_mem.generation.run",
-    "dist_mem.reproduce.run",
+    "dist_mem.generation.command",
+    "dist_mem.reproduce.command",
     "deepspeed.runtime.superoffload",
     "deepspeed.runtime.zero.stage3",
     "deepspeed.runtime.zero.stage_1_and_2",
@@ -92,7 +92,7 @@ def write_programs(folder: Path, address: Path) -> None:
 def _serve(address: str) -> None:
     """Fork a process for each call, for as long as the parent lives."""
     parent = os.getppid()
-    from dist_mem.distributed import choose_accelerator
+    from dist_mem.runtime.distributed import choose_accelerator
 
     choose_accelerator()
     for name in _IMPORTED:

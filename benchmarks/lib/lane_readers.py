@@ -22,7 +22,7 @@ from dist_mem.data import documents as documents_module
 from dist_mem.data.batch import IGNORE, Batch
 from dist_mem.data.lanes import LaneReader, training_reader
 from dist_mem.data.prefetch import Prefetcher
-from dist_mem.data.tokenizers.of_bytes import BytesTokenizer
+from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 
 try:
     import streaming

@@ -1,1 +1,1 @@
-"""Checkpoints: what is saved of a run, how it comes to be on disk, and how a run goes on from it."""
+"""Checkpoints: what they contain, how they are written, chosen, verified and deleted."""

@@ -26,14 +26,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_mem.checkpoint.engine_files import ENGINE_JSON, Range, engine_index
-from dist_mem.checkpoint.lease import refuse_if_taken_over
 from dist_mem.checkpoint.manifest import run_of, step_dir, write_manifest
 from dist_mem.checkpoint.retention import prune
 from dist_mem.checkpoint.snapshot import Snapshot
 from dist_mem.checkpoint.tensor_file import safetensors_parts
 from dist_mem.config import CheckpointConfig
-from dist_mem.distributed import AgreedError, SideChannel, World, describe_error, name_failures
-from dist_mem.files import free_name, fsync_path, write_hashed, write_text
+from dist_mem.runtime.distributed import AgreedError, SideChannel, World, describe_error, name_failures
+from dist_mem.runtime.files import free_name, fsync_path, write_hashed, write_text
+from dist_mem.runtime.lease import refuse_if_taken_over
 
 _LIBRARIES = ("torch", "deepspeed", "dist-mem")
 _MARGIN = 1 << 20  # bytes that the disk must have besides, for headers and for what else is written meanwhile

@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dist_mem.checkpoint.schemas import engine_problems
-from dist_mem.checkpoint.zero_state import Slice
+from dist_mem.engine.zero_state import Slice
 from dist_mem.errors import CheckpointError
-from dist_mem.file_schema import check, read_json
+from dist_mem.runtime.file_schema import check, read_json
 
 ENGINE_JSON = "engine.json"
 Range = tuple[str, int, int]  # name, start, stop

@@ -12,9 +12,9 @@ from typing import Any
 
 from dist_mem.checkpoint.manifest import step_dir
 from dist_mem.checkpoint.resume_choice import AUTO
-from dist_mem.checkpoint.resumption import Resumption
-from dist_mem.distributed import World, decided_by_rank0
-from dist_mem.files import write_text
+from dist_mem.checkpoint.resume_source import Resumption
+from dist_mem.runtime.distributed import World, decided_by_rank0
+from dist_mem.runtime.files import write_text
 
 FORMAT_VERSION = 1
 _FILE = "finished.json"

@@ -11,14 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dist_mem.checkpoint.manifest import (
-    list_steps,
-    read_manifest,
-    run_of,
-    step_dir,
-    verify,
-    verify_size,
-)
+from dist_mem.checkpoint.manifest import list_steps, read_manifest, run_of, step_dir, verify, verify_size
 from dist_mem.checkpoint.retention import kept_by, kept_in
 from dist_mem.config import CheckpointConfig, ConfigError, read_config
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, CheckpointError

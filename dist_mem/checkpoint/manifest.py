@@ -14,8 +14,8 @@ from typing import Any
 
 from dist_mem.checkpoint.schemas import manifest_problems
 from dist_mem.errors import CheckpointError
-from dist_mem.file_schema import check, read_json
-from dist_mem.files import sha256_of, write_text
+from dist_mem.runtime.file_schema import check, read_json
+from dist_mem.runtime.files import sha256_of, write_text
 
 FORMAT_VERSION = 3
 OLDEST_FORMAT = 3  # before it, weights were pickles, which can run any code when they are loaded

@@ -24,8 +24,8 @@ from dist_mem.checkpoint.manifest import (
 )
 from dist_mem.config import read_config
 from dist_mem.config.check import ConfigError
-from dist_mem.distributed import World, decided_by_rank0, gather_objects
 from dist_mem.errors import CheckpointError
+from dist_mem.runtime.distributed import World, decided_by_rank0, gather_objects
 
 AUTO, NEVER = "auto", "never"
 _RANK = re.compile(r"rank[-_](\d+)")  # in the names of files that one rank has written

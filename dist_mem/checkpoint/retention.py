@@ -15,7 +15,7 @@ from typing import NamedTuple
 from dist_mem.checkpoint.manifest import list_steps, read_manifest, step_dir
 from dist_mem.config import CheckpointConfig
 from dist_mem.errors import CheckpointError
-from dist_mem.files import fsync_path
+from dist_mem.runtime.files import fsync_path
 
 
 class Validation(NamedTuple):

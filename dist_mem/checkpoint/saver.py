@@ -15,7 +15,7 @@ from typing import NamedTuple
 from dist_mem.checkpoint.commit import Written, write_checkpoint
 from dist_mem.checkpoint.snapshot import Snapshot
 from dist_mem.config import CheckpointConfig
-from dist_mem.distributed import SideChannel, World
+from dist_mem.runtime.distributed import SideChannel, World
 
 
 class Saved(NamedTuple):

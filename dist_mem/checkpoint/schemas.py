@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-from dist_mem.file_schema import (
+from dist_mem.runtime.file_schema import (
     Schema,
     figure,
     integer,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dist_mem.checkpoint.engine_files import Range, engine_ranges, engine_tensors
-from dist_mem.checkpoint.lanes import Lanes
-from dist_mem.engine import Engine
+from dist_mem.checkpoint.lane_states import Lanes
+from dist_mem.engine.engine import Engine
 from dist_mem.memory.base import map_state, named_tensors
 
 

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from dist_mem.config.check import flatten, is_interpolation
-from dist_mem.environment import is_set
+from dist_mem.runtime.environment import is_set
 
 _SHORTEST = 4  # characters; a shorter text, or a number, is no secret and stands in too many other words
 _read: dict[str, str] = {}  # value -> interpolation, of all that this process has read

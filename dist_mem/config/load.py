@@ -28,13 +28,13 @@ from dist_mem.config.check import (
     shown,
     stop_on,
 )
+from dist_mem.config.constraints import CHOICES, check_together, check_values
 from dist_mem.config.credentials import check_credentials
 from dist_mem.config.environment_values import hide_all, replace_texts, watch_environment
-from dist_mem.config.rules import CHOICES, check_together, check_values
 from dist_mem.config.schema import Config
 from dist_mem.config.sources import COMMAND_LINE, Source, merge, merge_source, plain_block, read_sources, resolve
-from dist_mem.config.texts import check_texts
-from dist_mem.files import write_text
+from dist_mem.config.text_checks import check_texts
+from dist_mem.runtime.files import write_text
 
 COMMAND_LINE_ONLY = ("data.allow_pipe", "eval.allow_code")  # what lets a program run is no file's to say
 MemoryOptions = Callable[[Any], tuple[str, Any]]  # dist_mem.memory.memory_options

@@ -13,10 +13,10 @@ from typing import Any
 
 from dist_mem.config.bounds import MOST
 from dist_mem.config.check import describe_type, fields_of, is_optional, item_schema
+from dist_mem.config.constraints import CHOICES, RANGES
 from dist_mem.config.deepspeed_keys import HANDED_ON, OWNED, REMOVED, UNSUPPORTED
 from dist_mem.config.help import as_yaml, block_of, default_of, meanings
 from dist_mem.config.resume_rules import ALLOWED, RULES, SAME, rule_of
-from dist_mem.config.rules import CHOICES, RANGES
 from dist_mem.config.schema import Config
 
 INTRODUCTION = """\

@@ -16,8 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dist_mem.config.check import ConfigError, Problem, flatten, is_interpolation, join, nearest, shown
-from dist_mem.environment import as_submitted
-from dist_mem.files import is_dir, is_file
+from dist_mem.runtime.environment import as_submitted
+from dist_mem.runtime.files import is_dir, is_file
 
 COMMAND_LINE = "command line"
 # Of YAML and OmegaConf. ValueError: numbers of over 4,300 digits, dates such as 2020-13-45, bytes that are no UTF-8.

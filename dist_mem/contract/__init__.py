@@ -1,0 +1,1 @@
+"""The rules that every memory must keep, and the command that checks them."""

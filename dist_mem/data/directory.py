@@ -21,8 +21,8 @@ from pathlib import Path
 
 from dist_mem.config import DataConfig
 from dist_mem.config.check import nearest
-from dist_mem.data.facts import ShardError, read_facts
-from dist_mem.data.remote import (
+from dist_mem.data.metadata import ShardError, read_facts
+from dist_mem.data.remote.fetch import (
     FACTS_BYTES,
     RemoteError,
     UnreachableError,
@@ -34,12 +34,12 @@ from dist_mem.data.remote import (
     show,
     writing,
 )
+from dist_mem.data.remote.stage import stage_on_all_ranks, staged
 from dist_mem.data.shard import INDEX_NAME, Index, ShardEntry, ShardSource, read_index, read_index_facts
-from dist_mem.data.stage import stage_on_all_ranks, staged
-from dist_mem.data.tokenizer import JSON_NAME, KINDS, load_tokenizer, read_tokenizer_facts
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.environment import user_cache_dir
-from dist_mem.files import sha256_of
+from dist_mem.data.tokenizers.registry import JSON_NAME, KINDS, load_tokenizer, read_tokenizer_facts
+from dist_mem.runtime.environment import user_cache_dir
+from dist_mem.runtime.files import sha256_of
 
 log = logging.getLogger(__name__)
 START_NAME = ".start"  # lock of `refresh`; holds the start it was last done for, and what came of it
@@ -121,7 +121,7 @@ def refresh_on_all_ranks(data: DataConfig, splits: Sequence[str]) -> None:
     if is_remote(data.path):
         _refresh_on_all_ranks(data, splits)
     if data.stage != "none":
-        from dist_mem.distributed import on_all_ranks  # it imports torch
+        from dist_mem.runtime.distributed import on_all_ranks  # it imports torch
 
         shown = show(data.path)
         indexes = on_all_ranks(lambda: [open_index(data, split) for split in splits], f"opening {shown}")
@@ -129,7 +129,12 @@ def refresh_on_all_ranks(data: DataConfig, splits: Sequence[str]) -> None:
 
 
 def _refresh_on_all_ranks(data: DataConfig, splits: Sequence[str]) -> None:
-    from dist_mem.distributed import AgreedError, agree_all_well, from_rank0, gather_objects  # they import torch
+    from dist_mem.runtime.distributed import (  # they import torch
+        AgreedError,
+        agree_all_well,
+        from_rank0,
+        gather_objects,
+    )
 
     start = from_rank0(uuid.uuid4().hex)
     error: RemoteError | None = None

@@ -7,15 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dist_mem.data.shard import (
-    Index,
-    ShardError,
-    check_document,
-    expect_document,
-    read_mask,
-    read_recall,
-    read_tokens,
-)
+from dist_mem.data.shard import Index, ShardError, check_document, expect_document, read_mask, read_recall, read_tokens
 
 log = logging.getLogger(__name__)
 ON_CORRUPT = ("stop", "skip")

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from dist_mem.data.facts import REMEDY, ShardError
+from dist_mem.data.metadata import REMEDY, ShardError
 from dist_mem.data.tar import ID_PATTERN, MASK_DTYPE, MAX_TOKENS, RECALL_DTYPE
-from dist_mem.file_schema import check, integer, leaf, one_of, optional, plain_name, record, rows, sha256, text
-from dist_mem.names import PLAIN, is_plain
+from dist_mem.runtime.file_schema import check, integer, leaf, one_of, optional, plain_name, record, rows, sha256, text
+from dist_mem.runtime.names import PLAIN, is_plain
 
 _COUNT = integer(high=2**53)
 _TAR = leaf(f"{PLAIN}, and end in .tar", lambda name: is_plain(name) and name.endswith(".tar"))

@@ -1,6 +1,6 @@
 """Documents onto lanes: what one rank feeds in each update of training, or each step of an evaluation.
 
-    index, plan -> runs of segments (runs.py) -> blocks of all lanes (blocks.py) -> Update -> prefetch thread -> loop
+    index, plan -> runs of segments (spans.py) -> blocks of all lanes (chunks.py) -> Update -> prefetch thread -> loop
 
 An Update carries the cursors after it. Only those of consumed updates are saved, so what the thread has read ahead is
 simply read again after a resume; nothing is replayed.
@@ -17,14 +17,10 @@ from torch import Tensor
 
 from dist_mem.config import Config, DataConfig
 from dist_mem.data.batch import Batch, Update
-from dist_mem.data.blocks import COUNTS, Block, batch_views, copy_batch, fill_block, new_block
+from dist_mem.data.chunks import COUNTS, Block, batch_views, copy_batch, fill_block, new_block
 from dist_mem.data.directory import open_index, open_tokenizer
 from dist_mem.data.documents import Documents
-from dist_mem.data.prefetch import Prefetcher
-from dist_mem.data.runs import DocumentLane, StreamLane, open_lane
-from dist_mem.data.segments import IDLE, NOTHING, Segment, as_block, collate, collate_groups, finite_lane, moved_left
-from dist_mem.data.shard import Index, ShardError
-from dist_mem.data.stream import (
+from dist_mem.data.plan import (
     START,
     Cursor,
     Plan,
@@ -35,6 +31,10 @@ from dist_mem.data.stream import (
     lanes_of_rank,
     make_plan,
 )
+from dist_mem.data.prefetch import Prefetcher
+from dist_mem.data.segments import IDLE, NOTHING, Segment, as_block, collate, collate_groups, finite_lane, moved_left
+from dist_mem.data.shard import Index, ShardError
+from dist_mem.data.spans import DocumentLane, StreamLane, open_lane
 from dist_mem.data.tokenizers.base import Tokenizer
 
 BLOCK_UPDATES = 32  # read in one go, at most

@@ -1,6 +1,6 @@
 """Documents cut into segments, and segments collated into a Batch: the simple way, one segment at a time.
 
-Evaluation and single texts are read like this; training reads many segments at once (runs.py, blocks.py).
+Evaluation and single texts are read like this; training reads many segments at once (spans.py, chunks.py).
 The arrays of a segment are views of the memory-mapped shard; `collate` copies them once.
 """
 
@@ -15,7 +15,7 @@ import torch
 
 from dist_mem.data.batch import IGNORE, Batch
 from dist_mem.data.documents import Document, Documents
-from dist_mem.data.stream import segment_starts
+from dist_mem.data.plan import segment_starts
 
 
 class Segment(NamedTuple):

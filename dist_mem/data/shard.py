@@ -1,6 +1,6 @@
 """The one definition of a shard: a webdataset tar of tokenized documents, and the index that finds every token in it.
 
-Data flow: builders (data/build.py) -> write_split -> tars + index.json -> read_index, read_tokens -> the lanes.
+Data flow: builders (data/build/builder.py) -> write_split -> tars + index.json -> read_index, read_tokens -> the lanes.
 
     <split>/<name>-<split>-00000.tar     <id>.json and <id>.tokens.npy of each document, where they exist <id>.mask.npy
                                          (which tokens are scored) and <id>.recall.npy (what tokens refer back to)
@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from dist_mem.data.facts import FORMAT_VERSION, REMEDY, ShardError, read_facts
 from dist_mem.data.index_schema import check_index
+from dist_mem.data.metadata import FORMAT_VERSION, REMEDY, ShardError, read_facts
 from dist_mem.data.tar import (
     MASK_DTYPE,
     RECALL_DTYPE,
@@ -36,8 +36,8 @@ from dist_mem.data.tar import (
     sample_files,
     write_tar,
 )
-from dist_mem.files import write_text
-from dist_mem.names import check_plain
+from dist_mem.runtime.files import write_text
+from dist_mem.runtime.names import check_plain
 
 INDEX_NAME = "index.json"
 MAX_SHARD_BYTES = 64 * 2**20  # of arrays; a tar exceeds it by its last document and by headers

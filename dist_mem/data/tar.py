@@ -14,7 +14,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from dist_mem.files import replacing, sha256_of
+from dist_mem.runtime.files import replacing, sha256_of
 
 BLOCK_BYTES = 512  # headers and payloads of a tar start at multiples of it
 TOKEN_DTYPES = (np.uint16, np.uint32)

@@ -17,7 +17,7 @@ import numpy as np
 
 from dist_mem.config import DataConfig
 from dist_mem.data.directory import check_allowed, check_split, local_dir, open_index, open_tokenizer, refresh
-from dist_mem.data.remote import RefusedError, RemoteError, is_remote, show
+from dist_mem.data.remote.fetch import RefusedError, RemoteError, is_remote, show
 from dist_mem.data.shard import (
     INDEX_NAME,
     DocumentEntry,
@@ -30,11 +30,11 @@ from dist_mem.data.shard import (
     read_tokens,
 )
 from dist_mem.data.tar import BLOCK_BYTES, TokenizedDocument, sample_files, tar_bytes
-from dist_mem.data.tokenizer import JSON_NAME
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.data.tokenizers.of_words import WordTokenizer
+from dist_mem.data.tokenizers.registry import JSON_NAME
+from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.errors import UnusableError
-from dist_mem.files import sha256_of
+from dist_mem.runtime.files import sha256_of
 
 USUAL_SPLITS = ("train", "validation", "test")
 REMEDY = "build (--overwrite) or copy the tar again"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dist_mem.dialogue.replies import Conversation, Reply, line_ends, line_of
-from dist_mem.evaluation.trained import TrainedModel
+from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation.generate import generate
 from dist_mem.generation.reading import read, select, start
 from dist_mem.generation.sampling import Sampling

@@ -1,1 +1,1 @@
-"""Are this machine and these ranks fit to train? `dist-mem doctor`, the same at the start of a job, and a drill."""
+"""Checks of nodes, network, disks and configuration before a job starts, and the drill."""

@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 from dist_mem.config import load_config
 from dist_mem.doctor.drill_job import RANKS, SAVE_EVERY, DrillError, DrillJob, prepare, wait_for
-from dist_mem.environment import is_rank0
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_HUNG, EXIT_REQUEUE, EXIT_USAGE
-from dist_mem.stop_signal import LEAST_SECONDS, STOP_FILE
+from dist_mem.runtime.environment import is_rank0
+from dist_mem.runtime.signals import LEAST_SECONDS, STOP_FILE
+from dist_mem.runtime.watchdog import GATHER_SECONDS, REPORT_SECONDS
 from dist_mem.tracking.start import JOURNAL
-from dist_mem.watchdog import GATHER_SECONDS, REPORT_SECONDS
 
 _BREAK_AT = SAVE_EVERY + 5  # steps: a checkpoint is there, and it is not of the last step
 _GO_ON = 20  # steps after the resume

@@ -15,11 +15,11 @@ import torch
 from omegaconf import OmegaConf
 
 from dist_mem.checkpoint.manifest import list_steps, step_dir, verify
-from dist_mem.data.build import build_dataset
-from dist_mem.data.source import SourceDocument
-from dist_mem.environment import environment_of_rank
-from dist_mem.network_interface import free_port
-from dist_mem.shared_memory import BUFFER, SHM
+from dist_mem.data.build.builder import build_dataset
+from dist_mem.data.build.source import SourceDocument
+from dist_mem.engine.shared_memory import BUFFER, SHM
+from dist_mem.runtime.environment import environment_of_rank
+from dist_mem.runtime.network_interface import free_port
 from dist_mem.tracking.sinks import METRICS_FILE
 
 RANKS = 2

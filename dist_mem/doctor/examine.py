@@ -8,11 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dist_mem.distributed import World, gather_objects
-from dist_mem.doctor import disks, machine, network, sameness, sizes
+from dist_mem.doctor import consistency as sameness
+from dist_mem.doctor import disks, machine, network, sizes
+from dist_mem.doctor.findings import Finding, Place, Remark, fail
 from dist_mem.doctor.mlflow_server import check_mlflow
-from dist_mem.doctor.report import Finding, Place, Remark, fail
-from dist_mem.environment import node_name
+from dist_mem.runtime.distributed import World, gather_objects
+from dist_mem.runtime.environment import node_name
 
 
 class Plans(NamedTuple):

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dist_mem.doctor.report import Remark, fail, ok, warning
+from dist_mem.doctor.findings import Remark, fail, ok, warning
 from dist_mem.errors import UnusableError
-from dist_mem.tracking.preflight import check_tracking
+from dist_mem.tracking.access_check import check_tracking
 from dist_mem.tracking.provenance import without_credentials
 from dist_mem.tracking.start import JOURNAL
 from dist_mem.tracking.stores import choose_sending, is_server, store_uri

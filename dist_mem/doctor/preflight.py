@@ -12,14 +12,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from dist_mem.distributed import World, gather_objects
 from dist_mem.doctor.examine import examine
-from dist_mem.doctor.meeting import MEETING, Meeting, meet
-from dist_mem.doctor.report import WARNING, Finding, failed, failed_nodes, lines, may_pass, refusal
-from dist_mem.environment import node_name, read_ranks
+from dist_mem.doctor.findings import WARNING, Finding, failed, failed_nodes, lines, may_pass, refusal
+from dist_mem.doctor.rendezvous import MEETING, Meeting, meet
 from dist_mem.errors import UnfitError, UnusableError
-from dist_mem.files import write_text
-from dist_mem.hang_report import FAILED_NODES
+from dist_mem.runtime.distributed import World, gather_objects
+from dist_mem.runtime.environment import node_name, read_ranks
+from dist_mem.runtime.files import write_text
+from dist_mem.runtime.hang_report import FAILED_NODES
 
 log = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""A trained model: loaded, scored on whole documents, compared, exported."""
+"""Evaluation: load a trained model, score documents, compare and plot runs, export."""

@@ -24,7 +24,7 @@ from dist_mem.evaluation.legend import labels_of
 from dist_mem.evaluation.memory_gain import MemoryGain, counterpart, is_without_memory, memory_gain
 from dist_mem.evaluation.plot import plot_recall
 from dist_mem.evaluation.report import Band, Report, read_report, recall_bands, same_text, shown
-from dist_mem.files import is_wrong_path
+from dist_mem.runtime.files import is_wrong_path
 
 _PREFERRED = ("test", "validation")
 

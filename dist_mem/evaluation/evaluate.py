@@ -4,7 +4,7 @@
     dist-mem evaluate runs/demo --split test --without-memory
     torchrun --nproc-per-node 4 -m dist_mem evaluate runs/demo/checkpoints/step-00001000 eval.lanes=32
 
-The command runs the plain model of a checkpoint or an export (trained.py) on any number of ranks, and writes
+The command runs the plain model of a checkpoint or an export (trained_model.py) on any number of ranks, and writes
 RUN/evaluations/<split>-step-<step>.json and .csv; the figures join the run in MLflow, those of an export do not. The
 test split is opened here and nowhere else.
 """
@@ -20,17 +20,15 @@ from typing import Any
 
 import torch
 
-from dist_mem import distributed
 from dist_mem.data.directory import open_index, refresh_on_all_ranks
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.distributed import AgreedError, World, agree_all_well, decided_by_rank0
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, UnusableError
 from dist_mem.evaluation.memory_gain import gain_beside, is_without_memory
 from dist_mem.evaluation.protocol import Protocol, protocol_of, report_name, short_term_len, tag_of
 from dist_mem.evaluation.report import Report, to_table, write_report
 from dist_mem.evaluation.scoring import EvaluationError, Forward, InitState, evaluate_documents
-from dist_mem.evaluation.stream import evaluate_stream
-from dist_mem.evaluation.trained import (
+from dist_mem.evaluation.stream_scoring import evaluate_stream
+from dist_mem.evaluation.trained_model import (
     Checkpoint,
     find_checkpoint,
     init_state,
@@ -38,6 +36,8 @@ from dist_mem.evaluation.trained import (
     read_settings,
     tokenizer_of_data,
 )
+from dist_mem.runtime import distributed
+from dist_mem.runtime.distributed import AgreedError, World, agree_all_well, decided_by_rank0
 from dist_mem.tracking.start import log_to_run
 
 

@@ -32,13 +32,13 @@ from dist_mem.checkpoint.manifest import describe_file, files_in, write_manifest
 from dist_mem.checkpoint.tensor_file import safetensors_parts
 from dist_mem.config import Config, load_config, to_yaml
 from dist_mem.config.sources import plain_block
-from dist_mem.data.tokenizer import save_tokenizer
+from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
 from dist_mem.evaluation.export_transformers import write_transformers
-from dist_mem.evaluation.trained import WEIGHTS, Checkpoint, TrainedModel, load_model
-from dist_mem.evaluation.untrained import is_configuration, untrained_model
-from dist_mem.files import fsync_path, is_wrong_path, write_hashed, write_text
-from dist_mem.outside_memory import kept_kinds
+from dist_mem.evaluation.trained_model import WEIGHTS, Checkpoint, TrainedModel, load_model
+from dist_mem.evaluation.untrained_model import is_configuration, untrained_model
+from dist_mem.memory.outside import kept_kinds
+from dist_mem.runtime.files import fsync_path, is_wrong_path, write_hashed, write_text
 
 _FACTS = ("step", "tokenizer_fingerprint", "data_fingerprint", "mlflow_run_id", "versions")  # of the checkpoint
 

@@ -22,12 +22,12 @@ from safetensors.torch import save_file
 
 from dist_mem import gpt2
 from dist_mem.config import Config, to_yaml
-from dist_mem.data.tokenizers.of_byte_pairs import END_OF_TEXT, BytePairTokenizer, write_byte_pairs
+from dist_mem.data.tokenizers.byte_pairs import END_OF_TEXT, BytePairTokenizer, write_byte_pairs
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.trained import TrainedModel
-from dist_mem.files import write_text
+from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.gpt2.folder import CONFIG, WEIGHTS
 from dist_mem.gpt2.names import to_published
+from dist_mem.runtime.files import write_text
 
 MODELING = Path(gpt2.__file__).parent / "modeling_dist_mem.py"  # copied; a program that only transformers runs
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dist_mem.data.shard import Index, ShardError, check_document, read_mask, read_recall, read_tokens
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.distributed import World, agree_all_well, gather_objects
+from dist_mem.runtime.distributed import World, agree_all_well, gather_objects
 
 LeftOut = Callable[[int], np.ndarray]  # document -> offsets of its tokens that are read and are no target
 

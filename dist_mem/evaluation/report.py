@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from dist_mem.files import write_text
+from dist_mem.runtime.files import write_text
 
 FORMAT_VERSION = 3  # 1 had no hits, 2 knew all words
 TABLE_ROWS = 20  # documents shown; the files have all

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from dist_mem.data.batch import IGNORE, Batch
 from dist_mem.data.lanes import check_tokenizer, evaluation_batches
+from dist_mem.data.plan import cut_lengths, evaluation_plan, segment_starts
 from dist_mem.data.shard import Index, read_mask
-from dist_mem.data.stream import cut_lengths, evaluation_plan, segment_starts
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.distributed import World, sum_tensor
 from dist_mem.evaluation.extent import Extent, agreed_share, is_whole
 from dist_mem.evaluation.report import DocumentScore, RecallScore, Report, total_words
 from dist_mem.memory.base import map_state
 from dist_mem.model import LMOutput, empty_memories, reset_lanes
+from dist_mem.runtime.distributed import World, sum_tensor
 from dist_mem.tracking.progress import Progress
 
 Forward = Callable[..., Any]  # (tokens, targets, valid_len, state=state) -> LMOutput, without dropout

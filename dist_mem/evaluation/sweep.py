@@ -19,14 +19,14 @@ from typing import NamedTuple
 
 import torch
 
-from dist_mem.distributed import World
 from dist_mem.evaluation.evaluate import as_job, evaluate_checkpoint, found_by_all, use_threads, written_by_rank0
 from dist_mem.evaluation.legend import Line, add_legend, draw_lines, labels_of
 from dist_mem.evaluation.protocol import Protocol, apply_protocol, in_terms_of_eval, protocol_of
 from dist_mem.evaluation.report import shown
-from dist_mem.evaluation.trained import Checkpoint, read_settings
-from dist_mem.files import replacing, write_text
+from dist_mem.evaluation.trained_model import Checkpoint, read_settings
 from dist_mem.model import MemoryLM
+from dist_mem.runtime.distributed import World
+from dist_mem.runtime.files import replacing, write_text
 
 KEYS = ("mem_len", "seg_len", "clamp_len")  # of `eval`
 FIGURES = ("word_perplexity", "token_perplexity", "bits_per_byte")

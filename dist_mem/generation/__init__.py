@@ -1,1 +1,1 @@
-"""Writing on where a text ends: prompts read into memory, tokens drawn one by one, texts compared."""
+"""Text generation with memory: read prompts, sample tokens, compare texts."""

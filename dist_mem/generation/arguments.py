@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dist_mem.evaluation.trained import TrainedModel
+from dist_mem.evaluation.trained_model import TrainedModel
 
 ROWS = "a list with one row of ids a lane, as [trained.tokenizer.encode('It was')]"
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dist_mem.evaluation.trained import TrainedModel
+from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation.arguments import check_ids, check_int, counted, wrong_type
 from dist_mem.generation.reading import Reading, append, check_reading, look_ahead
 from dist_mem.generation.sampling import Sampling, choose

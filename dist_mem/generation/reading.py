@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dist_mem.evaluation.trained import TrainedModel, init_state
+from dist_mem.evaluation.trained_model import TrainedModel, init_state
 from dist_mem.generation.arguments import check_int, check_trained, counted, id_row, id_rows, wrong_type
 from dist_mem.generation.short_segments import num_rows
 from dist_mem.memory.base import map_state, named_tensors, select_lanes

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from dist_mem.memory.base import Memory
-from dist_mem.memory.parts.plain_attention import PlainAttention
 from dist_mem.model import MemoryLM
+from dist_mem.nn.plain_attention import PlainAttention
 
 OWN = "memory."  # prefix of what is not in GPT-2
 _IGNORED = re.compile(r"h\.\d+\.attn\.(masked_)?bias|lm_head\.weight")  # masks that old files hold; the embedding again

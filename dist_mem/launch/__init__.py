@@ -1,1 +1,1 @@
-"""Jobs on a Slurm cluster: the script, and how it is handed in."""
+"""Jobs on a Slurm cluster: the batch script and its submission."""

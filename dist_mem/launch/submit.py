@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from dist_mem.errors import EXIT_DONE, UnusableError
-from dist_mem.files import write_text
-from dist_mem.launch.check import check
 from dist_mem.launch.script import render
+from dist_mem.launch.validation import check
+from dist_mem.runtime.files import write_text
 
 
 def run(config: Any, arguments: Sequence[str], *, dry_run: bool) -> int:

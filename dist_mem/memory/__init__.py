@@ -1,6 +1,6 @@
 """The registry of memories: `memory.kind: NAME` is the class in dist_mem/memory/NAME.py; there is no list to edit.
 
-What is not here is looked for outside of the package (dist_mem/outside_memory.py).
+What is not here is looked for outside of the package (dist_mem/memory/outside.py).
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from dist_mem.config import merge_checked
 from dist_mem.config.check import nearest
 from dist_mem.config.sources import plain_block
 from dist_mem.memory.base import LayerSpec, Memory
-from dist_mem.outside_memory import is_file, load_from_file, load_offered, offered_kinds
+from dist_mem.memory.outside import is_file, load_from_file, load_offered, offered_kinds
 
 
 def memory_kinds() -> list[str]:
     """Every built-in memory, by file name."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in ("base", "parts"))
+    names = {module.name for module in pkgutil.iter_modules(__path__)}
+    return sorted(names - {"base", "outside", "parts"})
 
 
 def memory_class(kind: str, where: str = "memory") -> type[Memory]:

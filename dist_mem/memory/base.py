@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dist_mem.layer_spec import LayerSpec
+from dist_mem.nn.layer_spec import LayerSpec
 
 StateT = TypeVar("StateT")
 NO_LOGS: Mapping[str, Tensor] = MappingProxyType({})
@@ -82,7 +82,7 @@ class Memory(nn.Module):
         return self.spec.seg_len
 
     def flops(self) -> Any:
-        """The `dist_mem.flops.Flops` of a complete segment of one lane, the memory full; None where nobody counts."""
+        """The `nn.flops.Flops` of a complete segment of one lane, the memory full; None if not counted."""
         return None
 
     def stem(self) -> Stem:

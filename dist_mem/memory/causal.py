@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dist_mem.flops import Flops
-from dist_mem.layers import visible_keys
 from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput
-from dist_mem.memory.parts.plain_attention import PlainAttention, plain_attention_flops
+from dist_mem.nn.flops import Flops
+from dist_mem.nn.layers import visible_keys
+from dist_mem.nn.plain_attention import PlainAttention, plain_attention_flops
 
 
 class State(NamedTuple):

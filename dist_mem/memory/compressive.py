@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dist_mem.flops import Flops, product, relative_attention
-from dist_mem.layers import Norm, RelativeAttention, newest_rows, split_heads, visible_keys
 from dist_mem.memory import transformer_xl
 from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, select_lanes
 from dist_mem.memory.parts.compression import COMPRESSIONS
-from dist_mem.memory.parts.plain_attention import BIASES, PlainAttention, plain_attention_flops
+from dist_mem.nn.flops import Flops, product, relative_attention
+from dist_mem.nn.layers import Norm, RelativeAttention, newest_rows, split_heads, visible_keys
+from dist_mem.nn.plain_attention import BIASES, PlainAttention, plain_attention_flops
 
 LOSSES = ("attention", "autoencoder")
 

@@ -23,13 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_mem.flops import Flops, product
-from dist_mem.layers import Dropout, merge_heads, split_heads
 from dist_mem.memory.base import LayerSpec, Memory, MemoryOutput, Stem
 from dist_mem.memory.parts.basis import Fit, Geometry, evaluate_basis, expected_basis, fit_first, fit_matrices
 from dist_mem.memory.parts.densities import affine_densities, divergence, make_projection, moments
 from dist_mem.memory.parts.infinite_checks import check_growth, check_options
 from dist_mem.memory.parts.sticky import read_histogram, sample_positions
+from dist_mem.nn.flops import Flops, product
+from dist_mem.nn.layers import Dropout, merge_heads, split_heads
 
 
 class State(NamedTuple):

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dist_mem.flops import Flops, attending, product, relative_attention
-from dist_mem.layers import RelativeAttention, newest_rows, visible_keys
 from dist_mem.memory import transformer_xl
 from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, Stem, whole_segments
 from dist_mem.memory.parts.look_ahead import LookAheadAttention, Past, row_blocks, visible_ahead
+from dist_mem.nn.flops import Flops, attending, product, relative_attention
+from dist_mem.nn.layers import RelativeAttention, newest_rows, visible_keys
 
 
 class State(NamedTuple):

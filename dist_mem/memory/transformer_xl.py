@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dist_mem.flops import Flops, relative_attention
-from dist_mem.layers import RelativeAttention, newest_rows, visible_keys
 from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, whole_segments
+from dist_mem.nn.flops import Flops, relative_attention
+from dist_mem.nn.layers import RelativeAttention, newest_rows, visible_keys
 
 
 class State(NamedTuple):

@@ -1,1 +1,1 @@
-"""The papers' tables and figures: every row trained and evaluated by the commands a user has, then set side by side."""
+"""The papers' tables and figures: train and evaluate every row, then set them side by side."""

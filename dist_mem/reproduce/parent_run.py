@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dist_mem.files import write_text
+from dist_mem.runtime.files import write_text
 from dist_mem.tracking.mlflow_run import connect
 from dist_mem.tracking.stores import experiment_of, store_uri
 

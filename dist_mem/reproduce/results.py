@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_mem.evaluation.legend import add_legend
-from dist_mem.files import write_text
 from dist_mem.reproduce.choice import measured, runs_behind, shown_rows
 from dist_mem.reproduce.runs import Run, columns_of, read_result
 from dist_mem.reproduce.tables import Scale, Table
+from dist_mem.runtime.files import write_text
 
 NOT_GIVEN = "-"
 

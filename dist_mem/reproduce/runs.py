@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from dist_mem.evaluation.report import Band, read_report
-from dist_mem.files import write_text
-from dist_mem.network_interface import free_port
 from dist_mem.reproduce.tables import Column, Scale, Table
+from dist_mem.runtime.files import write_text
+from dist_mem.runtime.network_interface import free_port
 
 RESULTS = "results"  # folder of what was measured, one file a run and column
 

@@ -1,1 +1,1 @@
-"""What is told of a run: metrics.jsonl, the progress bar, MLflow."""
+"""Run logging: metrics.jsonl, the progress bar, MLflow."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dist_mem.files import fsync_path
+from dist_mem.runtime.files import fsync_path
 from dist_mem.tracking.branches import Branches
 from dist_mem.tracking.journal import Entry, JournalReader
 from dist_mem.tracking.mlflow_run import UID_TAG, MlflowRun, Target, is_refusal

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dist_mem.files import fsync_path, make_folder, naming, write_text
+from dist_mem.runtime.files import fsync_path, make_folder, naming, write_text
 
 FORMAT_VERSION = 1
 DAMAGED = "damaged"  # kind of an entry that cannot be read

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from dist_mem.environment import system_metrics_interval
 from dist_mem.errors import TakenOverError
+from dist_mem.runtime.environment import system_metrics_interval
 from dist_mem.tracking.delivery import Delivery, Sender
 from dist_mem.tracking.journal import Journal, find_entries, is_superseded, read_entries
 from dist_mem.tracking.mlflow_run import Target, client_tags, system_monitors

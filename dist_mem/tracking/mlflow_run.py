@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from dist_mem.environment import quiet_tracking_environment
 from dist_mem.errors import UnusableError
-from dist_mem.files import write_text
-from dist_mem.names import is_plain_path
+from dist_mem.runtime.environment import quiet_tracking_environment
+from dist_mem.runtime.files import write_text
+from dist_mem.runtime.names import is_plain_path
 from dist_mem.tracking.journal import Entry, Header, JournalError
 from dist_mem.tracking.mlflow_tables import prepare
 from dist_mem.tracking.run_id import RUN_ID_FILE, read_run_id

@@ -14,7 +14,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dist_mem.files import free_name, fsync_path
+from dist_mem.runtime.files import free_name, fsync_path
 
 QUIET_SECONDS = 60.0  # after which nobody is at work any more on tables that are not whole
 

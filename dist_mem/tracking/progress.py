@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from dist_mem.tracking.sinks import Point, Sink
 
-# The metrics that the progress line knows by name (dist_mem.meter makes them).
+# The metrics that the progress line knows by name (dist_mem.training.meter makes them).
 LOSS = "loss"
 PERPLEXITY = "perplexity"
 TOKENS_PER_SECOND = "tokens_per_second"

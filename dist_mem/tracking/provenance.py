@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 from dist_mem import __version__
-from dist_mem.environment import environment_of_git, node_name, slurm_job, user_name
+from dist_mem.runtime.environment import environment_of_git, node_name, slurm_job, user_name
 
 PACKAGE = Path(__file__).parent.parent
 MAX_DIFF_CHARS = 1_000_000
@@ -119,7 +119,7 @@ def running_commit(package: Path = PACKAGE) -> str | None:
 
 
 def to_keep() -> dict[str, Any]:
-    """What git says of the running code, for a copy of it, which is no checkout (launch/snapshot.py)."""
+    """What git says of the running code, for a copy of it, which is no checkout (launch/code_snapshot.py)."""
     return {**git_state()._asdict(), "commit": running_commit()}
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from dist_mem.environment import mlflow_credentials_set
+from dist_mem.runtime.environment import mlflow_credentials_set
 
 _CREDENTIALS = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
 

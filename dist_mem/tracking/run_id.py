@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from dist_mem.environment import mlflow_environment
 from dist_mem.errors import UnusableError
-from dist_mem.files import write_text
+from dist_mem.runtime.environment import mlflow_environment
+from dist_mem.runtime.files import write_text
 
 RUN_ID_FILE = "mlflow_run_id"  # in the run directory
 _FORM = re.compile(r"[a-zA-Z0-9][\w-]{0,255}", re.ASCII)  # what MLflow takes for an id

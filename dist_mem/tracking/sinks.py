@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dist_mem.files import fsync_path, naming, write_text
+from dist_mem.runtime.files import fsync_path, naming, write_text
 
 METRICS_FILE = "metrics.jsonl"
 STATUSES = ("FINISHED", "FAILED", "KILLED")

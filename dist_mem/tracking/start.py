@@ -21,9 +21,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from dist_mem.checkpoint.lease import refuse_if_stood_still
 from dist_mem.errors import UnusableError
-from dist_mem.files import make_folder
+from dist_mem.runtime.files import make_folder
+from dist_mem.runtime.lease import refuse_if_stood_still
 from dist_mem.tracking.delivery import Delivery, Sender
 from dist_mem.tracking.journal import (
     Entry,

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from dist_mem.environment import mlflow_environment, slurm_job
 from dist_mem.errors import UnusableError
-from dist_mem.files import file_system_of, is_network_file_system
+from dist_mem.runtime.environment import mlflow_environment, slurm_job
+from dist_mem.runtime.files import file_system_of, is_network_file_system
 from dist_mem.tracking.provenance import without_credentials
 
 _SCHEMES = ("http", "https", "sqlite", "mysql", "postgresql", "mssql", "file", "databricks")

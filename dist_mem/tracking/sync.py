@@ -19,13 +19,13 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from dist_mem.checkpoint.lease import STALE_SECONDS
 from dist_mem.config import TrackingConfig, merge_checked
 from dist_mem.config.check import flatten, stop_on
 from dist_mem.config.credentials import check_credentials
 from dist_mem.config.sources import COMMAND_LINE, plain_block, read_overrides, read_sources
-from dist_mem.config.texts import check_texts
+from dist_mem.config.text_checks import check_texts
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UnusableError
+from dist_mem.runtime.lease import STALE_SECONDS
 from dist_mem.tracking.completeness import find_gaps, newest_count
 from dist_mem.tracking.refusals import brief
 from dist_mem.tracking.start import JOURNAL, send_journals

@@ -1,0 +1,1 @@
+"""Tokenizers: bytes, words, byte pairs and SentencePiece pieces."""

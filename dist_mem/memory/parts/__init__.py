@@ -1,1 +1,1 @@
-"""What memories are made of."""
+"""Building blocks of memories."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_mem.flops import Flops, product
+from dist_mem.nn.flops import Flops, product
 
 
 class Compression(nn.Module):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_mem.layers import merge_heads, split_heads
+from dist_mem.nn.layers import merge_heads, split_heads
 
 DENSITIES = ("affine", "moments")
 PROJECTIONS = ("full", "heads")

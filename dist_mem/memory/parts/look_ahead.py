@@ -7,7 +7,7 @@ it is computed here: nothing overflows, and a row without a visible key has alph
 default, as that row needs none; see `epsilon_shift`. The published code has 1e-6, hides 0/0 behind nan_to_num, clamps
 infinities after the feed-forward and stores s in the dtype of the activations.
 
-Shape letters as in dist_mem/layers.py; W is the window, how many keys a memory row can see at most: the newest W - 1
+Shape letters as in dist_mem/nn/layers.py; W is the window, how many keys a memory row can see at most: the newest W - 1
 memory rows and the first token of the segment (eq. 7). That token is the input of the first prediction, so nothing
 leaks.
 """
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_mem.layers import RelativeAttention, relative_scores, sinusoid_table, split_heads
+from dist_mem.nn.layers import RelativeAttention, relative_scores, sinusoid_table, split_heads
 
 
 class Past(NamedTuple):

@@ -1,0 +1,159 @@
+"""What a checkpoint says of lanes and random state, read back; how it is written: commit.py."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dist_mem.checkpoint.manifest import step_dir
+from dist_mem.errors import CheckpointError
+from dist_mem.memory.base import map_state, named_tensors
+from dist_mem.runtime.distributed import World
+from dist_mem.runtime.files import free_name
+
+
+class Lanes(NamedTuple):
+    """What a rank's lanes carry."""
+
+    lane_ids: Tensor  # (P,) int64, global lane numbers; those >= G are idle lanes
+    cursors: Tensor  # (P, 3) int64: epoch, place, offset
+    states: list[Any]  # one memory state per lane group, lane first, groups in lane order
+
+
+def rank_file(directory: Path, kind: str, rank: int) -> Path:
+    """Where a rank writes what is its own; `kind` is lanes or rng."""
+    return directory / kind / f"rank-{rank:05d}.safetensors"
+
+
+def open_checkpoints(run_dir: Path, set_aside: Sequence[Path] = ()) -> None:
+    """Make the directory of the checkpoints, see that it can be written, and remove what killed saves have left there.
+
+    Args:
+        set_aside: checkpoints from which the run does not go on, although they are newer; they become `.superseded`.
+
+    Raises:
+        OSError: it cannot be made or written.
+    """
+    directory = step_dir(run_dir, 0).parent
+    probe = directory / ".probe.partial"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for left_behind in directory.glob(".*.partial"):
+            shutil.rmtree(left_behind, ignore_errors=True)
+        probe.mkdir()
+        probe.rmdir()
+        for newer in set_aside:
+            newer.rename(free_name(newer.with_name(f"{newer.name}.superseded")))
+    except OSError as error:
+        raise OSError(f"checkpoints cannot be written: {error}; mend that, or give the run another run_dir") from error
+
+
+def read_lanes(
+    directory: Path,
+    manifest: Mapping[str, Any],
+    lane_ids: Tensor,
+    fresh: Sequence[Any],
+    *,
+    num_lanes: int | None = None,
+    convert: bool = False,
+) -> Lanes:
+    """The lanes with these ids, from whichever ranks' files hold them, in the structure of the `fresh` states.
+
+    Args:
+        fresh: empty memories of the lanes, one state for each lane group.
+        num_lanes: G; lanes with other ids are idle and stay as they are in `fresh`. None: all are read.
+        convert: memories of another floating point type are converted; else they are refused.
+
+    Raises:
+        CheckpointError: a lane is not in the checkpoint, its state does not fit the model, or a file cannot be read.
+    """
+    is_busy = lane_ids < num_lanes if num_lanes is not None else torch.ones_like(lane_ids, dtype=torch.bool)
+    rows = _rows_of(directory, manifest, lane_ids[is_busy].tolist())
+    opened = {name: read_tensors(directory / name) for name in {name for name, _ in rows}}
+    _check_lane_ids(directory, opened, rows, lane_ids[is_busy].tolist())
+
+    def filled(key: str, empty: Tensor) -> Tensor:
+        if not rows:
+            return empty
+        if any(key not in tensors for tensors in opened.values()):
+            raise CheckpointError(f"{directory}: its lanes have no {key}, which the model's memory carries")
+        if any(len(opened[name][key]) != len(opened[name]["lane_ids"]) for name, _ in rows):
+            raise CheckpointError(f"{directory}: {key} of its lanes has not one row a lane")
+        try:
+            stored = torch.stack([opened[name][key][row] for name, row in rows])
+        except RuntimeError as error:
+            raise CheckpointError(f"{directory}: {key} has another shape in each rank's file ({error})") from error
+        whole = empty.clone()
+        whole[is_busy.to(empty.device)] = _fitting(key, stored, empty, convert=convert)
+        return whole
+
+    empty = map_state(lambda *parts: torch.cat(parts), *fresh)
+    names = iter(named_tensors(empty))  # walks a state in the same order as map_state
+    joined = map_state(lambda part: filled(next(names), part), empty)
+    size = len(lane_ids) // len(fresh)  # a memory without state has no tensor to ask
+    states = [
+        map_state(lambda part, first=first: part[first : first + size].clone(), joined)
+        for first in range(0, len(lane_ids), size)
+    ]
+    cursors = filled("cursors", torch.zeros(len(lane_ids), 3, dtype=torch.int64))
+    return Lanes(lane_ids=lane_ids, cursors=cursors, states=states)
+
+
+def _rows_of(directory: Path, manifest: Mapping[str, Any], lane_ids: Sequence[int]) -> list[tuple[str, int]]:
+    """File and row of every lane."""
+    missing = [lane for lane in lane_ids if str(lane) not in manifest["lanes"]]
+    if missing:
+        raise CheckpointError(f"{directory}: lanes {missing} are not in this checkpoint")
+    return [manifest["lanes"][str(lane)] for lane in lane_ids]
+
+
+def _check_lane_ids(
+    directory: Path, opened: Mapping[str, Mapping[str, Tensor]], rows: Sequence[tuple[str, int]], lanes: Sequence[int]
+) -> None:
+    """Compare what the files say of their rows with the manifest: a memory of another lane fits as well as the own."""
+    ids = {name: tensors["lane_ids"].flatten().tolist() for name, tensors in opened.items() if "lane_ids" in tensors}
+    for lane, (name, row) in zip(lanes, rows, strict=True):
+        found = ids.get(name, [])[row : row + 1]
+        if found != [lane]:
+            holds = f"holds lane {found[0]}" if found else "is not there"
+            raise CheckpointError(f"{directory / name}: row {row} {holds}, but the manifest says lane {lane}: swapped?")
+
+
+def _fitting(name: str, stored: Tensor, empty: Tensor, *, convert: bool) -> Tensor:
+    """Rows as the model wants them."""
+    is_other = stored.dtype != empty.dtype
+    may_convert = convert and stored.is_floating_point() and empty.is_floating_point()
+    if stored.shape[1:] != empty.shape[1:] or (is_other and not may_convert):
+        raise CheckpointError(
+            f"memory state {name} is {tuple(stored.shape[1:])} {stored.dtype} in the checkpoint, "
+            f"the model wants {tuple(empty.shape[1:])} {empty.dtype}"
+        )
+    return stored.to(empty)
+
+
+def read_random_state(directory: Path, world: World) -> dict[str, Tensor] | None:
+    """What the random generators of this rank were; None if it ran on another kind of device."""
+    state = read_tensors(rank_file(directory, "rng", world.rank))
+    return state if ("cuda" in state) == (world.device.type == "cuda") else None
+
+
+def set_random_state(state: Mapping[str, Tensor], world: World) -> None:
+    """Put the random generators there."""
+    torch.set_rng_state(state["cpu"])
+    if world.device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], world.device)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The content of a safetensors file. Raises CheckpointError where it cannot be read."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error

@@ -1,0 +1,92 @@
+"""What a job resumes from: a checkpoint, the configuration in it, and what has changed since.
+
+find_resumption   at the start of a job, on all ranks, before data or DeepSpeed are opened
+check_run_dir     in one process: what `train --check` and `launch` can tell before a job starts
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dist_mem.checkpoint.manifest import read_manifest
+from dist_mem.checkpoint.resume_choice import Choice, choose_checkpoint, find_candidates, readable
+from dist_mem.config import load_config, read_config
+from dist_mem.config.check import ConfigError
+from dist_mem.config.resume_rules import Change, check_changes
+from dist_mem.errors import CheckpointError, UnusableError
+from dist_mem.memory import memory_options
+from dist_mem.runtime.distributed import World, decided_by_rank0
+
+
+class Resumption(NamedTuple):
+    """A verified checkpoint that the present configuration may resume from."""
+
+    choice: Choice
+    saved: Any  # the configuration of the checkpoint
+    changes: list[Change]  # since then, in the order of the schema
+    seconds: float  # to find and verify it
+
+
+def find_resumption(config: Any, world: World, allowed: Sequence[str] = ()) -> Resumption | None:
+    """Choose the checkpoint that `resume` means and compare configurations; None for a run without checkpoints.
+
+    Every rank calls it; all get the same, but for `seconds`.
+
+    Args:
+        allowed: keys given to `--allow`.
+
+    Raises:
+        UnusableError: on every rank; no checkpoint can be used, or a key has changed that must not.
+    """
+    began = time.perf_counter()
+    choice = choose_checkpoint(config.resume, Path(config.run_dir), world)
+    if choice is None:
+        return None
+    saved = saved_config(choice.directory, config)
+    changes = decided_by_rank0(lambda: _check_changes(saved, config, choice.manifest, allowed), UnusableError)
+    return Resumption(choice, saved, changes, time.perf_counter() - began)
+
+
+def saved_config(directory: Path, config: Any) -> Any:
+    """The configuration of a checkpoint, read by rank 0 for all; see `_read_saved`. Raises UnusableError."""
+    return decided_by_rank0(lambda: readable(lambda: _read_saved(directory, config)), UnusableError)
+
+
+def check_run_dir(config: Any, allowed: Sequence[str] = ()) -> None:
+    """Compare with the checkpoint that a job would resume from, as far as one process can tell without hashing it.
+
+    Raises:
+        UnusableError: the job would be refused.
+    """
+    wish = readable(lambda: find_candidates(config.resume, Path(config.run_dir)))
+    for directory in wish.candidates:
+        try:
+            saved = _read_saved(directory, config)
+            manifest = read_manifest(directory)
+        except (ConfigError, CheckpointError, OSError):  # damaged: the job passes it over, with the reason
+            continue
+        _check_changes(saved, config, manifest, allowed)
+        return
+
+
+def _check_changes(saved: Any, config: Any, manifest: Mapping[str, Any], allowed: Sequence[str]) -> list[Change]:
+    return check_changes(saved, config, then=manifest.get("environment", {}), allowed=allowed)
+
+
+def _read_saved(directory: Path, config: Any) -> Any:
+    """The configuration of a checkpoint; options that its memory has got since are at their defaults."""
+    path = directory / "config.yaml"
+    saved = read_config(path)
+    if _kinds(saved.memory) == _kinds(config.memory):  # other kinds are not loaded: reading them could run code
+        with suppress(ConfigError):  # an option was removed since: the rules say which
+            return load_config([str(path)], memory_options=memory_options)
+    return saved
+
+
+def _kinds(memory: Mapping[str, Any]) -> list[str]:
+    """The kind of a memory, and of those that it lies over."""
+    return [memory["kind"], *(_kinds(memory["over"]) if "over" in memory else [])]

@@ -1,0 +1,1 @@
+"""The command line: argument types, and one function per command."""

@@ -1,0 +1,318 @@
+"""What each command does: one function a command, which imports what it needs when it runs.
+
+So help and mistakes are answered at once. The docstrings are what `dist-mem --help` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dist_mem.config import Config, load_config, to_yaml, value_of
+from dist_mem.config.check import stop_on
+from dist_mem.config.help import schema_as_yaml
+from dist_mem.config.resume_rules import check_allowed
+from dist_mem.config.text_checks import check_texts
+from dist_mem.errors import EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE, StoppedEarlyError, UnusableError
+from dist_mem.runtime.environment import is_rank0, note_exit_code
+from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
+
+
+def load_checked(arguments: Sequence[str]) -> Config:
+    """`load_config` with the memory block checked too, which takes torch, and so comes last.
+
+    Raises:
+        UnusableError: as `load_config`, or data.path is a command, and nobody has allowed it.
+    """
+    from dist_mem.data.directory import check_allowed  # numpy, which help need not wait for
+
+    def memory_options(block: Any) -> tuple[str, Any]:
+        from dist_mem.memory import memory_options as check
+
+        return check(block)
+
+    config = load_config(arguments, memory_options=memory_options)
+    check_allowed(config.data)
+    return config
+
+
+def _require_config(options: argparse.Namespace, example: str) -> None:
+    if not options.config:
+        raise UnusableError(
+            f"{options.command}: no configuration is given: give YAML files and key=value overrides, as in: {example}"
+        )
+
+
+def train(options: argparse.Namespace) -> int:
+    """Start a run, or resume it."""
+    # Imports take seconds, in which a signal would end the process, or Ctrl-C leave a library half loaded.
+    with StopSignal((*OF_SCHEDULERS, signal.SIGINT)) as early:
+        code = EXIT_FAILED
+        try:
+            code = _train(options, early)
+        except UnusableError:
+            code = EXIT_USAGE
+            raise
+        except StoppedEarlyError as stopped:
+            code = EXIT_REQUEUE
+            if is_rank0():
+                print(stopped, file=sys.stderr)
+        finally:
+            note_exit_code(code)  # while signals are listened to: srun sends one as soon as another rank has ended
+        return code
+
+
+def _check_model(config: Config) -> None:
+    """Build the model without allocating it: what it or its memory refuses is known before anything is made."""
+    from dist_mem.doctor.dry_run import check_model
+
+    check_model(config)
+
+
+def _train(options: argparse.Namespace, early: StopSignal) -> int:
+    _require_config(options, "dist-mem train configs/demo.yaml train.steps=100")
+    config = load_checked(options.config)
+    check_allowed(options.allow)
+    _check_model(config)
+    if options.check:
+        from dist_mem.checkpoint.resume_source import check_run_dir
+        from dist_mem.doctor import dry_run as plan
+
+        check_run_dir(config, options.allow)
+        print(plan.report(config, world_size=options.world))
+        return 0
+    from dist_mem.runtime.distributed import choose_accelerator, tell
+
+    tell(f"starting {config.run_dir}: loading torch and DeepSpeed")
+    choose_accelerator()
+    from dist_mem.training.loop import run
+
+    if early.received == "SIGINT":
+        raise StoppedEarlyError(early.received)
+    return run(config, allowed=options.allow, early=early)
+
+
+def launch(options: argparse.Namespace) -> int:
+    """Submit a training job to Slurm."""
+    from dist_mem.launch import script, submit
+
+    shorthand = ("nodes", "gpus_per_node", "time", "partition", "account")
+    given = [f"launch.{name}={value!r}" for name in shorthand if (value := getattr(options, name)) is not None]
+    if options.script:
+        return submit.show_script(load_config(["train.steps=1", *options.config, *given]), kind=options.script)
+    _require_config(options, "dist-mem launch configs/demo.yaml launch/sites/generic.yaml --nodes 1")
+    config = load_checked([*options.config, *given])
+    submit.check(config)
+    _check_model(config)
+    from dist_mem.checkpoint.resume_source import check_run_dir
+    from dist_mem.doctor.dry_run import idle_warning
+
+    check_run_dir(config)
+    if config.preflight and not options.dry_run:
+        from dist_mem.doctor.consistency import check_data
+
+        try:
+            list(check_data(config))
+        except ValueError as error:
+            raise UnusableError(f"{error}; preflight=false submits the job without it") from error
+    if warning := idle_warning(config, script.numbers_of_ranks(config.launch)):
+        print(warning, file=sys.stderr)
+    return submit.run(config, options.config, dry_run=options.dry_run)
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Look whether machines, network and ranks are fit to train, and say what to mend."""
+    if options.drill:
+        from dist_mem.doctor import drill
+
+        return drill.run(options.config)
+    from dist_mem.doctor import command as run
+
+    config = load_checked(options.config) if options.config else None
+    if config is not None:
+        _check_model(config)
+    return run.run(config)
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """Score a checkpoint on whole documents."""
+    is_sweep = options.sweep is not None
+    if options.also and not is_sweep:
+        raise UnusableError(f"--also {options.also[0]}: one run at a time, but with --sweep")
+    if options.without_memory and is_sweep:
+        raise UnusableError("--without-memory: one evaluation at a time, not with --sweep")
+    from dist_mem.runtime.distributed import choose_accelerator
+
+    choose_accelerator()
+    if is_sweep:
+        from dist_mem.evaluation import sweep
+
+        return sweep.run(
+            [options.run, *options.also],
+            options.sweep,
+            split=options.split,
+            checkpoint=options.checkpoint,
+            overrides=options.overrides,
+        )
+    from dist_mem.evaluation.evaluate import run
+
+    return run(
+        options.run,
+        split=options.split,
+        checkpoint=options.checkpoint,
+        overrides=options.overrides,
+        without_memory=options.without_memory,
+    )
+
+
+def export(options: argparse.Namespace) -> int:
+    """Make a directory of the weights of a checkpoint and all that loading them takes."""
+    from dist_mem.runtime.distributed import choose_accelerator
+
+    choose_accelerator()
+    from dist_mem.evaluation.export import run
+
+    return run(
+        options.run,
+        out=options.out,
+        checkpoint=options.checkpoint,
+        precision=options.precision,
+        layout=options.format,
+        overrides=options.overrides,
+    )
+
+
+def checkpoints(options: argparse.Namespace) -> int:
+    """List the checkpoints of a run, verify them, or show one."""
+    from dist_mem.checkpoint.listing import run
+
+    return run(options.action, options.path)
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Show the evaluations of several runs side by side."""
+    from dist_mem.evaluation.compare import run
+
+    return run(options.runs, split=options.split, picture=options.plot)
+
+
+def generate(options: argparse.Namespace) -> int:
+    """Write on from a prompt, read with memory; or let several runs do so from the same one."""
+    from dist_mem.runtime.distributed import choose_accelerator
+
+    choose_accelerator()
+    from dist_mem.generation.command import request_of, run
+
+    return run(request_of(options))
+
+
+def reproduce(options: argparse.Namespace) -> int:
+    """Build, train and evaluate every row of a table or figure of the papers, or of your own."""
+    from dist_mem.reproduce.command import run
+    from dist_mem.reproduce.tables import load_table, table_names
+
+    if options.table is None:
+        for name in table_names():
+            table = load_table(name)
+            print(f"{name:<18} {', '.join(table.scales):<20} {table.title}")
+        return 0
+    return run(
+        options.table,
+        scale=options.scale,
+        out=options.out,
+        rows=options.rows,
+        seeds=options.seeds,
+        ranks=options.ranks,
+        extra=options.overrides,
+        only_check=options.check,
+    )
+
+
+def dialogue(options: argparse.Namespace) -> int:
+    """Let a model reply in the conversations of a split, and compare with what people said."""
+    from dist_mem.runtime.distributed import choose_accelerator
+
+    choose_accelerator()
+    from dist_mem.dialogue.command import run, settings_of
+
+    return run(options.run, settings_of(options), checkpoint=options.checkpoint, overrides=options.overrides)
+
+
+def inspect(options: argparse.Namespace) -> int:
+    """Measure what an infinity-former's long-term memory has kept of what it was given."""
+    from dist_mem.runtime.distributed import choose_accelerator
+
+    choose_accelerator()
+    from dist_mem.evaluation.regression_error import run
+
+    return run(
+        options.run,
+        split=options.split,
+        limit=options.limit,
+        checkpoint=options.checkpoint,
+        overrides=options.overrides,
+    )
+
+
+def prepare(options: argparse.Namespace) -> int:
+    """Check built data: every tar, every document, the tokenizer."""
+    from dist_mem.data.remote.fetch import show
+    from dist_mem.data.verify import verify_dataset
+
+    given = {"data.path": options.data, "data.cache": options.cache}
+    stop_on(problem._replace(where="command line") for problem in check_texts(given))
+    problems = verify_dataset(options.data, cache=options.cache, splits=options.split, allow_pipe=options.allow_pipe)
+    for problem in problems:
+        document = f"document {problem.document}" if problem.document else ""
+        print(": ".join(part for part in (problem.where, document, problem.message) if part), file=sys.stderr)
+    plural = "" if len(problems) == 1 else "s"
+    print(f"{show(options.data)}: {f'{len(problems)} problem{plural}' if problems else 'all is well'}")
+    return EXIT_FAILED if problems else 0
+
+
+def track(options: argparse.Namespace) -> int:
+    """Send MLflow what it could not take while a run was going on."""
+    from dist_mem.tracking.sync import run
+
+    overrides = [text for text in options.runs if text.startswith("tracking.")]
+    files = [text for text in options.runs if text.endswith((".yaml", ".yml")) and text not in overrides]
+    return run([Path(text) for text in options.runs if text not in (*overrides, *files)], overrides, files)
+
+
+def check_memory(options: argparse.Namespace) -> int:
+    """Put a memory through every rule of the contract."""
+    from dist_mem.contract.check_memory import run
+
+    return run(options.kind)
+
+
+def config(options: argparse.Namespace) -> int:
+    """Print a configuration as it would be run, or every key with its default and its meaning."""
+    if options.markdown:
+        from dist_mem.config.page import config_page
+        from dist_mem.memory import described_memories
+
+        print(config_page(described_memories()), end="")
+        return 0
+    if options.snapshot:
+        _make_snapshot(options.snapshot, options.config)
+        return 0
+    if options.get:
+        print(value_of(load_checked(options.config), options.get))
+        return 0
+    print(to_yaml(load_checked(options.config)) if options.config else schema_as_yaml(), end="")
+    return 0
+
+
+def _make_snapshot(folder: Path, arguments: Sequence[str]) -> None:
+    from dist_mem.config.sources import files_of
+    from dist_mem.launch import code_snapshot as snapshot
+    from dist_mem.memory.outside import files_of as files_of_memory
+    from dist_mem.tracking.provenance import to_keep
+
+    config = load_checked(arguments)
+    snapshot.make(folder, [*files_of(arguments), *files_of_memory(config.memory)], to_keep())

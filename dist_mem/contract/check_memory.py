@@ -1,0 +1,196 @@
+"""Put one memory through every rule, smallest sizes first, and report what it breaks and the usual cause.
+
+dist-mem check-memory examples/averages.py:Averages
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from dist_mem.config import ConfigError
+from dist_mem.config.check import Problem
+from dist_mem.contract import rules
+from dist_mem.contract.subject import BrokenRuleError, Size, Subject
+from dist_mem.memory import memory_class
+from dist_mem.memory.outside import line_in
+
+
+class Rule(NamedTuple):
+    """One rule of the contract."""
+
+    number: int  # as in dist_mem/memory/base.py
+    statement: str
+    check: Callable[[Subject], None]
+    usual_cause: str
+
+
+# In this order the first rule that a bug breaks is mostly the one that names it.
+RULES = (
+    Rule(
+        2, "the state keeps its fields, shapes and dtypes", rules.state_keeps_its_form,
+        "a state that grows, or that takes the dtype of the activations: cast to the dtype of the old state",
+    ),
+    Rule(
+        2, "the state carries no gradient", rules.state_has_no_gradient,
+        "a missing .detach() where rows enter the state: there is no gradient through time",
+    ),
+    Rule(
+        1, "forward changes nothing it was given", rules.changes_nothing_it_was_given,
+        "an in-place operation (+=, copy_, indexed assignment) on the state, the input or a buffer",
+    ),
+    Rule(
+        8, "no random generator is touched", rules.no_generator_is_touched,
+        "torch.rand or torch.multinomial; draw by dist_mem.memory.parts.counter_hash from what the state counts",
+    ),
+    Rule(
+        1, "the output depends on the arguments alone", rules.is_a_function_of_its_arguments,
+        "something is kept in an attribute of the module from one call to the next; it belongs in the state",
+    ),
+    Rule(
+        2, "the state is no view of the input", rules.state_is_no_alias,
+        "a slice of x kept as it is; torch.cat or .clone() makes a copy",
+    ),
+    Rule(
+        6, "nothing branches on data", rules.nothing_branches_on_data,
+        "an if, a loop, .item(), .any() or boolean indexing on a tensor; use torch.where and masks of fixed shape",
+    ),
+    Rule(
+        5, "lanes are independent", rules.lanes_are_independent,
+        "a mean or a product over the lane axis, or a view that takes lanes for something else",
+    ),
+    Rule(
+        5, "a reset lane equals a fresh one", rules.a_reset_lane_equals_a_fresh_one,
+        "part of the memory lives outside the state, or init_state is not what an empty memory is",
+    ),
+    Rule(
+        5, "a lane alone equals the lane in a batch", rules.a_lane_alone_equals_it_in_a_batch,
+        "a computation that depends on the number of lanes, or on a lane's place among them",
+    ),
+    Rule(
+        4, "no output depends on a later token", rules.no_output_depends_on_a_later_token,
+        "a mask that lets a query see keys after itself, or a statistic over the whole segment",
+    ),
+    Rule(
+        4, "padding changes no real token", rules.padding_changes_no_real_token,
+        "rows beyond valid_len enter a mean, a norm or an auxiliary loss",
+    ),
+    Rule(
+        3, "only complete segments are committed", rules.incomplete_segments_are_not_committed,
+        "the state is changed in place, or lanes are mixed where some segments are incomplete",
+    ),
+    Rule(
+        7, "parameters are used where they are registered", rules.parameters_are_used_where_they_are_registered,
+        "layer.weight used outside layer.forward: ZeRO-3 gathers a parameter only there",
+    ),
+    Rule(
+        6, "every parameter gets a gradient in every step", rules.every_parameter_gets_a_gradient,
+        "a parameter that an empty memory or an idle lane does not reach: multiply by a 0/1 mask instead",
+    ),
+    Rule(
+        1, "the forward may be computed twice", rules.may_be_computed_twice,
+        "the backward recomputes the forward under activation checkpointing, and finds something changed",
+    ),
+    Rule(
+        3, "a later segment feels an earlier one", rules.it_remembers,
+        "the new state is not returned, or never read",
+    ),
+)  # fmt: skip
+
+SIZES = (
+    Size(lanes=2, seg_len=2, segments=3, layers=1),
+    Size(lanes=3, seg_len=4, segments=4, layers=2),
+    Size(lanes=4, seg_len=6, segments=6, layers=3),
+)
+
+
+class Failure(NamedTuple):
+    """A rule that a memory breaks, or that could not be checked, in the smallest case found."""
+
+    rule: Rule
+    size: Size
+    norm: str
+    message: str
+    cause: str
+    is_error: bool  # the memory has raised an error that the rule does not expect
+
+
+def failures(block: Callable[[int], dict[str, Any]], source: Path | None = None) -> Iterator[Failure]:
+    """What a memory breaks; `block` gives its `memory:` block for a segment length, `source` is its file."""
+    for rule in RULES:
+        failure = _first_failure(rule, block, source)
+        if failure is not None:
+            yield failure
+
+
+def _first_failure(rule: Rule, block: Callable[[int], dict[str, Any]], source: Path | None) -> Failure | None:
+    for size in SIZES:
+        for norm in ("pre", "post"):
+            try:
+                rule.check(Subject(block, size, norm))
+            except BrokenRuleError as error:
+                return Failure(rule, size, norm, str(error), error.cause or rule.usual_cause, False)
+            except Exception as error:  # whatever the memory raises on the way
+                return Failure(rule, size, norm, _describe(error, source), rule.usual_cause, True)
+    return None
+
+
+def _describe(error: Exception, source: Path | None) -> str:
+    """Type and first line of an error, and the line of the memory's file that it passed through last."""
+    line = line_in(source, error) if source else ""
+    where = f" ({source.name}{line})" if source and line else ""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}{where}"
+
+
+def grouped(found: Iterable[Failure]) -> list[list[Failure]]:
+    """Failures in order, those that one error has caused together."""
+    groups: dict[Any, list[Failure]] = {}
+    for failure in found:
+        groups.setdefault(failure.message if failure.is_error else failure.rule, []).append(failure)
+    return list(groups.values())
+
+
+def to_text(group: Sequence[Failure]) -> str:
+    """A failure for the user, or several of one error, over several lines."""
+    first = group[0]
+    size = first.size
+    smallest = (
+        f"  found: {first.message}\n"
+        f"  smallest case: {size.lanes} lanes, segments of {size.seg_len} tokens, {size.segments} segments, "
+        f"{size.layers} layers, norm {first.norm}\n"
+    )
+    if len(group) == 1:
+        rule = first.rule
+        cause = "cause" if first.cause != rule.usual_cause else "usual cause"
+        return f"rule {rule.number} is broken: {rule.statement}\n{smallest}  {cause}: {first.cause}"
+    not_checked = "; ".join(failure.rule.statement for failure in group)
+    return (
+        f"{len(group)} rules could not be checked: the memory raises an error\n{smallest}  not checked: {not_checked}"
+    )
+
+
+def run(kind: str) -> int:
+    """The command. Returns the exit code: 0 if the memory keeps every rule, 1 if it breaks any.
+
+    Raises:
+        ConfigError: there is no such memory, or its file does not run.
+    """
+    try:
+        chosen = memory_class(kind)
+    except ValueError as error:
+        raise ConfigError([Problem("", str(error))]) from error
+    torch.set_num_threads(1)  # tiny tensors: more threads only get in each other's way
+    source = inspect.getsourcefile(chosen)
+    found = failures(lambda seg_len: {"kind": kind, **chosen.small_options(seg_len)}, Path(source) if source else None)
+    groups = grouped(found)
+    for group in groups:
+        print(to_text(group))
+    num_broken = sum(len(group) == 1 for group in groups)
+    not_checked = sum(len(group) for group in groups if len(group) > 1)
+    summary = f"breaks {num_broken} of" if groups else "keeps all"
+    print(f"{kind} {summary} {len(RULES)} rules{f', {not_checked} could not be checked' if not_checked else ''}")
+    return 1 if groups else 0

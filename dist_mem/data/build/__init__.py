@@ -1,0 +1,1 @@
+"""Builders: documents to tokenized shards, in parallel and restartable."""

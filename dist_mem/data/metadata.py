@@ -1,0 +1,40 @@
+"""The JSON files of a data directory: read whole, of a format that is known here, or refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dist_mem.errors import UnusableError
+from dist_mem.runtime.file_schema import read_json
+
+FORMAT_VERSION = 1
+REMEDY = ": build the dataset again"
+
+
+class ShardError(UnusableError):
+    """A shard or an index is missing, damaged or of a newer format."""
+
+
+def read_facts(path: Path, *, newest: int = FORMAT_VERSION) -> dict[str, Any]:
+    """A JSON file of a data directory.
+
+    Raises:
+        ShardError: it is missing, damaged or of a newer format.
+    """
+    try:
+        body = read_json(path, ShardError)
+    except FileNotFoundError:
+        raise ShardError(
+            f"{path} is missing: build the dataset first, or point data.path at one that is built"
+        ) from None
+    except ShardError as error:
+        raise ShardError(f"{error}{REMEDY}") from error
+    version = body.get("format_version") if isinstance(body, dict) else None
+    if type(version) is not int:
+        raise ShardError(f"{path} is damaged (it has no format_version){REMEDY}")
+    if version > newest:
+        raise ShardError(
+            f"{path} has format_version {version}, newer than {newest}, the newest known here: update dist_mem"
+        )
+    return body

@@ -1,0 +1,130 @@
+"""Files of a public Google Cloud Storage bucket, over HTTP: a listing, and a download that can be stopped and resumed.
+
+    https://storage.googleapis.com/storage/v1/b/<bucket>/o?prefix=...     listing, in pages, with sizes and MD5
+    https://storage.googleapis.com/<bucket>/<name>                        content
+
+Anything that serves these two can stand in for it: a mirror, or the server of a test.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import urllib.parse
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+from dist_mem.data.remote import fetch as remote
+from dist_mem.data.remote.fetch import FACTS_BYTES
+from dist_mem.runtime.files import write_bytes
+from dist_mem.runtime.names import PLAIN, is_plain_path
+
+
+class DownloadError(RuntimeError):
+    """A file could not be fetched, or not whole."""
+
+
+class RemoteFile(NamedTuple):
+    name: str  # in the bucket, "train/98.txt"
+    num_bytes: int
+    md5: str | None  # base64, as listed
+
+
+def list_files(base_url: str, prefix: str) -> list[RemoteFile]:
+    """Files of the bucket at `base_url` (https://host/bucket) whose names start with `prefix`.
+
+    Raises:
+        DownloadError: the bucket cannot be listed.
+    """
+    parts = urllib.parse.urlsplit(base_url.rstrip("/"))
+    root, _, bucket = parts.path.rpartition("/")
+    files: list[RemoteFile] = []
+    query = {"prefix": prefix, "fields": "items(name,size,md5Hash),nextPageToken"}
+    while True:
+        path = f"{root}/storage/v1/b/{bucket}/o?{urllib.parse.urlencode(query)}"
+        url = urllib.parse.urlunsplit((parts.scheme, parts.netloc, path, "", ""))
+        try:
+            page = json.loads(fetch(url))
+            files.extend(
+                RemoteFile(item["name"], int(item["size"]), item.get("md5Hash")) for item in page.get("items", [])
+            )
+        except (ValueError, KeyError) as error:
+            raise DownloadError(
+                f"{url} does not answer with a bucket's listing ({error!r}): check the base URL"
+            ) from error
+        if "nextPageToken" not in page:
+            return files
+        query["pageToken"] = page["nextPageToken"]
+
+
+def download_files(base_url: str, files: Sequence[RemoteFile], directory: Path, *, workers: int = 8) -> None:
+    """Fetch files into `directory`, keeping those that are there whole; each appears only when it is complete.
+
+    Raises:
+        DownloadError: a file could not be fetched; those fetched are kept, and the next call goes on from there. Or the
+            bucket lists a name that leads out of `directory`.
+    """
+    for file in files:
+        if not is_plain_path(file.name):
+            raise DownloadError(f"{base_url} lists the file {file.name!a}: its parts must each be {PLAIN}")
+    missing = [file for file in files if not is_complete(directory / file.name, file)]
+    if len(missing) < len(files):
+        print(f"{len(files) - len(missing)} of {len(files)} files are there already", flush=True)
+    total = sum(file.num_bytes for file in missing)
+    with (
+        tqdm(total=total, desc="download", unit="B", unit_scale=True, leave=False, disable=None) as bar,
+        ThreadPoolExecutor(workers) as pool,
+    ):
+        futures = [pool.submit(_download_file, base_url, file, directory) for file in missing]
+        try:
+            for future in as_completed(futures):
+                bar.update(future.result())
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def is_complete(path: Path, file: RemoteFile) -> bool:
+    """Whether the local file has the listed size, and the listed MD5 where there is one."""
+    if not path.exists() or path.stat().st_size != file.num_bytes:
+        return False
+    return file.md5 is None or _md5(path.read_bytes()) == file.md5
+
+
+def fetch(url: str, *, limit: int = FACTS_BYTES) -> bytes:
+    """The content at a URL, of at most `limit` bytes, asked for again after failures that may pass.
+
+    Raises:
+        DownloadError: it does not exist, is longer, or could not be fetched.
+    """
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "content"
+        try:
+            remote.download(remote.Address(url, remote.show(url)), path, limit=limit, verify=lambda _: None)
+        except remote.RemoteError as error:
+            raise DownloadError(f"{error}; start the same command again to go on: finished files are kept") from error
+        return path.read_bytes()
+
+
+def _download_file(base_url: str, file: RemoteFile, directory: Path) -> int:
+    url = f"{base_url.rstrip('/')}/{urllib.parse.quote(file.name)}"
+    content = fetch(url, limit=file.num_bytes)
+    if len(content) != file.num_bytes or (file.md5 is not None and _md5(content) != file.md5):
+        raise DownloadError(
+            f"{url}: {len(content)} bytes with MD5 {_md5(content)} arrived, the bucket lists {file.num_bytes} "
+            f"with {file.md5}; start the same command again"
+        )
+    path = directory / file.name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(path, content)
+    return file.num_bytes
+
+
+def _md5(content: bytes) -> str:
+    return base64.b64encode(hashlib.md5(content, usedforsecurity=False).digest()).decode()

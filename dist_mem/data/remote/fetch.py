@@ -1,0 +1,249 @@
+"""One file from a URL to a path, whole or not at all.
+
+    with locked(path.with_name(".lock")):
+        download(address("https://host/books", "train/index.json"), path, limit=FACTS_BYTES, verify=read_facts)
+
+A file is read as a pipe from a program (programs.py) that is watched: one that sends nothing for STALL_SECONDS, or more
+than a file may have, is ended, and one that does not end with status 0 has failed. Faults that may pass are tried
+again. Messages show no password and no query.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import select
+import shlex
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, NamedTuple
+from urllib.parse import quote, urlsplit, urlunsplit
+
+from dist_mem.data.remote.programs import CURL_SCHEMES, start
+from dist_mem.errors import UnusableError
+from dist_mem.runtime.files import fsync_path
+
+log = logging.getLogger(__name__)
+STALL_SECONDS = 60.0  # without a byte
+RETRY_PAUSES = (1.0, 4.0, 16.0)  # seconds before the second attempt, the third, ...
+POLL_SECONDS = 0.1
+BLOCK_BYTES = 2**20
+FACTS_BYTES = 2**30  # of a file whose length nothing states: an index.json of three million documents
+REFUSAL = re.compile(r"(?:returned error: |error occurred \()(4\d\d)")  # as curl and aws say it
+FINAL_ERRORS = re.compile(r"curl: \((?:1|3|60)\)")  # a protocol that is not allowed, a bad URL, a bad certificate
+PASSING_STATUS = {"408", "429"}  # of those; the others will be the same next time
+
+Verify = Callable[[Path], object]  # raises ValueError, its text beginning with the path, for a wrong file
+
+
+class RemoteError(UnusableError, OSError):
+    """A remote file cannot be had, or not be kept; the message names it. Not a ShardError: nothing is damaged."""
+
+
+class UnreachableError(RemoteError):
+    """The server does not answer now, and did not when asked again."""
+
+
+class RefusedError(RemoteError):
+    """The server says that the file is not there, or not for us."""
+
+
+class Address(NamedTuple):
+    """Where a file is."""
+
+    url: str  # may hold a password
+    shown: str  # the same for people
+
+
+def is_remote(path: str) -> bool:
+    """Whether a data.path is a URL, or a `pipe:` command, and not a directory."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://|pipe:", path) is not None
+
+
+def show(url: str) -> str:
+    """A data.path without what may be secret: user, password and query, and all of a command but its program."""
+    if not is_remote(url):
+        return url
+    if url.startswith("pipe:"):
+        return f"pipe:{url.removeprefix('pipe:').split()[0]}"
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path.rstrip("/"), "", ""))
+
+
+def address(base: str, name: str) -> Address:
+    """The file `name` ("train/index.json") of the data directory at `base`.
+
+    Raises:
+        RemoteError: `base` is a command without a place for the name.
+    """
+    if base.startswith("pipe:"):
+        if "{}" not in base:
+            raise RemoteError(f"data.path = {show(base)} ...: write {{}} where the command takes the name of a file")
+        return Address(base.replace("{}", shlex.quote(name)), f"{show(base)} ... {name}")
+    parts = urlsplit(base)
+    name = quote(name) if parts.scheme in CURL_SCHEMES else name  # others take it as it is
+    return Address(urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{name}")), f"{show(base)}/{name}")
+
+
+@contextmanager
+def writing(directory: Path, *, key: str = "data.cache") -> Iterator[None]:
+    """An error of the disk as ours, with what to do: `key` has chosen the directory."""
+    try:
+        yield
+    except RemoteError:
+        raise
+    except OSError as error:
+        raise RemoteError(
+            f"{directory} cannot be written: {error.strerror or error}; make room there, or set {key} to another "
+            "directory"
+        ) from error
+
+
+@contextmanager
+def locked(path: Path, cancelled: threading.Event | None = None, *, key: str = "data.cache") -> Iterator[IO[bytes]]:
+    """Hold a lock file, which stays where it is; a process that ends, in whatever way, lets go of its locks.
+
+    Raises:
+        RemoteError: it cannot be written, or `cancelled` was set while another process held it.
+    """
+    with writing(path.parent, key=key):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+b", buffering=0)
+    cancelled = cancelled or threading.Event()
+    with file:
+        while not _is_taken(file, path):
+            if cancelled.wait(POLL_SECONDS):
+                raise RemoteError(f"{path}: given up, the reader was closed")
+        yield file
+
+
+def download(
+    source: Address, path: Path, *, limit: int, verify: Verify, cancelled: threading.Event | None = None
+) -> None:
+    """Replace `path` by the file at `source`, atomically; the caller holds a lock on it.
+
+    Args:
+        limit: bytes that the file has at most; a server that sends more is not listened to.
+
+    Raises:
+        UnreachableError: after len(RETRY_PAUSES) + 1 attempts.
+        RemoteError: the server refuses, sends twice what `verify` does not take, or the disk does not; or `cancelled`.
+    """
+    cancelled = cancelled or threading.Event()
+    partial = path.with_name(f"{path.name}.partial")
+    with writing(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            _download_verified(source, partial, limit, verify, cancelled)
+            fsync_path(partial)
+            partial.replace(path)
+            fsync_path(path.parent)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def _download_verified(source: Address, partial: Path, limit: int, verify: Verify, cancelled: threading.Event) -> None:
+    pauses = iter(RETRY_PAUSES)
+    was_wrong = False
+    while True:
+        try:
+            _download_once(source, partial, limit, cancelled)
+            verify(partial)
+            return
+        except UnreachableError as error:
+            pause = next(pauses, None)
+            if pause is None:
+                raise UnreachableError(f"{error} ({len(RETRY_PAUSES) + 1} attempts)") from error
+            log.warning("%s; asking again in %g s", error, pause)
+            cancelled.wait(pause)
+        except RemoteError:
+            raise
+        except ValueError as error:  # of `verify`
+            if was_wrong:
+                raise RemoteError(str(error).replace(str(partial), source.shown) + _web_page(partial)) from error
+            was_wrong = True
+
+
+def _download_once(source: Address, partial: Path, limit: int, cancelled: threading.Event) -> None:
+    with tempfile.TemporaryFile() as errors, partial.open("wb") as file:
+        process = _start(source, errors)
+        assert process.stdout is not None
+        try:
+            _copy(process.stdout, file, source.shown, limit, cancelled)
+            status = process.wait(STALL_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            raise UnreachableError(f"{source.shown}: its program did not end for {STALL_SECONDS:g} s") from error
+        finally:
+            _end(process)
+            process.stdout.close()
+        if status != 0:
+            errors.seek(0)
+            raise _failure(source, status, errors.read().decode("utf-8", "replace"))
+
+
+def _start(source: Address, errors: IO[bytes]) -> subprocess.Popen[bytes]:
+    try:
+        return start(source.url, errors=errors, patience=2 * STALL_SECONDS)
+    except FileNotFoundError as error:
+        raise RemoteError(f"{source.shown}: the program {error.filename} is not here: install it") from error
+    except (OSError, ValueError) as error:
+        raise RemoteError(f"{source.shown}: {error}") from error
+
+
+def _copy(stream: IO[bytes], file: IO[bytes], shown: str, limit: int, cancelled: threading.Event) -> None:
+    poll = select.poll()
+    poll.register(stream.fileno(), select.POLLIN)
+    last = time.monotonic()
+    while True:
+        if cancelled.is_set():
+            raise RemoteError(f"{shown}: given up, the reader was closed")
+        if poll.poll(POLL_SECONDS * 1000):
+            block = os.read(stream.fileno(), BLOCK_BYTES)
+            if not block:
+                return
+            if file.tell() + len(block) > limit:
+                raise ValueError(f"{shown} sends more than the {limit:,} bytes that it may have")
+            file.write(block)
+            last = time.monotonic()
+        elif time.monotonic() - last > STALL_SECONDS:
+            raise UnreachableError(f"{shown}: nothing came for {STALL_SECONDS:g} s, after {file.tell():,} bytes")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a program that runs, and those that it has started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _failure(source: Address, status: int, complaint: str) -> RemoteError:
+    lines = complaint.replace(source.url, source.shown).strip().splitlines()
+    said = next((line for line in lines if line.startswith("curl: (")), lines[-1] if lines else "")
+    text = f"{source.shown}: {said or f'its program ended with status {status}'}"
+    refusal = REFUSAL.search(text)
+    if refusal and refusal[1] not in PASSING_STATUS:
+        return RefusedError(f"{text}; check the address, and whether you may read it")
+    return RemoteError(text) if FINAL_ERRORS.match(said) else UnreachableError(text)
+
+
+def _web_page(path: Path) -> str:
+    with path.open("rb") as file:
+        head = file.read(60)
+    return f"; it is a web page: {head.decode('utf-8', 'replace')!r}" if head.lstrip().startswith(b"<") else ""
+
+
+def _is_taken(file: IO[bytes], path: Path) -> bool:
+    with writing(path.parent):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True

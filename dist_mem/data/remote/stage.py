@@ -1,0 +1,227 @@
+"""Shards copied to each node's own disk, or memory, before the first step: `data.stage`.
+
+    data.path, or the cache of a remote one -> one process of the node -> STAGE_DIR/dist_mem-UID/NAME-SPLIT-FINGERPRINT
+
+Such a folder is a data directory of one split. It is named after what is in it, so the next job of the same user finds
+it. `whole.json` is written last; until then no tar in it counts without its checksum. Nothing whole is ever deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from dataclasses import replace
+from pathlib import Path
+
+from dist_mem.config import DataConfig
+from dist_mem.data.metadata import ShardError, read_facts
+from dist_mem.data.remote.fetch import RemoteError, locked, writing
+from dist_mem.data.shard import INDEX_NAME, Index, ShardEntry, ShardSource
+from dist_mem.data.tokenizers.registry import FILE_NAMES, JSON_NAME
+from dist_mem.runtime.environment import node_name, temporary_dir
+from dist_mem.runtime.files import NotOwnError, fsync_path, make_own, sha256_of, write_bytes, write_hashed, write_text
+
+log = logging.getLogger(__name__)
+WHOLE_NAME = "whole.json"  # the mark of a folder whose files were all compared with their checksums
+KEY = "data.stage_dir"
+MEMORY_DIR = Path("/dev/shm")
+BLOCK_BYTES = 2**22  # of one read: a network file system likes them large
+NUM_COPIERS = 4  # tars at a time: one stream seldom fills a network
+SPARE_BYTES = 2**24  # left free, for the small files of everybody
+ROUND_SECONDS = 20.0  # between two looks of the ranks at each other
+
+
+def staged(index: Index, data: DataConfig) -> Index:
+    """A split as it is read from this node's copy, which is made when the first tar is asked for.
+
+    Args:
+        index: of data.path, or of its place in the cache.
+    """
+    if data.stage == "none":
+        return index
+    source = StagedShards(index, _root(data))
+    return replace(index, split_dir=source.split_dir, source=source, maps={})
+
+
+def stage_on_all_ranks(indexes: Sequence[Index], what: str) -> None:
+    """Copy splits to every node, by one of its processes while the others wait; every rank calls it.
+
+    Args:
+        indexes: as `staged` has opened them.
+
+    Raises:
+        RemoteError: on every rank, as soon as it has failed on any.
+    """
+    from dist_mem.runtime.distributed import AgreedError, agree_all_well, gather_objects  # they import torch
+
+    sources = [index.source for index in indexes if isinstance(index.source, StagedShards)]
+
+    def copy() -> None:
+        for source in sources:
+            source.fill()
+
+    with ThreadPoolExecutor(1, thread_name_prefix="stage") as pool:
+        copying = pool.submit(copy)
+        are_done = False
+        while not are_done:  # in rounds: one collective that waited for a long copy would run into its time-out
+            wait([copying], timeout=ROUND_SECONDS)
+            is_done = copying.done()  # asked once: it may end while the others are told
+            error = copying.exception() if is_done else None
+            try:
+                agree_all_well(error, what)
+            except AgreedError as told:
+                for source in sources:
+                    source.close()
+                raise RemoteError(str(error or told)) from error
+            are_done = all(gather_objects(is_done))
+
+
+class StagedShards(ShardSource):
+    """The tars of a split on this node, brought there by whichever of its processes comes first."""
+
+    def __init__(self, index: Index, root: Path) -> None:
+        self._index = index  # where they come from
+        self._folder = root / f"{index.name}-{index.split}-{index.fingerprint[:12]}"
+        self.split_dir = self._folder / index.split
+        self._closed = threading.Event()
+        self._is_filled = False  # by this process, or looked at by it
+
+    def fetch(self, shard: ShardEntry) -> None:
+        """Return when the tar is there; one that was taken away meanwhile is copied again. Raises OSError."""
+        if not (self._is_filled and self._is_there(shard)):
+            self.fill()
+
+    def close(self) -> None:
+        """End what is under way, also in other threads: their `fetch` raises RemoteError."""
+        self._closed.set()
+        self._index.source.close()
+
+    def fill(self) -> None:
+        """Copy what is not there, or wait for the process of this node that is at it.
+
+        Raises:
+            RemoteError: a file cannot be had, or not be kept, or `close` was called; names this node.
+            ShardError: a file of the source is missing or damaged.
+        """
+        root, name = self._folder.parent, self._folder.name
+        try:
+            _own(root)
+            if not self._is_whole():
+                with locked(root / f".{name}.lock", self._closed, key=KEY), writing(self._folder, key=KEY):
+                    if not self._is_whole():  # another process may have filled it while we waited
+                        self._copy()
+        except RemoteError as error:
+            raise RemoteError(f"node {node_name()}: {error}") from error
+        self._is_filled = True
+
+    def _is_there(self, shard: ShardEntry) -> bool:
+        try:
+            return (self.split_dir / shard.name).stat().st_size == shard.bytes
+        except FileNotFoundError:
+            return False
+
+    def _is_marked(self) -> bool:
+        try:
+            return bool(read_facts(self._folder / WHOLE_NAME).get("fingerprint") == self._index.fingerprint)
+        except ShardError:
+            return False
+
+    def _is_whole(self) -> bool:
+        return self._is_marked() and all(map(self._is_there, self._index.shards))
+
+    def _copy(self) -> None:
+        begin = time.monotonic()
+        self.split_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Without the mark a job was killed here.
+        is_right = self._is_there if self._is_marked() else self._is_good
+        missing = [shard for shard in self._index.shards if not is_right(shard)]
+        size = sum(shard.bytes for shard in missing)
+        self._check_space(size)
+        log.warning("copying %s bytes, %s of %s, to %s", f"{size:,}", self._index.split, self._index.name, self._folder)
+        with ThreadPoolExecutor(NUM_COPIERS, thread_name_prefix="stage") as pool:
+            copies = [pool.submit(self._copy_shard, shard) for shard in missing]
+            try:
+                for copy in as_completed(copies):
+                    copy.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        self._copy_facts()
+        fsync_path(self.split_dir)
+        facts = {"format_version": 1, "fingerprint": self._index.fingerprint, "from": str(self._index.split_dir)}
+        write_text(self._folder / WHOLE_NAME, json.dumps(facts) + "\n")
+        log.warning("%s: whole, after %.1f s", self._folder, time.monotonic() - begin)
+
+    def _is_good(self, shard: ShardEntry) -> bool:
+        return self._is_there(shard) and sha256_of(self.split_dir / shard.name) == shard.sha256
+
+    def _check_space(self, size: int) -> None:
+        free = shutil.disk_usage(self._folder).free
+        if size and size + SPARE_BYTES > free:
+            raise RemoteError(
+                f"{self._folder} needs {size:,} bytes, but {free:,} are free there, of which {SPARE_BYTES:,} stay so; "
+                f"make room, set {KEY} to a larger disk, or data.stage to none"
+            )
+
+    def _copy_shard(self, shard: ShardEntry) -> None:
+        self._index.source.fetch(shard)
+        source, path = self._index.split_dir / shard.name, self.split_dir / shard.name
+        partial = path.with_name(f"{path.name}.partial")
+        partial.unlink(missing_ok=True)  # of a process that was killed
+        try:
+            found = write_hashed(partial, _blocks(source, self._closed))
+            if found != {"bytes": shard.bytes, "sha256": shard.sha256}:
+                raise ShardError(
+                    f"{source} has {found['bytes']:,} bytes with sha256 {found['sha256'][:12]}, but {INDEX_NAME} says "
+                    f"{shard.bytes:,} with {shard.sha256[:12]}: build (--overwrite) or copy it again"
+                )
+            partial.chmod(0o444)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _copy_facts(self) -> None:
+        """Index and tokenizer, which make the folder a data directory; a job reads those of the source."""
+        source = self._index.split_dir
+        write_bytes(self.split_dir / INDEX_NAME, (source / INDEX_NAME).read_bytes())
+        for name in (JSON_NAME, *FILE_NAMES):
+            if (source.parent / name).exists():
+                write_bytes(self._folder / name, (source.parent / name).read_bytes())
+
+
+def _blocks(path: Path, closed: threading.Event) -> Iterator[memoryview]:
+    """The content of a file of the source."""
+    block = memoryview(bytearray(BLOCK_BYTES))
+    try:
+        with path.open("rb", buffering=0) as file:
+            while size := file.readinto(block):
+                if closed.is_set():
+                    raise RemoteError(f"{path}: given up, the reader was closed")
+                yield block[:size]
+    except FileNotFoundError:
+        raise ShardError(f"{path} is missing: build (--overwrite) or copy it again") from None
+    except RemoteError:
+        raise
+    except OSError as error:
+        raise RemoteError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _root(data: DataConfig) -> Path:
+    """This user's folder for staged data on this node."""
+    usual = MEMORY_DIR if data.stage == "memory" else temporary_dir()
+    return (Path(data.stage_dir).expanduser() if data.stage_dir else usual) / f"dist_mem-{os.getuid()}"
+
+
+def _own(folder: Path) -> None:
+    """`make_own`. Raises RemoteError."""
+    try:
+        with writing(folder, key=KEY):
+            make_own(folder)
+    except NotOwnError as error:
+        raise RemoteError(f"{error}; set {KEY}") from error

@@ -1,0 +1,106 @@
+"""The door to all tokenizers: which kinds there are, and how a data directory keeps the one it was made with.
+
+A data directory holds its tokenizer as tokenizer.json (kind, sizes, fingerprint) and the file of that kind: of
+SentencePiece tokenizer.model, a plain SentencePiece model; of words tokenizer.words, one a line; of GPT-2's byte pairs
+tokenizer.bpe.json.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from dist_mem.data.metadata import REMEDY, ShardError, read_facts
+from dist_mem.data.tokenizers.base import Tokenizer
+from dist_mem.data.tokenizers.byte_pairs import BytePairTokenizer
+from dist_mem.data.tokenizers.sentencepiece import SentencePieceTokenizer, train_pieces
+from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
+from dist_mem.data.tokenizers.words import WordTokenizer
+from dist_mem.runtime.file_schema import check, integer, optional, record, text
+from dist_mem.runtime.files import write_bytes
+
+FORMAT_VERSION = 1
+JSON_NAME = "tokenizer.json"
+_ID = integer(high=2**31 - 1)
+_FACTS = record(
+    {"kind": text, "vocab_size": _ID, "bos_id": optional(_ID), "fingerprint": text, "recipe": text}, is_open=True
+)
+KINDS: dict[str, type[Tokenizer]] = {
+    kind.kind: kind for kind in (SentencePieceTokenizer, BytesTokenizer, WordTokenizer, BytePairTokenizer)
+}
+FILE_NAMES = tuple(kind.file_name for kind in KINDS.values() if kind.file_name)  # one of them is in a data directory
+
+
+def save_tokenizer(tokenizer: Tokenizer, data_dir: Path | str, *, recipe: str = "") -> None:
+    """Write the tokenizer into a data directory, tokenizer.json last."""
+    data_dir = Path(data_dir)
+    data_dir.mkdir(parents=True, exist_ok=True)
+    for name, content in tokenizer_files(tokenizer, recipe=recipe).items():
+        write_bytes(data_dir / name, content)
+
+
+def tokenizer_files(tokenizer: Tokenizer, *, recipe: str = "") -> dict[str, bytes]:
+    """What `load_tokenizer` reads, by file name, tokenizer.json last."""
+    facts = {
+        "format_version": FORMAT_VERSION,
+        "kind": tokenizer.kind,
+        "vocab_size": tokenizer.vocab_size,
+        "bos_id": tokenizer.bos_id,
+        "fingerprint": tokenizer.fingerprint,
+        "recipe": recipe,
+    }
+    content = tokenizer.content()
+    own = {} if tokenizer.file_name is None or content is None else {tokenizer.file_name: content}
+    return {**own, JSON_NAME: (json.dumps(facts, indent=1) + "\n").encode()}
+
+
+def read_tokenizer_facts(data_dir: Path | str) -> dict[str, Any]:
+    """The content of tokenizer.json: format_version, kind, vocab_size, bos_id, fingerprint, recipe.
+
+    Raises:
+        ValueError: it is missing, damaged or of a newer format.
+    """
+    path = Path(data_dir) / JSON_NAME
+    facts = read_facts(path, newest=FORMAT_VERSION)
+    check(facts, _FACTS, path, ShardError, REMEDY)
+    if facts["kind"] not in KINDS:
+        raise ShardError(f"{path}: unknown kind {facts['kind']!r}; known are {', '.join(KINDS)}")
+    return facts
+
+
+def load_tokenizer(data_dir: Path | str) -> Tokenizer:
+    """The tokenizer of a data directory.
+
+    Raises:
+        ValueError: a file is missing, damaged or of a newer format.
+    """
+    data_dir = Path(data_dir)
+    facts = read_tokenizer_facts(data_dir)
+    tokenizer = _load(KINDS[facts["kind"]], data_dir)
+    stated = (facts["fingerprint"], facts["vocab_size"], facts["bos_id"])
+    if (tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.bos_id) != stated:
+        raise ShardError(
+            f"{data_dir / JSON_NAME} describes another tokenizer than the one beside it: build the dataset again"
+        )
+    return tokenizer
+
+
+def _load(kind: type[Tokenizer], data_dir: Path) -> Tokenizer:
+    if kind.file_name is None:
+        return kind.from_content(b"")
+    path = data_dir / kind.file_name
+    try:
+        return kind.from_content(path.read_bytes())
+    except FileNotFoundError:
+        raise ShardError(f"{path} is missing: build the dataset again, or copy it from where it was built") from None
+    except (RuntimeError, ValueError) as error:
+        raise ShardError(f"{path} is damaged ({error}): build the dataset again") from error
+
+
+def train_sentencepiece(lines: Iterable[str], data_dir: Path | str, *, recipe: str = "", **options: Any) -> Tokenizer:
+    """`train_pieces` of these lines with these options, saved in a data directory."""
+    tokenizer = train_pieces(lines, **options)
+    save_tokenizer(tokenizer, data_dir, recipe=recipe)
+    return tokenizer

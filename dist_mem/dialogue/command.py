@@ -1,0 +1,242 @@
+"""The dialogue command: replies written by a model, and the five figures of the infinity-former's table 2.
+
+    dist-mem dialogue runs/cmu_dog --split test
+    dist-mem dialogue runs/cmu_dog --split test --limit 100 --turns 2 eval.lanes=32
+
+Perplexity is that of every reply of the conversations read, in the model's tokens; the others compare replies that the
+model writes with those that people gave (answer.py, metrics.py). RUN/evaluations/dialogue-<split>-step-<step>.json and
+.txt hold the figures and the replies; the figures join the run in MLflow, those of an export do not. What is asked for
+besides the defaults is in the names of both, as in dialogue-test-step-00000800-limit100-turns2.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dist_mem.data.directory import open_index, refresh
+from dist_mem.data.shard import Index
+from dist_mem.dialogue.answer import answer_all
+from dist_mem.dialogue.metrics import make_scorer
+from dist_mem.dialogue.replies import Conversation, choose_replies, read_conversations
+from dist_mem.dialogue.scores import (
+    FORMAT_VERSION,
+    GroupScore,
+    ScoredAnswer,
+    figures,
+    group_scores,
+    to_facts,
+    to_table,
+    to_text,
+)
+from dist_mem.dialogue.wordnet import open_wordnet
+from dist_mem.errors import UnusableError
+from dist_mem.evaluation.evaluate import as_job, found_by_all, use_threads
+from dist_mem.evaluation.protocol import protocol_of, report_name, short_term_len, tag_of
+from dist_mem.evaluation.report import DocumentScore
+from dist_mem.evaluation.scoring import evaluate_documents
+from dist_mem.evaluation.trained_model import (
+    Checkpoint,
+    TrainedModel,
+    init_state,
+    open_model,
+    read_settings,
+    tokenizer_of_data,
+)
+from dist_mem.generation.sampling import Sampling
+from dist_mem.runtime.distributed import World
+from dist_mem.runtime.files import write_text
+from dist_mem.tracking.progress import Progress
+from dist_mem.tracking.start import log_to_run
+
+MIN_HISTORY = 2  # replies that stand before the first one a model is asked for, as in the published evaluation
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is asked of the model."""
+
+    split: str | None = None  # None: eval.split
+    limit: int | None = None  # conversations, the first of the split; None: all
+    turns: int | None = None  # replies written in a conversation, spread over it; None: all from the third on
+    num_tokens: int = 50  # of a reply, at most
+    sampling: Sampling = field(default_factory=lambda: Sampling(top_p=0.9))
+    wordnet: Path | None = None  # folder of WordNet; None: where Debian puts it, if it is there
+
+
+def settings_tag(settings: Settings) -> str:
+    """What tells these settings from the default ones, for names of files and figures: "limit100-turns2"; or ""."""
+    asked, usual = (
+        {"limit": each.limit, "turns": each.turns, "tokens": each.num_tokens, **vars(each.sampling)}
+        for each in (settings, Settings())
+    )
+    return "-".join(f"{name}{value}" for name, value in asked.items() if value != usual[name])
+
+
+def settings_of(options: argparse.Namespace) -> Settings:
+    """What the command line asks for.
+
+    Raises:
+        UnusableError: a number has no meaning.
+    """
+    try:
+        sampling = Sampling(temperature=options.temperature, top_p=options.top_p, seed=options.seed)
+    except ValueError as error:
+        raise UnusableError(f"--{str(error).replace('_', '-', 1)}") from error
+    return Settings(
+        split=options.split,
+        limit=options.limit,
+        turns=options.turns,
+        num_tokens=options.tokens,
+        sampling=sampling,
+        wordnet=options.wordnet,
+    )
+
+
+def run(path: Path, settings: Settings, *, checkpoint: int | None = None, overrides: Sequence[str] = ()) -> int:
+    """The command, on one process. Returns its exit code.
+
+    Args:
+        path: a run directory, one checkpoint in it, or an export.
+        checkpoint: step of the checkpoint; None: the newest that verifies.
+        overrides: `key=value`, of the keys in `trained.OVERRIDABLE`.
+
+    Raises:
+        UnusableError: checkpoint, data or overrides cannot be used as they are.
+    """
+    return as_job(lambda world: _run(world, path, settings, checkpoint, overrides))
+
+
+def _run(world: World, path: Path, settings: Settings, step: int | None, overrides: Sequence[str]) -> None:
+    if world.size > 1:
+        raise ValueError(f"dist-mem dialogue runs on one process, not on {world.size}: eval.lanes reads more at once")
+    found = found_by_all(path, step, world)
+    whole = ["eval.layout=documents", "eval.max_document_len=null"]  # each conversation by itself, to its end
+    config = read_settings(found.directory, [*overrides, *whole], reads_data=True)
+    if protocol_of(config).blocks:
+        raise ValueError(
+            "eval.blocks stands for true, by which tokens of replies are not scored: set eval.blocks=false"
+        )
+    use_threads(config)
+    split = settings.split or config.eval.split
+    tag = report_name(tag_of(config), settings_tag(settings))
+    open_wordnet(settings.wordnet)  # a wrong folder is better known now
+    refresh(config.data, [split])
+    index = first_documents(open_index(config.data, split), settings.limit)
+    conversations = read_conversations(index)
+    trained = open_model(found, config, tokenizer_of_data(found, config), world.device)
+    documents = score_replies(trained, index, world)
+    answers = score_answers(trained, conversations, settings)
+    groups = group_scores(documents, answers)
+    _publish(found, config, split, settings, conversations, groups, answers, trained, tag=tag, overrides=overrides)
+
+
+def first_documents(index: Index, limit: int | None) -> Index:
+    """A split cut to its first documents."""
+    documents = index.documents[:limit]
+    return replace(index, documents=documents, num_tokens=sum(entry.num_tokens for entry in documents))
+
+
+def score_replies(trained: TrainedModel, index: Index, world: World) -> list[DocumentScore]:
+    """Nats, tokens and words of all replies of each conversation."""
+    config = trained.config
+    report = evaluate_documents(
+        trained.model,
+        partial(init_state, trained),
+        index=index,
+        tokenizer=trained.tokenizer,
+        num_lanes=config.eval.lanes,
+        micro_lanes=min(config.train.micro_lanes, config.eval.lanes),
+        seg_len=config.train.seg_len,
+        mem_len=short_term_len(config.memory),
+        world=world,
+        cut=config.data.cut,
+    )
+    return report.documents
+
+
+def score_answers(
+    trained: TrainedModel, conversations: Sequence[Conversation], settings: Settings
+) -> list[ScoredAnswer]:
+    """Replies of the model to the history of each chosen one, and what they are worth."""
+    score = make_scorer(settings.wordnet)
+    chosen = [
+        choose_replies(conversation.replies, first=MIN_HISTORY, num_chosen=settings.turns)
+        for conversation in conversations
+    ]
+    answers = answer_all(
+        trained,
+        conversations,
+        chosen,
+        num_lanes=trained.config.eval.lanes,
+        num_tokens=settings.num_tokens,
+        sampling=settings.sampling,
+    )
+    scored = []
+    with Progress(sum(map(len, chosen)), "writing replies", unit="replies") as progress:
+        for answer in answers:
+            scored.append(ScoredAnswer(answer, score(answer.text, answer.reference)))
+            progress.add(1)
+    return sorted(scored, key=lambda found: (found.answer.conversation.number, found.answer.place))
+
+
+def _publish(
+    checkpoint: Checkpoint,
+    config: Any,
+    split: str,
+    settings: Settings,
+    conversations: Sequence[Conversation],
+    groups: Sequence[GroupScore],
+    answers: Sequence[ScoredAnswer],
+    trained: TrainedModel,
+    *,
+    tag: str,
+    overrides: Sequence[str],
+) -> None:
+    """Print the table, write the files, and add the figures to the run in MLflow.
+
+    `tag` goes into their names: a quick look at a few conversations must not take the place of the whole split.
+    """
+    step = checkpoint.manifest["step"]
+    protocol = protocol_of(config)
+    sampling = settings.sampling
+    print(
+        f"{checkpoint.directory}, split {split}, {protocol}, top-p {sampling.top_p}, temperature "
+        f"{sampling.temperature}, seed {sampling.seed}"
+    )
+    print(to_table(groups))
+    facts = {
+        "format_version": FORMAT_VERSION,
+        "checkpoint": str(checkpoint.directory),
+        "step": step,
+        "config": config.name,
+        "protocol": protocol._asdict(),
+        "settings": {
+            **vars(settings),
+            "split": split,
+            "sampling": vars(sampling),
+            "wordnet": settings.wordnet and str(settings.wordnet),
+        },
+        "min_history": MIN_HISTORY,
+        **to_facts(groups, answers, split),
+    }
+    folder = checkpoint.run_dir / "evaluations"
+    folder.mkdir(parents=True, exist_ok=True)
+    name = report_name(f"dialogue-{split}-step-{step:08d}", tag)
+    files = [folder / f"{name}.json", folder / f"{name}.txt"]
+    write_text(files[0], json.dumps(facts, indent=1) + "\n")
+    write_text(files[1], to_text(conversations, answers, trained.tokenizer))
+    print(f"written: {', '.join(str(path) for path in files)}")
+    if config.tracking.mlflow and not checkpoint.is_export:
+        metrics = figures(groups, report_name(split, tag))
+        complaint = log_to_run(
+            config, run_dir=checkpoint.run_dir, step=step, metrics=metrics, files=files, overrides=overrides
+        )
+        if complaint:
+            print(complaint, file=sys.stderr)

@@ -1,0 +1,73 @@
+"""`dist-mem doctor [CONFIG]`: every check a line, alone or on all ranks of a launcher.
+
+    dist-mem doctor
+    srun --ntasks-per-node 8 --gpus-per-node 8 dist-mem doctor configs/pg19_small.yaml
+
+Exit code 1, not 2, if anything failed: another node, or the same one after its repair, will do; 2 says that there is no
+such configuration, as of every command.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from dist_mem.doctor.examine import examine
+from dist_mem.doctor.findings import FAIL, WARNING, Finding, Place, fail, failed, lines
+from dist_mem.doctor.rendezvous import meet
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
+from dist_mem.runtime import distributed
+from dist_mem.runtime.environment import node_name, read_ranks
+
+_PATIENCE = 120.0  # seconds that ranks wait for each other; somebody sits in front of this
+
+
+def run(config: Any | None, *, seconds: float = _PATIENCE) -> int:
+    """Make all checks and print what they find; returns the exit code, the same on every rank.
+
+    Args:
+        config: None: look at machines and network only.
+
+    Raises:
+        UnusableError: half of a launcher's variables.
+    """
+    began = time.monotonic()
+    try:
+        rank, size, _, _ = read_ranks()
+        meeting = meet(seconds=seconds)
+    except ValueError as error:
+        raise UnusableError(str(error)) from error
+    is_alone = meeting.store is None and size > 1  # it has met nobody: nobody else tells what it has found
+    findings = list(meeting.findings)
+    _show(findings, if_=rank == 0 or is_alone)
+    if failed(findings):
+        return _end(findings, began, is_told=rank == 0)
+    try:
+        world = distributed.initialize(timeout_seconds=seconds)
+        for found in examine(config, world, is_thorough=True):
+            _show(found, if_=rank == 0)
+            findings += found
+        distributed.shut_down(agreed=True)
+    except RuntimeError as error:  # of torch: the others did not answer
+        reason = str(error).partition("\n")[0]
+        fix = "the firewall between nodes; NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME (launch.interface)"
+        broken = fail("network", reason, fix, blames_node=True).at(Place(node_name(), rank))
+        _show([broken], if_=True)
+        findings.append(broken)
+    return _end(findings, began, is_told=rank == 0)
+
+
+def _show(findings: Sequence[Finding], *, if_: bool) -> None:
+    if if_:
+        print("\n".join(lines(findings)), flush=True)
+
+
+def _end(findings: Sequence[Finding], began: float, *, is_told: bool) -> int:
+    num_failed = len(lines(failed(findings)))
+    num_warnings = len(lines([finding for finding in findings if finding.level == WARNING]))
+    if is_told:
+        told = f"{num_failed} {FAIL}, {num_warnings} {WARNING}"
+        print(f"{told}, {time.monotonic() - began:.1f} s", file=sys.stderr if num_failed else sys.stdout)
+    return EXIT_FAILED if num_failed else EXIT_DONE

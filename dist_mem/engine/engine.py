@@ -1,0 +1,280 @@
+"""The door to DeepSpeed: its configuration, its start, and one update.
+
+DeepSpeed's habits this module exists for: it divides the loss by the accumulation steps on top of ours; it skips an
+update silently when a gradient is not finite (and in fp32 without ZeRO poisons every parameter instead); it clips at
+norm 1 unless told otherwise; it ignores unknown top-level keys (refused in the configuration).
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.cpp_extension import _get_build_directory
+
+from dist_mem.engine import zero_restore, zero_state
+from dist_mem.engine.build_lock import building
+from dist_mem.engine.gradient_norms import GradientShares, Norms
+from dist_mem.engine.optimizer import build_optimizer
+from dist_mem.engine.zero_restore import Counters, ReadSlice
+from dist_mem.engine.zero_state import Slice
+from dist_mem.nn.layers import DTYPES
+from dist_mem.runtime.distributed import announced, tell
+
+try:
+    # DeepSpeed's autotuner imports mlflow where it can, on every rank: 1.7 s, 115 MB and a telemetry client. A None
+    # here makes that import fail, which it is prepared for; mlflow_run.py imports mlflow later, on rank 0 alone.
+    sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime import compiler as deepspeed_compiler
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.config import DeepSpeedConfigError
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+    from deepspeed.utils import logger as deepspeed_logger
+finally:
+    if sys.modules["mlflow"] is None:
+        del sys.modules["mlflow"]
+
+# DeepSpeed 0.19 calls collectives by names that torch 2.13 has renamed: nothing a user can change, said at every step.
+warnings.filterwarnings("ignore", r".*`torch.distributed.\w+` is deprecated", FutureWarning)
+_CPU_OP = "deepspeed_shm_comm"  # compiled at the first start
+
+
+def deepspeed_config(block: dict[str, Any], train: Any, *, world_size: int, accumulation: int) -> dict[str, Any]:
+    """The user's `deepspeed:` block completed with the keys this project owns.
+
+    Args:
+        block: the block as the user wrote it, without the keys we own.
+        train: `TrainConfig`.
+        accumulation: forward and backward passes of one rank in one update.
+    """
+    owned = {
+        "train_micro_batch_size_per_gpu": train.micro_lanes,
+        "gradient_accumulation_steps": accumulation,
+        "train_batch_size": train.micro_lanes * accumulation * world_size,
+        "gradient_clipping": train.max_grad_norm or 0.0,  # left out, DeepSpeed clips at 1.0
+        "zero_allow_untested_optimizer": True,  # torch's own optimizers, checked by our tests
+        "zero_force_ds_cpu_optimizer": False,  # offloading works with torch's Adam too
+        "steps_per_print": None,
+    }
+    merged = copy.deepcopy(block)
+    for precision in ("bf16", "fp16"):
+        merged[precision] = {**merged.get(precision, {}), "enabled": train.precision == precision}
+    return {**merged, **owned}
+
+
+def _import_muon_uncompiled() -> None:
+    """Import DeepSpeed's Muon, for which ZeRO takes every optimizer in turn, without compiling what nobody will run.
+
+    Its decorators would load torch's compiler, 0.8 s and 43 MB on every rank.
+    """
+    decorator = deepspeed_compiler.compile
+    deepspeed_compiler.compile = lambda: lambda function: function
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    finally:
+        deepspeed_compiler.compile = decorator
+
+
+def _refuse_what_cannot_be_saved(zero: dict[str, Any]) -> None:
+    """Raise ValueError for state of `zero_optimization` that is not where zero_state.py finds it."""
+    for key in ("offload_optimizer", "offload_param"):
+        if (zero.get(key) or {}).get("device") == "nvme":
+            raise ValueError(
+                f"deepspeed.zero_optimization.{key}.device=nvme: dist_mem cannot save what is on an NVMe drive; set cpu"
+            )
+    for key in ("zenflow", "zero_quantized_nontrainable_weights"):
+        if zero.get(key):
+            raise ValueError(f"deepspeed.zero_optimization.{key}: dist_mem cannot save what it keeps; leave it out")
+
+
+def _start_deepspeed(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
+    _refuse_what_cannot_be_saved(config.get("zero_optimization") or {})
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    _import_muon_uncompiled()
+    try:
+        engine, _, _, _ = deepspeed.initialize(
+            model=model, optimizer=optimizer, model_parameters=trained, config=config
+        )
+    except (AssertionError, DeepSpeedConfigError, NotImplementedError) as error:
+        raise ValueError(f"deepspeed: DeepSpeed refuses this block: {error}") from error
+    if isinstance(engine.optimizer, BF16_Optimizer):
+        raise ValueError(
+            "deepspeed.data_types.grad_accum_dtype: with bf16 at ZeRO stage 1 DeepSpeed takes an optimizer that cannot "
+            "be saved here; set deepspeed.zero_optimization.stage=2, or leave the key out"
+        )
+    if isinstance(engine.optimizer, FP16_UnfusedOptimizer) and engine.fp16_enabled():
+        raise ValueError(
+            "train.precision=fp16: without ZeRO DeepSpeed divides gradients by a loss scale with which it has not "
+            "multiplied the loss, and nothing is learnt; set deepspeed.zero_optimization.stage=1"
+        )
+    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        # Half precision without ZeRO: it has made a step without gradients, which decays weights and counts in Adam.
+        engine.optimizer.refresh_fp32_params()
+        engine.optimizer.optimizer.state.clear()
+    return engine
+
+
+def start_communication() -> None:
+    """Load what DeepSpeed communicates with: on CPUs an op, which it compiles at its first start on a machine.
+
+    Raises:
+        ValueError: it could not be compiled; names the reason and the fix.
+    """
+    try:
+        if torch.distributed.get_backend() == "gloo":
+            directory = Path(_get_build_directory(_CPU_OP, False))
+            announcement: AbstractContextManager[None] = announced(
+                f"waiting for {_CPU_OP}: another job loads or compiles it"
+            )
+            if not (directory / f"{_CPU_OP}.so").exists():
+                tell("compiling DeepSpeed's CPU communication op, once for this environment: 1 to 3 minutes")
+                announcement = nullcontext()
+            with announcement, building(directory), redirect_stdout(io.StringIO()):
+                get_accelerator().create_op_builder("ShareMemCommBuilder").load()
+        with redirect_stdout(io.StringIO()):  # it says on every rank that all is well
+            deepspeed.init_distributed(torch.distributed.get_backend())
+    except (ImportError, OSError, RuntimeError) as error:  # ImportError: a rank waited for another one's compiler
+        reasons = re.findall(r"^.*(?:not found|[Ee]rror: ).*$", str(error).partition("\n")[2], re.MULTILINE)
+        raise ValueError(
+            f"DeepSpeed could not compile its CPU communication op ({reasons[0] if reasons else error}): install a C++ "
+            "compiler ('apt-get install g++'), and see that TORCH_EXTENSIONS_DIR (default: in "
+            "~/.cache/torch_extensions) can be written"
+        ) from error
+
+
+class Engine:
+    """A model under DeepSpeed: call it for a forward, then `backward`, and `step` once an update."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Any,
+        block: dict[str, Any],
+        *,
+        world_size: int,
+        accumulation: int,
+        apart: Collection[str] = (),
+    ) -> None:
+        """`apart`: names of parameters whose part of the gradient's norm is told apart."""
+        deepspeed_logger.setLevel(logging.WARNING)  # dozens of lines a start that tell a user nothing
+        optimizer = build_optimizer(model, config.optimizer)
+        self.config = deepspeed_config(block, config.train, world_size=world_size, accumulation=accumulation)
+        self._engine = _start_deepspeed(model, optimizer, self.config)
+        self.lr = self._lr = config.optimizer.lr  # of the last update, for groups that have none of their own
+        self._peak_lrs = [group["lr"] for group in self._engine.optimizer.param_groups]
+        self.dtype = DTYPES[config.train.precision]
+        self.device = self._engine.device
+        self.stage: int = self._engine.zero_optimization_stage()
+        self._unguarded = self.stage == 0 and self.dtype == torch.float32
+        self._gradient_norm_before: float | None = None  # of the last update, where `_unguarded`
+        self._shares = GradientShares(self._engine, apart) if apart else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._engine(*args, **kwargs)
+
+    @property
+    def module(self) -> Any:
+        """The model as DeepSpeed holds it; under ZeRO-3 its parameters are empty outside a forward."""
+        return self._engine.module
+
+    @property
+    def optimizer(self) -> Any:
+        """DeepSpeed's optimizer, for tests that compare its moments."""
+        return self._engine.optimizer
+
+    def train(self, mode: bool = True) -> None:
+        """Dropout on or off."""
+        self._engine.train(mode)
+
+    def init_state(self, document_ids: Tensor) -> Any:
+        """Empty memories of lanes that begin these documents, (B,) int64, on the engine's device and in its dtype."""
+        return self.module.init_state(document_ids.to(self.device), self.device, self.dtype)
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward of a normalized micro-loss, which DeepSpeed must not divide by the accumulation steps again."""
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def end_micro_batch(self) -> None:
+        """Count a micro-batch that is not the last of its update."""
+        self._engine.step()
+
+    def gradients_finite(self) -> bool:
+        """Whether it is safe to `step`; only fp32 without ZeRO has to look, everything else skips by itself."""
+        if not self._unguarded:
+            return True
+        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        return bool(torch.isfinite(torch.nn.utils.get_total_norm(gradients)))
+
+    def step(self, lr_factor: float) -> bool:
+        """Update with each group's peak learning rate times `lr_factor`; False if DeepSpeed skipped it."""
+        for group, peak in zip(self._engine.optimizer.param_groups, self._peak_lrs, strict=True):
+            group["lr"] = peak * lr_factor
+        self.lr = self._lr * lr_factor
+        self._end_update()
+        return self._engine.was_step_applied()
+
+    def discard(self) -> None:
+        """End an update without applying it: parameters and optimizer stay as they are; an fp16 loss scale moves on."""
+        optimizer: Any = zero_state.base_optimizer(self._engine)
+        optimizer.step = lambda *_, **__: None  # DeepSpeed goes all its way, and clears what it has accumulated
+        try:
+            self._end_update()
+        finally:
+            del optimizer.step
+
+    def _end_update(self) -> None:
+        self._gradient_norm_before = self._norm_of_gradients() if self._unguarded else None
+        if self._shares is not None:
+            self._shares.begin()
+        self._engine.step()
+
+    def _norm_of_gradients(self) -> float:
+        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients))
+
+    def gradient_norm(self) -> float:
+        """Global gradient norm of the last update before clipping; nan where DeepSpeed does not know it."""
+        norm = self._gradient_norm_before if self._unguarded else self._engine.get_global_grad_norm()
+        return float("nan") if norm is None else float(norm)
+
+    def gradient_norms(self) -> Norms | None:
+        """The same for the parameters told apart and for all others; None without any. Every rank calls it."""
+        return None if self._shares is None else self._shares.norms(self.gradient_norm())
+
+    def held(self) -> list[Slice]:
+        """What this rank holds of masters and optimizer state, as live views."""
+        return zero_state.held(self._engine)
+
+    def owned(self) -> list[Slice]:
+        """What of it this rank saves: the ranks together own every element exactly once."""
+        return zero_state.owned(self._engine)
+
+    def facts(self) -> dict[str, Any]:
+        """What engine.json says besides who has what; the same on every rank."""
+        return {"dtype": str(self.dtype).removeprefix("torch."), **zero_state.facts(self._engine)}
+
+    def restore(self, read: ReadSlice, counters: Counters) -> None:
+        """Go on from a checkpoint of any ZeRO stage and number of ranks, fresh or trained already.
+
+        Every rank calls it, between two updates. Learning rates and weight decay stay the configuration's.
+
+        Args:
+            read: `EngineReader.read`.
+            counters: `EngineReader.counters`.
+
+        Raises:
+            UnusableError: on every rank; the checkpoint lacks something, or does not fit this engine's partitions.
+        """
+        zero_restore.restore(self._engine, read, counters)

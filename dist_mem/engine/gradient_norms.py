@@ -1,0 +1,58 @@
+"""How much of the gradient is that of parameters that learn from a loss of their own, such as a compression.
+
+One clip at the norm of all gradients holds model and compression alike, of which Rae et al. 2020 say nothing: a large
+gradient of one makes the steps of the other shorter. So both norms are logged. They are taken where torch's optimizer
+gets its gradients, flat and cut as ZeRO has them, and scaled to the norm before the clip.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from dist_mem.engine.zero_state import Span, base_optimizer, flats
+
+
+class Norms(NamedTuple):
+    """Of the gradient of the last update, before clipping; their squares add up to that of the global norm."""
+
+    model: float
+    apart: float
+
+
+class GradientShares:
+    """Listens to the steps of torch's optimizer under a DeepSpeed engine."""
+
+    def __init__(self, engine: Any, apart: Collection[str]) -> None:
+        """`apart`: names of the parameters with a loss of their own."""
+        self._apart = frozenset(apart)
+        self._is_cut = engine.zero_optimization_stage() > 0  # otherwise every rank has all gradients
+        self._spans: dict[torch.Tensor, list[Span]] = {flat.key: flat.spans for flat in flats(engine)}
+        self._squares = torch.zeros(2, device=engine.device)
+        base_optimizer(engine).register_step_pre_hook(self._note)
+
+    def begin(self) -> None:
+        """Before an update: at stage 3 it is many steps of the optimizer."""
+        self._squares.zero_()
+
+    def _note(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for key in group["params"]:
+                if key.grad is None:
+                    continue
+                for name, start, stop, offset in self._spans[key]:
+                    part = key.grad.view(-1)[offset : offset + stop - start]
+                    self._squares[int(name in self._apart)] += part.float().square().sum().to(self._squares.device)
+
+    def norms(self, total: float) -> Norms:
+        """The global norm `total` divided; every rank calls it."""
+        squares = self._squares.clone()
+        if self._is_cut:
+            dist.all_reduce(squares)
+        model, apart = squares.tolist()
+        scale = total / math.sqrt(model + apart) if model + apart else 0.0
+        return Norms(scale * math.sqrt(model), scale * math.sqrt(apart))

@@ -1,0 +1,142 @@
+"""Putting a checkpoint's slices back to where DeepSpeed keeps them, at any ZeRO stage and on any number of ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dist_mem.engine.zero_state import COUNTERS, LOSS_SCALE, Flat, base_optimizer, buffers, flats, frozen, loss_scaler
+from dist_mem.errors import CheckpointError
+from dist_mem.runtime.distributed import on_all_ranks
+
+ReadSlice = Callable[[str, str, int, int], Tensor | None]  # (kind, name, start, stop) -> the elements; None: not there
+Counters = Mapping[str, float]
+
+
+def restore(engine: Any, read: ReadSlice, counters: Counters) -> None:
+    """Fill everything held, and derive the model's weights from the masters as DeepSpeed does after a step.
+
+    Every rank calls it, between two updates. Settings of the optimizer's groups stay as they are.
+
+    Raises:
+        UnusableError: on every rank; `read` lacks something, or what it has does not fit this engine's partitions.
+    """
+    with torch.no_grad():
+        on_all_ranks(lambda: _fill(engine, read), "restoring the engine")
+        _derive_weights(engine)
+    _restore_counters(engine, counters)
+
+
+def _fill(engine: Any, read: ReadSlice) -> None:
+    optimizer = base_optimizer(engine)
+    kinds = _kinds(optimizer)
+    for flat in flats(engine):
+        for name, start, stop, offset in flat.spans:
+            master = flat.key.view(-1)[offset : offset + stop - start]
+            master.copy_(_read_weights(read, ("master", "frozen"), name, start, stop))
+        if flat.spans:  # something besides padding
+            _fill_state(optimizer, flat, kinds, read)
+    for name, start, stop, parts in [*frozen(engine), *buffers(engine)]:
+        for kind, tensor in parts.items():
+            tensor.copy_(_read_weights(read, (kind, "master"), name, start, stop))
+
+
+def _read_weights(read: ReadSlice, kinds: tuple[str, str], name: str, start: int, stop: int) -> Tensor:
+    """The first kind that is there: a parameter may have been frozen in between, or set free."""
+    for kind in kinds:
+        found = read(kind, name, start, stop)
+        if found is not None:
+            return found
+    raise CheckpointError(f"the checkpoint has no weights of {name}: it is of another model")
+
+
+def _kinds(optimizer: torch.optim.Optimizer) -> list[str]:
+    """What the optimizer keeps of a parameter, learnt from a step of a copy of it: its own state may still be empty."""
+    probe = nn.Parameter(torch.zeros(1))
+    probe.grad = torch.zeros(1)
+    trial = copy.copy(optimizer)
+    trial.state = defaultdict(dict)
+    trial.param_groups = [{**optimizer.param_groups[0], "params": [probe]}]
+    trial.step()
+    return list(trial.state[probe])
+
+
+def _fill_state(optimizer: torch.optim.Optimizer, flat: Flat, kinds: list[str], read: ReadSlice) -> None:
+    """The optimizer's state of one stretch; none where the checkpoint has none, as before the first step."""
+    lacking = {kind: _fill_kind(optimizer, flat, kind, read) for kind in kinds}
+    nothing = [span.name for span in flat.spans]
+    if all(names == nothing for names in lacking.values()):
+        optimizer.state[flat.key].clear()
+        return
+    for kind, names in lacking.items():
+        if names:
+            raise CheckpointError(
+                f"the checkpoint has no {kind} of {names}, but other state of what ZeRO steps together with it: give "
+                "them an optimizer.groups entry of their own"
+            )
+
+
+def _fill_kind(optimizer: torch.optim.Optimizer, flat: Flat, kind: str, read: ReadSlice) -> list[str]:
+    """Returns the names of the parameters of which the checkpoint has nothing."""
+    lacking: list[str] = []
+    figures: dict[str, Tensor] = {}
+    for name, start, stop, offset in flat.spans:
+        part = read(kind, name, start, stop)
+        if part is None:
+            lacking.append(name)
+        elif part.dim() == 0:
+            figures[name] = part
+        else:
+            state = optimizer.state[flat.key]
+            if kind not in state:
+                state[kind] = torch.zeros_like(flat.key, requires_grad=False)
+            state[kind].view(-1)[offset : offset + stop - start].copy_(part)
+    if figures:
+        # A tensor of this stretch's own: one that all stretches share would count every step once for each of them.
+        optimizer.state[flat.key][kind] = _agreed(kind, figures).clone()
+    return lacking
+
+
+def _agreed(kind: str, figures: dict[str, Tensor]) -> Tensor:
+    first = next(iter(figures.values()))
+    if any(not torch.equal(figure, first) for figure in figures.values()):
+        told = {name: figure.item() for name, figure in figures.items()}
+        raise CheckpointError(
+            f"the checkpoint has different values of {kind} for parameters that ZeRO steps together: {told}; give them "
+            "optimizer.groups entries of their own"
+        )
+    return first
+
+
+def _derive_weights(engine: Any) -> None:
+    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    if stage == 3:
+        optimizer.checkpoint_event_prologue()  # what is gathered is let go
+        for index in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        optimizer.checkpoint_event_epilogue()  # and what is always gathered comes back
+    elif stage:
+        optimizer.update_lp_params()
+    elif hasattr(optimizer, "fp16_groups"):
+        for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+            for weight, master in zip(weights, masters, strict=True):
+                weight.copy_(master)
+
+
+def _restore_counters(engine: Any, counters: Counters) -> None:
+    for name in COUNTERS:
+        if type(counters.get(name)) is not int or counters[name] < 0:
+            raise CheckpointError(
+                f"engine.json: counters.{name} is {counters.get(name)!r}, but must be a count of steps"
+            )
+        setattr(engine, name, counters[name])
+    engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()  # which may have changed
+    scaler = loss_scaler(engine)
+    for name in LOSS_SCALE:
+        if scaler and name in counters:  # not in those of another precision
+            setattr(scaler, name, counters[name])

@@ -1,0 +1,308 @@
+"""A trained model out of a checkpoint or an export: for `dist-mem evaluate`, and for a notebook.
+
+    import dist_mem
+
+    trained = dist_mem.load_model("runs/demo")
+    scores = dist_mem.score(trained, Path("book.txt").read_text(encoding="utf-8"))
+    scores.nll  # of every token of the book, read with the memory of all that stands before it
+
+It reads checkpoints of any ZeRO stage and number of ranks through their fp32 weights, and what export.py has made of
+them, and needs no process group. The package offers `load_model`, `init_state` and `read_lanes` as its own names
+(docs/python.md); `score` is in dist_mem/generation/text_scores.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_model as load_into
+from torch import Tensor
+
+from dist_mem.checkpoint.engine_files import EngineReader
+from dist_mem.checkpoint.lane_states import read_lanes as read_saved_lanes
+from dist_mem.checkpoint.manifest import (
+    TOKENIZER_DIR,
+    list_steps,
+    newest_verified,
+    read_manifest,
+    run_of,
+    step_dir,
+    verify,
+)
+from dist_mem.checkpoint.schemas import WEIGHTS
+from dist_mem.config import Config, ConfigError, load_config
+from dist_mem.config.check import Problem, stop_on
+from dist_mem.config.environment_values import checksum, from_environment
+from dist_mem.config.sources import plain_block
+from dist_mem.data.directory import open_tokenizer, refresh
+from dist_mem.data.remote.fetch import is_remote, show
+from dist_mem.data.tokenizers.base import Tokenizer
+from dist_mem.data.tokenizers.registry import JSON_NAME, load_tokenizer
+from dist_mem.errors import CheckpointError
+from dist_mem.evaluation.protocol import apply_protocol, in_terms_of_eval
+from dist_mem.memory import memory_options
+from dist_mem.memory.base import map_state
+from dist_mem.memory.outside import kept_kinds, source_of
+from dist_mem.model import LMState, MemoryLM
+from dist_mem.nn.layers import DTYPES
+
+OVERRIDABLE = (
+    *("eval.", "tracking.", "data.path", "data.allow_pipe", "data.cache", "data.stage"),
+    *("train.micro_lanes", "train.threads"),
+)
+
+log = logging.getLogger(__name__)
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint, or an export of one, whose files are what was written."""
+
+    directory: Path
+    run_dir: Path  # of an export: itself
+    manifest: dict[str, Any]
+    remarks: list[str]  # why newer ones were not taken
+
+    @property
+    def is_export(self) -> bool:
+        """Whether it holds weights only, and its tokenizer."""
+        return WEIGHTS in self.manifest["files"]
+
+
+class TrainedModel(NamedTuple):
+    """A model in evaluation mode, and what belongs to it."""
+
+    model: MemoryLM
+    tokenizer: Tokenizer
+    config: Config
+    checkpoint: Checkpoint
+    device: torch.device
+    dtype: torch.dtype  # of the weights
+
+
+def find_checkpoint(path: Path, step: int | None = None) -> Checkpoint:
+    """The checkpoint or export at `path`, or in the run directory `path` the checkpoint of `step`.
+
+    Args:
+        step: None: the newest that verifies.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    if not path.exists():
+        raise CheckpointError(
+            f"{path.absolute()} does not exist: no checkpoint; give a run directory or one checkpoint in it, or an "
+            "export"
+        )
+    if step is not None and not step_dir(path, step).exists():
+        steps = ", ".join(str(other) for other in list_steps(path))
+        has = f"steps {steps}" if steps else "no checkpoints"
+        raise CheckpointError(f"{step_dir(path, step)}: there is no such checkpoint; {path} has {has}")
+    if step is not None or (path / "manifest.json").exists():
+        directory = path if step is None else step_dir(path, step)
+        return _described(directory, verify(directory), [])
+    newest, passed_over = newest_verified(path)
+    if newest is None:
+        raise CheckpointError(
+            f"{path / 'checkpoints'}: no checkpoint; give a run directory or one checkpoint in it, or an export (a "
+            "folder with a manifest.json)"
+        )
+    return _described(newest, read_manifest(newest), [f"passed over: {reason}" for reason in passed_over])
+
+
+def _described(directory: Path, manifest: dict[str, Any], remarks: list[str]) -> Checkpoint:
+    run_dir = directory if WEIGHTS in manifest["files"] else run_of(directory)
+    return Checkpoint(directory, run_dir, manifest, remarks)
+
+
+def read_settings(directory: Path, overrides: Sequence[str], *, reads_data: bool = False) -> Config:
+    """The configuration of a checkpoint or an export with what may be changed for an evaluation.
+
+    Args:
+        reads_data: the data will be opened. A folder may come from anybody: a server, a command or, by an export, any
+            data are opened only if `overrides` name them.
+
+    Raises:
+        ConfigError: as `load_config`, or an override of a key that the weights depend on; data that only the folder
+            names; or a memory that is a program in the folder, without eval.allow_code.
+    """
+    for override in overrides:
+        key = override.split("=")[0]
+        if not key.startswith(OVERRIDABLE):
+            allowed = ", ".join(f"{name}*" if name.endswith(".") else name for name in OVERRIDABLE)
+            raise ConfigError([Problem(key, f"is fixed by the checkpoint; an evaluation may set {allowed}")])
+    # The run's: evaluation amid training, which allows no other eval.seg_len, and what is kept by it.
+    own = ["eval.every=null", "checkpoint.keep_best=null"]
+    path = directory / "config.yaml"
+    given = load_config([str(path), *own, *overrides])
+    is_named = any(override.startswith("data.path=") for override in overrides)
+    if reads_data and not is_named and (is_remote(given.data.path) or (directory / WEIGHTS).exists()):
+        text = f"give data.path=FOLDER or its URL: servers and commands that only {path} names are not asked or run"
+        raise ConfigError([Problem("data.path", text)])
+    kept = kept_kinds(plain_block(given.memory), directory)  # as trained, whatever the file says now
+    _check_code(kept, directory, is_allowed=given.eval.allow_code)
+    config = load_config([str(path), *own, *kept, *overrides], memory_options=memory_options)
+    stop_on(_other_environment(config, directory))
+    return config
+
+
+def _other_environment(config: Config, directory: Path) -> Iterator[Problem]:
+    """What the weights depend on and the environment has changed since, which config.yaml does not show."""
+    then = read_manifest(directory).get("environment", {})
+    for key, found in from_environment(config).items():
+        if key.startswith(("model.", "memory.")) and then.get(key) not in (None, checksum(key, found.value)):
+            yield Problem(key, f"is {found.written}, which has another value than in training; set it back")
+
+
+def _check_code(kept: Sequence[str], directory: Path, *, is_allowed: bool) -> None:
+    """Raise ConfigError if the memory of a checkpoint or an export is a program, and nobody has allowed it."""
+    if kept and not is_allowed:
+        source = source_of(kept[0].partition("=")[2])
+        text = f"{source} is a program, which loading {directory} would run: read it, then add eval.allow_code=true"
+        raise ConfigError([Problem("memory", text)])
+
+
+def has_tokenizer(checkpoint: Checkpoint) -> bool:
+    """Whether it holds its tokenizer; older ones do not."""
+    return checkpoint.is_export or f"{TOKENIZER_DIR}/{JSON_NAME}" in checkpoint.manifest["files"]
+
+
+def tokenizer_of_checkpoint(checkpoint: Checkpoint, config: Config) -> Tokenizer:
+    """The tokenizer that a checkpoint or an export holds, of an older checkpoint that of `data.path`.
+
+    Raises:
+        RemoteError: data.path is a URL, and its tokenizer cannot be fetched.
+        ValueError: as `tokenizer_of_data`, for an older checkpoint.
+    """
+    directory = checkpoint.directory
+    if has_tokenizer(checkpoint):
+        return load_tokenizer(directory if checkpoint.is_export else directory / TOKENIZER_DIR)
+    refresh(config.data, [])
+    try:
+        return tokenizer_of_data(checkpoint, config)
+    except ValueError as error:
+        raise ValueError(
+            f"{directory} was saved by an older dist_mem and holds no tokenizer; that of the data cannot be used "
+            f"either: {error}. Name a folder that has the tokenizer files of the data: data.path=FOLDER"
+        ) from error
+
+
+def tokenizer_of_data(checkpoint: Checkpoint, config: Config) -> Tokenizer:
+    """The tokenizer of `data.path`; where that is remote, after `refresh`.
+
+    Raises:
+        ValueError: data.path has no tokenizer, or another one than the model was trained with.
+    """
+    tokenizer = open_tokenizer(config.data)
+    if tokenizer.fingerprint != checkpoint.manifest["tokenizer_fingerprint"]:
+        raise ValueError(
+            f"data.path = {show(config.data.path)}: its tokenizer is {tokenizer.fingerprint[:12]}, but the model was "
+            f"trained with {checkpoint.manifest['tokenizer_fingerprint'][:12]}; point data.path at data made with that "
+            "one"
+        )
+    return tokenizer
+
+
+def _load_weights(model: MemoryLM, checkpoint: Checkpoint) -> None:
+    directory = checkpoint.directory
+    if checkpoint.is_export:
+        try:
+            load_into(model, directory / WEIGHTS)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise CheckpointError(f"{directory / WEIGHTS} does not fit its config.yaml: {error}") from error
+    else:
+        _take_weights(model, EngineReader(directory).weights(), directory)
+
+
+def _take_weights(model: MemoryLM, weights: dict[str, Tensor], directory: Path) -> None:
+    """Load weights under the model's names. Raises CheckpointError if they are of another model."""
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            has, wants = (shapes.get(name, "not there") for shapes in (found, wanted))
+            raise CheckpointError(f"{directory}: {name} is {has}, but in the model of its config.yaml {wants}")
+    model.load_state_dict(weights)
+
+
+def open_model(
+    checkpoint: Checkpoint, config: Config, tokenizer: Tokenizer, device: torch.device | str
+) -> TrainedModel:
+    """The model of a checkpoint or an export, in `eval.precision` and with the lengths of `eval`.
+
+    Raises:
+        ValueError: the memory cannot have these lengths.
+    """
+    apply_protocol(config)
+    device, dtype = torch.device(device), DTYPES[config.eval.precision]
+    try:
+        model = MemoryLM(config, tokenizer.vocab_size)
+    except ValueError as error:
+        raise ValueError(in_terms_of_eval(str(error), config)) from error
+    _load_weights(model, checkpoint)
+    model.to(device, dtype).eval()
+    return TrainedModel(model, tokenizer, config, checkpoint, device, dtype)
+
+
+def load_model(
+    path: Path | str, *overrides: str, step: int | None = None, device: torch.device | str = "cpu"
+) -> TrainedModel:
+    """The model of a run, or of an export. It needs no data: the tokenizer is in the checkpoint.
+
+    Args:
+        path: a run directory, one checkpoint in it, or an export.
+        overrides: `key=value`, of the keys in OVERRIDABLE: "eval.mem_len=384", "eval.precision=bf16".
+        step: of the checkpoint; None: the newest that verifies.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged.
+        RemoteError: of an older checkpoint, whose tokenizer is that of data.path, a URL: it cannot be fetched.
+        TypeError: `path` is no path, or an override no string.
+        ValueError: an override cannot be used, or the data of an older checkpoint; the message says which and why.
+    """
+    if not isinstance(path, str | Path):
+        raise TypeError(f"path is {path!r}, but must be that of a run, a checkpoint or an export")
+    for override in overrides:
+        if not isinstance(override, str):
+            raise TypeError(f"an override is {override!r}, but must be a str 'KEY=VALUE'; a step is given as step=400")
+    checkpoint = find_checkpoint(Path(path), step)
+    for remark in checkpoint.remarks:
+        log.warning(remark)
+    config = read_settings(checkpoint.directory, overrides, reads_data=not has_tokenizer(checkpoint))
+    return open_model(checkpoint, config, tokenizer_of_checkpoint(checkpoint, config), device)
+
+
+def init_state(trained: TrainedModel, document_ids: Sequence[int] | Tensor = (0,)) -> LMState:
+    """Empty memories, one for each document; only memories that draw random numbers care which number it has."""
+    numbers = _row_of_ints("document_ids", document_ids)
+    return trained.model.init_state(numbers.to(trained.device), trained.device, trained.dtype)
+
+
+def _row_of_ints(name: str, value: Any) -> Tensor:
+    """The argument `name` as (num,) int64. Raises TypeError if it is something else."""
+    with suppress(TypeError, ValueError):  # of what torch makes no tensor
+        row = torch.as_tensor(value)
+        if row.dim() == 1 and not (row.is_floating_point() or row.dtype == torch.bool):
+            return row.to(torch.int64)
+    raise TypeError(f"{name} is {value!r}, but must be a row of ints, as [0]")
+
+
+def read_lanes(trained: TrainedModel, lane_ids: Sequence[int]) -> LMState:
+    """The memories that these lanes of the training carried at the checkpoint, in the model's precision.
+
+    Raises:
+        CheckpointError: no such lane, eval.seg_len has changed what a memory holds, or it is an export.
+    """
+    wanted = _row_of_ints("lane_ids", lane_ids)
+    directory, _, manifest, _ = trained.checkpoint
+    if trained.checkpoint.is_export:
+        raise CheckpointError(f"{directory}: an export holds weights and no memories of lanes; load the run itself")
+    saved_dtype = DTYPES[trained.config.train.precision]
+    empty = trained.model.init_state(wanted, "cpu", saved_dtype)
+    saved = read_saved_lanes(directory, manifest, wanted, [empty]).states[0]
+    return map_state(lambda part: part.to(trained.device, trained.dtype if part.is_floating_point() else None), saved)

@@ -1,0 +1,52 @@
+"""A copy of the code and of the files of a configuration, from which every start of a job runs.
+
+    RUN/slurm/JOB/snapshot/code/dist_mem     the package; PYTHONPATH leads there
+                          /code/git.json     what git said of it: a copy is no checkout
+                          /files/home/...    YAML, ds_config.json, files of memories; DIST_MEM_SNAPSHOT leads there
+
+So an edit of either enters with the next job that is submitted, not with the next restart of this one. Data, weights
+and the Python environment are not copied.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dist_mem.errors import UnusableError
+from dist_mem.runtime.environment import SNAPSHOT_FILES
+from dist_mem.runtime.files import write_text
+
+PACKAGE = Path(__file__).parent.parent
+
+
+def make(folder: Path, files: Iterable[Path], git: Mapping[str, Any]) -> None:
+    """Copy the running package and some files; the folder appears when all of it is there.
+
+    Args:
+        folder: must not exist; nothing is done if it does.
+        files: of the configuration.
+        git: of the running code.
+
+    Raises:
+        UnusableError: it cannot be written.
+    """
+    if folder.is_dir():
+        return
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    try:
+        shutil.copytree(PACKAGE, partial / "code" / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+        write_text(partial / "code" / "git.json", json.dumps(git))
+        for path in files:
+            copy = partial / SNAPSHOT_FILES / Path(os.path.normpath(path.absolute())).relative_to("/")
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+        partial.replace(folder)
+    except OSError as error:
+        raise UnusableError(f"{folder} cannot be made: {error}; launch.snapshot=false goes without it") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

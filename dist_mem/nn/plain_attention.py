@@ -1,0 +1,90 @@
+"""GPT-2's attention: rows carry their positions themselves, or distances count by ALiBi's slopes.
+
+Source: Radford et al. 2019, "Language models are unsupervised multitask learners", and the weights that were published
+with it; Press et al. 2022, "Train short, test long", sec. 3. Shape letters: B lanes, T segment, M context rows, J = M +
+T keys, D model, H heads, K head width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from dist_mem.nn.flops import Flops, product
+from dist_mem.nn.layer_spec import LayerSpec
+from dist_mem.nn.layers import Attended, Dropout, Projection, masked_softmax, merge_heads, split_heads
+
+# none: rows say where they are, or nobody does | alibi: every distance counts | alibi_memory: that of context rows does
+BIASES = ("none", "alibi", "alibi_memory")
+
+
+class BiasedProjection(Projection):
+    """A linear map; called `frozen`, it lets a loss reach its input and not itself."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features)
+        self.bias = nn.Parameter(torch.zeros(out_features))
+
+    def forward(self, x: Tensor, frozen: bool = False) -> Tensor:
+        product = super().forward(x, frozen)
+        return product + self.bias.detach() if frozen else product
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """2^(-8 i / H) for head i = 1..H; where H is no power of two, as in the authors' code, from the two next to it."""
+    power = 2 ** int(math.log2(num_heads))
+    slopes = [2.0 ** (-8.0 * head / power) for head in range(1, power + 1)]
+    between = [2.0 ** (-4.0 * head / power) for head in range(1, 2 * (num_heads - power), 2)]
+    return slopes + between
+
+
+def alibi_bias(num_heads: int, *, num_queries: int, context_len: int, bias: str, device: torch.device) -> Tensor:
+    """-slope times how many rows a key stands before its query: (H, 1, T, J) float32; meaningless after the query."""
+    query = torch.arange(num_queries, device=device)[:, None]
+    key = torch.arange(context_len + num_queries, device=device)
+    distance = context_len + query - key
+    if bias == "alibi_memory":
+        distance = distance.masked_fill(key >= context_len, 0)
+    slopes = torch.tensor(alibi_slopes(num_heads), device=device)
+    return -slopes[:, None, None, None] * distance
+
+
+class PlainAttention(nn.Module):
+    """Multi-head attention over context rows and the segment itself, with biases in all its projections."""
+
+    def __init__(self, spec: LayerSpec, *, bias: str = "none") -> None:
+        super().__init__()
+        width = spec.num_heads * spec.d_head
+        self.num_heads, self.bias = spec.num_heads, bias
+        self.query = BiasedProjection(spec.d_model, width)
+        self.key_value = BiasedProjection(spec.d_model, 2 * width)
+        self.output = BiasedProjection(width, spec.d_model)
+        self.dropout = Dropout(spec.dropout)
+        self.attention_dropout = Dropout(spec.attention_dropout)
+
+    def forward(self, x: Tensor, context: Tensor, visible: Tensor) -> Attended:
+        """As `layers.RelativeAttention`: x (B, T, D), context (B, M, D), visible (B, T, M + T) bool."""
+        query = split_heads(self.query(x), self.num_heads)
+        # Apart, so that no gradient is computed for the rows of a context without gradient.
+        parts = [rows for rows in (context, x) if rows.shape[1]]
+        pairs = [split_heads(self.key_value(rows), 2 * self.num_heads) for rows in parts]
+        key, value = torch.cat(pairs, dim=2).chunk(2)
+        scores = (query / math.sqrt(query.shape[-1])) @ key.mT
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        if self.bias != "none":
+            lengths = {"num_queries": x.shape[1], "context_len": context.shape[1]}
+            scores = scores + alibi_bias(self.num_heads, **lengths, bias=self.bias, device=x.device)
+        weights = masked_softmax(scores, visible).to(value.dtype)
+        rows = self.attention_dropout(weights) @ value
+        return Attended(self.dropout(self.output(merge_heads(rows))), query, weights)
+
+
+def plain_attention_flops(spec: LayerSpec, *, context_len: int, context_learns: bool) -> Flops:
+    """`PlainAttention` over a context; `context_learns` if its rows get a gradient."""
+    seg_len, d_model, width = spec.seg_len, spec.d_model, spec.num_heads * spec.d_head
+    keys = product(context_len, d_model, 2 * width, gradients=1 + context_learns)
+    own = product(seg_len, d_model, 3 * width) + product(seg_len, width, d_model)
+    num_keys = context_len + seg_len
+    return own + keys + product(seg_len, width, num_keys) + product(seg_len, num_keys, width)

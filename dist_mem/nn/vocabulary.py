@@ -1,0 +1,226 @@
+"""From token ids to vectors and back: plain or adaptive embedding and softmax.
+
+The vocabulary is cut into bins [0, c0), [c0, c1), ..., [c_last, V), frequent tokens first; a plain one is one bin. Bin
+i has width d_embed / div_val**i (Grave et al. 2017, Baevski & Auli 2019, as in the authors' Transformer-XL code).
+Losses come in token order; the published softmax groups them by bin unless told otherwise. Shape letters: B lanes, T
+segment, R = B * T rows, D model, V vocabulary.
+
+Every bin runs in every step, on a masked row if no target falls into it: under ZeRO all ranks must use the same
+parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dist_mem.data.batch import IGNORE
+from dist_mem.nn.flops import Flops, product
+
+
+@dataclass(frozen=True)
+class Bin:
+    """A range of token ids and the width of their vectors."""
+
+    start: int
+    stop: int
+    width: int
+    projected: bool  # to and from D by a matrix of its own
+    tie_projection: bool  # embedding and softmax use the same matrix
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def holds(self, tokens: Tensor) -> Tensor:
+        return (tokens >= self.start) & (tokens < self.stop)
+
+
+def plain_bin(vocab_size: int, *, d_model: int, d_embed: int) -> list[Bin]:
+    return [Bin(0, vocab_size, d_embed, d_embed != d_model, True)]
+
+
+def adaptive_bins(
+    vocab_size: int, *, d_model: int, d_embed: int, cutoffs: list[int], div_val: int, tie_projections: list[bool] | None
+) -> list[Bin]:
+    """The bins of an adaptive vocabulary; with div_val > 1 every bin is projected, also the first, as published."""
+    edges = [0, *cutoffs, vocab_size]
+    if not cutoffs or any(low >= high for low, high in pairwise(edges)):
+        raise ValueError(f"model.adaptive.cutoffs is {cutoffs}, but must be growing numbers from 1 to {vocab_size - 1}")
+    widths = [d_embed // div_val**index for index in range(len(edges) - 1)]
+    if div_val < 1 or widths[-1] < 1:
+        raise ValueError(
+            f"model.adaptive.div_val = {div_val} leaves no width for bin {len(widths) - 1} of d_embed {d_embed}"
+        )
+    ties = tie_projections if tie_projections is not None else [True] * len(widths)
+    if len(ties) != len(widths):
+        raise ValueError(
+            f"model.adaptive.tie_projections has {len(ties)} flags for {len(widths)} bins; give one for each bin"
+        )
+    projected = div_val > 1 or d_embed != d_model
+    return [
+        Bin(start, stop, width, projected, tie)
+        for (start, stop), width, tie in zip(pairwise(edges), widths, ties, strict=True)
+    ]
+
+
+class BinEmbedding(nn.Module):
+    """Vectors of one bin, projected to D."""
+
+    def __init__(self, part: Bin, *, d_model: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(part.size, part.width))
+        self.projection = nn.Parameter(torch.zeros(d_model, part.width)) if part.projected else None
+
+    def forward(self, index: Tensor) -> Tensor:
+        vectors = F.embedding(index, self.weight)
+        return vectors if self.projection is None else F.linear(vectors, self.projection)
+
+
+class Embedding(nn.Module):
+    """Token ids (B, T) to vectors (B, T, D), scaled by sqrt(D)."""
+
+    def __init__(self, bins: list[Bin], *, d_model: int) -> None:
+        super().__init__()
+        self.spans = bins
+        self.scale = math.sqrt(d_model)
+        self.bins = nn.ModuleList(BinEmbedding(part, d_model=d_model) for part in bins)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if len(self.spans) == 1:
+            return self.bins[0](tokens) * self.scale
+        # Every bin embeds every token and is masked: a few more products, no data-dependent shapes.
+        parts = []
+        for part, embed in zip(self.spans, self.bins, strict=True):
+            vectors = embed((tokens - part.start).clamp(0, part.size - 1))
+            parts.append(vectors * part.holds(tokens).unsqueeze(-1))
+        return torch.stack(parts).sum(0) * self.scale
+
+    def flops(self, num_tokens: int) -> Flops:
+        """Of one lane: the projections; looking up a vector costs none."""
+        projections = [cast(BinEmbedding, embed).projection for embed in self.bins]
+        return product(num_tokens, sum(matrix.numel() for matrix in projections if matrix is not None), 1)
+
+
+class BinLogits(nn.Module):
+    """Logits of one bin; the first of an adaptive vocabulary also scores the others, in `num_clusters` more columns."""
+
+    def __init__(self, part: Bin, *, d_model: int, num_clusters: int = 0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(part.size, part.width))
+        self.bias = nn.Parameter(torch.zeros(part.size))
+        self.projection = nn.Parameter(torch.zeros(d_model, part.width)) if part.projected else None
+        self.cluster_weight = nn.Parameter(torch.zeros(num_clusters, part.width)) if num_clusters else None
+        self.cluster_bias = nn.Parameter(torch.zeros(num_clusters)) if num_clusters else None
+
+    def tie(self, embedding: BinEmbedding, *, projection: bool) -> None:
+        """Use the embedding's table and, if told so, its projection; biases stay separate, as published."""
+        self.weight = embedding.weight
+        if projection:
+            self.projection = embedding.projection
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.projection is not None:
+            hidden = hidden @ self.projection
+        logits = F.linear(hidden, self.weight, self.bias)
+        if self.cluster_weight is None:
+            return logits
+        return torch.cat([logits, F.linear(hidden, self.cluster_weight, self.cluster_bias)], dim=-1)
+
+
+class Scores(NamedTuple):
+    nll: Tensor  # (B, T) float32 at least, nats; 0 where the target is IGNORE
+    hits: Tensor | None  # (B, T) bool, the target is the most probable token; None in training, for speed
+
+
+class Softmax(nn.Module):
+    """Hidden vectors and targets to negative log-likelihoods in nats, and whether the target is the most probable."""
+
+    def __init__(self, bins: list[Bin], *, d_model: int) -> None:
+        super().__init__()
+        self.spans = bins
+        self.bins = nn.ModuleList(
+            BinLogits(part, d_model=d_model, num_clusters=len(bins) - 1 if index == 0 else 0)
+            for index, part in enumerate(bins)
+        )
+
+    def tie(self, embedding: Embedding) -> None:
+        """Take the embedding's tables, and those of its projections that are tied."""
+        for part, logits, embed in zip(self.spans, self.bins, embedding.bins, strict=True):
+            cast(BinLogits, logits).tie(cast(BinEmbedding, embed), projection=part.tie_projection)
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> Scores:
+        """hidden (B, T, D), targets (B, T) int64, IGNORE where nothing is scored."""
+        rows, row_targets = hidden.flatten(0, 1), targets.flatten()
+        if len(self.spans) == 1:
+            logits = full_precision(self.bins[0](rows))
+            nll = F.cross_entropy(logits, row_targets, ignore_index=IGNORE, reduction="none")
+            hits = None if self.training else logits.argmax(-1) == row_targets
+        else:
+            nll, hits = self.adaptive_scores(rows, row_targets)
+        return Scores(nll.view_as(targets), None if hits is None else hits.view_as(targets))
+
+    def flops(self, num_tokens: int) -> Flops:
+        """Of one lane. Adaptive bins but the first are counted as if no target were in them: only the data can tell."""
+        sizes = [sum(matrix.numel() for matrix in logits.parameters() if matrix.dim() == 2) for logits in self.bins]
+        return product(num_tokens, sizes[0], 1) + product(1, sum(sizes[1:]), 1)
+
+    def adaptive_scores(self, rows: Tensor, targets: Tensor) -> Scores:
+        """log p(w in bin i) = log-probability of bin i in the head + that of w in bin i; (R, D), (R,) -> (R,) each."""
+        column = targets
+        for index, part in enumerate(self.spans[1:], start=1):
+            column = torch.where(part.holds(targets), self.cluster_column(index), column)
+        head_logits = full_precision(self.bins[0](rows))
+        nll = F.cross_entropy(head_logits, column, ignore_index=IGNORE, reduction="none")
+        for part, logits in zip(self.spans[1:], self.bins[1:], strict=True):
+            # Only the rows of this bin pay for it (one host sync on a GPU), and row 0 with weight 0: it always runs.
+            chosen = F.pad(part.holds(targets).nonzero().squeeze(1), (0, 1), value=0)
+            weight = F.pad(torch.ones_like(chosen[1:]), (0, 1), value=0)
+            local = (targets[chosen] - part.start).clamp(0, part.size - 1)
+            bin_nll = F.cross_entropy(full_precision(logits(rows[chosen])), local, reduction="none")
+            nll = nll.index_add(0, chosen, bin_nll * weight)
+        return Scores(nll, None if self.training else self.adaptive_hits(rows, targets, column, head_logits, nll))
+
+    def adaptive_hits(self, rows: Tensor, targets: Tensor, column: Tensor, head_logits: Tensor, nll: Tensor) -> Tensor:
+        """Whether every other token is less probable, (R,) bool.
+
+        No token is more probable than its bin: a bin is looked at only where it could still beat the target.
+
+        Args:
+            column: (R,) of the target in the head, or of its bin.  nll: (R,).
+        """
+        head = head_logits.log_softmax(-1)
+        others = head.scatter(1, column.clamp(min=0)[:, None], -math.inf)[:, : self.spans[0].size]
+        hits = (targets != IGNORE) & (-nll > others.amax(-1))
+        for index, part in enumerate(self.spans[1:], start=1):
+            in_head = head[:, self.cluster_column(index)]
+            chosen = F.pad((hits & (in_head >= -nll)).nonzero().squeeze(1), (0, 1), value=0)  # row 0: it always runs
+            log_probs = in_head[chosen, None] + full_precision(self.bins[index](rows[chosen])).log_softmax(-1)
+            local = (targets[chosen, None] - part.start).clamp(0, part.size - 1)
+            own = torch.where(part.holds(targets[chosen, None]), -math.inf, log_probs.gather(1, local))
+            is_best = -nll[chosen] > log_probs.scatter(1, local, own).amax(-1)
+            hits[chosen[:-1]] = is_best[:-1]
+        return hits
+
+    def log_probs(self, hidden: Tensor) -> Tensor:
+        """Log-probabilities of the whole vocabulary, (..., D) -> (..., V) float32 at least; for generation."""
+        head = full_precision(self.bins[0](hidden)).log_softmax(-1)
+        parts = [head[..., : self.spans[0].size]]
+        for index, logits in enumerate(self.bins[1:], start=1):
+            column = self.cluster_column(index)
+            parts.append(head[..., column : column + 1] + full_precision(logits(hidden)).log_softmax(-1))
+        return torch.cat(parts, dim=-1)
+
+    def cluster_column(self, index: int) -> int:
+        """Column of the head that stands for bin `index` >= 1: counted from the end, as published."""
+        return self.spans[0].size + len(self.spans) - 1 - index
+
+
+def full_precision(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -1,0 +1,178 @@
+"""`dist-mem reproduce TABLE --check`: the resolved settings of every row, without building or training anything.
+
+What all rows share is printed once, then per row what differs, its size, its data and the paper's figures. Data and
+pretrained weights need not exist; where they do, the row is checked against them.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from omegaconf import OmegaConf
+
+from dist_mem.config import Config, load_config
+from dist_mem.data.directory import local_dir
+from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_facts
+from dist_mem.doctor.dry_run import ASSUMED_VOCAB_SIZE, report
+from dist_mem.errors import EXIT_DONE, EXIT_USAGE
+from dist_mem.memory import memory_options
+from dist_mem.model import describe
+from dist_mem.reproduce.choice import candidates, shown_rows
+from dist_mem.reproduce.runs import Run, all_runs, train_command
+from dist_mem.reproduce.tables import Row, Scale, Table
+
+BLOCKS = ("data", "model", "memory", "train", "optimizer", "schedule", "eval")  # that bear on the figures
+_APART = ("data.path", "data.seed", "train.seed")  # printed elsewhere
+_WIDTH = 120
+
+Settings = dict[str, Any]  # dotted key -> resolved value
+
+
+class Checked(NamedTuple):
+    """One row at one point."""
+
+    run: Run
+    settings: Settings
+    lines: list[tuple[str, str]]  # label and text, of what is not a setting
+
+
+def check(
+    table: Table, scale: Scale, *, rows: Sequence[str], seeds: Sequence[int], ranks: int, extra: list[str]
+) -> int:
+    """Print the resolved settings. Returns the exit code: 2 where a row cannot be run as it is."""
+    seeds = seeds or scale.seeds
+    asked = [one for row in rows or shown_rows(table, scale) for one in candidates(table, scale, row)]
+    checked, refused = [], []
+    for run in all_runs(scale, Path("runs"), seeds[:1], asked):
+        try:
+            checked.append(_check_run(scale, run, ranks=ranks, extra=extra))
+        except ValueError as error:
+            refused.append(f"{_title(table, run)}: {error}")
+    shared = _shared(one.settings for one in checked)
+    print(f"{table.title}\n{table.source}\nscale {scale.name}: {scale.about}\n")
+    print(f"every row: {' '.join(scale.train)}\nseeds: {', '.join(map(str, seeds))}")
+    _print_settings(shared)
+    _print_points(scale, checked, shared)
+    for row in rows or shown_rows(table, scale):
+        _print_row(table, scale, row, [one for one in checked if one.run.row == row], known=shared)
+    for note in table.notes:
+        print(textwrap.fill(note, _WIDTH, initial_indent="- ", subsequent_indent="  "))
+    for text in refused:
+        print(f"error: {text}", file=sys.stderr)
+    return EXIT_USAGE if refused else EXIT_DONE
+
+
+def _title(table: Table, run: Run) -> str:
+    return f"{table.path}: row {run.row}{f' at {run.point}' if run.point else ''}"
+
+
+def _check_run(scale: Scale, run: Run, *, ranks: int, extra: Sequence[str]) -> Checked:
+    """Resolve one row. Raises ValueError, of which UnusableError is one: it cannot be run as it is."""
+    command = train_command(scale, run, ranks=1, extra=extra)
+    config = load_config(command[command.index("train") + 1 :], memory_options=memory_options)
+    tree = cast(dict[str, Any], OmegaConf.to_container(cast(Any, config), resolve=True))
+    settings = {key: value for name in BLOCKS for key, value in _flat(name, tree[name]) if key not in _APART}
+    point = scale.points[run.point]
+    is_built = (local_dir(config.data) / JSON_NAME).exists()
+    missing = _missing_weights(config)
+    if is_built:
+        vocab_size = read_tokenizer_facts(local_dir(config.data))["vocab_size"]
+        text = config.data.path if missing else _read_plan(config, ranks)
+    else:
+        vocab_size = point.vocab_size or ASSUMED_VOCAB_SIZE
+        assumed = "" if point.vocab_size else f"; a vocabulary of {vocab_size:,} is assumed"
+        text = f"{config.data.path}: not built yet{assumed}"
+    lines = [*_size_lines(describe(config, vocab_size)), ("data", text)]
+    if missing:
+        lines.append(("weights", f"{missing}: not there yet"))
+    return Checked(run, settings, lines)
+
+
+def _missing_weights(config: Config) -> str | None:
+    """`model.pretrained`, where it is named and does not exist."""
+    folder = config.model.pretrained
+    return folder if folder is not None and not Path(folder).exists() else None
+
+
+def _read_plan(config: Config, ranks: int) -> str:
+    """What `dist-mem train --check` says of data that are built. Raises UnusableError: they do not fit."""
+    labelled = {line.split()[0]: " ".join(line.split()[1:]) for line in report(config, world_size=ranks).splitlines()}
+    return f"{labelled['data']}; {labelled['training']}"
+
+
+def _size_lines(sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    yield "parameters", f"{sizes['num_parameters']:,}"
+    if "scoring_flops_per_token" in sizes:  # torch counts two for a multiply-add
+        yield "multiply_adds", f"{sizes['scoring_flops_per_token'] / 2e6:,.1f} M a predicted token"
+
+
+def _flat(key: str, node: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(node, dict) and node:
+        for name, child in node.items():
+            yield from _flat(f"{key}.{name}", child)
+    else:
+        yield key, node
+
+
+def _shared(many: Iterable[Settings]) -> Settings:
+    """The settings that all have, with the same value."""
+    first, *rest = [dict(one) for one in many] or [{}]
+    return {key: value for key, value in first.items() if all(key in one and one[key] == value for one in rest)}
+
+
+def _print_settings(settings: Settings) -> None:
+    """A paragraph per block: `model num_layers=16 d_model=410 ...`."""
+    for name in BLOCKS:
+        own = {key.removeprefix(f"{name}."): value for key, value in settings.items() if key.startswith(f"{name}.")}
+        if own:
+            _print_labelled(name, " ".join(f"{key}={_value(value)}" for key, value in own.items()))
+
+
+def _print_labelled(label: str, text: str) -> None:
+    """A paragraph whose lines begin under each other; no setting is torn apart."""
+    begin = f"  {label:<14}"
+    wrapper = textwrap.TextWrapper(_WIDTH, begin, " " * len(begin), break_long_words=False, break_on_hyphens=False)
+    print(wrapper.fill(text))
+
+
+def _value(value: Any) -> str:
+    """As it is written in YAML, without blanks."""
+    text = {None: "null", True: "true", False: "false"}.get(value) if isinstance(value, bool | None) else str(value)
+    return str(text).replace(" ", "")
+
+
+def _print_points(scale: Scale, checked: Sequence[Checked], shared: Settings) -> None:
+    """What the rows share at one point only, where there are several, and how data that are missing are made."""
+    for name, point in scale.points.items():
+        mine = [one for one in checked if one.run.point == name]
+        if name:
+            print(f"\nat {name}:")
+            own = _shared(one.settings for one in mine)
+            _print_settings({key: value for key, value in own.items() if key not in shared})
+        if point.made_by and any("not built yet" in text for one in mine for _, text in one.lines):
+            _print_labelled("data made by", point.made_by)
+
+
+def _print_row(table: Table, scale: Scale, key: str, checked: Sequence[Checked], *, known: Settings) -> None:
+    row = table.rows[key]
+    print(f"\n{key}: {row.name}{f' ({row.note})' if row.note else ''}")
+    if row.best_of:
+        for name in scale.points:
+            behind = ", ".join(candidates(table, scale, key, name)) or "none"
+            print(f"  best on validation{f' at {name}' if name else ''} of: {behind}")
+    own = _shared(one.settings for one in checked)
+    _print_settings({name: value for name, value in own.items() if name not in known})
+    for one in checked:
+        at = f"at {one.run.point}: " if one.run.point else ""
+        for label, text in one.lines:
+            _print_labelled(label, f"{at}{text}{_papers_size(row, label)}")
+    if row.paper:
+        _print_labelled("the paper", ", ".join(f"{name} {value:g}" for name, value in row.paper.items()))
+
+
+def _papers_size(row: Row, label: str) -> str:
+    return f" (the paper: {row.sizes[label] / 1e6:g} M)" if label in row.sizes else ""

@@ -1,0 +1,125 @@
+"""Which keys and values a JSON file must have, checked once, when it is read: all readers behind may rely on it.
+
+    ENTRY = record({"name": plain_name, "bytes": integer(low=0)})
+    body = read_json(path, ShardError)
+    check(body, record({"shards": rows(ENTRY)}), path, ShardError)
+
+A hash in a file says that it is what somebody wrote; not that whoever wrote it knew the format, or meant well.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from dist_mem.errors import UnusableError
+from dist_mem.runtime.names import PLAIN, is_plain, is_plain_path
+
+MAX_INTEGER = 2**63 - 1
+Schema = Callable[[str, Any], Iterator[str]]  # (key, value) -> what is wrong with it, one line each
+
+
+def read_json(path: Path, error: type[UnusableError]) -> Any:
+    """The content of a JSON file. Raises OSError, and `error` where it is not JSON."""
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as caught:
+        raise error(f"{path} is damaged (not readable as JSON: {caught})") from caught
+
+
+def check(body: Any, schema: Schema, path: Path, error: type[UnusableError], remedy: str = "") -> None:
+    """Raise `error`, with the first thing that is wrong in the content of the file at `path`."""
+    problem = next(schema("", body), None)
+    if problem is not None:
+        raise error(f"{path} is damaged ({problem}){remedy}")
+
+
+def leaf(must_be: str, fits: Callable[[Any], bool]) -> Schema:
+    """A single value."""
+
+    def find(key: str, value: Any) -> Iterator[str]:
+        if not fits(value):
+            yield f"{key} is {_shown(value)}, but must be {must_be}"
+
+    return find
+
+
+def _shown(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def integer(low: int = 0, high: int = MAX_INTEGER) -> Schema:
+    """An integer of this range."""
+    return leaf(f"an integer from {low} to {high}", lambda value: type(value) is int and low <= value <= high)
+
+
+def one_of(*values: str) -> Schema:
+    """One of these texts."""
+    return leaf(f"one of {', '.join(values)}", lambda value: isinstance(value, str) and value in values)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)  # of half a character; cannot be written
+
+
+number = leaf("a finite number", lambda value: type(value) is int or (type(value) is float and isfinite(value)))
+figure = leaf("a number", lambda value: type(value) in (int, float))  # of a run, which may diverge
+text = leaf("text", _is_text)
+sha256 = leaf("a SHA-256", lambda value: isinstance(value, str) and bool(re.fullmatch("[0-9a-f]{64}", value)))
+plain_name = leaf(PLAIN, is_plain)
+plain_path = leaf("a path of plain names below this folder", is_plain_path)
+
+
+def optional(schema: Schema) -> Schema:
+    """A value, or null."""
+    return lambda key, value: iter(()) if value is None else schema(key, value)
+
+
+def rows(item: Schema, *, low: int = 0, high: int | None = None) -> Schema:
+    """A list; `low` to `high` items (None: any number)."""
+
+    def find(key: str, value: Any) -> Iterator[str]:
+        if not isinstance(value, list) or len(value) < low or (high is not None and len(value) > high):
+            yield f"{key} is {_shown(value)}, but must be a list" + (f" of at least {low}" if low else "")
+            return
+        for index, child in enumerate(value):
+            yield from item(f"{key}[{index}]", child)
+
+    return find
+
+
+def table(value_schema: Schema, *, keys: Schema = text) -> Schema:
+    """An object whose keys are data too."""
+
+    def find(key: str, value: Any) -> Iterator[str]:
+        if not isinstance(value, dict):
+            yield f"{key} is {_shown(value)}, but must be an object"
+            return
+        for name, child in value.items():
+            yield from keys(f"a key of {key}", name)
+            yield from value_schema(f"{key}[{name!a}]", child)
+
+    return find
+
+
+def record(required: Mapping[str, Schema], further: Mapping[str, Schema] | None = None, *, is_open: bool) -> Schema:
+    """An object of known keys; `further` may be missing, and `is_open` allows others besides."""
+    known = {**required, **(further or {})}
+
+    def find(key: str, value: Any) -> Iterator[str]:
+        if not isinstance(value, dict):
+            yield f"{key or 'it'} is {_shown(value)}, but must be an object"
+            return
+        of = f"{key} has" if key else "it has"
+        yield from (f"{of} no {name}" for name in required if name not in value)
+        yield from (f"{of} an unknown key {_shown(name)}" for name in value if not is_open and name not in known)
+        for name, schema in known.items():
+            if name in value:
+                yield from schema(f"{key}.{name}" if key else name, value[name])
+
+    return find

@@ -1,0 +1,258 @@
+"""The watchdog: a job in which nothing moves tells where every rank stands, and ends. See docs/hangs.md.
+
+    the training marks its progress: beat("forward") -> a thread of every rank sees the marks stand still
+        -> RUN/hangs/<start>/rank-00003.txt, with all stacks -> the lowest live rank names the suspects in report.txt
+        -> exit code 86
+
+Collectives are what hangs, so the ranks meet in the run directory; that a watchdog has decided they learn from the
+store of the process group as well. From then on no other error decides the exit code: a rank whose connections break,
+because another one has ended for the hang, ends for the hang. Time is counted in ticks of the thread: a job that was
+suspended as a whole, while all clocks went on, has not hung.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from dist_mem.errors import EXIT_HUNG
+from dist_mem.runtime.distributed import World, gather_objects, has_note, leave_note
+from dist_mem.runtime.environment import node_name, note_exit_code
+from dist_mem.runtime.hang_report import Standing, failed_nodes, read_standings, report, write_standing
+
+TICK = 0.5  # seconds
+GATHER_SECONDS = 2.5  # how long the others' files are waited for
+REPORT_SECONDS = 1.5  # and then the report, and MLflow
+PATIENCE = 3.0  # times `watchdog.seconds`, in the phases of `_PATIENT` and until the first step is made
+_PATIENT = frozenset({"opening", "restoring", "evaluating", "saving", "ending"})
+OPENING_SECONDS = 180.0  # the least for "opening": DeepSpeed may compile, or wait for a job that does on the same node
+HEAR_SECONDS = 2.0  # after which a rank that does not move asks whether another one has decided
+UNWATCHED = "fetching data"  # as long as it takes; who fetches watches the transfer itself
+
+
+class _Progress:
+    """Where the main thread of this process stands. One a process, as there is one main thread."""
+
+    beats = 0
+    phase = "opening"
+    step: int | None = None
+    is_warm = False  # a whole step has been made: all is compiled and loaded
+    before_end: Callable[[], None] | None = None
+    watchdog: Watchdog | None = None
+
+
+_progress = _Progress()
+
+
+def beat(phase: str) -> None:
+    """Mark that the main thread has come to `phase`; a fifth of a microsecond.
+
+    All ranks call it at the same places in the same order, so that who has fewer beats is behind.
+    """
+    _progress.beats += 1
+    _progress.phase = phase
+
+
+def begin_step(step: int) -> None:
+    """Mark that a step of the training begins, with reading the data of the next one."""
+    _progress.is_warm = _progress.step is not None
+    _progress.step = step
+    beat("reading data")
+
+
+def before_end(work: Callable[[], None] | None) -> None:
+    """What the thread does before it ends a process that hangs, as far as there is time: telling MLflow."""
+    _progress.before_end = work
+
+
+def end_if_hung() -> None:
+    """After any error: do not return if a watchdog has decided. The error came of another rank's end."""
+    if _progress.watchdog is not None:
+        _progress.watchdog.end_if_told()
+
+
+@contextmanager
+def watched(run_dir: Path, world: World, seconds: float | None) -> Iterator[None]:
+    """Watch this process meanwhile; every rank enters it.
+
+    Args:
+        seconds: that nothing may move; None: no watchdog.
+    """
+    if seconds is None:
+        yield
+        return
+    watchdog = Watchdog(run_dir, world, seconds)
+    try:
+        yield
+    except Exception:
+        end_if_hung()
+        raise
+    finally:
+        beat("ending")
+        watchdog.close()
+        _progress.watchdog = None
+
+
+class Watchdog:
+    """The thread of one rank."""
+
+    def __init__(self, run_dir: Path, world: World, seconds: float) -> None:
+        told = gather_objects((node_name(), time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())))
+        self._nodes = [node for node, _ in told]  # also of ranks that will be silent
+        self._run_dir, self._world, self._seconds = run_dir, world, seconds
+        self._folder = run_dir / "hangs" / told[0][1]
+        self._note = f"dist_mem/hang/{told[0][1]}"
+        self._idle = 0.0  # seconds in which nothing has moved
+        self._was_heard = False  # that another rank's watchdog has decided
+        _progress.__dict__.clear()  # of an earlier job of this process
+        _progress.watchdog = self
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._ends = False
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Watch no more. Does not return once the thread ends the process: others are still to read from this one."""
+        with self._lock:
+            self._is_closed = not self._ends
+        self._wake.set()
+        self._thread.join()
+
+    def end_if_told(self) -> None:
+        """End the process if any rank's watchdog has decided; else return, in a second at most."""
+        if not (self._hears() or quickly(self._others_have_told, TICK) is True):
+            return
+        with self._lock:
+            is_first, self._ends = not self._ends, True
+        if is_first:
+            self._end()
+        self._thread.join()
+
+    def _hears(self) -> bool:
+        self._was_heard = self._was_heard or quickly(lambda: has_note(self._note), TICK) is True
+        return self._was_heard
+
+    def _watch(self) -> None:
+        last_beats, last_time = -1, time.monotonic()
+        while not self._wake.wait(TICK):
+            now = time.monotonic()
+            self._idle += min(now - last_time, 2 * TICK)  # more has passed only if this process was stopped
+            last_time = now
+            if _progress.beats != last_beats or _progress.phase == UNWATCHED:
+                self._idle, last_beats = 0.0, _progress.beats
+            elif self._has_hung(self._idle):
+                with self._lock:
+                    if self._is_closed or self._ends:
+                        return
+                    self._ends = True
+                self._end()
+
+    def _has_hung(self, idle: float) -> bool:
+        """Whether nothing has moved for too long, here or, if not for half as long here, on a rank that has told it."""
+        limit = self._seconds
+        if _progress.phase in _PATIENT or not _progress.is_warm:
+            limit *= PATIENCE
+        if _progress.phase == "opening":
+            limit = max(limit, OPENING_SECONDS)
+        is_told = idle >= HEAR_SECONDS and self._hears()  # rank 0 has the store, and may be gone when it is needed
+        if idle >= limit / 2:
+            is_told = is_told or quickly(self._others_have_told, TICK) is True
+        return idle >= limit or (idle >= limit / 2 and is_told)
+
+    def _others_have_told(self) -> bool:
+        for folder in (self._run_dir, self._folder.parent):
+            if folder.is_dir():
+                _look_anew(folder, self._world.rank)
+        return self._folder.exists()
+
+    def _end(self) -> None:
+        """Tell, and end the process. A dead file system, or whatever else, must not keep it."""
+        quickly(lambda: leave_note(self._note), TICK)
+        farewell = _in_background(_progress.before_end or (lambda: None))
+        deadline = time.monotonic() + GATHER_SECONDS + REPORT_SECONDS
+        try:
+            self._tell()
+        except Exception as error:  # whatever it is, the process ends
+            print(f"watchdog: {type(error).__name__}: {error}", file=sys.stderr)
+        finally:
+            farewell.join(max(0.0, deadline - time.monotonic()))
+            quickly(lambda: note_exit_code(EXIT_HUNG), TICK)
+            quickly(sys.stderr.flush, TICK)
+            os._exit(EXIT_HUNG)
+
+    def _tell(self) -> None:
+        mine = Standing(
+            rank=self._world.rank,
+            node=self._nodes[self._world.rank],
+            pid=os.getpid(),
+            step=_progress.step,
+            phase=_progress.phase,
+            beats=_progress.beats,
+            idle=round(self._idle, 1),
+        )
+        if not quickly(lambda: write_standing(self._folder, mine), TICK * 2):
+            print(f"watchdog: {self._folder} cannot be written; rank {mine.rank} stands here:", file=sys.stderr)
+            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+            time.sleep(3 * TICK)  # the others cannot read it there: until each has looked at the store
+        standings = quickly(self._gather, GATHER_SECONDS + TICK) or [mine]
+        if standings[0].rank == mine.rank:
+            text = report(standings, self._nodes, seconds=self._seconds, folder=self._folder)
+            print(text, file=sys.stderr, flush=True)
+            quickly(lambda: self._publish(text, standings), TICK * 2)
+        else:  # it reads from this process's connections, and would fail where it hangs if this one ended first
+            quickly(lambda: _wait_for(lambda: (self._folder / "report.txt").exists(), REPORT_SECONDS), REPORT_SECONDS)
+
+    def _gather(self) -> list[Standing]:
+        """What the ranks have told, the lowest first, once all have, or when waiting for more is over."""
+
+        def all_are_there() -> bool:
+            _look_anew(self._folder, self._world.rank)
+            return len(list(self._folder.glob("rank-*.txt"))) == self._world.size
+
+        _wait_for(all_are_there, GATHER_SECONDS)
+        return read_standings(self._folder)
+
+    def _publish(self, text: str, standings: list[Standing]) -> None:
+        partial = self._folder / f"report.{self._world.rank}.partial"
+        partial.write_text(text + "\n", encoding="utf-8")
+        failed_nodes(self._run_dir, standings, self._nodes)
+        partial.replace(self._folder / "report.txt")  # last: the others end when they see it
+
+
+def _look_anew(folder: Path, rank: int) -> None:
+    """Make a name and remove it: after it the client of a network file system looks at the folder anew."""
+    probe = folder / f".watchdog-{rank}"
+    probe.touch()
+    probe.unlink()
+
+
+def _wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def _in_background(work: Callable[[], Any]) -> threading.Thread:
+    def run() -> None:
+        with suppress(Exception):  # the process ends in any case
+            work()
+
+    thread = threading.Thread(target=run, name="watchdog-helper", daemon=True)
+    thread.start()
+    return thread
+
+
+def quickly(work: Callable[[], Any], seconds: float) -> Any:
+    """What `work` returns, or None if it fails or takes longer: it may touch a file system that does not answer."""
+    result: list[Any] = []
+    _in_background(lambda: result.append(work())).join(seconds)
+    return result[0] if result else None

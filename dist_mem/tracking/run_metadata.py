@@ -1,0 +1,60 @@
+"""What MLflow is told of a run beside its figures: where it came from, what it runs on, what it reads."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dist_mem.config.environment_values import as_written
+from dist_mem.data.directory import local_dir
+from dist_mem.data.remote.fetch import show
+from dist_mem.data.shard import Index
+from dist_mem.data.tokenizers.registry import read_tokenizer_facts
+from dist_mem.model import describe
+from dist_mem.runtime.distributed import World
+from dist_mem.runtime.environment import slurm_job
+from dist_mem.tracking.provenance import git_state, versions, who_runs_what
+from dist_mem.tracking.tracker import Tracker
+
+_DIGEST_CHARS = 36  # MLflow takes no more
+_GIT_DIFF = "git.diff"
+
+
+def describe_run(
+    tracker: Tracker, config: Any, world: World, indexes: Sequence[Index], sources: Mapping[str, str]
+) -> None:
+    """Tell the tracker all of it; for rank 0 alone, because it asks git.
+
+    Args:
+        indexes: of the split that is trained on, then those of evaluation.
+        sources: of memories outside the package, name -> text.
+    """
+    git = git_state()
+    tracker.log_tags({**who_runs_what(), **git.tags, **versions(), "world_size": str(world.size), **slurm_job()})
+    sizes = describe(config, read_tokenizer_facts(local_dir(config.data))["vocab_size"])
+    tracker.log_tags({f"model.{name}": str(size) for name, size in sizes.items()})
+    tracker.log_artifact("config.yaml")
+    if git.diff:
+        tracker.log_text(git.diff, _GIT_DIFF)
+    for name, text in sources.items():
+        tracker.log_text(text, name)
+        tracker.log_tags({f"dist_mem.sha256.{name}": hashlib.sha256(text.encode()).hexdigest()})
+    contexts = ["training", *["validation"] * (len(indexes) - 1)]
+    tracker.log_datasets(
+        [
+            _dataset(index, show(as_written(config, "data.path")), context)
+            for index, context in zip(indexes, contexts, strict=True)
+        ]
+    )
+
+
+def _dataset(index: Index, source: str, context: str) -> dict[str, Any]:
+    profile = {"documents": len(index.documents), "tokens": index.num_tokens, "words": index.num_words}
+    return {
+        "name": f"{index.name}/{index.split}",
+        "digest": index.fingerprint[:_DIGEST_CHARS],
+        "source": f"{source}/{index.split}",
+        "context": context,
+        "profile": profile,
+    }

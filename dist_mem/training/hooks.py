@@ -1,0 +1,208 @@
+"""What is done to a job between its steps: record figures, evaluate, save, carry out what a divergence asks for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dist_mem.checkpoint.lane_states import Lanes
+from dist_mem.checkpoint.manifest import TOKENIZER_DIR
+from dist_mem.checkpoint.resume_choice import AUTO, choose_checkpoint
+from dist_mem.checkpoint.snapshot import take_snapshot
+from dist_mem.config import to_yaml
+from dist_mem.config.resume_rules import checksums_to_keep
+from dist_mem.data.shard import ShardError
+from dist_mem.data.tokenizers.registry import tokenizer_files
+from dist_mem.errors import TakenOverError
+from dist_mem.evaluation.evaluate import evaluate_split
+from dist_mem.evaluation.scoring import EvaluationError
+from dist_mem.runtime.watchdog import beat
+from dist_mem.training.divergence import METRICS, ROLLBACK, Decision, DivergedError
+from dist_mem.training.resume import restore_into
+from dist_mem.training.run import Job
+
+_UNWRITTEN = (OSError, TakenOverError)  # on rank 0 alone: the next step stops all ranks, and its save says why
+
+
+def record(job: Job, figures: Mapping[str, float]) -> Exception | None:
+    """Record figures of the present step; returns what kept them from being written."""
+    beat("recording")
+    try:
+        job.tracker.log(job.step, figures)
+    except _UNWRITTEN as error:
+        return error
+    return None
+
+
+def is_multiple(step: int, every: int | None) -> bool:
+    """Whether something that is done every so many steps is due; None: never."""
+    return every is not None and step % every == 0
+
+
+def evaluate_if_owed(job: Job) -> Exception | None:
+    """Make up for the evaluation that a stop at this step has left out, as it saves without delay; as `record`.
+
+    Raises:
+        EvaluationError, ShardError: on every rank.
+    """
+    if job.step == 0 or not is_multiple(job.step, job.config.eval.every):
+        return None
+    if job.validation is not None and job.validation["step"] == job.step:
+        return None
+    with job.meter.paused():
+        return record(job, evaluate_now(job))
+
+
+def evaluate_or_save(job: Job) -> Exception | None:
+    """Score the validation split and record the figures, as `record`; what cannot be scored stops a run that is saved.
+
+    Raises:
+        EvaluationError, ShardError: on every rank.
+    """
+    try:
+        return record(job, evaluate_now(job))
+    except (EvaluationError, ShardError):
+        save(job)
+        raise
+
+
+def save(job: Job) -> None:
+    """Save the present step, in the background or now; every rank calls it.
+
+    Raises:
+        AgreedError: on every rank, if this save or the one before could not be written.
+    """
+    beat("saving")
+    job.saver.wait()  # one in flight, and one copy in memory
+    began = time.perf_counter()
+    facts = {
+        "time": time.time(),
+        "commit": job.commit,
+        "zero_stage": job.engine.stage,
+        "mlflow_run_id": job.tracker.run_id,
+        "points": job.tracker.num_points,
+        "data_fingerprint": job.index.fingerprint,
+        "tokenizer_fingerprint": job.tokenizer.fingerprint,
+        "meter": job.meter.state(),  # the same sums on every rank; the times are rank 0's
+        "divergence": job.divergence.state(),
+        "validation": job.validation,
+        "environment": checksums_to_keep(job.config),
+    }
+    lanes = Lanes(job.lane_ids, job.cursors, job.states)
+    texts = {"config.yaml": to_yaml(job.config), **job.sources}
+    small_files = {name: text.encode() for name, text in texts.items()}
+    # In every checkpoint, not once a run: a checkpoint that is copied elsewhere can be loaded there.
+    small_files |= {f"{TOKENIZER_DIR}/{name}": content for name, content in tokenizer_files(job.tokenizer).items()}
+    snapshot = take_snapshot(step=job.step, engine=job.engine, lanes=lanes, small_files=small_files, facts=facts)
+    job.saver.save(snapshot, began=began)
+
+
+def tell_saved(job: Job) -> None:
+    """Say which checkpoints have come to be on disk since the last step, and which are no longer there."""
+    for saved in job.saver.finished():
+        job.meter.note(saved.figures())
+        for message in (str(saved), *saved.written.messages):
+            job.tracker.message(message)
+
+
+def end_saving(job: Job) -> None:
+    """Wait for what is being written when a run ends, for whatever reason; a failure does not hide that reason."""
+    beat("saving")
+    try:
+        job.saver.close()
+    except TakenOverError:  # `run` tells it
+        return
+    except RuntimeError as error:  # AgreedError, or the other ranks are gone
+        job.tracker.message(f"error: {error}")
+    tell_saved(job)
+
+
+def evaluate_now(job: Job) -> dict[str, float]:
+    """Figures of the validation split, scored with fresh lanes; training goes on as if it had not happened."""
+    engine, began = job.engine, time.perf_counter()
+    beat("evaluating")
+    engine.train(False)
+
+    def forward(*tensors: Any, **state: Any) -> Any:
+        beat("evaluating")
+        return engine(*tensors, **state)
+
+    report = evaluate_split(
+        forward,
+        engine.init_state,
+        config=job.config,
+        split=job.config.eval.split,
+        tokenizer=job.tokenizer,
+        world=job.world,
+    )
+    engine.train(True)
+    job.evaluation_seconds = max(job.evaluation_seconds, time.perf_counter() - began)
+    job.validation = {"step": job.step, "loss": report.nll / report.num_scored}
+    return report.figures()
+
+
+def carry_out(job: Job, decision: Decision) -> Exception | None:
+    """Do what was decided about a divergence, and tell it; returns what kept it from being recorded.
+
+    Raises:
+        DivergedError: on every rank: there is no checkpoint to roll back to.
+    """
+    job.tracker.message(decision.message)
+    if decision.action == ROLLBACK:
+        _roll_back(job, decision)
+    try:
+        if decision.action == ROLLBACK:
+            job.tracker.rewind(job.step)
+        step = job.step if decision.action == ROLLBACK else job.step + 1  # the point of the update that is skipped
+        job.tracker.log(step, {METRICS[decision.action]: job.divergence.counts[decision.action]})
+    except _UNWRITTEN as error:
+        return error
+    return tag_divergence(job, decision.step, decision.message)
+
+
+def tag_divergence(job: Job, step: int, message: str) -> Exception | None:
+    """Keep with the run what happened at `step`; returns what kept it from being recorded."""
+    try:
+        job.tracker.log_tags({f"dist_mem.divergence.step_{step}": message})
+    except _UNWRITTEN as error:
+        return error
+    return None
+
+
+def tell_stragglers(job: Job, slots: Sequence[float]) -> Exception | None:
+    """Name the ranks that have become slow, or are no more; returns what kept it from being recorded.
+
+    Args:
+        slots: of `Stragglers.mine`, summed over all ranks.
+    """
+    messages = job.stragglers.hear(slots)
+    for message in messages:
+        job.tracker.message(f"step {job.step}: {message}")
+    if job.stragglers.worst is not None:
+        job.meter.note({"straggler/ratio": job.stragglers.worst})
+    try:
+        if messages:
+            job.tracker.log_tags({f"dist_mem.straggler.step_{job.step}": "; ".join(messages)})
+    except _UNWRITTEN as error:
+        return error
+    return None
+
+
+def _roll_back(job: Job, decision: Decision) -> None:
+    """Go back to the newest checkpoint that verifies. From there past the present update, segments are only read."""
+    beat("restoring")
+    job.saver.wait()
+    choice = choose_checkpoint(AUTO, job.run_dir, job.world)
+    if choice is None:
+        raise DivergedError(f"{decision.message}, but there is no checkpoint yet")
+    restore_into(job, choice.directory)
+    job.saver.set_aside(choice.broken)
+    job.divergence.roll_back(choice.manifest.get("divergence", {}), first_trained=decision.step + 1)
+    job.validation = choice.manifest.get("validation")
+    for reason in choice.passed_over:
+        job.tracker.message(f"passed over: {reason}")
+    job.tracker.message(
+        f"rolled back to {choice.directory}; the segments of steps {job.step} to {decision.step} are read, and not "
+        "trained on"
+    )

@@ -1,0 +1,144 @@
+"""What a run measures about itself between two logged points.
+
+Everything that is summed goes into the checkpoint, so that a resumed run logs the very points of one that went straight
+on, wherever between two of them it was stopped.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+
+from dist_mem.data.batch import Update
+from dist_mem.engine.engine import Engine
+
+# Metrics of the machine and not of the training: they differ when a step is repeated.
+MEASUREMENTS = frozenset(
+    {"tokens_per_second", "step_seconds", "data_wait_share", "memory_gb"}
+    | {"checkpoint/seconds", "checkpoint/stall_seconds", "checkpoint/bytes", "straggler/ratio"}
+)
+
+LOGGED = "memory/"  # what memories log: MemoryOutput.logs
+
+
+class Totals(NamedTuple):
+    """Sums over all ranks, of one update or of several."""
+
+    nll: float = 0.0  # nats, over the scored tokens
+    aux: float = 0.0  # auxiliary losses, over lanes and segments
+    recall_nll: float = 0.0  # the share of nll that is of recall tokens
+    num_scored: float = 0.0
+    num_recall: float = 0.0
+    documents: float = 0.0  # started
+    documents_skipped: float = 0.0
+    num_read: float = 0.0  # lane-segments with tokens
+
+
+class Meter:
+    """Sums since the last `read`; every rank keeps one, rank 0's is logged."""
+
+    def __init__(self, *, lane_segments_per_update: int, saved: Mapping[str, float] | None = None) -> None:
+        """Begin at 0, or where the meter stood whose `state()` was saved."""
+        self._lane_segments = lane_segments_per_update
+        saved = saved or {}
+        self._totals = Totals(**{name: saved.get(name, 0.0) for name in Totals._fields})
+        self._logs = {name: figure for name, figure in saved.items() if name.startswith(LOGGED)}
+        self._steps = saved.get("steps", 0.0)
+        self._waited = saved.get("waited", 0.0)
+        self._began = time.perf_counter() - saved.get("seconds", 0.0)
+        self._epoch = 0.0  # of the last update
+        self._noted: dict[str, float] = {}
+        self._paused_seconds = 0.0
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps; JSON keeps every bit of it."""
+        seconds = time.perf_counter() - self._began
+        own = {"steps": self._steps, "waited": self._waited, "seconds": seconds}
+        return {**self._totals._asdict(), **self._logs, **own}
+
+    def timed_next(self, updates: Iterator[Update]) -> Update:
+        """The next update; the time spent waiting for it is what `data_wait_share` reports."""
+        began = time.perf_counter()
+        update = next(updates)
+        self._waited += time.perf_counter() - began
+        return update
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent here, saving or evaluating, is no training time."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - began
+            self._began += seconds
+            self._paused_seconds += seconds
+
+    def training_seconds(self) -> float:
+        """A clock that stands still while the meter is paused."""
+        return time.perf_counter() - self._paused_seconds
+
+    def add(self, totals: Totals, *, epoch: float, logs: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Count one update; `epoch` is `Update.epoch`, `logs` are `Outcome.logs`."""
+        for name, figure in logs.items():
+            self._logs[LOGGED + name] = self._logs.get(LOGGED + name, 0.0) + figure
+        self._totals = Totals(*map(sum, zip(self._totals, totals, strict=True)))
+        self._steps += 1
+        self._epoch = epoch
+
+    def note(self, figures: Mapping[str, float]) -> None:
+        """Add to the next point what does not happen in every step; of several, it has the latest."""
+        self._noted.update(figures)
+
+    def read(self, engine: Engine) -> dict[str, float]:
+        """The metrics of a logged point, and a fresh start.
+
+        Losses are nats per token averaged over all tokens since the last point; documents count since the start of the
+        run; memory is this process's peak so far in GB (the GPU's where there is one). What memories log is averaged
+        over blocks and over all lanes that read something since the last point.
+        """
+        seconds, totals = time.perf_counter() - self._began, self._totals
+        loss = totals.nll / totals.num_scored if totals.num_scored else math.nan
+        metrics = {
+            "loss": loss,
+            "perplexity": _perplexity(loss),
+            "tokens_per_second": totals.num_scored / seconds,
+            "step_seconds": seconds / max(1.0, self._steps),
+            "data_wait_share": self._waited / seconds,
+            "grad_norm": engine.gradient_norm(),
+            "lr": engine.lr,
+            "epoch": self._epoch,
+            "documents": totals.documents,
+            "documents_skipped": totals.documents_skipped,
+            "memory_gb": peak_memory_gb(),
+            **self._noted,
+        }
+        if norms := engine.gradient_norms():
+            metrics |= {"grad_norm_model": norms.model, "grad_norm_aux": norms.apart}
+        if totals.num_recall:
+            metrics["recall_perplexity"] = _perplexity(totals.recall_nll / totals.num_recall)
+        if totals.aux:
+            metrics["aux_loss"] = totals.aux / (self._lane_segments * max(1.0, self._steps))
+        if totals.num_read:
+            metrics |= {name: figure / totals.num_read for name, figure in self._logs.items()}
+        self._totals, self._logs = Totals(documents=totals.documents, documents_skipped=totals.documents_skipped), {}
+        self._steps, self._waited, self._began, self._noted = 0.0, 0.0, self._began + seconds, {}
+        return metrics
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0))  # math.exp raises beyond 709
+
+
+def peak_memory_gb() -> float:
+    """Peak memory of this process, GB of 10^9 bytes: allocated on the GPU, else resident."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

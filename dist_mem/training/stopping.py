@@ -1,0 +1,105 @@
+"""Who may stop a run before its last step: a signal, a file, or the clock. Each is enough by itself.
+
+    a signal on any rank | RUN/STOP, which rank 0 looks for | the end of the job's time, by rank 0's clock
+        -> the flag `stop` in the step's all-reduce -> all ranks finish that step, save, and leave with exit code 85
+
+Nothing is asked of the other ranks for it: the flag travels with the sums of the step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dist_mem.errors import UnfitError, UnusableError
+from dist_mem.runtime.distributed import World, decided_by_rank0, gather_objects
+from dist_mem.runtime.environment import job_end, node_name
+from dist_mem.runtime.signals import LEAST_SECONDS, STOP_FILE, StopSignal
+
+if TYPE_CHECKING:
+    from dist_mem.training.run import Job
+
+_SAVES = 3.0  # one in flight, one of the last step, and one for a disk that is slow just then
+_LOOK_SECONDS = 1.0  # between two looks for the file: on a network file system each asks the server
+
+
+def refuse_if_told_to_stop(run_dir: Path, world: World) -> None:
+    """Before anything is built: whether the run may start at all; every rank calls it.
+
+    Raises:
+        UnusableError: on every rank. RUN/STOP is there, or DIST_MEM_JOB_END is no time.
+        UnfitError: likewise; the job's time is over.
+    """
+
+    def look() -> None:
+        if (run_dir / STOP_FILE).exists():
+            raise UnusableError(f"{run_dir / STOP_FILE} is there: the run was told to stop; remove the file to go on")
+        try:
+            end = job_end()
+        except ValueError as error:
+            raise UnusableError(str(error)) from error
+        if end is not None and end - time.time() < LEAST_SECONDS:
+            raise UnfitError(f"{_time_left(end)}: ask for more time, or unset it if it is that of another job")
+
+    decided_by_rank0(look, (UnusableError, UnfitError))
+
+
+def _time_left(end: float) -> str:
+    left = end - time.time()
+    what = f"has been over for {-left:.0f} s" if left < 0 else f"is over in {left:.0f} s"
+    return f"the time of this job {what} (environment: DIST_MEM_JOB_END={end:.0f})"
+
+
+class Stopping:
+    """Asks the three sources once a step; every rank has one."""
+
+    def __init__(self, job: Job, signal: StopSignal) -> None:
+        self._job, self._signal = job, signal
+        self._end = job_end() if job.world.rank == 0 else None
+        self._looked = -float("inf")  # for the file, monotonic seconds
+        self._reason: str | None = None
+        self._step_seconds = deque[float](maxlen=10)
+        self._last = job.meter.training_seconds()
+
+    def is_asked_for(self) -> bool:
+        """Whether this rank knows of a reason to stop after the present step; it may not be the only one that does."""
+        now = self._job.meter.training_seconds()
+        self._step_seconds.append(now - self._last)
+        self._last = now
+        if self._reason is None:
+            self._reason = self._by_signal() or self._by_file() or self._by_clock()
+        return self._reason is not None
+
+    def told(self) -> str:
+        """Who asked, of all ranks; every rank calls it once all have stopped."""
+        reasons = [reason for reason in gather_objects(self._reason) if reason is not None]
+        more = f" and {len(reasons) - 3} more" if len(reasons) > 3 else ""
+        return "told to stop " + ", ".join(reasons[:3]) + more  # Slurm signals all of 512 ranks
+
+    def _by_signal(self) -> str | None:
+        name = self._signal.received
+        return None if name is None else f"by a signal ({name} on rank {self._job.world.rank}, {node_name()})"
+
+    def _by_file(self) -> str | None:
+        if self._job.world.rank != 0 or time.monotonic() < self._looked + _LOOK_SECONDS:
+            return None
+        self._looked = time.monotonic()
+        path = self._job.run_dir / STOP_FILE
+        return f"by {path} (remove it first)" if path.exists() else None
+
+    def _by_clock(self) -> str | None:
+        if self._end is None or self._end - time.time() >= (needed := self.seconds_needed()):
+            return None
+        return f"by the clock: {_time_left(self._end)}, and to stop in time takes up to {needed:.0f} s"
+
+    def seconds_needed(self) -> float:
+        """How long before the end of the job's time a stop has to be asked for: to end two steps, and to save."""
+        save = max(LEAST_SECONDS, _SAVES * self._job.saver.longest_seconds())
+        return save + 2 * max(self._step_seconds, default=0) + self._seconds_of_evaluation()
+
+    def _seconds_of_evaluation(self) -> float:
+        """Of one that comes before the stop would be obeyed; nothing ends it."""
+        every, step = self._job.config.eval.every, self._job.step
+        return self._job.evaluation_seconds if every and -step % every <= 2 else 0.0
