@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankPool, free_port, launcher_environment
-from scored_library import write_library
-from slurm_cluster import Cluster, running_cluster, why_not
 
 from dist_mem.data.shard import Index, read_index
 from dist_mem.tracking.mlflow_run import connect
+from tests.support.paths import ROOT
+from tests.support.ranks import RankPool, free_port, launcher_environment
+from tests.support.scored_library import write_library
+from tests.support.slurm_cluster import Cluster, running_cluster, why_not
 
 torch.set_num_threads(1)  # tiny tensors: more threads only get in each other's way
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +53,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data directory of small books, see jobs.py."""
-    from jobs import build_books  # which takes seconds to import
+    from tests.support.jobs import build_books  # which takes seconds to import
 
     return build_books(tmp_path_factory.mktemp("books"))
 

@@ -1,7 +1,7 @@
 """The rules of the memory contract (dist_mem/memory/base.py), each a function that raises BrokenRuleError.
 
-`tests/test_memory_contract.py` applies them to every memory of the package, `dist-mem check-memory` to yours. What
-each of them means and what mostly breaks it stands in dist_mem/contract/check_memory.py.
+`tests/memory/test_memory_contract.py` applies them to every memory of the package, `dist-mem check-memory` to yours.
+What each of them means and what mostly breaks it stands in dist_mem/contract/check_memory.py.
 """
 
 from __future__ import annotations

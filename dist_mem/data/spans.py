@@ -3,7 +3,8 @@
     plan, cursor -> DocumentLane or StreamLane -> Run of up to K segments -> the lane's column of a block (chunks.py)
 
 Reading many segments takes no more Python than reading one. A cursor says all about where a lane stands, so a lane
-opened at a saved cursor goes on as if it had never stopped. tests/simple_lanes.py does the same one segment at a time.
+opened at a saved cursor goes on as if it had never stopped. tests/support/simple_lanes.py reads
+one segment at a time and gives the same.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How few rows of an open segment have to go through a model: padding to T costs about as much as T tokens.
 
 An incomplete segment leaves nothing in a memory, so a memory that computes the outputs of fewer rows as well need not
-be given T. The memories here were tried (tests/test_generation_short.py); all others are given T rows, as the memory
-contract says.
+be given T. The memories here were tried (tests/generation/test_generation_short.py); all others are given T rows, as
+the memory contract says.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A memory is an `nn.Module` built from a `LayerSpec` and its own `Options`. Its s
 first, handed in and handed out; `forward` changes nothing it was given. The model (dist_mem/model.py), not the memory,
 decides whether a new state is kept (rule 3), and a lane that starts a new document starts empty.
 
-Rules, each tested on every memory by discovery (tests/test_memory_contract.py):
+Rules, each tested on every memory by discovery (tests/memory/test_memory_contract.py):
 1. pure  2. same structure, shapes, dtypes; no gradient through the state  3. only complete segments are committed,
 and with `data.cut: end` a document's first, which may be short
 4. causal  5. lanes are independent; a reset lane equals a fresh one  6. document ends are masks, never branches

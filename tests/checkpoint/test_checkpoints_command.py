@@ -1,0 +1,124 @@
+"""`dist-mem checkpoints`: what it says of a run's checkpoints is true, and so is its exit code."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dist_mem.__main__ import main
+from dist_mem.checkpoint.manifest import step_dir
+from tests.support.faults import flip
+from tests.support.jobs import build_books, train_here, write_config
+from tests.support.ranks import RankPool
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, rank_pool: Callable[[int], RankPool]) -> Path:
+    """Two ranks, ZeRO stage 2; of steps 2, 4, 6, 8 the last two are kept, and every fourth."""
+    folder = tmp_path_factory.mktemp("run")
+    checkpoint = {"every": 2, "keep_last": 2, "keep_every": 4}
+    changes = {"train": {"steps": 8}, "checkpoint": checkpoint}
+    config = write_config(folder / "run.yaml", build_books(folder), folder / "run", changes)
+    assert rank_pool(2).run(train_here, config) == [0, 0]
+    return folder / "run"
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, trained: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str]:
+    """Exit code and what was printed."""
+    code = main(["checkpoints", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+def row(text: str, name: str) -> str:
+    (found,) = [line for line in text.splitlines() if line.startswith(f"{name} ")]
+    return found
+
+
+def test_list_tells_steps_sizes_ranks_stage_and_which_rule_keeps_each(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = told(capsys, "list", run_dir)
+    assert code == 0
+    assert [line.split()[0] for line in text.splitlines()] == [
+        "checkpoint", "step-00000004", "step-00000006", "step-00000008"
+    ]  # fmt: skip
+    assert re.search(r" 2 +2  keep_every +complete$", row(text, "step-00000004"))
+    assert re.search(r" 2 +2  keep_last +complete$", row(text, "step-00000006"))
+    assert re.search(r" 2 +2  keep_last, keep_every +complete$", row(text, "step-00000008"))
+    files = [path for path in step_dir(run_dir, 8).rglob("*") if path.is_file() and path.name != "manifest.json"]
+    assert f"{sum(path.stat().st_size for path in files):,}" in row(text, "step-00000008")
+
+
+def test_verify_reads_what_list_only_weighs(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert told(capsys, "verify", run_dir)[0] == 0
+    flip(step_dir(run_dir, 8) / "rng" / "rank-00001.safetensors", -1)
+    assert told(capsys, "list", run_dir)[0] == 0
+    code, text = told(capsys, "verify", run_dir)
+    assert code == 1
+    assert "BROKEN: rng/rank-00001.safetensors: SHA-256 differs" in row(text, "step-00000008")
+    assert row(text, "step-00000006").endswith("verified")
+    assert "a run would go on from step-00000006" in text
+
+
+@pytest.mark.parametrize("action", ["list", "verify", "show"])
+def test_file_cut_short_is_found_by_every_command(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], action: str
+) -> None:
+    path = step_dir(run_dir, 8) / "engine.json"
+    path.write_bytes(path.read_bytes()[:-1])
+    code, text = told(capsys, action, run_dir)
+    assert code == 1
+    assert re.search(r"BROKEN: engine\.json: [\d,]+ bytes, [\d,]+ expected", text)
+
+
+def test_checkpoint_without_a_manifest_is_listed(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (step_dir(run_dir, 6) / "manifest.json").unlink()
+    code, text = told(capsys, "list", run_dir)
+    assert code == 1
+    assert "BROKEN: no manifest.json, so this save never finished" in row(text, "step-00000006")
+
+
+def test_what_was_set_aside_is_named_and_breaks_nothing(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step_dir(run_dir, 6).rename(step_dir(run_dir, 6).with_suffix(".broken"))
+    code, text = told(capsys, "verify", run_dir)
+    assert code == 0
+    assert "set aside, for you to inspect and delete: step-00000006.broken" in text
+
+
+def test_show_tells_all_of_one(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = told(capsys, "show", step_dir(run_dir, 4))
+    assert code == 0
+    facts = dict(re.split(r"  +", line, maxsplit=1) for line in text.splitlines())
+    assert facts["step"] == "4"
+    assert facts["ranks"] == "2, ZeRO stage 2"
+    assert facts["lanes"] == "8 places"
+    assert facts["run"] == str(run_dir)
+    assert "deepspeed 0.19" in facts["code"]
+    assert told(capsys, "show", run_dir)[1].splitlines()[0].endswith("step-00000008"), "of a run the newest"
+
+
+@pytest.mark.parametrize("action", ["list", "verify", "show"])
+def test_nothing_there_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str], action: str) -> None:
+    assert told(capsys, action, tmp_path) == (
+        2,
+        f"error: {tmp_path}: no checkpoint; give a run directory or one checkpoint in it\n",
+    )
+
+
+def test_the_command_does_without_torch(run_dir: Path) -> None:
+    code = f"import sys; from dist_mem.__main__ import main; main(['checkpoints', 'list', {str(run_dir)!r}]); "
+    code += "print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"

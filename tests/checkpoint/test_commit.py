@@ -1,0 +1,181 @@
+"""One save, from the copy of the state to the rename: nothing aliased, few files, one message, one writer."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from dist_mem.checkpoint.lane_states import Lanes
+from dist_mem.checkpoint.manifest import describe_file, list_steps, step_dir, verify
+from dist_mem.checkpoint.saver import Saver
+from dist_mem.checkpoint.snapshot import Snapshot, take_snapshot
+from dist_mem.checkpoint.tensor_file import safetensors_parts
+from dist_mem.config import CheckpointConfig
+from dist_mem.data.tokenizers.registry import load_tokenizer, tokenizer_files
+from dist_mem.data.tokenizers.words import WordTokenizer
+from dist_mem.errors import TakenOverError
+from dist_mem.runtime.distributed import AgreedError, World
+from dist_mem.runtime.files import write_hashed
+from dist_mem.runtime.lease import Lease
+from tests.support.ranks import RankPool
+from tests.support.saving import FACTS, before_writing, names
+from tests.support.tiny import run_steps, tiny_config, tiny_job
+
+Pool = Callable[[int], RankPool]
+WORDS = WordTokenizer(["a", "b\u00e9"])
+
+
+NEEDED = {key: fact for key, fact in FACTS.items() if key not in ("world_size", "versions", "lanes")}
+
+
+def snapshot_of(job: Any, facts: dict[str, Any] | None = None) -> Snapshot:
+    lanes, small_files = Lanes(job.lane_ids, job.cursors, job.states), {"config.yaml": b"a: 1\n"}
+    return take_snapshot(
+        step=job.step, engine=job.engine, lanes=lanes, small_files=small_files, facts={**NEEDED, **(facts or {})}
+    )
+
+
+def test_a_file_is_the_library_s_own_to_the_last_byte(tmp_path: Path) -> None:
+    dtypes = [torch.uint8, torch.float16, torch.int64, torch.bool, torch.float32, torch.bfloat16, torch.float64]
+    tensors = {f"kind/{number}.weight": torch.arange(number + 1).to(dtype) for number, dtype in enumerate(dtypes)}
+    tensors |= {"none": torch.zeros(0, 3), "scalar": torch.tensor(7.0), "matrix \u00e9": torch.rand(3, 5)}
+    entry = write_hashed(tmp_path / "ours", safetensors_parts(tensors))
+    assert (tmp_path / "ours").read_bytes() == save(tensors)
+    assert entry == describe_file(tmp_path / "ours")
+
+
+def snapshots_around_training(world: World, stage: int) -> None:
+    config = tiny_config({"optimizer": {"kind": "adamw", "lr": 0.1}, "train": {"precision": "bf16"}})
+    job = tiny_job(config, world, stage=stage)
+    run_steps(job, first=0, last=1)
+    losses = [5.0]
+    snapshot = snapshot_of(job, {"losses": losses})
+    losses.append(4.0)
+    assert snapshot.facts == {**NEEDED, "losses": [5.0]}
+    before = {kind: {name: tensor.clone() for name, tensor in found.items()} for kind, found in snapshot.files.items()}
+    torch.rand(1)
+    run_steps(job, first=1, last=2)
+    later = snapshot_of(job)
+    for kind, tensors in before.items():
+        assert all(torch.equal(tensor, snapshot.files[kind][name]) for name, tensor in tensors.items())
+        assert any(not torch.equal(tensor, later.files[kind][name]) for name, tensor in tensors.items()), kind
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_snapshot_does_not_move_with_the_training(rank_pool: Pool, stage: int) -> None:
+    rank_pool(2).run(snapshots_around_training, stage)
+
+
+def count_of_one_save(world: World, run_dir: Path, num_layers: int) -> tuple[int, int, int]:
+    """Files and fsyncs as told, and the fsyncs that this rank really made."""
+    job = tiny_job(tiny_config({"model": {"num_layers": num_layers}}), world, stage=2)
+    snapshot = snapshot_of(job)
+    saver = Saver(run_dir, world, CheckpointConfig(background=False))
+    made, fsync = [], os.fsync
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda descriptor: made.append(fsync(descriptor)))
+        saver.save(snapshot, began=time.perf_counter())
+    saver.close()
+    [saved] = saver.finished()
+    return saved.written.num_files, saved.written.num_fsyncs, len(made)
+
+
+def test_files_and_fsyncs_are_a_few_a_rank_whatever_the_model(tmp_path: Path, rank_pool: Pool) -> None:
+    told = {}
+    for world_size in (1, 2):
+        for num_layers in (1, 3):
+            run_dir = tmp_path / f"{world_size}-{num_layers}"
+            counts = rank_pool(world_size).run(count_of_one_save, run_dir, num_layers)
+            [(num_files, num_fsyncs)] = {(files, fsyncs) for files, fsyncs, _ in counts}
+            assert num_files == sum(path.is_file() for path in (run_dir / "checkpoints").rglob("*"))
+            assert num_fsyncs == sum(made for _, _, made in counts)
+            told[world_size, num_layers] = num_files, num_fsyncs
+    assert told == {(1, 1): (7, 13), (1, 3): (7, 13), (2, 1): (10, 16), (2, 3): (10, 16)}
+
+
+def save_with_a_tokenizer(world: World, run_dir: Path) -> None:
+    job = tiny_job(tiny_config(), world, stage=2)
+    small_files = {f"tokenizer/{name}": content for name, content in tokenizer_files(WORDS).items()}
+    saver = Saver(run_dir, world, CheckpointConfig())
+    saver.save(snapshot_of(job)._replace(small_files=small_files), began=time.perf_counter())
+    saver.close()
+
+
+def test_a_checkpoint_carries_its_tokenizer(tmp_path: Path, rank_pool: Pool) -> None:
+    rank_pool(2).run(save_with_a_tokenizer, tmp_path)
+    folder = step_dir(tmp_path, 0)
+    assert {f"tokenizer/{name}" for name in ("tokenizer.json", "tokenizer.words")} < set(verify(folder)["files"])
+    assert load_tokenizer(folder / "tokenizer").fingerprint == WORDS.fingerprint
+
+
+def save_twice(world: World, run_dir: Path) -> str:
+    job = tiny_job(tiny_config(), world, stage=2)
+    saver = Saver(run_dir, world, CheckpointConfig())
+    release = threading.Event()
+    with before_writing(lambda path: assert_released(release)):
+        saver.save(snapshot_of(job), began=time.perf_counter())
+        assert not saver.failed()
+        assert saver.finished() == []
+        assert list_steps(run_dir) == []
+        release.set()
+        saver.wait()
+    with before_writing(lambda path: fail_on(world.rank)):
+        job.step = 1
+        saver.save(snapshot_of(job), began=time.perf_counter())
+        with pytest.raises(AgreedError) as caught:
+            saver.wait()
+    [saved] = saver.finished()
+    assert str(saved).startswith(f"step 0: saved {step_dir(run_dir, 0)} (")
+    saver.close()
+    return str(caught.value)
+
+
+def assert_released(release: threading.Event) -> None:
+    assert release.wait(20)
+
+
+def fail_on(rank: int) -> None:
+    raise OSError(5, f"Input/output error on {rank}")
+
+
+def test_the_errors_of_all_ranks_are_told_in_one_message(tmp_path: Path, rank_pool: Pool) -> None:
+    first, second = rank_pool(2).run(save_twice, tmp_path)
+    assert first == second
+    assert "writing failed on 2 of 2 ranks. rank 0: OSError" in first
+    assert "rank 1: OSError: [Errno 5] Input/output error on 1" in first
+    assert names(tmp_path) == ["latest", "step-00000000"]
+
+
+def save_after_a_takeover(world: World, run_dir: Path) -> str:
+    """The other job takes the directory over while rank 1 of this one still writes."""
+    lease = Lease(run_dir) if world.rank == 0 else None
+    saver = Saver(run_dir, world, CheckpointConfig(background=False))
+
+    def take_over(path: Path) -> None:
+        if path.parent.name == "rng":
+            holder = {"format_version": 1, "host": os.uname().nodename, "pid": 1}
+            (run_dir / "lease.json").write_text(json.dumps(holder))
+
+    with before_writing(take_over), pytest.raises(TakenOverError) as caught:
+        saver.save(snapshot_of(tiny_job(tiny_config(), world, stage=2)), began=time.perf_counter())
+    saver.close()
+    if lease is not None:
+        lease.release()
+    return str(caught.value)
+
+
+def test_a_job_that_has_lost_its_lease_commits_nothing(tmp_path: Path, rank_pool: Pool) -> None:
+    """And removes nothing: the directory with that name may be the other job's."""
+    first, second = rank_pool(2).run(save_after_a_takeover, tmp_path)
+    assert first == second
+    assert f"process 1 on {os.uname().nodename} has taken the run directory over; leave it to that job" in first
+    assert names(tmp_path) == [".step-00000000.partial"]

@@ -1,0 +1,264 @@
+"""A run goes on exactly on other ranks, at other ZeRO stages and with other micro_lanes than its checkpoint's."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dist_mem.__main__ import main
+from dist_mem.checkpoint.engine_files import EngineReader
+from dist_mem.checkpoint.manifest import read_manifest, step_dir
+from dist_mem.training.resume import dropout_seed
+from dist_mem.training.run import Job
+from tests.checkpoint.test_restore import opened
+from tests.support.contract_cases import CASES, SEG_LEN
+from tests.support.jobs import losses, train_here, write_config
+from tests.support.ranks import RankPool
+
+
+class Leg(NamedTuple):
+    """A part of a run, on its own number of ranks."""
+
+    world: int
+    stage: int
+    micro_lanes: int = 2
+
+
+STEPS = 4  # of a leg
+DETERMINISTIC = {
+    "model": {"dropout": 0.0},
+    "schedule": {"kind": "constant"},
+    "checkpoint": {"every": STEPS},
+}
+SMALL_GROUPS = {"sub_group_size": 500, "stage3_param_persistence_threshold": 0}  # parameters are cut anywhere
+
+
+def train_leg(
+    pool: Callable[[int], RankPool], config: Path, leg: Leg, *, steps: int, changes: tuple[str, ...] = ()
+) -> None:
+    overrides = (
+        f"train.steps={steps}",
+        f"train.micro_lanes={leg.micro_lanes}",
+        f"deepspeed.zero_optimization.stage={leg.stage}",
+        *changes,
+    )
+    assert pool(leg.world).run(train_here, config, overrides) == [0] * leg.world
+
+
+def write_elastic_config(path: Path, data: Path, memory: dict[str, Any] | None = None, **train: Any) -> Path:
+    """Eight lanes in fp32 without dropout; decay and no-decay groups and two learning rates, as in jobs.py."""
+    changes = {**DETERMINISTIC, "train": train, "deepspeed": {"zero_optimization": SMALL_GROUPS}}
+    config = write_config(path, data, path.with_suffix(""), changes)
+    if memory is not None:
+        written = OmegaConf.load(config)
+        written.memory = memory
+        OmegaConf.save(written, config)
+    return config
+
+
+def lane_hashes(directory: Path, num_lanes: int = 8) -> dict[int, str]:
+    """Of memory and cursor of each lane, whatever file it is in."""
+    manifest = read_manifest(directory)
+    hashes = {}
+    for lane in range(num_lanes):
+        name, row = manifest["lanes"][str(lane)]
+        tensors = load_file(directory / name)
+        parts = [key.encode() + tensors[key][row].numpy().tobytes() for key in sorted(tensors)]
+        hashes[lane] = hashlib.sha256(b"".join(parts)).hexdigest()
+    return hashes
+
+
+def engine_values(directory: Path) -> dict[str, Tensor]:
+    """Weights, moments and steps by kind and name, whole."""
+    reader = EngineReader(directory)
+    values = {f"weights/{name}": weights for name, weights in reader.weights().items()}
+    for name, shape in reader.index["shapes"].items():
+        for kind in ("exp_avg", "exp_avg_sq", "step"):
+            found = reader.read(kind, name, 0, torch.Size(shape).numel())
+            if found is not None:
+                values[f"{kind}/{name}"] = found
+    return values
+
+
+MOVES = [Leg(2, 2), Leg(3, 3), Leg(1, 1, 4), Leg(2, 0, 1)]
+
+
+@pytest.fixture(scope="module")
+def moved(
+    tmp_path_factory: pytest.TempPathFactory, books: Path, rank_pool: Callable[[int], RankPool]
+) -> Iterator[tuple[Path, Path]]:
+    """A run that has moved 2 -> 3 -> 1 -> 2 ranks, ZeRO 2 -> 3 -> 1 -> 0, and one that stayed on 2."""
+    folder = tmp_path_factory.mktemp("elastic")
+    stayed, moving = (write_elastic_config(folder / f"{name}.yaml", books) for name in ("stayed", "moving"))
+    train_leg(rank_pool, stayed, MOVES[0], steps=STEPS * len(MOVES))
+    for number, leg in enumerate(MOVES):
+        train_leg(rank_pool, moving, leg, steps=STEPS * (number + 1))
+    yield folder / "stayed", folder / "moving"
+
+
+def test_losses_are_those_of_the_run_that_stayed(moved: tuple[Path, Path]) -> None:
+    stayed, moving = (torch.tensor(losses(run_dir)) for run_dir in moved)
+    assert len(stayed) == STEPS * len(MOVES)
+    assert stayed[0] - stayed[-1] > 0.1, "nothing was learned: the test proves little"
+    torch.testing.assert_close(moving, stayed, rtol=0, atol=1e-5)
+
+
+def test_the_same_segments_were_read_in_the_same_steps(moved: tuple[Path, Path]) -> None:
+    """After each leg every lane stands where it stands in the run that stayed: nothing was read twice or left out."""
+    for number in range(len(MOVES)):
+        cursors = []
+        for run_dir in moved:
+            directory = step_dir(run_dir, STEPS * (number + 1))
+            rows = read_manifest(directory)["lanes"]
+            opened = {name: load_file(directory / name)["cursors"] for name, _ in rows.values()}
+            cursors.append([opened[rows[str(lane)][0]][rows[str(lane)][1]].tolist() for lane in range(8)])
+        assert cursors[0] == cursors[1]
+    assert any(place for _, place, _ in cursors[0]), "no lane came to a second book: the test proves little"
+
+
+def test_parameters_and_moments_of_every_group_are_those_of_the_run_that_stayed(moved: tuple[Path, Path]) -> None:
+    """Weight decay and learning rates differ between groups: a group with another one's would show."""
+    stayed, moving = (engine_values(step_dir(run_dir, STEPS * len(MOVES))) for run_dir in moved)
+    assert stayed.keys() == moving.keys()
+    for name, values in stayed.items():
+        if name.startswith("step/"):
+            assert values == moving[name] == STEPS * len(MOVES), name
+        else:
+            torch.testing.assert_close(moving[name], values, rtol=1e-3, atol=2e-5, msg=name)
+
+
+def save_again(pool: Callable[[int], RankPool], config: Path, leg: Leg, *, step: int) -> Path:
+    """A checkpoint of the very state that a job on other ranks has restored: it has no step to make."""
+    pool(leg.world).run(_restore_and_save, config, leg, step)
+    return step_dir(config.with_suffix(""), step + 1)
+
+
+def _restore_and_save(world: Any, config_file: Path, leg: Leg, step: int) -> None:
+    from dist_mem.checkpoint.resume_source import find_resumption
+    from dist_mem.config import load_config
+    from dist_mem.memory import memory_options
+    from dist_mem.runtime.signals import StopSignal
+    from dist_mem.training.hooks import save
+    from dist_mem.training.run import open_job
+
+    overrides = [f"train.micro_lanes={leg.micro_lanes}", f"deepspeed.zero_optimization.stage={leg.stage}"]
+    config = load_config([str(config_file), *overrides], memory_options=memory_options)
+    job = open_job(config, world, find_resumption(config, world), StopSignal([]))
+    try:
+        assert job.step == step
+        job.step += 1  # under a name of its own
+        save(job)
+        job.saver.wait()
+    finally:
+        job.saver.close()
+        job.reader.close()
+        job.tracker.close("FINISHED")
+
+
+def _random_state_at_start(world: Any, config_file: Path, leg: Leg) -> tuple[Tensor, Tensor, list[str]]:
+    """The generator as a job begins, as it would be if seeded for this step and rank, and what was said."""
+    step, state, told = rank_opened(world, config_file, leg)
+    with torch.random.fork_rng():
+        torch.manual_seed(dropout_seed(0, step, world.rank))
+        return state, torch.get_rng_state(), told
+
+
+def rank_opened(world: Any, config_file: Path, leg: Leg) -> tuple[int, Tensor, list[str]]:
+    def look(job: Job, told: list[str]) -> tuple[int, Tensor, list[str]]:
+        return job.step, torch.get_rng_state(), told
+
+    changes = (f"train.micro_lanes={leg.micro_lanes}", f"deepspeed.zero_optimization.stage={leg.stage}")
+    return opened(world, config_file, changes, (), look)
+
+
+@pytest.fixture
+def moved_last(moved: tuple[Path, Path], tmp_path: Path) -> Path:
+    """The configuration of a copy of the run that stayed: 2 ranks, ZeRO 2, 2 micro_lanes."""
+    stayed = moved[0]
+    shutil.copytree(stayed, tmp_path / "stayed")
+    text = stayed.with_suffix(".yaml").read_text().replace(str(stayed), str(tmp_path / "stayed"))
+    (tmp_path / "stayed.yaml").write_text(text)
+    return tmp_path / "stayed.yaml"
+
+
+@pytest.mark.parametrize(
+    ("leg", "line"),
+    [
+        (Leg(3, 2), "moved: ranks 2 -> 3; dropout is drawn anew"),
+        (Leg(1, 0, 4), "moved: ranks 2 -> 1, ZeRO stage 2 -> 0, micro_lanes 2 -> 4; dropout is drawn anew"),
+        (Leg(2, 2, 4), "moved: micro_lanes 2 -> 4; dropout is drawn anew"),
+        (Leg(2, 3), "moved: ZeRO stage 2 -> 3"),
+    ],
+)
+def test_dropout_is_seeded_by_step_and_rank_where_lanes_are_divided_otherwise(
+    moved_last: Path, rank_pool: Callable[[int], RankPool], leg: Leg, line: str
+) -> None:
+    """And goes on where they are not; either way it is said in one line."""
+    saved = step_dir(moved_last.with_suffix(""), STEPS * len(MOVES))
+    answers = rank_pool(leg.world).run(_random_state_at_start, moved_last, leg)
+    assert line in answers[0][2]
+    for rank, (state, seeded, _) in enumerate(answers):
+        if "anew" in line:
+            assert torch.equal(state, seeded)
+        else:
+            assert torch.equal(state, load_file(saved / "rng" / f"rank-{rank:05d}.safetensors")["cpu"])
+    assert len({tuple(seeded.tolist()) for _, seeded, _ in answers}) == leg.world, "each rank draws its own"
+
+
+def test_lanes_that_the_ranks_do_not_divide_are_told_at_start_and_before(
+    moved_last: Path, rank_pool: Callable[[int], RankPool], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, _, told = rank_pool(3).run(rank_opened, moved_last, Leg(3, 2))[0]
+    waste = "4 idle lanes, 33.3% of the work; with train.micro_lanes=1 it would be 1; none is idle with"
+    waste = f"{waste} train.lanes=12 (in a new run) or 2 ranks"
+    assert f"warning: {waste}" in told
+    assert main(["train", str(moved_last), "--check", "--world", "3"]) == 0
+    assert waste in capsys.readouterr().out
+    assert not any("of the work" in line for line in rank_pool(2).run(rank_opened, moved_last, Leg(2, 2))[0][2])
+
+
+# Every memory meets every move and every change of stage in `make nightly`; here each memory makes two moves, so that
+# all pairs of worlds and of stages occur.
+CHAINS = [
+    [Leg(2, 2), Leg(3, 3, 1), Leg(1, 1, 4)],
+    [Leg(2, 3), Leg(1, 0, 4), Leg(3, 2)],
+    [Leg(3, 1), Leg(2, 2, 4), Leg(2, 3, 1)],
+    [Leg(1, 0), Leg(2, 3), Leg(3, 0, 1)],
+    [Leg(3, 3), Leg(1, 2), Leg(2, 1, 1)],
+    [Leg(1, 1), Leg(3, 2), Leg(2, 0)],
+    [Leg(2, 0), Leg(3, 1), Leg(1, 3)],
+]
+PAIRS = [pytest.param(case, CHAINS[number % len(CHAINS)], id=f"{case}, {number % len(CHAINS)}")
+         for number, case in enumerate(CASES)]  # fmt: skip
+PRODUCT = [
+    pytest.param(case, chain, id=f"{case}, {index}", marks=pytest.mark.nightly)
+    for number, case in enumerate(CASES)
+    for index, chain in enumerate(CHAINS)
+    if index != number % len(CHAINS)
+]
+
+
+@pytest.mark.parametrize(("case", "chain"), [*PAIRS, *PRODUCT])
+def test_every_memory_moves_to_the_last_bit(
+    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool], case: str, chain: list[Leg]
+) -> None:
+    """Trained three steps, then restored and saved again on other ranks and stages without a step in between."""
+    config = write_elastic_config(tmp_path / "run.yaml", books, CASES[case], seg_len=SEG_LEN, steps=3)
+    train_leg(rank_pool, config, chain[0], steps=3)
+    first = step_dir(tmp_path / "run", 3)
+    for step, leg in enumerate(chain[1:], start=3):
+        again = save_again(rank_pool, config, leg, step=step)
+        assert lane_hashes(again) == lane_hashes(first)
+        before, after = engine_values(first), engine_values(again)
+        assert before.keys() == after.keys()
+        for name, values in before.items():
+            assert torch.equal(after[name], values), name

@@ -1,0 +1,126 @@
+"""The engine's files in a checkpoint: whole weights out of any of them, the same bytes for the same state."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dist_mem.checkpoint.engine_files import ENGINE_JSON, EngineReader, rank_file
+from dist_mem.errors import CheckpointError
+from dist_mem.runtime.distributed import World
+from tests.support.engine_saves import FROZEN, engine_job, gathered, masters, next_losses, save_engine
+from tests.support.jobs import difference
+from tests.support.ranks import RankPool
+
+Pools = Callable[[int], RankPool]
+
+
+def train_and_save(
+    world: World, directory: Path, stage: int, precision: str, groups: list[Any]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The weights as DeepSpeed's own functions gather them, and what the ranks own together."""
+    job = engine_job(world, stage, {"optimizer": {"groups": groups}, "train": {"precision": precision}})
+    next_losses(job, 2)
+    for name in ("first", "second"):
+        save_engine(job, directory / name)
+    return masters(job), gathered(job)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("precision", "groups"), [("fp32", []), ("bf16", []), ("fp32", FROZEN), ("bf16", FROZEN)])
+def test_weights_are_what_the_optimizer_trains(
+    tmp_path: Path, rank_pool: Pools, stage: int, precision: str, groups: list[Any]
+) -> None:
+    expected, owned = rank_pool(2).run(train_and_save, tmp_path, stage, precision, groups)[0]
+    reader = EngineReader(tmp_path / "first")
+    weights = reader.weights()
+    assert difference({name: weights[name] for name in expected}, expected) is None
+    assert torch.equal(weights["head.bins.0.weight"], weights["embedding.bins.0.weight"])
+    assert all(tensor.dtype == torch.float32 for tensor in weights.values())
+    for key, tensor in owned.items():
+        kind, _, name = key.partition("/")
+        found = reader.read(kind, name, 0, tensor.numel() if tensor.dim() else 1)
+        assert found is not None
+        assert torch.equal(found, tensor), key
+        assert (
+            not groups or kind != "frozen" or found.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+        )
+
+
+def test_files_hold_every_element_once_and_no_padding(tmp_path: Path, rank_pool: Pools) -> None:
+    """Same state, same bytes; and no more elements than the parameters have, though 37 leaves padding everywhere."""
+    for stage in range(4):
+        directory = tmp_path / str(stage)
+        rank_pool(2).run(train_and_save, directory, stage, "fp32", [])
+        shapes = EngineReader(directory / "first").index["shapes"]
+        stored: dict[str, int] = {}
+        for rank in range(2):
+            files = [rank_file(directory / name, rank) for name in ("first", "second")]
+            assert files[0].read_bytes() == files[1].read_bytes()
+            for key, tensor in load_file(files[0]).items():
+                stored[key] = stored.get(key, 0) + (tensor.numel() if tensor.dim() else 0)
+        wanted = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+        assert stored == {
+            f"{kind}/{name}": 0 if kind == "step" else size
+            for name, size in wanted.items()
+            for kind in ("master", "exp_avg", "exp_avg_sq", "step")
+        }
+
+
+def test_ranks_own_equal_shares_of_what_all_of_them_hold(tmp_path: Path, rank_pool: Pools) -> None:
+    rank_pool(2).run(train_and_save, tmp_path, 0, "fp32", [])
+    sizes = [rank_file(tmp_path / "first", rank).stat().st_size for rank in range(2)]
+    assert abs(sizes[0] - sizes[1]) < 0.1 * sum(sizes)
+
+
+@pytest.fixture
+def saved(tmp_path: Path, rank_pool: Pools) -> Path:
+    rank_pool(2).run(train_and_save, tmp_path, 2, "fp32", [])
+    return tmp_path / "first"
+
+
+def test_any_range_is_read_from_whichever_files_have_it(saved: Path) -> None:
+    reader = EngineReader(saved)
+    name = next(name for name, slices in reader.index["slices"].items() if len(slices) == 2)
+    whole = reader.weights()[name].flatten()
+    cut = reader.index["slices"][name][0][2]
+    for start, stop in ((0, 1), (cut - 1, cut + 1), (0, cut), (cut, len(whole)), (cut - 3, cut)):
+        assert torch.equal(reader.read("master", name, start, stop), whole[start:stop])
+    assert reader.read("momentum_buffer", name, 0, 1) is None
+    assert reader.read("master", "no such parameter", 0, 1) is None
+
+
+def test_only_files_that_are_needed_are_opened(saved: Path) -> None:
+    reader = EngineReader(saved)
+    rank_file(saved, 1).unlink()
+    name, (first, *others) = next(iter(reader.index["slices"].items()))
+    assert first[0] == 0
+    assert not others
+    assert reader.read("master", name, first[1], first[2]) is not None
+    with pytest.raises(CheckpointError, match=r"rank-00001\.safetensors: cannot be read"):
+        reader.weights()
+
+
+def test_damage_is_told(saved: Path) -> None:
+    whole = (saved / ENGINE_JSON).read_text()
+    index = json.loads(whole)
+    name = next(name for name, slices in index["slices"].items() if len(slices) == 2)
+    del index["slices"][name][1]
+    (saved / ENGINE_JSON).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=re.escape(f"slices['{name}'] end at element")):
+        EngineReader(saved).weights()
+    (saved / ENGINE_JSON).write_text("{")
+    with pytest.raises(CheckpointError, match=r"engine\.json is damaged \(not readable as JSON"):
+        EngineReader(saved)
+    rank_file(saved, 0).write_bytes(b"short")
+    (saved / ENGINE_JSON).write_text(whole)
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: cannot be read"):
+        EngineReader(saved).weights()

@@ -1,0 +1,91 @@
+"""Checkpoints of every format without pickles can be resumed and scored; those of the future are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from dist_mem import score
+from dist_mem.checkpoint import manifest
+from dist_mem.checkpoint.manifest import FORMAT_VERSION, OLDEST_FORMAT, read_manifest, step_dir
+from dist_mem.config import load_config, save_config
+from dist_mem.evaluation.trained_model import load_model
+from tests.checkpoint.test_restore import open_two, refusal
+from tests.support import paths
+from tests.support.jobs import losses, train_here
+from tests.support.ranks import RankPool
+
+GOLDEN = paths.GOLDEN / "formats"
+FORMATS = sorted(int(path.name.removeprefix("format-")) for path in GOLDEN.glob("format-*"))
+STEP, LAST = 3, 6
+MAX_BYTES = 200_000
+
+
+@pytest.fixture(params=FORMATS)
+def version(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture
+def config(tmp_path: Path, version: int) -> Path:
+    """The configuration of a run whose only checkpoint is of this format."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(GOLDEN / f"format-{version}" / f"step-{STEP:08d}", step_dir(run_dir, STEP))
+    written = load_config([str(step_dir(run_dir, STEP) / "config.yaml")])
+    written.data.path, written.run_dir = str(GOLDEN / "data"), str(run_dir)
+    save_config(written, tmp_path / "run.yaml")
+    return tmp_path / "run.yaml"
+
+
+def test_every_format_has_a_sample() -> None:
+    assert list(range(OLDEST_FORMAT, FORMAT_VERSION + 1)) == FORMATS
+    for version in FORMATS:
+        assert read_manifest(GOLDEN / f"format-{version}" / f"step-{STEP:08d}")["format_version"] == version
+        files = (GOLDEN / f"format-{version}").rglob("*")
+        assert sum(path.stat().st_size for path in files if path.is_file()) < MAX_BYTES
+
+
+def test_run_goes_on_as_it_went_on_then(config: Path, version: int, rank_pool: Callable[[int], RankPool]) -> None:
+    assert rank_pool(2).run(train_here, config) == [0, 0]
+    then = json.loads((GOLDEN / f"format-{version}" / "losses.json").read_text())
+    now = losses(config.with_suffix(""))
+    assert len(now) == LAST - STEP
+    torch.testing.assert_close(torch.tensor(now), torch.tensor(then[STEP:]), rtol=1e-5, atol=0)  # on other processors
+    assert read_manifest(step_dir(config.with_suffix(""), LAST))["format_version"] == FORMAT_VERSION
+
+
+def test_any_zero_stage_reads_any_format(config: Path, rank_pool: Callable[[int], RankPool]) -> None:
+    stage = read_manifest(step_dir(config.with_suffix(""), STEP))["zero_stage"]
+    step, told = open_two(rank_pool, config, f"deepspeed.zero_optimization.stage={stage - 1}")
+    assert step == STEP
+    assert f"moved: ZeRO stage {stage} -> {stage - 1}" in told
+
+
+def test_weights_of_every_format_can_be_scored(config: Path) -> None:
+    trained = load_model(config.with_suffix(""), f"data.path={GOLDEN / 'data'}")
+    scores = score(trained, "bako miru " * 8)
+    assert trained.checkpoint.manifest["step"] == STEP
+    assert 4.0 < scores.nll.mean() < 5.54, "the loss at step 0; what is read must have learned"
+
+
+def test_newer_formats_are_refused_by_name(
+    config: Path, rank_pool: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Going on from an older one would undo what the newer code did."""
+    newer = step_dir(config.with_suffix(""), STEP + 1)
+    shutil.copytree(step_dir(config.with_suffix(""), STEP), newer)
+    body = {
+        key: value
+        for key, value in read_manifest(step_dir(config.with_suffix(""), STEP)).items()
+        if key not in ("sha256", "format_version")
+    }
+    monkeypatch.setattr(manifest, "FORMAT_VERSION", FORMAT_VERSION + 1)
+    manifest.write_manifest(newer, body)
+    text = refusal(rank_pool, config)
+    assert f"format_version {FORMAT_VERSION + 1} is newer than {FORMAT_VERSION}" in text
+    assert "update dist_mem" in text

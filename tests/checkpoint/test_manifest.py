@@ -1,0 +1,110 @@
+"""A checkpoint is what its manifest says, to the last bit, or it is no checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dist_mem.checkpoint import manifest
+from dist_mem.checkpoint.manifest import (
+    FORMAT_VERSION,
+    describe_file,
+    files_in,
+    newest_verified,
+    read_manifest,
+    step_dir,
+    verify,
+    write_manifest,
+)
+from dist_mem.errors import CheckpointError
+from tests.support.saving import FACTS
+
+
+def make_checkpoint(run_dir: Path, step: int) -> Path:
+    directory = step_dir(run_dir, step)
+    (directory / "lanes").mkdir(parents=True)
+    (directory / "lanes" / "rank-00000.safetensors").write_bytes(bytes(range(100)))
+    (directory / "config.yaml").write_text("name: test\n")
+    files = {path.relative_to(directory).as_posix(): describe_file(path) for path in files_in(directory)}
+    write_manifest(directory, {**FACTS, "step": step, "files": files})
+    return directory
+
+
+def test_newest_checkpoint_that_verifies_is_chosen(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 5)
+    newest = make_checkpoint(tmp_path, 10)
+    assert newest_verified(tmp_path) == (newest, [])
+
+
+def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
+    assert newest_verified(tmp_path) == (None, [])
+
+
+@pytest.mark.parametrize("position", [0, 50, 99])
+def test_one_flipped_bit_is_found(tmp_path: Path, position: int) -> None:
+    older, newer = make_checkpoint(tmp_path, 5), make_checkpoint(tmp_path, 10)
+    path = newer / "lanes" / "rank-00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[position] ^= 4
+    path.write_bytes(content)
+    chosen, reasons = newest_verified(tmp_path)
+    assert chosen == older
+    assert "rank-00000.safetensors: SHA-256 differs" in reasons[0]
+
+
+def test_file_cut_short_and_file_missing_are_named(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path, 5)
+    path = directory / "lanes" / "rank-00000.safetensors"
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(CheckpointError, match=r"rank-00000.*40 bytes, 100 expected"):
+        verify(directory)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"rank-00000.*missing"):
+        verify(directory)
+
+
+def test_directory_without_manifest_is_not_a_checkpoint(tmp_path: Path) -> None:
+    (make_checkpoint(tmp_path, 5) / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="no checkpoint verifies"):
+        newest_verified(tmp_path)
+
+
+def test_newer_format_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as future:
+        future.setattr(manifest, "FORMAT_VERSION", FORMAT_VERSION + 1)
+        directory = make_checkpoint(tmp_path, 5)
+    with pytest.raises(CheckpointError, match=f"format_version {FORMAT_VERSION + 1} is newer"):
+        verify(directory)
+    make_checkpoint(tmp_path, 3)
+    with pytest.raises(CheckpointError, match="update dist_mem"):
+        newest_verified(tmp_path)
+
+
+def test_one_flipped_bit_anywhere_in_the_manifest_is_found(tmp_path: Path) -> None:
+    """What it says of steps and lanes has no other copy."""
+    path = make_checkpoint(tmp_path, 5) / "manifest.json"
+    clean = path.read_bytes()
+    told = json.loads(clean)
+    for position in range(len(clean)):
+        for bit in (1, 16):
+            content = bytearray(clean)
+            content[position] ^= bit
+            path.write_bytes(content)
+            try:
+                assert read_manifest(path.parent) == told, position  # a blank that is another blank
+            except CheckpointError as error:
+                assert "damaged" in str(error) or "not readable" in str(error)
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "{", "null"])
+def test_manifest_that_is_none_is_a_damaged_checkpoint(tmp_path: Path, text: str) -> None:
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"manifest\.json(: not a| is damaged \(not readable)"):
+        read_manifest(tmp_path)
+
+
+def test_checkpoint_that_is_not_there_is_not_called_unfinished(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no such checkpoint"):
+        read_manifest(tmp_path / "step-00000007")

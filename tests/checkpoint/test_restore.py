@@ -1,0 +1,453 @@
+"""All ranks go on from the same checkpoint: the one that `resume` means, or the newest that is whole on every rank."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dist_mem.checkpoint import manifest
+from dist_mem.checkpoint.manifest import list_steps, step_dir
+from dist_mem.checkpoint.resume_choice import choose_checkpoint
+from dist_mem.checkpoint.resume_source import find_resumption
+from dist_mem.config import load_config
+from dist_mem.config.check import ConfigError
+from dist_mem.errors import UnusableError
+from dist_mem.memory import memory_options
+from dist_mem.memory.base import named_tensors
+from dist_mem.runtime import files
+from dist_mem.runtime.distributed import World
+from dist_mem.runtime.signals import StopSignal
+from dist_mem.tracking.tracker import Tracker
+from dist_mem.training.run import Job, open_job
+from tests.support.faults import flip
+from tests.support.jobs import checkpoint_content, difference, logged_steps, losses, train_here, write_config
+from tests.support.ranks import RankPool
+
+STEPS = 9  # saved every 3
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, books: Path, rank_pool: Callable[[int], RankPool]) -> Path:
+    """A run of two ranks with checkpoints of steps 3, 6 and 9; copied by those who change it."""
+    folder = tmp_path_factory.mktemp("trained")
+    changes = {"train": {"steps": STEPS}, "schedule": {"kind": "constant"}, "checkpoint": {"every": 3}}
+    config = write_config(folder / "run.yaml", books, folder / "run", changes)
+    assert rank_pool(2).run(train_here, config) == [0, 0]
+    return folder
+
+
+@pytest.fixture
+def copied(tmp_path: Path, trained: Path) -> Path:
+    """The configuration of a copy of that run, in `tmp_path / run`."""
+    shutil.copytree(trained / "run", tmp_path / "run")
+    text = (trained / "run.yaml").read_text().replace(str(trained), str(tmp_path))
+    (tmp_path / "run.yaml").write_text(text)
+    return tmp_path / "run.yaml"
+
+
+def opened(
+    world: World,
+    config_file: Path,
+    changes: tuple[str, ...],
+    allowed: tuple[str, ...],
+    look: Callable[[Job, list[str]], Any],
+) -> Any:
+    """What `look` sees of a job as it is opened, with the messages of rank 0; or the error."""
+    told: list[str] = []
+    say = Tracker.message
+    Tracker.message = lambda self, text: (told.append(text), say(self, text))[1]  # type: ignore[method-assign,func-returns-value]
+    try:
+        config = load_config([str(config_file), *changes], memory_options=memory_options)
+        job = open_job(config, world, find_resumption(config, world, allowed), StopSignal([]))
+    except UnusableError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        Tracker.message = say  # type: ignore[method-assign]
+    try:
+        return look(job, told)
+    finally:
+        job.saver.close()
+        job.reader.close()
+        job.tracker.close("FINISHED")
+
+
+def step_and_messages(job: Job, told: list[str]) -> tuple[int, str]:
+    return job.step, "\n".join(told)
+
+
+def open_two(
+    rank_pool: Callable[[int], RankPool], config: Path, *changes: str, allow: tuple[str, ...] = ()
+) -> tuple[int, str]:
+    """Step and messages of a job on two ranks; both have the same step."""
+    first, second = rank_pool(2).run(opened, config, changes, allow, step_and_messages)
+    assert not isinstance(first, str), first
+    assert first[0] == second[0]
+    return first
+
+
+def refusal(rank_pool: Callable[[int], RankPool], config: Path, *changes: str, allow: tuple[str, ...] = ()) -> str:
+    """The error of a job on two ranks; both have the same."""
+    first, second = rank_pool(2).run(opened, config, changes, allow, step_and_messages)
+    assert isinstance(first, str), f"it was opened at step {first[0]}"
+    assert first == second
+    return first
+
+
+# What `resume` means.
+
+
+def test_by_default_the_newest_is_taken(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
+    step, text = open_two(rank_pool, copied)
+    assert step == STEPS
+    assert f"resuming from {step_dir(copied.with_suffix(''), STEPS)}" in text
+    assert "warning" not in text
+    assert "moved" not in text
+
+
+def test_never_is_refused_where_there_are_checkpoints(
+    copied: Path, tmp_path: Path, rank_pool: Callable[[int], RankPool]
+) -> None:
+    text = refusal(rank_pool, copied, "resume=never")
+    assert "has checkpoints step-00000003, step-00000006, step-00000009" in text
+    assert "never starts over silently" in text
+    assert open_two(rank_pool, copied, "resume=never", f"run_dir={tmp_path / 'fresh'}")[0] == 0
+
+
+def test_step_that_is_not_there_names_those_that_are(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
+    text = refusal(rank_pool, copied, "resume=4")
+    assert "there is no " in text
+    assert "step-00000004; " in text
+    assert "step-00000003, step-00000006, step-00000009" in text
+
+
+def test_earlier_step_is_taken_and_what_came_after_it_is_set_aside(
+    copied: Path, rank_pool: Callable[[int], RankPool]
+) -> None:
+    """Else the next start would jump from the new history to the end of the old one."""
+    run_dir = copied.with_suffix("")
+    before = checkpoint_content(step_dir(run_dir, STEPS))
+    assert rank_pool(2).run(train_here, copied, ("resume=3", "train.steps=7")) == [0, 0]
+    assert list_steps(run_dir) == [3, 6, 7]
+    assert difference(before, checkpoint_content(run_dir / "checkpoints" / "step-00000009.superseded")) is None
+    assert logged_steps(run_dir)[-4:] == [4, 5, 6, 7]
+    # The very same command again, as a scheduler gives it: on from step 7, not again from 3.
+    step, _ = open_two(rank_pool, copied, "resume=3", "train.steps=7")
+    assert step == 7
+    assert open_two(rank_pool, copied, "train.steps=7")[0] == 7
+    # Another wish is another matter.
+    assert open_two(rank_pool, copied, "resume=6")[0] == 6
+    assert list_steps(run_dir) == [3, 6]
+
+
+def test_the_same_command_goes_on_when_the_step_it_asks_for_is_no_longer_kept(
+    copied: Path, rank_pool: Callable[[int], RankPool]
+) -> None:
+    """Issue 5: `resume: STEP` and `checkpoint.keep_last`, and the scheduler starts the job again."""
+    changes = ("resume=3", "train.steps=7", "checkpoint.keep_last=1")
+    assert rank_pool(2).run(train_here, copied, changes) == [0, 0]
+    assert list_steps(copied.with_suffix("")) == [7]
+    assert open_two(rank_pool, copied, *changes)[0] == 7
+    assert "there is no " in refusal(rank_pool, copied, "resume=4"), "nobody has asked for that before"
+
+
+def test_damaged_checkpoint_is_never_deleted_for_newer_ones(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
+    """Issue 5: kept for inspection, whatever `checkpoint.keep_last` says."""
+    run_dir = copied.with_suffix("")
+    flip(step_dir(run_dir, STEPS) / "lanes" / "rank-00000.safetensors", -1)
+    before = checkpoint_content(step_dir(run_dir, STEPS))
+    changes = ("checkpoint.every=5", "checkpoint.keep_last=1", "train.steps=11")
+    assert rank_pool(2).run(train_here, copied, changes) == [0, 0]
+    assert list_steps(run_dir) == [11]
+    assert difference(before, checkpoint_content(run_dir / "checkpoints" / "step-00000009.broken")) is None
+
+
+def test_damaged_step_that_was_asked_for_is_refused(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
+    flip(step_dir(copied.with_suffix(""), 6) / "config.yaml", 3)
+    text = refusal(rank_pool, copied, "resume=6")
+    assert "config.yaml: SHA-256 differs" in text
+    assert list_steps(copied.with_suffix("")) == [3, 6, 9]
+
+
+@pytest.mark.parametrize("form", ["run", "checkpoint"])
+def test_run_goes_on_from_another_runs_checkpoint(
+    trained: Path, tmp_path: Path, rank_pool: Callable[[int], RankPool], form: str
+) -> None:
+    """In a run directory of its own; the other is left as it is, and the next start stays here."""
+    other, steps = trained / "run", 11
+    path = other if form == "run" else step_dir(other, 6)
+    changes = (f"resume={path}", f"run_dir={tmp_path / 'branch'}", f"train.steps={steps}")
+    begun = STEPS if form == "run" else 6
+    step, text = open_two(rank_pool, trained / "run.yaml", *changes)
+    assert step == begun
+    assert "a checkpoint of another run" in text
+    assert rank_pool(2).run(train_here, trained / "run.yaml", changes) == [0, 0]
+    assert list_steps(other) == [3, 6, 9]
+    assert list_steps(tmp_path / "branch")[-1] == steps
+    assert open_two(rank_pool, trained / "run.yaml", *changes)[0] == steps
+    text = refusal(rank_pool, trained / "run.yaml", f"resume={step_dir(other, 3)}", *changes[1:])
+    assert "of its own: give the run that goes on from there another run_dir" in text
+
+
+def test_path_without_a_checkpoint_is_refused(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
+    assert "there is no elsewhere" in refusal(rank_pool, copied, "resume=elsewhere")
+    assert "no manifest.json" in refusal(rank_pool, copied, f"resume={copied.parent}", "run_dir=nowhere")
+
+
+# Agreement.
+
+
+def _blind(world: World, rank: int, fault: str, config_file: Path) -> Any:
+    """Open the job while one rank alone cannot read, or reads something else."""
+    real = files.sha256_of
+
+    def broken(path: Path) -> str:
+        if step_dir(config_file.with_suffix(""), STEPS) not in path.parents:
+            return real(path)
+        if fault == "EIO":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return "0" * 64
+
+    if world.rank == rank:
+        manifest.sha256_of = broken  # type: ignore[attr-defined]
+    try:
+        return opened(world, config_file, (), (), step_and_messages)
+    finally:
+        manifest.sha256_of = real  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("fault", "phrase"), [("EIO", "Input/output error"), ("other bytes", "SHA-256 differs")])
+def test_damage_that_one_rank_alone_sees_is_passed_over_by_all(
+    copied: Path, rank_pool: Callable[[int], RankPool], rank: int, fault: str, phrase: str
+) -> None:
+    (first, text), (second, _) = rank_pool(2).run(_blind, rank, fault, copied)
+    assert first == second == 6
+    assert "passed over: " in text
+    assert phrase in text
+    assert f"(seen by rank {rank} of 2)" in text
+    assert step_dir(copied.with_suffix(""), STEPS).is_dir(), "it is kept for inspection"
+
+
+def _choose_with_errors(world: World, run_dir: Path) -> str:
+    """An error that nobody has thought of, on rank 1 alone."""
+    real = manifest.verify_size
+    from dist_mem.checkpoint import resume_choice
+
+    def raise_error(*_: Any) -> None:
+        raise ZeroDivisionError("nobody has thought of this")
+
+    if world.rank == 1:
+        resume_choice.verify_file = raise_error  # type: ignore[attr-defined]
+    try:
+        choose_checkpoint("auto", run_dir, world)
+        return "chosen"
+    except UnusableError as error:
+        return str(error)
+    finally:
+        resume_choice.verify_file = manifest.verify_file  # type: ignore[attr-defined]
+        assert real is manifest.verify_size
+
+
+def test_no_rank_is_left_alone_by_an_error_of_any_kind(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
+    first, second = rank_pool(2).run(_choose_with_errors, copied.with_suffix(""))
+    assert first == second
+    assert first.count("ZeroDivisionError: nobody has thought of this (seen by rank 1 of 2)") == 3
+    assert "no checkpoint verifies" in first
+
+
+def _open_with_unreadable_lanes(world: World, config_file: Path) -> Any:
+    """Verified a moment ago, and now the disk of rank 1 does not answer."""
+    from dist_mem.checkpoint import lane_states as checkpoint
+
+    real = checkpoint.load_file
+    if world.rank == 1:
+
+        def fail(path: Path) -> dict[str, Tensor]:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+
+        checkpoint.load_file = fail  # type: ignore[attr-defined,assignment]
+    try:
+        return opened(world, config_file, (), (), step_and_messages)
+    finally:
+        checkpoint.load_file = real  # type: ignore[attr-defined]
+
+
+def test_file_that_fails_after_it_was_verified_stops_all_ranks(
+    copied: Path, rank_pool: Callable[[int], RankPool]
+) -> None:
+    for told in rank_pool(2).run(_open_with_unreadable_lanes, copied):
+        assert isinstance(told, str)
+        assert "Input/output error" in told
+
+
+def _open_with_unreadable_engine(world: World, config_file: Path) -> Any:
+    from dist_mem.checkpoint.engine_files import EngineReader
+
+    real = EngineReader.read
+
+    def fail(self: Any, kind: str, name: str, start: int, stop: int) -> Tensor | None:
+        raise OSError(errno.EIO, "Input/output error", name)
+
+    if world.rank == 1:
+        EngineReader.read = fail  # type: ignore[method-assign]
+    try:
+        return opened(world, config_file, (), (), step_and_messages)
+    finally:
+        EngineReader.read = real  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_weights_that_one_rank_cannot_read_stop_all_ranks(
+    copied: Path, rank_pool: Callable[[int], RankPool], stage: int
+) -> None:
+    """No rank waits in the exchange of weights for one that has none."""
+    text = copied.read_text().replace("stage: 2", f"stage: {stage}")
+    copied.write_text(text)
+    for told in rank_pool(2).run(_open_with_unreadable_engine, copied):
+        assert isinstance(told, str)
+        assert "Input/output error" in told
+
+
+# Rules.
+
+
+def test_what_needs_to_be_allowed_is_refused_until_it_is(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
+    text = refusal(rank_pool, copied, "model.dropout=0.5", "optimizer.betas=[0.5,0.9]")
+    assert "model.dropout: is 0.5, but the run began with 0.2; set it back, add --allow model.dropout" in text
+    assert "--allow optimizer.betas" in text
+    step, text = open_two(
+        rank_pool, copied, "model.dropout=0.5", "optimizer.betas=[0.5,0.9]", allow=("model.dropout", "optimizer")
+    )
+    assert step == STEPS
+    changed = "model.dropout 0.2 -> 0.5, optimizer.betas[0] 0.9 -> 0.5, optimizer.betas[1] 0.999 -> 0.9"
+    assert f"changed since then: {changed}" in text.splitlines(), "and nothing of places, which may hold a password"
+
+
+def test_changed_model_is_refused_whatever_is_allowed(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
+    text = refusal(rank_pool, copied, "memory.mem_len=16", "train.lanes=4", allow=("train", "model"))
+    assert text.startswith(ConfigError.__name__)
+    assert "memory.mem_len: is 16, but the run began with 24, and must stay so" in text
+    assert "train.lanes: is 4, but the run began with 8" in text
+
+
+def test_an_option_that_a_memory_has_got_since_is_no_change(
+    copied: Path, tmp_path: Path, rank_pool: Callable[[int], RankPool]
+) -> None:
+    """Issue 5: newer code reads older files. Left out, an option has its default, as it had then."""
+    text = copied.read_text().replace("kind: transformer_xl", "kind: infinite").replace("mem_len: 24", "num_basis: 4")
+    copied.write_text(text.replace(f"{tmp_path}/run", f"{tmp_path}/old"))
+    assert rank_pool(2).run(train_here, copied, ("train.steps=1",)) == [0, 0]
+    directory = step_dir(tmp_path / "old", 1)
+    config = directory / "config.yaml"
+    config.write_text(config.read_text().replace("  density: affine\n", ""))
+    body = {key: value for key, value in manifest.read_manifest(directory).items() if key != "sha256"}
+    body["files"]["config.yaml"] = manifest.describe_file(config)
+    manifest.write_manifest(directory, body)
+    assert open_two(rank_pool, copied)[0] == 1
+    told = refusal(rank_pool, copied, "memory.density=moments")
+    assert "memory.density: is 'moments', but the run began with 'affine', and must stay so" in told
+
+
+def test_precision_may_change_where_it_is_allowed(
+    copied: Path, tmp_path: Path, rank_pool: Callable[[int], RankPool]
+) -> None:
+    """The optimizer works on fp32 weights whatever the model's are; memories are rounded once."""
+    assert "add --allow train.precision" in refusal(rank_pool, copied, "train.precision=bf16")
+    for precision, steps in (("bf16", 11), ("fp32", 13)):
+        changes = (f"train.precision={precision}", f"train.steps={steps}")
+        assert rank_pool(2).run(train_allowed, copied, changes, ("train.precision",)) == [0, 0]
+    assert rank_pool(2).run(train_here, copied, ("train.steps=13", f"run_dir={tmp_path / 'straight'}")) == [0, 0]
+    straight, changed = (torch.tensor(losses(tmp_path / name)) for name in ("straight", "run"))
+    assert torch.equal(straight[:STEPS], changed[:STEPS])
+    assert not torch.equal(straight, changed)
+    torch.testing.assert_close(changed, straight, rtol=0.02, atol=0)
+
+
+def train_allowed(world: World, config_file: Path, changes: tuple[str, ...], allowed: tuple[str, ...]) -> int:
+    from dist_mem.runtime.signals import StopSignal
+    from dist_mem.training.loop import run_job
+
+    stop_signal = StopSignal()
+    try:
+        config = load_config([str(config_file), *changes], memory_options=memory_options)
+        return run_job(config, world, stop_signal, allowed)
+    finally:
+        stop_signal.restore()
+
+
+def test_other_code_is_told(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
+    directory = step_dir(copied.with_suffix(""), STEPS)
+    body = manifest.read_manifest(directory)
+    body = {key: value for key, value in body.items() if key not in ("sha256", "format_version")}
+    body["versions"]["torch"], body["commit"] = "1.0", "abc"
+    manifest.write_manifest(directory, body)
+    _, text = open_two(rank_pool, copied)
+    assert "warning: step-00000009 was written by other code: torch 1.0 -> " in text
+    assert ", commit abc -> " in text
+
+
+def test_mlflow_is_told_where_a_run_came_from_and_gets_a_new_one(
+    copied: Path, tmp_path: Path, sqlite_uri: str, client: Any, rank_pool: Callable[[int], RankPool]
+) -> None:
+    tracked = ("tracking.mlflow=true", f"tracking.uri={sqlite_uri}", "tracking.system_metrics=false")
+    assert rank_pool(2).run(train_here, copied, (*tracked, "train.steps=10")) == [0, 0]
+    asked = step_dir(copied.with_suffix(""), 10)
+    branch = tmp_path / "branch"
+    changes = (*tracked, f"resume={asked}", f"run_dir={branch}", "train.steps=11")
+    assert rank_pool(2).run(train_here, copied, changes) == [0, 0]
+    first, second = ((folder / "mlflow_run_id").read_text().strip() for folder in (copied.with_suffix(""), branch))
+    assert first != second
+    assert client.get_run(second).data.tags["dist_mem.resumed_from"] == str(asked)
+    assert "dist_mem.resumed_from" not in client.get_run(first).data.tags
+
+
+# Back in mid-run.
+
+
+def _everything(job: Job) -> dict[str, Any]:
+    engine = {f"{found.name}/{found.start}": dict(found.parts) for found in job.engine.held()}
+    weights = {name: value.detach().clone() for name, value in job.engine.module.named_parameters()}
+    states = [named_tensors(state) for state in job.states]
+    meter = {name: value for name, value in job.meter.state().items() if name not in ("seconds", "waited")}
+    copies = {name: {kind: part.clone() for kind, part in parts.items()} for name, parts in engine.items()}
+    return {
+        "engine": copies, "weights": weights, "states": states, "cursors": job.cursors, "step": job.step,
+        "random": torch.get_rng_state(), "meter": meter, "facts": job.engine.facts(),
+    }  # fmt: skip
+
+
+def _roll_back(job: Job, told: list[str]) -> str | None:
+    """Two steps on from a checkpoint, back into it, and the same two again: where the two ways differ."""
+    from dist_mem.runtime.distributed import sum_over_ranks
+    from dist_mem.training.resume import restore_into
+    from dist_mem.training.step import Flags, train_step
+
+    def steps() -> dict[str, Any]:
+        for _ in range(2):
+            update = next(job.reader)
+            num_scored = int(sum_over_ranks([update.num_scored], job.world.device)[0])
+            train_step(job, update, num_scored, 0, Flags())
+            job.step += 1
+        return _everything(job)
+
+    begun = _everything(job)
+    once = steps()
+    assert difference(begun, once) is not None
+    restore_into(job, step_dir(job.run_dir, begun["step"]))
+    if found := difference(begun, _everything(job)):
+        return f"restored: {found}"
+    found = difference(once, steps())
+    return f"two steps later: {found}" if found else None
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_rolling_back_in_mid_run_is_exact(copied: Path, rank_pool: Callable[[int], RankPool], stage: int) -> None:
+    changes = (f"deepspeed.zero_optimization.stage={stage}",)
+    assert rank_pool(2).run(opened, copied, changes, (), _roll_back) == [None, None]

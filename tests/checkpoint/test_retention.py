@@ -1,0 +1,133 @@
+"""Which checkpoints stay: what the rules promise, over any history of saves, damage and set-backs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dist_mem.checkpoint.manifest import describe_file, files_in, list_steps, newest_verified, step_dir, write_manifest
+from dist_mem.checkpoint.retention import Kept, Validation, prune, superfluous
+from dist_mem.config import CheckpointConfig, ConfigError, load_config
+from tests.support.saving import FACTS
+
+COUNTS = st.none() | st.integers(1, 4)
+RULES = st.builds(CheckpointConfig, keep_last=st.integers(1, 4), keep_every=COUNTS, keep_best=COUNTS)
+LOSSES = st.sampled_from([1.0, 2.0, 3.0, math.inf, math.nan])
+
+
+class Save(NamedTuple):
+    gap: int  # steps since the one before
+    loss: float | None  # of an evaluation made at this step
+    damaged: bool  # afterwards, before the next one
+
+
+HISTORIES = st.lists(st.builds(Save, st.integers(1, 5), st.none() | LOSSES, st.booleans()), min_size=1, max_size=12)
+
+
+def commit(run_dir: Path, step: int, validation: Validation | None) -> Path:
+    directory = step_dir(run_dir, step)
+    directory.mkdir(parents=True)
+    (directory / "content").write_text(str(step))
+    files = {path.name: describe_file(path) for path in files_in(directory)}
+    told = None if validation is None else validation._asdict()
+    write_manifest(directory, {**FACTS, "step": step, "validation": told, "files": files})
+    return directory
+
+
+@pytest.fixture(scope="module")
+def no_fsync() -> Iterator[None]:
+    """Names are what matters here, and not what a power failure leaves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.mark.usefixtures("no_fsync")
+@settings(deadline=None)
+@given(history=HISTORIES, rules=RULES)
+def test_the_rules_hold_over_any_history(
+    tmp_path_factory: pytest.TempPathFactory, history: list[Save], rules: CheckpointConfig
+) -> None:
+    """What the rules name is there after every save and nothing else; a damaged one is neither counted nor lost."""
+    run_dir = tmp_path_factory.mktemp("run")
+    step, validation = 0, None
+    good: dict[int, Validation | None] = {}
+    damaged: set[int] = set()
+    for save in history:
+        step += save.gap
+        validation = Validation(step, save.loss) if save.loss is not None else validation
+        directory = commit(run_dir, step, validation)
+        good[step] = validation
+        messages = prune(run_dir, step, rules)
+
+        left = set(list_steps(run_dir))
+        deleted = good.keys() - left
+        assert sorted(messages) == sorted(
+            f"deleted {step_dir(run_dir, old)}, which checkpoint.keep_* do not keep" for old in deleted
+        )
+        wanted = set(sorted(good)[-(rules.keep_last or 0) :])
+        wanted |= {old for old in good if rules.keep_every and old % rules.keep_every == 0}
+        made = {found for found in good.values() if found is not None and not math.isnan(found.loss)}
+        best = sorted(made, key=lambda found: (found.loss, found.step))[: rules.keep_best or 0]
+        wanted |= {min(old for old, found in good.items() if found == one) for one in best}
+        assert left == wanted | damaged
+        assert newest_verified(run_dir)[0] == directory
+        good = {old: good[old] for old in wanted}
+        if save.damaged:
+            (directory / "manifest.json").write_text("{}")
+            damaged.add(step)
+            del good[step]
+    assert not [path for path in (run_dir / "checkpoints").iterdir() if path.name.startswith(".")]
+
+
+def test_checkpoints_past_the_newest_do_not_count_and_stay(tmp_path: Path) -> None:
+    """A run that was set back: what lies ahead is broken or of another branch, and must not push out what is good."""
+    for step in (5, 10, 15):
+        commit(tmp_path, step, None)
+    step_dir(tmp_path, 15).rename(step_dir(tmp_path, 15).with_name("step-00000015.broken"))
+    commit(tmp_path, 20, None)
+    commit(tmp_path, 7, None)
+    messages = prune(tmp_path, 7, CheckpointConfig(keep_last=1))
+    assert messages == [f"deleted {step_dir(tmp_path, 5)}, which checkpoint.keep_* do not keep"]
+    assert list_steps(tmp_path) == [7, 10, 20]
+    assert step_dir(tmp_path, 15).with_name("step-00000015.broken").is_dir()
+
+
+def test_rules_that_would_do_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(["train.steps=1", "checkpoint.keep_every=2", "checkpoint.keep_best=1", "memory.kind=none"])
+    assert str(caught.value).splitlines() == [
+        "command line: checkpoint.keep_every: does nothing while all checkpoints are kept; set checkpoint.keep_last",
+        "command line: checkpoint.keep_best: does nothing while all checkpoints are kept; set checkpoint.keep_last",
+        "command line: checkpoint.keep_best: needs a validation loss; set eval.every",
+    ]
+
+
+def test_without_keep_last_everything_stays() -> None:
+    kept = [Kept(step, None) for step in range(9)]
+    assert superfluous(kept, CheckpointConfig()) == []
+
+
+def test_a_checkpoint_is_gone_for_readers_before_any_file_of_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the deletion is cut off in the middle; the next start removes what is left."""
+    for step in (5, 10):
+        commit(tmp_path, step, None)
+
+    def cut_off(directory: Path) -> None:
+        assert list_steps(tmp_path) == [10]
+        assert directory.name.startswith(".")
+        assert directory.name.endswith(".partial")
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("shutil.rmtree", cut_off)
+    messages = prune(tmp_path, 10, CheckpointConfig(keep_last=1))
+    assert messages == [f"cannot delete {step_dir(tmp_path, 5)}: [Errno 5] Input/output error"]
+    assert list_steps(tmp_path) == [10]

@@ -1,0 +1,214 @@
+"""Saving beside the training: the same bytes, no half checkpoint, and a failure that all ranks learn of at once."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_mem.checkpoint import commit
+from dist_mem.checkpoint.manifest import list_steps, newest_verified, step_dir
+from dist_mem.checkpoint.snapshot import Snapshot, take_snapshot
+from dist_mem.runtime.distributed import World
+from dist_mem.training import hooks as between_steps
+from dist_mem.training.divergence import DivergedError
+from dist_mem.training.run import Job
+from tests.support.faults import assert_told, remount, small_disk, used_kilobytes
+from tests.support.jobs import logged_steps, train_here, wait_for, write_config
+from tests.support.ranks import RankPool
+from tests.support.saving import before_writing, names
+
+Pool = Callable[[int], RankPool]
+
+
+def content(directory: Path) -> dict[str, Any]:
+    """All of a checkpoint but what two runs cannot have alike: names of their own, and times."""
+    manifest = json.loads((directory / "manifest.json").read_text())
+    for name in ("time", "sha256"):
+        del manifest[name]
+    for name in ("seconds", "waited"):
+        del manifest["meter"][name]
+    del manifest["files"]["config.yaml"]
+    return {
+        "manifest": manifest,
+        **{name: (directory / name).read_bytes() for name in manifest["files"]},
+    }
+
+
+def test_background_and_synchronous_saves_are_the_same_bytes(tmp_path: Path, books: Path, rank_pool: Pool) -> None:
+    runs = {background: tmp_path / f"background-{background}" for background in (True, False)}
+    for background, run_dir in runs.items():
+        changes = {"checkpoint": {"every": 2, "background": background}, "train": {"steps": 7}}
+        config = write_config(tmp_path / "run.yaml", books, run_dir, changes)
+        assert rank_pool(2).run(train_here, config) == [0, 0]
+    for step in (2, 4, 6, 7):
+        beside, waiting = (content(step_dir(run_dir, step)) for run_dir in runs.values())
+        assert len(beside) == 9
+        assert beside == waiting
+    assert list_steps(runs[True]) == [2, 4, 6, 7]
+
+
+def train_told(world: World, config: Path) -> str:
+    try:
+        return f"ended with {train_here(world, config)}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def train_while_the_writer_is_held_up(world: World, config: Path, run_dir: Path) -> str:
+    def hold_up(path: Path) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        if ".step-00000005" in str(path):
+            wait_for(lambda: 10 in logged_steps(run_dir), "step 10", seconds=20)
+            time.sleep(0.2)
+            assert 11 not in logged_steps(run_dir), "the save of step 10 waits for that of step 5"
+            assert list_steps(run_dir) == []
+
+    def take(*, step: int, **others: Any) -> Snapshot:
+        assert list_steps(run_dir) == [5, 10][: step // 5 - 1], "two copies of the state in memory"
+        return take_snapshot(step=step, **others)
+
+    with before_writing(hold_up) as patch:
+        patch.setattr(between_steps, "take_snapshot", take)
+        return train_told(world, config)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_until_the_next_is_due(
+    tmp_path: Path, books: Path, rank_pool: Pool
+) -> None:
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 15}})
+    told = rank_pool(2).run(train_while_the_writer_is_held_up, config, tmp_path / "run")
+    assert told == ["ended with 0"] * 2
+    assert list_steps(tmp_path / "run") == [5, 10, 15]
+    points = [json.loads(line)["metrics"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    first, _ = [point for point in points if "checkpoint/bytes" in point]
+    assert first["checkpoint/bytes"] > 10_000
+    assert first["checkpoint/seconds"] > 0.2
+    assert first["checkpoint/stall_seconds"] > 0.1
+
+
+def train_with_a_failing_write(world: World, config: Path, failing_rank: int) -> str:
+    """The write of step 10 fails on one rank; rank 1 makes step 14 when it knows, rank 0 goes on without looking."""
+    from dist_mem.training import loop as train
+
+    read_ahead = train.read_ahead
+
+    def fail(path: Path) -> None:
+        if world.rank == failing_rank and ".step-00000010" in str(path) and path.parent.name == "lanes":
+            raise OSError(28, "No space left on device", str(path))
+
+    def wait_and_read(job: Job) -> Any:
+        if job.step == 13 and world.rank == 1:
+            wait_for(job.saver.failed, "the failure")
+        return read_ahead(job)
+
+    with before_writing(fail) as patch:
+        patch.setattr(train, "read_ahead", wait_and_read)
+        return train_told(world, config)
+
+
+@pytest.mark.parametrize(("failing_rank", "steps"), [(0, 10**6), (1, 10**6), (1, 10)])
+def test_a_failed_write_stops_all_ranks_within_one_step_and_leaves_nothing(
+    tmp_path: Path, books: Path, rank_pool: Pool, failing_rank: int, steps: int
+) -> None:
+    """The write of the last step too: the run has not succeeded then."""
+    run_dir = tmp_path / "run"
+    config = write_config(tmp_path / "run.yaml", books, run_dir, {"train": {"steps": steps}})
+    told = rank_pool(2).run(train_with_a_failing_write, config, failing_rank)
+    assert told[0] == told[1]
+    assert told[0].startswith("AgreedError: ")
+    assert f"rank {failing_rank}: OSError: [Errno 28]" in told[0]
+    assert_told(
+        told[0],
+        ": writing failed on 1 of 2 ranks. rank ",
+        ": OSError: [Errno 28] No space left on device: '",
+        "Earlier checkpoints are whole: mend this, and the same command resumes",
+    )
+    assert logged_steps(run_dir)[-1] <= 14
+    assert names(run_dir) == ["latest", "step-00000005"]
+    assert newest_verified(run_dir) == (step_dir(run_dir, 5), [])
+
+
+def save_on_a_disk_that_lies(world: World, config: Path) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commit, "_MARGIN", -(10**12))  # as where a quota ends before the disk does
+        return train_told(world, config)
+
+
+def test_a_disk_that_fills_up_while_a_checkpoint_is_written_leaves_the_earlier_ones(
+    tmp_path: Path, books: Path, rank_pool: Pool
+) -> None:
+    with small_disk(tmp_path / "disk", "size=40m") as disk:
+        run_dir = disk / "run"
+        config = write_config(tmp_path / "run.yaml", books, run_dir, {"train": {"steps": 5}})
+        assert rank_pool(2).run(train_here, config) == [0, 0]
+        remount(disk, f"size={used_kilobytes(disk) + 80}k")
+        config = write_config(tmp_path / "run.yaml", books, run_dir, {"train": {"steps": 10}, "preflight": False})
+        told = rank_pool(2).run(save_on_a_disk_that_lies, config)
+        assert told[0] == told[1]
+        assert "No space left on device: '" in told[0]
+        assert names(run_dir) == ["latest", "step-00000005"]
+        assert newest_verified(run_dir) == (step_dir(run_dir, 5), [])
+
+
+def diverge_while_the_writer_is_held_up(world: World, config: Path, fails: bool) -> tuple[str, list[str]]:
+    """How the training ended, and what it said."""
+    from dist_mem.training import loop as train
+
+    train_step, has_diverged = train.train_step, threading.Event()
+    messages: list[str] = []
+
+    def hold_up(path: Path) -> None:
+        assert has_diverged.wait(20)
+        if fails:
+            raise OSError(28, "No space left on device")
+
+    def diverge(job: Job, *arguments: Any) -> Any:
+        if job.step == 7:
+            has_diverged.set()
+            raise DivergedError("for this test")
+        return train_step(job, *arguments)
+
+    with before_writing(hold_up) as patch:
+        patch.setattr(train, "train_step", diverge)
+        patch.setattr("dist_mem.tracking.tracker.Tracker.message", lambda self, text: messages.append(text))
+        return train_told(world, config), messages
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_that_ends_in_an_error_waits_for_its_checkpoint(
+    tmp_path: Path, books: Path, rank_pool: Pool, fails: bool
+) -> None:
+    """What that error was decides how the run ends, also if the checkpoint fails on top of it."""
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 12}})
+    for ended, messages in rank_pool(2).run(diverge_while_the_writer_is_held_up, config, fails):
+        assert ended == "ended with 3"
+        assert any("No space left" in message for message in messages) == fails
+        assert any(message.startswith("step 5: saved") for message in messages) != fails
+    assert list_steps(tmp_path / "run") == ([] if fails else [5])
+
+
+def test_the_clock_of_rank_0_saves_at_the_same_step_everywhere(tmp_path: Path, books: Path, rank_pool: Pool) -> None:
+    """A billionth of a minute: every step is due."""
+    changes = {"train": {"steps": 4}, "checkpoint": {"every": None, "every_minutes": 1e-9}}
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", changes)
+    assert rank_pool(2).run(train_here, config) == [0, 0]
+    assert list_steps(tmp_path / "run") == [1, 2, 3, 4]
+
+
+def test_a_run_keeps_its_last_and_its_best_checkpoints(tmp_path: Path, books: Path, rank_pool: Pool) -> None:
+    """Across a restart too. Loss falls all the time here, so that the best is the newest evaluated one."""
+    rules = {"every": 2, "keep_last": 1, "keep_every": 5, "keep_best": 1}
+    for steps in (6, 13):
+        changes = {"train": {"steps": steps}, "schedule": {"kind": "constant"}, "checkpoint": rules}
+        config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", changes, {"eval": {"every": 4}})
+        assert rank_pool(2).run(train_here, config) == [0, 0]
+    assert list_steps(tmp_path / "run") == [10, 12, 13]
+    kept = json.loads((step_dir(tmp_path / "run", 13) / "manifest.json").read_text())["validation"]
+    assert kept["step"] == 12
+    assert 2 < kept["loss"] < 6

@@ -1,0 +1,188 @@
+"""Files whose hashes fit and whose content is wrong end in one kind of error, which names file and key."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dist_mem import load_model, read_lanes
+from dist_mem.__main__ import main
+from dist_mem.checkpoint.manifest import read_manifest, verify
+from dist_mem.config import DataConfig
+from dist_mem.data import shard
+from dist_mem.data.directory import open_index, open_tokenizer
+from dist_mem.data.shard import read_mask, read_recall, read_tokens
+from dist_mem.data.verify import verify_dataset
+from dist_mem.errors import CheckpointError, UnusableError
+from tests.checkpoint.test_safe_folders import rewrite_manifest
+from tests.support import paths
+
+GOLDEN = paths.GOLDEN / "formats"
+NUM_EDITS = 40  # of each file; the seeds are their numbers
+VALUES: list[Any] = [
+    *(None, True, False, 0, 1, -1, 7, 2**31, 2**63, 10**40, 1.5, -0.0, 1e308, float("nan"), float("inf")),
+    *("", "x", "7", "..", "../x", "a/b", "\ud800", "\n", "x" * 300, "0" * 64, "<u2", "train", "bytes", "words"),
+    *([], [[]], [0], [0, 0, 1], ["x", 0], {}, {"x": 1}, {"": {}}),
+]
+
+
+def places(tree: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) of a JSON tree."""
+    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    return [place for key, child in pairs for place in [(tree, key), *places(child)]]
+
+
+def edited(tree: Any, random_source: random.Random) -> Any:
+    """The tree with one or two things changed anywhere."""
+    tree = copy.deepcopy(tree)
+    for _ in range(random_source.choice([1, 1, 2])):
+        container, key = random_source.choice(places(tree))
+        match random_source.choice(["delete", "replace", "replace", "swap", "add", "nudge"]):
+            case "delete":
+                del container[key]
+            case "replace":
+                container[key] = copy.deepcopy(random_source.choice(VALUES))
+            case "swap":
+                other, name = random_source.choice(places(tree))
+                container[key], other[name] = copy.deepcopy(other[name]), copy.deepcopy(container[key])
+            case "add" if isinstance(container, dict):
+                container[random_source.choice(["x", "", "9", "../x"])] = copy.deepcopy(random_source.choice(VALUES))
+            case _:
+                value = container[key]
+                container[key] = value + random_source.choice([-1, 1, 1000]) if type(value) is int else [value]
+    return tree
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(GOLDEN / "data", tmp_path / "data"))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    directory = tmp_path / "run" / "checkpoints" / "step-00000003"
+    return Path(shutil.copytree(GOLDEN / "format-3" / "step-00000003", directory))
+
+
+def use_data(data: Path) -> None:
+    settings = DataConfig(path=str(data))
+    verify_dataset(data)
+    open_tokenizer(settings)
+    index = open_index(settings, "train")
+    for number in range(len(index.documents)):
+        for read in (read_tokens, read_mask, read_recall):
+            read(index, number)
+    assert index.num_words >= 0
+
+
+def use_checkpoint(directory: Path) -> None:
+    for action in ("list", "verify", "show"):
+        try:
+            main(["checkpoints", action, str(directory)])
+        except SystemExit as ended:
+            raise AssertionError(f"{action} ended with {ended.code}") from ended
+    verify(directory)
+    trained = load_model(directory, f"data.path={GOLDEN / 'data'}")
+    read_lanes(trained, [0, 1, 2, 3])
+
+
+def write(path: Path, body: Any) -> None:
+    """Write a file with the hashes that it must have."""
+    if path.name == "index.json" and isinstance(body, dict):
+        body["fingerprint"] = shard._fingerprint(body)
+    if path.name == "manifest.json" and isinstance(body, dict):
+        from dist_mem.checkpoint.manifest import _fingerprint
+
+        body["sha256"] = _fingerprint(body)
+    path.write_text(json.dumps(body))
+    if path.name == "engine.json":
+        rewrite_manifest(path.parent)
+
+
+FILES: dict[str, Callable[[Path, Path], tuple[Path, Callable[[Path], None], Path]]] = {
+    "index": lambda data, checkpoint: (data / "train" / "index.json", use_data, data),
+    "tokenizer": lambda data, checkpoint: (data / "tokenizer.json", use_data, data),
+    "manifest": lambda data, checkpoint: (checkpoint / "manifest.json", use_checkpoint, checkpoint),
+    "engine": lambda data, checkpoint: (checkpoint / "engine.json", use_checkpoint, checkpoint),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_edit_with_valid_hashes_ends_in_another_error(data: Path, checkpoint: Path, name: str) -> None:
+    path, use, root = FILES[name](data, checkpoint)
+    clean = json.loads(path.read_text())
+    refused, unhandled = 0, []
+    for seed in range(NUM_EDITS):
+        write(path, edited(clean, random.Random(seed)))
+        try:
+            use(root)
+        except UnusableError as error:
+            refused += str(root) in str(error)
+        except Exception as error:
+            unhandled.append(f"seed {seed}: {type(error).__name__}: {error}")
+    assert unhandled == [], f"{len(unhandled)} of {NUM_EDITS}"
+    assert refused > NUM_EDITS // 3, "most edits are wrong, and the errors name a file"
+    write(path, clean)
+    use(root)
+
+
+def swap_lanes(directory: Path) -> None:
+    """The first rows of two ranks' files, exchanged with all they carry; hashes fit."""
+    paths = [directory / "lanes" / f"rank-0000{rank}.safetensors" for rank in (0, 1)]
+    first, second = (load_file(path) for path in paths)
+    for key in first:
+        first[key][0], second[key][0] = second[key][0].clone(), first[key][0].clone()
+    for path, tensors in zip(paths, (first, second), strict=True):
+        save_file(tensors, path)
+    rewrite_manifest(directory)
+
+
+def test_lanes_swapped_between_files_are_refused(checkpoint: Path) -> None:
+    trained = load_model(checkpoint, f"data.path={GOLDEN / 'data'}")
+    before = read_lanes(trained, [0])
+    swap_lanes(checkpoint)
+    trained = load_model(checkpoint, f"data.path={GOLDEN / 'data'}")
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: row 0 holds lane \d+, but the manifest says"):
+        read_lanes(trained, [0])
+    swap_lanes(checkpoint)
+    trained = load_model(checkpoint, f"data.path={GOLDEN / 'data'}")
+    after = read_lanes(trained, [0])
+    assert all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True) if isinstance(a, torch.Tensor))
+
+
+@pytest.mark.parametrize("damage", ["no lane_ids", "another lane in a row", "a row that is not there", "two in one"])
+def test_rows_that_are_not_the_lane_are_refused(checkpoint: Path, damage: str) -> None:
+    path = checkpoint / "lanes" / "rank-00000.safetensors"
+    tensors, lanes = load_file(path), dict(read_manifest(checkpoint)["lanes"])
+    if damage == "no lane_ids":
+        del tensors["lane_ids"]
+    elif damage == "another lane in a row":
+        lanes["0"], lanes["1"] = lanes["1"], lanes["0"]
+    elif damage == "a row that is not there":
+        lanes["0"] = [lanes["0"][0], 99]
+    else:
+        lanes["0"] = lanes["1"]
+    save_file(tensors, path)
+    rewrite_manifest(checkpoint, lanes=lanes)
+    with pytest.raises(CheckpointError, match=r"row 0|row 1|row 99|the same row"):
+        read_lanes(load_model(checkpoint, f"data.path={GOLDEN / 'data'}"), [0])
+
+
+@pytest.mark.parametrize("step", [4, 17, 0])
+def test_a_step_that_is_not_that_of_its_folder_is_refused(checkpoint: Path, step: int) -> None:
+    rewrite_manifest(checkpoint, step=step)
+    with pytest.raises(CheckpointError, match=f"step is {step}, but its folder is step-00000003"):
+        load_model(checkpoint.parent.parent, f"data.path={GOLDEN / 'data'}")
+    renamed = checkpoint.rename(checkpoint.with_name("step-00000018"))
+    with pytest.raises(CheckpointError, match=r"but its folder is step-00000018"):
+        load_model(renamed, f"data.path={GOLDEN / 'data'}")
+    assert read_manifest(renamed.rename(renamed.with_name("taken")))["step"] == step, "another name promises no step"

@@ -1,0 +1,136 @@
+"""Before the first step: what is being done is told, and Ctrl-C ends it in one line (issue 15, item 11)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from dist_mem.__main__ import main
+from dist_mem.cli import commands
+from dist_mem.runtime.distributed import announced
+from dist_mem.runtime.environment import export_for_libraries, extension_cache
+from tests.support.jobs import wait_for, write_config
+from tests.support.ranks import free_port, launcher_environment
+
+# A compiler that never ends, but tells torch what it is.
+SLOW_COMPILER = """#!/bin/sh
+case " $* " in *" -c "*) touch "$MARK"; sleep 600 ;; esac
+exec c++ "$@"
+"""
+
+
+def start(config: Path, **environment: str) -> subprocess.Popen[str]:
+    """`dist-mem train CONFIG`, alone and in a process group of its own, as in a terminal."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "dist_mem", "train", str(config)],
+        env={**os.environ, **launcher_environment(0, 1, free_port()), **environment},
+        cwd=config.parent,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def interrupted(process: subprocess.Popen[str]) -> str:
+    """What a training says that gets Ctrl-C before its first step."""
+    os.killpg(process.pid, signal.SIGINT)
+    _, told = process.communicate(timeout=300)
+    assert process.returncode == 85, told
+    assert "Traceback" not in told
+    assert told.splitlines()[-1] == (
+        "stopped by SIGINT before the first step: nothing was changed, the same command starts again"
+    )
+    return told
+
+
+def test_ctrl_c_while_libraries_are_loaded_ends_in_one_line(tmp_path: Path, books: Path) -> None:
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run")
+    process = start(config)
+    assert process.stderr is not None
+    first = process.stderr.readline()
+    assert first == f"starting {tmp_path / 'run'}: loading torch and DeepSpeed\n"
+    assert len(interrupted(process).splitlines()) == 1
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_ctrl_c_while_the_op_is_compiled_leaves_no_lock_and_no_half_an_op(tmp_path: Path, books: Path) -> None:
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"preflight": False})
+    compiler = tmp_path / "slow-c++"
+    compiler.write_text(SLOW_COMPILER)
+    compiler.chmod(0o755)
+    own = {"CXX": str(compiler), "MARK": str(tmp_path / "mark"), "TORCH_EXTENSIONS_DIR": str(tmp_path / "ops")}
+    process = start(config, **own)
+    wait_for(lambda: (tmp_path / "mark").exists() or process.poll() is not None, "the compiler", seconds=300)
+    told = interrupted(process)
+    assert "compiling DeepSpeed's CPU communication op, once for this environment: 1 to 3 minutes" in told
+    assert "could not compile" not in told
+    left = {path.name for path in (tmp_path / "ops" / "deepspeed_shm_comm").iterdir()}
+    assert not left & {"lock", "deepspeed_shm_comm.so", "shm.o", "shm_interface.o"}
+    assert not (tmp_path / "run" / "lease.json").exists()
+
+
+def test_ctrl_c_ends_any_other_command_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*arguments: object, **options: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "load_checked", interrupt)
+    assert main(["config", "configs/demo.yaml"]) == 130
+    assert capsys.readouterr().err == "stopped by SIGINT\n"
+
+
+@pytest.mark.parametrize(("rank", "expected"), [("0", "opening data\n"), ("1", "")])
+def test_rank_0_tells_what_takes_long(
+    rank: str, expected: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with announced("opening data", after=0.0):
+        wait_for(lambda: rank == "1" or capfd.readouterr().err == expected, "the line")
+    with announced("something quick", after=60.0):
+        pass
+    time.sleep(0.1)
+    assert capfd.readouterr().err == ""
+
+
+def cache_beside(folder: Path, packages: Sequence[str]) -> str:
+    """The cache of an environment whose packages lie in `folder`."""
+    for name in packages:
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").touch()
+    code = "from dist_mem.runtime.environment import extension_cache; print(extension_cache())"
+    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    environment.pop("TORCH_EXTENSIONS_DIR", None)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_each_environment_has_its_own_compiled_ops(tmp_path: Path) -> None:
+    """torch keys them by Python's version alone, and ninja compiles anew when a path in the command has changed."""
+    caches = [
+        cache_beside(tmp_path / "plain", []),
+        cache_beside(tmp_path / "one", ["deepspeed"]),
+        cache_beside(tmp_path / "other", ["deepspeed"]),
+        cache_beside(tmp_path / "torch", ["torch"]),
+    ]
+    assert len(set(caches)) == 4
+    assert cache_beside(tmp_path / "empty", []) == caches[0], "the clone that is run from does not count"
+
+
+def test_a_directory_that_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in launcher_environment(0, 1, free_port()).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    export_for_libraries(0, 1, 0, 1)
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == str(tmp_path)
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    export_for_libraries(0, 1, 0, 1)
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == str(extension_cache())

@@ -1,0 +1,103 @@
+"""A path that is not there is the user's input: exit code 2 and its name, in every command and every builder."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dist_mem.__main__ import build_parser, main
+from tests.support.paths import ROOT
+
+COMMANDS = next(action.choices for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+MISSING = "nowhere/absent"
+CALLS: dict[str, list[list[str]]] = {
+    "train": [[f"{MISSING}.yaml"], [f"{MISSING}.yaml", "--check"], ["train.steps=1", f"deepspeed={MISSING}.json"]],
+    "launch": [[f"{MISSING}.yaml"], [f"{MISSING}.yaml", "--dry-run"], [f"{MISSING}.yaml", "--script", "train"]],
+    "doctor": [[f"{MISSING}.yaml"], ["--drill", f"{MISSING}.yaml"]],
+    "evaluate": [[MISSING], [MISSING, "--checkpoint", "5"], [MISSING, "--sweep", "mem_len=1", "--also", "other"]],
+    "export": [[MISSING, "--out", "out"], [f"{MISSING}.yaml", "--out", "out"]],
+    "checkpoints": [["list", MISSING], ["verify", MISSING], ["show", MISSING]],
+    "compare": [[MISSING], [MISSING, "--split", "test"], [f"{MISSING}.json"], [MISSING, "--plot", "x.png"]],
+    "generate": [
+        [MISSING, "--prompt", "a"],
+        ["--compare", MISSING, MISSING, "--prompt", "a"],
+        ["run", "--prompt-file", MISSING],
+    ],
+    "reproduce": [[MISSING]],
+    "dialogue": [[MISSING], [MISSING, "--wordnet", "other"]],
+    "inspect": [[MISSING]],
+    "prepare": [["verify", MISSING], ["verify", MISSING, "--split", "train"]],
+    "track": [["sync", MISSING]],
+    "check-memory": [[f"{MISSING}.py:Memory"]],
+    "config": [[f"{MISSING}.yaml"], [f"{MISSING}.yaml", "--get", "run_dir"]],
+}
+WRITTEN = {("export", "out"), ("generate", "out"), ("compare", "plot"), ("reproduce", "out"), ("config", "snapshot")}
+ELSEWHERE = {
+    ("evaluate", "also"),
+    ("dialogue", "wordnet"),
+}  # looked for after the run, see test_evaluate.py, ...
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, single_process: None) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_every_command_and_every_path_it_takes_is_here() -> None:
+    assert CALLS.keys() == COMMANDS.keys()
+    for command, parser in COMMANDS.items():
+        for action in parser._actions:
+            if action.type is not Path or (command, action.dest) in WRITTEN | ELSEWHERE:
+                continue
+            given = [call for call in CALLS[command] if not action.option_strings or action.option_strings[0] in call]
+            assert given, f"{command}: no call gives {action.dest} a path that is not there"
+
+
+@pytest.mark.parametrize("call", [[command, *call] for command, calls in CALLS.items() for call in calls], ids=" ".join)
+def test_a_missing_path_ends_with_code_2_and_its_name(call: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(call) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert MISSING in error
+
+
+@pytest.fixture
+def shards_on_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(str(ROOT / "shards"))
+    yield
+
+
+def path_options(builder: str, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """Options of a builder with a path to read, that is not there."""
+    with pytest.raises(SystemExit):
+        importlib.import_module(builder).main(["--help"])
+    told = capsys.readouterr().out
+    calls = [["--source", MISSING]] if "--source " in told else []
+    return [*calls, ["--source", ".", "--tokenizer-from", MISSING]] if "--tokenizer-from " in told else calls
+
+
+@pytest.mark.parametrize("builder", sorted(path.stem for path in (ROOT / "shards").glob("build_*.py")))
+def test_a_builder_without_its_source_ends_with_code_2(
+    builder: str, capsys: pytest.CaptureFixture[str], shards_on_path: None
+) -> None:
+    for call in path_options(builder, capsys):
+        try:
+            code = importlib.import_module(builder).main([*call, "--out", "out"])
+        except SystemExit as ended:  # argparse
+            code = ended.code
+        assert code == 2, call
+        assert MISSING in capsys.readouterr().err
+        assert not Path("out").exists(), "something was begun"
+
+
+def test_a_script_that_reads_a_folder_ends_with_code_2(
+    capsys: pytest.CaptureFixture[str], shards_on_path: None
+) -> None:
+    tokenizer = importlib.import_module("gpt2_tokenizer")
+    for more in ([], ["--train"]):
+        assert tokenizer.main([MISSING, "--out", "out", *more]) == 2
+        assert MISSING in capsys.readouterr().err

@@ -1,0 +1,295 @@
+"""Configurations: merging, overrides, values, interpolation, and what is written back. Typos: test_config_typos.py."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from dist_mem.config import (
+    Config,
+    ConfigError,
+    deepspeed_block,
+    load_config,
+    merge_checked,
+    read_config,
+    save_config,
+    to_yaml,
+)
+from dist_mem.config.check import all_keys, fields_of, item_schema, optional_keys
+from dist_mem.config.constraints import CHOICES, RANGES
+from dist_mem.memory import memory_options
+from dist_mem.memory.transformer_xl import TransformerXL
+from tests.support.paths import ROOT
+
+STEPS = "train.steps=10"
+CONFIGS = sorted(
+    str(path.relative_to(ROOT)) for path in (ROOT / "configs").glob("**/*.yaml") if path.parent.name != "tables"
+)
+
+
+@dataclass
+class Mixed:
+    size: int | str | None = None
+
+
+def error_of(*arguments: str) -> str:
+    """The message with which a configuration is refused."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(arguments, memory_options=memory_options)
+    return str(caught.value)
+
+
+def write(path: Path, text: str) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config_of_the_project_loads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    steps = [] if set(OmegaConf.load(name)) & {"train"} else [STEPS]  # files under memory/ hold one block
+    load_config([name, *steps], memory_options=memory_options)
+
+
+def test_later_files_and_then_overrides_win(tmp_path: Path) -> None:
+    first = write(tmp_path / "first.yaml", "train: {steps: 1, lanes: 4, micro_lanes: 2}\nname: first")
+    second = write(tmp_path / "second.yaml", "train: {steps: 2, lanes: 8}")
+    config = load_config(["train.steps=3", first, second])
+    assert (config.train.steps, config.train.lanes, config.train.micro_lanes) == (3, 8, 2)
+    assert config.name == "first"
+
+
+def test_second_file_is_found_beside_the_first_and_under_configs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "elsewhere" / "first.yaml", "train: {steps: 1}")
+    write(tmp_path / "elsewhere" / "memory" / "short.yaml", "memory: {kind: transformer_xl, mem_len: 3}")
+    write(tmp_path / "configs" / "wide.yaml", "model: {d_model: 8}")
+    config = load_config(["elsewhere/first.yaml", "memory/short.yaml", "wide.yaml"])
+    assert (config.memory.mem_len, config.model.d_model) == (3, 8)
+
+
+def test_missing_file_names_a_near_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "configs" / "memory" / "lamemo.yaml", "")
+    assert "did you mean configs/memory/lamemo.yaml?" in error_of("configs/memory/lamenmo.yaml")
+    assert "did you mean configs/memory/lamemo.yaml?" in error_of("lamemo")
+    assert "a key is set with key=value" in error_of("train.steps")
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("train.epochs=null", "train.epochs", None),
+        ("optimizer.lr=1e-4", "optimizer.lr", 1e-4),
+        ("optimizer.betas=[0.5,0.6]", "optimizer.betas", [0.5, 0.6]),
+        ("optimizer.betas.1=0.7", "optimizer.betas", [0.9, 0.7]),
+        ("optimizer.betas[0]=0.7", "optimizer.betas", [0.7, 0.999]),
+        ("model.adaptive.cutoffs=[20]", "model.adaptive.cutoffs", [20]),
+        ("data.path=a=b", "data.path", "a=b"),
+        ("name=2024", "name", "2024"),
+    ],
+)
+def test_override_is_read_as_yaml(override: str, key: str, value: Any) -> None:
+    assert OmegaConf.select(OmegaConf.create(to_yaml(load_config([STEPS, override]))), key) == value
+
+
+def test_single_items_of_a_list_are_overridden(tmp_path: Path) -> None:
+    base = write(tmp_path / "a.yaml", "optimizer: {groups: [{match: u, lr: 1}, {match: v, lr: 2}]}\ntrain: {steps: 1}")
+    config = load_config([base, "optimizer.groups.1.lr=3"])
+    assert [(group.match, group.lr) for group in config.optimizer.groups] == [("u", 1), ("v", 3)]
+    assert "command line: optimizer.groups[2]: there are only 2 items" in error_of(base, "optimizer.groups.2.lr=3")
+
+
+def test_another_memory_leaves_the_options_of_the_first_behind(tmp_path: Path) -> None:
+    base = write(tmp_path / "a.yaml", "memory: {kind: transformer_xl, mem_len: 5}\ntrain: {steps: 1}")
+    assert load_config([base, "memory.kind=none"], memory_options=memory_options).memory == {"kind": "none"}
+    assert load_config([base, "memory.mem_len=6"]).memory == {"kind": "transformer_xl", "mem_len": 6}
+
+
+def test_memory_options_are_written_out_with_their_defaults() -> None:
+    config = load_config([STEPS, "memory.kind=transformer_xl"], memory_options=memory_options)
+    assert config.memory == {"kind": "transformer_xl", "mem_len": TransformerXL.Options().mem_len}
+    linked = load_config([STEPS, "memory.mem_len=${train.seg_len}"], memory_options=memory_options)
+    assert "mem_len: ${train.seg_len}" in to_yaml(linked)
+    assert memory_options(linked.memory)[1].mem_len == linked.train.seg_len
+
+
+def test_merge_checked_completes_a_block_and_resolves_it() -> None:
+    config = OmegaConf.create({"length": 7, "memory": {"mem_len": "${length}"}})
+    assert merge_checked(TransformerXL.Options, config.memory, "memory").mem_len == 7
+    with pytest.raises(ConfigError, match=r"memory\.mem_len: is 'long', but must be an integer"):
+        merge_checked(TransformerXL.Options, {"mem_len": "long"}, "memory")
+    assert merge_checked(Mixed, {"size": 3}, "memory").size == 3
+    with pytest.raises(ConfigError, match=r"memory\.size: is 1\.5, but must be"):
+        merge_checked(Mixed, {"size": 1.5}, "memory")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.lanes=many", "train.lanes: is 'many', but must be an integer"),
+        ("train.lanes=1.5", "train.lanes: is 1.5, but must be an integer"),
+        ("train.lanes=1e3", "train.lanes: is 1000.0, but must be an integer; write 1000"),
+        ("train.lanes=true", "train.lanes: is True, but must be an integer"),
+        ("train.lanes=null", "train.lanes: is None, but must be an integer; leave the key out for its default"),
+        ("train.activation_checkpointing=1", "is 1, but must be true or false"),
+        ("train=5", "train: is 5, but must be a block with keys among seed, lanes"),
+        ("optimizer.betas=0.9", "optimizer.betas: is 0.9, but must be a list of numbers"),
+        ("optimizer.betas=[0.9,x]", "optimizer.betas[1]: is 'x', but must be a number"),
+        ("optimizer.lr=.nan", "optimizer.lr: is nan, but must be greater than 0"),
+        ("optimizer.lr=.inf", "optimizer.lr: is inf, but must be greater than 0"),
+        ("model.dropout=1.0", "model.dropout: is 1.0, but must be at least 0 and less than 1"),
+        ("train.threads=-1", "train.threads: is -1, but must be at least 1; use null for none"),
+        ("train.max_grad_norm=0", "train.max_grad_norm: is 0.0, but must be greater than 0; use null for none"),
+        ("eval.every=-1", "eval.every: is -1, but must be at least 1; use null for none"),
+        ("model.norm=prre", "is 'prre', but must be one of pre, post; did you mean pre?"),
+        ("train.precision=bf6", "did you mean bf16?"),
+        ("optimizer.kind=adamW", "did you mean adamw?"),
+        ("train.epochs=2", "give exactly one of train.steps and train.epochs: both are given"),
+        ("train.steps=null", "give exactly one of train.steps and train.epochs: neither is given"),
+        ("train.micro_lanes=17", "train.micro_lanes: 17 is more than train.lanes = 16"),
+        ("model.num_heads=3", "model.d_model: 256 is not a multiple of model.num_heads = 3"),
+        ("optimizer.momentum=0.9", "optimizer.momentum: is of no use to adamw"),
+        ("optimizer.groups=[{match: '('}]", "optimizer.groups[0].match: is '(', but must be a regular expression"),
+        ("optimizer.groups=[{lr: 1}]", "optimizer.groups[0].match: is empty"),
+        ("model.adaptive={cutoffs: [5, 3]}", "model.adaptive.cutoffs: is [5, 3], but must be one or more growing"),
+        ("model.adaptive={cutoffs: [5], tie_projections: [true]}", "has 1 flags for 2 bins"),
+        ("schedule.warmup_steps=11", "schedule.warmup_steps: 11 is more than train.steps = 10"),
+        ("data.train_split=test", "training never opens the test split"),
+        ("memory=3", "memory: is 3, but must be a block with a kind"),
+        ("memory.kind=transformer", "memory.kind: is 'transformer', but must be one of causal"),
+        ("memory.mem_len=long", "memory.mem_len: is 'long', but must be an integer"),
+    ],
+)
+def test_wrong_value_is_refused_with_the_key_the_value_and_the_fix(override: str, message: str) -> None:
+    error = error_of(STEPS, override)
+    assert message in error
+    assert error.startswith("command line: ")
+    assert "\n" not in error
+
+
+def test_the_test_split_is_not_for_training() -> None:
+    assert "eval.split" in error_of(STEPS, "eval.split=test", "eval.every=5")
+    assert load_config([STEPS, "eval.split=test"]).eval.split == "test"
+
+
+def test_all_problems_are_told_at_once_each_with_its_file(tmp_path: Path) -> None:
+    first = write(tmp_path / "first.yaml", "train: {lanse: 1}\nmodel: {d_model: wide}")
+    second = write(tmp_path / "second.yaml", "optimizer: {groups: [{match: u, Lr: 1}]}")
+    lines = error_of(first, second, "dat.path=x").splitlines()
+    assert lines == [
+        f"{first}: train.lanse: unknown key; did you mean train.lanes?",
+        f"{first}: model.d_model: is 'wide', but must be an integer",
+        f"{second}: optimizer.groups[0].Lr: unknown key; did you mean optimizer.groups[0].lr?",
+        "command line: dat: unknown key; did you mean data?",
+    ]
+
+
+def test_a_value_out_of_range_is_told_with_the_file_that_set_it_last(tmp_path: Path) -> None:
+    first = write(tmp_path / "first.yaml", "train: {steps: 5, seg_len: 8}")
+    second = write(tmp_path / "second.yaml", "train: {seg_len: 0}")
+    assert error_of(first, second) == f"{second}: train.seg_len: is 0, but must be at least 1"
+
+
+@pytest.mark.parametrize("text", ["train: [1", "- a list", "train: {steps: 1}\ntrain: {steps: 2}", "name: ${"])
+def test_unreadable_file_is_named(tmp_path: Path, text: str) -> None:
+    name = write(tmp_path / "broken.yaml", text)
+    assert error_of(name).startswith(f"{name}: ")
+
+
+def test_environment_is_read_but_never_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIST_MEM_TEST_URI", "https://user:secret@host")
+    monkeypatch.setenv("DIST_MEM_TEST_LANES", "12")
+    monkeypatch.delenv("DIST_MEM_TEST_UNSET", raising=False)
+    config = load_config(
+        [
+            STEPS,
+            "tracking.uri=${oc.env:DIST_MEM_TEST_URI}",
+            "train.lanes=${oc.env:DIST_MEM_TEST_LANES,4}",
+            "data.path=${oc.env:DIST_MEM_TEST_UNSET,data/here}",
+        ]
+    )
+    assert (config.tracking.uri, config.train.lanes) == ("https://user:secret@host", 12)
+    assert config.data.path == "data/here"
+    save_config(config, tmp_path / "run" / "config.yaml")
+    text = (tmp_path / "run" / "config.yaml").read_text()
+    assert "secret" not in text
+    assert "uri: ${oc.env:DIST_MEM_TEST_URI}" in text
+    assert "run_dir: runs/${name}" in text
+    assert read_config(tmp_path / "run" / "config.yaml") == config
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
+
+
+def test_environment_errors_name_the_variable_and_not_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIST_MEM_TEST_LANES", "secret")
+    monkeypatch.delenv("DIST_MEM_TEST_UNSET", raising=False)
+    unset = error_of(STEPS, "data.path=${oc.env:DIST_MEM_TEST_UNSET}")
+    assert unset.startswith("command line: data.path: cannot be resolved: the environment variable DIST_MEM_TEST_UNSET")
+    wrong = error_of(STEPS, "train.lanes=${oc.env:DIST_MEM_TEST_LANES}")
+    assert wrong.startswith("command line: train.lanes: cannot be resolved")
+    assert "secret" not in wrong
+    assert "train.lanse" in error_of(STEPS, "train.seg_len=${train.lanse}")
+
+
+def test_deepspeed_block_may_be_a_file_beside_the_config(tmp_path: Path) -> None:
+    block = {
+        "train_batch_size": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8, "overlap_comm": "auto"},
+    }
+    write(tmp_path / "ds_config.json", json.dumps(block))
+    base = write(tmp_path / "a.yaml", "deepspeed: ds_config.json\ntrain: {steps: 1}")
+    config = load_config([base, "deepspeed.wall_clock_breakdown=true"])
+    expected = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8}, "wall_clock_breakdown": True}
+    assert deepspeed_block(config) == expected
+    assert OmegaConf.create(to_yaml(config)).deepspeed == expected
+
+
+def test_deepspeed_file_replaces_the_block_and_a_block_merges(tmp_path: Path) -> None:
+    empty = write(tmp_path / "ds.json", "{}")
+    assert deepspeed_block(load_config([STEPS, f"deepspeed={empty}"])) == {}
+    merged = load_config([STEPS, "deepspeed.dump_state=true"])
+    assert deepspeed_block(merged) == {"zero_optimization": {"stage": 2}, "dump_state": True}
+    off = load_config([STEPS, "deepspeed.zero_optimization.offload_optimizer=null"])
+    assert deepspeed_block(off) == {"zero_optimization": {"stage": 2}}
+
+
+def test_problem_in_a_deepspeed_file_names_that_file(tmp_path: Path) -> None:
+    wrong = write(tmp_path / "ds.json", '{"zero_optimization": {"stagee": 3}}')
+    assert error_of(STEPS, f"deepspeed={wrong}").startswith(f"{wrong}: deepspeed.zero_optimization.stagee: unknown key")
+    twice = write(tmp_path / "twice.json", '{"dump_state": true, "dump_state": false}')
+    assert "deepspeed.dump_state: is given twice" in error_of(STEPS, f"deepspeed={twice}")
+    assert "no such file" in error_of(STEPS, "deepspeed=absent.json")
+
+
+def leaves(kinds: tuple[type, ...], schema: Any = Config, key: str = "") -> set[str]:
+    """Keys of the schema whose type, null apart, is one of `kinds`."""
+    inner = item_schema(schema)
+    found = leaves(kinds, inner, f"{key}[]") if inner else set()
+    for name, child in (fields_of(schema) or {}).items():
+        found |= leaves(kinds, child, f"{key}.{name}" if key else name)
+    parts = {schema, *getattr(schema, "__args__", ())}
+    return found | ({key} if parts & set(kinds) and not inner else set())
+
+
+def test_every_number_has_a_range_and_every_choice_a_key() -> None:
+    assert leaves((int, float)) == set(RANGES)
+    assert set(CHOICES) <= leaves((str,))
+    assert optional_keys(Config) <= set(all_keys(Config))
+
+
+def test_file_that_is_no_text_is_an_error_of_the_configuration(tmp_path: Path) -> None:
+    """Issue 5: of a checkpoint that a disk has damaged, rank 0 must not fail alone at it."""
+    path = tmp_path / "config.yaml"
+    path.write_bytes(b"name: run\xff\n")
+    with pytest.raises(ConfigError, match="cannot be read as YAML"):
+        load_config([str(path)])

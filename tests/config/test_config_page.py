@@ -1,0 +1,79 @@
+"""docs/config.md is what the program says of its keys, and it says something of each."""
+
+from __future__ import annotations
+
+import difflib
+import re
+
+import pytest
+
+from dist_mem.__main__ import main
+from dist_mem.config import Config
+from dist_mem.config.check import all_keys, fields_of
+from dist_mem.config.deepspeed_keys import HANDED_ON, REFUSED
+from dist_mem.config.help import block_of, meanings, schema_as_yaml
+from dist_mem.config.page import config_page
+from dist_mem.memory import described_memories
+from tests.support.paths import ROOT
+
+PAGE = ROOT / "docs" / "config.md"
+ROW = re.compile(r"^\| `([^`]+)` \| `([^`]*)` \| (.*) \| (fixed|`--allow`|) \| (.*) \|$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return config_page(described_memories())
+
+
+def test_page_in_docs_is_up_to_date(page: str) -> None:
+    changes = difflib.unified_diff(PAGE.read_text(encoding="utf-8").splitlines(), page.splitlines(), lineterm="", n=0)
+    listed = "\n".join(changes)
+    assert not listed, f"{listed}\nto accept this: dist-mem config --markdown > docs/config.md"
+
+
+def test_command_prints_the_page(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--markdown"]) == 0
+    assert capsys.readouterr().out == page
+
+
+def test_every_key_has_a_row_with_a_meaning(page: str) -> None:
+    """A comment that a formatter has moved off the line of its key would be lost without a word."""
+    rows = {key: meaning for key, _, _, _, meaning in ROW.findall(page)}
+    blocks = {name for name, schema in (fields_of(Config) or {}).items() if block_of(schema)}
+    keys = set(all_keys(Config)) - {"memory", "deepspeed"} - blocks
+    options = {f"memory.{name}" for _, schema in described_memories().values() for name in fields_of(schema) or {}}
+    assert rows.keys() == keys | options
+    assert [key for key, meaning in rows.items() if not meaning] == []
+    assert [name for name, meaning in meanings(Config).items() if not meaning] == []
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "| `train.steps` | `null` | integer >= 1 and <= 99,999,999 or `null` |  | updates; give this or epochs |",
+        "| `optimizer.betas` | `[0.9, 0.999]` | list of numbers, each >= 0 and < 1 | `--allow` | adamw and adam only |",
+        "| `optimizer.groups[].lr` | `null` | number > 0 or `null` | `--allow` | `null`: `optimizer.lr` |",
+        "| `model.norm` | `pre` | `pre`, `post` | fixed | layer norm before or after each sub-layer |",
+        "| `memory.mem_len` | `128` | integer <= 16,777,216 | fixed | M, tokens |",
+    ],
+)
+def test_row_tells_default_values_and_whether_it_may_change(page: str, row: str) -> None:
+    assert f"\n{row}\n" in page
+
+
+def test_every_key_of_deepspeed_is_yours_or_set_or_refused(page: str) -> None:
+    section = page.partition("\n## deepspeed\n")[2]
+    assert [key for key in (*HANDED_ON, *REFUSED) if f"`{key}`" not in section] == []
+
+
+def test_every_memory_has_a_section(page: str) -> None:
+    for kind, (summary, _) in described_memories().items():
+        assert f"\n### memory.kind: {kind}\n\n{summary}\n" in page
+        assert len(summary) > 20
+
+
+def test_yaml_tells_the_same_keys_without_words_of_python() -> None:
+    text = schema_as_yaml()
+    assert "\ndata:  # what is read" in text
+    assert "\n  #   match: ''" in text
+    assert "None" not in text

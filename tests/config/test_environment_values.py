@@ -1,0 +1,171 @@
+"""Values of `${oc.env:...}` are used, and neither shown nor stored; a resume notices where they have changed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from dist_mem.config import ConfigError, load_config, read_config, save_config, to_yaml
+from dist_mem.config.check import flatten
+from dist_mem.config.environment_values import HidingStream, hide
+from dist_mem.config.resume_rules import ALLOWED, SAME, changed_keys, check_changes, checksums_to_keep, rule_of
+from dist_mem.config.schema import Config
+from dist_mem.memory import memory_options
+from dist_mem.tracking.mlflow_run import connect
+from tests.support.jobs import write_config
+from tests.support.ranks import free_port, launcher_environment
+from tests.support.warm_programs import running_server, write_programs
+
+SECRET = "c4n4ry-9"
+ALL = flatten(OmegaConf.to_container(OmegaConf.structured(Config)))
+
+
+def load(*arguments: str) -> Config:
+    return load_config(["train.steps=5", *arguments], memory_options=memory_options)
+
+
+@pytest.mark.parametrize("key", sorted(key for key in ALL if not key.startswith("memory.") or key == "memory.kind"))
+def test_no_error_of_a_configuration_shows_a_value(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every key, with a text, a number and a block where they may not be."""
+    for value, how in [(SECRET, "${oc.env:HIDDEN}"), ("-87", "${oc.decode:${oc.env:HIDDEN}}")]:
+        monkeypatch.setenv("HIDDEN", value)
+        try:
+            load(f"{key}={how}")
+        except ConfigError as error:
+            assert value not in str(error) and "87" not in str(error)
+            assert key.partition(".")[0] in str(error)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["train.lanes=4", "train.micro_lanes=${oc.env:HIDDEN}"], "train.micro_lanes: ${oc.env:HIDDEN} is more than"),
+        (
+            ["train.seg_len=${oc.env:HIDDEN}", "eval.every=1", "eval.seg_len=3"],
+            "train.seg_len = ${oc.env:HIDDEN} while",
+        ),
+        (["model.num_heads=${oc.env:HIDDEN}", "model.d_model=64"], "model.num_heads = ${oc.env:HIDDEN};"),
+        (
+            ["memory.kind=infinite", "memory.num_basis=${oc.env:HIDDEN}"],
+            "num_basis: is '${oc.env:HIDDEN}', but must be",
+        ),
+    ],
+)
+def test_a_message_about_two_keys_shows_the_interpolation(
+    arguments: list[str], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HIDDEN", "87")
+    with pytest.raises(ConfigError) as caught:
+        load(*arguments)
+    assert text in str(caught.value) and "87" not in str(caught.value)
+
+
+def test_output_shows_the_interpolation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HIDDEN", f"{SECRET}\nand 'more'")
+    monkeypatch.setenv("COUNT", "1234")
+    load("tracking.run_name=${oc.env:HIDDEN}", "train.lanes=${oc.env:COUNT}")
+    assert hide(f"a{SECRET}b, {'and ' + repr(chr(39))}") == f"a${{oc.env:HIDDEN}}b, {'and ' + repr(chr(39))}"
+    assert hide(repr(f"{SECRET}\nand 'more'")) == '"${oc.env:HIDDEN}"'
+    assert hide("1234 steps") == "1234 steps"  # a number is no secret
+    assert HidingStream(sys.stdout).encoding == sys.stdout.encoding
+
+
+def test_an_export_has_numbers_and_kinds_but_no_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HIDDEN", SECRET)
+    monkeypatch.setenv("LANES", "12")
+    monkeypatch.setenv("KIND", "compressive")
+    text = to_yaml(
+        load("name=${oc.env:HIDDEN}", "train.lanes=${oc.env:LANES}", "memory.kind=${oc.env:KIND}"), resolve=True
+    )
+    assert SECRET not in text and "oc.env" not in text
+    assert "lanes: 12" in text and "kind: compressive" in text and "name: '***'" in text
+
+
+@pytest.mark.parametrize("key", ["train.seed", "train.segments_per_update", "model.dropout"])
+@pytest.mark.parametrize("default", ["", ",1"])
+def test_a_resume_notices_another_value_of_the_same_interpolation(
+    key: str, default: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HIDDEN", "0.5" if key == "model.dropout" else "87")
+    if default and key != "model.dropout":
+        monkeypatch.delenv("HIDDEN")
+    argument = f"{key}=${{oc.env:HIDDEN{default}}}"
+    config = load(argument)
+    save_config(config, tmp_path / "config.yaml")
+    then = checksums_to_keep(config)
+    saved = read_config(tmp_path / "config.yaml")
+    assert changed_keys(saved, load(argument), {**then, "unheard.of": "0"}) == []  # a checkpoint may come from anybody
+    monkeypatch.setenv("HIDDEN", "0.25" if key == "model.dropout" else "88")
+    assert rule_of(key) in (SAME, ALLOWED)
+    with pytest.raises(ConfigError) as caught:
+        check_changes(read_config(tmp_path / "config.yaml"), load(argument), then=then)
+    told = str(caught.value)
+    assert told.startswith(f"{key}: is ${{oc.env:HIDDEN{default}}}, but the run began with another value")
+    assert "87" not in told and "88" not in told and "0.25" not in told
+    monkeypatch.setenv("HIDDEN", "1")
+    if default and key != "model.dropout":
+        assert (
+            changed_keys(read_config(tmp_path / "config.yaml"), load(f"{key}=1"), then) == []
+        )  # the same, otherwise written
+
+
+def test_a_checkpoint_has_no_checksum_of_what_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HIDDEN", SECRET)
+    config = load("tracking.uri=https://${oc.env:HIDDEN}@host", "data.path=https://host/?sig=${oc.env:HIDDEN}")
+    assert checksums_to_keep(config) == {}
+
+
+@pytest.mark.timeout(600)  # seven commands and a server for them
+def test_a_run_shows_and_stores_none_of_its_secrets(books: Path, tmp_path: Path) -> None:
+    """Training with MLflow, a resume, an evaluation, an export; then all output and every byte of every file."""
+    data = tmp_path / f"data-{SECRET}1"
+    data.symlink_to(books)
+    write_config(tmp_path / "c.yaml", Path("data-${oc.env:DATA}"), Path("run"), {"eval": {"every": 2}})
+    keys = [
+        *("tracking.mlflow=true", "tracking.uri=sqlite:///${oc.env:STORE}.db"),
+        *("data.cache=${oc.env:CACHE}", "data.stage_dir=${oc.env:CACHE}", "watchdog.seconds=${oc.env:PATIENCE}"),
+    ]
+    secrets = {"DATA": f"{SECRET}1", "STORE": f"{SECRET}2", "CACHE": f"{tmp_path}/{SECRET}3", "PATIENCE": "300"}
+    connect(f"sqlite:///{tmp_path}/{SECRET}2.db")  # its tables, which take longer than a short job waits
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    told: list[str] = []
+
+    def run(*command: str, code: int = 0) -> None:
+        environment = {
+            **os.environ,
+            **launcher_environment(0, 1, free_port()),
+            **secrets,
+            "WARM_PROGRAMS": str(programs),
+        }
+        done = subprocess.run(
+            [programs / "dist-mem", *command],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        told.append(done.stdout + done.stderr)
+        assert done.returncode == code, told[-1]
+
+    with running_server(programs) as address:
+        write_programs(programs, address)
+        for steps in (2, 4):
+            run("train", "c.yaml", *keys, f"train.steps={steps}")
+        run("train", "c.yaml", *keys, "train.steps=4", "--check")
+        run("evaluate", "run", "--split", "test")
+        run("export", "run", "--out", "exported")
+        run("track", "sync", "run")
+        data.unlink()
+        run("train", "c.yaml", *keys, "train.steps=6", code=2)
+    assert "error: data-${oc.env:DATA}/tokenizer.json is missing" in told[-1]
+    assert SECRET not in "".join(told)
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and programs not in path.parents]
+    assert len(files) > 20 and any(path.name == f"{SECRET}2.db" for path in files)
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []

@@ -1,0 +1,73 @@
+"""The papers' settings for language modelling: together they load and build, and have the published sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_mem.__main__ import main
+from dist_mem.config import load_config
+from dist_mem.data.build.builder import build_dataset
+from dist_mem.data.build.source import SourceDocument
+from dist_mem.data.tokenizers.words import EOS, UNKNOWN, WordTokenizer
+from dist_mem.memory import memory_options
+from dist_mem.model import describe
+from tests.support.paths import ROOT
+
+NUM_WORDS = 267_735  # of WikiText-103, with <eos> and <unk>
+TRANSFORMER_XL = 151_106_305  # parameters, as the published code makes it with those words and a full softmax
+ROW = 410 + 1  # a row of embedding and softmax, and its bias
+WORDS, LAMEMO = "wikitext103_words.yaml", "wikitext103_lamemo.yaml"
+CHARACTERS = ["papers/enwik8.yaml", "papers/enwik8_lamemo.yaml"]
+
+
+def load(*names: str) -> Any:
+    return load_config([str(ROOT / "configs" / name) for name in names], memory_options=memory_options)
+
+
+@pytest.mark.parametrize(
+    ("overlays", "num_parameters"),
+    [
+        ([], TRANSFORMER_XL),
+        (["papers/wikitext103_transformer_xl.yaml"], TRANSFORMER_XL),
+        ([f"papers/{WORDS}"], TRANSFORMER_XL + 3 * ROW),  # and a row for each cluster
+        ([f"papers/{LAMEMO}"], TRANSFORMER_XL + 410),  # and a bias of positions for keys to the right
+        ([f"papers/{WORDS}", f"papers/{LAMEMO}", "code/wikitext103_lamemo.yaml"], TRANSFORMER_XL + 410),
+    ],
+)
+def test_wikitext_103_has_the_published_number_of_parameters(overlays: list[str], num_parameters: int) -> None:
+    config = load("papers/wikitext103.yaml", *overlays)
+    bos = ROW  # which the published code has not
+    assert describe(config, NUM_WORDS + 1)["num_parameters"] == num_parameters + bos
+
+
+@pytest.mark.parametrize(
+    ("names", "lanes", "steps", "memory"),
+    [
+        (CHARACTERS[:1], 22, 400_000, "transformer_xl"),
+        (CHARACTERS, 40, 100_000, "lamemo"),
+        ([*CHARACTERS, "papers/text8.yaml"], 40, 100_000, "lamemo"),
+        ([*CHARACTERS, "code/enwik8_lamemo.yaml"], 40, 50_000, "lamemo"),
+        (["papers/enwik8.yaml", "papers/enwik8_compressive.yaml"], 22, 100_000, "compressive"),
+    ],
+)
+def test_characters_are_read_as_published(names: list[str], lanes: int, steps: int, memory: str) -> None:
+    config = load(*names)
+    assert (config.train.lanes, config.train.steps, config.memory.kind) == (lanes, steps, memory)
+    assert config.data.layout == config.eval.layout == "stream"
+    assert config.memory.mem_len == config.train.seg_len
+    assert config.data.path.removeprefix("data/") == config.name
+    assert describe(config, 257)["num_parameters"] > 40e6
+
+
+def test_the_check_of_the_words_tells_151_million(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [EOS, UNKNOWN, *(f"w{number}" for number in range(NUM_WORDS - 2))]
+    text = " ".join(words[2:102]) + "\n"
+    documents = {"train": [SourceDocument("one", "One", text)]}
+    build_dataset(documents, tmp_path, name="words", tokenizer=WordTokenizer(words))
+    names = [str(ROOT / "configs" / "papers" / name) for name in ("wikitext103.yaml", WORDS)]
+    assert main(["train", *names, f"data.path={tmp_path}", "--check"]) == 0
+    output = capsys.readouterr().out
+    assert "151,107,949: 41,067,220 in the layers, 110,040,729 in the vocabulary" in output

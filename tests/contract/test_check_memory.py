@@ -1,0 +1,145 @@
+"""`dist-mem check-memory` names the rule that a memory breaks; memories come from files and from other packages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dist_mem.__main__ import main
+from dist_mem.contract.check_memory import RULES, failures
+from dist_mem.memory import memory_class
+from dist_mem.memory.outside import source_of, sources
+from tests.support.paths import EXAMPLES, SUPPORT
+
+BROKEN = SUPPORT / "broken_memories.py"
+EXAMPLE = EXAMPLES / "averages.py"
+
+PLANTED = {
+    "FutureLeak": "no output depends on a later token",
+    "PaddingLeak": "padding changes no real token",
+    "MutatedState": "forward changes nothing it was given",
+    "MutatedInput": "forward changes nothing it was given",
+    "LaneMixing": "lanes are independent",
+    "ReadsInvalidRows": "lanes are independent",
+    "ForgottenReset": "the output depends on the arguments alone",
+    "NotEmptyAtFirst": "a reset lane equals a fresh one",
+    "BranchOnData": "nothing branches on data",
+    "GradientThroughState": "the state carries no gradient",
+    "UnstableDtype": "the state keeps its fields, shapes and dtypes",
+    "GrowingState": "the state keeps its fields, shapes and dtypes",
+    "AliasOfInput": "the state is no view of the input",
+    "OwnRandomness": "no random generator is touched",
+    "WeightElsewhere": "parameters are used where they are registered",
+    "UnusedParameter": "every parameter gets a gradient in every step",
+    "WritesGetNoGradient": "every parameter gets a gradient in every step",
+    "ForgetsEverything": "a later segment feels an earlier one",
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_bug_is_named_by_its_rule_first(name: str) -> None:
+    kind = f"{BROKEN}:{name}"
+    chosen = memory_class(kind)
+    first = next(failures(lambda seg_len: {"kind": kind, **chosen.small_options(seg_len)}))
+    assert first.rule.statement == PLANTED[name], first.message
+
+
+def test_the_command_tells_rule_smallest_case_and_usual_cause(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-memory", f"{BROKEN}:FutureLeak"]) == 1
+    told = capsys.readouterr().out
+    assert "rule 4 is broken: no output depends on a later token\n  found: token 1 of segment 0 changes earlier" in told
+    assert "smallest case: 2 lanes, segments of 2 tokens, 3 segments, 1 layers" in told
+    assert "usual cause: a mask that lets a query see keys after itself" in told
+
+
+def test_one_error_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Issue 15: an error in `begin` was reported as 17 broken rules with 17 causes."""
+    assert main(["check-memory", f"{BROKEN}:RaisesInBegin"]) == 1
+    told = capsys.readouterr().out
+    assert told.count("AttributeError") == told.count("smallest case") == 1
+    assert "usual cause" not in told
+    line = next(n for n, text in enumerate(BROKEN.read_text().splitlines(), 1) if "self.gate.fill_(0.5)" in text)
+    assert f"{len(RULES)} rules could not be checked: the memory raises an error\n  found: AttributeError: " in told
+    assert f"'RaisesInBegin' object has no attribute 'gate' (broken_memories.py, line {line})\n" in told
+    assert f"breaks 0 of {len(RULES)} rules, {len(RULES)} could not be checked" in told
+    assert len(told.splitlines()) == 5
+
+
+def test_writes_without_a_gradient_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-memory", f"{BROKEN}:WritesGetNoGradient"]) == 1
+    told = capsys.readouterr().out
+    assert "blocks.0.memory.write.weight has no gradient in segment 0" in told
+    assert "cause: writes get no gradient: it changes what a segment leaves in the state, and no loss of that" in told
+    assert "there is no gradient through time" in told and "examples/infini_attention.py" in told
+    assert f"breaks 1 of {len(RULES)} rules" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "max_lines"), [("averages.py:Averages", 80), ("infini_attention.py:InfiniAttention", 100)]
+)
+def test_the_examples_keep_every_rule_and_are_short(
+    capsys: pytest.CaptureFixture[str], name: str, max_lines: int
+) -> None:
+    kind = str(EXAMPLE.with_name(name))
+    assert main(["check-memory", kind]) == 0
+    assert "keeps all" in capsys.readouterr().out
+    assert len(source_of(kind).read_text().splitlines()) <= max_lines
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "message"),
+    [
+        (None, "Mine", "there is no file"),
+        ("x = 1\n", "Mine", "has no Mine"),
+        ("Mine = 3\n", "Mine", "Mine is no class derived from dist_mem.memory.base.Memory"),
+        ("a = 1\nb = a.nothing\n", "Mine", "mine.py, line 2 does not run: AttributeError"),
+        ("def f(:\n", "Mine", "mine.py, line 1 does not run: SyntaxError"),
+    ],
+)
+def test_a_file_that_gives_no_memory_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, name: str, message: str
+) -> None:
+    path = tmp_path / "mine.py"
+    if text is not None:
+        path.write_text(text)
+    assert main(["check-memory", f"{path}:{name}"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_line_is_named_for_a_relative_path_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text("a = 2\nb = a.nothing\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["check-memory", "./mine.py:Mine"]) == 2
+    assert "mine.py, line 2 does not run: AttributeError" in capsys.readouterr().err
+
+
+def test_the_sources_of_two_files_of_one_name_are_both_kept(tmp_path: Path) -> None:
+    for folder in ("over", "under"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(folder)
+    over, under = (f"{tmp_path / folder / 'mine.py'}:Mine" for folder in ("over", "under"))
+    block = {"kind": over, "over": {"kind": under, "over": {"kind": over}}}
+    assert sources(block) == {"memory/mine.py": "over", "memory/2-mine.py": "under"}
+
+
+def test_installed_packages_offer_memories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real distribution on the path, with an entry point, as pip would leave it."""
+    (tmp_path / "their_memory.py").write_text(EXAMPLE.read_text())
+    info = tmp_path / "their_memory-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-memory\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[dist_mem.memories]\ntheirs = their_memory:Averages\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert memory_class("theirs").__name__ == "Averages"
+    with pytest.raises(ValueError, match=r"must be one of .*theirs.*did you mean theirs\?"):
+        memory_class("their")
+
+
+def test_the_loader_can_be_the_first_thing_imported() -> None:
+    """Its package imports it, and it needs the package's base class: not at import."""
+    subprocess.run([sys.executable, "-c", "import dist_mem.memory.outside"], check=True)

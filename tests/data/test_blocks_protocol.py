@@ -1,0 +1,456 @@
+"""`data.blocks`: segments as Hugging Face's run_clm cuts them, in training, evaluation and generation."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dist_mem.__main__ import main
+from dist_mem.config import Config, ConfigError, load_config, save_config
+from dist_mem.config.resume_rules import check_changes
+from dist_mem.data.batch import IGNORE, Update
+from dist_mem.data.documents import Documents
+from dist_mem.data.lanes import training_reader
+from dist_mem.data.plan import Cursor, cut_lengths, lanes_of_rank, make_plan
+from dist_mem.data.shard import Index, TokenizedDocument, read_index, write_split
+from dist_mem.data.tokenizers.registry import save_tokenizer
+from dist_mem.errors import EXIT_DONE
+from dist_mem.evaluation.evaluate import evaluate_split
+from dist_mem.evaluation.protocol import apply_protocol, protocol_of, tag_of
+from dist_mem.evaluation.report import Report, read_report, same_text, to_csv, to_table, write_report
+from dist_mem.evaluation.scoring import EvaluationError
+from dist_mem.evaluation.trained_model import TrainedModel
+from dist_mem.generation.generate import stream
+from dist_mem.generation.reading import next_log_probs, read, start
+from dist_mem.generation.text_scores import score
+from dist_mem.memory import memory_options
+from dist_mem.runtime.distributed import World
+from tests.generation.test_generation import NUM_TOKENS, PROMPT_LENS, SAMPLING, anew, prompts, trained_model
+from tests.support.contract_cases import CASES
+from tests.support.gpt2_models import gpt2_config, save_random_gpt2
+from tests.support.jobs import build_books, train_here, write_config
+from tests.support.lane_corpus import (
+    BOS,
+    LAYOUTS,
+    SEG_LEN,
+    assert_equal_batches,
+    assert_equal_updates,
+    assert_resumes_everywhere,
+    damage,
+    first_updates,
+    global_steps,
+    make_split,
+)
+from tests.support.paths import ROOT
+from tests.support.ranks import RankPool, free_port, launcher_environment
+from tests.support.scored_library import ALONE, LENGTHS, TOKENIZER, assert_same, make_config, make_document, make_model
+from tests.support.simple_lanes import simple_updates
+
+EVAL_LEN = 8  # T of the evaluations
+
+
+def simply(index: Index, count: int, *, cursors: Tensor | None = None, **options: Any) -> list[Update]:
+    """`first_updates` in blocks the simple way."""
+    data = {"layout": "documents", "seed": 0, "max_document_len": None, "on_corrupt": "stop", "num_lanes": 3}
+    given = {name: options.pop(name, default) for name, default in data.items()}
+    lengths = cut_lengths([entry.num_tokens for entry in index.documents], given["max_document_len"])
+    num_lanes, micro_lanes = given["num_lanes"], options.pop("micro_lanes", 1)
+    plan = make_plan(lengths, num_lanes=num_lanes, seg_len=SEG_LEN, seed=given["seed"], layout=given["layout"])
+    documents = Documents(index, lengths, bos_id=BOS, on_corrupt=given["on_corrupt"])
+    updates = simple_updates(
+        documents,
+        plan,
+        lane_ids=lanes_of_rank(num_lanes, 1, 0, micro_lanes),
+        micro_lanes=micro_lanes,
+        cursors=None if cursors is None else [Cursor(*row) for row in cursors.tolist()],
+        blocks=True,
+        **options,
+    )
+    return list(islice(updates, count))
+
+
+@pytest.fixture(scope="module")
+def rich_index(tmp_path_factory: pytest.TempPathFactory) -> Index:
+    """With masks and recall distances."""
+    return make_split(tmp_path_factory.mktemp("rich"), with_extras=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_lanes": 5, "micro_lanes": 2, "segments_per_update": 3},
+        {"max_document_len": 7, "seed": 4},
+        {"num_lanes": 1, "segments_per_update": 2},
+    ],
+)
+def test_blocks_equal_single_ones(rich_index: Index, layout: str, options: dict[str, Any]) -> None:
+    simple = simply(rich_index, 70, layout=layout, **options)
+    for one, other in zip(simple, first_updates(rich_index, 70, layout=layout, blocks=True, **options), strict=True):
+        assert_equal_updates(one, other)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_damaged_documents_are_skipped_alike(tmp_path: Path, layout: str) -> None:
+    written = make_split(tmp_path, with_extras=True)
+    for document in (3, 6):
+        damage(written, document)
+    options = {"layout": layout, "on_corrupt": "skip", "segments_per_update": 2}
+    simple = simply(read_index(tmp_path), 50, **options)
+    assert sum(update.documents_skipped for update in simple) > 4
+    for one, other in zip(simple, first_updates(read_index(tmp_path), 50, blocks=True, **options), strict=True):
+        assert_equal_updates(one, other)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=3, max_size=12),
+    num_lanes=st.integers(1, 3),
+    layout=st.sampled_from(LAYOUTS),
+    resume_at=st.integers(0, 40),
+)
+@settings(deadline=None, max_examples=30)
+def test_any_corpus_is_read_as_without_blocks_but_for_the_first_target(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], num_lanes: int, layout: str, resume_at: int
+) -> None:
+    """The same segments in the same order; all there is of a target has moved left by one, and the first is gone."""
+    if sum(length >= 2 for length in lengths) < num_lanes:
+        return
+    index = make_split(tmp_path_factory.mktemp("any"), lengths, with_extras=True)
+    options: dict[str, Any] = {"num_lanes": num_lanes, "layout": layout}
+    cursors = first_updates(index, resume_at + 1, **options)[-1].cursors
+    plain = first_updates(index, 30, cursors=cursors, **options)
+    blocks = first_updates(index, 30, cursors=cursors, blocks=True, **options)
+    for one, other in zip(simply(index, 30, cursors=cursors, **options), blocks, strict=True):
+        assert_equal_updates(one, other)
+    for before, after in zip(plain, blocks, strict=True):
+        assert torch.equal(before.cursors, after.cursors)
+        assert (before.epoch, before.documents_started) == (after.epoch, after.documents_started)
+        assert after.num_scored == sum(int((batch.targets != IGNORE).sum()) for batch in after.batches)
+        for old, new in zip(before.batches, after.batches, strict=True):
+            assert_equal_batches(old._replace(tokens=new.tokens, targets=new.targets, recall=new.recall), new)
+            length = int(new.valid_len[0])
+            assert torch.equal(new.tokens[0, : length - 1], old.tokens[0, 1:length])
+            for name, padding in (("targets", IGNORE), ("recall", 0)):
+                moved, stayed = getattr(new, name), getattr(old, name)
+                assert (moved is None and stayed is None) or (
+                    torch.equal(moved[:, :-1], stayed[:, 1:]) and (moved[:, -1] == padding).all()
+                )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_resume_and_number_of_ranks_change_nothing(rich_index: Index, layout: str) -> None:
+    assert_resumes_everywhere(rich_index, 40, num_lanes=3, layout=layout, blocks=True)
+    alone = global_steps(rich_index, 30, num_lanes=4, world_size=1, layout=layout, blocks=True)
+    two = global_steps(rich_index, 30, num_lanes=4, world_size=2, layout=layout, blocks=True)
+    for one, other in zip(alone, two, strict=True):
+        for first, second in zip(one, other, strict=True):
+            assert_equal_batches(first, second)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_511_of_512_tokens_are_targets_and_an_incomplete_block_is_read_too(tmp_path: Path, layout: str) -> None:
+    save_tokenizer(TOKENIZER, tmp_path)
+    tokens = np.random.default_rng(0).integers(0, 256, 2 * 512 + 101).astype(np.uint16)
+    document = TokenizedDocument("a", "A", None, 7, len(tokens), tokens)
+    options = {"name": "tiny", "split": "train", "tokenizer_fingerprint": TOKENIZER.fingerprint}
+    write_split([document], tmp_path / "train", **options)
+    config = Config()
+    config.data.path, config.data.layout, config.data.blocks = str(tmp_path), layout, True
+    config.train.lanes, config.train.micro_lanes, config.train.seg_len = 1, 1, 512
+    with closing(training_reader(config, world_size=1, rank=0)) as reader:
+        updates = list(islice(reader, 3))
+    assert [update.num_scored for update in updates] == [511, 511, 100]
+    for update, begin in zip(updates, range(0, len(tokens), 512), strict=True):
+        (batch,), own = update.batches, tokens[begin : begin + 512].tolist()
+        assert batch.tokens[0, : len(own)].tolist() == own
+        assert batch.targets[0, : len(own)].tolist() == [*own[1:], IGNORE]
+
+
+def test_a_run_trains_in_blocks_also_where_an_update_has_no_target(
+    tmp_path: Path, rank_pool: Callable[[int], RankPool]
+) -> None:
+    """Of documents cut to 17 tokens every second segment is one token, which no loss comes from."""
+    blocks = {
+        "data": {"blocks": True, "max_document_len": 17},
+        "train": {"lanes": 1, "micro_lanes": 1, "steps": 4},
+        "eval": {"every": 4, "lanes": 2},
+    }
+    config = write_config(tmp_path / "run.yaml", build_books(tmp_path / "books"), tmp_path / "run", blocks)
+    assert rank_pool(1).run(train_here, config) == [0]
+    points = [json.loads(line)["metrics"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    found = [point["loss"] for point in points if "loss" in point]
+    assert [math.isfinite(loss) for loss in found] == [True, False, True, False]
+    (evaluation,) = [point for point in points if "validation/token_perplexity" in point]
+    assert "validation/word_perplexity" not in evaluation
+
+
+# Evaluation
+
+
+def write_documents(folder: Path, masks: dict[int, np.ndarray] | None = None) -> Index:
+    """The documents of scored_library.py, some of them with a mask."""
+    documents = [
+        replace(make_document(number, length), mask=(masks or {}).get(number)) for number, length in enumerate(LENGTHS)
+    ]
+    save_tokenizer(TOKENIZER, folder)
+    return write_split(
+        documents, folder / "test", name="tiny", split="test", tokenizer_fingerprint=TOKENIZER.fingerprint
+    )
+
+
+def scored(world: World, library: Path, evaluation: dict[str, Any]) -> Report:
+    """The test split scored by the model of scored_library.py; runs in a rank of a pool too."""
+    model = make_model()
+    return evaluate_split(
+        model,
+        lambda numbers: model.init_state(numbers, "cpu", torch.float32),
+        config=make_config(data={"path": str(library)}, eval={"lanes": 3, **evaluation}),
+        split="test",
+        tokenizer=TOKENIZER,
+        world=world,
+    )
+
+
+@torch.no_grad()
+def plain_losses(parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """NLL of every token and which is scored, for token rows that are read each by itself; 0 where it is not."""
+    model, losses, is_scored = make_model(), [], []
+    for tokens in parts:
+        state = model.init_state(torch.zeros(1, dtype=torch.int64), "cpu", torch.float32)
+        for begin in range(0, len(tokens), EVAL_LEN):
+            own = torch.from_numpy(tokens[begin : begin + EVAL_LEN].astype(np.int64))
+            padded = torch.zeros(1, EVAL_LEN, dtype=torch.int64)
+            padded[0, : len(own)] = own
+            log_probs, state = model.log_probs(padded, torch.tensor([len(own)]), state=state)
+            losses += [0.0, *(-log_probs[0, range(len(own) - 1), own[1:]]).tolist()]
+            is_scored += [False] + [True] * (len(own) - 1)
+    return np.array(losses), np.array(is_scored)
+
+
+def parts_of(index_lengths: tuple[int, ...], layout: str, num_lanes: int = 3) -> list[np.ndarray]:
+    """What is read with a memory that begins empty: each document, or each lane's part of the stream."""
+    documents = [make_document(number, length).tokens for number, length in enumerate(index_lengths)]
+    if layout == "documents":
+        return documents
+    corpus = np.concatenate(documents)
+    bounds = [round(lane * len(corpus) / num_lanes) for lane in range(num_lanes + 1)]
+    return [corpus[first:last] for first, last in pairwise(bounds)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("with_masks", [False, True])
+def test_an_evaluation_scores_all_but_the_first_of_each_block(tmp_path: Path, layout: str, with_masks: bool) -> None:
+    masks = {0: np.arange(100) % 3 == 0, 5: np.arange(41) % EVAL_LEN != 0} if with_masks else {}
+    write_documents(tmp_path, masks)
+    losses, is_target = plain_losses(parts_of(LENGTHS, layout))
+    report = scored(ALONE, tmp_path, {"layout": layout, "blocks": True})
+    ends = np.cumsum(LENGTHS)
+    for number, (found, end, length) in enumerate(zip(report.documents, ends, LENGTHS, strict=True)):
+        own = slice(end - length, end)
+        counted = is_target[own] & masks.get(number, np.True_)
+        assert found.num_scored == found.bytes == counted.sum()  # a byte is a token here
+        assert found.nll == pytest.approx(losses[own][counted].sum(), rel=1e-6)
+    assert report.num_scored < sum(LENGTHS) and report.recall
+    assert sum(distance.num_scored for distance in report.recall) < report.num_scored
+
+
+def test_words_are_told_only_where_no_token_is_left_out(tmp_path: Path) -> None:
+    """A mask that does not score the first of any block anyway leaves the runs of words whole."""
+    write_documents(tmp_path, {5: np.arange(41) % EVAL_LEN != 0})
+    report, whole = (scored(ALONE, tmp_path, {"blocks": blocks}) for blocks in (True, False))
+    assert [found.words for found in report.documents] == [
+        (0 if not length else whole.documents[number].words if number == 5 else None)
+        for number, length in enumerate(LENGTHS)
+    ]
+    assert whole.num_words is not None and report.num_words is None
+    assert math.isnan(report.word_perplexity)
+    assert "test/word_perplexity" in whole.figures() and "test/word_perplexity" not in report.figures()
+    assert not same_text([whole, report])
+    paths = write_report(report, tmp_path / "evaluations", "test", facts={})
+    assert read_report(paths[1]) == report
+    assert "NaN" not in paths[1].read_text()
+    rows = to_table(report).splitlines()
+    assert len({len(row) for row in rows[: 2 + len(LENGTHS)]}) == 1 and rows[1].split().count("n/a") == 2
+    assert to_csv(report.documents).splitlines()[1].split(",")[3] == ""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_number_of_ranks_changes_no_figure(
+    library: Path, rank_pool: Callable[[int], RankPool], layout: str
+) -> None:
+    evaluation = {"layout": layout, "blocks": True}
+    reports = rank_pool(2).run(scored, library, evaluation)
+    assert reports[0] == reports[1]
+    assert_same(reports[0], scored(ALONE, library, evaluation))
+
+
+def test_a_split_of_single_tokens_has_no_figure(tmp_path: Path) -> None:
+    document = make_document(0, 1)
+    write_split([document], tmp_path / "test", name="x", split="test", tokenizer_fingerprint=TOKENIZER.fingerprint)
+    assert scored(ALONE, tmp_path, {}).num_scored == 1
+    with pytest.raises(EvaluationError, match="no token is scored"):
+        scored(ALONE, tmp_path, {"blocks": True})
+
+
+def test_an_evaluation_goes_by_the_training_unless_told_otherwise() -> None:
+    config = make_config(data={"blocks": True})
+    assert protocol_of(config).blocks and tag_of(config) == ""
+    assert str(protocol_of(config)) == "T 8, M 16, documents, blocks (their first tokens are not scored)"
+    config.eval.blocks = False
+    assert not protocol_of(config).blocks and tag_of(config) == "blocks_false"
+    apply_protocol(config)
+    assert not config.data.blocks
+    assert tag_of(make_config(eval={"blocks": True, "seg_len": 4})) == "T4-blocks_true"
+
+
+def test_a_text_is_scored_in_blocks_too() -> None:
+    config = make_config(data={"blocks": True})
+    checkpoint: Any = None
+    trained = TrainedModel(make_model(), TOKENIZER, config, checkpoint, torch.device("cpu"), torch.float32)
+    tokens = make_document(0, 41).tokens
+    losses, is_target = plain_losses([tokens])
+    nll = score(trained, TOKENIZER.decode(tokens)).nll
+    assert torch.equal(nll.isnan(), torch.from_numpy(~is_target))
+    assert nll.nan_to_num().tolist() == pytest.approx(losses.tolist(), rel=1e-5)
+
+
+# GPT-2
+
+
+def write_stream(folder: Path, split: str, lengths: tuple[int, ...]) -> Tensor:
+    """A split of documents of random bytes; returns them end to end."""
+    random = np.random.default_rng(len(lengths))
+    documents = [
+        TokenizedDocument(str(number), "A", None, length, length, random.integers(0, 256, length).astype(np.uint16))
+        for number, length in enumerate(lengths)
+    ]
+    write_split(documents, folder / split, name="x", split=split, tokenizer_fingerprint=TOKENIZER.fingerprint)
+    return torch.from_numpy(np.concatenate([document.tokens for document in documents]).astype(np.int64))
+
+
+def test_losses_are_those_of_transformers_block_after_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The published evaluation: blocks of T tokens, labels that are the inputs, the mean of the blocks' losses."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    for name, value in launcher_environment(0, 1, free_port()).items():
+        monkeypatch.setenv(name, value)
+    save_tokenizer(TOKENIZER, tmp_path / "data")
+    whole = write_stream(tmp_path / "data", "test", (203, 437))
+    ragged = write_stream(tmp_path / "data", "validation", (203, 437, 5))
+    theirs = save_random_gpt2(tmp_path / "gpt2", vocab_size=TOKENIZER.vocab_size)
+    settings = gpt2_config(
+        data={"path": str(tmp_path / "data"), "layout": "stream", "blocks": True},
+        model={"pretrained": str(tmp_path / "gpt2")},
+        train={"seg_len": 16},
+        eval={"layout": "stream", "lanes": 1},
+    )
+    save_config(settings, tmp_path / "run.yaml")
+    zero_shot = tmp_path / "zero_shot"
+    assert main(["export", str(tmp_path / "run.yaml"), "--out", str(zero_shot)]) == EXIT_DONE
+
+    def evaluated(split: str, *overrides: str) -> tuple[Report, bool]:
+        data = [f"data.path={tmp_path / 'data'}", "--split", split]
+        assert main(["evaluate", str(zero_shot), *data, *overrides]) == EXIT_DONE
+        tag = "-blocks_false" if overrides else ""
+        path = zero_shot / "evaluations" / f"{split}-step-00000000-stream1{tag}.json"
+        return read_report(path), json.loads(path.read_text())["protocol"]["blocks"]
+
+    def loss_of(block: Tensor) -> float:
+        with torch.no_grad():
+            return float(theirs(block[None], labels=block[None]).loss)
+
+    losses = [loss_of(block) for block in whole.split(16)]
+    report, blocks = evaluated("test")
+    assert (report.num_scored, blocks) == (40 * 15, True)
+    assert report.nll / report.num_scored == pytest.approx(sum(losses) / len(losses), abs=1e-5)
+
+    report, _ = evaluated("validation")  # they drop the last block, we score its 4 targets
+    *losses, last = [loss_of(block) for block in ragged.split(16)]
+    assert report.num_scored == 40 * 15 + 4
+    assert report.nll == pytest.approx(15 * sum(losses) + 4 * last, rel=1e-6)
+
+    report, blocks = evaluated("test", "eval.blocks=false")
+    assert (report.num_scored, blocks) == (640, False)
+
+
+# Generation
+
+
+def trained_in_blocks(case: str) -> TrainedModel:
+    trained = trained_model(case)
+    trained.config.data.blocks = True
+    return trained
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_generation_equals_reading_the_document_anew_without_bos(case: str) -> None:
+    trained = trained_in_blocks(case)
+    given = [prompt for prompt in prompts() if len(prompt)]
+    reading = read(trained, start(trained, len(given)), given)
+    log_probs, tokens = [next_log_probs(trained, reading)], []
+    for step in stream(trained, reading, num_tokens=NUM_TOKENS, sampling=SAMPLING):
+        tokens.append(step.tokens)
+        log_probs.append(next_log_probs(trained, step.reading))
+    assert len(given) == len(PROMPT_LENS) - 1
+    for lane, prompt in enumerate(given):
+        inputs = torch.cat([prompt, torch.stack(tokens)[:, lane]])
+        reference = anew(trained, inputs, first=len(prompt))
+        torch.testing.assert_close(torch.stack(log_probs)[:, lane], reference, rtol=0, atol=1e-10)
+
+
+def test_how_tokens_came_to_be_read_does_not_matter_and_nothing_read_is_told() -> None:
+    trained, prompt = trained_in_blocks("transformer_xl"), prompts()[-1]
+    at_once, piecewise = read(trained, start(trained), [prompt]), read(trained, start(trained), [prompt[:0]])
+    with pytest.raises(ValueError, match=r"data\.blocks.* no BOS .*eval\.blocks=false"):
+        next_log_probs(trained, piecewise)
+    for token in prompt:
+        piecewise = read(trained, piecewise, [token[None]])
+    assert torch.equal(next_log_probs(trained, at_once), next_log_probs(trained, piecewise))
+    assert torch.equal(at_once.open_tokens, piecewise.open_tokens)
+    assert torch.equal(at_once.open_len, piecewise.open_len)
+
+
+# Configuration
+
+
+def load(*overrides: str) -> Config:
+    return load_config([*overrides, "train.steps=1"], memory_options=memory_options)
+
+
+def test_a_run_cannot_change_to_blocks_but_its_evaluation_can() -> None:
+    with pytest.raises(ConfigError, match=r"data\.blocks: is True, but .* False, and must stay so: .*cut otherwise"):
+        check_changes(load(), load("data.blocks=true"), allowed=["data"])
+    assert [change.key for change in check_changes(load(), load("eval.blocks=true"))] == ["eval.blocks"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["data.blocks=true", "train.seg_len=1"], "data.blocks"),
+        (["data.blocks=true", "eval.seg_len=1"], "eval.blocks"),
+        (["eval.blocks=true", "train.seg_len=1"], "eval.blocks"),
+    ],
+)
+def test_blocks_of_one_token_are_refused(overrides: list[str], key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}: .*nothing would be scored"):
+        load("memory.kind=none", *overrides)
+    load("memory.kind=none", "train.seg_len=1")
+    load("data.blocks=true", "eval.seg_len=1", "eval.blocks=false")
+
+
+def test_the_papers_gpt2_is_read_in_blocks() -> None:
+    config = load(str(ROOT / "configs" / "papers" / "gpt2.yaml"), "train.epochs=null")
+    assert config.data.blocks and protocol_of(config).blocks

@@ -1,0 +1,136 @@
+"""Reading many segments at once gives the very updates that reading them one by one does."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dist_mem.data import lanes
+from dist_mem.data.batch import Update
+from dist_mem.data.documents import Documents
+from dist_mem.data.plan import Cursor, cut_lengths, lanes_of_rank, make_plan
+from dist_mem.data.shard import Index, read_index
+from tests.support.lane_corpus import (
+    BOS,
+    LAYOUTS,
+    LENGTHS,
+    SEG_LEN,
+    assert_equal_updates,
+    damage,
+    first_updates,
+    make_split,
+    reader_of,
+)
+from tests.support.simple_lanes import simple_updates
+
+
+def simply(
+    index: Index,
+    count: int,
+    *,
+    num_lanes: int = 3,
+    micro_lanes: int = 1,
+    layout: str = "documents",
+    seed: int = 0,
+    max_document_len: int | None = None,
+    on_corrupt: str = "stop",
+    **options: Any,
+) -> list[Update]:
+    """`first_updates` the simple way."""
+    lengths = cut_lengths([entry.num_tokens for entry in index.documents], max_document_len)
+    plan = make_plan(lengths, num_lanes=num_lanes, seg_len=SEG_LEN, seed=seed, layout=layout)
+    documents = Documents(index, lengths, bos_id=BOS, on_corrupt=on_corrupt)
+    lane_ids = lanes_of_rank(num_lanes, 1, 0, micro_lanes)
+    return list(islice(simple_updates(documents, plan, lane_ids=lane_ids, micro_lanes=micro_lanes, **options), count))
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Index:
+    return make_split(tmp_path, with_extras=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_lanes": 5, "micro_lanes": 2, "segments_per_update": 3},
+        {"max_document_len": 7, "seed": 4},
+        {"num_lanes": 1, "segments_per_update": 2},
+    ],
+)
+def test_blocks_of_segments_equal_single_ones(index: Index, layout: str, options: dict[str, Any]) -> None:
+    count = 2 * lanes.BLOCK_UPDATES + 5
+    simple, updates = (read(index, count, layout=layout, **options) for read in (simply, first_updates))
+    for one, other in zip(simple, updates, strict=True):
+        assert_equal_updates(one, other)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_damaged_documents_are_skipped_alike(tmp_path: Path, layout: str) -> None:
+    written = make_split(tmp_path, with_extras=True)
+    for document in (3, 6):
+        damage(written, document)
+    options = {"layout": layout, "on_corrupt": "skip", "segments_per_update": 2}
+    simple, updates = (read(read_index(tmp_path), 50, **options) for read in (simply, first_updates))
+    assert sum(update.documents_skipped for update in simple) > 4
+    for one, other in zip(simple, updates, strict=True):
+        assert_equal_updates(one, other)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=3, max_size=12),
+    num_lanes=st.integers(1, 3),
+    seed=st.integers(0, 5),
+    layout=st.sampled_from(LAYOUTS),
+    with_extras=st.booleans(),
+    resume_at=st.integers(0, 40),
+)
+@settings(deadline=None, max_examples=40)
+def test_any_corpus_reads_alike_from_anywhere(
+    tmp_path_factory: pytest.TempPathFactory,
+    lengths: list[int],
+    num_lanes: int,
+    seed: int,
+    layout: str,
+    with_extras: bool,
+    resume_at: int,
+) -> None:
+    if sum(length >= 2 for length in lengths) < num_lanes:
+        return
+    index = make_split(tmp_path_factory.mktemp("any"), lengths, with_extras=with_extras)
+    options: dict[str, Any] = {"num_lanes": num_lanes, "seed": seed, "layout": layout}
+    cursors = first_updates(index, resume_at + 1, **options)[-1].cursors
+    updates = first_updates(index, 40, cursors=cursors, **options)
+    simple = simply(index, 40, cursors=[Cursor(*row) for row in cursors.tolist()], **options)
+    for one, other in zip(simple, updates, strict=True):
+        assert_equal_updates(one, other)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("limits", [{"BLOCK_UPDATES": 1}, {"BLOCK_UPDATES": 7}, {"BLOCK_TOKENS": 5 * SEG_LEN * 3}])
+def test_how_much_is_read_at_once_changes_nothing(
+    index: Index, layout: str, limits: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = first_updates(index, 60, layout=layout)
+    for name, value in limits.items():
+        monkeypatch.setattr(lanes, name, value)
+    for one, other in zip(expected, first_updates(index, 60, layout=layout), strict=True):
+        assert_equal_updates(one, other)
+
+
+def test_an_update_handed_out_never_changes_again(index: Index) -> None:
+    """The block it was read into is filled anew."""
+    with reader_of(index) as reader:
+        first = next(reader)
+        kept = deepcopy(first)
+        for _ in range(3 * lanes.BLOCK_UPDATES):
+            next(reader)
+    assert_equal_updates(first, kept)
+    assert sum(LENGTHS) < 3 * lanes.BLOCK_UPDATES * SEG_LEN

@@ -1,0 +1,212 @@
+"""CMU-DoG as shards: what a document looks like, what is scored, which conversations are leaked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import build_cmu_dog
+import numpy as np
+import pytest
+
+from dist_mem.data.shard import read_index, read_mask, read_tokens
+from dist_mem.data.tokenizers.registry import load_tokenizer
+from dist_mem.data.verify import verify_dataset
+from dist_mem.dialogue.replies import LEAKED, find_replies, is_leaked
+from tests.support.cmu_dog_source import write_conversation, write_film, write_json
+
+MESSAGES = [
+    ("user2", "Hi there!"),
+    ("user2", " Did you see it?\n"),
+    ("user1", "No.\nIs it\r\n good?"),
+    ("user1", "   "),
+    ("user2", ""),
+    ("user1", "Tell me"),
+    ("user2", "Yes:  A: B:"),
+]
+FILM = """Title: Jaws
+Year: 1975
+Genre: Thriller
+Director: Steven Spielberg
+Cast: Roy Scheider; Robert Shaw
+Ratings: 97%; A
+Introduction: A shark.
+Reviews: Fine.; A classic.
+Scene 1: It bites.
+Scene 2: They hunt it.
+Scene 3: It ends.
+"""
+DIALOGUE = """B: Hi there! Did you see it?
+A: No. Is it good? Tell me
+B: Yes:  A: B:
+"""
+SPOKEN = [" Hi there! Did you see it?\n", " No. Is it good? Tell me\n", " Yes:  A: B:\n"]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """One film; six conversations, of which `leak` is in train and test, `dev` in train and validation."""
+    source = tmp_path / "source"
+    write_film(source)
+    write_conversation(source, "train", "first", MESSAGES)
+    for folder, name in [("train", "dev"), ("valid", "dev"), ("train", "leak"), ("test", "leak"), ("test", "other")]:
+        write_conversation(source, folder, name, [("user1", f"zzzz {name} zzzz"), ("user2", "qqqq")])
+    return source
+
+
+def build(source: Path, out: Path, *options: str) -> int:
+    return build_cmu_dog.main(["--source", str(source), "--out", str(out), "--tokenizer", "bytes", *options])
+
+
+def ids(out: Path, split: str) -> list[str]:
+    return [entry.id for entry in read_index(out / split).documents]
+
+
+def text_of(out: Path, split: str, document: int) -> str:
+    return load_tokenizer(out).decode(read_tokens(read_index(out / split), document))
+
+
+def spoken(out: Path, split: str, document: int) -> list[str]:
+    index = read_index(out / split)
+    tokens, scored = read_tokens(index, document), read_mask(index, document)
+    assert scored is not None
+    replies = find_replies(np.asarray(scored, dtype=bool))
+    return [load_tokenizer(out).decode(tokens[reply.start : reply.stop]) for reply in replies]
+
+
+def test_a_document_is_the_film_and_then_the_turns(source: Path, tmp_path: Path) -> None:
+    assert build(source, tmp_path / "out") == 0
+    assert text_of(tmp_path / "out", "train", 0) == f"{FILM}\n{DIALOGUE}"
+    assert not verify_dataset(str(tmp_path / "out"))
+
+
+def test_without_document_there_are_only_turns(source: Path, tmp_path: Path) -> None:
+    assert build(source, tmp_path / "out", "--no-document") == 0
+    assert text_of(tmp_path / "out", "train", 0) == DIALOGUE
+
+
+@pytest.mark.parametrize("document", ["--document", "--no-document"])
+def test_scored_is_what_both_users_say_and_the_end_of_the_line(source: Path, tmp_path: Path, document: str) -> None:
+    assert build(source, tmp_path / "out", document) == 0
+    assert spoken(tmp_path / "out", "train", 0) == SPOKEN
+
+
+def test_pieces_are_scored_from_the_space_on(source: Path, tmp_path: Path) -> None:
+    arguments = ["--source", str(source), "--out", str(tmp_path / "out"), "--vocab-size", "330"]
+    assert build_cmu_dog.main(arguments) == 0
+    assert load_tokenizer(tmp_path / "out").kind == "sentencepiece"
+    assert spoken(tmp_path / "out", "train", 0) == SPOKEN
+
+
+def test_copies_of_held_out_conversations_are_removed_from_train_only(source: Path, tmp_path: Path) -> None:
+    assert build(source, tmp_path / "out") == 0
+    found = {split: ids(tmp_path / "out", split) for split in ("train", "validation", "test")}
+    assert found == {"train": ["first"], "validation": ["dev"], "test": ["leak", "other"]}
+
+
+def test_released_is_as_published(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert build(source, tmp_path / "out", "--splits", "released") == 0
+    assert ids(tmp_path / "out", "train") == ["dev", "first", "leak"]
+    told = capsys.readouterr().out
+    assert "6 files, 4 distinct conversations; published: 4,112" in told
+    assert [line.split() for line in told.splitlines()[1:4]] == [
+        ["train", "3", "3"],
+        ["validation", "1", "1", "1"],
+        ["test", "2", "1", "2"],
+    ]
+
+
+@pytest.mark.parametrize("splits", ["deduplicated", "released"])
+def test_leaked_conversations_are_marked_either_way(source: Path, tmp_path: Path, splits: str) -> None:
+    assert build(source, tmp_path / "out", "--splits", splits) == 0
+    titles = [entry.title for entry in read_index(tmp_path / "out" / "test").documents]
+    assert titles == [f"Jaws{LEAKED}", "Jaws"]
+    assert [is_leaked(title) for title in titles] == [True, False]
+    assert {entry.title for entry in read_index(tmp_path / "out" / "train").documents} == {"Jaws"}
+
+
+def test_all_builds_have_one_tokenizer_which_has_not_seen_leaked_turns(source: Path, tmp_path: Path) -> None:
+    builds: list[list[str]] = [[], ["--splits", "released"], ["--no-document"]]
+    for number, options in enumerate(builds):
+        arguments = ["--source", str(source), "--out", str(tmp_path / str(number)), "--vocab-size", "330", *options]
+        assert build_cmu_dog.main(arguments) == 0
+    tokenizers = [load_tokenizer(tmp_path / str(number)) for number in range(3)]
+    assert len({tokenizer.fingerprint for tokenizer in tokenizers}) == 1
+    assert not [piece for piece in tokenizers[0].pieces if b"zz" in piece]
+
+
+def test_the_first_conversations_of_every_split_may_be_taken(source: Path, tmp_path: Path) -> None:
+    assert build(source, tmp_path / "out", "--limit", "1") == 0
+    assert ids(tmp_path / "out", "test") == ["leak"]
+
+
+def damage_film(source: Path) -> None:
+    (source / "WikiData" / "Jaws.json").write_text('{"0": {}, "wikiDocumentIdx": 2}', encoding="utf-8")
+
+
+def damage_conversation(source: Path) -> None:
+    (source / "Conversations" / "test" / "other.json").write_text("{", encoding="utf-8")
+
+
+def another_user(source: Path) -> None:
+    write_conversation(source, "valid", "dev", [("user3", "Hello")])
+
+
+def another_film(source: Path) -> None:
+    write_json(source / "Conversations" / "valid" / "dev.json", {"history": [], "wikiDocumentIdx": 7})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_film, "Jaws.json has no 'movieName'"),
+        (damage_conversation, "other.json is not JSON"),
+        (another_user, "dev.json is no conversation of CMU-DoG (KeyError('user3'))"),
+        (another_film, "dev.json is about wikiDocumentIdx 7, which no file in WikiData has"),
+    ],
+)
+def test_unusable_files_are_named(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Any, message: str
+) -> None:
+    damage(source)
+    assert build(source, tmp_path / "out") == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_empty_source_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert build(tmp_path / "empty", tmp_path / "out") == 2
+    assert "check --source" in capsys.readouterr().err
+
+
+@pytest.fixture
+def real_source(shared_data: Path) -> Path:
+    source = shared_data / "data" / "cmu_dog"
+    if not source.is_dir():
+        pytest.skip(f"no CMU-DoG at {source}: clone github.com/festvox/datasets-CMU_DoG there")
+    return source
+
+
+def test_the_real_data_are_counted_as_known(real_source: Path) -> None:
+    films = build_cmu_dog.read_films(real_source / "WikiData")
+    found = {
+        split: {conversation.id: conversation for conversation in build_cmu_dog.read_conversations(folder, films)}
+        for split, name in build_cmu_dog.FOLDERS.items()
+        for folder in [real_source / "Conversations" / name]
+    }
+    assert len(films) == 30
+    assert {split: len(conversations) for split, conversations in found.items()} == {
+        "train": 3_373,
+        "validation": 229,
+        "test": 619,
+    }
+    train, validation, test = found["train"], found["validation"], found["test"]
+    assert (len(train.keys() & validation), len(train.keys() & test), len(validation.keys() & test)) == (45, 63, 2)
+    together = {**train, **validation, **test}
+    assert len(together) == 4_111
+    # one name means one conversation, and two names mean two
+    assert all(together[name] == conversation for split in found.values() for name, conversation in split.items())
+    turns = [tuple(conversation.turns) for conversation in together.values()]
+    assert len(set(turns)) == 4_111
+    # the published mean of 21.43 turns counts how often the speaker changes, so successive messages are one turn
+    assert np.mean([len(conversation) - 1 for conversation in turns]) == pytest.approx(21.43, abs=0.01)

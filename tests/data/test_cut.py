@@ -1,0 +1,218 @@
+"""`data.cut: end`: documents cut into segments from their end, so that the first one is the short one, and is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dist_mem.config import ConfigError, load_config
+from dist_mem.data.batch import IGNORE
+from dist_mem.data.documents import Documents
+from dist_mem.data.plan import cut_lengths, lanes_of_rank, make_plan, segment_starts
+from dist_mem.data.shard import Index
+from dist_mem.memory import build_memory
+from dist_mem.memory.infinite import Infinite
+from dist_mem.memory.parts.basis import Geometry, fit_first, solve
+from dist_mem.model import MemoryLM
+from dist_mem.runtime.distributed import World
+from tests.engine.test_memory_zero import ADAM, TRAIN
+from tests.memory.test_infinite_parity import layer_spec
+from tests.nn.test_flops import counted
+from tests.support.contract_cases import CASES, LANES, fresh_state, full_lanes, random_segments, small_model
+from tests.support.contract_cases import SEG_LEN as SMALL_LEN
+from tests.support.lane_corpus import (
+    BOS,
+    LENGTHS,
+    SEG_LEN,
+    assert_equal_batches,
+    assert_equal_updates,
+    assert_resumes_everywhere,
+    damage,
+    first_updates,
+    global_steps,
+    make_split,
+    reader_of,
+)
+from tests.support.ranks import RankPool
+from tests.support.scored_library import LENGTHS as SCORED_LENGTHS
+from tests.support.scored_library import SEG_LEN as SCORED_LEN
+from tests.support.scored_library import TOKENIZER, assert_same, make_config, make_document, score
+from tests.support.simple_lanes import simple_updates
+from tests.support.tiny import full_parameters, run_steps, tiny_config, tiny_job
+
+MEMORY = {"kind": "infinite", "over": {"kind": "causal"}, "num_basis": 16, "widths": [0.05, 0.1], "num_samples": 12}
+WIDTH = 8
+
+
+@pytest.fixture(scope="module")
+def rich_index(tmp_path_factory: pytest.TempPathFactory) -> Index:
+    """With masks and recall distances."""
+    return make_split(tmp_path_factory.mktemp("rich"), with_extras=True)
+
+
+@pytest.mark.parametrize("seg_len", [1, 3, 4, 9])
+@pytest.mark.parametrize("length", range(14))
+def test_every_segment_but_the_first_is_complete(length: int, seg_len: int) -> None:
+    starts = segment_starts(length, seg_len=seg_len, cut="end").tolist()
+    sizes = np.diff([*starts, length]).tolist()
+    assert sum(sizes) == length and len(sizes) == len(segment_starts(length, seg_len=seg_len))
+    assert all(size == seg_len for size in sizes[1:]) and all(1 <= size <= seg_len for size in sizes)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_lanes": 5, "micro_lanes": 2, "segments_per_update": 3}, {"max_document_len": 7}]
+)
+def test_many_segments_at_once_equal_single_ones(rich_index: Index, blocks: bool, options: dict[str, Any]) -> None:
+    given = {"num_lanes": 3, "micro_lanes": 1, "segments_per_update": 1, "max_document_len": None, **options}
+    lengths = cut_lengths([entry.num_tokens for entry in rich_index.documents], given["max_document_len"])
+    plan = make_plan(lengths, num_lanes=given["num_lanes"], seg_len=SEG_LEN, seed=0, cut="end")
+    lane_ids = lanes_of_rank(given["num_lanes"], 1, 0, given["micro_lanes"])
+    sizes = {name: given[name] for name in ("micro_lanes", "segments_per_update")}
+    documents = Documents(rich_index, lengths, bos_id=BOS)
+    simple = list(islice(simple_updates(documents, plan, lane_ids=lane_ids, blocks=blocks, **sizes), 70))
+    updates = first_updates(rich_index, 70, cut="end", blocks=blocks, **options)
+    for one, other in zip(simple, updates, strict=True):
+        assert_equal_updates(one, other)
+    for batch in (batch for update in updates for batch in update.batches):
+        assert (batch.valid_len[~batch.is_new_document & (batch.document >= 0)] == SEG_LEN).all()
+
+
+def test_resume_damage_and_the_number_of_ranks_change_nothing(rich_index: Index, tmp_path: Path) -> None:
+    assert_resumes_everywhere(rich_index, 40, num_lanes=3, segments_per_update=2, micro_lanes=2, cut="end")
+    alone = global_steps(rich_index, 30, num_lanes=4, world_size=1, cut="end")
+    two = global_steps(rich_index, 30, num_lanes=4, world_size=2, cut="end")
+    for one, other in zip(alone, two, strict=True):
+        for first, second in zip(one, other, strict=True):
+            assert_equal_batches(first, second)
+    damaged = make_split(tmp_path, with_extras=True)
+    damage(damaged, 3)
+    assert_resumes_everywhere(damaged, 30, on_corrupt="skip", cut="end")
+
+
+def test_an_epoch_has_as_many_segments_as_cut_from_the_start(rich_index: Index) -> None:
+    with reader_of(rich_index, num_lanes=1, cut="end") as end, reader_of(rich_index, num_lanes=1) as start:
+        assert end.plan.num_segments == start.plan.num_segments
+        epochs = [update.epoch for update in islice(end, end.plan.num_segments)]
+    assert epochs[-1] == 1 and sorted(set(epochs)) == epochs
+
+
+@torch.no_grad()
+def test_evaluation_scores_every_token_once_as_if_its_document_were_alone(index: Index) -> None:
+    torch.manual_seed(0)
+    config = make_config(model={"init_std": 0.3}, data={"cut": "end"})
+    config.memory = MEMORY
+    model = MemoryLM(config, TOKENIZER.vocab_size).eval()
+    report = score(index, model, cut="end")
+    assert report.num_scored == index.num_tokens
+    for number, length in enumerate(SCORED_LENGTHS):
+        tokens = torch.from_numpy(make_document(number, length).tokens.astype(np.int64))
+        inputs = torch.cat([torch.tensor([TOKENIZER.bos_id]), tokens[:-1]])
+        state, total = model.init_state(torch.zeros(1, dtype=torch.int64), "cpu", torch.float32), 0.0
+        short = length % SCORED_LEN
+        sizes = ([short] if short else []) + [SCORED_LEN] * (length // SCORED_LEN)
+        begin = 0
+        for size in sizes:
+            segment, targets = torch.zeros(1, SCORED_LEN, dtype=torch.int64), torch.full((1, SCORED_LEN), IGNORE)
+            segment[0, :size], targets[0, :size] = inputs[begin : begin + size], tokens[begin : begin + size]
+            output = model(segment, targets, torch.tensor([size]), state=state)
+            state, total, begin = output.state, total + output.nll.double().sum().item(), begin + size
+        assert report.documents[number].nll == pytest.approx(total, rel=1e-6)
+    assert_same(score(index, model, num_lanes=7, micro_lanes=3, cut="end"), report)
+    in_blocks = score(index, model, cut="end", blocks=True)
+    num_segments = sum(-(-length // SCORED_LEN) for length in SCORED_LENGTHS)
+    assert in_blocks.num_scored == index.num_tokens - num_segments
+
+
+@pytest.mark.parametrize("padding", ["published", "none"])
+def test_any_number_of_first_rows_has_its_own_regression(padding: str) -> None:
+    geometry = Geometry(16, (0.05, 0.1), 0.1, 0.5, 12, 7, padding)
+    lengths = torch.arange(1, 8)
+    rows = torch.randn(7, 7, WIDTH, dtype=torch.float64)
+    found = fit_first(rows, lengths, geometry=geometry)
+    for lane, length in enumerate(lengths.tolist()):
+        own = solve(geometry._replace(num_rows=length)).first
+        torch.testing.assert_close(found[lane], own @ rows[lane, :length], rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("store", ["raw", "normed"])
+def test_a_short_first_segment_enters_with_its_own_length(store: str) -> None:
+    """As in a memory for segments of that length; the second one is appended as ever."""
+    seg_len, lengths = 6, torch.tensor([6, 1, 4])
+    spec = layer_spec(d_model=WIDTH, num_heads=2, d_head=4, seg_len=seg_len)
+    options = {**MEMORY, "store": store, "memory_threshold": 10**6}  # signals of few rows may grow
+    memory = build_memory(options, replace(spec, short_first=True)).double()
+    assert isinstance(memory, Infinite)
+    inputs = torch.randn(3, 3, seg_len, WIDTH, dtype=torch.float64)
+    full = torch.full((3,), seg_len)
+    state = memory(inputs[0], memory.init_state(torch.arange(3), "cpu", torch.float64), lengths).state
+    second = memory(inputs[1], state, full).state
+    third = memory(inputs[2], second, full).state
+    assert second.num_tokens.tolist() == lengths.tolist() and third.num_tokens.tolist() == (lengths + 6).tolist()
+    for lane, length in enumerate(lengths.tolist()):
+        alone = build_memory(options, replace(spec, seg_len=length)).double()
+        alone.load_state_dict(memory.state_dict())
+        rows, one = inputs[0, lane : lane + 1, :length], torch.tensor([length])
+        own = alone(rows, alone.init_state(torch.tensor([lane]), "cpu", torch.float64), one).state
+        signal, num_tokens = alone.append_pending(own, torch.float64)
+        torch.testing.assert_close(second.coefficients[lane], signal[0], rtol=0, atol=1e-10)
+        later = second._replace(coefficients=signal.detach().expand(3, -1, -1))
+        expected = memory.append_pending(later, torch.float64)[0][lane]
+        torch.testing.assert_close(third.coefficients[lane], expected, rtol=0, atol=1e-10)
+        assert num_tokens.tolist() == [length]
+
+
+def test_a_short_first_segment_is_remembered_and_its_padding_is_not() -> None:
+    model = small_model("infinite over causal", cut="end")
+    (tokens, targets), (next_tokens, next_targets) = random_segments()[:2]
+    valid_len = torch.tensor([SMALL_LEN, 1, 3, 0][:LANES])
+
+    def then(first: torch.Tensor) -> torch.Tensor:
+        state = model(first, targets, valid_len, state=fresh_state(model)).state
+        return model(next_tokens, next_targets, full_lanes(), state=state).nll
+
+    with torch.no_grad():
+        before = then(tokens)
+        first_changed, rest_changed = tokens.clone(), tokens.clone()
+        first_changed[:, 0] = (tokens[:, 0] + 1) % 11
+        rest_changed[torch.arange(SMALL_LEN) >= valid_len[:, None]] = 7
+        assert (then(first_changed) != before).any(dim=1).tolist() == [True, True, True, False]
+        assert torch.equal(then(rest_changed), before)
+
+
+@pytest.mark.parametrize("case", ["infinite over causal", "infinite, as printed", "infinite, normed over causal"])
+def test_flops_count_the_regression_of_the_first_segment(case: str) -> None:
+    model = small_model(case, cut="end")
+    assert model.flops() == counted(model, torch.zeros(1, SMALL_LEN, dtype=torch.int64))
+
+
+def trained(world: World, stage: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    config = tiny_config({"train": TRAIN, "optimizer": ADAM, "data": {"cut": "end"}})
+    config.memory = CASES["infinite, normed over causal"]
+    job = tiny_job(config, world, stage=stage)
+    outcomes = run_steps(job, first=0, last=5)
+    return [(outcome.totals.nll, outcome.totals.aux) for outcome in outcomes], full_parameters(job)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_ranks_train_as_one(rank_pool: Callable[[int], RankPool], stage: int) -> None:
+    losses, parameters = rank_pool(1).run(trained, 0)[0]
+    for rank_losses, rank_parameters in rank_pool(2).run(trained, stage):
+        torch.testing.assert_close(torch.tensor(rank_losses), torch.tensor(losses), rtol=1e-5, atol=1e-5)
+        for name, value in parameters.items():
+            torch.testing.assert_close(rank_parameters[name], value, rtol=0, atol=1e-4, msg=name)
+
+
+def test_streams_are_not_cut_from_their_end(rich_index: Index) -> None:
+    with pytest.raises(ConfigError, match=r"data\.cut: is end, but the lanes of data\.layout = stream are"):
+        load_config(["train.steps=1", "data.cut=end", "data.layout=stream"])
+    lengths = np.array(LENGTHS)
+    with pytest.raises(ValueError, match=r"data\.cut = 'end'"):
+        make_plan(lengths, num_lanes=1, seg_len=SEG_LEN, seed=0, layout="stream", cut="end")

@@ -1,0 +1,209 @@
+"""Data at a URL is the same as local data, and fetched once a node; only what has changed is fetched again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dist_mem.config import DataConfig
+from dist_mem.data.directory import local_dir, open_index, open_tokenizer, refresh, refresh_on_all_ranks
+from dist_mem.data.documents import Documents
+from dist_mem.data.plan import START, DocumentPlan, make_plan
+from dist_mem.data.remote.fetch import RefusedError, RemoteError, UnreachableError, address, is_remote, show
+from dist_mem.data.shard import Index, _fingerprint, check_document, fetch_shards, read_index, read_tokens
+from dist_mem.data.spans import open_lane
+from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
+from dist_mem.runtime.distributed import World
+from tests.support.file_server import SHARD, FileServer, be_impatient, opened, served_split
+from tests.support.jobs import wait_for
+from tests.support.lane_corpus import BOS, LAYOUTS, LENGTHS, SEG_LEN, make_split
+from tests.support.ranks import RankPool
+
+
+@pytest.fixture(autouse=True)
+def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_impatient(monkeypatch)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[FileServer]:
+    with served_split(tmp_path / "served") as found:
+        yield found
+
+
+@pytest.fixture
+def data(server: FileServer, tmp_path: Path) -> DataConfig:
+    return DataConfig(path=server.url, cache=str(tmp_path / "cache"))
+
+
+def test_remote_documents_equal_local_ones(server: FileServer, data: DataConfig) -> None:
+    index, local = opened(data), read_index(server.root / "train")
+    assert len(index.shards) > 3
+    assert index == Index(**{**vars(local), "split_dir": index.split_dir})
+    assert server.asked.keys() == {"tokenizer.json", "train/index.json"}  # tars come when they are needed
+    for document in range(len(LENGTHS)):
+        check_document(index, document)
+        assert np.array_equal(read_tokens(index, document), read_tokens(local, document))
+    assert open_tokenizer(data).fingerprint == BytesTokenizer().fingerprint
+    assert set(server.asked.values()) == {1}
+
+
+def test_a_second_start_fetches_only_what_may_have_changed(server: FileServer, data: DataConfig) -> None:
+    fetch_shards(opened(data))
+    server.asked.clear()
+    fetch_shards(opened(data))
+    assert server.asked == {"tokenizer.json": 1, "train/index.json": 1}
+
+
+def read_everything(world: World, data: DataConfig) -> list[int]:
+    refresh_on_all_ranks(data, ["train"])
+    index = open_index(data, "train")
+    return [int(read_tokens(index, document).sum()) for document in range(len(index.documents))]
+
+
+def test_ranks_that_start_together_fetch_each_file_once(
+    server: FileServer, data: DataConfig, rank_pool: Callable[[int], RankPool]
+) -> None:
+    for name in ("tokenizer.json", "train/index.json", SHARD):
+        server.faults[name] = ["slow"]
+    first, second = rank_pool(2).run(read_everything, data)
+    assert first == second
+    assert len(server.asked) > 5 and set(server.asked.values()) == {1}
+
+
+def test_a_tar_that_changed_on_the_server_is_fetched_again(server: FileServer, data: DataConfig) -> None:
+    fetch_shards(opened(data))
+    lengths = [LENGTHS[0] + 1, *LENGTHS[1:]]
+    sizes = [shard.bytes for shard in read_index(server.root / "train").shards]
+    changed = make_split(server.root / "train", lengths, with_extras=True, max_shard_bytes=60)
+    assert [shard.bytes for shard in changed.shards] == sizes  # only their checksums tell them apart
+    index = opened(data)
+    assert read_tokens(index, 0).tolist() == read_tokens(changed, 0).tolist()
+    assert server.asked[SHARD] == 2
+
+
+def test_an_index_that_changed_on_the_server_alone_is_noticed(server: FileServer, data: DataConfig) -> None:
+    old = (server.root / SHARD).read_bytes()
+    make_split(server.root / "train", [LENGTHS[0] + 1, *LENGTHS[1:]], with_extras=True, max_shard_bytes=60)
+    (server.root / SHARD).write_bytes(old)
+    with pytest.raises(RemoteError, match=f"{server.url}/{SHARD} has sha256 .* but index.json says"):
+        fetch_shards(opened(data))
+
+
+def test_a_tar_damaged_in_the_cache_is_fetched_again(server: FileServer, data: DataConfig) -> None:
+    fetch_shards(opened(data))
+    path = local_dir(data) / SHARD
+    content = bytearray(path.read_bytes())
+    content[1000] ^= 1
+    path.write_bytes(content)
+    fetch_shards(opened(data))
+    assert path.read_bytes() == (server.root / SHARD).read_bytes()
+    assert server.asked[SHARD] == 2
+
+
+def test_an_expected_document_is_fetched_ahead(server: FileServer, data: DataConfig) -> None:
+    index = opened(data)
+    shard = index.shards[1]
+    index.source.expect(shard)
+    wait_for((index.split_dir / shard.name).exists, shard.name, seconds=10)
+    server.close()
+    index.source.fetch(shard)
+    index.source.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_lane_has_the_tar_of_its_next_document_fetched_ahead(
+    server: FileServer, data: DataConfig, layout: str
+) -> None:
+    index = opened(data)
+    documents = Documents(index, np.array(LENGTHS), bos_id=BOS)
+    plan = make_plan(LENGTHS, num_lanes=1, seg_len=SEG_LEN, seed=0, layout=layout)
+    lane = open_lane(documents, plan, lane=0, cursor=START)
+    lane.read(1)
+    current, coming = plan.documents(0, 0)[:2] if isinstance(plan, DocumentPlan) else (0, 1)
+    expected = {index.documents[number].shard for number in (current, coming)}
+    wait_for(lambda: {path.name for path in index.split_dir.glob("*.tar")} == expected, f"{expected}", seconds=10)
+    index.source.close()
+
+
+def test_names_of_tars_cannot_leave_the_cache(server: FileServer, data: DataConfig) -> None:
+    index_file = server.root / "train" / "index.json"
+    body = json.loads(index_file.read_text(encoding="utf-8"))
+    body["shards"][0]["name"] = "../../evil.tar"
+    body["fingerprint"] = _fingerprint(body)
+    index_file.write_text(json.dumps(body), encoding="utf-8")
+    with pytest.raises(RemoteError, match=r"'\.\./\.\./evil\.tar', but must be one plain name"):
+        opened(data)
+
+
+def test_a_command_stands_for_a_server(server: FileServer, tmp_path: Path) -> None:
+    root = tmp_path / "it's here"
+    shutil.copytree(server.root, root)
+    quoted = str(root).replace("'", "'\\''")
+    data = DataConfig(path=f"pipe:cat '{quoted}'/{{}}", allow_pipe=True, cache=str(tmp_path / "cache"))
+    fetch_shards(opened(data))
+    (root / SHARD).unlink()
+    (local_dir(data) / SHARD).unlink()
+    with pytest.raises(UnreachableError, match=rf"pipe:cat \.\.\. {SHARD}: cat: .*No such file"):
+        fetch_shards(opened(data))
+    with pytest.raises(RemoteError, match=r"write \{\} where the command takes the name"):
+        refresh(DataConfig(path="pipe:cat file", allow_pipe=True, cache=data.cache), [])
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [
+        ("aws", "s3 cp --only-show-errors s3://bucket/books/NAME -"),
+        ("gsutil", "cat gs://bucket/books/NAME"),
+        ("ais", "get ais://bucket/books/NAME -"),
+    ],
+)
+def test_a_bucket_is_read_by_its_own_program(
+    server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, arguments: str
+) -> None:
+    path = tmp_path / "bin" / program
+    path.parent.mkdir()
+    url = next(word for word in arguments.split() if "://" in word).removesuffix("NAME")
+    path.write_text(
+        f"""#!/bin/bash
+        for word; do case $word in {url}*) name=${{word#{url}}}; esac; done
+        test "$*" = "{arguments.replace("NAME", "$name")}" && cat "{server.root}/$name"
+        """,
+        encoding="utf-8",
+    )
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{path.parent}:/usr/bin:/bin")
+    data = DataConfig(path=url, cache=str(tmp_path / "cache"))
+    fetch_shards(opened(data))
+    assert local_dir(data).name.startswith("bucket-books-")
+
+
+@pytest.mark.parametrize("url", ["htps://host/books", "file:///books"])
+def test_an_unknown_scheme_names_those_that_are_known(tmp_path: Path, url: str) -> None:
+    with pytest.raises(RemoteError, match=f"{url}/tokenizer.json: .* is not among ais, .* https, .* s3"):
+        refresh(DataConfig(path=url, cache=str(tmp_path)), [])
+
+
+def test_passwords_and_queries_are_used_but_not_shown(server: FileServer, tmp_path: Path) -> None:
+    secret = server.url.replace("//", "//user:pass@") + "/?signature=abc"
+    assert address(secret, "a b/c.json").url == server.url.replace("//", "//user:pass@") + "/a%20b/c.json?signature=abc"
+    assert show(secret) == server.url and show("data/mine") == "data/mine"
+    assert show("pipe:curl -H 'Authorization: secret' https://host/{}") == "pipe:curl"
+    data = DataConfig(path=secret, cache=str(tmp_path / "cache"))
+    assert local_dir(data) == local_dir(DataConfig(path=server.url, cache=data.cache))
+    fetch_shards(opened(data))
+    server.faults[SHARD] = [404]
+    (local_dir(data) / SHARD).unlink()
+    with pytest.raises(RefusedError) as caught:
+        fetch_shards(opened(data))
+    assert "pass" not in str(caught.value) and "signature" not in str(caught.value)
+
+
+def test_directories_are_not_taken_for_urls() -> None:
+    assert not any(map(is_remote, ["data/sample", "/data/a:b", "./x//y", "C:/books"]))
+    assert all(map(is_remote, ["http://h/d", "s3://b/d", "hf://datasets/a/b", "pipe:cat {}"]))

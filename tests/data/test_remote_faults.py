@@ -1,0 +1,223 @@
+"""Faults of a server, of the disk and of this process while data is fetched: named, and never half a file."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dist_mem.config import DataConfig
+from dist_mem.data.directory import local_dir, refresh, refresh_on_all_ranks
+from dist_mem.data.remote import fetch as remote
+from dist_mem.data.remote.fetch import RefusedError, RemoteError, UnreachableError
+from dist_mem.data.shard import Index, ShardError, check_document, fetch_shards, read_tokens
+from dist_mem.runtime.distributed import World
+from tests.support.file_server import SHARD, FileServer, be_impatient, opened, served_split
+from tests.support.jobs import wait_for
+from tests.support.lane_corpus import LENGTHS
+from tests.support.ranks import RankPool
+
+
+@pytest.fixture(autouse=True)
+def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_impatient(monkeypatch)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[FileServer]:
+    with served_split(tmp_path / "served") as found:
+        yield found
+
+
+@pytest.fixture
+def data(server: FileServer, tmp_path: Path) -> DataConfig:
+    return DataConfig(path=server.url, cache=str(tmp_path / "cache"))
+
+
+def leftovers(data: DataConfig) -> list[str]:
+    """Everything in the cache but whole files and locks."""
+    return [path.name for path in local_dir(data).rglob("*") if path.is_file() and path.suffix in (".partial", ".tar")]
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "requests", "text"),
+    [
+        (404, RefusedError, 1, "returned error: 404; check the address"),
+        (403, RefusedError, 1, "returned error: 403; check the address"),
+        (500, UnreachableError, 3, r"returned error: 500 \(3 attempts\)"),
+        ("cut", UnreachableError, 3, r"transfer closed with 5120 bytes remaining.* \(3 attempts\)"),
+        ("short", RemoteError, 2, "has 5,120 bytes, but index.json says 10,240"),
+        ("page", RemoteError, 2, "has 55 bytes, but index.json says 10,240; it is a web page: '<!DOCTYPE html>"),
+    ],
+)
+def test_a_fault_of_the_server_is_named_and_leaves_nothing(
+    server: FileServer, data: DataConfig, fault: int | str, error: type, requests: int, text: str
+) -> None:
+    index = opened(data)
+    server.faults[SHARD] = [fault]
+    for _ in range(2):  # the second answer needs no server
+        with pytest.raises(error, match=f"{server.url}/{SHARD}.*{text}") as caught:
+            read_tokens(index, 0)
+        assert not isinstance(caught.value, ShardError)  # data.on_corrupt: skip would leave the document out
+    assert server.asked[SHARD] == requests
+    assert not leftovers(data)
+
+
+@pytest.mark.parametrize("fault", ["silent", "stalled"])
+def test_a_server_that_sends_nothing_any_more_is_named_in_time(
+    server: FileServer, data: DataConfig, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    index = opened(data)
+    server.faults[SHARD] = [fault]
+    monkeypatch.setattr(remote, "STALL_SECONDS", 0.5)
+    with pytest.raises(UnreachableError, match=f"{server.url}/{SHARD}: nothing came for 0.5 s, after .*3 attempts"):
+        read_tokens(index, 0)
+    assert not leftovers(data)
+
+
+def test_a_stall_that_passes_is_survived(server: FileServer, data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = opened(data)
+    server.faults[SHARD] = ["stalled", "none"]
+    monkeypatch.setattr(remote, "STALL_SECONDS", 2.0)
+    check_document(index, 0)
+
+
+@pytest.mark.parametrize("faults", [[500, "none"], ["cut", 503, "none"], ["page", "none"]])
+def test_a_fault_that_passes_is_survived(server: FileServer, data: DataConfig, faults: list[int | str]) -> None:
+    index = opened(data)
+    server.faults[SHARD] = faults
+    check_document(index, 0)
+    assert leftovers(data) == [Path(SHARD).name]
+
+
+def test_a_server_that_is_gone_is_named(server: FileServer, data: DataConfig) -> None:
+    index = opened(data)
+    server.close()
+    with pytest.raises(UnreachableError, match=rf"{server.url}/{SHARD}: .*Failed to connect.* \(3 attempts\)"):
+        read_tokens(index, 0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [(404, "error: 404"), ("page", r"damaged \(.*Expecting value.*it is a web page"), ("short", r"damaged \(")],
+)
+@pytest.mark.parametrize("name", ["tokenizer.json", "train/index.json"])
+def test_a_start_without_its_index_or_tokenizer_names_the_url(
+    server: FileServer, data: DataConfig, name: str, fault: int | str, text: str
+) -> None:
+    fetch_shards(opened(data))
+    server.faults[name] = [fault]
+    with pytest.raises(RemoteError, match=f"{server.url}/{name}.*{text}"):
+        refresh(data, ["train"])
+
+
+def start_twice(world: World, data: DataConfig) -> list[str]:
+    told = []
+    for _ in range(2):
+        with pytest.raises(RemoteError) as caught:
+            refresh_on_all_ranks(data, ["train"])
+        told.append(str(caught.value))
+    return told
+
+
+def test_a_failed_start_asks_once_and_tells_every_rank(
+    server: FileServer, data: DataConfig, rank_pool: Callable[[int], RankPool]
+) -> None:
+    server.faults["train/index.json"] = [403]
+    (first, again), other = rank_pool(2).run(start_twice, data)
+    assert first == again and other == [first, again] and f"{server.url}/train/index.json" in first
+    assert server.asked["train/index.json"] == 2
+
+
+def test_a_full_cache_does_without_the_server(
+    server: FileServer, data: DataConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = [read_tokens(opened(data), document).tolist() for document in range(len(LENGTHS))]
+    server.close()
+    with caplog.at_level(logging.WARNING):
+        index = opened(data)
+    assert f"{server.url}/tokenizer.json: " in caplog.text and "going on with the tokenizer" in caplog.text
+    assert [read_tokens(index, document).tolist() for document in range(len(LENGTHS))] == before
+    with pytest.raises(UnreachableError, match=server.url):
+        refresh(data, ["train", "validation"])  # never fetched
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(data: DataConfig) -> None:
+    index = opened(data)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # as a full disk, but for the words of the system
+    try:
+        with pytest.raises(RemoteError, match=f"{index.split_dir} cannot be written: File too large; make room there"):
+            read_tokens(index, 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not leftovers(data)
+
+
+def test_a_cache_that_cannot_be_written_is_named(server: FileServer, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    data = DataConfig(path=server.url, cache=str(tmp_path / "file" / "cache"))
+    with pytest.raises(RemoteError, match=r"file/cache/.* cannot be written: Not a directory; .* set data.cache"):
+        opened(data)
+
+
+def test_a_fetch_killed_in_the_middle_leaves_the_next_one_a_free_way(server: FileServer, data: DataConfig) -> None:
+    index = opened(data)
+    server.faults[SHARD] = ["stalled", "none"]
+    code = (
+        "import sys; from dist_mem.config import DataConfig; from dist_mem.data.directory import open_index;"
+        "from dist_mem.data.shard import fetch_shards; fetch_shards(open_index(DataConfig(path=sys.argv[1],"
+        "cache=sys.argv[2]), 'train'))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, data.path, str(data.cache)])
+    assert server.stalls.wait(30)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert leftovers(data) == [f"{Path(SHARD).name}.partial"]
+    check_document(index, 0)
+    assert leftovers(data) == [Path(SHARD).name]
+
+
+def test_a_program_ends_with_those_that_it_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "bin" / "gsutil"  # as the real one: a script that waits for another program
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\nsleep 600 & echo $! > {tmp_path}/child\nwait\n", encoding="utf-8")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    monkeypatch.setattr(remote, "STALL_SECONDS", 1.0)
+    with pytest.raises(UnreachableError, match=r"gs://bucket/tokenizer\.json: nothing came for 1 s"):
+        refresh(DataConfig(path="gs://bucket", cache=str(tmp_path)), [])
+    child = Path("/proc", (tmp_path / "child").read_text().strip(), "stat")
+    wait_for(lambda: not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z", "its end", seconds=5)
+
+
+def test_close_ends_a_fetch_that_hangs(server: FileServer, data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "STALL_SECONDS", 60.0)
+    index, waiting = opened(data), opened(data)
+    server.faults[SHARD] = ["silent"]
+    told: list[str] = []
+
+    def fetch(one: Index) -> None:
+        with pytest.raises(RemoteError) as caught:
+            fetch_shards(one)
+        told.append(str(caught.value))
+
+    threads = [threading.Thread(target=fetch, args=(one,)) for one in (index, waiting)]  # one of them holds the lock
+    for thread in threads:
+        thread.start()
+    assert server.stalls.wait(10)
+    began = time.monotonic()
+    for one in (index, waiting):
+        one.source.close()
+    for thread in threads:
+        thread.join()
+    assert time.monotonic() - began < 5
+    assert len(told) == 2 and all("given up, the reader was closed" in text for text in told)

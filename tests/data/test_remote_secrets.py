@@ -1,0 +1,236 @@
+"""Remote data from a server that is no friend: credentials go nowhere else, https stays https, bodies have an end."""
+
+from __future__ import annotations
+
+import shutil
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from dist_mem.config import DataConfig
+from dist_mem.data import directory
+from dist_mem.data.directory import local_dir, refresh
+from dist_mem.data.remote.fetch import RemoteError, UnreachableError
+from dist_mem.data.shard import Index, fetch_shards, read_tokens
+from tests.support.certificates import write_certificates
+from tests.support.file_server import ENDLESS_BYTES, SHARD, FileServer, be_impatient, opened, served_split
+
+LOGIN = "Basic YWRhOnMzY3JldA=="  # ada:s3cret
+
+
+@pytest.fixture(autouse=True)
+def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home with a .netrc, and a CA of our own."""
+    be_impatient(monkeypatch)
+    write_certificates(tmp_path)
+    monkeypatch.setenv("CURL_CA_BUNDLE", str(tmp_path / "ca.pem"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_netrc(tmp_path, "machine 127.0.0.1 login ada password s3cret\n")
+
+
+def write_netrc(home: Path, text: str, mode: int = stat.S_IRUSR | stat.S_IWUSR) -> None:
+    (home / ".netrc").write_text(text, encoding="utf-8")
+    (home / ".netrc").chmod(mode)
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Iterator[FileServer]:
+    with served_split(tmp_path / "served") as found:
+        yield found
+
+
+@pytest.fixture
+def secure(plain: FileServer, tmp_path: Path) -> Iterator[FileServer]:
+    """The same files over https."""
+    server = FileServer(plain.root, certificate=tmp_path / "server.pem")
+    yield server
+    server.close()
+
+
+def data_at(url: str, tmp_path: Path) -> DataConfig:
+    return DataConfig(path=url, cache=str(tmp_path / "cache"))
+
+
+def processes_during_fetch(index: Index, server: FileServer) -> str:
+    """The command lines of all processes while a fetch stands still, as `ps` shows them to every user."""
+
+    def fetch() -> None:
+        with pytest.raises(RemoteError, match="the reader was closed"):
+            fetch_shards(index)
+
+    thread = threading.Thread(target=fetch)
+    thread.start()
+    assert server.stalls.wait(20)
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            lines.append(path.read_bytes().replace(b"\0", b" ").decode("utf-8", "replace"))
+    index.source.close()
+    thread.join()
+    assert any(line.startswith("curl ") for line in lines)
+    return "\n".join(lines)
+
+
+def test_credentials_are_on_no_command_line(plain: FileServer, tmp_path: Path) -> None:
+    index = opened(data_at(plain.url.replace("//", "//ada:s3cret@") + "?signature=0123abc", tmp_path))
+    assert plain.credentials == {LOGIN}
+    plain.faults[SHARD] = ["stalled"]
+    shown = processes_during_fetch(index, plain)
+    assert "s3cret" not in shown and "0123abc" not in shown
+
+
+def test_https_is_not_followed_to_http(plain: FileServer, secure: FileServer, tmp_path: Path) -> None:
+    secure.faults["tokenizer.json"] = [f"{plain.url}/tokenizer.json"]
+    with pytest.raises(RemoteError, match=f"{secure.url}/tokenizer.json: curl: .*http.* (disabled|not supported)"):
+        refresh(data_at(secure.url, tmp_path), [])
+    assert not plain.asked
+    assert secure.asked["tokenizer.json"] == 1  # the same answer each time
+    plain.faults["tokenizer.json"] = [f"{secure.url}/elsewhere/tokenizer.json"]
+    secure.faults["elsewhere/tokenizer.json"] = ["none"]
+    shutil.copytree(plain.root, plain.root / "elsewhere")
+    refresh(data_at(plain.url, tmp_path), [])  # from http to https there is nothing to lose
+
+
+@pytest.mark.parametrize("scheme", ["file", "ftp"])
+def test_a_server_sends_nobody_to_other_protocols(
+    plain: FileServer, secure: FileServer, tmp_path: Path, scheme: str
+) -> None:
+    for server in (plain, secure):
+        server.faults["tokenizer.json"] = [f"{scheme}://127.0.0.1{plain.root}/tokenizer.json"]
+        with pytest.raises(RemoteError, match=f"{server.url}/tokenizer.json: curl: "):
+            refresh(data_at(server.url, tmp_path), [])
+
+
+def test_netrc_is_for_its_own_host_over_https(plain: FileServer, secure: FileServer, tmp_path: Path) -> None:
+    fetch_shards(opened(data_at(secure.url, tmp_path)))
+    assert secure.credentials == {LOGIN}
+    opened(data_at(plain.url, tmp_path))
+    assert plain.credentials == {None}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["machine elsewhere.example login ada password s3cret\n", "default login ada password s3cret\n"],
+)
+def test_netrc_of_another_host_stays_here(secure: FileServer, tmp_path: Path, text: str) -> None:
+    write_netrc(tmp_path, text)
+    opened(data_at(secure.url, tmp_path))
+    assert secure.credentials == {None}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+@pytest.mark.parametrize("how", ["netrc", "address"])
+def test_a_redirect_takes_no_credentials_elsewhere(
+    plain: FileServer, secure: FileServer, tmp_path: Path, host: str, how: str
+) -> None:
+    """To another host, and to another port of the same one, which may be another user's."""
+    other = FileServer(plain.root, certificate=tmp_path / "server.pem")
+    url = other.url.replace("127.0.0.1", host)
+    write_netrc(tmp_path, "".join(f"machine {name} login ada password s3cret\n" for name in ("127.0.0.1", "localhost")))
+    secure.faults["tokenizer.json"] = [f"{url}/tokenizer.json"]
+    login = "" if how == "netrc" else "ada:s3cret@"
+    refresh(data_at(secure.url.replace("//", f"//{login}"), tmp_path), [])
+    assert secure.credentials == {LOGIN} and other.credentials == {None}
+    other.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "message"),
+    [
+        ("machine 127.0.0.1 login ada password s3cret\n", 0o644, "access too permissive"),
+        ("machine 127.0.0.1 login ada password s3cret s3cret\n", 0o600, r"line \d+ is no entry"),
+    ],
+)
+def test_an_unfit_netrc_is_named_and_not_shown(
+    secure: FileServer, tmp_path: Path, text: str, mode: int, message: str
+) -> None:
+    write_netrc(tmp_path, text, mode)
+    with pytest.raises(RemoteError, match=rf"{tmp_path}/\.netrc cannot be used: .*{message}") as caught:
+        refresh(data_at(secure.url, tmp_path), [])
+    assert "s3cret" not in str(caught.value)
+    assert not secure.asked
+
+
+@pytest.mark.parametrize("name", [SHARD, "tokenizer.json", "train/index.json"])
+def test_a_body_ends_where_it_may_be_no_longer(
+    plain: FileServer, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory, "FACTS_BYTES", 2**20)
+    data = data_at(plain.url, tmp_path)
+    size = 10_240 if name == SHARD else 2**20
+    plain.faults[name] = ["endless"]
+    with pytest.raises(RemoteError, match=f"{plain.url}/{name} sends more than the {size:,} bytes"):
+        fetch_shards(opened(data))
+    assert plain.asked[name] == 2
+    assert plain.num_sent < ENDLESS_BYTES / 4
+    assert not list(local_dir(data).rglob("*.partial"))
+
+
+def test_a_certificate_of_nobody_we_trust_is_refused(
+    secure: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CURL_CA_BUNDLE")
+    with pytest.raises(RemoteError, match=f"{secure.url}/tokenizer.json: curl: .*certificate"):
+        refresh(data_at(secure.url, tmp_path), [])
+    assert not secure.asked
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "ais"])
+def test_programs_that_would_show_a_password_get_none(tmp_path: Path, scheme: str) -> None:
+    with pytest.raises(RemoteError, match=rf"{scheme}://bucket/books/tokenizer.json: .* no user or password") as caught:
+        refresh(data_at(f"{scheme}://ada:s3cret@bucket/books", tmp_path), [])
+    assert "s3cret" not in str(caught.value)
+
+
+@pytest.fixture
+def hub(secure: FileServer, monkeypatch: pytest.MonkeyPatch) -> FileServer:
+    """A Hugging Face hub with the data set ada/books."""
+    from huggingface_hub import constants
+
+    shutil.copytree(secure.root, secure.root / "datasets" / "ada" / "books" / "resolve" / "v1")
+    monkeypatch.setattr(constants, "ENDPOINT", secure.url)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", secure.url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    monkeypatch.setenv("HF_TOKEN", "hf_s3cret")
+    return secure
+
+
+def test_a_hub_is_read_with_its_token_alone(hub: FileServer, tmp_path: Path) -> None:
+    index = opened(data_at("hf://datasets/ada/books@v1", tmp_path))
+    assert hub.credentials == {"Bearer hf_s3cret"}
+    name = f"datasets/ada/books/resolve/v1/{SHARD}"
+    hub.faults[name] = ["stalled"]
+    assert "hf_s3cret" not in processes_during_fetch(index, hub)
+    other = FileServer(hub.root, certificate=tmp_path / "server.pem")
+    hub.faults[name] = [f"{other.url}/{SHARD}"]
+    read_tokens(opened(data_at("hf://datasets/ada/books@v1", tmp_path)), 0)
+    assert other.credentials == {None}
+    other.close()
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_again_and_named(hub: FileServer, tmp_path: Path) -> None:
+    hub.close()
+    with pytest.raises(UnreachableError, match=r"hf://datasets/ada/books/tokenizer.json: curl: .* \(3 attempts\)"):
+        refresh(data_at("hf://datasets/ada/books", tmp_path), [])
+
+
+@pytest.mark.parametrize("path", ["hf://x", "hf://", "hf://buckets/ada/books", "hf://datasets/ada"])
+def test_an_address_that_is_none_of_a_hub_is_named(tmp_path: Path, path: str) -> None:
+    with pytest.raises(RemoteError, match=r"hf:.*/tokenizer\.json: .* write hf://datasets/OWNER/NAME"):
+        refresh(data_at(path, tmp_path), [])
+
+
+def test_what_runs_beside_webdataset_rewrites_no_address(
+    plain: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GOPEN_REWRITE", "gs://=pipe:: >ran; cat ")
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RemoteError, match=r"gs://bucket/tokenizer\.json: the program gsutil is not here"):
+        refresh(data_at("gs://bucket", tmp_path), [])
+    assert not Path("ran").exists()

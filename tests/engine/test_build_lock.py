@@ -1,0 +1,67 @@
+"""Locks around the compilation of DeepSpeed's op: a kill at the wrong moment must not keep the next start waiting."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dist_mem.engine.build_lock import building
+from tests.support.faults import assert_told
+
+BUILDER = """
+import sys, time
+from pathlib import Path
+from dist_mem.engine.build_lock import building
+with building(Path(sys.argv[1])):
+    (Path(sys.argv[1]) / "lock").touch()  # as torch does
+    print("building", flush=True)
+    time.sleep(600)
+"""
+
+
+def killed_builder(directory: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", BUILDER, str(directory)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "building\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+
+
+def test_what_a_killed_job_has_left_is_removed(tmp_path: Path) -> None:
+    directory = tmp_path / "deepspeed_shm_comm"
+    killed_builder(directory)
+    assert (directory / "lock").exists()
+    with building(directory):
+        assert not (directory / "lock").exists()
+
+
+def test_the_lock_of_another_program_stays(tmp_path: Path) -> None:
+    for _ in range(2):
+        with building(tmp_path):
+            (tmp_path / "lock").touch()
+    assert (tmp_path / "lock").exists()
+
+
+def test_one_process_builds_at_a_time(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", BUILDER.replace("600", "0.2"), str(tmp_path)]
+    with building(tmp_path):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        time.sleep(1.0)
+        assert process.poll() is None and not (tmp_path / "lock").exists()
+    assert process.communicate(timeout=60)[0] == "building\n"
+
+
+def test_an_old_lock_of_another_program_is_named_not_waited_for(tmp_path: Path) -> None:
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    os.utime(lock, (0, time.time() - 20 * 60))
+    with pytest.raises(ValueError, match=str(lock)) as caught, building(lock.parent):
+        pass
+    assert_told(str(caught.value), "deepspeed_shm_comm/lock is 20 minutes old: a killed process has left it, remove it")

@@ -1,0 +1,47 @@
+"""Every memory under every ZeRO stage on two ranks, where books end on one rank only, trains as on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from dist_mem.runtime.distributed import World
+from tests.support.contract_cases import CASES, SEG_LEN
+from tests.support.ranks import RankPool
+from tests.support.tiny import full_parameters, run_steps, tiny_config, tiny_job
+
+STEPS = 6  # memories fill in two segments; documents last three on average
+TRAIN = {"lanes": 4, "micro_lanes": 2, "seg_len": SEG_LEN, "max_grad_norm": 0.5}
+ADAM = {"kind": "adamw", "lr": 2e-3, "weight_decay": 0.1}
+
+
+def trained(world: World, case: str, stage: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """(loss, auxiliary loss) of every step, and the parameters after them."""
+    config = tiny_config({"train": TRAIN, "optimizer": ADAM})
+    config.memory = CASES[case]
+    job = tiny_job(config, world, stage=stage)
+    outcomes = run_steps(job, first=0, last=STEPS)
+    return [(outcome.totals.nll, outcome.totals.aux) for outcome in outcomes], full_parameters(job)
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(rank_pool: Callable[[int], RankPool]) -> Callable[[str], Any]:
+    return cache(lambda case: rank_pool(1).run(trained, case, 0)[0])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_of_every_stage_train_as_one(
+    rank_pool: Callable[[int], RankPool], on_one_rank: Callable[[str], Any], case: str, stage: int
+) -> None:
+    """A parameter that nothing uses in a step is left as a step with gradient 0 leaves it: Adam would show it."""
+    losses, parameters = on_one_rank(case)
+    for rank_losses, rank_parameters in rank_pool(2).run(trained, case, stage):
+        torch.testing.assert_close(torch.tensor(rank_losses), torch.tensor(losses), rtol=1e-5, atol=1e-5)
+        assert rank_parameters.keys() == parameters.keys()
+        for name, value in parameters.items():
+            torch.testing.assert_close(rank_parameters[name], value, rtol=0, atol=1e-4, msg=name)

@@ -1,0 +1,235 @@
+"""What training goes on from is saved and restored whole: the same stage and world go on to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from torch import Tensor
+
+from dist_mem.checkpoint.engine_files import EngineReader
+from dist_mem.runtime.distributed import World
+from tests.support.engine_saves import (
+    FROZEN,
+    engine_job,
+    load_as_deepspeed,
+    next_losses,
+    restore_engine,
+    save_as_deepspeed,
+    save_engine,
+)
+from tests.support.jobs import checkpoint_content, difference
+from tests.support.ranks import RankPool
+from tests.support.tiny import full_parameters, run_steps, tiny_config, tiny_job, zero_block
+
+Pools = Callable[[int], RankPool]
+OFFLOAD = {"device": "cpu"}
+DROPOUT = {"model": {"dropout": 0.1}}
+SGD = {"optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.0}}
+# Without decay, which would make numbers of what happens to stand in the padding.
+SLOW = [{"match": "embedding", "lr": 0.02}]
+MOMENTUM = {"optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "groups": SLOW}}
+BEFORE, AFTER = 2, 3  # steps before the save and after it
+
+
+def precision(name: str) -> dict[str, Any]:
+    return {"train": {"precision": name}}
+
+
+class Moment:
+    """Where a run stood besides its engine: step, memories, dropout."""
+
+    def __init__(self, job: Any) -> None:
+        self.step, self.states, self.random = job.step, job.states, torch.get_rng_state()
+
+    def return_to(self, job: Any) -> None:
+        job.step, job.states = self.step, self.states
+        torch.set_rng_state(self.random)
+
+
+def futures(world: World, directory: Path, stage: int, overrides: list[Any], zero: dict[str, Any]) -> dict[str, Any]:
+    """What follows a save: in the run itself, in others that read it, and in the run after a rollback."""
+    job, restored, loaded = (engine_job(world, stage, *overrides, seed, **zero) for seed in seeds(1, 77, 78))
+    torch.manual_seed(5 + world.rank)
+    next_losses(job, BEFORE)
+    save_engine(job, directory)
+    save_as_deepspeed(job, directory / "trained")
+    moment, found = Moment(job), {}
+
+    def go_on(again: Any) -> tuple[list[float], dict[str, Tensor]]:
+        moment.return_to(again)
+        return next_losses(again, AFTER), full_parameters(again)
+
+    found["straight"] = go_on(job)
+    restore_engine(restored, directory)
+    save_as_deepspeed(restored, directory / "restored")
+    found["restored"] = go_on(restored)
+    load_as_deepspeed(loaded, directory / "trained")
+    found["loaded by DeepSpeed"] = go_on(loaded)
+    restore_engine(job, directory)
+    found["rolled back"] = go_on(job)
+    return found
+
+
+def seeds(*numbers: int) -> list[dict[str, Any]]:
+    return [{"train": {"seed": number}} for number in numbers]
+
+
+def without_frozen_padding(content: dict[str, Any]) -> dict[str, Any]:
+    """At stage 3 the last rank's part of a frozen parameter is filled up with memory as DeepSpeed found it."""
+    states = content.get("engine/zero_pp_rank_1_mp_rank_00_model_states.pt", {})
+    for name, fragment in (states.get("frozen_param_fragments") or {}).items():
+        fragment[states["frozen_param_shapes"][name].numel() - len(fragment) :] = 0
+    return content
+
+
+def assert_goes_on_bitwise(
+    pool: RankPool, directory: Path, stage: int, overrides: list[Any], zero: dict[str, Any]
+) -> None:
+    for found in pool.run(futures, directory, stage, overrides, zero):
+        assert len(set(found["straight"][0])) == AFTER
+        assert {name: difference(found["straight"], future) for name, future in found.items()} == dict.fromkeys(found)
+    # DeepSpeed's own files are everything that DeepSpeed thinks training depends on.
+    own = [without_frozen_padding(checkpoint_content(directory / name)) for name in ("trained", "restored")]
+    assert own[0], "DeepSpeed has written nothing"
+    if stage == 0 and "fp32_groups" in (without_zero := own[1]["engine/mp_rank_00_model_states.pt"]["optimizer"]):
+        without_zero["cur_iter"] = BEFORE  # of a loss scale that bf16 does not have
+    assert difference(*own) is None
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_same_world_goes_on_bitwise(tmp_path: Path, rank_pool: Pools, stage: int, kind: str) -> None:
+    """With dropout; as DeepSpeed's own files go on, and a rollback; what it would save is the same to the last bit."""
+    assert_goes_on_bitwise(rank_pool(2), tmp_path, stage, [DROPOUT, precision(kind)], {})
+
+
+@pytest.mark.parametrize(
+    ("stage", "overrides", "zero"),
+    [
+        pytest.param(3, [precision("bf16")], {"stage3_param_persistence_threshold": 100}, id="some kept gathered"),
+        pytest.param(3, [precision("bf16")], {"offload_optimizer": OFFLOAD}, id="optimizer on the host"),
+        pytest.param(3, [], {"offload_optimizer": OFFLOAD, "offload_param": OFFLOAD}, id="parameters on the host"),
+        pytest.param(2, [precision("bf16")], {"offload_optimizer": OFFLOAD}, id="optimizer on the host, stage 2"),
+        pytest.param(1, [], {"parameter_alignment": True}, id="padding between parameters"),
+        pytest.param(2, [precision("bf16")], {"round_robin_gradients": True}, id="parameters in another order"),
+        pytest.param(0, [MOMENTUM, precision("bf16")], {}, id="momentum, stage 0"),
+        pytest.param(1, [SGD], {}, id="no state at all"),
+        pytest.param(3, [MOMENTUM], {}, id="momentum, stage 3"),
+        pytest.param(2, [{"optimizer": {"kind": "adam", "groups": FROZEN}}], {}, id="some frozen, stage 2"),
+        pytest.param(3, [precision("bf16"), {"optimizer": {"groups": FROZEN}}], {}, id="some frozen, stage 3"),
+    ],
+)
+def test_every_way_of_keeping_state_goes_on_bitwise(
+    tmp_path: Path, rank_pool: Pools, stage: int, overrides: list[Any], zero: dict[str, Any]
+) -> None:
+    assert_goes_on_bitwise(rank_pool(2), tmp_path, stage, overrides, zero)
+
+
+def untrained_then_rolled_back(world: World, directory: Path, stage: int) -> tuple[list[float], list[float]]:
+    job = engine_job(world, stage)
+    save_engine(job, directory)
+    moment = Moment(job)
+    straight = next_losses(job, BEFORE)
+    restore_engine(job, directory)
+    moment.return_to(job)
+    return straight, next_losses(job, BEFORE)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_state_that_did_not_exist_yet_does_not_exist_again(tmp_path: Path, rank_pool: Pools, stage: int) -> None:
+    for straight, again in rank_pool(2).run(untrained_then_rolled_back, tmp_path, stage):
+        assert straight == again
+    assert EngineReader(tmp_path).read("exp_avg", "embedding.bins.0.weight", 0, 1) is None
+
+
+def fp16_futures(world: World, directory: Path, stage: int) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    """Losses and scales of the run and of another engine that read its save; and the scale's figures at the save."""
+    # DeepSpeed claims fp16 only for CPUs with fast fp16 products; the slow ones do for a few steps.
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    fp16 = {"initial_scale_power": 24, "hysteresis": 2, "loss_scale_window": 2}
+    job, other = (
+        tiny_job(tiny_config(precision("fp16")), world, stage=stage, block={**zero_block(stage), "fp16": fp16})
+        for _ in range(2)
+    )
+    next_figures(job, 4)
+    save_engine(job, directory)
+    moment, figures = Moment(job), {**vars(job.engine.optimizer.loss_scaler), **job.engine.facts()["counters"]}
+    straight = next_figures(job, 4)
+    restore_engine(other, directory)
+    assert {**vars(other.engine.optimizer.loss_scaler), **other.engine.facts()["counters"]} == figures
+    moment.return_to(other)
+    return straight, next_figures(other, 4), figures
+
+
+def next_figures(job: Any, num_attempts: int) -> list[Any]:
+    """Loss, whether it overflowed, and all that DeepSpeed knows of the loss scale after each attempt at an update."""
+    found = []
+    for _ in range(num_attempts):
+        (outcome,) = run_steps(job, first=job.step, last=job.step + 1)
+        job.step -= outcome.again
+        found.append((outcome.totals.nll, outcome.again, dict(vars(job.engine.optimizer.loss_scaler))))
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_loss_scale_goes_on(tmp_path: Path, rank_pool: Pools, stage: int) -> None:
+    for straight, resumed, figures in rank_pool(2).run(fp16_futures, tmp_path, stage):
+        assert straight == resumed
+        assert figures["skipped_steps"] > 0, "nothing overflowed: the test proves little"
+        assert len({after["cur_scale"] for _, _, after in straight} | {figures["cur_scale"]}) > 1
+
+
+def with_buffers(world: World, directory: Path, stage: int) -> list[tuple[Tensor, Tensor]]:
+    """A job of which the model has constants of its own, and one that read it."""
+    found = []
+    for value in (3.0, 0.0):
+        job = engine_job(world, stage)
+        job.engine.module.register_buffer("scale", torch.full((3, 5), value))
+        job.engine.module.register_buffer("recomputed", torch.full((2,), value), persistent=False)
+        if value:
+            save_engine(job, directory)
+        else:
+            restore_engine(job, directory)
+        found.append((job.engine.module.scale, job.engine.module.recomputed))
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_constants_of_the_model_come_back(tmp_path: Path, rank_pool: Pools, stage: int) -> None:
+    for saved, restored in rank_pool(2).run(with_buffers, tmp_path, stage):
+        assert torch.equal(saved[0], restored[0])
+        assert not torch.equal(saved[1], restored[1]), "it is made anew with the model"
+    assert torch.equal(EngineReader(tmp_path).weights()["scale"], torch.full((3, 5), 3.0))
+
+
+@pytest.mark.parametrize(
+    ("zero", "message"),
+    [
+        ({"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}, "offload_optimizer.device=nvme"),
+        ({"zero_quantized_nontrainable_weights": True}, "zero_quantized_nontrainable_weights"),
+    ],
+)
+def test_state_that_could_not_be_saved_is_refused_at_the_start(
+    rank_pool: Pools, zero: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(AssertionError, match=rf"zero_optimization\.{message}: dist_mem cannot save"):
+        rank_pool(1).run(start, zero)
+
+
+def start(world: World, zero: dict[str, Any]) -> None:
+    engine_job(world, 3, **zero)
+
+
+def start_in_fp16(world: World) -> None:
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    engine_job(world, 0, precision("fp16"))
+
+
+def test_fp16_that_would_learn_nothing_is_refused(rank_pool: Pools) -> None:
+    with pytest.raises(AssertionError, match=r"ValueError: train\.precision=fp16: .*\.stage=1"):
+        rank_pool(1).run(start_in_fp16)

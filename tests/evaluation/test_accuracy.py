@@ -1,0 +1,193 @@
+"""Accuracy: scored tokens that the model holds for the most probable, for any vocabulary, lanes and ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dist_mem.data.batch import IGNORE
+from dist_mem.data.shard import read_index, write_split
+from dist_mem.data.tokenizers.registry import save_tokenizer
+from dist_mem.engine.engine import Engine
+from dist_mem.evaluation import compare
+from dist_mem.evaluation.report import Report, read_report, to_table, write_report
+from dist_mem.evaluation.scoring import evaluate_documents
+from dist_mem.model import MemoryLM
+from dist_mem.nn.vocabulary import Bin, Softmax, adaptive_bins, plain_bin
+from dist_mem.runtime.distributed import World
+from tests.support.ranks import RankPool
+from tests.support.scored_library import LENGTHS, SEG_LEN, TOKENIZER, make_config, make_document, score
+from tests.support.tiny import zero_block
+
+VOCAB = 53
+VOCABULARIES = {
+    "plain": {},
+    "adaptive": {"adaptive": {"cutoffs": [40, 120], "div_val": 1}},
+    "adaptive, narrow": {"adaptive": {"cutoffs": [3, 120], "div_val": 2}},
+}
+
+
+def make_model(vocabulary: str) -> MemoryLM:
+    """It has learnt a little of the documents, so that it hits and misses."""
+    torch.manual_seed(1)
+    model = MemoryLM(make_config(model={"init_std": 0.1, **VOCABULARIES[vocabulary]}), TOKENIZER.vocab_size)
+    text = torch.from_numpy(make_document(0, 8 * SEG_LEN + 1).tokens.astype(np.int64))
+    tokens, targets, full = text[:-1].view(8, SEG_LEN), text[1:].view(8, SEG_LEN), torch.full((8,), SEG_LEN)
+    state = model.init_state(torch.arange(8), "cpu", torch.float32)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(40):
+        optimizer.zero_grad()
+        model(tokens, targets, full, state=state).nll.mean().backward()
+        optimizer.step()
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def split_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Nine documents; in those of odd number only some tokens are scored, in one of them none."""
+    folder = tmp_path_factory.mktemp("masked")
+    save_tokenizer(TOKENIZER, folder)
+    documents = [make_document(number, length) for number, length in enumerate(LENGTHS)]
+    masked = [
+        replace(document, mask=np.arange(len(document.tokens)) % number == 2) if number % 2 else document
+        for number, document in enumerate(documents)
+    ]
+    write_split(masked, folder / "test", name="tiny", split="test", tokenizer_fingerprint=TOKENIZER.fingerprint)
+    return folder / "test"
+
+
+@torch.no_grad()
+def hits_alone(model: MemoryLM, tokens: np.ndarray, mask: np.ndarray | None) -> int:
+    """One document, one lane, segment after segment: scored tokens that are the argmax of all log-probabilities."""
+    state = model.init_state(torch.zeros(1, dtype=torch.int64), "cpu", torch.float32)
+    inputs = np.concatenate(([TOKENIZER.bos_id], tokens[:-1])).astype(np.int64)
+    best: list[int] = []
+    for begin in range(0, len(tokens), SEG_LEN):
+        length = len(tokens[begin : begin + SEG_LEN])
+        segment = torch.zeros(1, SEG_LEN, dtype=torch.int64)
+        segment[0, :length] = torch.from_numpy(inputs[begin : begin + length])
+        log_probs, state = model.log_probs(segment, torch.tensor([length]), state=state)
+        best += log_probs[0, :length].argmax(-1).tolist()
+    is_hit = np.array(best, dtype=np.int64) == tokens
+    return int(is_hit.sum() if mask is None else is_hit[mask].sum())
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_accuracy_is_that_of_the_most_probable_tokens(split_dir: Path, vocabulary: str) -> None:
+    model = make_model(vocabulary)
+    report = score(read_index(split_dir), model)
+    hits = []
+    for number, length in enumerate(LENGTHS):
+        mask = np.arange(length) % number == 2 if number % 2 else None
+        hits.append(hits_alone(model, make_document(number, length).tokens, mask) if length else 0)
+    assert [document.hits for document in report.documents] == hits
+    assert 0.1 < sum(hits) / report.num_scored < 0.9
+    assert report.figures()["test/accuracy"] == sum(hits) / report.num_scored
+    assert report.num_scored < sum(LENGTHS), "masked tokens do not count"
+
+
+@pytest.mark.parametrize(("num_lanes", "micro_lanes"), [(1, 1), (5, 2), (9, 3)])
+def test_lanes_do_not_change_it(split_dir: Path, num_lanes: int, micro_lanes: int) -> None:
+    model, index = make_model("adaptive"), read_index(split_dir)
+    expected = [document.hits for document in score(index, model).documents]
+    found = score(index, model, num_lanes=num_lanes, micro_lanes=micro_lanes).documents
+    assert [document.hits for document in found] == expected
+
+
+def hits_on_ranks(world: World, split_dir: Path, stage: int) -> list[int | None]:
+    config = make_config(model=VOCABULARIES["adaptive, narrow"])
+    engine = Engine(make_model("adaptive, narrow"), config, zero_block(stage), world_size=world.size, accumulation=1)
+    engine.train(False)
+    report = evaluate_documents(
+        engine,
+        engine.init_state,
+        index=read_index(split_dir),
+        tokenizer=TOKENIZER,
+        num_lanes=3,
+        micro_lanes=1,
+        seg_len=SEG_LEN,
+        mem_len=0,
+        world=world,
+    )
+    return [document.hits for document in report.documents]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_do_not_change_it(split_dir: Path, rank_pool: Callable[[int], RankPool], stage: int) -> None:
+    expected = [document.hits for document in score(read_index(split_dir), make_model("adaptive, narrow")).documents]
+    assert rank_pool(2).run(hits_on_ranks, split_dir, stage) == [expected, expected]
+
+
+def bins_of(kind: str) -> list[Bin]:
+    if kind == "plain":
+        return plain_bin(VOCAB, d_model=16, d_embed=16)
+    return adaptive_bins(VOCAB, d_model=16, d_embed=16, cutoffs=[5, 20, 21], div_val=2, tie_projections=None)
+
+
+@pytest.mark.parametrize("kind", ["plain", "adaptive"])
+@pytest.mark.parametrize("spread", [0.1, 1.0])
+def test_every_token_of_the_vocabulary_can_be_a_hit(kind: str, spread: float) -> None:
+    """Every target at every position: exactly one of them is a hit, and it is the argmax. One bin holds one token."""
+    torch.manual_seed(0)
+    head = Softmax(bins_of(kind), d_model=16).eval()
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=spread)
+    hidden = torch.randn(1, 200, 16).expand(VOCAB, -1, -1)
+    targets = torch.arange(VOCAB)[:, None].expand(-1, 200).contiguous()
+    with torch.no_grad():
+        hits = head(hidden, targets).hits
+        best = head.log_probs(hidden[0]).argmax(-1)
+    assert hits is not None
+    assert torch.equal(hits.sum(0), torch.ones(200, dtype=torch.int64))
+    assert torch.equal(hits.int().argmax(0), best)
+    if kind == "adaptive" and spread == 1.0:
+        assert {sum(int(token) >= edge for edge in (5, 20, 21)) for token in best} == {0, 1, 2, 3}
+    ignored = head(hidden, torch.full_like(targets, IGNORE)).hits
+    assert ignored is not None
+    assert not ignored.any()
+
+
+@pytest.mark.parametrize("kind", ["plain", "adaptive"])
+def test_training_does_not_ask(kind: str) -> None:
+    head = Softmax(bins_of(kind), d_model=16)
+    assert head(torch.randn(1, 3, 16), torch.zeros(1, 3, dtype=torch.int64)).hits is None
+
+
+def test_a_report_shows_it_and_one_without_hits_is_still_read(split_dir: Path, tmp_path: Path) -> None:
+    report = score(read_index(split_dir), make_model("plain"))
+    share = f"{report.accuracy:.2%}"
+    assert to_table(report).splitlines()[-len(report.documents)].endswith("%")
+    assert share in to_table(report)
+    json_path = write_report(report, tmp_path, "test", facts={})[1]
+    assert read_report(json_path) == report
+    body: dict[str, Any] = json.loads(json_path.read_text())
+    body["format_version"] = 1  # as they were before there were hits
+    for document in body["report"]["documents"]:
+        del document["hits"]
+    old_path = tmp_path / "old.json"
+    old_path.write_text(json.dumps(body))
+    old = read_report(old_path)
+    assert np.isnan(old.accuracy)
+    assert "test/accuracy" not in old.figures()
+    entries = [compare.Entry("new", report), compare.Entry("old", old)]
+    assert share in compare.to_table(entries, compare.compare(entries))
+    assert "accuracy" not in compare.to_table(entries[1:], compare.compare(entries[1:]))
+
+
+def test_a_model_that_does_not_say_has_no_accuracy(split_dir: Path) -> None:
+    model = make_model("plain")
+
+    def silent(*args: Any, **state: Any) -> Any:
+        return model(*args, **state)._replace(hits=None)
+
+    silent.init_state = model.init_state  # type: ignore[attr-defined]
+    report: Report = score(read_index(split_dir), silent)  # type: ignore[arg-type]
+    assert {document.hits for document in report.documents if document.num_scored} == {None}
+    assert np.isnan(report.accuracy)

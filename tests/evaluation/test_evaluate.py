@@ -1,0 +1,148 @@
+"""The evaluate command: which checkpoint, which settings, who is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_mem.__main__ import main
+from dist_mem.checkpoint.manifest import step_dir
+from dist_mem.config import ConfigError
+from dist_mem.data.shard import Index
+from dist_mem.errors import EXIT_DONE, UnusableError
+from dist_mem.evaluation import evaluate
+from dist_mem.evaluation.evaluate import evaluate_split, short_term_len
+from dist_mem.evaluation.report import read_report
+from dist_mem.tracking import progress
+from tests.support.scored_library import (
+    ALONE,
+    MEM_LEN,
+    TOKENIZER,
+    assert_same,
+    make_config,
+    make_model,
+    save_weights,
+    score,
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The model is so small that a second thread only waits for the first."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_mem_len_of_a_composed_memory_is_that_of_the_short_term_part() -> None:
+    assert short_term_len({"kind": "none"}) == 0
+    assert short_term_len({"kind": "infinite", "over": {"kind": "transformer_xl", "mem_len": 96}}) == 96
+
+
+@pytest.fixture
+def run_dir(library: Path, tmp_path: Path) -> Path:
+    config = make_config(data={"path": str(library)}, model={"init_std": 0.3}, tracking={"mlflow": True})
+    for step in (3, 12):
+        save_weights(tmp_path / "run", make_model(), config, step=step)
+    return tmp_path / "run"
+
+
+@pytest.mark.usefixtures("single_process")
+def test_the_command_scores_the_newest_checkpoint_and_tells_everyone(
+    run_dir: Path, index: Index, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(evaluate, "log_to_run", lambda config, **given: told.update(given))
+    assert evaluate.run(run_dir, split="test", overrides=["eval.lanes=3"]) == 0
+    report = read_report(run_dir / "evaluations" / "test-step-00000012.json")
+    assert_same(report, score(index, make_model()))
+    assert told["step"] == 12
+    assert told["metrics"] == report.figures()
+    assert "9 documents" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("single_process")
+@pytest.mark.parametrize("options", [[], ["eval.layout=stream"], ["--sweep", "mem_len=4,8"]])
+def test_progress_is_shown_and_never_in_the_table(
+    run_dir: Path, options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    assert main(["evaluate", str(run_dir), "--split", "test", "tracking.mlflow=false", *options]) == EXIT_DONE
+    output = capsys.readouterr()
+    assert "scoring test: 260 of 260 tokens  " in output.err
+    assert "scoring" not in output.out
+    assert ("row 2 of 2: run, eval.mem_len=8" in output.err) == ("--sweep" in options)
+
+
+@pytest.mark.usefixtures("single_process")
+def test_one_checkpoint_can_be_named_by_step_or_by_path(run_dir: Path) -> None:
+    quiet = ["tracking.mlflow=false", "eval.max_document_len=20"]
+    assert evaluate.run(run_dir, split="test", checkpoint=3, overrides=quiet) == 0
+    assert evaluate.run(step_dir(run_dir, 12), split="test", overrides=quiet) == 0
+    assert sorted(path.name for path in (run_dir / "evaluations").glob("*.csv")) == [
+        "test-step-00000003-first20.csv",
+        "test-step-00000012-first20.csv",
+    ]
+
+
+@pytest.mark.usefixtures("single_process")
+def test_a_quick_look_leaves_files_and_figures_of_the_whole_alone(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[dict[str, float]] = []
+    monkeypatch.setattr(evaluate, "log_to_run", lambda config, **given: told.append(given["metrics"]))
+    assert evaluate.run(run_dir, split="test") == 0
+    files = {path: path.read_bytes() for path in (run_dir / "evaluations").iterdir()}
+    assert evaluate.run(run_dir, split="test", overrides=["eval.max_document_len=20"]) == 0
+    assert evaluate.run(run_dir, split="test", overrides=["eval.precision=bf16"]) == 0
+    assert all(path.read_bytes() == content for path, content in files.items())
+    assert [set(figures) & set(told[0]) for figures in told[1:]] == [set(), set()]
+
+
+@pytest.mark.usefixtures("single_process")
+def test_the_command_names_what_is_wrong(run_dir: Path, tmp_path: Path) -> None:
+    def complaint(*args: Any, **kwargs: Any) -> str:
+        with pytest.raises(UnusableError) as caught:
+            evaluate.run(*args, **kwargs)
+        return str(caught.value)
+
+    assert "no checkpoint; give a run directory" in complaint(tmp_path / "empty", split="test")
+    assert "has no split 'validation'" in complaint(run_dir, split="validation")
+    with pytest.raises(
+        ConfigError, match=r"model\.d_model: is fixed by the checkpoint; an evaluation may set eval\.\*"
+    ):
+        evaluate.run(run_dir, split="test", overrides=["model.d_model=8"])
+
+
+@pytest.mark.usefixtures("single_process")
+def test_a_run_that_keeps_its_best_checkpoints_can_be_evaluated(library: Path, tmp_path: Path) -> None:
+    """Which of them is best asks for evaluations amid training, which an evaluation does not have."""
+    keeping = {"checkpoint": {"keep_last": 2, "keep_best": 1}, "eval": {"every": 3}}
+    save_weights(tmp_path / "run", make_model(), make_config(data={"path": str(library)}, **keeping), step=3)
+    assert evaluate.run(tmp_path / "run", split="test") == 0
+
+
+def test_a_split_is_scored_as_the_configuration_says(library: Path) -> None:
+    model = make_model()
+    config = make_config(data={"path": str(library)}, eval={"lanes": 3, "seg_len": 4, "max_document_len": 30})
+    seen: list[Sequence[int]] = []
+
+    def forward(tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(tuple(tokens.shape))
+        return model(tokens, *args, **kwargs)
+
+    report = evaluate_split(
+        forward,
+        lambda lane_ids: model.init_state(lane_ids, "cpu", torch.float32),
+        config=config,
+        split="test",
+        tokenizer=TOKENIZER,
+        world=ALONE,
+    )
+    assert set(seen) == {(2, 4), (1, 4)}  # of three lanes, two in a forward, as long as they read
+    assert (report.seg_len, report.mem_len, report.max_document_len) == (4, MEM_LEN, 30)

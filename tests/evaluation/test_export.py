@@ -1,0 +1,222 @@
+"""An export is the model of a checkpoint, whole, by itself, and nothing but data."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+
+import dist_mem
+from dist_mem.__main__ import main
+from dist_mem.checkpoint.manifest import read_manifest
+from dist_mem.errors import CheckpointError
+from dist_mem.evaluation.evaluate import evaluate_checkpoint
+from dist_mem.evaluation.report import Report
+from dist_mem.evaluation.trained_model import find_checkpoint, read_settings
+from dist_mem.memory import memory_class
+from tests.support.faults import assert_told, flip, small_disk
+from tests.support.jobs import train_here, write_config
+from tests.support.paths import EXAMPLES
+from tests.support.ranks import RankPool, free_port, launcher_environment
+from tests.support.scored_library import ALONE
+
+SEG_LEN = 16  # of the configurations of tests/support/jobs.py
+EXAMPLE = EXAMPLES / "averages.py"
+TEXT = "bako miru tensol " * 5
+
+
+def make_run(folder: Path, books: Path, pool: RankPool, *overrides: dict[str, Any], memory: Any = None) -> Path:
+    """A run of two ranks with checkpoints of steps 1 and 2."""
+    changes = {"train": {"steps": 2}, "schedule": {"kind": "constant"}, "checkpoint": {"every": 1}}
+    config = write_config(folder / "run.yaml", books, folder / "run", changes, *overrides)
+    if memory is not None:
+        written = OmegaConf.load(config)
+        written.memory = memory
+        OmegaConf.save(written, config)
+    assert pool.run(train_here, config) == [0, 0]
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory, books: Path, rank_pool: Callable[[int], RankPool]) -> Path:
+    return make_run(tmp_path_factory.mktemp("exported"), books, rank_pool(2))
+
+
+def export(run: Path, out: Path, *options: str) -> Path:
+    assert main(["export", str(run), "--out", str(out), *options]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def exported(run_dir: Path) -> Path:
+    return export(run_dir, run_dir.parent / "exported")
+
+
+def report_of(path: Path, books: Path, *overrides: str) -> Report:
+    found = find_checkpoint(path)
+    config = read_settings(found.directory, [f"data.path={books}", *overrides])
+    return evaluate_checkpoint(found, config, split="test", world=ALONE)
+
+
+WHERE_WEIGHTS_LIE = {
+    "stage 0": {"deepspeed": {"zero_optimization": {"stage": 0}}},
+    "stage 1, frozen": {
+        "deepspeed": {"zero_optimization": {"stage": 1}},
+        "optimizer": {"groups": [{"match": "embedding", "trainable": False}]},
+    },
+    "stage 2, bf16, untied": {"train": {"precision": "bf16"}, "model": {"tie_embeddings": False}},
+    "stage 3, bf16, adaptive": {
+        "deepspeed": {"zero_optimization": {"stage": 3}},
+        "train": {"precision": "bf16"},
+        "model": {"adaptive": {"cutoffs": [100, 200], "div_val": 2}},
+    },
+}
+
+
+@pytest.mark.parametrize("case", WHERE_WEIGHTS_LIE)
+def test_an_export_scores_as_its_checkpoint_does(
+    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool], case: str
+) -> None:
+    run_dir = make_run(tmp_path, books, rank_pool(2), WHERE_WEIGHTS_LIE[case])
+    out = export(run_dir, tmp_path / "exported")
+    assert report_of(out, books) == report_of(run_dir, books)
+    trained, again = dist_mem.load_model(run_dir), dist_mem.load_model(out)
+    for (name, mine), theirs in zip(trained.model.state_dict().items(), again.model.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs), name
+    stored = load_file(out / "model.safetensors")
+    assert sum(part.numel() for part in stored.values()) == sum(part.numel() for part in trained.model.parameters())
+
+
+def test_half_precision_halves_the_file_and_scores_as_the_checkpoint_in_it(
+    tmp_path: Path, run_dir: Path, exported: Path, books: Path
+) -> None:
+    half = export(run_dir, tmp_path / "half", "--precision", "bf16")
+    assert {part.dtype for part in load_file(half / "model.safetensors").values()} == {torch.bfloat16}
+    assert report_of(half, books, "eval.precision=bf16") == report_of(run_dir, books, "eval.precision=bf16")
+    assert export(half, tmp_path / "again").is_dir(), "an export can be exported"
+
+
+def test_an_export_needs_neither_run_nor_data_nor_pickle(
+    tmp_path: Path, exported: Path, monkeypatch: pytest.MonkeyPatch, single_process: None
+) -> None:
+    moved = shutil.copytree(exported, tmp_path / "elsewhere")
+    monkeypatch.chdir(tmp_path)
+    refuse_pickles(monkeypatch)
+    trained = dist_mem.load_model("elsewhere")
+    assert torch.equal(dist_mem.score(trained, TEXT).nll, dist_mem.score(dist_mem.load_model(exported), TEXT).nll)
+    with pytest.raises(CheckpointError, match="an export holds weights and no memories of lanes"):
+        dist_mem.read_lanes(trained, [0])
+    assert main(["evaluate", str(moved)]) == 2
+
+
+def refuse_pickles(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a pickle was loaded")
+
+    for module in (torch, __import__("pickle"), __import__("_pickle")):
+        for name in ("load", "loads", "Unpickler"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, refuse)
+
+
+def test_loading_a_checkpoint_reads_no_pickle(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_pickles(monkeypatch)
+    assert not dist_mem.load_model(run_dir).checkpoint.remarks
+
+
+def test_nothing_of_the_machine_gets_into_an_export(exported: Path, run_dir: Path, books: Path) -> None:
+    written = "".join(path.read_text() for path in exported.iterdir() if path.suffix != ".safetensors")
+    assert str(run_dir.parent) not in written
+    assert str(books) not in written
+
+
+def test_every_file_is_compared_with_its_sha256(tmp_path: Path, exported: Path) -> None:
+    names = {path.relative_to(exported).as_posix() for path in exported.rglob("*") if path.is_file()}
+    assert names == {*read_manifest(exported)["files"], "manifest.json"}
+    for name in names:
+        damaged = shutil.copytree(exported, tmp_path / "damaged")
+        flip(damaged / name, 40)
+        with pytest.raises(CheckpointError, match=re.escape(str(damaged / name))):
+            dist_mem.load_model(damaged)
+        shutil.rmtree(damaged)
+
+
+ALLOWED = "eval.allow_code=true"
+
+
+def test_a_memory_from_outside_goes_along_and_is_announced(
+    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
+) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(EXAMPLE.read_text())
+    memory = {"kind": f"{mine}:Averages", **memory_class(f"{mine}:Averages").small_options(SEG_LEN)}
+    out = export(make_run(tmp_path, books, rank_pool(2), memory=memory), tmp_path / "out", ALLOWED)
+    text = dist_mem.score(dist_mem.load_model(tmp_path / "run", ALLOWED), TEXT).nll
+    mine.unlink()
+    shutil.rmtree(tmp_path / "run")
+    moved = out.rename(tmp_path / "moved")
+    assert torch.equal(dist_mem.score(dist_mem.load_model(moved, ALLOWED), TEXT).nll, text)
+    assert "What lies in `memory/` is a program" in (moved / "README.md").read_text()
+    assert str(tmp_path) not in (moved / "config.yaml").read_text()
+
+
+def test_the_card_loads_the_model_it_describes(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = (exported / "README.md").read_text()
+    assert "trained with dist_mem for 2 steps" in card
+    assert "All files are data" in card
+    monkeypatch.chdir(exported.parent)
+    (snippet,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(snippet, names)
+    assert names["trained"].checkpoint.directory == Path("exported")
+
+
+@pytest.fixture
+def launched_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of a launcher for one rank."""
+    for name, value in launcher_environment(0, 1, free_port()).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("launched_alone")
+def test_another_step_can_be_exported_and_the_report_lies_in_the_export(
+    tmp_path: Path, run_dir: Path, books: Path
+) -> None:
+    early = export(run_dir, tmp_path / "early", "--checkpoint", "1")
+    assert read_manifest(early)["step"] == 1
+    assert main(["evaluate", str(early), f"data.path={books}", "eval.max_document_len=20"]) == 0
+    assert [path.name for path in (early / "evaluations").glob("*.csv")] == ["validation-step-00000001-first20.csv"]
+    assert dist_mem.load_model(early).checkpoint.manifest["step"] == 1, "and it is still whole"
+
+
+UNUSABLE = {
+    "name taken": (["--out", "taken"], " exists already; remove it, or give another name"),
+    "no checkpoint": (["--checkpoint", "7"], "step-00000007: there is no such checkpoint"),
+    "fixed key": (["model.d_model=8"], "model.d_model: is fixed by the checkpoint"),
+}
+
+
+@pytest.mark.parametrize("fault", UNUSABLE)
+def test_what_cannot_be_exported_leaves_no_trace(
+    tmp_path: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], fault: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").mkdir()
+    options, message = UNUSABLE[fault]
+    assert main(["export", str(run_dir), "--out", "new", *options]) == 2
+    assert_told(capfd.readouterr().err, message)
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_full_disk_leaves_no_trace(tmp_path: Path, run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with small_disk(tmp_path / "small", "size=24k") as small:
+        assert main(["export", str(run_dir), "--out", str(small / "new")]) == 1
+        assert_told(capfd.readouterr().err, " cannot be written: ", "No space left on device")
+        assert list(small.iterdir()) == []

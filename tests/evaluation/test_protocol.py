@@ -1,0 +1,286 @@
+"""Lengths at test time: the weights stay, the memory is built anew; where it cannot be, the message names the key."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.axes import Axes
+
+from dist_mem.__main__ import main
+from dist_mem.config import load_config
+from dist_mem.data.shard import Index
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
+from dist_mem.evaluation import evaluate, sweep
+from dist_mem.evaluation.evaluate import evaluate_checkpoint
+from dist_mem.evaluation.protocol import protocol_of, tag_of
+from dist_mem.evaluation.report import Report, read_report
+from dist_mem.evaluation.scoring import EvaluationError, evaluate_documents
+from dist_mem.evaluation.sweep import Row, parse_sweep, to_markdown
+from dist_mem.evaluation.trained_model import find_checkpoint, read_settings
+from dist_mem.memory import memory_options
+from dist_mem.model import MemoryLM
+from tests.support.scored_library import ALONE, MEM_LEN, SEG_LEN, TOKENIZER, make_config, save_weights
+
+COMPRESSIVE = {"kind": "compressive", "mem_len": MEM_LEN, "cmem_len": 4, "compression_rate": 2}
+INFINITE: dict[str, Any] = {"kind": "infinite", "num_basis": 8, "widths": [0.1], "num_samples": 16}
+MEMORIES = {
+    "transformer_xl": {"kind": "transformer_xl", "mem_len": MEM_LEN},
+    "lamemo": {"kind": "lamemo", "mem_len": MEM_LEN},
+    "compressive": COMPRESSIVE,
+    "infinite_over_transformer_xl": {**INFINITE, "over": {"kind": "transformer_xl", "mem_len": MEM_LEN}},
+    "infinite_over_lamemo": {**INFINITE, "over": {"kind": "lamemo", "mem_len": MEM_LEN}},
+    "infinite_over_compressive": {**INFINITE, "over": COMPRESSIVE},
+    "infinite": {**INFINITE, "over": {"kind": "none"}},
+    "none": {"kind": "none"},
+}
+
+
+def config_with(memory: dict[str, Any], **blocks: Any) -> Any:
+    config = make_config(**blocks)
+    config.memory = memory  # in place of the other one, not merged with it
+    return config
+
+
+def make_run(folder: Path, library: Path, memory: dict[str, Any], **options: Any) -> tuple[Path, MemoryLM]:
+    """A run with that memory, and those options of the model, saved at step 3, and its model."""
+    config = config_with(memory, data={"path": str(library)}, model={"init_std": 0.3, **options})
+    torch.manual_seed(0)
+    model = MemoryLM(config, TOKENIZER.vocab_size).eval()
+    save_weights(folder / "run", model, config, step=3)
+    return folder / "run", model
+
+
+def asked(run_dir: Path, *overrides: str) -> Report:
+    checkpoint = find_checkpoint(run_dir)
+    config = read_settings(checkpoint.directory, ["eval.lanes=3", *overrides])
+    return evaluate_checkpoint(checkpoint, config, split="test", world=ALONE)
+
+
+def score_built(index: Index, weights: MemoryLM, config: Any, *, mem_len: int, seg_len: int) -> Report:
+    """The report of a model that was built with these lengths and has the same weights."""
+    model = MemoryLM(config, TOKENIZER.vocab_size).eval()
+    model.load_state_dict(weights.state_dict())
+    return evaluate_documents(
+        model,
+        lambda lane_ids: model.init_state(lane_ids, "cpu", torch.float32),
+        index=index,
+        tokenizer=TOKENIZER,
+        num_lanes=3,
+        micro_lanes=2,
+        seg_len=seg_len,
+        mem_len=mem_len,
+        world=ALONE,
+    )
+
+
+def with_mem_len(memory: dict[str, Any], mem_len: int) -> dict[str, Any]:
+    return memory | ({"over": {**memory["over"], "mem_len": mem_len}} if "over" in memory else {"mem_len": mem_len})
+
+
+@pytest.mark.parametrize("name", [name for name in MEMORIES if name not in ("infinite", "none")])
+def test_another_memory_length_is_that_of_a_model_built_with_it(
+    library: Path, index: Index, tmp_path: Path, name: str
+) -> None:
+    run_dir, model = make_run(tmp_path, library, MEMORIES[name])
+    as_trained, longer = asked(run_dir), asked(run_dir, "eval.mem_len=40", "eval.seg_len=4")
+    config = config_with(with_mem_len(MEMORIES[name], 40), train={"seg_len": 4})
+    assert longer == score_built(index, model, config, mem_len=40, seg_len=4)
+    assert (longer.mem_len, longer.seg_len) == (40, 4)
+    assert longer.nll != as_trained.nll
+    assert asked(run_dir, f"eval.mem_len={MEM_LEN}") == as_trained
+
+
+def test_clamped_distances_and_equal_reach_are_those_of_a_model_built_with_them(
+    library: Path, index: Index, tmp_path: Path
+) -> None:
+    run_dir, weights = make_run(tmp_path, library, MEMORIES["transformer_xl"])
+    found = asked(run_dir, "eval.clamp_len=5", "eval.same_length=true")
+    config = make_config(model={"clamp_len": 5, "same_length": True})
+    assert found == score_built(index, weights, config, mem_len=MEM_LEN, seg_len=SEG_LEN)
+    assert len({found.nll, asked(run_dir).nll, asked(run_dir, "eval.clamp_len=5").nll}) == 3
+
+
+def test_clamped_distances_of_the_training_can_be_switched_off(library: Path, index: Index, tmp_path: Path) -> None:
+    run_dir, weights = make_run(tmp_path, library, MEMORIES["transformer_xl"], clamp_len=5)
+    found = asked(run_dir, "eval.clamp_len=0")
+    config = config_with(MEMORIES["transformer_xl"])
+    assert found == score_built(index, weights, config, mem_len=MEM_LEN, seg_len=SEG_LEN)
+    assert found.nll != asked(run_dir).nll == asked(run_dir, "eval.clamp_len=null").nll
+    config.model.clamp_len, config.eval.clamp_len = 5, 0
+    assert (protocol_of(config).clamp_len, tag_of(config)) == (None, "clamp0")
+    config.model.clamp_len = None
+    assert tag_of(config) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "message"),
+    [
+        ("none", "eval.mem_len=8", r"eval\.mem_len is 8, but memory\.kind none has no short-term memory"),
+        ("infinite", "eval.mem_len=8", r"eval\.mem_len is 8, but memory\.kind infinite has no short-term memory"),
+        ("none", "eval.same_length=true", r"eval\.same_length needs a memory"),
+        ("compressive", "eval.mem_len=20", r"eval\.mem_len is 20, but must be a multiple of train\.seg_len = 8"),
+        ("infinite_over_lamemo", "eval.mem_len=20", r"^eval\.mem_len is 20, .* multiple of train\.seg_len = 8"),
+        ("infinite_over_compressive", "eval.seg_len=5", r"^memory\.over\.mem_len is 16, .* of eval\.seg_len = 5"),
+    ],
+)
+def test_a_length_that_a_memory_cannot_have_is_named(
+    library: Path, tmp_path: Path, name: str, override: str, message: str
+) -> None:
+    run_dir, _ = make_run(tmp_path, library, MEMORIES[name])
+    with pytest.raises(ValueError, match=message):
+        asked(run_dir, override)
+
+
+def test_the_protocol_and_its_name_say_what_differs_from_the_training() -> None:
+    config = config_with(MEMORIES["infinite_over_lamemo"])
+    assert tag_of(config) == ""
+    assert str(protocol_of(config)) == "T 8, M 16, documents"
+    config.eval.mem_len, config.eval.clamp_len, config.eval.same_length = 640, 400, True
+    config.eval.layout, config.eval.lanes, config.eval.seg_len = "stream", 10, 64
+    assert tag_of(config) == "T64-M640-clamp400-same_length_true-stream10"
+    assert str(protocol_of(config)) == "T 64, M 640, clamp_len 400, same_length, stream in 10 lanes"
+    config.eval.max_document_len, config.eval.precision = 2000, "bf16"
+    assert tag_of(config) == "T64-M640-clamp400-same_length_true-stream10-first2000-bf16"
+    assert str(protocol_of(config)).endswith("stream in 10 lanes, first 2,000 tokens of each document, bf16")
+    assert tag_of(make_config(eval={"mem_len": MEM_LEN, "seg_len": SEG_LEN, "same_length": False})) == ""
+
+
+def test_training_takes_the_lengths_of_the_evaluate_command_and_leaves_them_alone(tmp_path: Path) -> None:
+    overrides = ["train.steps=1", "eval.every=1", "eval.mem_len=640", "eval.same_length=true", "eval.layout=stream"]
+    config = load_config(overrides, memory_options=memory_options)
+    assert config.memory["mem_len"] == 128
+    assert not config.model.same_length
+
+
+@pytest.mark.usefixtures("single_process")
+def test_the_report_says_how_it_was_asked_and_leaves_the_run_s_own_alone(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[dict[str, float]] = []
+    monkeypatch.setattr(evaluate, "log_to_run", lambda config, **given: told.append(given["metrics"]))
+    run_dir, _ = make_run(tmp_path, library, MEMORIES["transformer_xl"])
+    command = ["evaluate", str(run_dir), "--split", "test", "tracking.mlflow=true"]
+    assert main(command) == EXIT_DONE
+    assert main([*command, "eval.mem_len=24", "eval.layout=stream", "eval.lanes=3"]) == EXIT_DONE
+    own, other = (run_dir / "evaluations" / f"test-step-00000003{ending}.json" for ending in ("", "-M24-stream3"))
+    lengths = {"seg_len": SEG_LEN, "clamp_len": None, "same_length": False, "blocks": False}
+    lengths |= {"max_document_len": None, "precision": "fp32", "without_memory": False}
+    assert json.loads(own.read_text())["protocol"] == {**lengths, "mem_len": 16, "layout": "documents", "lanes": None}
+    assert json.loads(other.read_text())["protocol"] == {**lengths, "mem_len": 24, "layout": "stream", "lanes": 3}
+    assert told[0]["test/word_perplexity"] == read_report(own).word_perplexity
+    assert told[1]["test-M24-stream3/word_perplexity"] == read_report(other).word_perplexity
+    assert not set(told[0]) & set(told[1])
+
+
+@pytest.mark.usefixtures("single_process")
+def test_a_sweep_has_a_row_for_each_run_and_length_with_the_figures_of_single_evaluations(
+    library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, _ = make_run(tmp_path / "one", library, MEMORIES["transformer_xl"])
+    two, _ = make_run(tmp_path / "two", library, MEMORIES["lamemo"])
+    command = [
+        "evaluate",
+        str(one),
+        "eval.seg_len=4",
+        "eval.lanes=3",
+        "--split",
+        "test",
+        "--sweep",
+        "mem_len=4,12",
+        "--also",
+        str(two),
+    ]
+    assert main(command) == EXIT_DONE
+    table = one / "evaluations" / "sweep-test-mem_len.csv"
+    rows = list(csv.DictReader(table.read_text().splitlines()))
+    assert [(row["run"], row["mem_len"]) for row in rows] == [
+        (str(run_dir), length) for run_dir in (one, two) for length in ("4", "12")
+    ]
+    for row in rows:
+        single = asked(Path(row["run"]), "eval.seg_len=4", f"eval.mem_len={row['mem_len']}")
+        assert float(row["word_perplexity"]) == pytest.approx(single.word_perplexity, rel=1e-9)
+        assert int(row["num_scored"]) == single.num_scored
+    assert len({row["word_perplexity"] for row in rows}) == 4
+    assert table.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert f"| {two} | 3 | 4 | 12 | 260 | " in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("single_process")
+def test_a_sweep_in_blocks_goes_by_tokens(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Words are not known there, and a picture of them would be empty."""
+    drawn: list[tuple[list[int], list[float]]] = []
+    plot = Axes.plot
+
+    def noted(self: Axes, xs: list[int], ys: list[float], **options: Any) -> Any:
+        drawn.append((xs, ys))
+        return plot(self, xs, ys, **options)
+
+    monkeypatch.setattr(Axes, "plot", noted)
+    run_dir, _ = make_run(tmp_path, library, MEMORIES["transformer_xl"])
+    assert (
+        main(["evaluate", str(run_dir), "--split", "test", "--sweep", "mem_len=4,12", "eval.blocks=true"]) == EXIT_DONE
+    )
+    table = run_dir / "evaluations" / "sweep-test-mem_len.csv"
+    rows = list(csv.DictReader(table.read_text().splitlines()))
+    assert drawn[-1] == ([4, 12], [float(row["token_perplexity"]) for row in rows])
+    output = capsys.readouterr().out
+    assert "token perplexity" in output and "| n/a |" in output and "nan" not in output
+
+
+@pytest.mark.usefixtures("single_process")
+def test_a_sweep_that_fails_midway_keeps_the_rows_before(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, _ = make_run(tmp_path, library, MEMORIES["transformer_xl"])
+    table = run_dir / "evaluations" / "sweep-test-mem_len.csv"
+    kept: list[str] = []
+
+    def failing(*given: Any, **options: Any) -> Report:
+        if table.exists():
+            kept.append(table.read_text())
+        if len(kept) == 2:
+            raise EvaluationError("a loss is not finite")
+        return evaluate_checkpoint(*given, **options)
+
+    monkeypatch.setattr(sweep, "evaluate_checkpoint", failing)
+    assert main(["evaluate", str(run_dir), "--split", "test", "--sweep", "mem_len=4,12,20"]) == EXIT_FAILED
+    assert [len(text.splitlines()) for text in kept] == [2, 3]
+    assert [row["mem_len"] for row in csv.DictReader(table.read_text().splitlines())] == ["4", "12"]
+    assert table.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in table.parent.iterdir()} == {table.name, table.with_suffix(".png").name}
+
+
+@pytest.mark.usefixtures("single_process")
+def test_a_sweep_that_cannot_be_ends_before_the_first_evaluation(
+    library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, _ = make_run(tmp_path, library, MEMORIES["compressive"])
+    assert main(["evaluate", str(run_dir), "--split", "test", "--sweep", "mem_len=16,20"]) == EXIT_USAGE
+    output = capsys.readouterr()
+    assert "eval.mem_len is 20, but must be a multiple of train.seg_len = 8" in output.err
+    assert "perplexity" not in output.out
+    assert main(["evaluate", str(run_dir), "--also", str(run_dir)]) == EXIT_USAGE
+    assert "one run at a time, but with --sweep" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["lanes=1,2", "memory_len=64", "mem_len", "mem_len=", "mem_len=64,x", "mem_len=0"])
+def test_a_sweep_of_something_else_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="--sweep"):
+        parse_sweep(text)
+
+
+def test_a_table_over_clamp_len_says_which_row_is_which() -> None:
+    figures = {"word_perplexity": 9.0, "token_perplexity": 3.0, "bits_per_byte": 1.0}
+    protocols = [protocol_of(make_config(eval={"clamp_len": clamp_len})) for clamp_len in (20, 4)]
+    rows = [Row("run", 3, "test", protocol, 260, figures) for protocol in protocols]
+    heading, _, *lines = to_markdown(rows).splitlines()
+    column = heading.split(" | ").index("clamp")
+    assert [line.split(" | ")[column] for line in lines[:2]] == ["20", "4"]
+    assert "clamp" not in to_markdown(rows[:1]).splitlines()[0]

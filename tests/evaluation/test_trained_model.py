@@ -1,0 +1,172 @@
+"""The Python API: a model out of a run, a text scored with memory, the memories of lanes."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+
+import dist_mem
+from dist_mem.checkpoint.manifest import describe_file, files_in, read_manifest, step_dir, write_manifest
+from dist_mem.data.shard import read_index
+from dist_mem.errors import CheckpointError
+from dist_mem.evaluation.trained_model import TrainedModel
+from tests.support.jobs import build_books, train_here, write_config
+from tests.support.paths import ROOT
+from tests.support.ranks import RankPool
+
+LANES = 8  # of the training, see jobs.write_config
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory, rank_pool: Callable[[int], RankPool]) -> Path:
+    """A run of two ranks in bf16, saved at steps 5 and 8."""
+    folder = tmp_path_factory.mktemp("trained")
+    config = write_config(folder / "run.yaml", build_books(folder), folder / "run", {"train": {"steps": 8}})
+    rank_pool(2).run(train_here, config, ["train.precision=bf16"])
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def trained(run_dir: Path) -> TrainedModel:
+    return dist_mem.load_model(run_dir)
+
+
+@pytest.fixture
+def text(run_dir: Path) -> str:
+    return (run_dir.parent / "texts" / "test" / "0.txt").read_text(encoding="utf-8")
+
+
+def test_importing_the_package_loads_nothing() -> None:
+    code = "import sys, dist_mem; print([name for name in ('torch', 'deepspeed', 'numpy') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+    assert not hasattr(dist_mem, "load_modle")
+
+
+def test_a_text_scores_as_its_document_does_in_an_evaluation(trained: TrainedModel, text: str) -> None:
+    from dist_mem.evaluation.evaluate import evaluate_checkpoint
+    from tests.support.scored_library import ALONE
+
+    scores = dist_mem.score(trained, text)
+    report = evaluate_checkpoint(trained.checkpoint, trained.config, split="test", world=ALONE)
+    index = read_index(Path(trained.config.data.path) / "test")
+    number = [entry.id for entry in index.documents].index("0")
+    assert trained.tokenizer.decode(scores.tokens) == text
+    assert len(scores.nll) == len(scores.tokens) == report.documents[number].num_scored
+    assert float(scores.nll.double().sum()) == pytest.approx(report.documents[number].nll, rel=1e-6)
+    assert dist_mem.score(trained, "").nll.shape == (0,)
+
+
+def test_memory_is_carried_from_segment_to_segment(trained: TrainedModel, text: str) -> None:
+    seg_len = trained.config.train.seg_len
+    whole = dist_mem.score(trained, text)
+    begin = dist_mem.score(trained, text[:seg_len])  # a byte is a token here
+    assert torch.equal(begin.nll, whole.nll[:seg_len])
+    assert begin.reading.state.blocks[0].length.tolist() == [seg_len]
+    rest = dist_mem.score(trained, text[seg_len:], after=begin.reading)
+    assert torch.equal(rest.nll, whole.nll[seg_len:])
+    another = dist_mem.start_from(trained, begin.reading.state, [trained.tokenizer.bos_id])
+    assert not torch.allclose(dist_mem.score(trained, text, after=another).nll, whole.nll)
+
+
+def test_lanes_are_those_of_the_checkpoint(trained: TrainedModel, run_dir: Path, text: str) -> None:
+    saved = [load_file(step_dir(run_dir, 8) / "lanes" / f"rank-{rank:05d}.safetensors") for rank in range(2)]
+    hidden = {
+        int(lane): part["blocks.1.hidden"][row] for part in saved for row, lane in enumerate(part["lane_ids"].tolist())
+    }
+    lanes = dist_mem.read_lanes(trained, [5, 2])
+    assert torch.equal(lanes.blocks[1].hidden, torch.stack([hidden[5], hidden[2]]).float())
+    one = dist_mem.start_from(trained, dist_mem.read_lanes(trained, [5]), [trained.tokenizer.bos_id])
+    assert len(dist_mem.score(trained, text, after=one).nll) == len(text)
+    assert dist_mem.init_state(trained, [5, 2]).blocks[1].hidden.shape == lanes.blocks[1].hidden.shape
+    with pytest.raises(CheckpointError, match=r"lanes \[8\] are not in this checkpoint"):
+        dist_mem.read_lanes(trained, [LANES])
+
+
+def test_step_precision_and_settings_can_be_chosen(run_dir: Path, text: str) -> None:
+    early = dist_mem.load_model(run_dir, "eval.precision=bf16", "eval.seg_len=8", step=5)
+    assert early.checkpoint.manifest["step"] == 5
+    assert next(early.model.parameters()).dtype == early.dtype == torch.bfloat16
+    assert dist_mem.score(early, text[:8]).reading.state.blocks[0].length.tolist() == [8]
+    with pytest.raises(ValueError, match=r"model\.d_model: is fixed by the checkpoint"):
+        dist_mem.load_model(run_dir, "model.d_model=8")
+    with pytest.raises(CheckpointError, match=r"there is no such checkpoint; .* has steps 5, 8"):
+        dist_mem.load_model(run_dir, step=6)
+
+
+def test_a_wrong_path_or_override_is_refused_by_name(run_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nope does not exist: no checkpoint; give a run directory"):
+        dist_mem.load_model(tmp_path / "nope")
+    with pytest.raises(CheckpointError, match=r"checkpoints: no checkpoint; .* an export \(a folder with a manifest"):
+        dist_mem.load_model(tmp_path)
+    with pytest.raises(TypeError, match="path is 3, but must be that of a run"):
+        dist_mem.load_model(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"an override is 400, but .* step=400"):
+        dist_mem.load_model(run_dir, 400)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def elsewhere(run_dir: Path, tmp_path: Path) -> Path:
+    """The newest checkpoint alone, copied to where its data is not: `data.path` names nothing."""
+    copied = Path(shutil.copytree(step_dir(run_dir, 8), tmp_path / "taken"))
+    settings = OmegaConf.load(copied / "config.yaml")
+    settings.data.path = str(tmp_path / "nothing")
+    OmegaConf.save(settings, copied / "config.yaml")
+    return copied
+
+
+def list_files_anew(directory: Path, *, without: str | None = None) -> None:
+    """The manifest of what is there now; of a checkpoint without a folder, as an older version wrote it."""
+    if without is not None:
+        shutil.rmtree(directory / without)
+    manifest = {key: value for key, value in read_manifest(directory).items() if key != "sha256"}
+    files = {path.relative_to(directory).as_posix(): describe_file(path) for path in files_in(directory)}
+    write_manifest(directory, {**manifest, "files": files})
+
+
+def test_a_checkpoint_is_loaded_where_its_data_is_not(trained: TrainedModel, elsewhere: Path, text: str) -> None:
+    """Issue 15: the tokenizer was asked of the data directory, which had to be built first."""
+    list_files_anew(elsewhere)
+    again = dist_mem.load_model(elsewhere)
+    assert again.tokenizer.fingerprint == trained.tokenizer.fingerprint
+    assert torch.equal(dist_mem.score(again, text).nll, dist_mem.score(trained, text).nll)
+
+
+def test_an_older_checkpoint_without_a_tokenizer_names_what_to_give(elsewhere: Path, run_dir: Path) -> None:
+    list_files_anew(elsewhere, without="tokenizer")
+    with pytest.raises(ValueError, match=r"saved by an older dist_mem and holds no tokenizer.* data\.path=FOLDER"):
+        dist_mem.load_model(elsewhere)
+    data = run_dir.parent / "shards"
+    assert dist_mem.load_model(elsewhere, f"data.path={data}").tokenizer.kind == "bytes"
+
+
+def test_a_damaged_tokenizer_is_refused(elsewhere: Path) -> None:
+    list_files_anew(elsewhere)
+    (elsewhere / "tokenizer" / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer/tokenizer\.json: 2 bytes, \d+ expected"):
+        dist_mem.load_model(elsewhere)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
+def test_python_of_the_pages_runs(
+    run_dir: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str
+) -> None:
+    (tmp_path / "runs").mkdir()
+    for name in ("demo", "mine"):
+        (tmp_path / "runs" / name).symlink_to(run_dir)
+    (tmp_path / "book.txt").write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    snippets = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    for snippet in snippets:
+        exec(snippet, names)
+    assert len(names["nll"].shape) <= 1 and torch.isfinite(names["nll"]).all()

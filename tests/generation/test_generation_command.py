@@ -1,0 +1,189 @@
+"""`dist-mem generate`: real runs, real processes, real files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import dist_mem
+from dist_mem.__main__ import main
+from dist_mem.data.build.builder import build_dataset
+from dist_mem.data.build.source import SourceDocument
+from dist_mem.data.tokenizers.words import WordTokenizer
+from dist_mem.generation.command import read_prompt
+from dist_mem.generation.text import printable
+from tests.support.jobs import build_books, train_here, write_config
+from tests.support.ranks import RankPool
+
+SEG_LEN = 16  # of jobs.write_config
+PROMPT = "mirukoten solqua verba \u20ac"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, rank_pool: Callable[[int], RankPool]) -> Path:
+    """Two runs on bytes, with memory and without, and one on words."""
+    folder = tmp_path_factory.mktemp("generation")
+    data = build_books(folder)
+    words = ["alpha", "beta", "gamma", "<eos>"]
+    (folder / "words.txt").write_text("alpha beta gamma beta alpha\n" * 40, encoding="utf-8")
+    sources = [SourceDocument(id=str(n), title="words", source=folder / "words.txt", year=1900) for n in range(2)]
+    build_dataset({"train": sources}, folder / "word_shards", name="words", tokenizer=WordTokenizer(words))
+    memories = {"txl": (data, {}), "none": (data, {"memory": {"kind": "none"}}), "words": (folder / "word_shards", {})}
+    for name, (path, change) in memories.items():
+        steps = {"train": {"steps": 2, "lanes": 2, "micro_lanes": 2}, "model": {"dropout": 0.0}}
+        config = write_config(folder / f"{name}.yaml", path, folder / name, steps, change)
+        if change:
+            config.write_text(config.read_text().replace("  mem_len: 24\n", ""), encoding="utf-8")
+        rank_pool(1).run(train_here, config)
+    return folder
+
+
+def ask(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
+    code = main(["generate", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_text_is_that_of_the_python_api(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompt_file = folder / "prompt.txt"
+    prompt_file.write_text(PROMPT * 9, encoding="utf-8")
+    code, out, err = ask(capsys, folder / "txl", "--prompt-file", prompt_file, "--tokens", "40", "--seed", "3")
+    trained = dist_mem.load_model(folder / "txl")
+    tokens = trained.tokenizer.encode(PROMPT * 9)
+    sampling = dist_mem.Sampling(top_p=0.95, seed=3)
+    reading = dist_mem.read(trained, dist_mem.start(trained), [tokens])
+    written = dist_mem.generate(trained, reading, num_tokens=40, sampling=sampling).tokens[0]
+    assert code == 0 and out == printable(trained.tokenizer.decode(written)) + "\n"
+    assert f"prompt of {len(tokens)} tokens" in err and "40 tokens, " in err
+    assert ask(capsys, folder / "txl", "--prompt", PROMPT * 9, "--tokens", "40", "--seed", "3")[1] == out
+    assert ask(capsys, folder / "txl", "--prompt", PROMPT * 9, "--tokens", "40", "--seed", "4")[1] != out
+
+
+def test_samples_are_apart_and_the_first_is_that_of_one_alone(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [folder / "txl", "eval.seg_len=8", "--prompt", PROMPT, "--tokens", "20", "--out"]
+    assert ask(capsys, *arguments, tmp_path / "one.txt")[0] == 0
+    code, out, _ = ask(capsys, *arguments, tmp_path / "three.json", "--samples", "3")
+    written = json.loads((tmp_path / "three.json").read_text(encoding="utf-8"))["continuations"][0]
+    assert code == 0 and len(set(written["texts"])) == 3 and written["num_tokens"] == [20] * 3
+    assert written["texts"][0] == (tmp_path / "one.txt").read_text(encoding="utf-8")
+    assert written["seg_len"] == 8 and "text 3 of 3" in out
+
+
+def test_runs_are_compared_on_the_same_prompt(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [folder / "none", folder / "txl"]
+    for name in ("study.json", "study.md"):
+        code, out, err = ask(
+            capsys, "--compare", *runs, "--prompt", PROMPT, "--tokens", "30", "--top-k", "20", "--out", tmp_path / name
+        )
+        assert code == 0
+    study = json.loads((tmp_path / "study.json").read_text(encoding="utf-8"))
+    assert [entry["run"] for entry in study["continuations"]] == list(map(str, runs))
+    assert [entry["memory"] for entry in study["continuations"]] == ["none", "transformer_xl"]
+    assert [entry["mem_len"] for entry in study["continuations"]] == [0, 24]
+    assert study["sampling"] == {"temperature": 1.0, "top_k": 20, "top_p": 0.95, "seed": 0}
+    assert study["prompt"] == {"characters": len(PROMPT), "end": PROMPT}
+    page = (tmp_path / "study.md").read_text(encoding="utf-8")
+    for entry in study["continuations"]:
+        alone = ask(capsys, entry["run"], "--prompt", PROMPT, "--tokens", "30", "--top-k", "20")[1]
+        assert alone == printable(entry["texts"][0]) + "\n"
+        assert entry["texts"][0] in page and f"| {entry['run']} |" in page and entry["run"] in out
+        assert {"rep-1", "rep-4", "distinct-1", "distinct-4"} < entry.keys()
+    assert re.search(r"^run +rep-1 +rep-2 .* distinct-4$", err, re.MULTILINE)
+
+
+def test_what_cannot_be_done_is_said_in_one_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "latin1.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    run = folder / "txl"
+    cases: list[tuple[list[str | Path], str]] = [
+        ([run, "--prompt-file", tmp_path / "absent.txt"], "absent.txt: No such file"),
+        ([run, "--prompt-file", tmp_path / "latin1.txt"], "latin1.txt: byte 3 is not UTF-8"),
+        ([folder / "words", "--prompt", "alpha delta"], "the word 'delta' is not in the vocabulary"),
+        ([run, "--prompt", "a", "--temperature", "-1"], "--temperature is -1.0, but must be 0"),
+        ([run, "--prompt", "a", "--top-p", "0"], "--top-p is 0.0, but must be greater than 0"),
+        ([run, "--prompt", "a", "--top-p", "1.5"], "--top-p is 1.5"),
+        ([run, "model.d_model=8", "--prompt", "a"], "model.d_model: is fixed by the checkpoint"),
+        ([tmp_path / "no_run", "--prompt", "a"], "no checkpoint"),
+        (["--prompt", "a"], "0 runs are given"),
+        ([run, "--prompt", "a", "--out", tmp_path / "latin1.txt" / "a.json"], "latin1.txt"),
+        ([run, "--prompt", "a", "--out", tmp_path], f"--out {tmp_path} is a directory"),
+        (["--compare", run, "--prompt", "a"], "--compare takes two runs or more"),
+    ]
+    for arguments, message in cases:
+        code, out, err = ask(capsys, *arguments)
+        assert (code, out) == (2, "") and message in err, (arguments, err)
+    for wrong in (
+        [str(run)],
+        [str(run), "--prompt", "a", "--prompt-file", "b"],
+        [str(run), "--prompt", "a", "--tokens", "0"],
+        [str(run), "--prompt", "a", "--top-k", "0"],
+    ):
+        with pytest.raises(SystemExit):
+            main(["generate", *wrong])
+
+
+@pytest.mark.parametrize("options", [["--tokens", "1000000"], ["--tokens", "40", "--samples", "2"]])
+def test_a_reader_that_has_enough_ends_it_quietly(folder: Path, tmp_path: Path, options: list[str]) -> None:
+    out = tmp_path / "so_far.json"
+    arguments = ["generate", folder / "txl", "--prompt", PROMPT, "--temperature", "2", "--out", out, *options]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "dist_mem", *map(str, arguments)],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    os.close(writer)
+    assert done.returncode == 0, done.stderr
+    assert b"error" not in done.stderr and b"Traceback" not in done.stderr
+    assert json.loads(out.read_text(encoding="utf-8"))["continuations"][0]["texts"][0]
+
+
+def test_a_long_print_for_a_reader_that_has_enough_ends_quietly() -> None:
+    command = f"{sys.executable} -m dist_mem config | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("141\n", "")
+
+
+def test_a_prompt_is_read_as_the_texts_of_training_are(tmp_path: Path) -> None:
+    path = tmp_path / "windows.txt"
+    path.write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree\n")
+    assert read_prompt(None, path) == read_prompt("one\r\ntwo\rthree\n", None) == "one\ntwo\nthree\n"
+
+
+def test_words_are_written_as_words(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = ask(capsys, folder / "words", "--prompt", "alpha beta\n", "--tokens", "30", "--temperature", "2")
+    assert code == 0 and set(out.split()) <= {"alpha", "beta", "gamma"} and len(out.split()) > 5
+
+
+def test_ctrl_c_ends_with_the_text_so_far(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "so_far.json"
+    arguments = ["generate", folder / "txl", "--prompt", PROMPT, "--tokens", "1000000", "--temperature", "0"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dist_mem", *map(str, [*arguments, "--out", out])],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,  # what a buffer of ours held, `communicate` would not see
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    begin = process.stdout.read(1)  # text comes while it is written: the whole would take hours
+    process.send_signal(signal.SIGINT)
+    rest, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    text = json.loads(out.read_text(encoding="utf-8"))["continuations"][0]["texts"][0]
+    assert len(begin) == 1 and b"stopped; " in err and b"Traceback" not in err
+    assert (begin + rest).decode() == printable(text) + "\n"

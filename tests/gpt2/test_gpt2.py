@@ -1,0 +1,209 @@
+"""GPT-2 with memories: where it begins, what is trained, ALiBi, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dist_mem.config import ConfigError, load_config
+from dist_mem.engine.optimizer import parameter_groups
+from dist_mem.errors import UnusableError
+from dist_mem.gpt2.folder import load_pretrained
+from dist_mem.memory import memory_options
+from dist_mem.model import MemoryLM
+from dist_mem.nn.plain_attention import alibi_bias, alibi_slopes
+from tests.support.gpt2_models import LTM, SEG_LEN, VOCAB, build, fresh, gpt2_config, save_random_gpt2
+
+COMPRESSIVE = {"kind": "compressive", "mem_len": SEG_LEN, "cmem_len": SEG_LEN, "compression_rate": 3}
+LTM_ONLY = r"\.memory\.(?!over\.)"  # docs/gpt2.md
+
+
+def log_probs_of_segments(model: MemoryLM, num_segments: int = 4) -> list[Tensor]:
+    tokens = torch.randint(0, VOCAB, (num_segments, 2, SEG_LEN), generator=torch.Generator().manual_seed(2))
+    state, found = fresh(model, 2), []
+    with torch.no_grad():
+        for segment in tokens:
+            log_probs, state = model.log_probs(segment, torch.full((2,), SEG_LEN), state=state)
+            found.append(log_probs)
+    return found
+
+
+@pytest.mark.parametrize("sampling", ["linear", "sticky"])
+def test_output_init_0_begins_as_plain_gpt2(sampling: str) -> None:
+    """Bit for bit, with a memory that is full."""
+    plain = log_probs_of_segments(build(gpt2_config()))
+    for scale, same in ((0.0, True), (1.0, False)):
+        config = gpt2_config({**LTM, "sampling": sampling, "output_init": scale})
+        model = build(config)
+        model.load_state_dict(
+            {
+                name.replace("memory.", "memory.over."): tensor
+                for name, tensor in build(gpt2_config()).state_dict().items()
+            },
+            strict=False,
+        )
+        pairs = zip(plain, log_probs_of_segments(model), strict=True)
+        assert [torch.equal(one, other) for one, other in pairs] == [True, same, same, same]
+
+
+def test_a_scaled_output_draws_all_other_weights_alike() -> None:
+    one, other = (dict(build(gpt2_config({**LTM, "output_init": scale})).named_parameters()) for scale in (1.0, 0.25))
+    scaled = {name for name in one if not torch.equal(one[name], other[name])}
+    assert scaled == {f"blocks.{index}.memory.output.weight" for index in range(3)}
+    assert all(torch.equal(0.25 * one[name], other[name]) for name in scaled)
+
+
+def test_residual_weights_begin_smaller_by_the_root_of_twice_the_layers() -> None:
+    model = build(gpt2_config(model={"d_model": 96, "num_heads": 4, "d_inner": 384}))
+    block = model.blocks[0]
+    small = (block.memory.attention.output.weight, block.feed_forward.contract.weight)
+    assert [round(weight.std().item() * 6**0.5, 3) for weight in small] == [0.02, 0.02]
+    assert round(block.feed_forward.expand.weight.std().item(), 3) == 0.02
+    assert not any(name.startswith("head.") and "bias" in name for name, _ in model.named_parameters())
+
+
+def test_one_dropout_mask_lies_on_attention_and_memory_together() -> None:
+    """As published; and none on the last hidden states."""
+    model = build(gpt2_config(LTM, model={"dropout": 0.5, "num_layers": 1}))
+    given: list[Tensor] = []
+    block = model.blocks[0]
+    block.memory.register_forward_hook(lambda _, __, output: given.append(output.y))
+    dropped: list[Tensor] = []
+    block.dropout.register_forward_hook(lambda _, __, output: dropped.append(output))
+    model.train()
+    tokens = torch.zeros(2, SEG_LEN, dtype=torch.int64)
+    state = fresh(model, 2)
+    for _ in range(2):
+        state = model(tokens, tokens, torch.full((2,), SEG_LEN), state=state).state
+    assert (given[1] != 0).all()
+    share = (dropped[1] == 0).float().mean()
+    assert 0.4 < share < 0.6
+    assert torch.equal(dropped[1][dropped[1] != 0], 2 * given[1][dropped[1] != 0])
+
+
+def test_two_learning_rates_split_the_model_at_the_memory() -> None:
+    """The group of docs/gpt2.md takes exactly the long-term memory's parameters."""
+    model = build(gpt2_config(LTM))
+    config = gpt2_config(LTM, optimizer={"lr": 5e-5, "groups": [{"match": LTM_ONLY, "lr": 2.5e-4}]})
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = parameter_groups(model, config.optimizer)
+    fast = {names[id(part)] for group in groups if group["lr"] == 2.5e-4 for part in group["params"]}
+    plain = {name.replace("memory.", "memory.over.") for name, _ in build(gpt2_config()).named_parameters()}
+    assert fast == set(names.values()) - plain
+    assert fast
+    assert {group["lr"] for group in groups} == {5e-5, 2.5e-4}
+
+
+def test_published_slopes() -> None:
+    """Twelve heads: eight of eight, and every second of sixteen, as in the authors' code."""
+    assert alibi_slopes(8) == [2.0**-power for power in range(1, 9)]
+    expected = [2.0**-power for power in range(1, 9)] + [2.0**-0.5, 2.0**-1.5, 2.0**-2.5, 2.0**-3.5]
+    assert alibi_slopes(12) == pytest.approx(expected)
+    assert alibi_slopes(1) == [2.0**-8]
+
+
+def test_bias_is_the_slope_times_the_distance() -> None:
+    sizes = {"num_queries": 3, "context_len": 2, "device": torch.device("cpu")}
+    everywhere = alibi_bias(4, bias="alibi", **sizes)
+    beyond = alibi_bias(4, bias="alibi_memory", **sizes)
+    for head, slope in enumerate(alibi_slopes(4)):
+        for query in range(3):
+            for key in range(2 + query + 1):
+                distance = 2 + query - key
+                assert everywhere[head, 0, query, key] == -slope * distance
+                assert beyond[head, 0, query, key] == (-slope * distance if key < 2 else 0)
+
+
+def test_alibi_beyond_the_segment_begins_as_plain_gpt2() -> None:
+    """With an empty memory; alibi everywhere does not, and with a full memory nothing does."""
+    plain = log_probs_of_segments(build(gpt2_config()))
+    for positions, first_is_close in (("alibi", False), ("alibi_memory", True), ("none", True)):
+        model = build(gpt2_config({**COMPRESSIVE, "positions": positions}))
+        model.load_state_dict(build(gpt2_config()).state_dict(), strict=False)
+        found = [
+            bool((one - other).abs().max() < 1e-6)
+            for one, other in zip(plain, log_probs_of_segments(model), strict=True)
+        ]
+        assert found == [first_is_close, False, False, False], positions
+
+
+def test_only_alibi_knows_the_order_of_memory_rows() -> None:
+    """Footnote 8: without a bias, a memory is a set to GPT-2."""
+    for positions, ordered in (("alibi", True), ("alibi_memory", True), ("none", False)):
+        model = build(gpt2_config({**COMPRESSIVE, "positions": positions}, model={"init_std": 0.3}))
+        memory = model.memories()[0]
+        state = memory.init_state(torch.arange(2), "cpu", torch.float32)
+        rows = torch.randn(2, SEG_LEN, 24, generator=torch.Generator().manual_seed(3))
+        full = state.memory._replace(hidden=rows, length=torch.full((2,), SEG_LEN))
+        turned = full._replace(hidden=rows.flip(1))
+        x = torch.randn(2, SEG_LEN, 24, generator=torch.Generator().manual_seed(4))
+        valid_len = torch.full((2,), SEG_LEN)
+        one, other = (memory(x, state._replace(memory=part), valid_len).y for part in (full, turned))
+        assert ((one - other).abs().max() > 1e-4) == ordered
+
+
+def small_folder(tmp_path: Path, **changes: Any) -> Path:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    save_random_gpt2(tmp_path, **changes)
+    return tmp_path
+
+
+def test_sizes_that_are_not_the_folders_are_told_with_the_right_ones(tmp_path: Path) -> None:
+    folder = small_folder(tmp_path)
+    config = gpt2_config(model={"pretrained": str(folder), "num_layers": 2, "d_inner": 64})
+    with pytest.raises(UnusableError, match=r"set model\.num_layers=3 model\.d_inner=96"):
+        load_pretrained(build(config), config, VOCAB)
+    config = gpt2_config(model={"pretrained": str(folder)})
+    with pytest.raises(UnusableError, match=r"tokenizer of 66 tokens.*vocab_size 67: build the data"):
+        load_pretrained(build(config, 66), config, 66)
+
+
+def test_what_is_no_gpt2_is_refused_by_file(tmp_path: Path) -> None:
+    folder = small_folder(tmp_path)
+    config = gpt2_config(model={"pretrained": str(folder)})
+    for memory in ({"kind": "none"}, {**LTM, "over": {"kind": "none"}}):
+        relative = gpt2_config(memory, model={"pretrained": str(folder)})
+        with pytest.raises(UnusableError, match=r"relative positions.*kind=causal"):
+            load_pretrained(build(relative), relative, VOCAB)
+    published = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for key, value in (("activation_function", "relu"), ("scale_attn_by_inverse_layer_idx", True)):
+        (folder / "config.json").write_text(json.dumps({**published, key: value}), encoding="utf-8")
+        with pytest.raises(UnusableError, match=f"config.json has {key}"):
+            load_pretrained(build(config), config, VOCAB)
+    (folder / "config.json").unlink()
+    with pytest.raises(UnusableError, match=r"config\.json cannot be read"):
+        load_pretrained(build(config), config, VOCAB)
+
+
+def test_a_damaged_weights_file_is_named(tmp_path: Path) -> None:
+    folder = small_folder(tmp_path)
+    config = gpt2_config(model={"pretrained": str(folder)})
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(UnusableError, match=r"model\.safetensors cannot be read"):
+        load_pretrained(build(config), config, VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.norm=post", r"model\.norm: is 'post', but in GPT-2 it is 'pre'"),
+        ("model.d_embed=8", r"model\.d_embed: is 8, but in GPT-2 it is None"),
+        ("train.seg_len=2048", r"train\.seg_len: is 2048, more than model\.num_positions = 1024"),
+        ("eval.seg_len=2048", r"eval\.seg_len: is 2048, more than model\.num_positions = 1024"),
+        ("model.kind=gpt3", r"model\.kind: is 'gpt3', but must be one of transformer, gpt2"),
+    ],
+)
+def test_configuration_errors_name_the_key(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(["model.kind=gpt2", "train.steps=1", override], memory_options=memory_options)
+
+
+def test_pretrained_weights_need_gpt2() -> None:
+    with pytest.raises(ConfigError, match=r"model\.pretrained: needs model\.kind=gpt2"):
+        load_config(["model.pretrained=gpt2", "train.steps=1"], memory_options=memory_options)

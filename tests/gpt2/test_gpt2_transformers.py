@@ -1,0 +1,139 @@
+"""A GPT-2 with memory, opened by Hugging Face's transformers: the same figures, and `generate()` carries the memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from dist_mem.data.build.builder import build_dataset
+from dist_mem.data.build.source import SourceDocument
+from dist_mem.data.tokenizers.byte_pairs import train_byte_pairs
+from dist_mem.evaluation.export import run as export
+from dist_mem.evaluation.trained_model import load_model
+from dist_mem.generation.text_scores import score
+from tests.support.gpt2_models import LTM, SIZES
+from tests.support.jobs import write_config
+
+transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
+TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 3
+SEG_LEN = 16
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """One untrained model with large weights and sticky memories, as dist_mem and as transformers export it."""
+    root = tmp_path_factory.mktemp("export")
+    (root / "book.txt").write_text(TEXT, encoding="utf-8")
+    documents = [SourceDocument(id="1", title="t", source=root / "book.txt")]
+    tokenizer = train_byte_pairs([TEXT], vocab_size=280)
+    build_dataset({"train": documents}, root / "data", name="x", tokenizer=tokenizer)
+    config = OmegaConf.load(write_config(root / "run.yaml", root / "data", root / "run"))
+    config.model = {"kind": "gpt2", **SIZES, "init_std": 0.3}
+    config.memory = {**LTM, "sampling": "sticky"}
+    OmegaConf.save(config, root / "run.yaml")
+    assert export(root / "run.yaml", out=root / "ours") == 0
+    assert export(root / "run.yaml", out=root / "theirs", layout="transformers") == 0
+    return root / "ours", root / "theirs"
+
+
+@pytest.fixture
+def opened(folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
+    return transformers.AutoModelForCausalLM.from_pretrained(folders[1], trust_remote_code=True)
+
+
+def ids_of(folder: Path, text: str) -> Tensor:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    return tokenizer(f"<|endoftext|>{text}", return_tensors="pt").input_ids
+
+
+def test_losses_are_ours(folders: tuple[Path, Path], opened: Any) -> None:
+    """Over many segments, in one call and in calls of any length."""
+    trained = load_model(folders[0])
+    expected = score(trained, TEXT).nll
+    ids = ids_of(folders[1], TEXT)
+    assert ids.shape[1] == len(expected) + 1 > 5 * SEG_LEN
+    targets = ids[:, 1:, None]
+    with torch.no_grad():
+        whole = opened(ids).logits
+        carried, parts = None, []
+        for part in ids.split([1, 30, 7, 50, ids.shape[1] - 88], dim=1):
+            output = opened(part, carried=carried)
+            carried = output.carried
+            parts.append(output.logits)
+    for logits in (whole, torch.cat(parts, dim=1)):
+        found = -logits[:, :-1].gather(2, targets)[0, :, 0]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_generate_carries_the_memory(folders: tuple[Path, Path], opened: Any) -> None:
+    """Figures of every drawn token are those of a text read anew, and depend on what is far behind; prompts go once."""
+    ids = ids_of(folders[1], TEXT)
+    forwards: list[int] = []
+    hook = opened.register_forward_pre_hook(
+        lambda _, __, given: forwards.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    torch.manual_seed(0)
+    drawn = opened.generate(
+        ids.repeat(2, 1),
+        max_new_tokens=3 * SEG_LEN,
+        do_sample=True,
+        eos_token_id=None,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    hook.remove()
+    assert forwards == [ids.shape[1]] + [1] * (3 * SEG_LEN - 1)
+    texts = drawn.sequences
+    assert not torch.equal(texts[0], texts[1])
+    with torch.no_grad():
+        again = opened(texts).logits[:, ids.shape[1] - 1 : -1]
+        near = opened(texts[:, -SEG_LEN:]).logits[:, -1]
+        far = opened(texts).logits[:, -1]
+    torch.testing.assert_close(torch.stack(drawn.logits, dim=1), again, rtol=0, atol=1e-5)
+    assert (near - far).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("num_new", [1, 2, 3 * SEG_LEN])
+def test_generate_reads_all_that_is_new_after_what_was_read_before(
+    folders: tuple[Path, Path], opened: Any, num_new: int
+) -> None:
+    ids = ids_of(folders[1], TEXT)
+    with torch.no_grad():
+        carried = opened(ids[:, :-num_new]).carried
+    forwards: list[int] = []
+    hook = opened.register_forward_pre_hook(
+        lambda _, __, given: forwards.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    options = {"max_new_tokens": SEG_LEN, "do_sample": False, "eos_token_id": None, "output_logits": True}
+    options["return_dict_in_generate"] = True
+    new = opened.generate(ids[:, -num_new:], carried=carried, **options)
+    assert forwards == [num_new] + [1] * (SEG_LEN - 1)
+    hook.remove()
+    whole = opened.generate(ids, **options)
+    assert torch.equal(new.sequences[:, num_new:], whole.sequences[:, ids.shape[1] :])
+    torch.testing.assert_close(torch.stack(new.logits), torch.stack(whole.logits), rtol=0, atol=1e-5)
+
+
+def test_beams_are_refused_for_they_would_swap_memories(folders: tuple[Path, Path], opened: Any) -> None:
+    """Else a beam would be scored with the memory of another: `generate` reorders only caches that it knows."""
+    ids = ids_of(folders[1], "It was")
+    with pytest.raises(ValueError, match="num_beams"):
+        opened.generate(ids, num_beams=3, max_new_tokens=2 * SEG_LEN)
+
+
+def test_padding_and_unknown_options_are_refused(folders: tuple[Path, Path], opened: Any) -> None:
+    ids = ids_of(folders[1], "It was")
+    mask = torch.ones_like(ids)
+    mask[:, 0] = 0
+    with pytest.raises(ValueError, match="padding for text"):
+        opened.generate(ids, attention_mask=mask, max_new_tokens=1)
+    with pytest.raises(ValueError, match="takes no device_map"):
+        type(opened).from_pretrained(folders[1], device_map="auto")

@@ -1,0 +1,152 @@
+"""Token types of GPT-2: read off the text, the same for any segments, embedded as Hugging Face's GPT-2 does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dist_mem.config import Config, ConfigError, DataConfig, ModelConfig, TokenTypeConfig, TrainConfig, load_config
+from dist_mem.contract.check_memory import RULES, Rule
+from dist_mem.contract.subject import VOCAB as SMALL_VOCAB
+from dist_mem.contract.subject import Size, Subject
+from dist_mem.data.tokenizers.words import WordTokenizer
+from dist_mem.evaluation.trained_model import TrainedModel
+from dist_mem.generation.generate import stream
+from dist_mem.generation.reading import next_log_probs, read, start
+from dist_mem.gpt2.folder import load_pretrained
+from dist_mem.memory import memory_options
+from dist_mem.model import MemoryLM
+from dist_mem.nn.token_types import TokenTypes
+from tests.generation.test_generation import NUM_TOKENS, PROMPT_LENS, SAMPLING, anew, prompts
+from tests.support.gpt2_models import LTM, SEG_LEN, VOCAB, build, gpt2_config, save_random_gpt2
+from tests.support.paths import ROOT
+
+TYPES = [{"id": 9}, {"id": 3, "after": [1]}, {"id": 4, "after": [2, 0]}, {"id": 5, "after": [0, 1, 0]}]
+
+
+def configured(types: list[dict[str, Any]] = TYPES) -> list[TokenTypeConfig]:
+    return [TokenTypeConfig(**token_type) for token_type in types]
+
+
+def looped(tokens: list[int]) -> list[int]:
+    """The type of every token of a document; of markers that end at one token the last one listed counts."""
+    found, current = [], TYPES[0]["id"]
+    for place in range(len(tokens)):
+        for token_type in TYPES[1:]:
+            marker = token_type["after"]
+            if tokens[max(0, place - len(marker) + 1) : place + 1] == marker:
+                current = token_type["id"]
+        found.append(current)
+    return found
+
+
+@pytest.mark.parametrize("sizes", [[24], [8, 8, 8], [1, 8, 8, 7], [5, 8, 8, 3], [1] * 24])
+def test_types_are_those_of_the_newest_marker_for_any_segments(sizes: list[int]) -> None:
+    tokens = torch.randint(0, 4, (50, 24), generator=torch.Generator().manual_seed(0))
+    types = TokenTypes(configured(), 12)
+    state, found, begin = types.init_state(len(tokens), "cpu"), [], 0
+    for size in sizes:
+        segment = torch.full((len(tokens), 24), 1)  # of padding nothing is remembered
+        segment[:, :size] = tokens[:, begin : begin + size]
+        ids, state = types(segment, torch.full((len(tokens),), size), state)
+        found.append(ids[:, :size])
+        begin += size
+    assert torch.cat(found, dim=1).tolist() == [looped(row) for row in tokens.tolist()]
+
+
+def test_an_idle_lane_keeps_its_type() -> None:
+    types = TokenTypes(configured(), 12)
+    state = types(torch.tensor([[0, 1, 7], [7, 2, 0]]), torch.tensor([3, 3]), types.init_state(2, "cpu")).state
+    assert state.current.tolist() == [1, 2] and state.newest.tolist() == [[0, 1, 7], [7, 2, 0]]
+    after = types(torch.tensor([[2, 0, 0], [2, 0, 0]]), torch.tensor([0, 2]), state).state
+    assert after.current.tolist() == [1, 2] and after.newest.tolist() == [[0, 1, 7], [0, 2, 0]]
+
+
+def test_they_are_embedded_as_in_hugging_faces_gpt2(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    theirs = save_random_gpt2(tmp_path)
+    config = gpt2_config(model={"token_types": TYPES, "pretrained": str(tmp_path)})
+    model = build(config)
+    load_pretrained(model, config, VOCAB)
+    tokens = torch.randint(0, 4, (3, SEG_LEN), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        state = model.init_state(torch.arange(3), "cpu", torch.float32)
+        ours, _ = model.log_probs(tokens, torch.full((3,), SEG_LEN), state=state)
+        types = torch.tensor([looped(row) for row in tokens.tolist()])
+        expected = theirs(tokens, token_type_ids=types).logits.log_softmax(-1)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=2e-5)
+
+
+@dataclass(frozen=True)
+class TypedSubject(Subject):
+    """A small GPT-2 with token types around the memory."""
+
+    def model(self, *, dropout: float = 0.0, checkpointing: bool = False) -> MemoryLM:
+        sizes = {"num_layers": self.size.layers, "d_model": 12, "num_heads": 2, "d_inner": 16, "num_positions": 16}
+        model = ModelConfig(kind="gpt2", **sizes, dropout=dropout, init_std=0.5, token_types=configured())
+        train = TrainConfig(seg_len=self.size.seg_len, activation_checkpointing=checkpointing)
+        block, data = self.block(self.size.seg_len), DataConfig(cut=self.cut)
+        torch.manual_seed(0)
+        return MemoryLM(Config(data=data, model=model, memory=block, train=train), SMALL_VOCAB)
+
+
+@pytest.mark.parametrize("cut", ["start", "end"])
+@pytest.mark.parametrize("rule", RULES, ids=[rule.statement for rule in RULES])
+def test_the_contract_holds_with_types(rule: Rule, cut: str) -> None:
+    rule.check(TypedSubject(lambda _: LTM, Size(lanes=4, seg_len=4, segments=4, layers=2), "pre", cut))
+
+
+def test_generation_equals_reading_the_document_anew() -> None:
+    subject = TypedSubject(lambda _: LTM, Size(lanes=4, seg_len=4, segments=4, layers=2))
+    tokenizer, checkpoint = WordTokenizer([f"w{number}" for number in range(SMALL_VOCAB - 1)]), None
+    config, model = Config(train=TrainConfig(seg_len=4)), subject.model().double().eval()
+    trained = TrainedModel(model, tokenizer, config, checkpoint, torch.device("cpu"), torch.float64)  # type: ignore[arg-type]
+    reading = read(trained, start(trained, len(PROMPT_LENS)), prompts())
+    log_probs, tokens = [next_log_probs(trained, reading)], []
+    for step in stream(trained, reading, num_tokens=NUM_TOKENS, sampling=SAMPLING):
+        tokens.append(step.tokens)
+        log_probs.append(next_log_probs(trained, step.reading))
+    for lane, prompt in enumerate(prompts()):
+        inputs = torch.cat([torch.tensor([tokenizer.bos_id]), prompt, torch.stack(tokens)[:, lane]])
+        reference = anew(trained, inputs, first=1 + len(prompt))
+        torch.testing.assert_close(torch.stack(log_probs)[:, lane], reference, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.kind=transformer"], "model.token_types: needs model.kind=gpt2"),
+        (["model.token_types=[{id: 3, after: [1]}]"], "model.token_types[0].after: is [1], but must be empty"),
+        (["model.token_types=[{id: 3}, {id: 4}]"], "model.token_types[1].after: is [], but must be tokens"),
+        (["model.token_types=[{id: -3}]"], "model.token_types[0].id: is -3, but must be at least 0"),
+    ],
+)
+def test_wrong_types_are_refused_by_name(overrides: list[str], message: str) -> None:
+    given = ["train.steps=1", "model.kind=gpt2", "model.token_types=[{id: 3}]", "memory.kind=causal"]
+    with pytest.raises(ConfigError) as caught:
+        load_config([*given, *overrides])
+    assert message in str(caught.value)
+
+
+def test_a_token_beyond_the_vocabulary_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"model\.token_types has token 9, but the vocabulary has only 9"):
+        TokenTypes(configured(), 9)
+
+
+def test_the_dialogue_model_of_the_released_code_loads_and_reads_speakers() -> None:
+    names = ["papers/cmu_dog.yaml", "papers/cmu_dog_infinite.yaml", "code/cmu_dog_infinite.yaml"]
+    config = load_config([str(ROOT / "configs" / name) for name in names], memory_options=memory_options)
+    assert (config.data.cut, config.memory.store, config.memory.over.kind) == ("end", "normed", "causal")
+    types = TokenTypes(config.model.token_types, 50_257)
+    letters = {
+        letter: ord(letter) - ord("!") for letter in "ABD:"
+    }  # the first ids of GPT-2's vocabulary are in this order
+    text = [50_256, letters["D"], 198, letters["A"], letters[":"], 5, letters["B"], letters[":"], 7]
+    ids: Tensor = types(torch.tensor([text]), torch.tensor([len(text)]), types.init_state(1, "cpu")).ids
+    document, first, second = (letters[letter] for letter in "DAB")
+    assert ids.tolist() == [[document] * 4 + [first] * 3 + [second] * 2]

@@ -1,0 +1,377 @@
+"""The batch script as it is rendered: golden files, sites, wrong values; and that it hands its arguments on unharmed.
+
+What it does after its ranks have ended is in test_slurm_script.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dist_mem.__main__ import main
+from dist_mem.config import known_keys, load_config
+from tests.support.paths import ROOT
+from tests.support.slurm_cluster import Cluster
+
+SITES = sorted((ROOT / "launch" / "sites").glob("*.yaml"))
+CONFIG = "configs/pg19_small.yaml"
+# The file -> what prints it.
+GOLDEN = {
+    "launch/train.sbatch": "--script train launch.nodes=2",
+    "launch/array.sbatch": "--script array",
+    **{
+        f"tests/golden/launch/{site}.sbatch": f"{CONFIG} launch/sites/{site}.yaml --nodes 4 --dry-run"
+        for site in ("apptainer", "pyxis", "chain")
+    },
+}
+# Everything a shell could take apart, glob or expand, within YAML's own quotes.
+AWKWARD = """name=O'Brien's "big" run; touch gone & $(touch gone) `touch gone` *"""
+WRONG = {
+    "launch.nodes=8-4": "launch.nodes: is '8-4', but must be a number as 4, or a range as 60-64",
+    "launch.nodes=0": "launch.nodes: is '0', but must be a number as 4",
+    "launch.time=12:00:00": "launch.time: is 43200, but must be as '12:00:00' or '2-00:00:00', in quotes",
+    "launch.time=90": "launch.time: is 90, but must be as '12:00:00'",
+    "launch.env=[TOKEN]": "launch.env[0]: is 'TOKEN', but must be of the form NAME=VALUE",
+    "launch.image=a.sif": "launch.container: is none, but launch.image is 'a.sif'; give both",
+    "launch.container=pyxis": "launch.container: is pyxis, but launch.image is None; give both",
+    "launch.directives=[a100]": "launch.directives[0]: is 'a100', but must be one option of sbatch, as --constraint",
+    'launch.directives=["-C a\\nreboot"]': "launch.directives[0]: is '-C a\\nreboot', but must be one option",
+    "launch.directives=[-C a100, -N4]": "launch.directives[1]: is '-N4', which is a key of its own: set launch.nodes",
+    "launch.directives=[--time=1:00]": "is a key of its own: set launch.time",
+    "launch.gpus_per_node=a100": "launch.gpus_per_node: is 'a100', but must be a number as 8, or a type and a number",
+    "launch.directives=[--gpus=4]": "launch.directives[0]: is '--gpus=4', which is a key of its own: set launch.gp",
+    "launch.directives=[-G 4]": "launch.directives[0]: is '-G 4', which is a key of its own: set launch.gpus_per_node",
+    "launch.signal_seconds=65536": "launch.signal_seconds: is 65536, but must be at most 65,535",
+    "launch.account=my project": "launch.account: is 'my project', but must be one word",
+    "launch.restart=requeu": "launch.restart: is 'requeu', but must be one of requeue, resubmit, chain, none; did you",
+    "launch.gpus_per_nod=8": "launch.gpus_per_nod: unknown key; did you mean launch.gpus_per_node?",
+}
+
+
+def rendered(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What `dist-mem launch` prints; it must print nothing else."""
+    assert main(["launch", *arguments]) == 0
+    captured = capsys.readouterr()
+    assert all(line.startswith("warning: with ") for line in captured.err.splitlines()), "of idle lanes, and no other"
+    return captured.out
+
+
+def sound(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    if shutil.which("shellcheck"):
+        done = subprocess.run(["shellcheck", str(script)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is all of PATH."""
+    (tmp_path / "programs").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "programs"))
+    monkeypatch.setitem(sys.modules, "dist_mem.training.loop", None)  # training would fail
+    return tmp_path / "programs"
+
+
+def program(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize("path", GOLDEN)
+def test_script_is_the_golden_one(
+    path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    golden = (ROOT / path).read_text(encoding="utf-8")
+    script = rendered(capsys, *shlex.split(GOLDEN[path]))
+    difference = "".join(difflib.unified_diff(golden.splitlines(True), script.splitlines(True), path, "as rendered"))
+    if difference:
+        pytest.fail(f"{difference}\nif this is meant: dist-mem launch {GOLDEN[path]} >{path}", pytrace=False)
+
+
+@pytest.mark.parametrize("site", SITES, ids=lambda site: site.stem)
+def test_every_site_gives_a_sound_script(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    kinds = ["train"] if site.stem == "chain" else ["train", "array"]
+    commands = [[CONFIG, str(site), "--dry-run"], *([str(site), "--script", kind] for kind in kinds)]
+    for command in commands:
+        (tmp_path / "job.sbatch").write_text(rendered(capsys, *command), encoding="utf-8")
+        sound(tmp_path / "job.sbatch")
+
+
+def test_generic_site_has_every_key_with_its_default() -> None:
+    generic = load_config(["train.steps=1", str(ROOT / "launch" / "sites" / "generic.yaml")])
+    assert generic == load_config(["train.steps=1"])
+    text = (ROOT / "launch" / "sites" / "generic.yaml").read_text(encoding="utf-8")
+    keys = [key.removeprefix("launch.") for key in known_keys() if key.startswith("launch.")]
+    assert [key for key in keys if f"\n  {key}: " not in text] == []
+
+
+def test_array_cannot_be_a_chain(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "launch.restart=chain", "--script", "array"]) == 2
+    assert (
+        "launch.restart is chain, which an array of jobs cannot be; use requeue or resubmit" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("override", WRONG)
+def test_wrong_value_is_refused_with_its_key_and_the_fix(
+    override: str, programs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", "train.steps=1", f"run_dir={tmp_path / 'run'}", override]) == 2
+    assert WRONG[override] in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_all_wrong_values_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "train.steps=1", "launch.nodes=x", "launch.env=[A]", "launch.image=b", "--dry-run"]) == 2
+    assert capsys.readouterr().err.count("launch.") == 4  # launch.image stands beside launch.container
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "num_ranks"),
+    [
+        (["--gpus-per-node", "a100:4"], "--gpus-per-node=a100:4", 4),
+        (["launch.gpus_per_node=2"], "--gpus-per-node=2", 2),
+        (["launch.directives=['--gres=gpu:a100:4']"], "--gres=gpu:a100:4", 4),
+        (["launch.directives=['--gres=gpu:3,tmp:1G']", "launch.gpus_per_node=0"], "--gres=gpu:3,tmp:1G", 3),
+        (["launch.directives=['--gres gpu']"], "--gres gpu", 1),
+        (["launch.gpus_per_node=h100:4", "launch.tasks_per_node=2"], "--gpus-per-node=h100:4", 2),
+    ],
+)
+def test_gpus_are_asked_for_once_typed_or_not(
+    given: list[str], asked: str, num_ranks: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm refuses --gpus-per-node beside --gres; some sites know only the latter."""
+    script = rendered(capsys, "train.steps=1", *given, "--dry-run")
+    directives = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+    assert [line for line in directives if line.startswith(("--gpus", "--gres"))] == [asked]
+    assert f"--ntasks-per-node={num_ranks}" in directives
+    assert "DS_ACCELERATOR" not in script
+
+
+def test_script_to_fill_in_has_a_line_for_all_that_clusters_ask_for() -> None:
+    text = (ROOT / "launch" / "train.sbatch").read_text(encoding="utf-8")
+    for option in ("partition=", "account=", "cpus-per-task=", "mem=", "exclusive"):
+        assert f"\n##SBATCH --{option}" in text
+
+
+def test_dry_run_hands_in_nothing(tmp_path: Path, programs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program(programs / "sbatch", f"#!/bin/sh\n: >{tmp_path}/handed_in\n")
+    script = rendered(capsys, "train.steps=1", f"run_dir={tmp_path / 'run'}", "--nodes", "60-64", "--dry-run")
+    assert "#SBATCH --nodes=60-64\n" in script
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["programs"]
+
+
+def test_without_sbatch_it_ends_with_2_and_trains_nothing(
+    tmp_path: Path, programs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", "train.steps=1", f"run_dir={tmp_path / 'run'}"]) == 2
+    assert "tokenizer.json is missing" in capsys.readouterr().err, "data is looked at on the login node"
+    assert main(["launch", "train.steps=1", f"run_dir={tmp_path / 'run'}", "preflight=false"]) == 2
+    captured = capsys.readouterr()
+    assert "there is no sbatch here; use a login node" in captured.err
+    assert captured.out == ""
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("where", ["launch.env=['TOKEN={}']", "launch.setup=['login {}']", "launch.partition={}"])
+@pytest.mark.parametrize("how", ["${oc.env:SECRET}", "${oc.decode:${oc.env:SECRET}}", "${tracking.uri}"])
+def test_nothing_of_the_environment_gets_into_a_script(
+    where: str, how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SECRET", "hidden")
+    arguments = ["train.steps=1", "tracking.uri=${oc.env:SECRET}", "tracking.mlflow=false"]
+    assert "hidden" not in rendered(capsys, *arguments, "--dry-run")
+    assert main(["launch", *arguments, where.format(how), "--dry-run"]) == 2
+    captured = capsys.readouterr()
+    assert "takes a variable of the environment" in captured.err
+    assert "write $NAME" in captured.err
+    assert "hidden" not in captured.out + captured.err
+
+
+@pytest.mark.parametrize("container", ["apptainer", "pyxis"])
+def test_shell_expands_names_in_a_site_and_nothing_else(
+    container: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = 'a "b" `touch gone` $(touch gone) \\ $1.sif'
+    block = {"container": container, "image": image, "mounts": ["$LOCAL/my data:/data", "/scratch"]}
+    block["env"] = ['TOKENS=$LOCAL/\\${LOCAL} "x" $(touch gone)', "NCCL_DEBUG=WARN"]
+    (tmp_path / "site.yaml").write_text(json.dumps({"launch": block}), encoding="utf-8")
+    script = rendered(capsys, "train.steps=1", str(tmp_path / "site.yaml"), "--dry-run")
+    site = script.partition("# ---- the job")[0]
+    shown = """printf '%s\\n' "$TOKENS" "$NCCL_DEBUG" "${in_image[@]}" """
+    environment = {"PATH": os.environ["PATH"], "LOCAL": "/local"}
+    done = subprocess.run(
+        ["bash", "-c", site + shown], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    tokens, debug, *in_image = done.stdout.splitlines()
+    assert tokens == '/local//local "x" $(touch gone)'
+    assert debug == "WARN"
+    here = str(tmp_path)
+    assert (
+        in_image
+        == {
+            "apptainer": [
+                *("apptainer", "exec", "--nv", "--bind", here, "--pwd", here),
+                *("--bind", "/local/my data:/data", "--bind", "/scratch", image),
+            ],
+            "pyxis": [
+                f"--container-image={image}",
+                f"--container-mounts={here}:{here},/local/my data:/data,/scratch:/scratch",
+                f"--container-workdir={here}",
+            ],
+        }[container]
+    )
+    assert not (tmp_path / "gone").exists()
+
+
+def test_refusal_of_sbatch_is_told(slurm: Cluster, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dist_mem", "launch", "train.steps=1", f"run_dir={tmp_path / 'run'}"]
+    wrong = ["preflight=false", "launch.gpus_per_node=0", "--partition", "absent"]
+    done = subprocess.run([*command, *wrong], env=slurm.environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"error: sbatch refuses {tmp_path}/run/slurm/job.sbatch" in done.stderr
+    assert "invalid partition specified: absent" in done.stderr
+    assert slurm.call("squeue", "--noheader") == ""
+
+
+# In place of dist-mem: what each process is told, a line of JSON in a file of its own.
+TOLD = f"""#!{sys.executable}
+import json, os, sys
+name = sys.argv[1] + os.environ.get("SLURM_PROCID", "") if sys.argv[1] == "train" else sys.argv[1]
+with open(os.environ["TOLD"] + "/" + name, "w") as file:
+    json.dump(sys.argv[1:], file)
+if name == "train0":
+    with open(os.environ["TOLD"] + "/environment", "w") as file:
+        json.dump(dict(os.environ), file)
+print("run")
+"""
+# In place of Apptainer, which is not at hand in tests: notes its arguments and executes what stands after the image.
+APPTAINER = """#!/bin/bash
+printf '%s\\n' "$@" >"$TOLD/apptainer-$$"
+while [ "$1" != image.sif ]; do shift; done
+shift
+exec "$@"
+"""
+
+
+@pytest.fixture
+def job(slurm: Cluster, tmp_path: Path) -> Path:
+    """A folder to hand jobs in from: stand-ins in bin/, what they are told in told/."""
+    for name in ("bin", "told"):
+        (tmp_path / name).mkdir()
+    program(tmp_path / "bin" / "dist-mem", TOLD)
+    program(tmp_path / "bin" / "apptainer", APPTAINER)
+    (tmp_path / "my config.yaml").write_text(
+        "train: {steps: 1}\npreflight: false\nlaunch: {snapshot: false, gpus_per_node: 0, tasks_per_node: 2}\n"
+    )
+    return tmp_path
+
+
+def finish(slurm: Cluster, folder: Path, *command: str) -> str:
+    """Run a command that hands in a job, see the job done; what the command says."""
+    path = f"{folder / 'bin'}{os.pathsep}{slurm.environment['PATH']}"
+    environment = {**slurm.environment, "PATH": path, "TOLD": str(folder / "told"), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    number = done.stdout.split()[-1]
+    state = slurm.wait_for_state(number, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
+    logs = "".join(log.read_text() for log in folder.glob("*.log"))
+    assert state == "COMPLETED", logs
+    return done.stderr
+
+
+def told(folder: Path) -> dict[str, list[str]]:
+    return {path.name: json.loads(path.read_text()) for path in (folder / "told").glob("[ct]*")}
+
+
+def test_arguments_reach_every_rank_as_they_were_given(slurm: Cluster, job: Path) -> None:
+    arguments = ["my config.yaml", AWKWARD, "train.epochs=null", "launch.nodes=2"]
+    said = finish(
+        slurm, job, sys.executable, "-m", "dist_mem", "launch", *arguments, "run_dir=run", "--time", "0:10:00"
+    )
+    assert "handed in: run/slurm/job.sbatch; its logs, one a node: run/slurm/" in said
+    arguments.append("run_dir=run")
+    assert told(job) == {
+        "config": ["config", "--get", "run_dir", *arguments],
+        **{f"train{rank}": ["train", *arguments] for rank in range(4)},
+    }
+    assert not (job / "gone").exists()
+
+
+def test_script_names_no_folder_for_compiled_code_that_others_could_have_made(slurm: Cluster, job: Path) -> None:
+    """Each rank looks whose it is, on its own node (test_node_caches.py); the script sees only the first one."""
+    finish(slurm, job, sys.executable, "-m", "dist_mem", "launch", "my config.yaml", "run_dir=run", "--time", "0:10:00")
+    found = json.loads((job / "told" / "environment").read_text())
+    shared = found.get("DIST_MEM_CACHES", "/tmp")
+    named = {name: path for name, path in found.items() if path.startswith(f"{shared}/dist_mem")}
+    assert named == {}
+
+
+def test_ranks_have_their_environment_where_sbatch_exports_none(slurm: Cluster, job: Path) -> None:
+    """srun takes --export=NONE for itself too, from the environment that sbatch makes: ranks would have no PATH."""
+    site = {"setup": [f"export PATH={job / 'bin'}:$PATH TOLD={job / 'told'}"], "directives": ["--export=NONE"]}
+    (job / "site.yaml").write_text(json.dumps({"launch": site}))
+    finish(slurm, job, sys.executable, "-m", "dist_mem", "launch", "my config.yaml", "site.yaml", "run_dir=run")
+    assert told(job)["train0"][:2] == ["train", "my config.yaml"]
+
+
+def test_setup_may_use_variables_that_are_not_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """conda's scripts do; the job's own lines must still not."""
+    (tmp_path / "conda.sh").write_text('[ -z "$CONDA_SHLVL" ] && export PS1="(env) $PS1" ACTIVE=yes\n')
+    site = {"setup": [f". {tmp_path}/conda.sh"]}
+    (tmp_path / "site.yaml").write_text(json.dumps({"launch": site}))
+    script = rendered(capsys, "train.steps=1", str(tmp_path / "site.yaml"), "--dry-run")
+    shown = script.partition("# ---- the job")[0] + "echo $ACTIVE; echo $absent"
+    environment = {"PATH": os.environ["PATH"]}
+    done = subprocess.run(
+        ["bash", "-c", shown], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "yes\n", done.stderr
+    assert done.returncode != 0 and "absent: unbound variable" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "threads"), [({}, "1"), ({"SLURM_CPUS_PER_TASK": "6"}, "6"), ({"OMP_NUM_THREADS": "3"}, "3")]
+)
+def test_threads_that_the_user_has_set_stay(
+    given: dict[str, str], threads: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = rendered(capsys, "train.steps=1", "--dry-run").partition("# ---- the job")[0] + "echo $OMP_NUM_THREADS"
+    environment = {"PATH": os.environ["PATH"], **given}
+    done = subprocess.run(
+        ["bash", "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == threads
+
+
+def test_line_of_an_array_reaches_every_rank_with_its_quotes(
+    slurm: Cluster, job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = rendered(capsys, "--script", "array", "launch.gpus_per_node=0", "launch.time='0:10:00'")
+    (job / "array.sbatch").write_text(script)
+    (job / "sweep.txt").write_text("'not this.yaml'\n'my config.yaml' \"name=a 'b' c\" train.seed=3 x=[1,\\ 2]\n")
+    command = ["sbatch", "--parsable", "--array=2", "array.sbatch", "sweep.txt"]
+    finish(slurm, job, *command)
+    assert told(job)["train0"] == ["train", "my config.yaml", "name=a 'b' c", "train.seed=3", "x=[1, 2]"]
+
+
+def test_every_command_of_an_apptainer_job_runs_in_the_image(slurm: Cluster, job: Path) -> None:
+    site = ["launch.container=apptainer", "launch.image=image.sif", "launch.mounts=[/my data]", "launch.nodes=2"]
+    finish(slurm, job, sys.executable, "-m", "dist_mem", "launch", "my config.yaml", "run_dir=run", *site)
+    called = [path.read_text().splitlines() for path in (job / "told").glob("apptainer-*")]
+    image = ["exec", "--bind", str(job), "--pwd", str(job), "--bind", "/my data", "image.sif", "dist-mem"]
+    assert [call[: len(image)] for call in called] == [image] * 5, "the configuration, and four ranks"
+    assert sorted(told(job)) == ["config", "train0", "train1", "train2", "train3"]

@@ -1,0 +1,315 @@
+"""Training under a real Slurm of two nodes: signals, time limit, kills and requeues; nothing is lost in any."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+
+from dist_mem.launch.script import render
+from dist_mem.runtime.environment import extension_cache
+from dist_mem.tracking.mlflow_run import connect
+from tests.launch.test_slurm_script import ENDED, launch_block
+from tests.support.jobs import logged_steps, run_ranks, wait_for, write_config
+from tests.support.paths import ROOT
+from tests.support.slurm_cluster import Cluster
+
+pytestmark = pytest.mark.timeout(1800)  # minutes on a busy machine
+BIN = Path(sys.executable).parent
+STICKY = {
+    "kind": "infinite",
+    "sampling": "sticky",
+    "num_basis": 16,
+    "num_samples": 16,
+    "over": {"kind": "transformer_xl", "mem_len": 16},
+}
+
+
+def job_config(
+    path: Path, books: Path, run: Path, *changes: dict[str, Any], memory: dict[str, Any] | None = None
+) -> Path:
+    """As `write_config`, with another memory in place of its own."""
+    write_config(path, books, run, *changes)
+    if memory is not None:
+        config = OmegaConf.load(path)
+        config.memory = memory
+        OmegaConf.save(config, path)
+    return path
+
+
+class Handed(NamedTuple):
+    """A job in the queue."""
+
+    job: str
+    run: Path
+    folder: Path  # the job's
+
+    def wait_for_step(self, slurm: Cluster, step: int) -> None:
+        """Until it has logged that step."""
+        wait_for(
+            lambda: max(logged_steps(self.run), default=0) >= step or slurm.state(self.job) in ENDED,
+            f"step {step}",
+            seconds=240,
+        )
+        assert max(logged_steps(self.run), default=0) >= step, self.log()
+
+    def log(self) -> str:
+        """What the batch script and the ranks have said."""
+        paths = [*sorted(self.folder.glob("trial-*.log")), *sorted(self.run.glob("slurm/*/*.log"))]
+        return "\n".join(f"== {path.name}\n{path.read_text()}" for path in paths)
+
+
+def hand_in(
+    slurm: Cluster, folder: Path, config: Path, *, environment: dict[str, str] | None = None, **launch: Any
+) -> Handed:
+    folder.mkdir(exist_ok=True)
+    (folder / "job.sbatch").write_text(render(launch_block(**launch), job_name="trial"))
+    job = slurm.submit(
+        f"--chdir={folder}", str(folder / "job.sbatch"), str(config), **path_of(slurm), **(environment or {})
+    )
+    return Handed(job, Path(OmegaConf.load(config).run_dir), folder)
+
+
+def path_of(slurm: Cluster) -> dict[str, str]:
+    """The environment of sbatch: this installation, and where DeepSpeed's op is compiled already."""
+    compiled = os.environ.get("TORCH_EXTENSIONS_DIR", str(extension_cache()))
+    ranks = {"RANK": "0", "WORLD_SIZE": "1"}  # of the shell that hands it in: they must not count
+    return {**ranks, "PATH": f"{BIN}{os.pathsep}{slurm.environment['PATH']}", "TORCH_EXTENSIONS_DIR": compiled}
+
+
+def pids_of_ranks(slurm: Cluster, job: str) -> dict[int, int]:
+    """Process of each rank, by Slurm's variables in its environment; other tests have jobs of that number too."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (path / "environ").read_bytes().decode(errors="replace").split("\0")
+            command = (path / "cmdline").read_bytes().split(b"\0")
+        except OSError:  # it has ended meanwhile
+            continue
+        facts = dict(line.split("=", 1) for line in environment if "=" in line)
+        is_rank = b"train" in command and command[1:2] != [b"train"] and "SLURM_STEP_ID" in facts
+        is_ours = (facts.get("SLURM_CONF"), facts.get("SLURM_JOB_ID")) == (slurm.environment["SLURM_CONF"], job)
+        if is_ours and is_rank and b"srun" not in command[0]:
+            found[int(facts["SLURM_PROCID"])] = int(path.name)
+    return found
+
+
+def assert_same_checkpoint(left: Path, right: Path) -> None:
+    names = sorted(str(path.relative_to(left)) for path in left.rglob("*.safetensors"))
+    assert names and names == sorted(str(path.relative_to(right)) for path in right.rglob("*.safetensors"))
+    for name in names:
+        ours, theirs = load_file(left / name), load_file(right / name)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours), name
+
+
+def newest(run: Path) -> Path:
+    return max(path for path in (run / "checkpoints").iterdir() if path.name.startswith("step-"))
+
+
+def one_signal(slurm: Cluster, rank: int, number: signal.Signals, handed: Handed) -> None:
+    wait_for(lambda: rank in pids_of_ranks(slurm, handed.job), "the rank's process")
+    os.kill(pids_of_ranks(slurm, handed.job)[rank], number)
+
+
+def test_signal_to_one_rank_saves_requeues_and_ends_as_if_nothing_had_been(
+    slurm: Cluster, books: Path, tmp_path: Path, sqlite_uri: str
+) -> None:
+    changes = {"train": {"steps": 100}, "checkpoint": {"every": None}}
+    tracked = {"tracking": {"mlflow": True, "uri": sqlite_uri, "system_metrics": False, "every": 10, "send": "always"}}
+    config = job_config(tmp_path / "job.yaml", books, tmp_path / "run", changes, tracked, memory=STICKY)
+    handed = hand_in(slurm, tmp_path / "slurm", config)
+    handed.wait_for_step(slurm, 10)
+    one_signal(slurm, 1, signal.SIGUSR2, handed)
+    assert slurm.wait_for_state(handed.job, *ENDED) == "COMPLETED", handed.log()
+    assert slurm.facts(handed.job)["Restarts"] == "1"
+    assert handed.log().count("requeued") == 1
+
+    straight = job_config(tmp_path / "straight.yaml", books, tmp_path / "straight", changes, memory=STICKY)
+    codes, text = run_ranks(["train", str(straight)], world_size=2, cwd=tmp_path)
+    assert codes == [0, 0], text
+    assert len(list((handed.run / "checkpoints").glob("step-*"))) == 2, "one of the stop, one of the end"
+    assert_same_checkpoint(newest(handed.run), newest(tmp_path / "straight"))
+
+    client = connect(sqlite_uri)
+    run_id = (handed.run / "mlflow_run_id").read_text().strip()
+    run = client.get_run(run_id)
+    assert run.info.status == "FINISHED"
+    assert [point.step for point in client.get_metric_history(run_id, "loss")] == list(range(10, 101, 10))
+    assert run.data.tags["SLURM_JOB_ID"] == handed.job
+    assert run.data.tags["SLURM_RESTART_COUNT"] == "1"
+
+
+@pytest.mark.parametrize("restart", ["requeue", "resubmit"])
+def test_edit_in_mid_run_does_not_enter_at_the_next_start(
+    slurm: Cluster, books: Path, tmp_path: Path, restart: str
+) -> None:
+    """Neither of the package, nor of the YAML, nor of a memory in a file of its own."""
+    shutil.copytree(ROOT / "dist_mem", tmp_path / "code" / "dist_mem", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "examples" / "averages.py", tmp_path / "mine.py")
+    changes = {"train": {"steps": 100}, "checkpoint": {"every": None}}
+    memory = {"kind": f"{tmp_path}/mine.py:Averages"}
+    config = job_config(tmp_path / "job.yaml", books, tmp_path / "run", changes, memory=memory)
+    code = {"PYTHONPATH": f"{tmp_path}/code"}
+    handed = hand_in(slurm, tmp_path / "slurm", config, environment=code, snapshot=True, restart=restart)
+    handed.wait_for_step(slurm, 10)
+    for path in (tmp_path / "code" / "dist_mem" / "__main__.py", tmp_path / "mine.py"):
+        path.write_text("raise SystemExit('an edit has entered')\n")
+    config.write_text(f"run_dir: {tmp_path}/other\ntrain: {{steps: 7}}\n")
+    one_signal(slurm, 1, signal.SIGUSR2, handed)
+    assert slurm.wait_for_state(handed.job, *ENDED) == ("COMPLETED" if restart == "requeue" else "FAILED"), handed.log()
+    slurm.wait(lambda: not slurm.call("squeue", "--noheader"), "the job after it", seconds=180)
+    assert logged_steps(handed.run) == list(range(1, 101)), handed.log()
+    assert "an edit has entered" not in handed.log()
+    assert not (tmp_path / "other").exists()
+    (copied,) = handed.run.glob("slurm/*/snapshot")
+    assert sorted(path.name for path in copied.iterdir()) == ["code", "files"]
+    if restart == "requeue":
+        assert not list(handed.folder.glob(".dist_mem-*")), "the pointer goes with the job"
+
+
+def test_array_trains_every_line_once_however_often_it_is_handed_in(
+    slurm: Cluster, books: Path, tmp_path: Path
+) -> None:
+    changes = {"train": {"steps": 20}, "launch": {"nodes": "1"}}
+    config = write_config(tmp_path / "job.yaml", books, tmp_path / "unused", changes)
+    lines = [
+        f"{config} memory.kind={kind} train.seed={seed} name={kind}-{seed} 'run_dir={tmp_path}/runs/${{name}}'"
+        for kind in ("none", "transformer_xl", "lamemo")
+        for seed in (0, 1)
+    ]
+    (tmp_path / "sweep.txt").write_text("\n".join(lines) + "\n")
+    script = tmp_path / "array.sbatch"
+    script.write_text(render(launch_block(nodes="1"), job_name="sweep", kind="array"))
+
+    def whole_array() -> None:
+        arguments = ("--array=1-6", f"--chdir={tmp_path}", str(script), "sweep.txt")
+        job = slurm.submit(*arguments, **path_of(slurm))
+        slurm.wait(
+            lambda: not slurm.call("squeue", "--noheader", f"--job={job}", check=False), "the array", seconds=240
+        )
+        states = [slurm.state(f"{job}_{task}") for task in range(1, 7)]
+        logs = "\n".join(path.read_text() for path in tmp_path.glob(f"sweep-{job}_*.log"))
+        assert states == ["COMPLETED"] * 6, logs
+
+    whole_array()
+    runs = sorted((tmp_path / "runs").iterdir())
+    assert len(runs) == 6
+    assert all(logged_steps(run) == list(range(1, 21)) for run in runs)
+    before = {path: path.stat().st_mtime_ns for run in runs for path in run.glob("checkpoints/*/manifest.json")}
+    whole_array()
+    assert before == {path: path.stat().st_mtime_ns for path in before}, "nothing was trained again"
+    said = [path.read_text() for run in runs for path in run.glob("slurm/*/*.log")]
+    assert sum("is finished: step 20 was the last one" in text for text in said) == 6
+
+
+@pytest.mark.nightly
+def test_time_limit_is_met_with_a_save_and_a_requeue(slurm: Cluster, books: Path, tmp_path: Path) -> None:
+    """The signal of --signal, from Slurm itself; the clock would come later."""
+    changes = {"train": {"steps": 4000}, "checkpoint": {"every": None}, "tracking": {"every": 100}}
+    config = job_config(tmp_path / "job.yaml", books, tmp_path / "run", changes, memory=STICKY)
+    handed = hand_in(slurm, tmp_path / "slurm", config, time="0:01:00", signal_seconds=40)
+    assert slurm.wait_for_state(handed.job, *ENDED, seconds=900) == "COMPLETED", handed.log()
+    restarts = int(slurm.facts(handed.job)["Restarts"])
+    assert restarts >= 1 and handed.log().count("requeued") == restarts
+    assert handed.log().count("by a signal (SIGUSR2") == restarts
+    straight = job_config(tmp_path / "straight.yaml", books, tmp_path / "straight", changes, memory=STICKY)
+    codes, text = run_ranks(["train", str(straight)], world_size=2, cwd=tmp_path)
+    assert codes == [0, 0], text
+    assert_same_checkpoint(newest(handed.run), newest(tmp_path / "straight"))
+
+
+class Event(NamedTuple):
+    """Something that happens to a job, and what is to come of it."""
+
+    happen: Callable[[Cluster, Handed], Any]
+    state: str
+    restarts: int
+
+
+def node_down(slurm: Cluster, handed: Handed) -> None:
+    slurm.call("scontrol", "update", "nodename=node2", "state=down", "reason=test")
+    slurm.wait(lambda: slurm.state(handed.job) != "RUNNING", "the job to be taken off the node")
+    slurm.call("scontrol", "update", "nodename=node2", "state=resume", check=False)  # or it has come back by itself
+
+
+def preemption(slurm: Cluster, handed: Handed) -> None:
+    wanted = ("--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null")
+    slurm.submit(*wanted, "--wrap=sleep 2")
+    slurm.wait(lambda: slurm.state(handed.job) != "RUNNING", "the job to give way")
+
+
+EVENTS = {
+    "preemption": Event(preemption, "COMPLETED", 1),
+    "scontrol requeue": Event(lambda slurm, handed: slurm.call("scontrol", "requeue", handed.job), "COMPLETED", 1),
+    "scancel --signal=TERM": Event(
+        lambda slurm, handed: slurm.call("scancel", "--signal=TERM", handed.job), "COMPLETED", 1
+    ),
+    "scancel": Event(lambda slurm, handed: slurm.call("scancel", handed.job), "CANCELLED", 0),
+    "kill -9 of rank 0": Event(lambda slurm, handed: one_signal(slurm, 0, signal.SIGKILL, handed), "COMPLETED", 1),
+    "kill -9 of rank 1": Event(lambda slurm, handed: one_signal(slurm, 1, signal.SIGKILL, handed), "COMPLETED", 1),
+    "node down": Event(node_down, "COMPLETED", 1),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", EVENTS)
+def test_nothing_is_lost_whatever_happens(
+    slurm: Cluster, books: Path, tmp_path: Path, sqlite_uri: str, name: str
+) -> None:
+    changes = {"train": {"steps": 600}, "checkpoint": {"every": 50}}
+    tracked = {"tracking": {"mlflow": True, "uri": sqlite_uri, "system_metrics": False, "every": 10, "send": "always"}}
+    config = job_config(tmp_path / "job.yaml", books, tmp_path / "run", changes, tracked, memory=STICKY)
+    handed = hand_in(slurm, tmp_path / "slurm", config)
+    handed.wait_for_step(slurm, 120)
+    event = EVENTS[name]
+    event.happen(slurm, handed)
+    assert slurm.wait_for_state(handed.job, *ENDED, seconds=400) == event.state, handed.log()
+    assert slurm.facts(handed.job)["Restarts"] == str(event.restarts)
+    if event.state == "CANCELLED":  # handed in again, it goes on
+        slurm.wait(lambda: "Slurm itself is ending" in handed.log(), "the script to end")
+        assert newest(handed.run).name > "step-00000119"
+        second = hand_in(slurm, tmp_path / "slurm", config)
+        assert slurm.wait_for_state(second.job, *ENDED, seconds=400) == "COMPLETED", second.log()
+    straight = job_config(tmp_path / "straight.yaml", books, tmp_path / "straight", changes, memory=STICKY)
+    codes, text = run_ranks(["train", str(straight)], world_size=2, cwd=tmp_path)
+    assert codes == [0, 0], text
+    assert_same_checkpoint(newest(handed.run), newest(tmp_path / "straight"))
+    client, run_id = connect(sqlite_uri), (handed.run / "mlflow_run_id").read_text().strip()
+    assert client.get_run(run_id).info.status == "FINISHED"
+    assert [point.step for point in client.get_metric_history(run_id, "loss")] == list(range(10, 601, 10))
+
+
+@pytest.mark.nightly
+def test_twenty_signals_to_a_random_rank_at_a_random_time(slurm: Cluster, books: Path, tmp_path: Path) -> None:
+    """All ranks save the same step (a checkpoint is one vote of all), exactly one requeue a signal, no deadlock."""
+    draw = random.Random(0)
+    changes = {"train": {"steps": 100_000}, "checkpoint": {"every": None}}
+    config = job_config(tmp_path / "job.yaml", books, tmp_path / "run", changes, memory=STICKY)
+    handed = hand_in(slurm, tmp_path / "slurm", config)
+    saved: list[int] = []
+    for trial in range(20):
+        done = max(logged_steps(handed.run), default=0)
+        handed.wait_for_step(slurm, done + draw.randint(1, 60))
+        number = draw.choice([signal.SIGUSR2, signal.SIGTERM, signal.SIGINT])
+        one_signal(slurm, draw.randrange(2), number, handed)
+        slurm.wait(lambda: len(list((handed.run / "checkpoints").glob("step-*"))) > len(saved), "the save")
+        restarted = partial(lambda count: slurm.facts(handed.job).get("Restarts") == str(count), trial + 1)
+        slurm.wait(restarted, "the requeue", seconds=120)
+        saved.append(int(newest(handed.run).name.removeprefix("step-")))
+    assert saved == sorted(set(saved)) and len(saved) == 20
+    assert handed.log().count("requeued") == 20
+    print(f"steps saved: {saved}")
+    slurm.call("scancel", handed.job)
+    slurm.wait_for_state(handed.job, *ENDED)

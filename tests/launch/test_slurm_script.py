@@ -1,0 +1,262 @@
+"""The batch script under a real Slurm: what it does after its ranks have ended, for every way in which they can.
+
+The ranks are a small shell script here in place of `dist-mem`; test_slurm_jobs.py trains.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from omegaconf import OmegaConf
+
+from dist_mem.config import load_config
+from dist_mem.launch.script import render
+from tests.support.slurm_cluster import Cluster
+
+# Its exit codes, one a start, stand in a file; a new checkpoint comes with each `+`.
+RANKS = """\
+#!/bin/bash
+if [ "$1" = config ]; then echo "$PWD/run"; exit "$(cat ../code 2>/dev/null || echo 0)"; fi
+starts=starts${PER_TASK:+-$SLURM_ARRAY_TASK_ID}
+if [ "$SLURM_PROCID" = 0 ]; then
+  master=$MASTER_ADDR:$MASTER_PORT
+  echo "$*|${SLURM_RESTART_COUNT:-0}|$SLURM_JOB_NODELIST|$master|$DIST_MEM_JOB_END|$(date +%s)" >>$starts
+  code=$(sed -n "$(wc -l <$starts)p" codes)
+  [ "${code%+}" = "$code" ] || mkdir -p "run/checkpoints/step-$(printf %08d "$(wc -l <$starts)")"
+  case $code in 1* | 86*) echo "$SLURMD_NODENAME" >>run/slurm/failed_nodes ;; esac # as preflight and watchdog do
+  echo "error: why start $(wc -l <$starts) ended"
+  [ "${code%+}" = 137 ] && kill -KILL $$
+  echo "${code%+}" >"$DIST_MEM_EXIT_CODE"
+  exit "${code%+}"
+fi
+for _ in $(seq 200); do [ -s "$DIST_MEM_EXIT_CODE" ] && exit "$(cat "$DIST_MEM_EXIT_CODE")"; sleep 0.05; done
+"""
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+
+class Case(NamedTuple):
+    """A job, and what is to come of it."""
+
+    codes: str  # of its starts
+    launch: Mapping[str, Any]
+    num_starts: int
+    state: str
+    exit_code: int
+    said: str
+
+
+CASES = {
+    "done": Case("0", {}, 1, "COMPLETED", 0, ""),
+    "stopped, then done": Case("85+ 0", {}, 2, "COMPLETED", 0, "requeued"),
+    "hung, then done": Case("86+ 0", {}, 2, "COMPLETED", 0, "requeued"),
+    "killed, then done": Case("137+ 0", {}, 2, "COMPLETED", 0, "requeued"),
+    "broken, then done": Case("1+ 0", {}, 2, "COMPLETED", 0, "requeued"),
+    "wrong configuration": Case("2+ 0", {}, 1, "FAILED", 2, ""),
+    "diverged": Case("3+ 0", {}, 1, "FAILED", 3, ""),
+    "stopped, but there is STOP": Case("85+ 0", {}, 1, "FAILED", 85, "run/STOP is there"),
+    "stopped without progress": Case("85 85 0", {"max_stalled": 2}, 2, "FAILED", 85, "no new checkpoint in 2 starts"),
+    "without progress in between": Case(
+        "85 85+ 85 0", {"max_stalled": 2, "restart": "resubmit"}, 4, "FAILED", 85, "handed in again"
+    ),
+    "none": Case("85+ 0", {"restart": "none"}, 1, "FAILED", 85, "start it again to go on"),
+    "resubmit": Case("85+ 0", {"restart": "resubmit"}, 2, "FAILED", 85, "handed in again"),
+    "exclude": Case("86+ 0", {"exclude_failed": True, "nodes": "1"}, 2, "FAILED", 86, "handed in again"),
+    "unfit node": Case("1 0", {"exclude_failed": True, "nodes": "1"}, 2, "FAILED", 1, "handed in again"),
+    "chain": Case("85+ 0 0", {"restart": "chain", "chain": 3}, 2, "FAILED", 85, "the next job of the chain goes on"),
+    "range of nodes": Case("0", {"nodes": "1-2"}, 1, "COMPLETED", 0, ""),
+}
+
+
+class Outcome(NamedTuple):
+    """What came of a case."""
+
+    job: str
+    folder: Path
+    state: str
+    exit_code: str
+    log: str
+    starts: list[list[str]]
+
+
+def launch_block(**changes: Any) -> Any:
+    config = load_config(
+        ["train.steps=1", "launch.nodes=2", "launch.gpus_per_node=0", "launch.time='0:20:00'", "launch.snapshot=false"]
+    )
+    return OmegaConf.merge(config.launch, changes)  # type: ignore[attr-defined]
+
+
+def write_ranks(folder: Path, codes: str) -> None:
+    folder.mkdir(parents=True)
+    (folder / "dist-mem").write_text(RANKS)
+    (folder / "dist-mem").chmod(0o755)
+    (folder / "codes").write_text(codes)
+    (folder / "run" / "slurm").mkdir(parents=True)
+
+
+def hand_in(slurm: Cluster, folder: Path, case: Case, *options: str) -> str:
+    write_ranks(folder, "\n".join(case.codes.split()) + "\n")
+    if "STOP" in case.said:
+        (folder / "run" / "STOP").touch()
+    (folder / "job.sbatch").write_text(render(launch_block(**case.launch), job_name="trial"))
+    path = f"{folder}{os.pathsep}{slurm.environment['PATH']}"
+    script = str(folder / "job.sbatch")
+    return slurm.submit(f"--chdir={folder}", *options, script, "a b.yaml", "x.y=[1, 2]", PATH=path)
+
+
+@pytest.fixture(scope="module")
+def outcomes(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """All cases, run side by side."""
+    base = tmp_path_factory.mktemp("slurm")
+    folders = {name: base / name.replace(" ", "_").replace(",", "") for name in CASES}
+    jobs = {name: hand_in(slurm, folders[name], case) for name, case in CASES.items()}
+    slurm.wait(lambda: not slurm.call("squeue", "--noheader"), "all jobs to end", seconds=240)
+    outcomes = {}
+    for name, job in jobs.items():
+        first = f"{job}_1" if CASES[name].launch.get("restart") == "chain" else job
+        facts = slurm.facts(first)
+        log = "".join(path.read_text() for path in sorted(folders[name].glob("trial-*.log")))
+        starts = [line.split("|") for line in (folders[name] / "starts").read_text().splitlines()]
+        outcomes[name] = Outcome(job, folders[name], facts["JobState"], facts["ExitCode"], log, starts)
+    return outcomes
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_exit_code_and_progress_decide_whether_it_starts_again(outcomes: dict[str, Outcome], name: str) -> None:
+    case, outcome = CASES[name], outcomes[name]
+    assert len(outcome.starts) == case.num_starts, outcome.log
+    assert (outcome.state, outcome.exit_code) == (case.state, f"{case.exit_code}:0"), outcome.log
+    assert case.said in outcome.log
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.codes != "0"])
+def test_log_of_the_job_has_the_reason_of_every_end_once(outcomes: dict[str, Outcome], name: str) -> None:
+    """What the ranks have said lies in files of their nodes; what earlier starts have said is not said again."""
+    codes = CASES[name].codes.split()[: CASES[name].num_starts]
+    for start, code in enumerate(codes, 1):
+        assert outcomes[name].log.count(f"error: why start {start} ended") == (code != "0"), outcomes[name].log
+
+
+def test_log_of_the_job_names_what_a_node_lacks(slurm: Cluster, tmp_path: Path) -> None:
+    """The first node has nothing to say: its rank was ended because that of the second one had."""
+    folder = tmp_path / "job"
+    job = hand_in(slurm, folder, Case("1", {"restart": "none"}, 1, "FAILED", 1, ""))
+    lacking = RANKS.replace("starts=", '[ "$SLURMD_NODENAME" = node1 ] || exec /absent/.venv/bin/python\nstarts=', 1)
+    lacking = lacking.replace("  code=", "  sleep 60\n  code=", 1)
+    (folder / "dist-mem").write_text(lacking)
+    slurm.wait_for_state(job, *ENDED)
+    log = next(folder.glob("trial-*.log")).read_text()
+    assert "/absent/.venv/bin/python: No such file or directory" in log
+    shown = log.partition(f"== {folder}/run/slurm/{job}/")[2]
+    assert "/absent" in shown.splitlines()[1], "first what has an error, and being ended is none"
+
+
+def test_ranks_are_told_their_arguments_meeting_point_and_end(outcomes: dict[str, Outcome]) -> None:
+    arguments, restarts, nodes, master, end, now = outcomes["stopped, then done"].starts[1]
+    assert arguments == "train a b.yaml x.y=[1, 2]"
+    assert (restarts, nodes) == ("1", "node[1-2]")
+    port = 10000 + int(outcomes["stopped, then done"].job) % 20000
+    assert master == f"127.0.0.1:{port}", "node1 has no name here: Slurm's address for it"
+    assert 0 < int(end) - int(now) <= 1200
+
+
+def test_resubmitted_job_waits_for_the_first_and_has_its_arguments(outcomes: dict[str, Outcome]) -> None:
+    first, second = outcomes["resubmit"].starts
+    assert first[0] == second[0] == "train a b.yaml x.y=[1, 2]"
+    assert first[1] == second[1] == "0", "another job, not a restart of the first"
+    assert first[3] != second[3]
+
+
+@pytest.mark.parametrize("name", ["exclude", "unfit node"])
+def test_node_that_failed_is_left_out(outcomes: dict[str, Outcome], name: str) -> None:
+    first, second = (start[2] for start in outcomes[name].starts)
+    failed = (outcomes[name].folder / "run" / "slurm" / "failed_nodes").read_text().split()
+    assert first in failed
+    assert second not in failed
+
+
+def test_range_of_nodes_survives_being_handed_in_again_without_an_unfit_node(slurm: Cluster, tmp_path: Path) -> None:
+    case = Case("1 0", {"exclude_failed": True, "nodes": "1-2"}, 2, "FAILED", 1, "")
+    job = hand_in(slurm, tmp_path / "job", case, "--ntasks=2")  # it begins on both nodes
+    slurm.wait_for_state(job, *ENDED)
+    slurm.wait(lambda: not slurm.call("squeue", "--noheader"), "the second job to end", seconds=120)
+    log = "".join(path.read_text() for path in sorted((tmp_path / "job").glob("trial-*.log")))
+    starts = (tmp_path / "job" / "starts").read_text().splitlines()
+    assert len(starts) == 2, log
+    first, second = (line.split("|")[2] for line in starts)
+    assert first == "node[1-2]"
+    assert second in ("node1", "node2") and second not in (tmp_path / "job/run/slurm/failed_nodes").read_text(), log
+    assert log.count("handed in again") == 1
+
+
+def test_refused_resubmission_is_told_once_with_the_reason_and_at_once(slurm: Cluster, tmp_path: Path) -> None:
+    """Two nodes of two, and one of them must be left out."""
+    job = hand_in(slurm, tmp_path / "job", Case("1 0", {"exclude_failed": True, "nodes": "2"}, 1, "FAILED", 1, ""))
+    assert slurm.wait_for_state(job, *ENDED, seconds=60) == "FAILED"
+    log = next((tmp_path / "job").glob("trial-*.log")).read_text()
+    assert "handed in again" not in log.replace("not handed in again", "")
+    assert log.count("Requested node configuration is not available") == 1, log
+    assert "without node" in log and "not handed in again" in log
+
+
+def test_finished_run_cancels_the_rest_of_its_chain(slurm: Cluster, outcomes: dict[str, Outcome]) -> None:
+    job = outcomes["chain"].job
+    assert slurm.state(f"{job}_2") == "COMPLETED"
+    assert "the rest of the chain is cancelled" in outcomes["chain"].log
+    assert slurm.state(f"{job}_3") in ("CANCELLED", "gone")
+
+
+def test_wrong_configuration_ends_before_any_rank_is_started(slurm: Cluster, tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    (tmp_path / "code").write_text("2")
+    job = hand_in(slurm, folder, Case("0", {}, 0, "FAILED", 2, ""))
+    assert slurm.wait_for_state(job, *ENDED) == "FAILED"
+    assert slurm.facts(job)["ExitCode"] == "2:0"
+    assert not (folder / "starts").exists()
+
+
+def test_cancelled_job_does_not_come_back(slurm: Cluster, tmp_path: Path) -> None:
+    """Its ranks save and end with 85, as always; but who cancels a job does not want it again."""
+    folder = tmp_path / "job"
+    job = hand_in(slurm, folder, Case("85+ 0", {}, 1, "CANCELLED", 85, ""))
+    slow = RANKS.replace("  code=", '  trap "echo 85 >$DIST_MEM_EXIT_CODE; exit 85" TERM; sleep 60 & wait\n  code=')
+    (folder / "dist-mem").write_text(slow)
+    slurm.wait(lambda: (folder / "starts").exists(), "the ranks to start")
+    slurm.call("scancel", job)
+    assert slurm.wait_for_state(job, *ENDED) == "CANCELLED"
+    slurm.wait(lambda: "Slurm itself is ending the job" in next(folder.glob("trial-*.log")).read_text(), "the script")
+    time.sleep(1)  # a requeue would show
+    assert slurm.facts(job)["Restarts"] == "0"
+    assert slurm.state(job) == "CANCELLED"
+
+
+@pytest.mark.parametrize("restart", ["requeue", "resubmit"])
+def test_tasks_of_an_array_start_again_each_for_itself(slurm: Cluster, tmp_path: Path, restart: str) -> None:
+    """The number of the last task is also that of the whole array: it must not start, or wait for, the others."""
+    folder = tmp_path / "job"
+    write_ranks(folder, "85+\n0\n")
+    (folder / "sweep.txt").write_text("one.yaml\n'two words.yaml' x=2\n")
+    (folder / "array.sbatch").write_text(render(launch_block(restart=restart), job_name="sweep", kind="array"))
+    path = f"{folder}{os.pathsep}{slurm.environment['PATH']}"
+    slurm.submit("--array=1-2", f"--chdir={folder}", str(folder / "array.sbatch"), "sweep.txt", PATH=path, PER_TASK="-")
+    slurm.wait(lambda: not slurm.call("squeue", "--noheader"), "all jobs to end", seconds=180)
+    logs = "".join(path.read_text() for path in folder.glob("sweep-*.log"))
+    for task, arguments in (("1", "train one.yaml"), ("2", "train two words.yaml x=2")):
+        starts = (folder / f"starts-{task}").read_text().splitlines()
+        assert [line.split("|")[0] for line in starts] == [arguments] * 2, logs
+        assert all(line.split("|")[4] for line in starts), "each knows when its time is over"
+
+
+@pytest.mark.nightly
+def test_job_that_overran_its_time_starts_again(slurm: Cluster, tmp_path: Path) -> None:
+    """Slurm would let it go: what it takes off itself at the time limit it does not requeue."""
+    folder = tmp_path / "job"
+    job = hand_in(slurm, folder, Case("85+ 0", {"time": "0:01:00", "signal_seconds": 5}, 2, "COMPLETED", 0, ""))
+    deaf = RANKS.replace("  code=", '  [ "$(wc -l <$starts)" = 1 ] && { trap "" TERM USR2; sleep 200; }\n  code=')
+    (folder / "dist-mem").write_text(deaf)
+    slurm.wait(lambda: slurm.state(job) == "COMPLETED", "the second start to end", seconds=280)
+    assert slurm.facts(job)["Restarts"] == "1"

@@ -1,0 +1,189 @@
+"""Compressive Transformer: Algorithm 1 and 2 of Rae et al. 2020, written out, and who learns from which loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dist_mem.memory.compressive import Compressive
+from dist_mem.memory.parts.compression import COMPRESSIONS
+from dist_mem.model import MemoryLM
+from dist_mem.nn.layers import visible_keys
+from tests.support.contract_cases import (
+    CASES,
+    LANES,
+    SEG_LEN,
+    fresh_state,
+    full_lanes,
+    random_segments,
+    read,
+    small_block,
+    small_model,
+)
+
+LEARNED = ("conv", "dilated")
+every_norm = pytest.mark.parametrize("norm", ["pre", "post"])
+WARM = 4  # segments: memory and compressed memory of the small cases are full
+
+
+def model_of(monkeypatch: pytest.MonkeyPatch, norm: str = "pre", **options: Any) -> MemoryLM:
+    monkeypatch.setitem(CASES, "here", small_block("compressive", **options))
+    return small_model("here", norm=norm).double()
+
+
+def outputs(model: MemoryLM, seed: int = 0) -> list[Any]:
+    return list(read(model, random_segments(seed) + random_segments(seed + 1), fresh_state(model, torch.float64)))
+
+
+def compressor_names(model: MemoryLM) -> set[str]:
+    return {name for name, _ in model.named_parameters() if ".compression." in name or ".decoder." in name}
+
+
+def one_lane(layer: Compressive, segments: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs (T, D) and losses of one layer for the segments (T, D) of one lane, as the paper's algorithms say it."""
+    options, attention = layer.options, layer.attention
+    num_heads, d_head = layer.spec.num_heads, layer.spec.d_head
+    memory, compressed = torch.empty(2, 0, layer.spec.d_model, dtype=torch.float64)
+    ys, losses = [], []
+
+    def heads(rows: Tensor) -> Tensor:
+        return rows.unflatten(-1, (num_heads, d_head)).transpose(0, 1)
+
+    def plain_attention(query: Tensor, rows: Tensor) -> Tensor:
+        weight_key, weight_value = attention.key_value.weight.detach().chunk(2)
+        key, value = heads(rows @ weight_key.T), heads(rows @ weight_value.T)
+        return (query @ key.mT / d_head**0.5).softmax(-1) @ value
+
+    for x in segments:
+        context = torch.cat([compressed, memory])
+        visible = visible_keys(torch.ones(1, len(context), dtype=torch.bool), len(x), same_length=False)
+        ys.append(attention(layer.norm(x)[None], layer.norm(context)[None], visible).y[0])
+        loss = torch.zeros((), dtype=torch.float64)
+        if len(memory) == options.mem_len:
+            old = memory[: len(x)]
+            new = layer.compression(old[None], torch.zeros(1, len(old)))[0]
+            query = heads(layer.norm(x) @ attention.query.weight.T).detach()
+            norm = layer.norm
+            loss = torch.linalg.vector_norm(plain_attention(query, norm(new)) - plain_attention(query, norm(old)))
+            compressed = torch.cat([compressed, new])[-options.cmem_len :].detach()
+        memory = torch.cat([memory, x])[-options.mem_len :].detach()
+        losses.append(loss)
+    return ys, losses
+
+
+@every_norm
+@pytest.mark.parametrize("compression", [name for name in COMPRESSIONS if name != "most_used"])
+def test_a_layer_equals_the_algorithms_of_the_paper(
+    monkeypatch: pytest.MonkeyPatch, norm: str, compression: str
+) -> None:
+    model = model_of(monkeypatch, norm, compression=compression, mem_len=2 * SEG_LEN, cmem_len=5)
+    layer = model.blocks[0].memory
+    segments = torch.randn(8, LANES, SEG_LEN, layer.spec.d_model, dtype=torch.float64)
+    ys, losses = one_lane(layer, [segment[0] for segment in segments])
+    state = layer.init_state(torch.arange(LANES), "cpu", torch.float64)
+    for x, y, loss in zip(segments, ys, losses, strict=True):
+        output = layer(x, state, full_lanes())
+        state = output.state
+        torch.testing.assert_close(output.y[0], y, rtol=0, atol=1e-12)
+        if compression in LEARNED:
+            torch.testing.assert_close(output.aux["compression"][0], loss, rtol=0, atol=1e-9)
+
+
+@every_norm
+def test_rate_1_and_the_identity_equal_transformer_xl_with_the_longer_memory(
+    monkeypatch: pytest.MonkeyPatch, norm: str
+) -> None:
+    compressive = model_of(monkeypatch, norm, compression="mean", compression_rate=1, cmem_len=2 * SEG_LEN)
+    monkeypatch.setitem(CASES, "long", {"kind": "transformer_xl", "mem_len": 3 * SEG_LEN})
+    longer = small_model("long", norm=norm).double()
+    longer.load_state_dict(compressive.state_dict())
+    for one, other in zip(outputs(compressive), outputs(longer), strict=True):
+        torch.testing.assert_close(one.nll, other.nll, rtol=0, atol=1e-12)
+
+
+@every_norm
+@pytest.mark.parametrize("loss", ["attention", "autoencoder"])
+@pytest.mark.parametrize("compression", LEARNED)
+def test_model_and_compression_learn_from_their_own_loss_only(
+    monkeypatch: pytest.MonkeyPatch, norm: str, compression: str, loss: str
+) -> None:
+    model = model_of(monkeypatch, norm, compression=compression, compression_loss=loss)
+    *_, output = outputs(model)
+    parameters = dict(model.named_parameters())
+    of_task = dict(zip(parameters, grads(output.nll.sum(), parameters), strict=True))
+    of_loss = dict(zip(parameters, grads(output.aux["compression"].sum(), parameters), strict=True))
+    own = compressor_names(model)
+    assert {name for name, gradient in of_task.items() if gradient is None} == own
+    assert {name for name, gradient in of_loss.items() if gradient is not None} == own
+    assert all(gradient.abs().sum() > 0 for gradient in of_loss.values() if gradient is not None)
+
+
+def grads(loss: Tensor, parameters: dict[str, Tensor]) -> tuple[Tensor | None, ...]:
+    return torch.autograd.grad(loss, list(parameters.values()), retain_graph=True, allow_unused=True)
+
+
+def test_another_compression_changes_the_next_segments_loss_and_not_this_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(monkeypatch)
+    with torch.no_grad():
+        before = outputs(model)
+        for name, parameter in model.named_parameters():
+            parameter.mul_(2.0 if name in compressor_names(model) else 1.0)
+        after = outputs(model)
+    same = [torch.equal(one.nll, other.nll) for one, other in zip(before, after, strict=True)]
+    assert same == [True, True, *[False] * (len(same) - 2)], "the second segment compresses, the third reads it"
+
+
+def test_only_lanes_that_evict_have_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(monkeypatch)
+    state = outputs(model)[-1].state
+    tokens, targets = random_segments()[0]
+    valid_len = torch.tensor([SEG_LEN, SEG_LEN - 1, 0, SEG_LEN])
+    loss = model(tokens, targets, valid_len, state=state).aux["compression"]
+    assert (loss > 0).tolist() == [True, False, False, True]
+    first = outputs(model)[0].aux["compression"]
+    assert torch.equal(first, torch.zeros(LANES, dtype=torch.float64))
+
+
+def test_nothing_is_learned_and_no_loss_computed_where_there_is_nothing_to_learn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for compression in set(COMPRESSIONS) - set(LEARNED):
+        model = model_of(monkeypatch, compression=compression)
+        assert not compressor_names(model)
+        assert outputs(model)[-1].aux == {}
+
+
+def test_most_used_keeps_the_rows_that_get_most_attention_in_their_order() -> None:
+    rows = torch.arange(6.0).view(1, 6, 1)
+    usage = torch.tensor([[0.1, 0.9, 0.2, 0.3, 0.8, 0.0]])
+    kept = COMPRESSIONS["most_used"](1, rate=2)(rows, usage)
+    assert kept.flatten().tolist() == [1.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("name", COMPRESSIONS)
+@pytest.mark.parametrize(("rate", "num_rows"), [(1, 6), (2, 3), (4, 1), (6, 1)])
+def test_t_rows_become_the_whole_part_of_t_over_c(name: str, rate: int, num_rows: int) -> None:
+    rows = torch.randn(2, 6, 3)
+    assert COMPRESSIONS[name](3, rate=rate)(rows, torch.rand(2, 6)).shape == (2, num_rows, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mem_len": SEG_LEN + 1}, "memory.mem_len is 5, but must be a multiple of train.seg_len = 4"),
+        ({"mem_len": 2}, "memory.mem_len is 2"),
+        ({"compression_rate": SEG_LEN + 1}, "memory.compression_rate is 5, but must be 1 to train.seg_len = 4"),
+        ({"cmem_len": 0}, "memory.cmem_len is 0, but must be at least 1"),
+        ({"compression": "convolution"}, "memory.compression is 'convolution', but must be one of conv, dilated"),
+        ({"compression_loss": "mse"}, "memory.compression_loss is 'mse', but must be one of attention, autoencoder"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError) as refused:
+        model_of(monkeypatch, **options)
+    assert message in str(refused.value)

@@ -1,0 +1,263 @@
+"""The infinity-former's memory against the authors' code (tests/golden/infinite), in float64.
+
+With the stored regression matrices to 1e-9; with our own to 2e-5, because the published positions are float32 numbers.
+Theirs orders basis functions by centre, then width; ours by width, then centre.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput
+from dist_mem.memory.infinite import Infinite, State
+from dist_mem.memory.parts import basis
+from dist_mem.memory.parts.basis import Fit, evaluate_basis, expected_basis
+from tests.support import paths
+
+GOLDEN = paths.GOLDEN / "infinite"
+INJECTED, RECOMPUTED = 1e-9, 2e-5  # golden README
+PUBLISHED = {
+    "gpt2": {"widths": [0.005, 0.01], "prior_mean": -1.0},
+    "sort": {"widths": [0.01, 0.05], "variance_floor": 1e-6},
+}
+WEIGHTS = {
+    "mask_net_weight": "gate.weight",
+    "mask_net_bias": "gate.bias",
+    "proj_key_weight": "key.weight",
+    "proj_value_weight": "value.weight",
+    "attn_out_weight": "output.weight",
+}
+
+
+def theirs(values: Tensor, dim: int) -> Tensor:
+    """Basis functions from our order to the published one; two widths."""
+    halves = values.movedim(dim, -1).unflatten(-1, (2, -1))
+    return halves.transpose(-1, -2).flatten(-2).movedim(-1, dim)
+
+
+def ours(values: Tensor, dim: int) -> Tensor:
+    """Basis functions from the published order to ours."""
+    pairs = values.movedim(dim, -1).unflatten(-1, (-1, 2))
+    return pairs.transpose(-1, -2).flatten(-2).movedim(-1, dim)
+
+
+class GivenQueries(Memory):
+    """Attends to nothing; its queries are set from outside."""
+
+    query: Tensor  # (H, B, T, K)
+
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> tuple[()]:
+        return ()
+
+    def forward(self, x: Tensor, state: Any, valid_len: Tensor) -> MemoryOutput:
+        rows = x.new_zeros(x.shape[0], self.spec.seg_len, x.shape[2])
+        return MemoryOutput(torch.zeros_like(x), state, {}, self.query, Evicted(rows, valid_len >= 0))
+
+
+class Golden:
+    """One module-level file, and our module with its weights."""
+
+    def __init__(self, name: str) -> None:
+        self.arrays = dict(np.load(GOLDEN / f"{name}.npz"))
+        if name == "gpt2_geom512_linear":
+            self.arrays |= np.load(GOLDEN / "gpt2_geom512_rows.npz")
+        self.variant = name.split("_")[0]
+        sizes = self.arrays["meta_L_N_M_e_H_batch_qlen_calls"].tolist()
+        self.num_rows, self.num_basis, self.num_samples, self.d_model, self.num_heads = sizes[:5]
+        self.num_lanes, self.num_queries, self.num_calls = sizes[5:]
+        self.tau, self.ridge = self.arrays["meta_tau_ridge"].tolist()
+
+    def __getitem__(self, key: str) -> Tensor:
+        value = torch.from_numpy(self.arrays[key])
+        return value.double() if value.is_floating_point() else value
+
+    def module(self, **changes: Any) -> Infinite:
+        options = Infinite.Options(
+            num_basis=self.num_basis,
+            num_samples=self.num_samples,
+            tau=self.tau,
+            ridge=self.ridge,
+            kl_weight=0.01,
+            **{**PUBLISHED[self.variant], **changes},
+        )
+        spec = layer_spec(
+            d_model=self.d_model, num_heads=self.num_heads, d_head=self.d_model // self.num_heads, seg_len=self.num_rows
+        )
+        module = Infinite(spec, options, GivenQueries(spec, object())).double()
+        densities = ours(torch.cat([self["w_mu_weight"], self["w_sigma_weight"]]), 1)
+        module.load_state_dict({"densities": densities} | {WEIGHTS[name]: self[f"w_{name}"] for name in WEIGHTS})
+        return module
+
+    def stored_fit(self) -> Fit:
+        first, update = ours(self[f"G_first_{self.num_rows}"], 1).T, ours(self["G_inf"], 1).T
+        past, new = update.split([self.num_samples, self.num_rows], dim=1)
+        return Fit(first, past, new, past @ ours(self["samples_psi"], 1))
+
+
+def layer_spec(**sizes: Any) -> LayerSpec:
+    settings = {"layer_index": 0, "num_layers": 1, "dropout": 0.0, "attention_dropout": 0.0, "norm": "pre"}
+    return LayerSpec(**settings, clamp_len=None, same_length=False, seed=0, **sizes)
+
+
+@pytest.fixture
+def stored_matrices() -> Iterator[dict[Any, Fit]]:
+    """Puts matrices in the place of our own."""
+    with mock.patch.dict(basis._SOLVED) as solved:
+        yield solved
+
+
+def inject(module: Infinite, fit: Fit, solved: dict[Any, Fit]) -> None:
+    solved[module.geometry, torch.device("cpu"), torch.float64] = fit
+
+
+class Call:
+    """One call of our module on the inputs of call `number`, with gradients."""
+
+    def __init__(self, golden: Golden, module: Infinite, state: State, number: int) -> None:
+        prefix = f"c{number}"
+        self.rows = golden[f"{prefix}_k"].requires_grad_()
+        self.query = golden[f"{prefix}_q"].requires_grad_()
+        below = module.over
+        assert isinstance(below, GivenQueries)
+        below.query = self.query.transpose(0, 1)
+        pending = state._replace(pending=self.rows, has_pending=torch.ones(golden.num_lanes, dtype=torch.bool))
+        self.signal, _ = module.append_pending(pending, torch.float64)
+        self.mu, self.variance = module.read_densities(below.query, self.signal)
+        contexts: list[Tensor] = []
+        hook = module.output.register_forward_pre_hook(lambda _, inputs: contexts.append(inputs[0]))
+        x = torch.zeros(golden.num_lanes, golden.num_queries, golden.d_model, dtype=torch.float64)
+        self.output = module(x, pending, torch.full((golden.num_lanes,), golden.num_queries))
+        hook.remove()
+        self.context = contexts[0]
+        loss = (self.output.y * golden[f"{prefix}_lossw"]).sum() + self.output.aux["kl"].mean()
+        module.zero_grad()
+        loss.backward()
+
+
+def assert_close(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Relative to the largest entry."""
+    scale = max(expected.abs().max().item(), 1e-30)
+    torch.testing.assert_close(found.detach() / scale, expected / scale, rtol=0, atol=tolerance)
+
+
+def assert_call(golden: Golden, module: Infinite, call: Call, number: int, tolerance: float) -> None:
+    prefix, stride = f"c{number}", -(-golden.num_basis // golden[f"c{number}_B"].shape[1])
+    assert_close(theirs(call.signal, 1)[:, ::stride], golden[f"{prefix}_B"], tolerance)
+    assert torch.equal(call.output.state.coefficients, call.signal)
+    assert_close(call.mu.transpose(0, 1), golden[f"{prefix}_mu"], tolerance)
+    assert_close(call.variance.transpose(0, 1), golden[f"{prefix}_sigma_sq"], tolerance)
+    assert_close(call.context, golden[f"{prefix}_ctx_heads"], tolerance)
+    assert_close(call.output.y, golden[f"{prefix}_out"], tolerance)
+    assert_close(call.output.aux["kl"], 0.01 * golden[f"{prefix}_kl"].mean((1, 2)), tolerance)
+    if f"{prefix}_Epsi" in golden.arrays:
+        expected = expected_basis(golden[f"{prefix}_mu"], golden[f"{prefix}_sigma_sq"], **module.basis)
+        assert_close(theirs(expected, -1), golden[f"{prefix}_Epsi"], INJECTED)
+    if f"{prefix}_grad_k" in golden.arrays:
+        assert_gradients(golden, module, call, prefix, tolerance)
+
+
+def assert_gradients(golden: Golden, module: Infinite, call: Call, prefix: str, tolerance: float) -> None:
+    for name, own_name in WEIGHTS.items():
+        parameter = module.get_parameter(own_name)
+        assert parameter.grad is not None
+        assert_close(parameter.grad, golden[f"{prefix}_grad_{name}"], tolerance)
+    assert module.densities.grad is not None
+    for row, name in enumerate(("mu", "sigma")):
+        expected = golden[f"{prefix}_grad_{name}_weight"]
+        assert_close(theirs(module.densities.grad, 1)[row : row + 1], expected, tolerance)
+    assert call.query.grad is not None and call.rows.grad is not None
+    assert_close(call.query.grad, golden[f"{prefix}_grad_q"], tolerance)
+    expected = golden[f"{prefix}_grad_k"]
+    assert_close(call.rows.grad[:, :: -(-golden.num_rows // expected.shape[1])], expected, tolerance)
+
+
+def run(golden: Golden, module: Infinite, tolerance: float) -> None:
+    state = module.init_state(torch.arange(golden.num_lanes), "cpu", torch.float64)
+    for number in range(golden.num_calls):
+        histogram, key = state.histogram, f"c{number}_sticky_ts"
+        injected = mock.patch.object(module, "positions", lambda _, key=key: golden[key])
+        if key in golden.arrays:
+            masses = histogram / histogram.sum(1, keepdim=True)
+            assert_close(masses, golden[f"c{number}_sticky_p"], tolerance)
+            with injected:
+                call = Call(golden, module, state, number)
+        else:
+            call = Call(golden, module, state, number)
+        assert_call(golden, module, call, number, tolerance)
+        state = call.output.state
+
+
+@pytest.mark.parametrize("name", ["gpt2_tiny_linear", "gpt2_tiny_sticky", "sort_tiny"])
+def test_module_with_the_stored_matrices(name: str, stored_matrices: dict[Any, Fit]) -> None:
+    golden = Golden(name)
+    sampling = "sticky" if name.endswith("sticky") else "linear"
+    module = golden.module(sampling=sampling)
+    inject(module, golden.stored_fit(), stored_matrices)
+    run(golden, module, INJECTED)
+
+
+@pytest.mark.parametrize("name", ["gpt2_tiny_linear", "gpt2_tiny_sticky", "sort_tiny", "gpt2_geom512_linear"])
+def test_module_with_our_matrices(name: str) -> None:
+    """The published geometry, L = N = M = 512, too: there the condition number is 5e5."""
+    golden = Golden(name)
+    module = golden.module(sampling="sticky" if name.endswith("sticky") else "linear")
+    run(golden, module, RECOMPUTED)
+
+
+def test_regression_matrices() -> None:
+    golden = Golden("gpt2_geom512_linear")
+    fit = basis.solve(golden.module().geometry)
+    assert_close(theirs(fit.first.T, 1)[::16, ::16], golden["G_first_512"], RECOMPUTED)
+    update = torch.cat([fit.past, fit.new], dim=1)
+    assert_close(theirs(update.T, 1)[::16, ::16], golden["G_inf"], RECOMPUTED)
+
+
+def test_basis_functions_their_expectations_and_gradients() -> None:
+    """Theirs are gradients with respect to mu / v and -1 / (2 v)."""
+    arrays = {key: torch.from_numpy(value).double() for key, value in np.load(GOLDEN / "basis.npz").items()}
+    settings: dict[str, Any] = {"widths": (0.005, 0.01), "num_basis": len(arrays["basis_mu"])}
+    assert_close(theirs(evaluate_basis(arrays["t"], **settings), 1), arrays["psi_t"], INJECTED)
+    theta = arrays["theta"].requires_grad_()
+    mu, variance = -0.5 * theta[:, 0] / theta[:, 1], -0.5 / theta[:, 1]
+    expected = theirs(expected_basis(mu, variance, **settings), 1)
+    assert_close(expected, arrays["Epsi"], INJECTED)
+    (gradient,) = torch.autograd.grad((expected * arrays["upstream"]).sum(), theta)
+    assert_close(gradient, arrays["grad_theta"], INJECTED)
+
+
+def test_gradients_of_the_expectation_are_those_of_its_closed_form() -> None:
+    generator = torch.Generator().manual_seed(0)
+    mu, variance = torch.rand(2, 3, 5, generator=generator, dtype=torch.float64).unbind()
+    settings: dict[str, Any] = {"widths": (0.1, 0.2), "num_basis": 8}
+    mu.requires_grad_(), variance.requires_grad_()
+    total = variance[..., None, None] + torch.tensor([0.01, 0.04], dtype=torch.float64)[:, None]
+    distance = mu[..., None, None] - torch.linspace(0, 1, 4, dtype=torch.float64)
+    closed = (-0.5 * distance**2 / total).exp() / (2 * torch.pi * total).sqrt()
+    found = expected_basis(mu, variance, **settings)
+    assert_close(found, closed.flatten(-2).detach(), 1e-14)
+    upstream = torch.randn(found.shape, generator=generator, dtype=torch.float64)
+    for ours_, theirs_ in zip(
+        torch.autograd.grad((found * upstream).sum(), (mu, variance)),
+        torch.autograd.grad((closed.flatten(-2) * upstream).sum(), (mu, variance)),
+        strict=True,
+    ):
+        assert_close(ours_, theirs_, 1e-13)
+
+
+def test_scores_need_not_be_formed() -> None:
+    """mu = sigmoid(w . K q / sqrt(d)), with K = B W_K and all N scores of each query."""
+    golden = Golden("gpt2_tiny_linear")
+    module = golden.module()
+    signal, query = ours(golden["c2_B"], 1), golden["c2_q"].transpose(0, 1)
+    keys = nn.functional.linear(signal, module.key.weight).unflatten(-1, (golden.num_heads, -1)).permute(2, 0, 1, 3)
+    scores = query @ keys.transpose(-1, -2) / query.shape[-1] ** 0.5
+    mu, variance = module.read_densities(query, signal)
+    assert_close(mu, (scores @ module.densities[0]).sigmoid().detach(), 1e-14)
+    assert_close(variance, nn.functional.softplus(scores @ module.densities[1]).detach(), 1e-14)

@@ -1,0 +1,42 @@
+"""The memory contract (dist_mem/memory/base.py): every rule on every memory of the package, found by file name.
+
+A new memory is tested as soon as its file is there; `small_options` says how it fits short segments. The rules
+themselves stand in dist_mem/contract/. Rule 9, parity with published vectors, has a test file for each memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dist_mem.contract.check_memory import RULES, Rule
+from dist_mem.contract.rules import no_output_depends_on_a_later_token
+from dist_mem.contract.subject import Size
+from tests.support.contract_cases import CASES, SEG_LEN, subject, takes_short_first
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("rule", RULES, ids=[rule.statement for rule in RULES])
+@pytest.mark.parametrize("case", CASES)
+def test_memory_keeps_the_contract(case: str, rule: Rule, norm: str) -> None:
+    rule.check(subject(case, norm))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=[rule.statement for rule in RULES])
+@pytest.mark.parametrize("case", [case for case in CASES if takes_short_first(case)])
+def test_memory_keeps_the_contract_with_short_first_segments(case: str, rule: Rule) -> None:
+    """Documents that are cut from their end (`data.cut`)."""
+    rule.check(subject(case, cut="end"))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not takes_short_first(case)])
+def test_other_memories_refuse_documents_that_are_cut_from_their_end(case: str) -> None:
+    with pytest.raises(ValueError, match=r"data\.cut is end, but memory\.(over\.)*kind = .* set data\.cut to start"):
+        subject(case, cut="end").model()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_future_token_changes_an_earlier_loss_over_six_segments_and_four_layers(case: str) -> None:
+    size = Size(lanes=2, seg_len=SEG_LEN, segments=6, layers=4)
+    no_output_depends_on_a_later_token(replace(subject(case), size=size))

@@ -1,0 +1,103 @@
+"""What memories log: averaged over blocks, lanes and ranks, into metrics.jsonl; nothing of the training changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from dist_mem.contract.check_memory import failures
+from dist_mem.contract.subject import Size, Subject
+from dist_mem.memory import memory_class
+from dist_mem.runtime.distributed import World
+from dist_mem.tracking.sinks import read_points
+from dist_mem.training.meter import Meter, Totals
+from tests.support.jobs import losses, train_here, write_config
+from tests.support.paths import EXAMPLES, SUPPORT
+from tests.support.ranks import RankPool
+from tests.support.tiny import full_parameters, ragged_segments, run_steps, tiny_config, tiny_job
+
+LOGGING = f"{SUPPORT / 'logging_memory.py'}:Logging"
+ENGINE = SimpleNamespace(gradient_norm=lambda: 1.0, gradient_norms=lambda: None, lr=0.1)
+# Six lanes in groups of two on two ranks: two places are idle.
+SIZES: dict[str, Any] = {"lanes": 6, "micro_lanes": 2, "segments_per_update": 2}
+
+
+def logs_of_two_steps(world: World, kind: str, stage: int) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """What the meter reads after two updates, and the parameters."""
+    job = tiny_job(tiny_config({"train": SIZES, "memory": {"kind": kind}}), world, stage=stage)
+    meter = Meter(lane_segments_per_update=12)
+    for outcome in run_steps(job, first=0, last=2):
+        meter.add(outcome.totals, epoch=0.0, logs=outcome.logs)
+    return meter.read(ENGINE), full_parameters(job)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_figures_are_means_over_blocks_and_lanes_that_read_of_all_ranks(
+    rank_pool: Callable[[int], RankPool], stage: int
+) -> None:
+    config = tiny_config({"train": SIZES})
+    lengths = [batch.valid_len for step in range(2) for batch in ragged_segments(config, step=step)]
+    for metrics, _ in rank_pool(2).run(logs_of_two_steps, LOGGING, stage):
+        assert metrics["memory/tokens"] == pytest.approx(float(torch.cat(lengths).double().mean()))
+        assert metrics["memory/layer"] == pytest.approx(0.5)
+        assert metrics["memory/size"] > 0.0
+
+
+def test_logging_changes_no_bit_of_the_training(rank_pool: Callable[[int], RankPool]) -> None:
+    pairs = [rank_pool(2).run(logs_of_two_steps, kind, 2)[0] for kind in (LOGGING, "transformer_xl")]
+    (logging, one), (silent, other) = pairs
+    assert all(torch.equal(one[name], other[name]) for name in other)
+    assert logging["loss"] == silent["loss"]
+    assert set(logging) - set(silent) == {"memory/tokens", "memory/layer", "memory/size"}
+
+
+def test_figures_of_the_memory_below_are_logged_too() -> None:
+    memory = {"kind": "infinite", "over": {"kind": LOGGING, "mem_len": 4}, **memory_class("infinite").small_options(4)}
+    subject = Subject(lambda seg_len: memory, Size(lanes=2, seg_len=4, segments=1, layers=2))
+    model = subject.model()
+    (tokens, targets), *_ = subject.segments()
+    logs = model(tokens, targets, subject.full(), state=subject.fresh(model)).logs
+    assert set(logs) == {"tokens", "layer", "size"}
+
+
+def test_a_saved_meter_goes_on_with_what_was_logged() -> None:
+    straight, first = (Meter(lane_segments_per_update=4) for _ in range(2))
+    for meter in (straight, first):
+        meter.add(Totals(num_read=3), epoch=0.1, logs={"share": 0.7})
+    second = Meter(lane_segments_per_update=4, saved=json.loads(json.dumps(first.state())))
+    for meter in (straight, second):
+        meter.add(Totals(num_read=1), epoch=0.2, logs={"share": 0.2})
+    figures = [meter.read(ENGINE)["memory/share"] for meter in (straight, second)]  # type: ignore[arg-type]
+    assert figures == [pytest.approx(0.225)] * 2
+    assert "memory/share" not in straight.read(ENGINE)  # type: ignore[arg-type]
+
+
+def test_the_recurrent_example_trains_and_logs(
+    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
+) -> None:
+    """Whole runs of two ranks: the share of the memory moves, and reaches metrics.jsonl."""
+    kind = f"{EXAMPLES / 'infini_attention.py'}:InfiniAttention"
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 12}})
+    written = OmegaConf.load(config)
+    written.memory = {"kind": kind}
+    OmegaConf.save(written, config)
+    assert rank_pool(2).run(train_here, config) == [0, 0]
+    shares = [point.metrics["memory/share"] for point in read_points(tmp_path / "run" / "metrics.jsonl")]
+    assert len(shares) == 12
+    assert shares[0] == pytest.approx(0.5)
+    assert abs(shares[-1] - 0.5) > 1e-4
+    assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
+
+
+def test_a_name_that_no_store_takes_is_named() -> None:
+    kind = f"{SUPPORT / 'logging_memory.py'}:BadName"
+    chosen = memory_class(kind)
+    first = next(failures(lambda seg_len: {"kind": kind, **chosen.small_options(seg_len)}))
+    assert "logs has the name 'size of x?', but a name consists of letters, digits and ._/-" in first.message

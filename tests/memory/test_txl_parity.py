@@ -1,0 +1,298 @@
+"""Transformer-XL against the authors' code (tests/golden/txl) and against explicit loops.
+
+The published code ran in float32, ours runs in float64. Arrays are time-first there and lanes first here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dist_mem.config import AdaptiveConfig, Config, ModelConfig, TrainConfig
+from dist_mem.model import LMOutput, LMState, MemoryLM
+from dist_mem.nn.layers import align_distances, key_distances, relative_scores, sinusoid_table, visible_keys
+from tests.support import paths
+
+GOLDEN = paths.GOLDEN / "txl"
+NAMES = sorted(path.stem for path in GOLDEN.glob("*.npz"))
+TOLERANCE = 2e-5  # golden README: on losses, hiddens and memories; relative on gradients
+
+LAYER_NAMES = {
+    "dec_attn.o_net.weight": "memory.attention.output.weight",
+    "dec_attn.r_net.weight": "memory.attention.position.weight",
+    "pos_ff.CoreNet.0.weight": "feed_forward.expand.weight",
+    "pos_ff.CoreNet.0.bias": "feed_forward.expand.bias",
+    "pos_ff.CoreNet.3.weight": "feed_forward.contract.weight",
+    "pos_ff.CoreNet.3.bias": "feed_forward.contract.bias",
+    "pos_ff.layer_norm.weight": "feed_forward_norm.weight",
+    "pos_ff.layer_norm.bias": "feed_forward_norm.bias",
+}
+HEAD_NAMES = {
+    "r_w_bias": "blocks.0.memory.attention.content_bias",
+    "r_r_bias": "blocks.0.memory.attention.position_bias",
+    "crit.cluster_weight": "head.bins.0.cluster_weight",
+    "crit.cluster_bias": "head.bins.0.cluster_bias",
+}
+
+
+class Golden:
+    """One file of reference vectors."""
+
+    def __init__(self, name: str) -> None:
+        self.arrays = dict(np.load(GOLDEN / f"{name}.npz"))
+        self.settings: dict[str, Any] = json.loads(str(self.arrays["config_json"]))
+
+    def tensor(self, key: str) -> Tensor:
+        """Float64 or int64, lanes first where the array has a time axis."""
+        value = torch.from_numpy(self.arrays[key])
+        value = value.double() if value.is_floating_point() else value
+        is_sequence = key.startswith(("seg", "eval", "stream", "traj/stream")) and "/grad/" not in key
+        return value.transpose(0, 1) if is_sequence else value
+
+    def parameters(self, prefix: str) -> dict[str, Tensor]:
+        """Arrays under `prefix`, by our names."""
+        found = {}
+        for key in self.arrays:
+            name = key.removeprefix(prefix)
+            if key.startswith(prefix) and name != "pos_emb.inv_freq":
+                found.update(our_parameters(name, self.tensor(key), pre_norm=self.settings["pre_lnorm"]))
+        return found
+
+    def config(self, **model_changes: Any) -> Config:
+        given = self.settings
+        model = ModelConfig(
+            num_layers=given["n_layer"],
+            d_model=given["d_model"],
+            num_heads=given["n_head"],
+            d_head=given["d_head"],
+            d_inner=given["d_inner"],
+            dropout=0.0,
+            norm="pre" if given["pre_lnorm"] else "post",
+            final_norm=False,
+            tie_embeddings=given["tie_weight"],
+            clamp_len=given["clamp_len"] if given["clamp_len"] > 0 else None,
+            same_length=given["same_length"],
+        )
+        if given["cutoffs"]:
+            model.adaptive = AdaptiveConfig(given["cutoffs"], given["div_val"], given["tie_projs"])
+        memory = {"kind": "transformer_xl", "mem_len": given["mem_len"]} if given["mem_len"] else {"kind": "none"}
+        return Config(model=replace(model, **model_changes), memory=memory, train=TrainConfig(seg_len=given["tgt_len"]))
+
+    def model(self, config: Config | None = None) -> MemoryLM:
+        model = MemoryLM(config or self.config(), self.settings["V"]).double()
+        missing, unexpected = model.load_state_dict(self.parameters("param/"), strict=False)
+        shared = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {
+            name for name, _ in model.named_parameters()
+        }
+        assert not unexpected and set(missing) <= shared
+        return model
+
+
+def our_parameters(name: str, value: Tensor, *, pre_norm: bool) -> dict[str, Tensor]:
+    """A published parameter under our name; the joint query-key-value matrix becomes two."""
+    if name in HEAD_NAMES:
+        return {HEAD_NAMES[name]: value}
+    parts = name.split(".")
+    if parts[0] == "word_emb":
+        return {f"embedding.bins.{parts[2]}.{'weight' if parts[1] == 'emb_layers' else 'projection'}": value}
+    if parts[0] == "crit":
+        return {f"head.bins.{parts[2]}.{parts[3] if parts[1] == 'out_layers' else 'projection'}": value}
+    block, rest = f"blocks.{parts[1]}", ".".join(parts[2:])
+    if rest == "dec_attn.qkv_net.weight":
+        query, key, val = value.chunk(3)
+        attention = f"{block}.memory.attention"
+        return {f"{attention}.query.weight": query, f"{attention}.key_value.weight": torch.cat([key, val])}
+    if rest.startswith("dec_attn.layer_norm"):
+        norm = "memory.norm" if pre_norm else "attention_norm"
+        return {f"{block}.{norm}.{parts[-1]}": value}
+    return {f"{block}.{LAYER_NAMES[rest]}": value}
+
+
+def run_segment(model: MemoryLM, tokens: Tensor, targets: Tensor, state: LMState) -> tuple[LMOutput, list[Tensor]]:
+    """One complete segment of every lane, and the output of every block."""
+    outputs: list[Tensor] = []
+    hooks = [block.register_forward_hook(lambda _, __, out: outputs.append(out.y)) for block in model.blocks]
+    valid_len = torch.full((tokens.shape[0],), tokens.shape[1])
+    result = model(tokens, targets, valid_len, state=state)
+    for hook in hooks:
+        hook.remove()
+    return result, outputs
+
+
+def empty_state(model: MemoryLM, num_lanes: int = 2) -> LMState:
+    return model.init_state(torch.arange(num_lanes), "cpu", torch.float64)
+
+
+def assert_close(ours: Tensor, golden: Tensor, tolerance: float = TOLERANCE) -> None:
+    torch.testing.assert_close(ours.detach(), golden, rtol=0, atol=tolerance)
+
+
+def assert_memories(state: LMState, golden: Golden, prefix: str) -> None:
+    """Ours hold M right-aligned rows and a count, theirs only the valid rows; their topmost level is never read."""
+    for index, memory in enumerate(state.blocks):
+        expected = golden.tensor(f"{prefix}/mem{index}")
+        num_rows = expected.shape[1]
+        assert memory.length.tolist() == [num_rows] * expected.shape[0]
+        assert_close(memory.hidden[:, -num_rows:], expected)
+
+
+def assert_gradients(model: MemoryLM, golden: Golden, prefix: str) -> None:
+    expected = golden.parameters(prefix)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        want = expected.pop(name, torch.zeros_like(parameter))
+        error = (parameter.grad - want).abs().max() / want.abs().max().clamp(min=1e-3)
+        assert error <= TOLERANCE, f"gradient of {name}: relative error {error:.1e}"
+    assert not expected, f"published gradients of unknown parameters: {sorted(expected)}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_segments_equal_the_published_code(name: str) -> None:
+    """Losses, block outputs, memories and gradients of every segment."""
+    golden = Golden(name)
+    model = golden.model()
+    state = empty_state(model)
+    for segment in range(len(golden.settings["seg_lens"])):
+        prefix = f"seg{segment}"
+        model.zero_grad()
+        output, hiddens = run_segment(model, golden.tensor(f"{prefix}/input"), golden.tensor(f"{prefix}/target"), state)
+        state = output.state
+        output.nll.mean().backward()
+        assert_close(output.nll, golden.tensor(f"{prefix}/loss"))
+        for index, hidden in enumerate(hiddens):
+            assert_close(hidden, golden.tensor(f"{prefix}/layer{index}_out"))
+        if golden.settings["mem_len"]:
+            assert_memories(state, golden, prefix)
+        assert_gradients(model, golden, f"{prefix}/grad/")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_adam_trajectory_equals_the_published_code(name: str) -> None:
+    """Five updates with carried memory: Adam, global clip 0.25, cosine."""
+    golden = Golden(name)
+    settings = golden.settings["traj"]
+    model = golden.model()
+    optimizer = torch.optim.Adam(model.parameters())
+    stream, seg_len = golden.tensor("traj/stream"), golden.settings["tgt_len"]
+    state = empty_state(model)
+    for step, lr in enumerate(golden.tensor("traj/lr").tolist()):
+        optimizer.param_groups[0]["lr"] = lr
+        window = stream[:, step * seg_len : (step + 1) * seg_len + 1]
+        output, _ = run_segment(model, window[:, :-1], window[:, 1:], state)
+        state = output.state
+        optimizer.zero_grad()
+        loss = output.nll.mean()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings["clip"])
+        optimizer.step()
+        assert_close(loss, golden.tensor("traj/loss")[step], 2e-4)
+        torch.testing.assert_close(norm, golden.tensor("traj/gradnorm")[step], rtol=1e-3, atol=0)
+    expected = golden.parameters("traj/param_after/")
+    start = golden.parameters("param/")
+    for parameter_name, parameter in model.named_parameters():
+        ours, theirs, before = parameter.detach(), expected[parameter_name], start[parameter_name]
+        tolerance = 1e-4
+        if parameter_name.endswith("position.weight"):
+            # The slowest cosines are nearly 1 at every distance and the softmax ignores a constant: their float32
+            # gradients are mostly rounding, which Adam turns into full steps.
+            ours, theirs, before, tolerance = ours[:, :-2], theirs[:, :-2], before[:, :-2], 3e-3
+        assert (ours - theirs).norm() <= tolerance * (theirs - before).norm(), parameter_name
+
+
+def test_evaluation_lengths_equal_the_published_code() -> None:
+    """Trained at T = 6, M = 8; evaluated at T = 4, M = 11, clamp 5, same_length: memories longer, weights the same."""
+    golden = Golden("base")
+    seg_len, _, mem_len, clamp_len, same_length = golden.settings["eval_lens"]
+    config = golden.config(clamp_len=clamp_len, same_length=same_length)
+    config.memory["mem_len"] = mem_len
+    model = golden.model(config).eval()
+    stream, expected = golden.tensor("stream"), golden.tensor("eval/loss")
+    state, losses = empty_state(model), []
+    for start in range(0, expected.shape[1], seg_len):
+        window = stream[:, start : min(start + seg_len, expected.shape[1]) + 1]
+        output, _ = run_segment(model, window[:, :-1], window[:, 1:], state)
+        state = output.state
+        losses.append(output.nll)
+    assert_close(torch.cat(losses, 1), expected)
+    assert_memories(state, golden, "eval")
+
+
+def looped_scores(
+    query: Tensor, key: Tensor, weight: Tensor, *, u: Tensor, v: Tensor, clamp_len: int | None
+) -> dict[tuple[int, int, int, int], float]:
+    """One score at a time, from the formula: {(head, lane, query, key): score} for keys up to the query's own."""
+    num_heads, num_lanes, num_queries, d_head = query.shape
+    context_len, d_model = key.shape[2] - num_queries, weight.shape[1]
+    scores = {}
+    for h, b, i in np.ndindex(num_heads, num_lanes, num_queries):
+        for j in range(context_len + i + 1):
+            distance = min(context_len + i - j, clamp_len if clamp_len is not None else 10**9)
+            angles = [distance * 10000 ** (-2 * pair / d_model) for pair in range(d_model // 2)]
+            table = torch.tensor([math.sin(a) for a in angles] + [math.cos(a) for a in angles], dtype=torch.float64)
+            position = weight[h * d_head : (h + 1) * d_head] @ table
+            content = (query[h, b, i] + u[h]) @ key[h, b, j]
+            scores[h, b, i, j] = ((content + (query[h, b, i] + v[h]) @ position) / math.sqrt(d_head)).item()
+    return scores
+
+
+@pytest.mark.parametrize(("context_len", "clamp_len"), [(0, None), (5, None), (5, 3), (2, 1)])
+def test_fast_scores_equal_explicit_loops(context_len: int, clamp_len: int | None) -> None:
+    generator = torch.Generator().manual_seed(context_len)
+    num_heads, num_lanes, num_queries, d_head, d_model = 2, 3, 4, 5, 8
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    query = draw(num_heads, num_lanes, num_queries, d_head)
+    key = draw(num_heads, num_lanes, context_len + num_queries, d_head)
+    weight, u, v = draw(num_heads * d_head, d_model), draw(num_heads, d_head), draw(num_heads, d_head)
+    distances = key_distances(key.shape[2], clamp_len=clamp_len, device=query.device)
+    table = sinusoid_table(distances, d_model, torch.float64)
+    position = (table @ weight.T).unflatten(-1, (num_heads, d_head)).permute(1, 2, 0)
+    fast = relative_scores(query, key, position, content_bias=u, position_bias=v)
+    for place, expected in looped_scores(query, key, weight, u=u, v=v, clamp_len=clamp_len).items():
+        assert abs(fast[place].item() - expected) <= 1e-9, place
+
+
+def test_aligned_column_is_the_distance() -> None:
+    """Column c of the input holds distance J - 1 - c; afterwards entry (i, j) holds distance J - T + i - j."""
+    num_queries, num_keys = 3, 7
+    by_distance = torch.arange(num_keys - 1, -2, -1).expand(num_queries, -1).contiguous()
+    aligned = align_distances(by_distance)
+    for i in range(num_queries):
+        for j in range(num_keys - num_queries + i + 1):
+            assert aligned[i, j] == num_keys - num_queries + i - j
+
+
+def test_same_length_sees_exactly_m_keys_once_full() -> None:
+    mem_len, num_queries = 5, 4
+    full = torch.ones(1, mem_len, dtype=torch.bool)
+    assert visible_keys(full, num_queries, same_length=True).sum(-1).tolist() == [[mem_len] * num_queries]
+    assert visible_keys(full, num_queries, same_length=False).sum(-1).tolist() == [[6, 7, 8, 9]]
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("splits", [[24], [12, 12], [5, 1, 1, 7, 10], [1] * 24])
+def test_with_memory_longer_than_the_history_segmentation_changes_nothing(norm: str, splits: list[int]) -> None:
+    golden = Golden("base")
+    config = golden.config(norm=norm)
+    config.memory["mem_len"] = 24
+    torch.manual_seed(0)
+    model = MemoryLM(config, 37).double().eval()
+    torch.nn.init.normal_(model.blocks[0].memory.attention.query.weight)
+    stream = torch.randint(0, 37, (2, 25), generator=torch.Generator().manual_seed(1))
+    whole, _ = run_segment(model, stream[:, :-1], stream[:, 1:], empty_state(model))
+    state, losses, start = empty_state(model), [], 0
+    for length in splits:
+        window = stream[:, start : start + length + 1]
+        output, _ = run_segment(model, window[:, :-1], window[:, 1:], state)
+        losses.append(output.nll)
+        state, start = output.state, start + length
+    torch.testing.assert_close(torch.cat(losses, 1), whole.nll, rtol=0, atol=1e-10)

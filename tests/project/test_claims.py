@@ -1,0 +1,31 @@
+"""docs/claims.md: verdicts are of one list, and every figure names the log entry or the test that it comes from."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.support.paths import ROOT
+
+DOCS = ROOT / "docs"
+VERDICTS = {"seen", "seen at small scale", "not seen", "opposite seen", "open"}
+CLAIMS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in (DOCS / "claims.md").read_text(encoding="utf-8").splitlines()
+    if line.startswith("| ") and line.count("|") == 5 and not line.startswith("| claim ")
+]
+
+
+def test_claims_are_found() -> None:
+    assert len(CLAIMS) > 30
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim[0][:60])
+def test_a_claim_has_a_verdict_and_its_figures_a_source(claim: list[str]) -> None:
+    _, run, verdict, seen = claim
+    assert verdict in VERDICTS
+    source = re.search(r"\]\(log\.md#", seen) or re.search(r"`tests/\w+\.py`", run)
+    figures = re.findall(r"\d+\.\d+", re.sub(r"\]\([^)]*\)", "]", seen))
+    assert source or not figures
+    assert source or verdict == "open"

@@ -1,0 +1,91 @@
+"""What the pages say exists: links, files, make targets, and every command down to its configuration keys."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.page_commands import FENCE, PAGES, ROOT, commands_of
+from tests.support.program_arguments import check_arguments, check_make
+
+SOURCES = sorted(
+    path
+    for pattern in (
+        "dist_mem/**/*.py",
+        "shards/*.py",
+        "benchmarks/*.py",
+        "configs/**/*.yaml",
+        "launch/*.sh",
+        "launch/sites/*.yaml",
+    )
+    for path in ROOT.glob(pattern)
+)
+LINK = re.compile(r"\]\((?!https?://)([^)#]+)")
+NAMED_FILE = re.compile(r"`((?:dist_mem|docs|shards|launch|configs|tests|benchmarks)/[\w./-]+\.\w+)`")
+INLINE = re.compile(r"`dist-mem ([a-z][a-z-]*)")
+
+COMMANDS = [(path, command) for path in [*PAGES, *SOURCES] for command in commands_of(path)]
+
+
+@pytest.mark.parametrize(("path", "command"), COMMANDS, ids=[f"{path.name}-{line}" for path, line in COMMANDS])
+def test_commands_are_what_the_programs_take(path: Path, command: str) -> None:
+    check_arguments(command)
+
+
+def test_commands_are_found() -> None:
+    assert {path.name for path, _ in COMMANDS} >= {"README.md", "cluster.md", "evaluate.py", "demo.yaml", "local.sh"}
+    assert len(COMMANDS) > 30
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_named_files_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    missing = [link for link in LINK.findall(text) if not (page.parent / link).exists()]
+    missing += [name for name in NAMED_FILE.findall(text) if "NAME" not in name and not (ROOT / name).exists()]
+    assert not missing
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ +(.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_into_pages_meet_a_heading(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?://)([\w./-]*\.md)?#([^)]+)\)", page.read_text(encoding="utf-8"))
+    missing = [
+        f"{name}#{anchor}" for name, anchor in links if anchor not in anchors_of(page.parent / (name or page.name))
+    ]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_subcommands_named_in_the_text_exist(page: Path) -> None:
+    known = (ROOT / "dist_mem" / "cli" / "commands.py").read_text(encoding="utf-8")
+    functions = [name.replace("-", "_") for name in INLINE.findall(page.read_text(encoding="utf-8"))]
+    missing = [name for name in functions if f"\ndef {name}(" not in known]
+    assert not missing
+
+
+def test_modules_in_the_file_tree_of_the_readme_exist() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    tree = text[text.index("    dist_mem/\n") : text.index("    shards/")]
+    names = [name for line in tree.splitlines()[1:] for name in re.findall(r"\b\w+(?:\.py\b|/(?= |$))", line)]
+    package = ROOT / "dist_mem"
+    assert not [name for name in names if not list(package.glob(name)) and not list(package.glob(f"*/{name}"))]
+
+
+def test_readme_names_every_module() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    package = ROOT / "dist_mem"
+    modules = [path.name for path in package.glob("*.py") if path.name != "__init__.py"]
+    packages = [f"{path.parent.name}/" for path in package.glob("*/__init__.py")]
+    assert not [name for name in (*modules, *packages) if name not in text]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_make_targets_named_in_the_text_exist(page: Path) -> None:
+    check_make(re.findall(r"`make ([a-z]+)", page.read_text(encoding="utf-8")))

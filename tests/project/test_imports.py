@@ -1,0 +1,134 @@
+"""The import arrows of docs/design.md: one layer a folder, downward only, and one door per dependency."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import PACKAGE
+
+# Lowest first: a module may import its own folder, without cycles, and every folder before it.
+LAYERS = [
+    "errors",
+    "runtime",
+    "config",
+    "launch",
+    "data",
+    "nn",
+    "memory",
+    "model",
+    "gpt2",
+    "contract",
+    "engine",
+    "checkpoint",
+    "tracking",
+    "evaluation",
+    "generation",
+    "dialogue",
+    "doctor",
+    "training",
+    "reproduce",
+    "cli",
+    "__main__",
+]
+# library -> the one folder that may import it
+DOORS = {
+    "deepspeed": "engine",
+    "mlflow": "tracking",
+    "webdataset": "data",
+}
+WITHOUT_TORCH = ("errors", "config", "launch", "runtime.environment", "runtime.signals")
+
+
+def module_name(path: Path) -> str:
+    name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    return name.removesuffix(".__init__")
+
+
+MODULES = {module_name(path): path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py"}
+
+
+def is_within(name: str, place: str) -> bool:
+    return name == place or name.startswith(f"{place}.")
+
+
+def imported_names(path: Path) -> set[str]:
+    """Absolute names of everything a file imports, at top level or inside functions."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            full_names = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= full_names
+            if not all(name.removeprefix("dist_mem.") in MODULES for name in full_names):  # else the package is a path
+                names.add(node.module or "")
+    return names
+
+
+def own_imports(path: Path) -> set[str]:
+    names = {name.removeprefix("dist_mem.") for name in imported_names(path) if name.startswith("dist_mem.")}
+    return {name for name in names if name in MODULES}
+
+
+def layer_of(name: str) -> int:
+    folder = name.partition(".")[0]
+    assert folder in LAYERS, f"{folder} stands in no layer: add it to LAYERS in {__file__}"
+    return LAYERS.index(folder)
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_imports_point_to_lower_layers(name: str) -> None:
+    mine = layer_of(name)
+    upward = {other for other in own_imports(MODULES[name]) if layer_of(other) > mine}
+    assert not upward, f"{name} imports {upward}, which stand above it"
+
+
+def test_every_layer_exists() -> None:
+    assert {name.partition(".")[0] for name in MODULES} == set(LAYERS)
+
+
+def test_the_design_lists_the_layers_in_their_order() -> None:
+    text = (PACKAGE.parent / "docs" / "design.md").read_text(encoding="utf-8")
+    table = text[text.index("## The layers") : text.index("## Decisions")]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    named = [name.removesuffix(".py").rstrip("/") for row in rows for name in re.findall(r"`([\w./]+)`", row)]
+    assert [*named, "__main__"] == LAYERS
+
+
+def test_few_modules_lie_outside_of_a_folder() -> None:
+    assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py", "errors.py", "model.py"}
+
+
+def test_no_import_cycles() -> None:
+    graph = {name: own_imports(path) - {name} for name, path in MODULES.items()}
+    while graph:
+        free = [name for name, needs in graph.items() if not needs & graph.keys()]
+        assert free, f"these modules import each other in a circle: {sorted(graph)}"
+        for name in free:
+            del graph[name]
+
+
+@pytest.mark.parametrize("library", sorted(DOORS))
+def test_each_library_has_one_door(library: str) -> None:
+    users = {
+        name for name, path in MODULES.items() if any(is_within(imported, library) for imported in imported_names(path))
+    }
+    assert users, f"nothing imports {library}: take it out of DOORS"
+    strangers = {name for name in users if not is_within(name, DOORS[library])}
+    assert not strangers, f"{library} is imported by {strangers}; its door is {DOORS[library]}"
+
+
+def test_environment_variables_have_one_door() -> None:
+    readers = {name for name, path in MODULES.items() if "os.environ" in path.read_text(encoding="utf-8")}
+    assert readers == {"runtime.environment"}
+
+
+def test_configuration_is_read_without_torch() -> None:
+    for name in MODULES:
+        if any(is_within(name, place) for place in WITHOUT_TORCH):
+            assert not any(is_within(imported, "torch") for imported in imported_names(MODULES[name])), name

@@ -1,0 +1,149 @@
+"""Where ranks come from, and how ranks agree."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_mem.runtime import distributed, environment
+from dist_mem.runtime.distributed import AgreedError, SideChannel, World, agree_all_well, from_rank0, sum_over_ranks
+from dist_mem.runtime.environment import in_job_step, read_ranks
+from dist_mem.runtime.signals import StopSignal
+from tests.support.ranks import RankPool
+
+BATCH_STEP = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}
+JOB_STEP = {**BATCH_STEP, "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
+
+
+def test_launcher_variables_win_over_slurm() -> None:
+    launcher = {"RANK": "2", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    assert read_ranks({**JOB_STEP, **launcher}) == (2, 8, 0, 2)
+
+
+def test_slurm_is_read_inside_a_job_step_only() -> None:
+    assert read_ranks({**JOB_STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}) == (3, 4, 1, 2)
+    assert read_ranks(BATCH_STEP) == (0, 1, 0, 1)
+
+
+@pytest.mark.parametrize("step", ["4294967291", "4294967290", "4294967292", "interactive", ""])
+def test_batch_extern_and_interactive_steps_are_no_job_steps(step: str) -> None:
+    assert not in_job_step({**JOB_STEP, "SLURM_STEP_ID": step})
+
+
+def test_no_launcher_is_a_single_process() -> None:
+    assert read_ranks({}) == (0, 1, 0, 1)
+
+
+@pytest.mark.parametrize("present", [{"RANK": "0"}, {"WORLD_SIZE": "2"}])
+def test_half_a_launcher_is_refused_by_name(present: dict[str, str]) -> None:
+    (missing,) = {"RANK", "WORLD_SIZE"} - present.keys()
+    with pytest.raises(ValueError, match=f"{missing} is not set"):
+        read_ranks(present)
+
+
+def agreement(world: World) -> tuple[list[float], Any, str]:
+    summed = sum_over_ranks([world.rank, 1.0], world.device)
+    told = from_rank0({"from": world.rank})
+    error = OSError("disk full") if world.rank == 1 else None
+    try:
+        agree_all_well(error, "saving")
+    except RuntimeError as caught:
+        return summed, told, str(caught)
+    return summed, told, ""
+
+
+def test_one_failing_rank_fails_all_and_is_named(rank_pool: Callable[[int], RankPool]) -> None:
+    for summed, told, message in rank_pool(2).run(agreement):
+        assert summed == [1.0, 2.0]
+        assert told == {"from": 0}
+        assert message == "saving failed on 1 of 2 ranks. rank 1: OSError: disk full"
+
+
+def open_and_close_side_channels(world: World) -> None:
+    for _ in range(30):
+        SideChannel(world).close()
+
+
+def test_a_side_channel_can_be_closed_at_once(rank_pool: Callable[[int], RankPool]) -> None:
+    """As by a job that has nothing left to train; without a barrier the slower rank was cut off while it connected."""
+    rank_pool(2).run(open_and_close_side_channels)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
+def test_stop_signal_is_noted_and_handlers_come_back(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    stop = StopSignal()
+    os.kill(os.getpid(), number)
+    os.kill(os.getpid(), number)
+    assert stop.received == number.name
+    stop.restore()
+    assert signal.getsignal(number) == before
+
+
+def test_an_error_of_many_ranks_names_the_first_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "gather_objects", lambda value: [f"OSError: {rank}" for rank in range(512)])
+    with pytest.raises(AgreedError) as caught:
+        agree_all_well(None, "saving")
+    named = "rank 0: OSError: 0; rank 1: OSError: 1; rank 2: OSError: 2; ..."
+    assert str(caught.value) == f"saving failed on 512 of 512 ranks. {named}"
+
+
+@pytest.mark.parametrize(
+    ("given", "threads"),
+    [
+        ({"OMP_NUM_THREADS": "3"}, 3),
+        ({"OMP_NUM_THREADS": "3,2", "SLURM_CPUS_PER_TASK": "5"}, 3),
+        ({"SLURM_CPUS_PER_TASK": "5"}, 5),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, None),  # torchrun's own default
+        ({"OMP_NUM_THREADS": "all"}, None),
+        ({}, None),
+    ],
+)
+def test_allotted_threads_are_those_of_the_user_or_of_slurm(given: dict[str, str], threads: int | None) -> None:
+    assert environment.allotted_threads(given) == threads
+
+
+def test_ranks_take_the_threads_they_are_allotted() -> None:
+    """Without them a rank on a shared node would take the cores of others."""
+    joined = "from dist_mem.runtime.distributed import initialize; initialize()"
+    program = f"{joined}; import torch; print(torch.get_num_threads())"
+    for variable in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK"):
+        kept = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "RANK")}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env={**kept, variable: "7"}, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.strip() == "7", variable
+
+
+def test_address_without_a_port_is_refused_or_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Port 0 would be another one on every rank."""
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCH_EXTENSIONS_DIR")  # are set by the call
+    for name in (*JOB_STEP, *ranks, "MASTER_PORT", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    with pytest.raises(ValueError, match="MASTER_PORT is not set"):
+        environment.export_for_libraries(0, 2, 0, 2)
+    for name, value in JOB_STEP.items():
+        monkeypatch.setenv(name, value)
+    environment.export_for_libraries(0, 2, 0, 2)
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("node1", "10007")
+
+
+def test_node_whose_name_does_not_resolve_is_met_at_its_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(
+        "#!/bin/sh\n[ \"$2\" = node ] && echo 'NodeName=n-0 NodeAddr=10.1.2.3 Port=1' || echo n-0.invalid\n"
+    )
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert environment._first_node({**JOB_STEP, "SLURM_JOB_NODELIST": "n-0"}) == "10.1.2.3"

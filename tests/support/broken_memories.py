@@ -1,0 +1,161 @@
+"""Memories with one bug each, for tests/contract/test_check_memory.py: every one is Transformer-XL but for that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dist_mem.memory.base import MemoryOutput
+from dist_mem.memory.transformer_xl import State, TransformerXL
+from dist_mem.nn.layers import newest_rows
+
+
+class FutureLeak(TransformerXL):
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        output = super().forward(x, state, valid_len)
+        return output._replace(y=output.y + 0.1 * x.mean(dim=1, keepdim=True))
+
+
+class PaddingLeak(TransformerXL):
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        return super().forward(x, state, valid_len)._replace(aux={"size": x.square().mean((1, 2))})
+
+
+class MutatedState(TransformerXL):
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        state.hidden.mul_(0.5)
+        return super().forward(x, state, valid_len)
+
+
+class MutatedInput(TransformerXL):
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        output = super().forward(x, state, valid_len)
+        x.data.add_(1.0)
+        return output
+
+
+class LaneMixing(TransformerXL):
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        output = super().forward(x, state, valid_len)
+        return output._replace(y=output.y + 0.1 * state.hidden.mean((0, 1)).to(x.dtype))
+
+
+class ForgottenReset(TransformerXL):
+    """Part of the memory lives in the module, where no reset reaches it."""
+
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        before = getattr(self, "kept", torch.zeros_like(x))
+        output = super().forward(x, state, valid_len)
+        self.kept = x.detach().clone() if before.shape != x.shape else before + x.detach()
+        return output._replace(y=output.y + 0.1 * before.to(x.dtype) if before.shape == x.shape else output.y)
+
+
+class NotEmptyAtFirst(TransformerXL):
+    """An empty memory that differs from call to call: a reset lane is not like a fresh one."""
+
+    calls = 0
+
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
+        NotEmptyAtFirst.calls += 1
+        state = super().init_state(document_ids, device, dtype)
+        return State(state.hidden + NotEmptyAtFirst.calls, torch.full_like(state.length, self.options.mem_len))
+
+
+class BranchOnData(TransformerXL):
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        output = super().forward(x, state, valid_len)
+        return output if state.length.sum() > 0 else output._replace(y=output.y * 1.0)
+
+
+class GradientThroughState(TransformerXL):
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        output = super().forward(x, state, valid_len)
+        hidden = torch.cat([state.hidden, x.to(state.hidden.dtype)], dim=1)[:, -self.options.mem_len :]
+        return output._replace(state=output.state._replace(hidden=hidden))
+
+
+class UnstableDtype(TransformerXL):
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        output = super().forward(x, state, valid_len)
+        return output._replace(state=output.state._replace(hidden=output.state.hidden.to(x.dtype)))
+
+
+class GrowingState(TransformerXL):
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        output = super().forward(x, state, valid_len)
+        hidden = torch.cat([output.state.hidden, output.state.hidden[:, :1]], dim=1)
+        return output._replace(state=output.state._replace(hidden=hidden))
+
+
+class AliasOfInput(TransformerXL):
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        output = super().forward(x, state, valid_len)
+        tail = x.detach()[:, : self.options.mem_len].to(state.hidden.dtype)
+        hidden = tail if tail.shape == state.hidden.shape else output.state.hidden
+        return output._replace(state=output.state._replace(hidden=hidden))
+
+    @classmethod
+    def small_options(cls, seg_len: int) -> dict[str, Any]:
+        return {"mem_len": seg_len}
+
+
+class OwnRandomness(TransformerXL):
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        output = super().forward(x, state, valid_len)
+        return output._replace(y=output.y + 0.01 * torch.rand(1).to(x.dtype))
+
+
+class WeightElsewhere(TransformerXL):
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        output = super().forward(x, state, valid_len)
+        return output._replace(y=output.y + x @ self.attention.query.weight.mT @ self.attention.query.weight)
+
+
+class UnusedParameter(TransformerXL):
+    """A parameter that only a filled memory reaches."""
+
+    def __init__(self, spec: Any, options: Any) -> None:
+        super().__init__(spec, options)
+        self.gate = nn.Linear(spec.d_model, spec.d_model)
+
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        output = super().forward(x, state, valid_len)
+        with torch.no_grad():
+            gate = self.gate(x)
+        return output._replace(y=output.y + gate)
+
+
+class WritesGetNoGradient(TransformerXL):
+    """What is written has weights of its own, and the state is a constant to whoever reads it."""
+
+    def __init__(self, spec: Any, options: Any) -> None:
+        super().__init__(spec, options)
+        self.write = nn.Linear(spec.d_model, spec.d_model)
+
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        output = super().forward(x, state, valid_len)
+        written = self.write(x).detach().to(state.hidden.dtype)
+        hidden = torch.cat([state.hidden, written], dim=1)[:, -self.options.mem_len :]
+        return output._replace(state=output.state._replace(hidden=hidden))
+
+
+class RaisesInBegin(TransformerXL):
+    def begin(self) -> None:
+        self.gate.fill_(0.5)
+
+
+class ForgetsEverything(TransformerXL):
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        return super().forward(x, state, valid_len)._replace(state=state)
+
+
+class ReadsInvalidRows(TransformerXL):
+    """Rows that were never filled are attended to, but only those of other lanes' lengths: lanes are mixed."""
+
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        longest = state.length.amax().expand_as(state.length)
+        output = super().forward(x, State(state.hidden, longest), valid_len)
+        assert newest_rows(longest, state.hidden.shape[1]).dtype == torch.bool
+        return output

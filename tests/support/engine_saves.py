@@ -1,0 +1,121 @@
+"""Engines for tests: a small one under any ZeRO block, its files in a checkpoint, and what all ranks hold of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dist_mem.checkpoint.engine_files import (
+    ENGINE_JSON,
+    EngineReader,
+    engine_index,
+    engine_ranges,
+    engine_tensors,
+    rank_file,
+)
+from dist_mem.runtime.distributed import World, gather_objects
+from tests.support.tiny import run_steps, tiny_config, tiny_job
+
+FROZEN = [{"match": "embedding|bias", "trainable": False}]
+GROUPS = [{"match": "embedding", "lr": 1e-3}, {"match": "feed_forward", "lr": 5e-3, "weight_decay": 0.3}]
+ADAMW = {"kind": "adamw", "lr": 2e-3, "weight_decay": 0.1, "groups": GROUPS}  # four groups: decay or not, two rates
+
+
+def engine_job(world: World, stage: int, *overrides: dict[str, Any], **zero: Any) -> Any:
+    """A `tiny_job` of odd sizes, in four parameter groups and small sub-groups, that two ranks do not divide."""
+    config = tiny_config(
+        {"model": {"d_inner": 37}, "optimizer": ADAMW, "train": {"micro_lanes": 8 // world.size // 2 or 1}}, *overrides
+    )
+    cut = {"stage": stage, "stage3_param_persistence_threshold": 0, "sub_group_size": 500}
+    return tiny_job(config, world, stage=stage, block={"zero_optimization": {**cut, **zero}})
+
+
+def next_losses(job: Any, num_steps: int) -> list[float]:
+    """Mean loss of each of the next updates."""
+    outcomes = run_steps(job, first=job.step, last=job.step + num_steps)
+    return [outcome.totals.nll / outcome.totals.num_scored for outcome in outcomes]
+
+
+def save_engine(job: Any, directory: Path) -> None:
+    """The engine's files of a checkpoint; every rank calls it."""
+    rank, owned = dist.get_rank(), job.engine.owned()
+    path = rank_file(directory, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.clone() for name, tensor in engine_tensors(owned).items()}, path)
+    index = engine_index(job.engine.facts(), gather_objects(engine_ranges(owned)))
+    if rank == 0:
+        (directory / ENGINE_JSON).write_text(json.dumps(index))
+    dist.barrier()
+
+
+def restore_engine(job: Any, directory: Path) -> None:
+    """From such files; every rank calls it."""
+    reader = EngineReader(directory)
+    job.engine.restore(reader.read, reader.counters)
+
+
+def gathered(job: Any) -> dict[str, Tensor]:
+    """KIND/NAME -> what the ranks own of it together, whole; a figure that holds for all of it as it is.
+
+    Every rank calls it, and has all of it.
+    """
+    sizes = {name: torch.Size(shape).numel() for name, shape in job.engine.facts()["shapes"].items()}
+    covered = {name: torch.zeros(size) for name, size in sizes.items()}
+    whole: dict[str, Tensor] = {}
+    for slices in gather_objects([found._replace(parts=clones(found.parts)) for found in job.engine.owned()]):
+        for name, start, stop, parts in slices:
+            covered[name][start:stop] += 1
+            for kind, part in parts.items():
+                if part.dim() == 0:
+                    assert torch.equal(whole.setdefault(f"{kind}/{name}", part), part)
+                    continue
+                assert part.shape == (stop - start,), f"{kind} of {name}"
+                tensor = whole.setdefault(f"{kind}/{name}", torch.full((sizes[name],), torch.nan, dtype=part.dtype))
+                tensor[start:stop] = part
+    for name, counts in covered.items():
+        assert (counts == 1).all(), f"{name} is owned {counts.min():.0f} to {counts.max():.0f} times"
+    return whole
+
+
+def clones(parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in memory of their own: a pickled view brings all of what it views."""
+    return {kind: part.clone() for kind, part in parts.items()}
+
+
+def masters(job: Any) -> dict[str, Tensor]:
+    """What the optimizer trains, whole, and what is frozen, as DeepSpeed tells; under each parameter's first name."""
+    optimizer = job.engine.optimizer
+    known: dict[int, Tensor] = {}
+    if job.engine.stage == 0 and hasattr(optimizer, "fp32_groups"):
+        for halves, wholes in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+            known.update({id(half): whole for half, whole in zip(halves, wholes, strict=True)})
+    found = {}
+    for name, parameter in job.engine.module.named_parameters():
+        whole = known.get(id(parameter))
+        if whole is None and parameter.requires_grad and job.engine.stage:
+            whole = safe_get_full_fp32_param(parameter)
+        with deepspeed.zero.GatheredParameters([parameter], enabled=job.engine.stage == 3):
+            found[name] = (parameter if whole is None else whole).detach().clone().float()
+    return found
+
+
+DEEPSPEEDS = "engine"  # folder of DeepSpeed's own files
+
+
+def save_as_deepspeed(job: Any, directory: Path) -> None:
+    """What DeepSpeed itself would write; every rank calls it."""
+    job.engine._engine.save_checkpoint(str(directory), tag=DEEPSPEEDS, save_latest=False)
+
+
+def load_as_deepspeed(job: Any, directory: Path) -> None:
+    """As DeepSpeed itself would go on, at the same stage and number of ranks."""
+    found, _ = job.engine._engine.load_checkpoint(str(directory), tag=DEEPSPEEDS, load_lr_scheduler_states=False)
+    assert found is not None

@@ -1,0 +1,54 @@
+"""What the tests of faults share: disks that are small or read-only, and messages that must stand in docs/faults.md."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+PAGE = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+
+
+def assert_told(text: str, *phrases: str) -> None:
+    """What a user sees says these things, no program's insides, and the page of faults has them too."""
+    for phrase in phrases:
+        assert phrase in text
+        assert phrase in PAGE, f"docs/faults.md does not have {phrase!r}"
+    assert "Traceback" not in text
+
+
+def flip(path: Path, position: int, bits: int = 1) -> None:
+    """Change one byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= bits
+    path.write_bytes(content)
+
+
+@contextmanager
+def small_disk(folder: Path, options: str) -> Iterator[Path]:
+    """A file system in memory of its own; skips where mounting is not allowed (it takes root)."""
+    folder.mkdir(parents=True)
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def remount(folder: Path, options: str) -> None:
+    """Give a small disk another size, or make it read-only."""
+    subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True)
+
+
+def used_kilobytes(folder: Path) -> int:
+    """What lies in a folder, in pages of memory, as tmpfs counts."""
+    counted = subprocess.run(["du", "-sk", str(folder)], capture_output=True, text=True, check=True)
+    return int(counted.stdout.split()[0])

@@ -1,0 +1,104 @@
+"""Ranks that may die at any instant, forked from a process that has imported everything already.
+
+The ranks of a pool are expected to live, and `dist-mem train` takes seconds to start; a job of these takes one or two.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dist_mem.runtime.distributed import choose_accelerator
+from tests.support.ranks import free_port, launcher_environment
+
+SIGKILLED = -9  # as an exit code
+_IMPORTED = [  # what a job imports only when it needs it is here too
+    "dist_mem.__main__",
+    "dist_mem.training.loop",
+    "dist_mem.memory.transformer_xl",
+    "deepspeed.runtime.superoffload",
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.zero.stage_1_and_2",
+    "torch._dynamo",
+]
+
+
+class Ended(NamedTuple):
+    """How a job of forked ranks ended."""
+
+    codes: list[int]  # by rank; negative: the signal that killed it
+    texts: list[str]  # what each rank printed
+
+
+@cache
+def fork_server() -> Any:
+    """The context of the process that ranks are forked from, begun early so that it imports meanwhile."""
+    from multiprocessing.forkserver import ensure_running
+
+    choose_accelerator()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    ensure_running()
+    return context
+
+
+class Ranks:
+    """The processes of one job, running `function(*arguments[rank])`, which returns the exit code.
+
+    Args:
+        folder: for what the ranks print.
+    """
+
+    def __init__(self, function: Callable[..., int], arguments: Sequence[Sequence[Any]], *, folder: Path) -> None:
+        size, port = len(arguments), free_port()
+        self._logs = [folder / f"rank-{rank}.log" for rank in range(size)]
+        self.processes = [
+            fork_server().Process(target=_serve, args=(function, own, rank, size, port, log), daemon=True)
+            for rank, (own, log) in enumerate(zip(arguments, self._logs, strict=True))
+        ]
+        for process, log in zip(self.processes, self._logs, strict=True):
+            log.touch()  # it may die before it prints
+            process.start()
+
+    def finish(self, *, patience: float = 5.0, timeout: float = 120.0) -> Ended:
+        """How it ended.
+
+        Args:
+            patience: seconds after the first death until the ranks that are left are killed, as launchers do.
+        """
+        deadline = time.monotonic() + timeout
+        for process in self.processes:
+            while process.is_alive():
+                if any(other.exitcode for other in self.processes):
+                    deadline = min(deadline, time.monotonic() + patience)
+                process.join(0.05)
+                if time.monotonic() > deadline:
+                    process.kill()
+        codes = [process.exitcode for process in self.processes]
+        return Ended(codes, [log.read_text(encoding="utf-8") for log in self._logs])
+
+
+def run_forked(function: Callable[..., int], arguments: Sequence[Sequence[Any]], *, folder: Path) -> Ended:
+    """Start and finish."""
+    return Ranks(function, arguments, folder=folder).finish()
+
+
+def _serve(function: Callable[..., int], arguments: Sequence[Any], rank: int, size: int, port: int, log: Path) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.environ.update(launcher_environment(rank, size, port))
+    try:
+        code = function(*arguments)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,174 @@
+"""Whole training jobs for tests: data on disk, real `dist-mem train` processes, checkpoints compared bit by bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+
+from dist_mem.config import load_config
+from dist_mem.data.build.builder import build_dataset
+from dist_mem.data.build.source import SourceDocument
+from dist_mem.memory import memory_options
+from dist_mem.runtime.distributed import World
+from dist_mem.runtime.signals import StopSignal
+from dist_mem.training.loop import run_job
+from tests.support.ranks import free_port, launcher_environment
+
+SYLLABLES = ["ba", "ko", "mi", "ru", "ten", "sol", "qua", "ver"]
+
+
+def build_books(out: Path, **options: Any) -> Path:
+    """A byte-tokenized corpus of a dozen small books: train, validation and test; `options` of `build_dataset`."""
+    choose = random.Random(7)
+
+    def book(split: str, number: int) -> SourceDocument:
+        words = ["".join(choose.choices(SYLLABLES, k=2)) for _ in range(choose.randint(40, 160))]
+        text_file = out / "texts" / split / f"{number}.txt"
+        text_file.parent.mkdir(parents=True, exist_ok=True)
+        text_file.write_text(" ".join(words) + "\n", encoding="utf-8")
+        return SourceDocument(id=str(number), title=f"Book {number}", source=text_file, year=1900 + number)
+
+    sizes = {"train": 12, "validation": 4, "test": 3}
+    splits = {split: [book(split, number) for number in range(size)] for split, size in sizes.items()}
+    build_dataset(splits, out / "shards", name="tiny", tokenizer_kind="bytes", **options)
+    return out / "shards"
+
+
+def write_config(path: Path, data: Path, run_dir: Path, *overrides: dict[str, Any]) -> Path:
+    """The YAML of a job of a few milliseconds a step: dropout on, accumulation 2."""
+    base = {
+        "name": run_dir.name,
+        "run_dir": str(run_dir),
+        "data": {"path": str(data)},
+        "model": {"num_layers": 2, "d_model": 16, "num_heads": 2, "d_inner": 32, "dropout": 0.2},
+        "memory": {"kind": "transformer_xl", "mem_len": 24},
+        "train": {"lanes": 8, "micro_lanes": 2, "seg_len": 16, "steps": 12, "precision": "fp32", "threads": 1},
+        "optimizer": {"lr": 3e-3, "weight_decay": 0.1, "groups": [{"match": "embedding", "lr": 1e-3}]},
+        "checkpoint": {"every": 5},
+        "tracking": {"every": 1, "mlflow": False},
+        "deepspeed": {"zero_optimization": {"stage": 2, "stage3_param_persistence_threshold": 0}},
+    }
+    OmegaConf.save(OmegaConf.merge(base, *overrides), path)
+    return path
+
+
+def start_ranks(arguments: list[str], *, world_size: int, cwd: Path) -> list[subprocess.Popen[str]]:
+    """`dist-mem ARGUMENTS` on every rank, as a launcher would start them."""
+    port = free_port()
+    command = [sys.executable, "-m", "dist_mem", *arguments]
+    return [
+        subprocess.Popen(
+            command,
+            cwd=cwd,
+            env={**os.environ, **launcher_environment(rank, world_size, port), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+
+
+def finish(processes: list[subprocess.Popen[str]], *, timeout: float = 120) -> tuple[list[int], str]:
+    """Exit codes and everything printed, once all ranks have ended."""
+    texts = [process.communicate(timeout=timeout)[0] for process in processes]
+    return [process.returncode for process in processes], "\n".join(texts)
+
+
+def run_ranks(arguments: list[str], *, world_size: int, cwd: Path) -> tuple[list[int], str]:
+    """Start and finish."""
+    return finish(start_ranks(arguments, world_size=world_size, cwd=cwd))
+
+
+def train_here(world: World, config_file: Path, changes: Sequence[str] = ()) -> int:
+    """The training of `dist-mem train`, in ranks that are already there."""
+    stop_signal = StopSignal()
+    try:
+        config = load_config([str(config_file), *changes], memory_options=memory_options)
+        return run_job(config, world, stop_signal)
+    finally:
+        stop_signal.restore()
+
+
+def logged_steps(run_dir: Path) -> list[int]:
+    """Steps in metrics.jsonl; a line being written right now is left out."""
+    path = run_dir / "metrics.jsonl"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line)["step"] for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def wait_for(condition: Callable[[], bool], what: str, *, seconds: float = 90) -> None:
+    """Poll until the condition holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.005)
+
+
+def losses(run_dir: Path) -> list[float]:
+    """Training loss of every step."""
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    points = [json.loads(line) for line in lines]
+    return [point["metrics"]["loss"] for point in points if "loss" in point["metrics"]]
+
+
+def difference(first: Any, second: Any, where: str = "") -> str | None:
+    """Where two nested structures of tensors and plain values differ by a single bit; None if nowhere."""
+    if isinstance(first, torch.Tensor):
+        same = isinstance(second, torch.Tensor) and first.dtype == second.dtype and torch.equal(first, second)
+        return None if same else where
+    if isinstance(first, dict):
+        if not isinstance(second, dict) or list(first) != list(second):
+            return where
+        return next((found for key in first if (found := difference(first[key], second[key], f"{where}/{key}"))), None)
+    if isinstance(first, (list, tuple)):
+        if len(first) != len(second):
+            return where
+        parts = enumerate(zip(first, second, strict=True))
+        return next((found for index, (a, b) in parts if (found := difference(a, b, f"{where}/{index}"))), None)
+    if type(first) is not type(second):
+        return where
+    if hasattr(first, "__dict__"):  # DeepSpeed pickles its loss scaler whole
+        return difference(vars(first), vars(second), f"{where}.{type(first).__name__}")
+    return None if first == second else where
+
+
+def checkpoint_content(directory: Path) -> dict[str, Any]:
+    """Everything in a checkpoint that decides how the run goes on."""
+    content: dict[str, Any] = {}
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if path.suffix == ".safetensors":
+            content[name] = load_file(path)
+        elif path.suffix == ".pt":
+            content[name] = torch.load(path, weights_only=False)
+    _clear_padding(content)
+    return content
+
+
+def _clear_padding(content: dict[str, Any]) -> None:
+    """ZeRO-3 fills up the last rank's share of a parameter that the ranks do not divide, with memory as it finds it."""
+    for name, saved in content.items():
+        states = content.get(name.replace("bf16_zero", "zero").replace("optim", "model"), {})
+        if name.endswith("optim_states.pt") and "zero_pp_rank" in name and "param_shapes" in states:
+            world_size = sum(other.endswith("optim_states.pt") for other in content)
+            rank = int(name.split("zero_pp_rank_")[1].split("_")[0])
+            groups = saved["optimizer_state_dict"].get("fp32_flat_groups", [])
+            for flat, shapes in zip(groups, states["param_shapes"], strict=True):
+                offset = 0
+                for shape in shapes.values():
+                    share = -(-shape.numel() // world_size)
+                    held = max(0, min(share, shape.numel() - rank * share))
+                    flat.data[offset + held : offset + share] = 0
+                    offset += share

@@ -1,0 +1,24 @@
+"""A memory that logs, for tests/memory/test_memory_logs.py: Transformer-XL but for that."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dist_mem.memory.base import MemoryOutput
+from dist_mem.memory.transformer_xl import State, TransformerXL
+
+
+class Logging(TransformerXL):
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        logs = {
+            "tokens": torch.where(valid_len > 0, valid_len, torch.nan),  # of an idle lane there is nothing to say
+            "layer": x.new_full((), self.spec.layer_index),
+            "size": x.square().mean((1, 2)),
+        }
+        return super().forward(x, state, valid_len)._replace(logs=logs)
+
+
+class BadName(Logging):
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        return super().forward(x, state, valid_len)._replace(logs={"size of x?": x.mean()})

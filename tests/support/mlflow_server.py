@@ -1,0 +1,118 @@
+"""Real MLflow for tests: a server that can be killed and started again, addresses that never answer, what a run has."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from tests.support.ranks import free_port
+
+Points = Counter[tuple[str, int, int, float]]  # (name, step, time in milliseconds, value) -> how often
+
+
+def wait_until(condition: Callable[[], bool], what: str, *, seconds: float = 180) -> None:
+    """Poll until the condition holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.05)
+
+
+@contextmanager
+def silent_address(*, accepting: bool) -> Iterator[str]:
+    """The URI of a listener that never answers: it accepts connections and says nothing, or drops every SYN."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(100 if accepting else 0)
+        host, port = listener.getsockname()
+        fillers = []
+        for _ in range(0 if accepting else 8):  # the queue takes one or two; from then on Linux drops what comes
+            filler = socket.socket()
+            filler.setblocking(False)
+            with suppress(BlockingIOError):
+                filler.connect((host, port))
+            fillers.append(filler)
+        yield f"http://{host}:{port}"
+        for filler in fillers:
+            filler.close()
+
+
+def points_of(client: Any, run_id: str) -> Points:
+    """Every point that MLflow has of a run."""
+    names = client.get_run(run_id).data.metrics
+    return Counter(
+        (name, point.step, point.timestamp, point.value)
+        for name in names
+        for point in client.get_metric_history(run_id, name)
+    )
+
+
+class MlflowServer:
+    """`mlflow server` on one loopback port, over an SQLite file that outlives it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        trust: ssl.SSLContext | None = None,
+    ) -> None:
+        """
+        Args:
+            options: more of `mlflow server`.
+            trust: how to trust its certificate, if the options give it one.
+        """
+        self.uri = f"{'https' if trust else 'http'}://127.0.0.1:{free_port()}"
+        self.folder = folder
+        self._options = options
+        self._environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # six processes, of no use
+        self._environment |= environment or {}
+        self._trust = trust
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Return when it answers."""
+        port = self.uri.rsplit(":", 1)[1]
+        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", port, "--workers", "1"]
+        command += ["--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db"]
+        command += ["--artifacts-destination", str(self.folder / "artifacts")]
+        command += self._options
+        with (self.folder / "log").open("ab") as output:
+            self._process = subprocess.Popen(
+                command, stdout=output, stderr=output, env=self._environment, start_new_session=True
+            )
+        process = self._process
+        wait_until(lambda: self._answers() or process.poll() is not None, "the MLflow server")
+        assert process.poll() is None, (self.folder / "log").read_text()
+
+    def kill(self) -> None:
+        """SIGKILL to the session that `start` began: the server and its worker."""
+        assert self._process is not None
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process = None
+
+    def close(self) -> None:
+        """Kill it if it runs."""
+        if self._process is not None:
+            self.kill()
+
+    def _answers(self) -> bool:
+        try:
+            with urlopen(f"{self.uri}/health", timeout=5, context=self._trust) as response:
+                return bool(response.status == 200)
+        except (URLError, ConnectionError):
+            return False

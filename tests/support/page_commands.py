@@ -1,0 +1,75 @@
+"""The commands and programs of a page, in its order: what its `sh` and `python` blocks and its indented blocks hold."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.support.paths import ROOT
+
+PAGES = sorted(path for folder in (".", "docs", "shards", "launch") for path in (ROOT / folder).glob("*.md"))
+FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+PROGRAMS = "dist-mem|python3?|torchrun|deepspeed|srun|sbatch|make|launch/local.sh|pip|mlflow|git|cd|apt-get|bash"
+# In an indented block, a docstring or a comment; the program may stand in .venv/bin and be told variables.
+COMMAND = re.compile(rf"^(?:#   | {{4}})((?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:{PROGRAMS}) .*)$", re.MULTILINE)
+LOOP = re.compile(r"^for .*?^done.*?$", re.MULTILINE | re.DOTALL)
+
+
+class Item(NamedTuple):
+    """One thing that a page asks its reader to run."""
+
+    text: str
+    is_python: bool = False
+
+
+def items_of(page: Path) -> Iterator[Item]:
+    """Every command, and every Python program, of a Markdown page; Python blocks without a command between are one."""
+    program = ""
+    for item in _pieces_of(page):
+        if item.is_python:
+            program += item.text
+        else:
+            if program:
+                yield Item(program, is_python=True)
+            program = ""
+            yield item
+    if program:
+        yield Item(program, is_python=True)
+
+
+def _pieces_of(page: Path) -> Iterator[Item]:
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    start = 0
+    for fence in FENCE.finditer(text):
+        yield from (Item(command) for command in COMMAND.findall(text[start : fence.start()]))
+        language, block = fence.groups()
+        if language == "sh":
+            yield from (Item(command) for command in commands_in(block))
+        elif language == "python":
+            yield Item(block, is_python=True)
+        start = fence.end()
+    yield from (Item(command) for command in COMMAND.findall(text[start:]))
+
+
+def commands_in(block: str) -> Iterator[str]:
+    """The commands of a shell script: a line each, or a loop."""
+    start = 0
+    for loop in LOOP.finditer(block):
+        yield from _lines(block[start : loop.start()])
+        yield loop[0]
+        start = loop.end()
+    yield from _lines(block[start:])
+
+
+def _lines(block: str) -> Iterator[str]:
+    return (line.strip() for line in block.splitlines() if not re.match(r" *(#|$)", line))
+
+
+def commands_of(path: Path) -> Iterator[str]:
+    """Every command of a page, a program's docstring, or a configuration's comments."""
+    if path.suffix == ".md":
+        yield from (item.text for item in items_of(path) if not item.is_python)
+    else:
+        yield from COMMAND.findall(path.read_text(encoding="utf-8").replace("\\\n", " "))

@@ -1,0 +1,72 @@
+"""Whether programs take the arguments that a page shows, without running them: parsers, configuration keys, files."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from collections.abc import Callable
+from contextlib import chdir
+from pathlib import Path
+
+from dist_mem.__main__ import parse
+from dist_mem.config import known_keys, load_config
+from tests.support.page_commands import PROGRAMS, ROOT
+
+OWN_FILE = re.compile(r"(?:tests|shards|launch|configs|benchmarks)/")
+LAUNCHED = ("dist-mem", "dist_mem")  # directly, or through `python -m`, torchrun, deepspeed, srun
+
+
+def check_arguments(command: str) -> None:
+    """Raise AssertionError, or exit as the parsers do, if a program of the command does not take its arguments."""
+    if command.startswith("for "):
+        return  # test_documented_commands.py runs the loop
+    with chdir(ROOT):
+        words = shlex.split(command, comments=True)
+        assert not [word for word in words if OWN_FILE.match(word) and not Path(word).exists()]
+        while re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words.pop(0)
+        program, arguments = Path(words[0]).name, words[1:]
+        launched = next((index for index, word in enumerate(words) if word.rpartition("/bin/")[2] in LAUNCHED), None)
+        if program in CHECKS:
+            CHECKS[program](arguments)
+        elif launched is not None and words[0] != "git":
+            check_dist_mem(words[launched + 1 :])
+        else:
+            assert re.fullmatch(PROGRAMS, program) or words[0] == ".", f"{program} is new: how is it checked?"
+
+
+def check_dist_mem(arguments: list[str]) -> None:
+    """The real parser takes the arguments, and the configuration knows every file and key."""
+    options = parse(arguments)
+    if options.command == "train":
+        load_config(options.config)
+    for override in getattr(options, "overrides", []):
+        assert override.split("=")[0] in known_keys(), override
+
+
+def check_make(targets: list[str]) -> None:
+    """The Makefile has the targets."""
+    known = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert set(targets) <= set(known), targets
+
+
+def _check_python(arguments: list[str]) -> None:
+    if arguments[0] == "-m" and arguments[1] in LAUNCHED:
+        check_dist_mem(arguments[2:])
+    elif arguments[0].startswith("shards/"):
+        importlib.import_module(Path(arguments[0]).stem).parse_arguments(arguments[1:])
+
+
+def _check_sbatch(arguments: list[str]) -> None:
+    script = next(index for index, word in enumerate(arguments) if word.endswith(".sbatch"))
+    if arguments[script] == "launch/train.sbatch" and "..." not in " ".join(arguments):
+        check_dist_mem(["train", *arguments[script + 1 :]])
+
+
+CHECKS: dict[str, Callable[[list[str]], None]] = {
+    "local.sh": lambda arguments: check_dist_mem(["train", *arguments]),
+    "make": check_make,
+    "python": _check_python,
+    "sbatch": _check_sbatch,
+}

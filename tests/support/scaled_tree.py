@@ -1,0 +1,160 @@
+"""A fresh tree of the project in which its pages' commands run in seconds: the same files, with small configurations.
+
+The commands of the pages are not changed for that, but for what stands in `STAND_INS`. What is smaller than a user's:
+
+- `SMALLER`: models of one layer of 16, and few steps, in the copies of the configurations;
+- step numbers in commands (`--checkpoint 400`, `train.steps=2000`) are a fiftieth, as the demo's steps are;
+- `dist-mem` and `python -m dist_mem` are forked from a process that has imported everything (warm_programs.py).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from tests.support.page_commands import ROOT
+from tests.support.ranks import free_port
+from tests.support.warm_programs import write_programs
+
+STEPS = 50  # of a page for one of here
+_MODEL = ["model.num_layers=1", "model.d_model=16", "model.num_heads=2", "model.d_inner=16"]
+_FEW = ["train.threads=1", "train.steps=4", "checkpoint.every=2", "schedule.warmup_steps=1"]
+SMALLER: dict[str, Sequence[str]] = {
+    "demo.yaml": [
+        *_MODEL,
+        *("train.threads=1", "train.steps=16", "schedule.warmup_steps=2"),
+        *("checkpoint.every=4", "eval.every=4", "tracking.every=2"),
+    ],
+    "pg19_small.yaml": [*_MODEL, *_FEW],
+    "sorting_small.yaml": [*_MODEL, *_FEW],
+    "sorting_small/infinite.yaml": ["memory.num_basis=16", "memory.num_samples=16"],
+    "cmu_dog_small.yaml": [*_MODEL, *_FEW],
+    "memory/infinite.yaml": ["memory.num_basis=16", "memory.num_samples=16"],
+    "papers/gpt2.yaml": [*_MODEL, "model.d_inner=64", "train.threads=1"],
+    "papers/gpt2_infinite.yaml": ["memory.num_basis=16", "memory.num_samples=16"],
+}
+# On the page -> here: the user's own places, and sizes that are no configuration's.
+STAND_INS = {
+    "/new/place": "new_place",
+    "/local/$USER": "local",
+    "build_sample.py --out data/sample": "build_sample.py --out data/sample --size tiny --books 320",
+    "--download --workers 8": "--vocab-size 2000",  # the network
+    "--workers 8": "--workers 2",
+    "--lengths 500 1000 2000": "--lengths 500 1000 2000 --train 64 --validation 8 --test 8",
+    "reproduce lamemo.table3 ": "reproduce lamemo.table3 --rows lamemo train.steps=100 schedule.warmup_steps=1 ",
+    "--tokenizer sentencepiece": "--tokenizer sentencepiece --vocab-size 2000",
+}
+_STEP = re.compile(r"(--checkpoint |\btrain\.steps=)(\d+)")
+
+
+class Tree:
+    """A folder with all that a clone of the project has, and an environment in `.venv`."""
+
+    def __init__(self, folder: Path, warm_address: Path) -> None:
+        self.folder = folder
+        for name in ("dist_mem", "docs", "shards", "launch", "examples", "benchmarks", "tests"):
+            (folder / name).symlink_to(ROOT / name)
+        for pattern in ("*.md", "*.toml", "*.txt", "Makefile", ".gitignore"):
+            for path in ROOT.glob(pattern):
+                shutil.copy2(path, folder / path.name)
+        shutil.copytree(ROOT / "configs", folder / "configs")
+        for name, changes in SMALLER.items():
+            _change(folder / "configs" / name, changes)
+        self._write_environment(warm_address)
+        self.cloned = {path.name for path in folder.iterdir()}  # what is here before any command has run
+
+    def _write_environment(self, warm_address: Path) -> None:
+        """The programs of the environment that the tests run in, but for those of warm_programs.py."""
+        programs = self.folder / ".venv" / "bin"
+        programs.mkdir(parents=True)
+        for path in Path(sys.executable).parent.iterdir():
+            if path.name not in ("dist-mem", "python"):
+                (programs / path.name).symlink_to(path)
+        write_programs(programs, warm_address)
+        (self.folder / ".venv" / ".ready").touch()
+
+    def run(self, command: str, *, timeout: float = 600) -> tuple[int, str]:
+        """Exit code and output of a command of a page, in bash."""
+        for on_page, here in STAND_INS.items():
+            command = command.replace(on_page, here)
+        command = _STEP.sub(lambda found: f"{found[1]}{max(1, int(found[2]) // STEPS)}", command)
+        running = subprocess.Popen(
+            ["bash", "-euo", "pipefail", "-c", command],
+            cwd=self.folder,
+            env=self._environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        try:
+            told = running.communicate(timeout=timeout)[0]
+        except subprocess.TimeoutExpired:
+            os.killpg(running.pid, signal.SIGKILL)  # the ranks too
+            told = f"{running.communicate()[0]}\nended after {timeout} s"
+        return running.returncode, told
+
+    def must(self, command: str) -> str:
+        """Output of a command, which must succeed."""
+        code, told = self.run(command)
+        assert code == 0, f"$ {command}\nexit code {code}\n{told[-4000:]}"
+        return told
+
+    def take_over(self, other: Tree) -> None:
+        """Copy what the commands of another tree have made there."""
+        for path in other.folder.iterdir():
+            if path.name not in other.cloned:
+                copy = shutil.copytree if path.is_dir() else shutil.copy2
+                copy(path, self.folder / path.name)
+
+    def _environment(self) -> dict[str, str]:
+        programs = self.folder / ".venv" / "bin"
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MLFLOW_"))}
+        return {
+            **clean,
+            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "WARM_PROGRAMS": str(programs),
+            "MASTER_PORT": str(free_port()),
+            "PET_MASTER_PORT": str(free_port()),
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(self.folder),
+        }
+
+
+def _change(path: Path, changes: Sequence[str]) -> None:
+    config = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(changes)))
+    if "train.steps" in "".join(changes):
+        config.train.pop("epochs", None)
+    OmegaConf.save(config, path)
+
+
+_SYLLABLES = [a + b for a in "bdfghjklmnprstvwz" for b in ("a", "e", "i", "o", "u", "an", "or", "es")]
+_WORDS = [first + second for first in _SYLLABLES for second in ("", *_SYLLABLES[::2])]
+
+
+def draw_words(draw: random.Random, count: int) -> str:
+    """Words of a vocabulary of several thousand."""
+    return " ".join(draw.choices(_WORDS, k=count))
+
+
+def write_texts(folder: Path, counts: dict[str, int], *, num_words: int = 2_000) -> None:
+    """Folders of .txt files, a book each."""
+    draw = random.Random(7)
+    for split, count in counts.items():
+        (folder / split).mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            lines = [draw_words(draw, 10) for _ in range(num_words // 10)]
+            (folder / split / f"{split}-{number}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,0 +1,118 @@
+"""A small library to score, a small model, and what it means that two reports agree."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import save_file
+
+from dist_mem.checkpoint.engine_files import ENGINE_JSON, engine_index, engine_ranges, engine_tensors, rank_file
+from dist_mem.checkpoint.manifest import describe_file, files_in, step_dir, write_manifest
+from dist_mem.config import Config, save_config
+from dist_mem.data.shard import Index, TokenizedDocument, write_split
+from dist_mem.data.tokenizers.registry import save_tokenizer
+from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
+from dist_mem.engine.zero_state import Slice
+from dist_mem.evaluation.report import Report
+from dist_mem.evaluation.scoring import evaluate_documents
+from dist_mem.model import MemoryLM
+from dist_mem.runtime.distributed import World
+from tests.support.saving import FACTS
+
+SEG_LEN, MEM_LEN = 8, 16
+TOKENIZER = BytesTokenizer()
+ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
+LENGTHS = (100, 0, 7, 8, 1, 41, 64, 16, 23)  # among them none, one, exactly one segment, one token more than five
+
+
+def make_document(number: int, length: int) -> TokenizedDocument:
+    text = "".join(f"{number} word{place} \n" for place in range(length))[:length]
+    tokens = TOKENIZER.encode(text)
+    recall = np.zeros(length, dtype=np.int32)
+    for place in range(number, length, 5):
+        recall[place] = min(place, 1 + 7 * number) or 0
+    return TokenizedDocument(
+        id=f"doc{number}",
+        title=f"Title {number}",
+        year=1900,
+        words=len(text.split()),
+        bytes=length,
+        tokens=tokens,
+        recall=recall,
+    )
+
+
+def write_library(folder: Path) -> Path:
+    """A data directory with a split `test` of nine small documents."""
+    save_tokenizer(TOKENIZER, folder)
+    documents = [make_document(number, length) for number, length in enumerate(LENGTHS)]
+    write_split(documents, folder / "test", name="tiny", split="test", tokenizer_fingerprint=TOKENIZER.fingerprint)
+    return folder
+
+
+def make_config(**overrides: Any) -> Any:
+    small = {
+        "model": {"num_layers": 2, "d_model": 16, "num_heads": 2, "d_inner": 32},
+        "memory": {"kind": "transformer_xl", "mem_len": MEM_LEN},
+        "train": {"seg_len": SEG_LEN, "micro_lanes": 2, "lanes": 4, "precision": "fp32", "steps": 10, "threads": 1},
+        "tracking": {"mlflow": False},
+        "deepspeed": {},
+    }
+    config = OmegaConf.structured(Config(memory={}, deepspeed={}))
+    return OmegaConf.merge(config, small, overrides)
+
+
+def make_model() -> MemoryLM:
+    torch.manual_seed(0)
+    model = MemoryLM(make_config(model={"init_std": 0.3}), TOKENIZER.vocab_size)
+    return model.eval()
+
+
+def save_weights(run_dir: Path, model: MemoryLM, config: Any, *, step: int) -> Path:
+    """A checkpoint as far as evaluation reads it, of one rank."""
+    directory = step_dir(run_dir, step)
+    (directory / "engine").mkdir(parents=True)
+    weights = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
+    facts = {"counters": {}, "shapes": {name: list(weight.shape) for name, weight in weights.items()}, "aliases": {}}
+    slices = [Slice(name, 0, weight.numel(), {"master": weight.view(-1)}) for name, weight in weights.items()]
+    save_file(engine_tensors(slices), rank_file(directory, 0))
+    (directory / ENGINE_JSON).write_text(json.dumps(engine_index(facts, [engine_ranges(slices)])))
+    save_config(config, directory / "config.yaml")
+    files = {path.relative_to(directory).as_posix(): describe_file(path) for path in files_in(directory)}
+    facts = {**FACTS, "step": step, "tokenizer_fingerprint": TOKENIZER.fingerprint, "files": files}
+    write_manifest(directory, facts)
+    return directory
+
+
+def score(index: Index, model: MemoryLM, *, num_lanes: int = 3, micro_lanes: int = 2, **overrides: Any) -> Report:
+    """The report of a split, on this process alone unless `world` says otherwise."""
+    given = {"seg_len": SEG_LEN, "mem_len": MEM_LEN, "world": ALONE, **overrides}
+    return evaluate_documents(
+        model,
+        lambda lane_ids: model.init_state(lane_ids, "cpu", torch.float32),
+        index=index,
+        tokenizer=TOKENIZER,
+        num_lanes=num_lanes,
+        micro_lanes=micro_lanes,
+        **given,
+    )
+
+
+def assert_same(found: Report, expected: Report) -> None:
+    """The same counts, and every figure the same to 1e-6: in all, by document, by distance."""
+    assert counts(found) == counts(expected)
+    assert found.figures() == pytest.approx(expected.figures(), rel=1e-6, abs=0)
+    for part in ("documents", "recall"):
+        nll = [score.nll for score in getattr(found, part)]
+        assert nll == pytest.approx([score.nll for score in getattr(expected, part)], rel=1e-6, abs=0)
+
+
+def counts(report: Report) -> list[Any]:
+    documents = [(entry.id, entry.num_scored, entry.words, entry.bytes) for entry in report.documents]
+    return [report.num_words, *documents, *((entry.distance, entry.num_scored) for entry in report.recall)]

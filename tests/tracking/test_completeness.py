@@ -1,0 +1,116 @@
+"""A sync counts: it never says that MLflow has everything of a run whose points are missing somewhere."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED
+from dist_mem.tracking import sync
+from dist_mem.tracking.journal import new_uid, read_header
+from dist_mem.tracking.run_id import RUN_ID_FILE
+from dist_mem.tracking.sinks import METRICS_FILE
+from dist_mem.tracking.start import JOURNAL
+from tests.support.jobs import train_here, write_config
+from tests.support.ranks import RankPool
+from tests.support.tracked import history
+
+STEPS, EVERY = 10, 4
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, books: Path, rank_pool: Callable[[int], RankPool]) -> Path:
+    """A run that has evaluated twice and sent nothing yet; its configuration lies beside it."""
+    folder = tmp_path_factory.mktemp("trained")
+    changes = {
+        "train": {"steps": STEPS},
+        "checkpoint": {"every": EVERY},
+        "eval": {"every": 5, "lanes": 2},
+        "tracking": {"mlflow": True, "send": "never", "system_metrics": False},
+    }
+    config = write_config(folder / "run.yaml", books, folder / "run", changes)
+    assert rank_pool(1).run(train_here, config) == [EXIT_DONE]
+    return folder / "run"
+
+
+def copy_of(run_dir: Path, folder: Path) -> Path:
+    """A run to spoil, which is another one for MLflow."""
+    copied = Path(shutil.copytree(run_dir, folder / "run"))
+    journal = copied / JOURNAL
+    journal.write_text(journal.read_text().replace(read_header(journal).uid, new_uid()))
+    return copied
+
+
+def cut_points(path: Path, first_lost: int, mark: bytes = b'"step": ') -> None:
+    """What a power loss takes from a file that was not flushed: the points from this step on, and what follows."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    is_lost = [mark in line and int(line.split(mark)[1].split(b",")[0]) >= first_lost for line in lines]
+    path.write_bytes(b"".join(lines[: is_lost.index(True)]))
+
+
+def cut_metrics(run_dir: Path, client: Any) -> None:
+    cut_points(run_dir / METRICS_FILE, 7)
+
+
+def cut_journal(run_dir: Path, client: Any) -> None:
+    cut_points(run_dir / JOURNAL, 7, b'"body": {"step": ')
+
+
+def cut_both(run_dir: Path, client: Any) -> None:
+    cut_metrics(run_dir, client)
+    cut_journal(run_dir, client)
+
+
+COUNTED = "has 7 of the 12 points that were logged up to step 10, the last of step 6; the others are lost"
+LOSSES: dict[str, tuple[Callable[[Path, Any], None], str]] = {
+    "metrics.jsonl": (cut_metrics, COUNTED),
+    "the journal": (cut_journal, "lacks 5 points (steps 7 to 10), which "),
+    "both": (cut_both, COUNTED),
+}
+
+
+@pytest.mark.parametrize("place", LOSSES)
+def test_a_sync_says_which_points_are_missing(
+    tmp_path: Path, trained: Path, sqlite_uri: str, client: Any, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    lose, told = LOSSES[place]
+    run_dir = copy_of(trained, tmp_path)
+    lose(run_dir, client)
+    for _ in range(2):
+        assert sync.run([run_dir], [f"tracking.uri={sqlite_uri}"]) == EXIT_FAILED
+        output = capsys.readouterr()
+        assert told in output.err and "MLflow has everything" not in output.out
+    run_id = (run_dir / RUN_ID_FILE).read_text().strip()
+    left = range(1, 7 if place != "metrics.jsonl" else STEPS + 1)
+    assert [step for step, _ in history(client, run_id, "loss")] == list(left)
+
+
+def test_a_sync_looks_for_the_points_in_mlflow_itself(
+    tmp_path: Path, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after its database was restored badly: the tag counts entries that are not there."""
+    run_dir, uri = copy_of(trained, tmp_path), f"sqlite:///{tmp_path}/own.db"
+    assert sync.run([run_dir], [f"tracking.uri={uri}"]) == EXIT_DONE
+    assert "MLflow has everything" in capsys.readouterr().out
+    with sqlite3.connect(tmp_path / "own.db") as database:
+        database.execute("DELETE FROM metrics WHERE step > 6 AND key NOT LIKE 'validation%'")
+    assert sync.run([run_dir], [f"tracking.uri={uri}"]) == EXIT_FAILED
+    output = capsys.readouterr()
+    assert "MLflow lacks 4 points (steps 7 to 10) of " in output.err and "has everything" not in output.out
+
+
+def test_a_loss_is_remembered_by_the_checkpoints_that_follow(
+    tmp_path: Path, trained: Path, sqlite_uri: str, rank_pool: Callable[[int], RankPool], capsys: Any
+) -> None:
+    run_dir = copy_of(trained, tmp_path)
+    cut_both(run_dir, None)
+    config = tmp_path / "run.yaml"
+    config.write_text(trained.with_suffix(".yaml").read_text().replace(str(trained), str(run_dir)))
+    assert rank_pool(1).run(train_here, config, [f"train.steps={STEPS + EVERY}"]) == [EXIT_DONE]
+    assert sync.run([run_dir], [f"tracking.uri={sqlite_uri}"]) == EXIT_FAILED
+    assert "has 11 of the 16 points that were logged up to step 14" in capsys.readouterr().err

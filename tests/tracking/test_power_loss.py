@@ -1,0 +1,59 @@
+"""The power fails: what a checkpoint says was logged is there, and every point comes to MLflow once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_mem.__main__ import main
+from dist_mem.checkpoint.manifest import list_steps
+from dist_mem.tracking.journal import read_entries
+from dist_mem.tracking.start import JOURNAL
+from tests.support.forked_ranks import Ranks, fork_server
+from tests.support.jobs import build_books, logged_steps, wait_for, write_config
+from tests.support.power import Disk, disk_without_power
+
+EVERY = 4  # steps between two checkpoints
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    fork_server()
+    return build_books(tmp_path_factory.mktemp("books"))
+
+
+def cut_in_mid_run(disk: Disk, config: Path, run_dir: Path, *, num_saves: int) -> int:
+    """Train until there are so many more checkpoints, and cut; returns the step of the newest that is left."""
+    had = last_saved(run_dir)
+    job = Ranks(main, [[["train", str(config)]]], folder=config.parent)
+    try:
+        wait_for(lambda: last_saved(run_dir) >= had + num_saves * EVERY, f"{num_saves} checkpoints")
+        disk.cut()
+    finally:
+        for process in job.processes:
+            process.kill()
+        job.finish()
+    disk.restart()
+    return last_saved(run_dir)
+
+
+def last_saved(run_dir: Path) -> int:
+    return max(list_steps(run_dir), default=0)
+
+
+def journal_steps(run_dir: Path) -> list[int]:
+    return [entry.body["step"] for entry in read_entries(run_dir / JOURNAL) if entry.kind == "point"]
+
+
+def test_what_a_checkpoint_was_saved_after_is_logged_when_the_power_fails(tmp_path: Path, books: Path) -> None:
+    with disk_without_power(tmp_path / "disk") as disk:
+        run_dir = disk.folder / "run"
+        tracking: dict[str, Any] = {"mlflow": True, "send": "never", "system_metrics": False}
+        changes = {"train": {"steps": 10**6}, "checkpoint": {"every": EVERY, "keep_last": 2}, "tracking": tracking}
+        config = write_config(tmp_path / "run.yaml", books, run_dir, changes)
+        saved = cut_in_mid_run(disk, config, run_dir, num_saves=3)
+        up_to = list(range(1, saved + 1))
+        assert [step for step in logged_steps(run_dir) if step <= saved] == up_to
+        assert [step for step in journal_steps(run_dir) if step <= saved] == up_to

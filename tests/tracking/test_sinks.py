@@ -1,0 +1,144 @@
+"""metrics.jsonl, and the progress that a user sees."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_mem.tracking.journal import Header, Journal, write_journal
+from dist_mem.tracking.progress import Progress, ProgressBar, ProgressLines
+from dist_mem.tracking.sinks import METRICS_FILE, MetricsFile, Point, read_points
+from dist_mem.tracking.tracker import Tracker
+from tests.support.faults import small_disk
+
+
+def test_every_logged_step_is_one_line(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / METRICS_FILE, first_step=0)
+    file.log(Point(1, 5.0, {"loss": 2.0}))
+    file.log(Point(2, 6.0, {"loss": 1.0, "lr": 0.1}))
+    lines = (tmp_path / METRICS_FILE).read_text().splitlines()  # before `close`: a killed job keeps its lines
+    assert [json.loads(line) for line in lines] == [
+        {"step": 1, "time": 5.0, "metrics": {"loss": 2.0}},
+        {"step": 2, "time": 6.0, "metrics": {"loss": 1.0, "lr": 0.1}},
+    ]
+    file.close("FINISHED")
+
+
+def test_resume_supersedes_points_past_the_restored_step(tmp_path: Path) -> None:
+    path = tmp_path / METRICS_FILE
+    for first_step, last_step in ((0, 7), (5, 12), (10, 11)):
+        file = MetricsFile(path, first_step=first_step)
+        for step in range(first_step + 1, last_step + 1):
+            file.log(Point(step, float(first_step), {"loss": 1.0}))
+        file.close("KILLED")
+    points = read_points(path)
+    assert [point.step for point in points] == list(range(1, 12))
+    assert [point.time for point in points] == [0.0] * 5 + [5.0] * 5 + [10.0]
+
+
+def test_a_torn_last_line_is_dropped_and_a_damaged_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / METRICS_FILE
+    whole = '{"step": 1, "time": 1.0, "metrics": {"loss": 2.0}}\n'
+    path.write_text(whole + '{"step": 2, "ti')
+    MetricsFile(path, first_step=5).close("FINISHED")
+    assert path.read_text() == whole
+    path.write_text("{}\n" + whole)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: line 1 is not a logged step"):
+        read_points(path)
+
+
+@contextmanager
+def full_metrics(folder: Path) -> Iterator[Callable[[], object]]:
+    """What logs one more point."""
+    file = MetricsFile(folder / METRICS_FILE, first_step=0)
+    yield lambda: file.log(Point(1, 0.0, {"loss": 1.0}))
+    file.close("FAILED")
+
+
+@contextmanager
+def full_journal(folder: Path) -> Iterator[Callable[[], object]]:
+    write_journal(folder / "train.jsonl", Header("uid", "run", {}))
+    journal = Journal(folder / "train.jsonl")
+    yield lambda: journal.append("point", {"step": 1, "metrics": {"loss": 1.0}}, time=0.0)
+    journal.close()
+
+
+@pytest.mark.parametrize(("opened", "name"), [(full_metrics, METRICS_FILE), (full_journal, "train.jsonl")])
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path, opened: Any, name: str) -> None:
+    named = f"No space left on device: '.*/{name}'"
+    with small_disk(tmp_path / "disk", "size=16k") as disk, opened(disk) as log, pytest.raises(OSError, match=named):
+        for _ in range(1000):
+            log()
+
+
+def test_a_status_that_mlflow_does_not_know_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be one of FINISHED, FAILED, KILLED"):
+        Tracker().close("DONE")
+
+
+# Progress
+
+
+def test_plain_lines_tell_loss_perplexity_speed_and_time_left() -> None:
+    stream = io.StringIO()
+    lines = ProgressLines(total_steps=100, first_step=0, every=10, stream=stream)
+    for step in (10, 15, 100):
+        lines.log(Point(step, 0.0, {"loss": 2.0, "perplexity": 7.389, "tokens_per_second": 12345.6}))
+    lines.log(Point(100, 0.0, {"validation/word_perplexity": 99.5, "validation/bits_per_byte": 1.25}))
+    ten, hundred, evaluation = stream.getvalue().splitlines()
+    assert ten.startswith("step 10/100  loss 2.0000  ppl 7.39  12,346 tokens/s  eta 0:00:0")
+    assert hundred.endswith("eta 0:00:00")
+    assert evaluation == "step 100: validation  word_perplexity 99.50  bits_per_byte 1.25"
+
+
+def test_the_bar_stands_at_the_logged_step_and_messages_do_not_tear_it() -> None:
+    stream = io.StringIO()
+    bar = ProgressBar(total_steps=100, first_step=40, stream=stream)
+    bar.log(Point(50, 0.0, {"loss": 2.0, "perplexity": 7.389}))
+    bar.message("saved")
+    bar.close("FINISHED")
+    last = stream.getvalue().split("\r")[-1]
+    assert "50/100" in last and "loss 2.0000  ppl 7.39" in last
+    assert "saved\n" in stream.getvalue()
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_work_without_a_terminal_is_a_line_now_and_then() -> None:
+    """260,000 tokens were scored in 9 minutes without a line (issue 15)."""
+    stream, now = io.StringIO(), 100.0
+    with Progress(4000, "scoring test", share=0.5, stream=stream, clock=lambda: now) as progress:
+        for seconds in (10.0, 20.0, 30.0, 31.0, 60.0):
+            now = 100.0 + seconds
+            progress.add(200)
+    assert stream.getvalue().splitlines() == [
+        "scoring test: 1,200 of 4,000 tokens  40.0 tokens/s  eta 0:01:10",  # half of the work is another rank's
+        "scoring test: 2,000 of 4,000 tokens  33.3 tokens/s  eta 0:01:00",
+    ]
+
+
+def test_work_on_a_terminal_is_a_bar_that_goes_when_it_is_done() -> None:
+    stream = Terminal()
+    with Progress(4000, "scoring test", stream=stream) as progress:
+        progress.add(4000)
+    bar, last = stream.getvalue().split("\r")[1], stream.getvalue().split("\r")[-2:]
+    assert "scoring test" in bar and "4.00k" in bar and "tokens" in bar
+    assert not "".join(last).strip()
+
+
+def test_other_ranks_show_nothing() -> None:
+    stream = Terminal()
+    with Progress(4000, "scoring test", shown=False, share=0.0, stream=stream) as progress:
+        progress.add(0)
+    assert stream.getvalue() == ""

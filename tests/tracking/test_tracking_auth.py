@@ -1,0 +1,324 @@
+"""A real MLflow server with users, behind TLS with a CA of its own: who is let in, and where no secret ends."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import ssl
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+
+from dist_mem.config import ConfigError, load_config
+from dist_mem.config.credentials import check_credentials
+from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
+from dist_mem.runtime.environment import mlflow_credentials_set
+from dist_mem.tracking import access_check as preflight
+from dist_mem.tracking import sync
+from dist_mem.tracking.access_check import check_tracking
+from dist_mem.tracking.mlflow_run import RUN_ID_FILE, connect
+from dist_mem.tracking.sinks import METRICS_FILE, read_points
+from tests.support.certificates import write_certificates
+from tests.support.gateways import Gateway, Proxy, serving
+from tests.support.jobs import build_books, finish, start_ranks, write_config
+from tests.support.mlflow_server import MlflowServer, points_of, silent_address, wait_until
+from tests.support.ranks import free_port
+from tests.support.tracked import config_for, history, job, start, steps
+
+ADMIN, ADMIN_PASSWORD = "root-of-mlflow", secrets.token_hex(12)
+USER, PASSWORD = "ada-lovelace-1815", secrets.token_hex(12)
+READER, READER_PASSWORD = "a-reader", secrets.token_hex(12)
+_VARIABLES = ("TOKEN", "USERNAME", "PASSWORD", "SERVER_CERT_PATH", "CLIENT_CERT_PATH", "INSECURE_TLS")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
+    """Users: an administrator, USER, and READER, who may only look at what others have made."""
+    pytest.importorskip("flask_wtf", reason="the users of an MLflow server need Flask-WTF: pip install 'mlflow[auth]'")
+    folder = tmp_path_factory.mktemp("server")
+    write_certificates(folder)
+    (folder / "auth.ini").write_text(
+        f"[mlflow]\ndefault_permission = READ\ndatabase_uri = sqlite:///{folder}/auth.db\nadmin_username = {ADMIN}\n"
+        f"admin_password = {ADMIN_PASSWORD}\nauth_cache_ttl_seconds = 600\nauth_cache_max_size = 100\n"
+        "authorization_function = mlflow.server.auth:authenticate_request_basic_auth\n"
+    )
+    server = MlflowServer(
+        folder,
+        options=["--app-name", "basic-auth", "--uvicorn-opts", f"--ssl-certfile {folder}/server.pem"],
+        environment={"MLFLOW_AUTH_CONFIG_PATH": str(folder / "auth.ini"), "MLFLOW_FLASK_SERVER_SECRET_KEY": "x"},
+        trust=ssl.create_default_context(cafile=folder / "ca.pem"),
+    )
+    server.start()
+    ask(server, "POST", "users/create", username=USER, password=PASSWORD)
+    ask(server, "POST", "users/create", username=READER, password=READER_PASSWORD)
+    yield server
+    server.close()
+
+
+def ask(server: MlflowServer, method: str, endpoint: str, **content: str) -> None:
+    """What an administrator asks of the server."""
+    gateway = Gateway(server.uri, server.folder, user=ADMIN, password=ADMIN_PASSWORD)
+    gateway.server_close()
+    headers = {"Content-Type": "application/json", "Authorization": gateway.login}
+    request = Request(f"{server.uri}/api/2.0/mlflow/{endpoint}", json.dumps(content).encode(), headers, method=method)
+    with urlopen(request, context=gateway.trust, timeout=30) as answer:
+        assert answer.status == 200
+
+
+@pytest.fixture
+def environment(server: MlflowServer, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A user who trusts the CA and has logged in with nothing yet."""
+    for name in _VARIABLES:
+        monkeypatch.delenv(f"MLFLOW_TRACKING_{name}", raising=False)
+    monkeypatch.setenv("MLFLOW_TRACKING_SERVER_CERT_PATH", str(server.folder / "ca.pem"))
+    return monkeypatch
+
+
+def log_in(environment: pytest.MonkeyPatch, user: str = USER, password: str = PASSWORD) -> None:
+    environment.setenv("MLFLOW_TRACKING_USERNAME", user)
+    environment.setenv("MLFLOW_TRACKING_PASSWORD", password)
+
+
+@pytest.fixture
+def gateway(server: MlflowServer) -> Iterator[Gateway]:
+    """In front of the server: takes tokens instead of users."""
+    with serving(Gateway(server.uri, server.folder, user=USER, password=PASSWORD)) as gateway:
+        yield gateway
+
+
+def job_file(folder: Path, uri: str, **train: Any) -> Path:
+    changes = {"tracking": {"mlflow": True, "uri": uri}, "train": {"steps": 4, **train}}
+    return write_config(folder / "job.yaml", build_books(folder / "data"), folder / "run", changes)
+
+
+# Who is let in
+
+
+@pytest.mark.parametrize("way", ["environment", "file", "token"])
+def test_credentials_are_given_as_mlflow_users_give_them(
+    server: MlflowServer, environment: pytest.MonkeyPatch, gateway: Gateway, tmp_path: Path, way: str
+) -> None:
+    uri = gateway.uri if way == "token" else server.uri
+    if way == "environment":
+        log_in(environment)
+    elif way == "file":
+        environment.setenv("HOME", str(tmp_path / "home"))
+        (tmp_path / "home" / ".mlflow").mkdir(parents=True)
+        text = f"[mlflow]\nmlflow_tracking_username = {USER}\nmlflow_tracking_password = {PASSWORD}\n"
+        (tmp_path / "home" / ".mlflow" / "credentials").write_text(text)
+    else:
+        gateway.tokens.add("a-token-of-mine")
+        environment.setenv("MLFLOW_TRACKING_TOKEN", "a-token-of-mine")
+    config = config_for(uri)
+    check_tracking(config, tmp_path / "run")
+    tracker = job(config, tmp_path / "run", steps(1, 3))
+    assert history(connect(uri), tracker.run_id, "loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+
+def test_who_is_not_let_in_is_told_what_to_set(
+    server: MlflowServer, environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    environment.setenv("HOME", str(tmp_path / "home"))
+    config = config_for(server.uri)
+    assert mlflow_credentials_set() == []
+    with pytest.raises(UnusableError, match="401: it does not know who asks; set MLFLOW_TRACKING_USERNAME"):
+        check_tracking(config, tmp_path)
+    log_in(environment, password="wrong")
+    with pytest.raises(UnusableError, match="401: it refuses MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASS"):
+        check_tracking(config, tmp_path)
+    log_in(environment)
+    check_tracking(config, tmp_path)
+    job(config, tmp_path, steps(1, 1))  # makes the experiment, and a run
+    log_in(environment, READER, READER_PASSWORD)
+    for run_dir in (tmp_path, tmp_path / "a new one"):
+        with pytest.raises(UnusableError, match="403: the user is known, but may not write"):
+            check_tracking(config, run_dir)
+    check_tracking(config_for(server.uri, tracking={"experiment": "one of his own"}), tmp_path / "a new one")
+
+
+def test_a_certificate_of_an_unknown_authority_is_refused_with_what_to_set(
+    server: MlflowServer, environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log_in(environment)
+    environment.delenv("MLFLOW_TRACKING_SERVER_CERT_PATH")
+    with pytest.raises(UnusableError, match=r"not trusted \(.*\); set MLFLOW_TRACKING_SERVER_CERT_PATH to the file"):
+        check_tracking(config_for(server.uri), tmp_path)
+    environment.setenv("MLFLOW_TRACKING_SERVER_CERT_PATH", "/nowhere.pem")
+    with pytest.raises(UnusableError, match=r"MLFLOW_TRACKING_SERVER_CERT_PATH names no file: /nowhere\.pem"):
+        check_tracking(config_for(server.uri), tmp_path)
+    environment.setenv("MLFLOW_TRACKING_INSECURE_TLS", "true")
+    with pytest.raises(UnusableError, match="are both set; unset one of them"):
+        check_tracking(config_for(server.uri), tmp_path)
+
+
+def test_a_gateway_that_asks_for_a_certificate_gets_the_users(
+    server: MlflowServer, environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with serving(Gateway(server.uri, server.folder, user=USER, password=PASSWORD, asks_certificate=True)) as strict:
+        strict.tokens.add("t")
+        environment.setenv("MLFLOW_TRACKING_TOKEN", "t")
+        with pytest.raises(
+            UnusableError, match="asks for a certificate of the client; set MLFLOW_TRACKING_CLIENT_CERT"
+        ):
+            check_tracking(config_for(strict.uri), tmp_path)
+        environment.setenv("MLFLOW_TRACKING_CLIENT_CERT_PATH", str(server.folder / "client.pem"))
+        check_tracking(config_for(strict.uri), tmp_path)
+        tracker = job(config_for(strict.uri), tmp_path, steps(1, 2))
+        assert history(connect(strict.uri), tracker.run_id, "loss") == [(1, 1.0), (2, 2.0)]
+
+
+def test_a_job_with_a_wrong_password_ends_with_2_before_it_has_trained(
+    server: MlflowServer, environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log_in(environment, password="wrong-one")
+    config = job_file(tmp_path, server.uri)
+    codes, text = finish(start_ranks(["train", str(config)], world_size=1, cwd=tmp_path))
+    assert codes == [EXIT_USAGE], text
+    assert f"MLflow at {server.uri} cannot be used: 401: it refuses MLFLOW_TRACKING_USERNAME" in text
+    assert "step" not in text and "wrong-one" not in text
+    assert not (tmp_path / "run" / METRICS_FILE).exists()
+
+
+@pytest.mark.parametrize("kind", ["drops", "accepts", "refuses"])
+def test_a_server_that_does_not_answer_is_no_reason_to_stop(tmp_path: Path, kind: str) -> None:
+    began = time.monotonic()
+    if kind == "refuses":
+        check_tracking(config_for(f"http://127.0.0.1:{free_port()}"), tmp_path)
+    else:
+        with silent_address(accepting=kind == "accepts") as uri:
+            check_tracking(config_for(uri), tmp_path)
+    assert time.monotonic() - began < preflight.SECONDS + 1.0
+
+
+# Let in, and out again
+
+
+def test_a_token_that_is_revoked_in_mid_run_costs_no_points(
+    environment: pytest.MonkeyPatch, gateway: Gateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One message; the job goes on and ends as it would have, and a sync with a new token sends the rest once."""
+    gateway.tokens.add("the-old-token")
+    environment.setenv("MLFLOW_TRACKING_TOKEN", "the-old-token")
+    config = config_for(gateway.uri)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(json.dumps({"tracking": {"uri": gateway.uri, "experiment": None}}))
+    tracker = start(config, run_dir)
+    tracker.log(1, {"loss": 1.0})
+    wait_until(lambda: tracker.run_id is not None, "the run")
+    gateway.tokens.clear()
+    for step, loss in steps(2, 5).items():
+        tracker.log(step, {"loss": loss})
+    tracker.close("FINISHED")
+    told = capsys.readouterr().err
+    assert told.count("401: it refuses MLFLOW_TRACKING_TOKEN; set") == 1
+    assert told.count(f"dist-mem track sync {run_dir}") == 1
+    named = [f"tracking.uri={gateway.uri}"]
+    assert sync.run([run_dir], named) == 1
+    gateway.tokens.add("the-new-token")
+    environment.setenv("MLFLOW_TRACKING_TOKEN", "the-new-token")
+    assert [sync.run([run_dir], named) for _ in range(2)] == [EXIT_DONE, EXIT_DONE]
+    client = connect(gateway.uri)
+    assert history(client, tracker.run_id, "loss") == list(steps(1, 5).items())
+    assert client.get_run(tracker.run_id).info.status == "FINISHED"
+    told += "".join(capsys.readouterr())
+    assert "the-old-token" not in told and "the-new-token" not in told
+
+
+# Where secrets end
+
+
+def test_a_job_leaves_no_secret_anywhere_and_asks_nobody_but_the_server(
+    server: MlflowServer, environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Through a proxy, which is asked for the server alone: MLflow sends no usage figures home."""
+    log_in(environment)
+    environment.delenv("PYTEST_CURRENT_TEST")  # MLflow has no telemetry where it is set
+    config = job_file(tmp_path, server.uri)
+    with serving(Proxy(server.uri)) as proxy:
+        for name in ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY"):
+            environment.setenv(name, proxy.uri.replace("//", "//proxy-user:proxy-password@"))
+        processes = start_ranks(["train", str(config)], world_size=1, cwd=tmp_path)
+        arguments = set()
+        while processes[0].poll() is None:
+            arguments |= command_lines()
+            time.sleep(0.05)
+        codes, text = finish(processes)
+    for name in ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY"):
+        environment.delenv(name)
+    assert codes == [EXIT_DONE], text
+    assert proxy.asked and set(proxy.asked) == {server.uri.removeprefix("https://")}
+    run_dir = tmp_path / "run"
+    client = connect(server.uri)
+    run_id = (run_dir / RUN_ID_FILE).read_text().strip()
+    assert client.get_run(run_id).info.status == "FINISHED"
+    assert {step for name, step, _, _ in points_of(client, run_id) if name == "loss"} == {1, 2, 3, 4}
+    assert [point.step for point in read_points(run_dir / METRICS_FILE)] == [1, 2, 3, 4]
+    store = [server.folder / "mlflow.db", *files_in(server.folder / "artifacts")]
+    written = {str(path): path.read_bytes() for path in [*files_in(run_dir), config, *store]}
+    assert any("manifest.json" in path for path in written) and any("train.jsonl" in path for path in written)
+    written |= {
+        "output": text.encode(),
+        "argv": b" ".join(arguments),
+        "server log": (server.folder / "log").read_bytes(),
+    }
+    for secret in (PASSWORD, USER, "proxy-password", "proxy-user"):
+        assert [where for where, content in written.items() if secret.encode() in content] == []
+
+
+def files_in(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def command_lines() -> set[bytes]:
+    """What `ps` shows of every process."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.add(path.read_bytes())
+        except OSError:  # it has just ended
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    ("key", "address"),
+    [
+        ("tracking.uri", "https://ada:secret@mlflow.example"),
+        ("tracking.uri", "https://a-token@mlflow.example"),
+        ("tracking.uri", "postgresql://ada:secret@db.example/mlflow"),
+        ("tracking.uri", "https://${oc.env:USER}:secret@mlflow.example"),
+        ("data.path", "https://ada:secret@books.example/pg19"),
+        ("data.path", "pipe:curl -s https://ada:secret@books.example/{}"),
+    ],
+)
+def test_a_user_or_password_in_the_configuration_is_refused_with_what_to_set(
+    key: str, address: str, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"command line: .*has a user or password in it.*\$\{oc\.env:NAME\}"
+    ) as caught:
+        load_config([f"{key}={address}", "train.steps=1"])
+    assert key in str(caught.value) and "secret" not in str(caught.value) and "ada" not in str(caught.value)
+    (tmp_path / "config.yaml").write_text("tracking: {}\n")
+    with pytest.raises(ConfigError, match="has a user or password in it"):
+        sync.run([tmp_path], [f"{key}={address}"])
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://mlflow.example:5000/a@b",
+        "https://${oc.env:NAME}:${oc.env:PASSWORD}@mlflow.example",
+        "${oc.env:MLFLOW}",
+        "postgresql://mlflow@db.example/mlflow",  # libpq asks ~/.pgpass for the password
+        "sqlite:////home/a@b:c/mlflow.db",
+        "hf://datasets/ada/pg19@main",
+    ],
+)
+def test_addresses_without_a_secret_are_taken(address: str) -> None:
+    assert list(check_credentials({"tracking": {"uri": address}, "data": {"path": address}})) == []

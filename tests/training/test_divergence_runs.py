@@ -1,0 +1,198 @@
+"""Whole runs of two ranks in which something diverges: skipped, rolled back or stopped, and resumed in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from dist_mem.data.batch import Update
+from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_REQUEUE
+from dist_mem.memory.base import map_state
+from dist_mem.runtime.distributed import World
+from dist_mem.tracking.journal import find_entries
+from dist_mem.tracking.start import JOURNAL
+from dist_mem.tracking.tracker import Tracker
+from dist_mem.training import step as update
+from dist_mem.training.divergence import Divergence
+from dist_mem.training.step import Forward
+from tests.support.faults import assert_told
+from tests.support.jobs import checkpoint_content, difference, logged_steps, losses, train_here, write_config
+from tests.support.ranks import RankPool
+from tests.support.tracked import history
+
+Pool = Callable[[int], RankPool]
+KILLED, STOPPED = "killed", "stopped"
+
+
+def broken_memory(forward: Forward) -> Forward:
+    broken = [map_state(lambda part: part * torch.nan if part.is_floating_point() else part, state)
+              for state in forward.states]  # fmt: skip
+    return forward._replace(states=broken, memory_is_finite=torch.tensor(False))
+
+
+FAULTS: dict[str, Callable[[Forward], Forward]] = {
+    "loss": lambda forward: forward._replace(nll=forward.nll * torch.nan),
+    "spike": lambda forward: forward._replace(nll=forward.nll * 50),
+    "memory": broken_memory,
+}
+
+
+def train_with_faults(
+    world: World, config: Path, changes: list[str], faults: Mapping[int, str], first_trained: int = 0
+) -> int | str:
+    """A job in which something is wrong on rank 1, at these steps; returns its exit code.
+
+    Args:
+        faults: step -> loss, spike or memory; killed; stopped, by a signal while segments are only read.
+        first_trained: the job begins as one that has rolled back: until this step segments are only read.
+    """
+    forward_of, begin = update.accumulate_gradients, Divergence.__init__
+
+    def accumulate(job: Any, batches: Update, num_scored: int) -> Forward:
+        what = faults.get(job.step, "")
+        if what == KILLED:
+            raise ConnectionAbortedError
+        if what == STOPPED and job.step < job.divergence.first_trained:
+            os.kill(os.getpid(), signal.SIGTERM)
+        forward = forward_of(job, batches, num_scored)
+        return FAULTS[what](forward) if what in FAULTS and world.rank == 1 else forward
+
+    def begin_reading(self: Divergence, *arguments: Any) -> None:
+        begin(self, *arguments)
+        self.first_trained = max(self.first_trained, first_trained)
+
+    with (
+        mock.patch.object(update, "accumulate_gradients", accumulate),
+        mock.patch.object(Divergence, "__init__", begin_reading),
+    ):
+        try:
+            return train_here(world, config, changes)
+        except ConnectionAbortedError:
+            return KILLED
+
+
+def configure(tmp_path: Path, books: Path, name: str, *changes: str) -> tuple[Path, list[str]]:
+    """A job of twelve steps that saves every five; a constant learning rate lets it stop before its end."""
+    run_dir = tmp_path / name
+    config = write_config(tmp_path / f"{name}.yaml", books, run_dir, {"schedule": {"kind": "constant"}})
+    return config, ["divergence.spike_z=20", "divergence.window=8", *changes]
+
+
+def end_of(run_dir: Path) -> tuple[dict[str, Any], Any]:
+    """The last checkpoint, and what it has counted."""
+    directory = run_dir / "checkpoints" / "step-00000012"
+    return checkpoint_content(directory), json.loads((directory / "manifest.json").read_text())["divergence"]
+
+
+def floats(content: Any) -> list[Tensor]:
+    parts = content.values() if isinstance(content, dict) else [content]
+    return [found for part in parts for found in (floats(part) if isinstance(part, dict) else [part])]
+
+
+def metrics(run_dir: Path, name: str) -> list[tuple[int, float]]:
+    points = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [(point["step"], point["metrics"][name]) for point in points if name in point["metrics"]]
+
+
+def test_run_with_skipped_updates_resumes_bitwise_after_a_kill(tmp_path: Path, books: Path, rank_pool: Pool) -> None:
+    """Skipped once before the checkpoint and twice after it; the window of losses spans the kill."""
+    faults = {2: "loss", 6: "memory", 10: "spike"}
+    for name, kills in (("straight", []), ("killed", [8, 11])):
+        for kill in [*kills, None]:
+            config, changes = configure(tmp_path, books, name, "divergence.action=skip")
+            codes = rank_pool(2).run(train_with_faults, config, changes, faults | ({kill: KILLED} if kill else {}))
+            assert codes == [KILLED if kill else EXIT_DONE] * 2
+    straight, killed = end_of(tmp_path / "straight"), end_of(tmp_path / "killed")
+    assert difference(straight, killed) is None
+    assert difference(metrics(tmp_path / "straight", "loss")[3:6], metrics(tmp_path / "killed", "loss")[3:6]) is None
+    content, counted = straight
+    assert (counted["skip"], counted["rollback"], len(counted["losses"])) == (3, 0, 8)
+    assert all(bool(torch.isfinite(part).all()) for part in floats(content) if part.is_floating_point())
+    assert metrics(tmp_path / "straight", "divergence/skipped") == [(3, 1), (7, 2), (11, 3)]
+    assert metrics(tmp_path / "killed", "divergence/skipped") == metrics(tmp_path / "straight", "divergence/skipped")
+
+
+def test_rollback_continues_as_from_the_checkpoint_with_the_bad_segments_only_read(
+    tmp_path: Path, books: Path, rank_pool: Pool
+) -> None:
+    config, changes = configure(tmp_path, books, "rolled", "divergence.action=rollback")
+    assert rank_pool(2).run(train_with_faults, config, changes, {7: "loss"}) == [EXIT_DONE] * 2
+    other, changes = configure(tmp_path, books, "reference")
+    assert rank_pool(2).run(train_with_faults, other, changes, {5: KILLED}) == [KILLED] * 2
+    assert rank_pool(2).run(train_with_faults, other, changes, {7: "loss"}, 8) == [EXIT_DONE] * 2
+
+    (content, counted), (expected, also_counted) = end_of(tmp_path / "rolled"), end_of(tmp_path / "reference")
+    assert difference(content, expected) is None
+    assert also_counted | {"rollback": 1} == counted
+    assert difference(losses(tmp_path / "rolled")[:7], losses(tmp_path / "reference")[:7]) is None
+    assert metrics(tmp_path / "rolled", "divergence/rollbacks") == [(5, 1)]
+    assert sorted({step for step, _ in metrics(tmp_path / "rolled", "loss")}) == list(range(1, 13))
+    assert logged_steps(tmp_path / "rolled") == [*range(1, 6), *range(5, 13)], "each step once, and the rollback"
+
+
+@pytest.mark.parametrize(("interruption", "code"), [({9: KILLED}, KILLED), ({6: STOPPED}, EXIT_REQUEUE)])
+def test_rolled_back_run_resumes_bitwise(
+    tmp_path: Path, books: Path, rank_pool: Pool, interruption: dict[int, str], code: int | str
+) -> None:
+    """Killed before it has saved, so that it rolls back anew; stopped with a save amid the steps that are only read."""
+    for name, jobs in (("straight", [{}]), ("interrupted", [interruption, {}])):
+        for more in jobs:
+            config, changes = configure(tmp_path, books, name, "divergence.action=rollback")
+            codes = rank_pool(2).run(train_with_faults, config, changes, {8: "spike", **more})
+            assert codes == [code if more else EXIT_DONE] * 2
+    assert difference(end_of(tmp_path / "straight"), end_of(tmp_path / "interrupted")) is None
+
+
+def train_and_listen(world: World, *arguments: Any) -> tuple[int | str, str]:
+    """`train_with_faults`, and what this rank has to say; of all ranks, users see rank 0's."""
+    said: list[str] = []
+    with mock.patch.object(Tracker, "message", lambda _, text: said.append(text)):
+        return train_with_faults(world, *arguments), "\n".join(text for text in said if "saved" not in text)
+
+
+def test_run_stops_when_it_has_diverged_too_often_or_cannot_roll_back(
+    tmp_path: Path, books: Path, rank_pool: Pool
+) -> None:
+    config, changes = configure(tmp_path, books, "often", "divergence.action=rollback", "divergence.max_times=1")
+    often = rank_pool(2).run(train_and_listen, config, changes, {7: "loss", 9: "memory"})
+    config, changes = configure(tmp_path, books, "early", "divergence.action=rollback")
+    early = rank_pool(2).run(train_and_listen, config, changes, {3: "loss"})
+    assert not (tmp_path / "early" / "checkpoints" / "step-00000005").exists()
+    for (code, text), (other_code, other_text) in (often, early):
+        assert code == other_code == EXIT_DIVERGED
+        assert text == other_text
+        assert_told(text, ": not finite: the loss of rank [1]; loss nan", "; rolling back (1 of at most ")
+    assert_told(often[0][1], "; the segments of steps 5 to 7 are read, and not trained on")
+    assert_told(often[0][1], "; nothing was updated: divergence.max_times = 1 is used up")
+    assert_told(early[0][1], "; rolling back (1 of at most 3 times), but there is no checkpoint yet")
+
+
+def test_mlflow_is_told_of_every_decision_and_of_superseded_steps(
+    tmp_path: Path, books: Path, rank_pool: Pool, sqlite_uri: str, client: Any
+) -> None:
+    tracked = ["tracking.mlflow=true", f"tracking.uri={sqlite_uri}", "tracking.system_metrics=false"]
+    config, changes = configure(
+        tmp_path, books, "told", "divergence.action=rollback", "divergence.max_times=1", *tracked
+    )
+    assert rank_pool(2).run(train_with_faults, config, changes, {7: "loss", 10: "memory"}) == [EXIT_DIVERGED] * 2
+    run_id = (tmp_path / "told" / "mlflow_run_id").read_text().strip()
+    tags = client.get_run(run_id).data.tags
+    assert "the loss of rank [1]; loss nan; rolling back (1 of at most 1 times)" in tags["dist_mem.divergence.step_7"]
+    assert "the memory of rank [1]" in tags["dist_mem.divergence.step_10"]
+    assert "divergence.max_times = 1 is used up" in tags["dist_mem.divergence.step_10"]
+    (superseded,) = find_entries(tmp_path / "told" / JOURNAL, "superseded")
+    first, again = [
+        entry.time for entry in find_entries(tmp_path / "told" / JOURNAL, "point") if entry.body["step"] == 7
+    ]
+    assert first < superseded.body["before"] <= again
+    assert history(client, run_id, "divergence/rollbacks") == [(5, 1.0)]
+    assert sorted(step for step, _ in history(client, run_id, "loss")) == list(range(1, 11)), "each step once"

@@ -1,0 +1,236 @@
+"""Faults of a run's place: disk, permissions, compiler, leftovers. All ranks stop, nothing that was saved is lost."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_mem.__main__ import main
+from dist_mem.checkpoint.manifest import list_steps, newest_verified, step_dir
+from dist_mem.errors import UnusableError
+from dist_mem.runtime.distributed import World
+from dist_mem.tracking.sinks import MetricsFile, Point
+from tests.support.faults import assert_told, flip, remount, small_disk, used_kilobytes
+from tests.support.jobs import finish, logged_steps, run_ranks, start_ranks, train_here, wait_for, write_config
+from tests.support.ranks import RankPool, free_port, launcher_environment
+
+Pool = Callable[[int], RankPool]
+
+
+@pytest.fixture
+def as_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in launcher_environment(0, 1, free_port()).items():
+        monkeypatch.setenv(name, value)
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def assert_one_message(text: str, *phrases: str) -> None:
+    assert_told(text, *phrases)
+    assert len(re.findall("^error: ", text, re.MULTILINE)) == 1, text
+
+
+def test_a_disk_without_room_for_a_save_stops_all_ranks_and_loses_nothing_saved(
+    tmp_path: Path, books: Path, rank_pool: Pool
+) -> None:
+    with small_disk(tmp_path / "disk", "size=40m") as disk:
+        run_dir = disk / "run"
+        unseen = {"train": {"steps": 5}, "preflight": False}  # as where the disk fills up later
+        config = write_config(tmp_path / "run.yaml", books, run_dir, unseen)
+        assert rank_pool(2).run(train_here, config) == [0, 0]
+        remount(disk, f"size={used_kilobytes(disk) + 150}k")
+        codes, text = run_ranks(["train", str(config), "train.steps=10"], world_size=2, cwd=tmp_path)
+        assert codes == [1, 1], text
+        assert_one_message(
+            text,
+            "error: checkpoint ",
+            ": it needs ",
+            " free: make room there, or keep fewer checkpoints, see checkpoint.keep_last",
+            "Earlier checkpoints are whole: mend this, and the same command resumes",
+        )
+        assert names(run_dir) == ["latest", "step-00000005"]
+        assert newest_verified(run_dir) == (step_dir(run_dir, 5), [])
+        remount(disk, "size=40m")
+        assert rank_pool(2).run(train_here, config, ["train.steps=10"]) == [0, 0]
+        assert logged_steps(run_dir) == list(range(1, 11))
+        assert list_steps(run_dir) == [5, 10]
+
+
+def test_a_disk_that_fills_up_in_mid_run_stops_all_ranks(tmp_path: Path, books: Path) -> None:
+    """Met first by metrics.jsonl, on rank 0 alone and between the collectives of a step."""
+    with small_disk(tmp_path / "disk", "size=40m") as disk:
+        run_dir = disk / "run"
+        endless = {"train": {"steps": 10**6}, "checkpoint": {"every": None}}
+        config = write_config(tmp_path / "run.yaml", books, run_dir, endless)
+        processes = start_ranks(["train", str(config)], world_size=2, cwd=tmp_path)
+        wait_for(lambda: 3 in logged_steps(run_dir), "step 3")
+        remount(disk, f"size={used_kilobytes(disk) + 4}k")
+        codes, text = finish(processes)
+        assert codes == [1, 1], text
+        assert_one_message(text, " free: make room there, or keep fewer checkpoints, see checkpoint.keep_last")
+        assert names(run_dir) == []
+        assert not (run_dir / "lease.json").exists()
+
+
+class FullMetricsFile(MetricsFile):
+    """A disk that has room for checkpoints, not for a line more: a quota does that, a small disk not reliably."""
+
+    def log(self, point: Point) -> None:
+        if point.step >= 3:
+            raise OSError(28, "No space left on device", str(self.path))
+        super().log(point)
+
+    def __init__(self, path: Path, **given: Any) -> None:
+        self.path = path
+        super().__init__(path, **given)
+
+
+class OnceFullMetricsFile(FullMetricsFile):
+    """There is room again one step later."""
+
+    def log(self, point: Point) -> None:
+        if point.step == 3:
+            super().log(point)
+
+
+def train_with_full_metrics(world: World, config: Path, disk: type[MetricsFile] = FullMetricsFile) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dist_mem.tracking.start.MetricsFile", disk)
+        try:
+            return f"ended with {train_here(world, config)}"
+        except UnusableError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("steps", [3, 9])
+def test_a_step_that_cannot_be_recorded_stops_a_run_that_is_saved(
+    tmp_path: Path, books: Path, rank_pool: Pool, steps: int
+) -> None:
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": steps}})
+    told = rank_pool(2).run(train_with_full_metrics, config)
+    assert all("No space left on device: '" in text and "metrics.jsonl" in text for text in told), told
+    assert list_steps(tmp_path / "run") == [min(steps, 4)]
+    assert rank_pool(2).run(train_here, config) == [0, 0]
+
+
+def test_a_step_before_the_last_that_was_not_recorded_is_told_all_the_same(
+    tmp_path: Path, books: Path, rank_pool: Pool
+) -> None:
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 4}})
+    told = rank_pool(2).run(train_with_full_metrics, config, OnceFullMetricsFile)
+    assert all("No space left on device: '" in text for text in told), told
+
+
+def train_told(world: World, config: Path) -> str:
+    try:
+        return f"ended with {train_here(world, config)}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_an_evaluation_that_cannot_score_stops_a_run_that_is_saved(
+    tmp_path: Path, books: Path, rank_pool: Pool
+) -> None:
+    data = Path(shutil.copytree(books, tmp_path / "data"))
+    flip(next((data / "validation").glob("*.tar")), 1700)
+    config = write_config(tmp_path / "run.yaml", data, tmp_path / "run", {"eval": {"every": 3, "lanes": 2}})
+    for text in rank_pool(2).run(train_told, config):
+        assert_told(text, "is damaged: its checksum does not match")
+    assert list_steps(tmp_path / "run") == [3]
+
+
+@pytest.mark.usefixtures("as_one_rank")
+def test_a_run_directory_on_a_full_or_read_only_disk_is_an_error_of_one_line(
+    tmp_path: Path, books: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with small_disk(tmp_path / "disk", "size=40k") as disk:
+        config = write_config(tmp_path / "run.yaml", books, disk / "run")
+        (disk / "run").mkdir()
+        with pytest.raises(OSError, match="No space left"), (disk / "filling").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        assert main(["train", str(config)]) == 2
+        assert_one_message(capfd.readouterr().err, "run_dir ", "cannot be used: [Errno 28] No space left on device")
+        assert list((disk / "run").iterdir()) == []
+        remount(disk, "ro")
+        assert main(["train", str(config)]) == 2
+        assert_one_message(capfd.readouterr().err, "cannot be used: [Errno 30] Read-only file system")
+
+
+def test_what_killed_saves_left_is_removed_at_the_next_start(tmp_path: Path, books: Path, rank_pool: Pool) -> None:
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 1}})
+    assert rank_pool(2).run(train_here, config) == [0, 0]
+    (tmp_path / "run" / "checkpoints" / ".step-00000007.partial" / "engine").mkdir(parents=True)
+    assert rank_pool(2).run(train_here, config, ["train.steps=2"]) == [0, 0]
+    assert names(tmp_path / "run") == ["latest", "step-00000001", "step-00000002"]
+
+
+def test_any_damaged_file_of_the_newest_checkpoint_leads_to_the_one_before(
+    tmp_path: Path, books: Path, rank_pool: Pool
+) -> None:
+    run_dir = tmp_path / "run"
+    config = write_config(tmp_path / "run.yaml", books, run_dir, {"train": {"steps": 10}})
+    assert rank_pool(2).run(train_here, config) == [0, 0]
+    newest = step_dir(run_dir, 10)
+    files = [path for path in newest.rglob("*") if path.is_file()]
+    assert {path.parent.name for path in files} == {"engine", "lanes", "rng", "tokenizer", newest.name}
+    for path in files:
+        for position in (0, path.stat().st_size // 2, path.stat().st_size - 1):
+            flip(path, position)
+            chosen, reasons = newest_verified(run_dir)
+            flip(path, position)
+            if path.name == "manifest.json" and position == path.stat().st_size - 1:
+                continue  # the newline at its end says nothing
+            assert chosen == step_dir(run_dir, 5), path
+            assert str(path) in reasons[0]
+    flip(newest / "manifest.json", 40)
+    (run_dir / "config.yaml").write_text("edited: by hand")  # a record for people; the checkpoint has its own
+    assert rank_pool(2).run(train_here, config) == [0, 0]
+    assert names(run_dir) == ["latest", "step-00000005", "step-00000010", "step-00000010.broken"]
+    assert "seg_len: 16" in (run_dir / "config.yaml").read_text()
+
+
+def test_the_data_of_another_run_are_refused(tmp_path: Path, books: Path, rank_pool: Pool) -> None:
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 1}})
+    assert rank_pool(2).run(train_here, config) == [0, 0]
+    other = Path(shutil.copytree(books, tmp_path / "other"))
+    shutil.rmtree(other / "train")
+    shutil.copytree(other / "validation", other / "train")
+    config = write_config(tmp_path / "run.yaml", other, tmp_path / "run", {"train": {"lanes": 4}})
+    for text in rank_pool(2).run(train_told, config):
+        assert_told(text, "train.lanes: is 4, but the run began with 8")
+    config = write_config(tmp_path / "run.yaml", other, tmp_path / "run")
+    for text in rank_pool(2).run(train_told, config):
+        assert_told(text, "set data.path to the same data")
+
+
+def test_without_a_compiler_the_first_start_says_what_to_install(tmp_path: Path, books: Path) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "sh").symlink_to(str(shutil.which("sh")))
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"preflight": False})  # which would tell it
+    environment = {
+        **os.environ,
+        **launcher_environment(0, 1, free_port()),
+        "PATH": str(programs),
+        "TORCH_EXTENSIONS_DIR": str(tmp_path / "ops"),
+    }
+    command = [sys.executable, "-m", "dist_mem", "train", str(config)]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert_one_message(
+        done.stderr,
+        "DeepSpeed could not compile its CPU communication op (",
+        "install a C++ compiler ('apt-get install g++')",
+    )
+    assert not (tmp_path / "run").exists()

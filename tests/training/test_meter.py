@@ -1,0 +1,166 @@
+"""What a run says about itself: its figures, its speed, and the same figures after a stop or a kill."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dist_mem.config import load_config
+from dist_mem.data.batch import IGNORE, Batch
+from dist_mem.errors import EXIT_REQUEUE
+from dist_mem.memory import memory_options
+from dist_mem.model import MemoryLM
+from dist_mem.runtime.distributed import World
+from dist_mem.runtime.signals import StopSignal
+from dist_mem.tracking.sinks import read_points
+from dist_mem.training import meter as meter_module
+from dist_mem.training.loop import run_job
+from dist_mem.training.meter import MEASUREMENTS, Meter, Totals
+from dist_mem.training.step import Flags, train_step
+from tests.support.jobs import build_books, finish, start_ranks, train_here, wait_for, write_config
+from tests.support.ranks import RankPool
+from tests.support.tiny import VOCAB, ragged_segments, tiny_config, tiny_job, update_of_rank
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Seconds that pass when the test says so."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(meter_module.time, "perf_counter", lambda: clock.now)
+    return clock
+
+
+def test_loss_and_speed_are_those_since_the_last_point(clock: SimpleNamespace) -> None:
+    engine = SimpleNamespace(gradient_norm=lambda: 1.0, gradient_norms=lambda: None, lr=0.1)
+    meter = Meter(lane_segments_per_update=4)
+    for nll in (30.0, 10.0):
+        clock.now += 2.0
+        meter.add(Totals(nll=nll, aux=8.0, num_scored=10, documents=2, documents_skipped=1), epoch=0.5)
+    with meter.paused():
+        clock.now += 50.0
+    found = meter.read(engine)
+    assert found["loss"] == 2.0
+    assert found["tokens_per_second"] == 5.0
+    assert found["step_seconds"] == 2.0
+    assert found["aux_loss"] == 2.0
+    assert "recall_perplexity" not in found
+    assert (found["documents"], found["documents_skipped"], found["epoch"]) == (4, 2, 0.5)
+    clock.now += 1.0
+    meter.add(Totals(nll=7.0, num_scored=7, recall_nll=0.0, num_recall=2, documents=1), epoch=0.6)
+    found = meter.read(engine)
+    assert (found["loss"], found["recall_perplexity"]) == (1.0, 1.0)
+    assert (found["documents"], found["documents_skipped"]) == (5, 2)
+    assert "aux_loss" not in found
+
+
+def test_meter_goes_on_where_its_saved_state_stood(clock: SimpleNamespace) -> None:
+    """The time between two jobs is nobody's."""
+    engine = SimpleNamespace(gradient_norm=lambda: 1.0, gradient_norms=lambda: None, lr=0.1)
+    straight, first = (Meter(lane_segments_per_update=4) for _ in range(2))
+    clock.now += 0.7
+    for meter in (straight, first):
+        meter.add(Totals(0.1, 0.7, 0.3, 7, 3, 2, 1), epoch=0.3)
+    saved = json.loads(json.dumps(first.state()))
+    second = Meter(lane_segments_per_update=4, saved=saved)
+    for meter in (straight, second):
+        meter.add(Totals(0.2, 0.1, 0.1, 9, 1, 1, 0), epoch=0.4)
+    clock.now += 0.3
+    found, expected = second.read(engine), straight.read(engine)
+    assert found.pop("memory_gb") <= expected.pop("memory_gb")
+    assert found == expected
+    assert expected["step_seconds"] == pytest.approx(0.5)
+
+
+def test_waiting_for_data_is_a_share_of_the_time(clock: SimpleNamespace) -> None:
+    def slow() -> object:
+        clock.now += 1.0
+        yield "update"
+
+    meter = Meter(lane_segments_per_update=1)
+    assert meter.timed_next(slow()) == "update"
+    clock.now += 3.0
+    assert (
+        meter.read(SimpleNamespace(gradient_norm=lambda: 0.0, gradient_norms=lambda: None, lr=0.0))["data_wait_share"]
+        == 0.25
+    )
+
+
+def with_recall(batch: Batch) -> Batch:
+    """The batch with a third of its positions said to refer back, those that are not scored among them."""
+    return batch._replace(recall=batch.tokens * (batch.tokens % 3 == 0))
+
+
+def recall_of(batch: Batch) -> torch.Tensor:
+    return (batch.tokens % 3 == 0) & (batch.targets != IGNORE)
+
+
+def recall_totals(world: World) -> Totals:
+    """What two ranks count of one update."""
+    config = tiny_config({"train": {"micro_lanes": 2}})
+    update = update_of_rank(config, world, step=0)
+    num_recall = sum(int(recall_of(batch).sum()) for batch in update.batches)
+    update = update._replace(batches=[with_recall(batch) for batch in update.batches], num_recall=num_recall)
+    return train_step(tiny_job(config, world, stage=2), update, 300, 0, Flags()).totals
+
+
+def test_recall_perplexity_is_that_of_the_scored_recall_tokens_of_all_ranks(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
+    config = tiny_config()
+    torch.manual_seed(config.train.seed)
+    model = MemoryLM(config, VOCAB)
+    (batch,) = ragged_segments(config, step=0)
+    state = model.init_state(torch.arange(config.train.lanes), "cpu", torch.float32)
+    nll = model(batch.tokens, batch.targets, batch.valid_len, state=state).nll.detach()[recall_of(batch)]
+    for totals in rank_pool(2).run(recall_totals):
+        assert totals.num_recall == len(nll)
+        assert totals.recall_nll == pytest.approx(float(nll.sum()), rel=1e-5)
+
+
+def train_one_step(world: World, config_file: Path) -> int:
+    """A job that is told to stop as soon as it starts."""
+    stop_signal = StopSignal()
+    stop_signal.received = "SIGTERM"
+    try:
+        return run_job(load_config([str(config_file)], memory_options=memory_options), world, stop_signal)
+    finally:
+        stop_signal.restore()
+
+
+def figures(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
+    """Every logged point without what the machine has to do with."""
+    points = read_points(run_dir / "metrics.jsonl")
+    return [
+        (point.step, {name: value for name, value in point.metrics.items() if name not in MEASUREMENTS})
+        for point in points
+    ]
+
+
+def test_points_logged_after_a_kill_and_stops_are_those_of_a_straight_run(
+    tmp_path: Path, rank_pool: Callable[[int], RankPool]
+) -> None:
+    """Killed and stopped between two logged points: loss and counts cover the same steps as if nothing had been."""
+    books, changes = build_books(tmp_path / "books"), {"tracking": {"every": 4}, "schedule": {"kind": "constant"}}
+    endless = {"train": {"steps": 5000}, "checkpoint": {"every": 3}}
+    broken = write_config(tmp_path / "broken.yaml", books, tmp_path / "broken", changes, endless)
+    straight = write_config(tmp_path / "straight.yaml", books, tmp_path / "straight", changes)
+    processes = start_ranks(["train", str(broken)], world_size=2, cwd=tmp_path)
+    wait_for((tmp_path / "broken" / "checkpoints" / "step-00000006").is_dir, "the checkpoint of step 6")
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+    finish(processes)
+    for _ in range(2):
+        assert rank_pool(2).run(train_one_step, broken) == [EXIT_REQUEUE] * 2
+    for config in (broken, straight):
+        assert rank_pool(2).run(train_here, config, ["train.steps=24", "checkpoint.every=null"]) == [0, 0]
+
+    found, expected = figures(tmp_path / "broken"), figures(tmp_path / "straight")
+    assert found == expected
+    assert [step for step, _ in found] == [4, 8, 12, 16, 20, 24]
+    assert found[-1][1]["documents"] > found[0][1]["documents"]

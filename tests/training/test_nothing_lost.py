@@ -1,0 +1,130 @@
+"""Kills, power losses and moves to other ranks, with every memory: the same bits, and every logged point once.
+
+pytest -m nightly tests/training/test_nothing_lost.py -s      # prints what was counted
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from dist_mem.__main__ import main
+from dist_mem.checkpoint.manifest import list_steps, newest_verified, step_dir
+from dist_mem.errors import EXIT_DONE
+from dist_mem.memory import memory_kinds
+from dist_mem.tracking import sync
+from dist_mem.tracking.run_id import RUN_ID_FILE
+from dist_mem.tracking.sinks import METRICS_FILE, read_points
+from tests.checkpoint.test_elastic import CHAINS, train_leg
+from tests.support.contract_cases import CASES, SEG_LEN
+from tests.support.forked_ranks import Ranks, fork_server
+from tests.support.jobs import build_books, checkpoint_content, difference, losses, train_here, wait_for, write_config
+from tests.support.power import Disk, disk_without_power
+from tests.support.ranks import RankPool
+from tests.support.tracked import history
+
+KILLS, CUTS = 30, 10  # of each memory
+EVERY = 3  # steps between two checkpoints
+SEED = 11
+
+
+def config_of(path: Path, books: Path, run_dir: Path, memory: dict[str, Any], *changes: dict[str, Any]) -> Path:
+    """An endless run of two ranks that keeps a journal."""
+    tracking = {"mlflow": True, "send": "never", "system_metrics": False}
+    endless = {"train": {"steps": 10**6, "seg_len": SEG_LEN}, "schedule": {"kind": "constant"}, "tracking": tracking}
+    checkpoint = {"checkpoint": {"every": EVERY, "keep_last": 2}}
+    written = OmegaConf.load(write_config(path, books, run_dir, endless, checkpoint, *changes))
+    written.memory = memory
+    OmegaConf.save(written, path)
+    return path
+
+
+def last_saved(run_dir: Path) -> int:
+    return max(list_steps(run_dir), default=0)
+
+
+def disturb(config: Path, run_dir: Path, disk: Disk, *, is_cut: bool, choose: random.Random) -> None:
+    """Start the run, let it save, and end it at some instant by a kill of one rank, or by a loss of power."""
+    had = last_saved(run_dir)
+    job = Ranks(main, [[["train", str(config)]]] * 2, folder=config.parent)
+    try:
+        wait_for(lambda: last_saved(run_dir) > had, "a checkpoint", seconds=240)
+        time.sleep(choose.uniform(0, 0.5))
+        if is_cut:
+            disk.cut()
+            for process in job.processes:
+                process.kill()
+        else:
+            os.kill(choose.choice(job.processes).pid, signal.SIGKILL)
+    finally:
+        job.finish(patience=0.5 if is_cut else 5.0)
+        for process in job.processes:
+            process.kill()
+    if is_cut:
+        disk.restart()
+        (run_dir / "lease.json").unlink(missing_ok=True)  # of a machine that is off: each start would wait a minute
+
+
+def assert_every_point_once(run_dir: Path, last: int, uri: str, client: Any) -> int:
+    """In metrics.jsonl and, after a sync, in MLflow; returns how many points those are."""
+    assert [point.step for point in read_points(run_dir / METRICS_FILE)] == list(range(1, last + 1))
+    assert sync.run([run_dir], [f"tracking.uri={uri}"]) == EXIT_DONE
+    run_id = (run_dir / RUN_ID_FILE).read_text().strip()
+    assert sorted(step for step, _ in history(client, run_id, "loss")) == list(range(1, last + 1))
+    assert not [name for name in client.get_run(run_id).data.metrics if name.startswith("branch_")]
+    return last
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", memory_kinds())
+def test_kills_and_power_losses_cost_neither_a_bit_nor_a_point(
+    tmp_path: Path, rank_pool: Callable[[int], RankPool], sqlite_uri: str, client: Any, kind: str
+) -> None:
+    fork_server()
+    books, choose = build_books(tmp_path), random.Random(SEED)
+    ends = [True] * CUTS + [False] * KILLS
+    choose.shuffle(ends)
+    with disk_without_power(tmp_path / "disk") as disk:
+        run_dir, alone = disk.folder / "run", tmp_path / "alone"
+        configs = [config_of(tmp_path / f"{path.name}.yaml", books, path, CASES[kind]) for path in (run_dir, alone)]
+        for is_cut in ends:
+            disturb(configs[0], run_dir, disk, is_cut=is_cut, choose=choose)
+            assert newest_verified(run_dir)[1] == [], "a checkpoint that has its name is whole"
+        last = last_saved(run_dir) + EVERY
+        for config in configs:
+            assert rank_pool(2).run(train_here, config, [f"train.steps={last}"]) == [EXIT_DONE] * 2
+        contents = [checkpoint_content(step_dir(path, last)) for path in (run_dir, alone)]
+        assert difference(*contents) is None
+        assert losses(run_dir) == losses(alone)
+        num_points = assert_every_point_once(run_dir, last, sqlite_uri, client)
+    counted = Counter("power losses" if is_cut else "kills" for is_cut in ends)
+    print(f"\n{kind}: {dict(counted)}, bits equal at step {last}, {num_points} points once")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("chain", [0, 1, 2])
+@pytest.mark.parametrize("kind", memory_kinds())
+def test_moves_to_other_ranks_cost_no_point(
+    tmp_path: Path, rank_pool: Callable[[int], RankPool], sqlite_uri: str, client: Any, kind: str, chain: int
+) -> None:
+    """That a move is exact to the bit is shown in test_elastic.py; here training goes on, and points are counted."""
+    books, run_dir = build_books(tmp_path), tmp_path / "run"
+    small = {"model": {"dropout": 0.0}, "deepspeed": {"zero_optimization": {"sub_group_size": 500}}}
+    config = config_of(tmp_path / "run.yaml", books, run_dir, CASES[kind], small)
+    legs = [*CHAINS[chain], CHAINS[chain][0]]
+    for number, leg in enumerate(legs, start=1):
+        train_leg(rank_pool, config, leg, steps=number * EVERY)
+    num_points = assert_every_point_once(run_dir, len(legs) * EVERY, sqlite_uri, client)
+    moves = " -> ".join(f"{leg.world} (ZeRO {leg.stage})" for leg in legs)
+    print(f"\n{kind}: ranks {moves}, {num_points} points once")
+    shutil.rmtree(run_dir)

@@ -1,0 +1,307 @@
+"""A run that is killed and started again ends in the very bits of a run that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from dist_mem.checkpoint.manifest import step_dir
+from dist_mem.config import load_config
+from dist_mem.data.plan import DocumentPlan, make_plan
+from dist_mem.data.shard import read_index
+from dist_mem.errors import EXIT_REQUEUE
+from dist_mem.evaluation.trained_model import load_model
+from dist_mem.memory import memory_class, memory_kinds, memory_options
+from tests.support.faults import assert_told
+from tests.support.jobs import (
+    checkpoint_content,
+    difference,
+    finish,
+    logged_steps,
+    losses,
+    run_ranks,
+    start_ranks,
+    train_here,
+    wait_for,
+    write_config,
+)
+from tests.support.paths import EXAMPLES
+from tests.support.ranks import RankPool
+
+
+def zero(stage: int) -> dict[str, object]:
+    return {"deepspeed": {"zero_optimization": {"stage": stage}}}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_resume_after_kill_is_bitwise(
+    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool], stage: int
+) -> None:
+    """kill -9 between steps 6 and 12, resume to 12, beside a straight 12; dropout on, accumulation 2, in mid-book."""
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    for run_dir in (straight, killed):
+        write_config(tmp_path / f"{run_dir.name}.yaml", books, run_dir, zero(stage))
+    assert rank_pool(2).run(train_here, tmp_path / "straight.yaml") == [0, 0]
+
+    processes = start_ranks(["train", "killed.yaml"], world_size=2, cwd=tmp_path)
+    first = killed / "checkpoints" / "step-00000005"
+    wait_for(lambda: first.is_dir() and 6 in logged_steps(killed), "a step after the first checkpoint")
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+    finish(processes)
+    assert not (killed / "checkpoints" / "step-00000012").exists()
+    codes, text = run_ranks(["train", "killed.yaml"], world_size=2, cwd=tmp_path)
+    assert codes == [0, 0], text
+    assert "resuming from" in text
+
+    ends = [checkpoint_content(run_dir / "checkpoints" / "step-00000012") for run_dir in (straight, killed)]
+    assert any(name.startswith("lanes/") for name in ends[0])
+    assert any(name.startswith("engine/") for name in ends[0])
+    assert difference(*ends) is None
+    assert losses(straight) == losses(killed)
+    cursors = [content["lanes/rank-00000.safetensors"]["cursors"] for content in ends]
+    assert cursors[0][:, 2].any(), "no lane stands in the middle of a book: the test proves little"
+
+
+SEG_LEN = 16  # of the configurations of tests/support/jobs.py
+EXAMPLE = EXAMPLES / "averages.py"
+
+
+def small_memory(kind: str, **options: Any) -> dict[str, Any]:
+    return {"kind": kind, **memory_class(kind).small_options(SEG_LEN), **options}
+
+
+MEMORIES = {
+    **{kind: small_memory(kind) for kind in memory_kinds()},
+    "infinite, sticky, over lamemo": small_memory(
+        "infinite", over={"kind": "lamemo", "mem_len": SEG_LEN}, sampling="sticky"
+    ),
+    "a memory outside the package": small_memory(f"{EXAMPLE}:Averages"),
+}
+ACCUMULATIONS = {
+    1: {"micro_lanes": 4, "segments_per_update": 1},
+    3: {"micro_lanes": 4, "segments_per_update": 3},  # successive segments share an update
+}
+
+
+def is_in_make_test(number: int, stage: int, accumulation: int, background: bool) -> bool:
+    """Of every memory and stage one: every pair of a memory, stage, accumulation and way of saving is among them."""
+    return (accumulation == 3) == (number + stage) % 2 and background == (number + stage // 2) % 2
+
+
+SETTINGS = [
+    pytest.param(memory, *rest, marks=[] if is_in_make_test(number, *rest) else pytest.mark.nightly)
+    for number, memory in enumerate(MEMORIES)
+    for rest in product(range(4), ACCUMULATIONS, (False, True))
+]
+
+
+@pytest.mark.parametrize(("memory", "stage", "accumulation", "background"), SETTINGS)
+def test_every_memory_comes_back_bitwise(
+    tmp_path: Path,
+    books: Path,
+    rank_pool: Callable[[int], RankPool],
+    memory: str,
+    stage: int,
+    accumulation: int,
+    background: bool,
+) -> None:
+    """Six steps; and from what was saved amid them, after three, a newly opened job goes on to six."""
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    changes = {
+        "train": {"steps": 6, **ACCUMULATIONS[accumulation]},
+        "checkpoint": {"every": 3, "background": background},
+        "deepspeed": {"zero_optimization": zero},
+    }
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "straight", changes)
+    written = OmegaConf.load(config)
+    written.memory = MEMORIES[memory]
+    OmegaConf.save(written, config)
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    assert rank_pool(2).run(train_here, config) == [0, 0]
+    again = (f"run_dir={resumed}", f"resume={step_dir(straight, 3)}")
+    assert rank_pool(2).run(train_here, config, again) == [0, 0]
+    assert losses(straight)[3:] == losses(resumed)
+    assert difference(*(checkpoint_content(step_dir(run_dir, 6)) for run_dir in (straight, resumed))) is None
+
+
+def test_the_source_of_a_memory_outside_is_kept_and_a_change_is_told(tmp_path: Path, books: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(EXAMPLE.read_text())
+    for steps in (1, 2):
+        changes = {"train": {"steps": steps}, "schedule": {"kind": "constant"}}
+        config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", changes)
+        written = OmegaConf.load(config)
+        written.memory = small_memory(f"{mine}:Averages")
+        OmegaConf.save(written, config)
+        codes, text = run_ranks(["train", str(config)], world_size=1, cwd=tmp_path)
+        assert codes == [0], text
+        kept = tmp_path / "run" / "checkpoints" / f"step-{steps:08d}" / "memory" / "mine.py"
+        assert kept.read_text() == mine.read_text()
+        mine.write_text(EXAMPLE.read_text() + "# mended\n")
+    assert "memory/mine.py is not what the run was trained with so far" in text
+    mine.unlink()
+    assert load_model(tmp_path / "run", "eval.allow_code=true").config.memory.kind == f"{kept}:Averages", (
+        "an evaluation takes the copy"
+    )
+
+
+def test_signal_on_one_rank_saves_and_asks_to_be_started_again(tmp_path: Path, books: Path) -> None:
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 5000}})
+    processes = start_ranks(["train", str(config)], world_size=2, cwd=tmp_path)
+    wait_for(lambda: 3 in logged_steps(tmp_path / "run"), "step 3")
+    processes[1].send_signal(signal.SIGTERM)
+    codes, text = finish(processes)
+    assert codes == [EXIT_REQUEUE] * 2, text
+    newest = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1]
+    assert json.loads((newest / "manifest.json").read_text())["step"] == logged_steps(tmp_path / "run")[-1]
+    assert not (tmp_path / "run" / "lease.json").exists()
+
+
+def test_changed_model_is_refused_by_name(tmp_path: Path, books: Path) -> None:
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 1}})
+    codes, text = run_ranks(["train", str(config)], world_size=1, cwd=tmp_path)
+    assert codes == [0], text
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    changes = ["memory.mem_len=16", "train.lanes=4", "train.steps=2"]
+    codes, text = run_ranks(["train", str(config), *changes], world_size=1, cwd=tmp_path)
+    assert codes == [2], text
+    assert "memory.mem_len" in text
+    assert "train.lanes" in text
+    assert "train.steps" not in text
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
+
+
+def test_damaged_checkpoint_is_passed_over_and_kept(tmp_path: Path, books: Path) -> None:
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 10}})
+    codes, text = run_ranks(["train", str(config)], world_size=1, cwd=tmp_path)
+    assert codes == [0], text
+    damaged = tmp_path / "run" / "checkpoints" / "step-00000010"
+    lanes = damaged / "lanes" / "rank-00000.safetensors"
+    content = bytearray(lanes.read_bytes())
+    content[-1] ^= 1
+    lanes.write_bytes(content)
+    codes, text = run_ranks(["train", str(config)], world_size=1, cwd=tmp_path)
+    assert codes == [0], text
+    assert "SHA-256 differs" in text
+    assert "resuming from" in text
+    assert "step-00000005" in text
+    assert damaged.with_name("step-00000010.broken").is_dir()
+    assert damaged.is_dir()
+
+
+def test_checkpoint_damaged_twice_does_not_stop_the_run(
+    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
+) -> None:
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 6}})
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for _ in range(3):
+        assert rank_pool(2).run(train_here, config) == [0, 0]
+        (checkpoints / "step-00000006" / "manifest.json").write_text("{}")
+    kept = sorted(path.name for path in checkpoints.glob("*.broken*"))
+    assert kept == ["step-00000006.broken", "step-00000006.broken-2"]
+
+
+def test_finished_run_says_that_nothing_is_left(
+    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
+) -> None:
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 4}})
+    for _ in range(2):
+        assert rank_pool(2).run(train_here, config) == [0, 0]
+    codes, text = run_ranks(["train", str(config), "train.steps=2"], world_size=2, cwd=tmp_path)
+    assert codes == [0, 0], text
+    assert "step 4 of 2: nothing is left to train" in text
+    assert logged_steps(tmp_path / "run") == [1, 2, 3, 4]
+
+
+def damage_second_document_of_a_lane(config_file: Path) -> None:
+    """Flip a byte of a document that is met amid the training, by the rank of its lane alone."""
+    config = load_config([str(config_file)], memory_options=memory_options)
+    index = read_index(Path(config.data.path) / "train")
+    lengths = [entry.num_tokens for entry in index.documents]
+    plan = make_plan(lengths, num_lanes=config.train.lanes, seg_len=config.train.seg_len, seed=config.data.seed)
+    assert isinstance(plan, DocumentPlan)
+    dealt = [plan.documents(0, lane) for lane in range(config.train.lanes)]
+    entry = index.documents[next(documents[1] for documents in dealt if len(documents) > 1)]
+    tar = index.split_dir / entry.shard
+    content = bytearray(tar.read_bytes())
+    content[entry.tokens_offset] ^= 1
+    tar.write_bytes(content)
+
+
+def test_damaged_document_of_one_rank_stops_all_with_everything_saved(tmp_path: Path, books: Path) -> None:
+    """No rank is left in a collective; with `skip`, the run goes on from there."""
+    data = tmp_path / "data"
+    shutil.copytree(books, data)
+    config = write_config(tmp_path / "run.yaml", data, tmp_path / "run", {"train": {"steps": 60}})
+    damage_second_document_of_a_lane(config)
+    codes, text = run_ranks(["train", str(config)], world_size=2, cwd=tmp_path)
+    assert codes == [2, 2], text
+    assert text.count("error: ") == 1
+    assert "data.on_corrupt=skip" in text
+    assert "Traceback" not in text
+    newest = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1]
+    step = json.loads((newest / "manifest.json").read_text())["step"]
+    assert step == logged_steps(tmp_path / "run")[-1]
+    changes = ["data.on_corrupt=skip", f"train.steps={step + 3}"]
+    codes, text = run_ranks(["train", str(config), *changes], world_size=2, cwd=tmp_path)
+    assert codes == [0, 0], text
+    assert logged_steps(tmp_path / "run") == list(range(1, step + 4))
+
+
+def test_missing_validation_split_is_told_before_training(tmp_path: Path, books: Path) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(books, data)
+    shutil.rmtree(data / "validation")
+    config = write_config(tmp_path / "run.yaml", data, tmp_path / "run", {"eval": {"every": 5}})
+    codes, text = run_ranks(["train", str(config)], world_size=2, cwd=tmp_path)
+    assert codes == [2, 2], text
+    assert "has no split 'validation': it has test, train" in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_run_directory_that_cannot_be_written_is_an_error_of_two_lines(tmp_path: Path, books: Path) -> None:
+    """Not a traceback; and at the start, not at the first save."""
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 2}})
+    (tmp_path / "run").write_text("a file")
+    codes, text = run_ranks(["train", str(config)], world_size=2, cwd=tmp_path)
+    assert codes == [2, 2], text
+    assert f"run_dir {tmp_path / 'run'} cannot be used" in text
+    (tmp_path / "run").unlink()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("a file")
+    codes, again = run_ranks(["train", str(config)], world_size=2, cwd=tmp_path)
+    assert codes == [2, 2], again
+    assert_told(again, "error: checkpoints cannot be written: [Errno 17] File exists: '")
+    assert "Traceback" not in text + again
+
+
+def test_second_job_on_a_run_directory_is_refused(tmp_path: Path, books: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    holder = {"format_version": 1, "host": os.uname().nodename, "pid": os.getpid(), "started": 0}
+    (run_dir / "lease.json").write_text(json.dumps(holder))
+    config = write_config(tmp_path / "run.yaml", books, run_dir)
+    codes, text = run_ranks(["train", str(config)], world_size=1, cwd=tmp_path)
+    assert codes == [2], text
+    assert f"process {os.getpid()}" in text
+    assert (run_dir / "lease.json").exists()
+
+
+def test_memory_that_is_not_finite_stops_all_ranks_in_the_same_step(tmp_path: Path, books: Path) -> None:
+    """A learning rate beyond all reason: the loss overflows, and nobody saves the wreck."""
+    overrides = {"optimizer": {"lr": 1e30, "groups": []}, "checkpoint": {"every": None}}
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", overrides)
+    codes, text = run_ranks(["train", str(config)], world_size=2, cwd=tmp_path)
+    assert codes == [3, 3], text
+    assert "not finite" in text
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []

@@ -1,0 +1,260 @@
+"""Three sources of one stop, each alone: all ranks end at the same step, all is saved, and the run goes on exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dist_mem.__main__ import main
+from dist_mem.checkpoint.manifest import list_steps, step_dir
+from dist_mem.config import load_config
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE
+from dist_mem.memory import memory_options
+from dist_mem.runtime.distributed import World
+from dist_mem.runtime.environment import node_name
+from dist_mem.runtime.signals import StopSignal
+from dist_mem.tracking.sinks import read_points
+from dist_mem.training import loop as train
+from dist_mem.training import stopping
+from dist_mem.training.loop import run_job
+from dist_mem.training.stopping import LEAST_SECONDS, Stopping
+from tests.support.forked_ranks import Ranks, fork_server, run_forked
+from tests.support.jobs import (
+    build_books,
+    checkpoint_content,
+    difference,
+    logged_steps,
+    losses,
+    train_here,
+    wait_for,
+    write_config,
+)
+from tests.support.ranks import RankPool
+from tests.support.saving import before_writing
+
+Pool = Callable[[int], RankPool]
+ENDLESS = {"train": {"steps": 10**6}, "schedule": {"kind": "constant"}, "checkpoint": {"every": None}}
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    fork_server()
+    return build_books(tmp_path_factory.mktemp("books"))
+
+
+def train_forked(config: str, environment: dict[str, str], seconds_a_step: float = 0.0) -> int:
+    """`dist-mem train CONFIG` with steps of a known length at least, and 4 s at least kept free for a stop."""
+    read_ahead = train.read_ahead
+
+    def read_slowly(job: Any) -> Any:
+        time.sleep(seconds_a_step)
+        return read_ahead(job)
+
+    os.environ.update(environment)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "read_ahead", read_slowly)
+        patch.setattr(stopping, "LEAST_SECONDS", 4.0)
+        return main(["train", config])
+
+
+def start(config: Path, **options: Any) -> Ranks:
+    """Two ranks."""
+    arguments = (str(config), options.get("environment", {}), options.get("seconds_a_step", 0.0))
+    return Ranks(train_forked, [arguments] * 2, folder=config.parent)
+
+
+def by_signal(config: Path, run_dir: Path, number: signal.Signals, rank: int) -> Ranks:
+    ranks = start(config)
+    wait_for(lambda: 3 in logged_steps(run_dir), "step 3")
+    os.kill(ranks.processes[rank].pid, number)
+    return ranks
+
+
+def by_file(config: Path, run_dir: Path) -> Ranks:
+    ranks = start(config)
+    wait_for(lambda: 3 in logged_steps(run_dir), "step 3")
+    (run_dir / "STOP").touch()
+    return ranks
+
+
+def by_clock(config: Path, run_dir: Path) -> Ranks:
+    """Ten seconds for the start and some steps, however slow the machine."""
+    return start(config, environment={"DIST_MEM_JOB_END": f"{time.time() + 14:.0f}"}, seconds_a_step=0.1)
+
+
+SOURCES: dict[str, tuple[Callable[..., Ranks], str]] = {
+    "TERM on rank 0": (lambda *where: by_signal(*where, signal.SIGTERM, 0), f"(SIGTERM on rank 0, {node_name()})"),
+    "USR1 on rank 1": (lambda *where: by_signal(*where, signal.SIGUSR1, 1), f"(SIGUSR1 on rank 1, {node_name()})"),
+    "file": (by_file, "/run/STOP (remove it first); all is saved"),
+    "clock": (by_clock, "by the clock: the time of this job is over in "),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_each_source_alone_stops_all_ranks_at_one_step_and_nothing_is_lost(
+    tmp_path: Path, books: Path, rank_pool: Pool, source: str
+) -> None:
+    run_dir = tmp_path / "run"
+    stop, told = SOURCES[source]
+    config = write_config(tmp_path / "run.yaml", books, run_dir, ENDLESS)
+    ended = stop(config, run_dir).finish()
+    text = "\n".join(ended.texts)
+    assert ended.codes == [EXIT_REQUEUE] * 2, text
+    (step,) = list_steps(run_dir)
+    assert logged_steps(run_dir)[-1] == step
+    assert f"step {step}: told to stop by " in text and told in text
+    assert text.count("told to stop") == 1
+
+    (run_dir / "STOP").unlink(missing_ok=True)
+    assert rank_pool(2).run(train_here, config, [f"train.steps={step + 3}"]) == [EXIT_DONE] * 2
+    straight = tmp_path / "straight"
+    changes = [f"run_dir={straight}", f"train.steps={step + 3}"]
+    assert rank_pool(2).run(train_here, config, changes) == [EXIT_DONE] * 2
+    assert difference(*(checkpoint_content(step_dir(folder, step + 3)) for folder in (run_dir, straight))) is None
+    assert losses(run_dir) == losses(straight)
+
+
+def test_more_signals_to_all_ranks_do_not_hurt_a_slow_save(tmp_path: Path, books: Path) -> None:
+    run_dir = tmp_path / "run"
+    config = write_config(tmp_path / "run.yaml", books, run_dir, ENDLESS)
+    ranks = Ranks(train_with_slow_disk, [(str(config),)] * 2, folder=tmp_path)
+    wait_for(lambda: 3 in logged_steps(run_dir), "step 3")
+    os.kill(ranks.processes[1].pid, signal.SIGUSR2)
+    wait_for(lambda: any((run_dir / "checkpoints").glob(".*.partial")), "the save")
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        for process in ranks.processes:
+            os.kill(process.pid, number)
+    assert list_steps(run_dir) == [], "the save was over before the signals: this proves nothing"
+    ended = ranks.finish()
+    assert ended.codes == [EXIT_REQUEUE] * 2, ended.texts
+    assert list_steps(run_dir) == [logged_steps(run_dir)[-1]]
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir())[0] == "latest", "something half is there"
+
+
+def train_with_slow_disk(config: str) -> int:
+    with before_writing(lambda path: time.sleep(0.3)):
+        return main(["train", config])
+
+
+def test_a_signal_while_the_job_opens_stops_it_after_one_step(tmp_path: Path, books: Path) -> None:
+    run_dir = tmp_path / "run"
+    config = write_config(tmp_path / "run.yaml", books, run_dir, ENDLESS)
+    ranks = start(config)
+    wait_for((run_dir / "lease.json").exists, "the lease")
+    assert not (run_dir / "metrics.jsonl").exists(), "it trains already: this proves nothing"
+    os.kill(ranks.processes[1].pid, signal.SIGUSR2)
+    ended = ranks.finish()
+    assert ended.codes == [EXIT_REQUEUE] * 2, ended.texts
+    assert list_steps(run_dir) == [1]
+
+
+def train_refused(config: str, environment: dict[str, str]) -> int:
+    os.environ.update(environment)
+    return main(["train", config])
+
+
+def refused(config: Path, environment: dict[str, str], code: int = EXIT_USAGE) -> str:
+    """What a start that is refused on both ranks tells."""
+    ended = run_forked(train_refused, [(str(config), environment)] * 2, folder=config.parent)
+    assert ended.codes == [code] * 2, ended.texts
+    text = "\n".join(ended.texts)
+    assert text.count("error: ") == 1 and "Traceback" not in text, text
+    return text
+
+
+def test_the_file_keeps_a_run_from_being_started(tmp_path: Path, books: Path) -> None:
+    run_dir = tmp_path / "run"
+    config = write_config(tmp_path / "run.yaml", books, run_dir, ENDLESS)
+    run_dir.mkdir()
+    (run_dir / "STOP").touch()
+    text = refused(config, {})
+    assert f"{run_dir}/STOP is there: the run was told to stop; remove the file to go on" in text
+    assert [path.name for path in run_dir.iterdir()] == ["STOP"]
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        ("tomorrow", "DIST_MEM_JOB_END is 'tomorrow', but must be seconds since 1970"),
+        ("nan", "DIST_MEM_JOB_END is 'nan', but must be seconds since 1970"),
+        ("1000000000", "the time of this job has been over for "),  # the next job has its own time: start again
+        ("in 20 s", "the time of this job is over in "),
+    ],
+    ids=["no number", "not finite", "past", "near"],
+)
+def test_an_end_of_the_time_that_cannot_be_kept_is_told_before_anything_is_built(
+    tmp_path: Path, books: Path, end: str, told: str
+) -> None:
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", ENDLESS)
+    if end == "in 20 s":
+        end = f"{time.time() + 20:.0f}"
+    code = EXIT_USAGE if "must be" in told else EXIT_FAILED
+    assert told in refused(config, {"DIST_MEM_JOB_END": end}, code)
+    assert not (tmp_path / "run").exists()
+
+
+def seconds_needed(*, saved: float, steps: list[float], step: int = 0, evaluation: float = 0.0) -> float:
+    clock = iter([0.0, *(sum(steps[: number + 1]) for number in range(len(steps)))])
+    job: Any = SimpleNamespace(
+        world=SimpleNamespace(rank=1),
+        meter=SimpleNamespace(training_seconds=lambda: next(clock)),
+        saver=SimpleNamespace(longest_seconds=lambda: saved),
+        config=SimpleNamespace(eval=SimpleNamespace(every=100)),
+        step=step,
+        evaluation_seconds=evaluation,
+    )
+    signals: Any = SimpleNamespace(received=None)
+    asked = Stopping(job, signals)
+    assert not any(asked.is_asked_for() for _ in steps)
+    return asked.seconds_needed()
+
+
+def test_the_clock_leaves_time_for_three_saves_and_two_steps() -> None:
+    assert seconds_needed(saved=0.1, steps=[1.0, 3.0, 2.0]) == LEAST_SECONDS + 6
+    assert seconds_needed(saved=100.0, steps=[1.0, 3.0, 2.0]) == 306
+    assert seconds_needed(saved=0.1, steps=[1.0], step=97, evaluation=600.0) == LEAST_SECONDS + 2
+    assert seconds_needed(saved=0.1, steps=[1.0], step=98, evaluation=600.0) == LEAST_SECONDS + 602, "it comes first"
+    assert seconds_needed(saved=100.0, steps=[50.0, *[1.0] * 10]) == 302, "the first step, which compiles, for ever"
+
+
+def stop_after_one_step(world: World, config: Path) -> int:
+    stop_signal = StopSignal()
+    stop_signal.received = "SIGTERM"
+    try:
+        return run_job(load_config([str(config)], memory_options=memory_options), world, stop_signal)
+    finally:
+        stop_signal.restore()
+
+
+def validation_points(run_dir: Path) -> list[tuple[int, float]]:
+    points = read_points(run_dir / "metrics.jsonl")
+    name = "validation/word_perplexity"
+    return [(point.step, point.metrics[name]) for point in points if name in point.metrics]
+
+
+def test_a_stop_does_not_wait_for_an_evaluation_and_the_next_start_makes_it(
+    tmp_path: Path, books: Path, rank_pool: Pool
+) -> None:
+    """A scheduler that sends a signal two minutes ahead would kill the job in the midst of a long evaluation."""
+    changes = {"train": {"steps": 4}, "eval": {"every": 2}, "schedule": {"kind": "constant"}}
+    stopped = write_config(tmp_path / "stopped.yaml", books, tmp_path / "stopped", changes)
+    straight = write_config(tmp_path / "straight.yaml", books, tmp_path / "straight", changes)
+    assert rank_pool(2).run(train_here, straight) == [EXIT_DONE] * 2
+    for steps in ([1], [1, 2]):
+        assert rank_pool(2).run(stop_after_one_step, stopped) == [EXIT_REQUEUE] * 2
+        assert list_steps(tmp_path / "stopped") == steps
+    assert validation_points(tmp_path / "stopped") == []
+    assert rank_pool(2).run(train_here, stopped) == [EXIT_DONE] * 2
+    assert validation_points(tmp_path / "stopped") == validation_points(tmp_path / "straight")
+    assert [step for step, _ in validation_points(tmp_path / "stopped")] == [2, 4]
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "straight")
+    kept = json.loads((step_dir(tmp_path / "stopped", 4) / "manifest.json").read_text())["validation"]
+    assert kept["step"] == 4

@@ -1,0 +1,194 @@
+"""The order of decision of one update, and what must not change training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from mlflow import MlflowClient
+from torch import Tensor
+
+from dist_mem.data.batch import IGNORE
+from dist_mem.data.shard import read_index
+from dist_mem.memory.base import named_tensors
+from dist_mem.runtime.distributed import World
+from dist_mem.training.divergence import DivergedError
+from dist_mem.training.step import Flags, train_step
+from tests.support.jobs import checkpoint_content, difference, losses, train_here, write_config
+from tests.support.ranks import RankPool
+from tests.support.tiny import full_parameters, run_steps, tiny_config, tiny_job, update_of_rank
+
+ADAM = {"optimizer": {"kind": "adamw", "lr": 1e-2}, "train": {"micro_lanes": 2}}
+
+
+def memory_of(job: Any) -> dict[str, Tensor]:
+    return {
+        f"{group}.{name}": value
+        for group, state in enumerate(job.states)
+        for name, value in named_tensors(state).items()
+    }
+
+
+def one_update_without_targets(world: World, stage: int) -> dict[str, Any]:
+    job = tiny_job(tiny_config(ADAM), world, stage=stage)
+    run_steps(job, first=0, last=1)
+    before, memory_before = full_parameters(job), memory_of(job)
+    update = update_of_rank(job.config, world, step=1)
+    silent = [batch._replace(targets=torch.full_like(batch.targets, IGNORE)) for batch in update.batches]
+    outcome = train_step(job, update._replace(batches=silent, num_scored=0), 0, 0, Flags())
+    unchanged = difference(before, full_parameters(job))
+    memory_changed = difference(memory_before, memory_of(job))
+    cursors = job.cursors.tolist()
+    job.step = 2
+    outcomes = run_steps(job, first=2, last=3)
+    return {
+        "again": outcome.again,
+        "nll": outcome.totals.nll,
+        "unchanged": unchanged,
+        "memory_changed": memory_changed,
+        "cursors": cursors,
+        "next_is_finite": outcomes[0].totals.nll > 0,
+    }
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_update_without_targets_moves_memory_and_cursors_only(rank_pool: Callable[[int], RankPool], stage: int) -> None:
+    for found in rank_pool(2).run(one_update_without_targets, stage):
+        assert not found["again"]
+        assert found["nll"] == 0.0
+        assert found["unchanged"] is None
+        assert found["memory_changed"] is not None
+        assert found["cursors"] == [[1, 1, 1]] * 4
+        assert found["next_is_finite"]
+
+
+def poisoned_update(world: World, stage: int, what: str) -> tuple[str, str | None, str | None]:
+    """A value that is not finite on rank 1 only: in its memory, or in one of its gradients."""
+    job = tiny_job(tiny_config(ADAM), world, stage=stage)
+    run_steps(job, first=0, last=1)
+    before, memory_before = full_parameters(job), memory_of(job)
+    update = update_of_rank(job.config, world, step=1)
+    if world.rank == 1 and what == "memory":
+        for group, state in enumerate(job.states):
+            block = state.blocks[0]
+            poisoned = block._replace(hidden=torch.full_like(block.hidden, torch.nan), length=block.length + 12)
+            job.states[group] = state._replace(blocks=(poisoned, *state.blocks[1:]))
+        update = update._replace(
+            batches=[batch._replace(is_new_document=batch.is_new_document & False) for batch in update.batches]
+        )
+        memory_before = memory_of(job)
+    if world.rank == 1 and what == "gradient":
+        weight = job.engine.module.final_norm.weight
+        weight.register_hook(lambda gradient: gradient * torch.nan)
+    try:
+        train_step(job, update, 300, 0, Flags())
+    except DivergedError as error:
+        message = str(error)
+    else:
+        message = ""
+    memory_after = {name: value.nan_to_num() for name, value in memory_of(job).items()}
+    memory_before = {name: value.nan_to_num() for name, value in memory_before.items()}
+    return message, difference(before, full_parameters(job)), difference(memory_before, memory_after)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("what", ["memory", "gradient"])
+def test_nan_on_one_rank_stops_all_ranks_before_anything_changes(
+    rank_pool: Callable[[int], RankPool], stage: int, what: str
+) -> None:
+    found = rank_pool(2).run(poisoned_update, stage, what)
+    assert len({message for message, _, _ in found}) == 1
+    for message, parameters_changed, memory_changed in found:
+        assert "step 1" in message
+        assert "not finite" in message
+        assert what == "gradient" or "rank [1]" in message
+        assert parameters_changed is None
+        assert memory_changed is None
+
+
+def fp16_steps(world: World, initial_scale_power: int) -> tuple[list[float], list[bool], dict[str, Tensor]]:
+    # DeepSpeed claims fp16 only for CPUs with fast fp16 products; the slow ones do for three steps.
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    config = tiny_config(ADAM, {"train": {"precision": "fp16"}, "optimizer": {"lr": 1e-3}})
+    block = {"fp16": {"initial_scale_power": initial_scale_power, "hysteresis": 1}}
+    job = tiny_job(config, world, stage=2, block=block)
+    applied, nll = [], []
+    for step in range(3):
+        update = update_of_rank(config, world, step=step)
+        while True:
+            before = memory_of(job)
+            outcome = train_step(job, update, 300, 0, Flags())
+            applied.append(not outcome.again)
+            if not outcome.again:
+                break
+            assert difference(before, memory_of(job)) is None
+        job.step += 1
+        nll.append(outcome.totals.nll)
+    return nll, applied, memory_of(job)
+
+
+def test_fp16_overflow_feeds_the_same_segments_again(rank_pool: Callable[[int], RankPool]) -> None:
+    """A run that overflows at first is the run that started with the smaller loss scale."""
+    for (nll, applied, memory), (calm_nll, calm_applied, calm_memory) in zip(
+        rank_pool(2).run(fp16_steps, 30), rank_pool(2).run(fp16_steps, 8), strict=True
+    ):
+        assert not applied[0]
+        assert calm_applied == [True] * 3
+        assert nll[0] == calm_nll[0]
+        assert nll == pytest.approx(calm_nll, rel=1e-3)
+        for name, value in memory.items():
+            torch.testing.assert_close(value, calm_memory[name], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_training_is_bit_identical_with_and_without_evaluation(
+    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool], stage: int
+) -> None:
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 6}})
+    ends = []
+    for name, every in (("with", "2"), ("without", "null")):
+        run_dir = tmp_path / name
+        changes = [f"run_dir={run_dir}", f"eval.every={every}", f"deepspeed.zero_optimization.stage={stage}"]
+        assert rank_pool(2).run(train_here, config, changes) == [0, 0]
+        ends.append((losses(run_dir), checkpoint_content(run_dir / "checkpoints" / "step-00000006")))
+    text = (tmp_path / "with" / "metrics.jsonl").read_text()
+    assert text.count("validation/word_perplexity") == 3
+    assert difference(*ends) is None
+
+
+def test_mlflow_gets_points_facts_and_configuration_of_one_run(
+    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
+) -> None:
+    """Two jobs of one run directory, three steps each, on two ranks."""
+    store = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"schedule": {"kind": "constant"}})
+    for steps in (3, 6):
+        changes = [f"train.steps={steps}", "tracking.mlflow=true", f"tracking.uri={store}"]
+        assert rank_pool(2).run(train_here, config, changes) == [0, 0]
+    client = MlflowClient(store)
+    experiment = client.get_experiment_by_name("dist_mem")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    assert sorted(point.step for point in client.get_metric_history(run.info.run_id, "loss")) == [1, 2, 3, 4, 5, 6]
+    assert run.data.params["memory.mem_len"] == "24"
+    assert run.data.tags["world_size"] == "2" and "version.torch" in run.data.tags
+    (data,) = [given.dataset for given in run.inputs.dataset_inputs]
+    assert (data.name, data.digest) == ("tiny/train", read_index(books / "train").fingerprint[:36])
+    written = Path(client.download_artifacts(run.info.run_id, "config.yaml", str(tmp_path)))
+    assert "mem_len: 24" in written.read_text()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("changes", [["deepspeed.zero_optimization.stage=0"], ["train.activation_checkpointing=true"]])
+def test_loss_falls(
+    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool], precision: str, changes: list[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    config = write_config(tmp_path / "run.yaml", books, run_dir, {"train": {"steps": 25, "precision": precision}})
+    assert rank_pool(2).run(train_here, config, ["optimizer.lr=0.01", *changes]) == [0, 0]
+    found = losses(run_dir)
+    assert found[-1] < 0.9 * found[0]

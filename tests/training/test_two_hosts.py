@@ -1,0 +1,210 @@
+"""A job over two hosts with addresses of their own: the network between them fails, and the job goes on from there.
+
+The watchdog ends what the network has stopped: TCP alone would wait for minutes, collectives for half an hour.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from dist_mem.errors import EXIT_DONE, EXIT_HUNG, EXIT_USAGE
+from tests.support.jobs import checkpoint_content, difference, finish, logged_steps, losses, wait_for, write_config
+from tests.support.ranks import free_port
+from tests.support.two_hosts import (
+    INTERFACE,
+    Host,
+    lose_packets,
+    plug_the_cable_in,
+    pull_the_cable,
+    rank_environment,
+    ranks_on,
+    stop_losing_packets,
+    two_hosts,
+)
+
+STEPS = 30
+SECONDS = 12.0  # watchdog.seconds; three times as long may opening take, on a busy machine too
+FAULTS: dict[str, tuple[Callable[[Host], None], Callable[[Host], None]]] = {
+    "link down": (pull_the_cable, plug_the_cable_in),
+    "packets lost": (lose_packets, stop_losing_packets),
+}
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[Host, Host]]:
+    with two_hosts() as found:
+        yield found
+
+
+def configuration(path: Path, books: Path, run_dir: Path) -> Path:
+    changes = {"train": {"steps": STEPS}, "watchdog": {"seconds": SECONDS}, "checkpoint": {"every": 7}}
+    return write_config(path, books, run_dir, changes)
+
+
+def kill_all(processes: Sequence[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, books: Path) -> Path:
+    """The run directory of the same job with nothing in its way."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with two_hosts() as hosts:
+        config = configuration(folder / "run.yaml", books, folder / "run")
+        codes, text = finish(ranks_on(hosts, ["train", str(config)], port=free_port(), cwd=folder))
+    assert codes == [EXIT_DONE, EXIT_DONE], text
+    return folder / "run"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["packets lost", pytest.param("link down", marks=pytest.mark.nightly)],  # a minute each on a busy machine
+)
+def test_a_job_cut_in_two_ends_on_both_hosts_and_goes_on_to_the_same_bits(
+    tmp_path: Path, books: Path, hosts: tuple[Host, Host], undisturbed: Path, fault: str
+) -> None:
+    run_dir = tmp_path / "run"
+    arguments = ["train", str(configuration(tmp_path / "run.yaml", books, run_dir))]
+    cut, mend = FAULTS[fault]
+    processes = ranks_on(hosts, arguments, port=free_port(), cwd=tmp_path)
+    try:
+        wait_for(lambda: len(logged_steps(run_dir)) > 12, "13 steps")
+        cut(hosts[0])
+        begin = time.monotonic()
+        codes, text = finish(processes, timeout=10 * SECONDS)
+        took = time.monotonic() - begin
+    finally:
+        kill_all(processes)
+    steps = logged_steps(run_dir)[-1]
+    print(f"{fault} at step {steps}: exit codes {codes} after {took:.1f} s")
+    assert codes == [EXIT_HUNG, EXIT_HUNG], text
+    assert steps < STEPS
+    assert took < SECONDS + 5
+    report = next(run_dir.glob("hangs/*/report.txt")).read_text(encoding="utf-8")
+    assert all(host.name in report for host in hosts), report
+
+    mend(hosts[0])
+    codes, text = finish(ranks_on(hosts, arguments, port=free_port(), cwd=tmp_path))
+    assert codes == [EXIT_DONE, EXIT_DONE], text
+    last = f"checkpoints/step-{STEPS:08d}"
+    assert difference(checkpoint_content(run_dir / last), checkpoint_content(undisturbed / last)) is None
+    assert losses(run_dir) == losses(undisturbed)
+
+
+def test_hosts_whose_names_lead_nowhere_meet_all_the_same(
+    tmp_path: Path, books: Path, hosts: tuple[Host, Host]
+) -> None:
+    """gloo takes the interface of the host's own name; without one, or with 127.0.1.1, that is the loopback."""
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 2}})
+    processes = ranks_on(hosts, ["train", str(config)], port=free_port(), cwd=tmp_path, interface=None)
+    try:
+        codes, text = finish(processes)
+    finally:
+        kill_all(processes)
+    assert codes == [EXIT_DONE, EXIT_DONE], text
+
+
+def test_the_way_to_a_host_goes_by_the_interface_of_the_cable(hosts: tuple[Host, Host]) -> None:
+    code = "from dist_mem.runtime.network_interface import *; print(own_name_is_loopback(), interface_towards(%r))"
+    for host in hosts:
+        for address, interface in ((hosts[0].address, INTERFACE), ("127.0.0.1", "lo"), ("192.0.2.77", None)):
+            process = host.start([sys.executable, "-c", code % address], env={})
+            assert process.communicate(timeout=60)[0].split() == ["True", str(interface)]
+
+
+@pytest.mark.nightly
+def test_torchrun_on_two_hosts_ends_with_the_cut_and_goes_on(
+    tmp_path: Path, books: Path, hosts: tuple[Host, Host], undisturbed: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    config = configuration(tmp_path / "run.yaml", books, run_dir)
+
+    def start() -> list[subprocess.Popen[str]]:
+        options = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", hosts[0].address]
+        command = [str(Path(sys.executable).with_name("torchrun")), *options, "--master-port", str(free_port())]
+        job = ["-m", "dist_mem", "train", str(config)]
+        return [
+            host.start([*command, "--node-rank", str(rank), *job], env={"OMP_NUM_THREADS": "1"}, cwd=tmp_path)
+            for rank, host in enumerate(hosts)
+        ]
+
+    processes = start()
+    try:
+        wait_for(lambda: len(logged_steps(run_dir)) > 12, "13 steps")
+        lose_packets(hosts[0])
+        begin = time.monotonic()
+        codes, text = finish(processes)
+        print(f"torchrun: exit codes {codes} after {time.monotonic() - begin:.1f} s")
+    finally:
+        kill_all(processes)
+    assert codes == [1, 1], text  # torchrun has no other for a failed rank
+    assert text.count(f"exitcode  : {EXIT_HUNG}") == 2
+    stop_losing_packets(hosts[0])
+    codes, text = finish(start())
+    assert codes == [EXIT_DONE, EXIT_DONE], text
+    assert losses(run_dir) == losses(undisturbed)
+
+
+QUICK = (
+    "import sys; from dist_mem.checkpoint import lease; lease.HEARTBEAT_SECONDS, lease.STALE_SECONDS = 0.2, 4.0;"
+    "from dist_mem.__main__ import entry; sys.argv[0] = 'dist-mem'; entry()"
+)
+
+
+def test_a_run_directory_is_one_host_s_until_that_host_is_dead(
+    tmp_path: Path, books: Path, hosts: tuple[Host, Host]
+) -> None:
+    """The hosts have names of their own, so that neither sees whether a process of the other lives."""
+    run_dir = tmp_path / "run"
+    config = write_config(tmp_path / "run.yaml", books, run_dir, {"train": {"steps": 100_000}})
+    command = [sys.executable, "-c", QUICK, "train", str(config)]
+    first = hosts[0].start(command, env={"OMP_NUM_THREADS": "1"}, cwd=tmp_path)
+    try:
+        wait_for(lambda: len(logged_steps(run_dir)) > 6, "steps on the first host")
+        second = hosts[1].start(command, env={"OMP_NUM_THREADS": "1"}, cwd=tmp_path)
+        codes, text = finish([second])
+        assert codes == [EXIT_USAGE]
+        assert f"process {first.pid} on {hosts[0].name} is using this run directory" in text
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.communicate()
+    begin = time.monotonic()
+    third = hosts[1].start([*command, f"train.steps={logged_steps(run_dir)[-1] + 3}"], env={"OMP_NUM_THREADS": "1"})
+    codes, text = finish([third])
+    assert codes == [EXIT_DONE], text
+    assert time.monotonic() - begin > 4.0
+    assert "waiting up to 4 s for a sign of life of process" in text and f"on {hosts[0].name}" in text
+    assert "resuming from" in text
+
+
+def test_a_run_directory_that_the_hosts_do_not_share_is_an_error_on_both(
+    tmp_path: Path, books: Path, hosts: tuple[Host, Host]
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    changes = {"train": {"steps": 12}, "watchdog": {"seconds": 20.0}}
+    arguments = ["train", str(write_config(tmp_path / "run.yaml", books, run_dir, changes))]
+    own_disk = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs tmpfs {run_dir} && exec "$@"', "sh"]
+    command = [sys.executable, "-m", "dist_mem", *arguments]
+    port = free_port()
+    processes = [
+        host.start([*prefix, *command], env=rank_environment(rank, hosts, port), cwd=tmp_path)
+        for rank, (host, prefix) in enumerate(zip(hosts, ([], own_disk), strict=True))
+    ]
+    try:
+        codes, text = finish(processes)
+    finally:
+        kill_all(processes)
+    assert EXIT_DONE not in codes, text
+    assert f"{run_dir} (on tmpfs here) is not the folder that rank 0 has" in text
+    assert hosts[1].name in text
+    assert not list(run_dir.glob("checkpoints/step-*/manifest.json"))
