@@ -16,7 +16,7 @@ Shape letters, used in every comment and docstring
     N basis functions    D model width         H heads                       K head width
     V vocabulary         G global lanes        L layers
 
-From Python (docs/python.md; `import dist_mem` itself loads nothing)
+From Python (docs/start/python.md; `import dist_mem` itself loads nothing)
     load_model   a trained model, its tokenizer and its configuration, from a run or a checkpoint
     score        the negative log-likelihood of every token of a text, read with memory
     start, read  texts read so far, one a lane; next_log_probs: what comes next

@@ -241,7 +241,7 @@ def _add_check_memory(commands: argparse._SubParsersAction) -> None:
 def _add_config(commands: argparse._SubParsersAction) -> None:
     added = _add(commands, run.config)
     added.add_argument("config", nargs="*", help=f"{_CONFIG_HELP}; none: every key there is")
-    added.add_argument("--markdown", action="store_true", help="every key there is, as docs/config.md")
+    added.add_argument("--markdown", action="store_true", help="every key there is, as docs/reference/config.md")
     added.add_argument(
         "--snapshot", type=Path, metavar="FOLDER", help="copy the code and the files of this configuration there"
     )

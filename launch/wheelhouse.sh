@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every wheel that dist_mem takes, its own too, in one folder, to be carried to a site without network. See docs/offline.md.
+# Every wheel that dist_mem takes, its own too, in one folder, to be carried to a site without network. See docs/howto/offline.md.
 #
 #   launch/wheelhouse.sh wheelhouse
 #   PYTHON=python3.12 launch/wheelhouse.sh wheelhouse       # for a site with another Python than this machine

@@ -7,7 +7,7 @@
 
 A document is one conversation: what Wikipedia has about the film, an empty line, then the turns, one a line, as
 "A: text" (user1) and "B: text" (user2). Scored is what a turn says, from the space after its tag to the end of its
-line, of both users. docs/dialogue.md says what was decided and why.
+line, of both users. docs/howto/dialogue.md says what was decided and why.
 
 Some conversations of validation and test stand in the released train split too. By default these copies are left out
 of train; validation and test are whole either way. The titles of the leaked ones end in a mark, by which

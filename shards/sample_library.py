@@ -9,7 +9,7 @@ After each mention the next one is due at a gap drawn from GAPS. So many words r
 tokens, many something in a memory of 192 tokens before it, and many something farther away.
 
 Nearly everything is drawn per chapter because a lane reads one book for many steps: what holds for a whole book is soon
-memorised in the weights, and the model never learns to use its memory (docs/log.md, 2026-11-20).
+memorised in the weights, and the model never learns to use its memory (docs/explanation/log.md, 2026-11-20).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every configuration key on one page of Markdown, docs/config.md: `dist-mem config --markdown > docs/config.md`.
+"""Every configuration key on one page: `dist-mem config --markdown > docs/reference/config.md`.
 
 All of it is read off what the program itself goes by: the dataclasses and their comments, the choices and ranges, the
 rules of resuming, the tables of DeepSpeed's keys, and the options of each memory, which the caller hands in.
@@ -22,7 +22,7 @@ from dist_mem.config.schema import Config
 INTRODUCTION = """\
 # Every configuration key
 
-<!-- Made by `dist-mem config --markdown > docs/config.md`. Change the comments in config/schema.py instead. -->
+<!-- Made by `dist-mem config --markdown > docs/reference/config.md`: change the comments in config/schema.py. -->
 
 A run is described by YAML files, merged left to right, and by `key=value` overrides, which win:
 
@@ -34,11 +34,11 @@ one. `dist-mem config` prints this page as YAML, `dist-mem config FILES OVERRIDE
 `dist-mem train FILES OVERRIDES --check` what it amounts to: parameters, lanes of a rank, steps of an epoch.
 
 A key that is *fixed* must be on resume what it was when the run began; one with `--allow` may change where the command
-says so (`--allow optimizer.betas`); the others may change ([resume.md](resume.md)).
+says so (`--allow optimizer.betas`); the others may change ([resume.md](../howto/resume.md)).
 """
 MEMORY = """\
 The memory of every block of the model. `memory.kind` chooses it; the default is {default}. Each kind has options of its
-own, and all are fixed on resume. How to add one: [add_a_memory.md](add_a_memory.md).
+own, and all are fixed on resume. How to add one: [add_a_memory.md](../howto/add_a_memory.md).
 """
 DEEPSPEED = """\
 What DeepSpeed is told: a block, or the path of a `ds_config.json`. The default is {default}. Stage 0 divides nothing
@@ -151,7 +151,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _prose(text: str) -> str:
     """A comment as Markdown: keys and null as code, pages of docs/ as links."""
-    text = re.sub(r"\bdocs/(\w+\.md)", r"[\1](\1)", text)
+    text = re.sub(r"\bdocs/(\w+)/(\w+\.md)", r"[\2](../\1/\2)", text)
     return _CODE.sub(lambda found: _code(found[0]), text)
 
 

@@ -1,4 +1,4 @@
-"""Every key of a run, its type, its default and what it means: the comments here are what docs/config.md shows."""
+"""Every key of a run, its type, its default and its meaning; docs/reference/config.md shows the comments here."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TokenTypeConfig:
 
 @dataclass
 class ModelConfig:
-    kind: str = "transformer"  # transformer: relative positions, as Transformer-XL | gpt2: GPT-2, see docs/gpt2.md
+    kind: str = "transformer"  # transformer: relative positions, as Transformer-XL | gpt2: see docs/howto/gpt2.md
     pretrained: str | None = None  # folder of a GPT-2 in Hugging Face's layout whose weights a run begins with
     num_layers: int = 4  # blocks, each with a memory of its own
     d_model: int = 256  # D, width of the hidden states
@@ -53,7 +53,7 @@ class ModelConfig:
     tie_embeddings: bool = True  # the softmax has the weights of the embedding
     adaptive: AdaptiveConfig | None = None  # narrow embeddings for rare tokens, in large vocabularies; None: all alike
     num_positions: int = 1024  # of gpt2 only: learned positions of a segment, at least train.seg_len
-    token_types: list[TokenTypeConfig] = field(default_factory=list)  # of gpt2 only: who speaks, see docs/dialogue.md
+    token_types: list[TokenTypeConfig] = field(default_factory=list)  # of gpt2: who speaks, see docs/howto/dialogue.md
     clamp_len: int | None = None  # tokens; larger distances are treated as this one
     same_length: bool = False  # every query sees exactly M keys once the memory is full
     init_std: float = 0.02  # standard deviation of the first weights
@@ -183,7 +183,7 @@ class LaunchConfig:
 class Config:
     name: str = "run"  # of the run directory, and of the run in MLflow
     run_dir: str = "runs/${name}"  # checkpoints, resolved config, metrics.jsonl
-    resume: str = "auto"  # auto | never | a step | a path: from which checkpoint to go on, see docs/resume.md
+    resume: str = "auto"  # auto | never | a step | a path: from which checkpoint to go on, see docs/howto/resume.md
     data: DataConfig = field(default_factory=DataConfig)  # what is read, and which lane reads what when
     model: ModelConfig = field(default_factory=ModelConfig)  # the transformer around the memory
     memory: Any = field(default_factory=lambda: {"kind": "transformer_xl"})  # kind, and the options of that memory
@@ -191,10 +191,10 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # its kind, and what it does to which parameter
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # the learning rate by step
     eval: EvalConfig = field(default_factory=EvalConfig)  # scoring whole documents, in training and after it
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # when all is saved, see docs/resume.md
-    divergence: DivergenceConfig = field(default_factory=DivergenceConfig)  # what is done then, see docs/divergence.md
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)  # what is told of the run, see docs/tracking.md
-    preflight: bool = True  # look at nodes, network and ranks before the first step, see docs/cluster.md
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # when to save, see docs/howto/resume.md
+    divergence: DivergenceConfig = field(default_factory=DivergenceConfig)  # see docs/howto/divergence.md
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)  # run logging, see docs/howto/tracking.md
+    preflight: bool = True  # look at nodes, network and ranks before the first step, see docs/howto/cluster.md
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)  # what is done about ranks that hang or are slow
     launch: LaunchConfig = field(default_factory=LaunchConfig)  # what the launch command asks of Slurm
     deepspeed: Any = field(default_factory=lambda: {"zero_optimization": {"stage": 2}})  # or path of a ds_config.json

@@ -8,7 +8,7 @@
 
 It reads checkpoints of any ZeRO stage and number of ranks through their fp32 weights, and what export.py has made of
 them, and needs no process group. The package offers `load_model`, `init_state` and `read_lanes` as its own names
-(docs/python.md); `score` is in dist_mem/generation/text_scores.py.
+(docs/start/python.md); `score` is in dist_mem/generation/text_scores.py.
 """
 
 from __future__ import annotations

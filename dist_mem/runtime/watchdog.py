@@ -1,4 +1,4 @@
-"""The watchdog: a job in which nothing moves tells where every rank stands, and ends. See docs/hangs.md.
+"""The watchdog: a job in which nothing moves tells where every rank stands, and ends. See docs/howto/hangs.md.
 
     the training marks its progress: beat("forward") -> a thread of every rank sees the marks stand still
         -> RUN/hangs/<start>/rank-00003.txt, with all stacks -> the lowest live rank names the suspects in report.txt

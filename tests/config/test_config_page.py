@@ -1,4 +1,4 @@
-"""docs/config.md is what the program says of its keys, and it says something of each."""
+"""docs/reference/config.md is what the program says of its keys, and it says something of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dist_mem.config.page import config_page
 from dist_mem.memory import described_memories
 from tests.support.paths import ROOT
 
-PAGE = ROOT / "docs" / "config.md"
+PAGE = ROOT / "docs" / "reference" / "config.md"
 ROW = re.compile(r"^\| `([^`]+)` \| `([^`]*)` \| (.*) \| (fixed|`--allow`|) \| (.*) \|$", re.MULTILINE)
 
 
@@ -28,7 +28,7 @@ def page() -> str:
 def test_page_in_docs_is_up_to_date(page: str) -> None:
     changes = difflib.unified_diff(PAGE.read_text(encoding="utf-8").splitlines(), page.splitlines(), lineterm="", n=0)
     listed = "\n".join(changes)
-    assert not listed, f"{listed}\nto accept this: dist-mem config --markdown > docs/config.md"
+    assert not listed, f"{listed}\nto accept this: dist-mem config --markdown > docs/reference/config.md"
 
 
 def test_command_prints_the_page(page: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -129,7 +129,7 @@ def test_every_rank_makes_the_same_number_of_forwards(
 def test_rows_that_are_left_out_change_no_bit(index: Index, num_lanes: int, micro_lanes: int) -> None:
     """Against forwards that are filled up with idle lanes, as all were before.
 
-    In segments of 32: with a handful of rows, a matrix product rounds by their number (docs/evaluate.md).
+    In segments of 32: with a handful of rows, a matrix product rounds by their number (docs/howto/evaluate.md).
     """
     model, seg_len = make_model(), 32
 

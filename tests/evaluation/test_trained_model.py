@@ -156,7 +156,7 @@ def test_a_damaged_tokenizer_is_refused(elsewhere: Path) -> None:
         dist_mem.load_model(elsewhere)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/start/python.md"])
 def test_python_of_the_pages_runs(
     run_dir: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str
 ) -> None:

@@ -20,7 +20,7 @@ from dist_mem.nn.plain_attention import alibi_bias, alibi_slopes
 from tests.support.gpt2_models import LTM, SEG_LEN, VOCAB, build, fresh, gpt2_config, save_random_gpt2
 
 COMPRESSIVE = {"kind": "compressive", "mem_len": SEG_LEN, "cmem_len": SEG_LEN, "compression_rate": 3}
-LTM_ONLY = r"\.memory\.(?!over\.)"  # docs/gpt2.md
+LTM_ONLY = r"\.memory\.(?!over\.)"  # docs/howto/gpt2.md
 
 
 def log_probs_of_segments(model: MemoryLM, num_segments: int = 4) -> list[Tensor]:
@@ -87,7 +87,7 @@ def test_one_dropout_mask_lies_on_attention_and_memory_together() -> None:
 
 
 def test_two_learning_rates_split_the_model_at_the_memory() -> None:
-    """The group of docs/gpt2.md takes exactly the long-term memory's parameters."""
+    """The group of docs/howto/gpt2.md takes exactly the long-term memory's parameters."""
     model = build(gpt2_config(LTM))
     config = gpt2_config(LTM, optimizer={"lr": 5e-5, "groups": [{"match": LTM_ONLY, "lr": 2.5e-4}]})
     names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -74,7 +74,7 @@ def ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def start(ssh: Path, config: Path, *overrides: str) -> subprocess.Popen[str]:
-    """The command of docs/cluster.md, by a user with an empty home; nothing of our environment but that."""
+    """The command of docs/howto/cluster.md, by a user with an empty home; nothing of our environment but that."""
     home = config.parent / "home"
     home.mkdir(exist_ok=True)
     (home / ".deepspeed_env").write_text("GLOO_SOCKET_IFNAME=lo\nOMP_NUM_THREADS=1\nDIST_MEM_TEST=handed on\n")

@@ -1,4 +1,4 @@
-"""docs/claims.md: verdicts are of one list, and every figure names the log entry or the test that it comes from."""
+"""docs/explanation/claims.md: verdicts are of one list, and every figure names its log entry or test."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.paths import ROOT
 
-DOCS = ROOT / "docs"
+DOCS = ROOT / "docs" / "explanation"
 VERDICTS = {"seen", "seen at small scale", "not seen", "opposite seen", "open"}
 CLAIMS = [
     [cell.strip() for cell in line.strip("|").split("|")]
@@ -25,7 +25,7 @@ def test_claims_are_found() -> None:
 def test_a_claim_has_a_verdict_and_its_figures_a_source(claim: list[str]) -> None:
     _, run, verdict, seen = claim
     assert verdict in VERDICTS
-    source = re.search(r"\]\(log\.md#", seen) or re.search(r"`tests/\w+\.py`", run)
+    source = re.search(r"\]\(log\.md#", seen) or re.search(r"`tests/[\w/]+\.py`", run)
     figures = re.findall(r"\d+\.\d+", re.sub(r"\]\([^)]*\)", "]", seen))
     assert source or not figures
     assert source or verdict == "open"

@@ -1,6 +1,6 @@
 """The recipes of images: the same for Docker and for Apptainer, with files that are there and nothing secret.
 
-Building them takes programs that are not at hand in tests; docs/offline.md says how their steps have been run.
+Building them takes programs that are not at hand in tests; docs/howto/offline.md says how their steps have been run.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""The import arrows of docs/design.md: one layer a folder, downward only, and one door per dependency."""
+"""The import arrows of docs/explanation/design.md: one layer a folder, downward only, and one door per dependency."""
 
 from __future__ import annotations
 
 import ast
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 
-from tests.support.paths import PACKAGE
+from tests.support.paths import PACKAGE, ROOT
 
 # Lowest first: a module may import its own folder, without cycles, and every folder before it.
 LAYERS = [
@@ -93,11 +94,17 @@ def test_every_layer_exists() -> None:
 
 
 def test_the_design_lists_the_layers_in_their_order() -> None:
-    text = (PACKAGE.parent / "docs" / "design.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "explanation" / "design.md").read_text(encoding="utf-8")
     table = text[text.index("## The layers") : text.index("## Decisions")]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     named = [name.removesuffix(".py").rstrip("/") for row in rows for name in re.findall(r"`([\w./]+)`", row)]
     assert [*named, "__main__"] == LAYERS
+
+
+def test_the_picture_shows_the_imports() -> None:
+    drawing = runpy.run_path(str(ROOT / "docs" / "images" / "draw_layers.py"))
+    shown = drawing["PICTURE"].read_text(encoding="utf-8")
+    assert shown == drawing["drawn"](), "to accept the new imports: python docs/images/draw_layers.py"
 
 
 def test_few_modules_lie_outside_of_a_folder() -> None:

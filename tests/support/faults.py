@@ -1,4 +1,4 @@
-"""What the tests of faults share: disks that are small or read-only, and messages that must stand in docs/faults.md."""
+"""Faults for tests: disks that are small or read-only, and messages that docs/reference/faults.md must contain."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 
 from tests.support.paths import ROOT
 
-PAGE = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "reference" / "faults.md").read_text(encoding="utf-8")
 
 
 def assert_told(text: str, *phrases: str) -> None:
     """What a user sees says these things, no program's insides, and the page of faults has them too."""
     for phrase in phrases:
         assert phrase in text
-        assert phrase in PAGE, f"docs/faults.md does not have {phrase!r}"
+        assert phrase in PAGE, f"docs/reference/faults.md does not have {phrase!r}"
     assert "Traceback" not in text
 
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from tests.support.paths import ROOT
 
-PAGES = sorted(path for folder in (".", "docs", "shards", "launch") for path in (ROOT / folder).glob("*.md"))
+PLACES = ("*.md", "docs/**/*.md", "shards/*.md", "launch/*.md")
+PAGES = sorted(path for place in PLACES for path in ROOT.glob(place))
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 PROGRAMS = "dist-mem|python3?|torchrun|deepspeed|srun|sbatch|make|launch/local.sh|pip|mlflow|git|cd|apt-get|bash"
 # In an indented block, a docstring or a comment; the program may stand in .venv/bin and be told variables.
