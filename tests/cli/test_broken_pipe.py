@@ -99,7 +99,8 @@ def test_child_processes_have_standard_streams_too(closed: str) -> None:
 
 TRAINED = """
 import sys
-from dist_mem import __main__, commands
+from dist_mem import __main__
+from dist_mem.cli import commands
 def train(options):
     print("done")
     return 0
