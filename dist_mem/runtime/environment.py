@@ -25,7 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from dist_mem.runtime.files import NotOwnError, make_own
+from dist_mem.runtime.files import NotOwnError, is_file, make_own
 from dist_mem.runtime.network_interface import interface_towards, own_name_is_loopback
 
 _LARGEST_STEP_ID = 4_294_967_000  # Slurm numbers the batch, extern and interactive steps from here
@@ -209,7 +209,7 @@ def as_submitted(path: Path) -> Path:
     if not folder:
         return path
     copy = Path(folder) / SNAPSHOT_FILES / Path(os.path.normpath(path.absolute())).relative_to("/")
-    return copy if copy.is_file() else path
+    return copy if is_file(copy) else path
 
 
 def node_name() -> str:
