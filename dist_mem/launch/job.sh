@@ -16,7 +16,7 @@ trap : TERM # without a trap the shell would die before its ranks have saved
 me=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 me=${me:-$SLURM_JOB_ID}
 fact() { patiently scontrol show job "$me" --oneliner | sed -n "s/.* $1=\([^ ]*\).*/\1/p"; }
-# A controller that is busy, or being restarted, is asked again for three minutes; a refusal is final.
+# A controller that is busy, or being restarted, is tried again for three minutes; a refusal is final.
 patiently() {
   local attempt complaint
   for attempt in {1..18}; do
@@ -43,7 +43,7 @@ pointer=.dist_mem-$me
 use_snapshot() { export DIST_MEM_SNAPSHOT=$snapshot PYTHONPATH=$snapshot/code${PYTHONPATH:+:$PYTHONPATH}; }
 [ -z "$snapshot" ] || use_snapshot
 [ -z "$snapshot" ] || [ -d "$snapshot" ] || {
-  say "error: $snapshot, the copy of the code that this job runs, is gone; hand it in anew"
+  say "error: $snapshot, the copy of the code that this job runs, is gone; submit the job again"
   exit 2
 }
 
@@ -66,7 +66,7 @@ if [ "$take_snapshot" = true ] && [ -z "$snapshot" ]; then
   ln -sfn "$snapshot" "$pointer" # a restart finds it without running any code
   use_snapshot
 fi
-export DIST_MEM_EXIT_CODE=$logs/exit_code # of rank 0; srun tells the highest of all, also of ranks it has ended itself
+export DIST_MEM_EXIT_CODE=$logs/exit_code # of rank 0; srun returns the highest of all, also of ranks it has ended itself
 rm -f "$DIST_MEM_EXIT_CODE"
 
 declare -A earlier=() # bytes of each log, of the starts before
@@ -87,7 +87,7 @@ getent hosts "$MASTER_ADDR" >/dev/null ||
   MASTER_ADDR=$(scontrol show node "$MASTER_ADDR" --oneliner | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
 MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000)) # below those that the kernel hands out
 export MASTER_ADDR MASTER_PORT
-unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE # of the shell that handed this in; Slurm's numbers are meant
+unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE # of the submitting shell; Slurm's numbers count
 
 # When Slurm will end the job, in seconds since 1970: the ranks save in time even if the signal gets lost.
 end=$(fact EndTime)
@@ -125,11 +125,11 @@ resubmit() ( # in a shell of its own, which forgets this job
   [ "$exclude_failed" != true ] || exclude=$(paste -sd, "$run_dir/slurm/failed_nodes" 2>/dev/null)
   [ -z "$exclude" ] || options+=("--exclude=$exclude")
   [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || options+=("--array=$SLURM_ARRAY_TASK_ID")
-  # sbatch hands on the environment: not what is of this job. Its number of tasks would count in the next one too.
+  # sbatch exports the environment: not what is of this job. Its number of tasks would count in the next one too.
   unset DIST_MEM_EXIT_CODE DIST_MEM_JOB_END MASTER_ADDR MASTER_PORT
   for name in "${!SLURM_@}"; do [ "$name" = SLURM_CONF ] || unset "$name"; done
   patiently sbatch --dependency="afterany:$me" "${options[@]}" "$script" "$@" && return
-  [ -z "$exclude" ] || say "without $exclude: mend these nodes and delete $run_dir/slurm/failed_nodes, or ask for fewer"
+  [ -z "$exclude" ] || say "without $exclude: repair these nodes and delete $run_dir/slurm/failed_nodes, or request fewer nodes"
   return 1
 )
 
@@ -147,8 +147,8 @@ if [ -e "$run_dir/STOP" ]; then
   end_of_chain
   exit "$code"
 fi
-# Who cancels a job does not want it again, and Slurm requeues by itself what it takes off a node: both show as
-# COMPLETING. A job whose time is over it would let go.
+# A cancelled job must not start again, and Slurm itself requeues a job that it takes off a node: both show as
+# COMPLETING. Slurm does not requeue a job whose time is over.
 state=$(fact JobState)
 if [ "$(date +%s)" -lt "${DIST_MEM_JOB_END:-0}" ] || [ -z "${DIST_MEM_JOB_END:-}" ]; then
   case $state in
@@ -170,17 +170,17 @@ else
   fi
 fi
 if [ "$restart" = requeue ] && [ "$exclude_failed" = true ] && [ -s "$run_dir/slurm/failed_nodes" ]; then
-  restart=resubmit # a job that is running cannot be told to leave out a node
+  restart=resubmit # a job that is running cannot leave out a node
 fi
 case $restart in
   requeue)
     say "to be requeued" # now: Slurm may end this script before it can say more
-    patiently scontrol requeue "$me" || say "not requeued; hand it in again to go on"
+    patiently scontrol requeue "$me" || say "not requeued; submit it again to resume"
     ;;
   resubmit)
-    if resubmit "$@"; then say "handed in again"; else say "not handed in again; hand it in to go on"; fi
+    if resubmit "$@"; then say "resubmitted"; else say "not resubmitted; submit it to resume"; fi
     ;;
-  chain) say "the next job of the chain goes on" ;;
-  none) say "start it again to go on" ;;
+  chain) say "the next job of the chain resumes" ;;
+  none) say "submit it again to resume" ;;
 esac
 exit "$code"

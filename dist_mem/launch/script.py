@@ -27,7 +27,7 @@ _ARRAY_HEAD = """\
 # Fill in partition and account, or make the script for your cluster: dist-mem launch SITE.yaml --script array"""
 _TRAIN_ARGUMENTS = 'arguments=("$@") # of dist-mem train'
 _ARRAY_ARGUMENTS = """\
-[ -n "${SLURM_ARRAY_TASK_ID:-}" ] || { echo "error: hand this in with sbatch --array=1-N" >&2; exit 2; }
+[ -n "${SLURM_ARRAY_TASK_ID:-}" ] || { echo "error: submit this with sbatch --array=1-N" >&2; exit 2; }
 line=$(sed -n "${SLURM_ARRAY_TASK_ID}p" "$1")
 [ -n "$line" ] || { echo "error: $1 has no line $SLURM_ARRAY_TASK_ID" >&2; exit 2; }
 mapfile -t arguments < <(xargs -n 1 printf '%s\\n' <<<"$line") # of dist-mem train; quotes as in a shell"""

@@ -1,7 +1,7 @@
-"""`dist-mem launch`: write the batch script of a job and hand it in to Slurm.
+"""`dist-mem launch`: write the batch script of a job and submit it to Slurm.
 
 dist-mem launch configs/pg19_small.yaml launch/sites/generic.yaml --nodes 4 --time 12:00:00
-dist-mem launch configs/pg19_small.yaml --dry-run          # the script, and nothing is handed in
+dist-mem launch configs/pg19_small.yaml --dry-run          # the script, and nothing is submitted
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from dist_mem.runtime.files import write_text
 
 
 def run(config: Any, arguments: Sequence[str], *, dry_run: bool) -> int:
-    """Hand in a job that trains `config`. Returns the exit code of the process.
+    """Submit a job that trains `config`. Returns the exit code of the process.
 
     Args:
         config: resolved, of `arguments`, which the ranks will read again.
 
     Raises:
-        UnusableError: the script cannot be made or handed in; nothing is ever trained here instead.
+        UnusableError: the script cannot be made or submitted; nothing is ever trained here instead.
     """
     check(config)
     script = render(config.launch, job_name=_job_name(config.name), arguments=shlex.join(arguments))
@@ -50,7 +50,7 @@ def run(config: Any, arguments: Sequence[str], *, dry_run: bool) -> int:
         said = (done.stderr or done.stdout).strip()
         raise UnusableError(f"sbatch refuses {path} (exit code {done.returncode}): {said}")
     job = done.stdout.partition(";")[0].strip()  # after it comes the cluster, where there are several
-    print(f"job {job} handed in: {path}; its logs, one a node: {path.parent}/{job}", file=sys.stderr)
+    print(f"job {job} submitted: {path}; its logs, one a node: {path.parent}/{job}", file=sys.stderr)
     print(job)
     return EXIT_DONE
 

@@ -38,7 +38,7 @@ def check(config: Any) -> None:
 
 
 def _from_environment(config: Any) -> Iterator[Problem]:
-    """A script lies about for all to read, in the run directory and in Slurm: nothing of the environment gets in."""
+    """Everybody can read a script, in the run directory and in Slurm: nothing of the environment gets in."""
     leaves = flatten(OmegaConf.to_container(config, resolve=False))
     fix = (
         "write $NAME in its place in env, setup, image and mounts: the shell of the job expands it, with the "
@@ -108,5 +108,5 @@ def _directive(key: str, option: str) -> Iterator[Problem]:
 
 def _restart(launch: Any) -> Iterator[Problem]:
     if launch.exclude_failed and launch.restart in ("chain", "none"):
-        way = f"is true, but with launch.restart = {launch.restart} no start can be told to leave out a node"
+        way = f"is true, but with launch.restart = {launch.restart} no start can leave out a node"
         yield Problem("launch.exclude_failed", f"{way}; use requeue or resubmit")

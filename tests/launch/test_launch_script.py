@@ -302,7 +302,7 @@ def test_arguments_reach_every_rank_as_they_were_given(slurm: Cluster, job: Path
     said = finish(
         slurm, job, sys.executable, "-m", "dist_mem", "launch", *arguments, "run_dir=run", "--time", "0:10:00"
     )
-    assert "handed in: run/slurm/job.sbatch; its logs, one a node: run/slurm/" in said
+    assert "submitted: run/slurm/job.sbatch; its logs, one a node: run/slurm/" in said
     arguments.append("run_dir=run")
     assert told(job) == {
         "config": ["config", "--get", "run_dir", *arguments],

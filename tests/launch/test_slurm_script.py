@@ -61,13 +61,13 @@ CASES = {
     "stopped, but there is STOP": Case("85+ 0", {}, 1, "FAILED", 85, "run/STOP is there"),
     "stopped without progress": Case("85 85 0", {"max_stalled": 2}, 2, "FAILED", 85, "no new checkpoint in 2 starts"),
     "without progress in between": Case(
-        "85 85+ 85 0", {"max_stalled": 2, "restart": "resubmit"}, 4, "FAILED", 85, "handed in again"
+        "85 85+ 85 0", {"max_stalled": 2, "restart": "resubmit"}, 4, "FAILED", 85, "resubmitted"
     ),
-    "none": Case("85+ 0", {"restart": "none"}, 1, "FAILED", 85, "start it again to go on"),
-    "resubmit": Case("85+ 0", {"restart": "resubmit"}, 2, "FAILED", 85, "handed in again"),
-    "exclude": Case("86+ 0", {"exclude_failed": True, "nodes": "1"}, 2, "FAILED", 86, "handed in again"),
-    "unfit node": Case("1 0", {"exclude_failed": True, "nodes": "1"}, 2, "FAILED", 1, "handed in again"),
-    "chain": Case("85+ 0 0", {"restart": "chain", "chain": 3}, 2, "FAILED", 85, "the next job of the chain goes on"),
+    "none": Case("85+ 0", {"restart": "none"}, 1, "FAILED", 85, "submit it again to resume"),
+    "resubmit": Case("85+ 0", {"restart": "resubmit"}, 2, "FAILED", 85, "resubmitted"),
+    "exclude": Case("86+ 0", {"exclude_failed": True, "nodes": "1"}, 2, "FAILED", 86, "resubmitted"),
+    "unfit node": Case("1 0", {"exclude_failed": True, "nodes": "1"}, 2, "FAILED", 1, "resubmitted"),
+    "chain": Case("85+ 0 0", {"restart": "chain", "chain": 3}, 2, "FAILED", 85, "the next job of the chain resumes"),
     "range of nodes": Case("0", {"nodes": "1-2"}, 1, "COMPLETED", 0, ""),
 }
 
@@ -179,7 +179,7 @@ def test_node_that_failed_is_left_out(outcomes: dict[str, Outcome], name: str) -
     assert second not in failed
 
 
-def test_range_of_nodes_survives_being_handed_in_again_without_an_unfit_node(slurm: Cluster, tmp_path: Path) -> None:
+def test_range_of_nodes_survives_a_resubmission_without_an_unfit_node(slurm: Cluster, tmp_path: Path) -> None:
     case = Case("1 0", {"exclude_failed": True, "nodes": "1-2"}, 2, "FAILED", 1, "")
     job = hand_in(slurm, tmp_path / "job", case, "--ntasks=2")  # it begins on both nodes
     slurm.wait_for_state(job, *ENDED)
@@ -190,7 +190,7 @@ def test_range_of_nodes_survives_being_handed_in_again_without_an_unfit_node(slu
     first, second = (line.split("|")[2] for line in starts)
     assert first == "node[1-2]"
     assert second in ("node1", "node2") and second not in (tmp_path / "job/run/slurm/failed_nodes").read_text(), log
-    assert log.count("handed in again") == 1
+    assert log.count("resubmitted") == 1
 
 
 def test_refused_resubmission_is_told_once_with_the_reason_and_at_once(slurm: Cluster, tmp_path: Path) -> None:
@@ -198,9 +198,9 @@ def test_refused_resubmission_is_told_once_with_the_reason_and_at_once(slurm: Cl
     job = hand_in(slurm, tmp_path / "job", Case("1 0", {"exclude_failed": True, "nodes": "2"}, 1, "FAILED", 1, ""))
     assert slurm.wait_for_state(job, *ENDED, seconds=60) == "FAILED"
     log = next((tmp_path / "job").glob("trial-*.log")).read_text()
-    assert "handed in again" not in log.replace("not handed in again", "")
+    assert "resubmitted" not in log.replace("not resubmitted", "")
     assert log.count("Requested node configuration is not available") == 1, log
-    assert "without node" in log and "not handed in again" in log
+    assert "without node" in log and "not resubmitted" in log
 
 
 def test_finished_run_cancels_the_rest_of_its_chain(slurm: Cluster, outcomes: dict[str, Outcome]) -> None:
