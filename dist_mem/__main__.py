@@ -3,6 +3,9 @@
     dist-mem train configs/demo.yaml memory/none.yaml train.steps=100
     dist-mem train configs/demo.yaml --check --world 8
     dist-mem launch configs/pg19_small.yaml launch/sites/generic.yaml --nodes 4
+    dist-mem status runs/pg19_small
+    dist-mem logs runs/pg19_small --follow
+    dist-mem cancel runs/pg19_small
     dist-mem doctor configs/demo.yaml
     dist-mem evaluate runs/demo --split test
     dist-mem export runs/demo --out models/demo
@@ -29,11 +32,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, TextIO, cast
 
 from dist_mem.cli import commands as run
 from dist_mem.cli.arguments import (
+    CONFIG_HELP,
     count,
     keys_of,
     names,
@@ -48,6 +53,7 @@ from dist_mem.cli.arguments import (
 from dist_mem.cli.broken_pipe import watch_standard_streams
 from dist_mem.config.environment_values import HidingStream
 from dist_mem.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UnfitError, UnusableError
+from dist_mem.launch import command_line as launch
 from dist_mem.runtime.environment import is_first_on_node, use_node_caches
 
 
@@ -56,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dist-mem", description="Train transformers that remember whole books.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_train(commands)
-    _add_launch(commands)
+    launch.add_commands(partial(_add, commands))
     _add_doctor(commands)
     _add_evaluate(commands)
     _add_export(commands)
@@ -71,9 +77,6 @@ def build_parser() -> argparse.ArgumentParser:
     _add_check_memory(commands)
     _add_config(commands)
     return parser
-
-
-_CONFIG_HELP = "YAML files, merged left to right, and key=value overrides"
 
 
 def _add(
@@ -91,7 +94,7 @@ _ALLOW_HELP = "a key, or block of keys, that may be another than in the checkpoi
 
 def _add_train(commands: argparse._SubParsersAction) -> None:
     added = _add(commands, run.train)
-    added.add_argument("config", nargs="*", help=_CONFIG_HELP)
+    added.add_argument("config", nargs="*", help=CONFIG_HELP)
     added.add_argument("--allow", action="append", default=[], metavar="KEY", help=_ALLOW_HELP)
     added.add_argument("--check", action="store_true", help="only check the configuration and say what it amounts to")
     added.add_argument("--world", type=count, default=1, help="ranks to assume in --check (default: 1)")
@@ -100,23 +103,9 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
 _STEP_HELP = "step of the checkpoint (default: the newest that verifies)"
 
 
-def _add_launch(commands: argparse._SubParsersAction) -> None:
-    added = _add(commands, run.launch)
-    added.add_argument("config", nargs="*", help=f"{_CONFIG_HELP}, as `dist-mem train` takes them")
-    added.add_argument("--nodes", help="as launch.nodes: a number, or a range as 60-64")
-    added.add_argument("--gpus-per-node", help="as launch.gpus_per_node")
-    added.add_argument("--time", help="as launch.time")
-    added.add_argument("--partition", help="as launch.partition")
-    added.add_argument("--account", help="as launch.account")
-    added.add_argument("--dry-run", action="store_true", help="only print the script")
-    added.add_argument(
-        "--script", choices=["train", "array"], help="print launch/train.sbatch or array.sbatch for a site"
-    )
-
-
 def _add_doctor(commands: argparse._SubParsersAction) -> None:
     added = _add(commands, run.doctor)
-    added.add_argument("config", nargs="*", help=f"{_CONFIG_HELP}; none: look at machines and network only")
+    added.add_argument("config", nargs="*", help=f"{CONFIG_HELP}; none: look at machines and network only")
     added.add_argument("--drill", action="store_true", help="break a small job in every way, and say what it survived")
 
 
@@ -240,7 +229,7 @@ def _add_check_memory(commands: argparse._SubParsersAction) -> None:
 
 def _add_config(commands: argparse._SubParsersAction) -> None:
     added = _add(commands, run.config)
-    added.add_argument("config", nargs="*", help=f"{_CONFIG_HELP}; none: every key there is")
+    added.add_argument("config", nargs="*", help=f"{CONFIG_HELP}; none: every key there is")
     added.add_argument("--markdown", action="store_true", help="every key there is, as docs/reference/config.md")
     added.add_argument(
         "--snapshot", type=Path, metavar="FOLDER", help="copy the code and the files of this configuration there"

@@ -10,6 +10,7 @@ from dist_mem.config.bounds import MOST
 from dist_mem.config.check import nearest, shown
 from dist_mem.config.load import known_keys
 
+CONFIG_HELP = "YAML files, merged left to right, and key=value overrides"
 _SURE = 0.7  # similarity from which an option or a key is taken for the one that was meant
 _MOST_COUNT = 1_000_000
 _MOST_SAMPLES = 10_000  # they share one batch

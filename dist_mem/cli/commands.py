@@ -40,7 +40,8 @@ def load_checked(arguments: Sequence[str]) -> Config:
     return config
 
 
-def _require_config(options: argparse.Namespace, example: str) -> None:
+def require_config(options: argparse.Namespace, example: str) -> None:
+    """Raise UnusableError, with an example, if no configuration is given."""
     if not options.config:
         raise UnusableError(
             f"{options.command}: no configuration is given: give YAML files and key=value overrides, as in: {example}"
@@ -66,7 +67,7 @@ def train(options: argparse.Namespace) -> int:
         return code
 
 
-def _check_model(config: Config) -> None:
+def check_model(config: Config) -> None:
     """Build the model without allocating it: what it or its memory refuses is known before anything is made."""
     from dist_mem.doctor.dry_run import check_model
 
@@ -74,10 +75,10 @@ def _check_model(config: Config) -> None:
 
 
 def _train(options: argparse.Namespace, early: StopSignal) -> int:
-    _require_config(options, "dist-mem train configs/demo.yaml train.steps=100")
+    require_config(options, "dist-mem train configs/demo.yaml train.steps=100")
     config = load_checked(options.config)
     check_allowed(options.allow)
-    _check_model(config)
+    check_model(config)
     if options.check:
         from dist_mem.checkpoint.resume_source import check_run_dir
         from dist_mem.doctor import dry_run as plan
@@ -96,34 +97,6 @@ def _train(options: argparse.Namespace, early: StopSignal) -> int:
     return run(config, allowed=options.allow, early=early)
 
 
-def launch(options: argparse.Namespace) -> int:
-    """Submit a training job to Slurm."""
-    from dist_mem.launch import script, submit
-
-    shorthand = ("nodes", "gpus_per_node", "time", "partition", "account")
-    given = [f"launch.{name}={value!r}" for name in shorthand if (value := getattr(options, name)) is not None]
-    if options.script:
-        return submit.show_script(load_config(["train.steps=1", *options.config, *given]), kind=options.script)
-    _require_config(options, "dist-mem launch configs/demo.yaml launch/sites/generic.yaml --nodes 1")
-    config = load_checked([*options.config, *given])
-    submit.check(config)
-    _check_model(config)
-    from dist_mem.checkpoint.resume_source import check_run_dir
-    from dist_mem.doctor.dry_run import idle_warning
-
-    check_run_dir(config)
-    if config.preflight and not options.dry_run:
-        from dist_mem.doctor.consistency import check_data
-
-        try:
-            list(check_data(config))
-        except ValueError as error:
-            raise UnusableError(f"{error}; preflight=false submits the job without it") from error
-    if warning := idle_warning(config, script.numbers_of_ranks(config.launch)):
-        print(warning, file=sys.stderr)
-    return submit.run(config, options.config, dry_run=options.dry_run)
-
-
 def doctor(options: argparse.Namespace) -> int:
     """Look whether machines, network and ranks are fit to train, and say what to mend."""
     if options.drill:
@@ -134,7 +107,7 @@ def doctor(options: argparse.Namespace) -> int:
 
     config = load_checked(options.config) if options.config else None
     if config is not None:
-        _check_model(config)
+        check_model(config)
     return run.run(config)
 
 
@@ -299,7 +272,7 @@ def config(options: argparse.Namespace) -> int:
         print(config_page(described_memories()), end="")
         return 0
     if options.snapshot:
-        _make_snapshot(options.snapshot, options.config)
+        make_snapshot(options.snapshot, options.config)
         return 0
     if options.get:
         print(value_of(load_checked(options.config), options.get))
@@ -308,7 +281,8 @@ def config(options: argparse.Namespace) -> int:
     return 0
 
 
-def _make_snapshot(folder: Path, arguments: Sequence[str]) -> None:
+def make_snapshot(folder: Path, arguments: Sequence[str]) -> None:
+    """Copy the package and the files of a configuration; raises UnusableError, see launch/code_snapshot.py."""
     from dist_mem.config.sources import files_of
     from dist_mem.launch import code_snapshot as snapshot
     from dist_mem.memory.outside import files_of as files_of_memory

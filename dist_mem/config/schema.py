@@ -164,6 +164,7 @@ class LaunchConfig:
     partition: str | None = None  # None: the cluster's default; so for the next two
     account: str | None = None  # who pays
     qos: str | None = None  # quality of service
+    dependency: str | None = None  # jobs that the first start waits for, as afterok:1234; in sbatch's form
     directives: list[str] = field(default_factory=list)  # more options of sbatch, as --constraint=a100
     setup: list[str] = field(default_factory=list)  # shell lines before training: module load, activate
     env: list[str] = field(default_factory=list)  # NAME=VALUE, for all ranks; no secrets: they stand in the script
@@ -172,7 +173,7 @@ class LaunchConfig:
     restart: str = "requeue"  # requeue | resubmit | chain | none: how a job that has not finished goes on
     chain: int = 10  # jobs of a chain, one after another
     max_stalled: int = 3  # starts without a new checkpoint after which the job is not started again
-    snapshot: bool = True  # every start runs the code and YAML of the first, from a copy in the run directory
+    snapshot: bool = True  # every start runs code and YAML as submitted, from a copy in the run directory
     exclude_failed: bool = False  # nodes that failed the preflight or hung are left out of the next start
     container: str = "none"  # none | apptainer | pyxis: what runs the ranks in an image
     image: str | None = None  # path of a .sif file; for pyxis also the name of an image

@@ -36,9 +36,15 @@ end_of_chain() {
   fi
 }
 
-# Every start runs the code and the configuration of the first one: an edit in between is for the next job.
-pointer=.dist_mem-$me
-[ "$restart" != chain ] || pointer=.dist_mem-${SLURM_ARRAY_JOB_ID:-$me}
+whole=$me # a chain is one array, which trains one run
+[ "$restart" != chain ] || whole=${SLURM_ARRAY_JOB_ID:-$me}
+cluster=${SLURM_CLUSTER_NAME:-}
+# For dist-mem status, logs and cancel; the last names the jobs that it ends.
+note_job() { grep -qsxF "$1 $cluster" "$run_dir/slurm/jobs" || echo "$1 $cluster" >>"$run_dir/slurm/jobs"; }
+is_cancelled() { grep -qsxF "$whole $cluster" "$run_dir/slurm/cancelled"; }
+
+# All starts run the code and the configuration of the submission, or else of the first start: an edit is for the next job.
+pointer=.dist_mem-$whole
 [ -n "$snapshot" ] || snapshot=$(readlink "$pointer")
 use_snapshot() { export DIST_MEM_SNAPSHOT=$snapshot PYTHONPATH=$snapshot/code${PYTHONPATH:+:$PYTHONPATH}; }
 [ -z "$snapshot" ] || use_snapshot
@@ -55,6 +61,8 @@ run_dir=$(alone dist-mem config --get run_dir "${arguments[@]}") || {
 }
 logs=$run_dir/slurm/$SLURM_JOB_ID
 mkdir -p "$logs" || exit 1
+note_job "$whole"
+ln -sfn "$(readlink "/proc/$$/fd/1")" "$logs/output" # the log of this script
 before=$(newest)
 if [ "$take_snapshot" = true ] && [ -z "$snapshot" ]; then
   snapshot=$(realpath "$logs")/snapshot
@@ -95,6 +103,11 @@ case $end in
   *T*) DIST_MEM_JOB_END=$(date -d "$end" +%s) && export DIST_MEM_JOB_END ;;
 esac
 
+if is_cancelled; then
+  say "not started: cancelled"
+  end_of_chain
+  exit 85
+fi
 say "start ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST until $end: dist-mem train ${arguments[*]}"
 say "logs, one a node: $logs${snapshot:+; code and configuration: $snapshot}"
 # Every rank is the process itself and no shell around it: a shell would die of the signal and take the save with it.
@@ -106,13 +119,14 @@ DIST_MEM_CACHES=${DIST_MEM_CACHES:-${TMPDIR:-/tmp}} \
   --output="$logs/%N-%n.log" --open-mode=append "${in_image[@]}" dist-mem train "${arguments[@]}"
 code=$?
 [ ! -s "$DIST_MEM_EXIT_CODE" ] || code=$(cat "$DIST_MEM_EXIT_CODE")
+echo "$code" >"$DIST_MEM_EXIT_CODE"
 say "the ranks have ended with exit code $code"
 [ "$code" = 0 ] || reasons
 
 # ---- what comes after it --------------------------------------------------------------------------------------------
 # 0: done; 2, 3: starting again will not help; all others, 85 (stopped, all saved) first: start again.
 resubmit() ( # in a shell of its own, which forgets this job
-  script=$run_dir/slurm/$number.sbatch exclude="" options=()
+  script=$run_dir/slurm/$number.sbatch exclude="" options=() next
   sed "s|^snapshot=.*|snapshot=$(printf %q "$snapshot" | sed 's/[\\&|]/\\&/g')|" "$0" >"$script" || return
   for name in partition:Partition account:Account qos:QOS time:TimeLimit; do # as this job, however given
     value=$(fact "${name#*:}")
@@ -128,7 +142,11 @@ resubmit() ( # in a shell of its own, which forgets this job
   # sbatch exports the environment: not what is of this job. Its number of tasks would count in the next one too.
   unset DIST_MEM_EXIT_CODE DIST_MEM_JOB_END MASTER_ADDR MASTER_PORT
   for name in "${!SLURM_@}"; do [ "$name" = SLURM_CONF ] || unset "$name"; done
-  patiently sbatch --dependency="afterany:$me" "${options[@]}" "$script" "$@" && return
+  next=$(patiently sbatch --parsable --dependency="afterany:$me" "${options[@]}" "$script" "$@") && {
+    note_job "${next%%;*}"
+    say "resubmitted as job ${next%%;*}"
+    return
+  }
   [ -z "$exclude" ] || say "without $exclude: repair these nodes and delete $run_dir/slurm/failed_nodes, or request fewer nodes"
   return 1
 )
@@ -140,6 +158,11 @@ if [ "$code" = 0 ] || [ "$code" = 2 ] || [ "$code" = 3 ]; then
 fi
 if [ "$code" = 87 ]; then
   say "not started again: another job has the run directory now"
+  exit "$code"
+fi
+if is_cancelled; then
+  say "not started again: cancelled"
+  end_of_chain
   exit "$code"
 fi
 if [ -e "$run_dir/STOP" ]; then
@@ -178,7 +201,7 @@ case $restart in
     patiently scontrol requeue "$me" || say "not requeued; submit it again to resume"
     ;;
   resubmit)
-    if resubmit "$@"; then say "resubmitted"; else say "not resubmitted; submit it to resume"; fi
+    resubmit "$@" || say "not resubmitted; submit it to resume"
     ;;
   chain) say "the next job of the chain resumes" ;;
   none) say "submit it again to resume" ;;

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from dist_mem.errors import UnusableError
@@ -33,13 +34,17 @@ line=$(sed -n "${SLURM_ARRAY_TASK_ID}p" "$1")
 mapfile -t arguments < <(xargs -n 1 printf '%s\\n' <<<"$line") # of dist-mem train; quotes as in a shell"""
 
 
-def render(launch: Any, *, job_name: str, kind: str = "train", arguments: str | None = None) -> str:
+def render(
+    launch: Any, *, job_name: str, kind: str = "train", arguments: str | None = None, snapshot: Path | None = None
+) -> str:
     """The script.
 
     Args:
         launch: a resolved `LaunchConfig`.
         kind: train, or array.
         arguments: of `dist-mem train`, quoted for a shell, if they stand in the script; None: they are the script's.
+
+        snapshot: of code and configuration, made at the submission; None: the first start makes one.
 
     Raises:
         UnusableError: an array that shall be a chain.
@@ -52,7 +57,7 @@ def render(launch: Any, *, job_name: str, kind: str = "train", arguments: str | 
             *_directives(launch, job_name, log),
             *_to_fill_in(launch),
         ],
-        "site": list(_site(launch)),
+        "site": list(_site(launch, snapshot)),
         "arguments": (_ARRAY_ARGUMENTS if kind == ARRAY else _TRAIN_ARGUMENTS).splitlines(),
     }
     if arguments is not None:
@@ -130,12 +135,13 @@ def _to_fill_in(launch: Any) -> Iterator[str]:
     yield from (f"##SBATCH --{option}" for option, value in options.items() if value is None)
 
 
-def _site(launch: Any) -> Iterator[str]:
+def _site(launch: Any, snapshot: Path | None) -> Iterator[str]:
     """Shell lines: variables, modules, and what runs a command in the image."""
     yield f"restart=${{DIST_MEM_RESTART:-{launch.restart}}} # requeue | resubmit | chain | none"
     yield f"max_stalled={launch.max_stalled} # starts without a new checkpoint after which it is not started again"
     yield f"take_snapshot={'true' if launch.snapshot else 'false'} # of code and configuration, for all starts"
-    yield "snapshot="  # a resubmitted script has it filled in
+    # A resubmitted script has it filled in too. It is resolved where the job runs, as the run directory is.
+    yield "snapshot=" + ("" if snapshot is None else f"$(realpath {shlex.quote(str(snapshot))})")
     yield f"exclude_failed={'true' if launch.exclude_failed else 'false'}"
     yield "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
     if not num_gpus(launch):

@@ -11,48 +11,79 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dist_mem.errors import EXIT_DONE, UnusableError
+from dist_mem.errors import EXIT_DONE, UnfitError, UnusableError
+from dist_mem.launch import queue
 from dist_mem.launch.script import render
 from dist_mem.launch.validation import check
-from dist_mem.runtime.files import write_text
+from dist_mem.runtime.files import free_name, write_text
 
 
-def run(config: Any, arguments: Sequence[str], *, dry_run: bool) -> int:
+def run(config: Any, arguments: Sequence[str], *, dry_run: bool, make_snapshot: Callable[[Path], None]) -> int:
     """Submit a job that trains `config`. Returns the exit code of the process.
 
     Args:
         config: resolved, of `arguments`, which the ranks will read again.
+        make_snapshot: copies code and configuration into a folder that does not exist yet.
 
     Raises:
         UnusableError: the script cannot be made or submitted; nothing is ever trained here instead.
     """
     check(config)
-    script = render(config.launch, job_name=_job_name(config.name), arguments=shlex.join(arguments))
+
+    def script(snapshot: Path | None = None) -> str:
+        launch, name = config.launch, _job_name(config.name)
+        return render(launch, job_name=name, arguments=shlex.join(arguments), snapshot=snapshot)
+
     if dry_run:
-        print(script, end="")
+        print(script(), end="")
         return EXIT_DONE
     if shutil.which("sbatch") is None:
         raise UnusableError(
             "launch: there is no sbatch here; use a login node of the cluster, or --dry-run for the script"
         )
-    path = Path(config.run_dir) / "slurm" / "job.sbatch"
+    folder = Path(config.run_dir) / "slurm"
+    path, snapshot = folder / "job.sbatch", None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, script)
+        folder.mkdir(parents=True, exist_ok=True)
+        if _can_copy_here(config.launch):
+            snapshot = free_name(folder / "snapshot")
+            make_snapshot(snapshot)
+        write_text(path, script(snapshot))
     except OSError as error:
         raise UnusableError(f"run_dir {config.run_dir} cannot be used: {error}") from error
-    done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False)
+    try:
+        job = _submit(path, config.launch)
+    except UnusableError:
+        if snapshot is not None:
+            shutil.rmtree(snapshot, ignore_errors=True)
+        raise
+    print(f"job {job} submitted: {path}; its logs, one a node: {folder}/{job}", file=sys.stderr)
+    print(job)
+    try:
+        queue.record(Path(config.run_dir), job)
+    except (OSError, UnfitError, UnusableError) as error:
+        print(f"warning: {error}; {folder.parent} learns of job {job} when it starts", file=sys.stderr)
+    return EXIT_DONE
+
+
+def _can_copy_here(launch: Any) -> bool:
+    """Whether this process sees the code and the folders that the job will: else its first start makes the snapshot."""
+    moves = any(re.match(r"--chdir\b|-D", option) for option in launch.directives)
+    return launch.snapshot and launch.container == "none" and not moves
+
+
+def _submit(path: Path, launch: Any) -> str:
+    """Number of the job; a dependency is this submission's alone: a requeue or resubmission must not wait again."""
+    waits = [] if launch.dependency is None else [f"--dependency={launch.dependency}"]
+    done = subprocess.run(["sbatch", "--parsable", *waits, str(path)], capture_output=True, text=True, check=False)
     if done.returncode:
         said = (done.stderr or done.stdout).strip()
         raise UnusableError(f"sbatch refuses {path} (exit code {done.returncode}): {said}")
-    job = done.stdout.partition(";")[0].strip()  # after it comes the cluster, where there are several
-    print(f"job {job} submitted: {path}; its logs, one a node: {path.parent}/{job}", file=sys.stderr)
-    print(job)
-    return EXIT_DONE
+    return done.stdout.partition(";")[0].strip()  # after it comes the cluster, where there are several
 
 
 def show_script(config: Any, *, kind: str) -> int:

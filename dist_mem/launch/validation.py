@@ -25,9 +25,14 @@ _KEYS = {
     **dict.fromkeys(("job-name", "J"), "name"),
     **dict.fromkeys(("requeue", "no-requeue"), "launch.restart"),
     **dict.fromkeys(("gpus-per-node", "gpus", "G", "gpus-per-task", "gpus-per-socket"), "launch.gpus_per_node"),
+    **dict.fromkeys(("dependency", "d"), "launch.dependency"),
     "mem": "launch.memory",
     "signal": "launch.signal_seconds",
 }
+# A condition is as afterok:12:13_4, after:12+30 (minutes) or singleton; `,`: all must hold, `?`: one of them.
+_JOB = r"\d+(?:_\d+)?"
+_CONDITION = rf"(?:after(?:any|ok|notok|corr|burstbuffer)(?::{_JOB})+|after(?::{_JOB}(?:\+\d+)?)+|singleton)"
+_DEPENDENCY = re.compile(rf"{_CONDITION}(?:(?:,{_CONDITION})*|(?:\?{_CONDITION})*)", re.ASCII)
 
 
 def check(config: Any) -> None:
@@ -88,6 +93,9 @@ def _texts(launch: Any) -> Iterator[Problem]:
     for name in _WORDS:
         if re.search(r"\s", getattr(launch, name) or ""):
             yield Problem(f"launch.{name}", f"is {getattr(launch, name)!r}, but must be one word")
+    if launch.dependency is not None and not _DEPENDENCY.fullmatch(launch.dependency):
+        form = "as sbatch --dependency takes it: afterok:1234, afterany:1234:1240, after:1234+30, singleton"
+        yield Problem("launch.dependency", f"is {shown(launch.dependency)}, but must be {form}")
     if (launch.image is None) != (launch.container == "none"):
         given = f"is {launch.container}, but launch.image is {launch.image!r}"
         yield Problem("launch.container", f"{given}; give both, or container none and no image")

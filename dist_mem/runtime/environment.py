@@ -257,6 +257,12 @@ def environment_of_git() -> dict[str, str]:
     return {**{name: value for name, value in os.environ.items() if name not in named}, "LC_ALL": "C"}
 
 
+def environment_of_slurm() -> dict[str, str]:
+    """The environment for Slurm's commands without what changes what they show or ask: SQUEUE_*, SCANCEL_*."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SQUEUE_", "SCANCEL_"))}
+    return {**kept, "SLURM_TIME_FORMAT": "standard"}
+
+
 def with_environment(added: Mapping[str, str]) -> dict[str, str]:
     """The environment of this process, for one it starts, and more."""
     return {**os.environ, **added}

@@ -95,6 +95,20 @@ def _is_abandoned(path: Path, text: str) -> bool:
     return True
 
 
+def sign_of_life(run_dir: Path) -> str | None:
+    """The process that holds a run directory, in words; None if nobody does, as far as one look can say.
+
+    A process of another host counts as alive for `STALE_SECONDS` after its last touch, by this host's clock.
+    """
+    path = run_dir / "lease.json"
+    with suppress(OSError):
+        holder = _read_holder(_read(path))
+        pid, age = _seen_pid(holder), max(0.0, time.time() - _last_touch(path) / 1e9)
+        alive = age < STALE_SECONDS if pid is None else _process_lives(pid, holder.get("started_ticks", ""))
+        return f"{_name(holder)}, last sign of life {age:.0f} s ago" if alive else None
+    return None
+
+
 def _last_touch(path: Path) -> int:
     with path.open("rb") as file:  # opened anew each time, or NFS answers from its cache
         return os.fstat(file.fileno()).st_mtime_ns

@@ -49,6 +49,10 @@ WRONG = {
     "launch.gpus_per_node=a100": "launch.gpus_per_node: is 'a100', but must be a number as 8, or a type and a number",
     "launch.directives=[--gpus=4]": "launch.directives[0]: is '--gpus=4', which is a key of its own: set launch.gp",
     "launch.directives=[-G 4]": "launch.directives[0]: is '-G 4', which is a key of its own: set launch.gpus_per_node",
+    "launch.dependency=afterok": "launch.dependency: is 'afterok', but must be as sbatch --dependency takes it: after",
+    "launch.dependency=afterok:1,afterany:2?singleton": "launch.dependency: is 'afterok:1,afterany:2?singleton', but",
+    "launch.dependency='afterok:1 --wrap=x'": "launch.dependency: is 'afterok:1 --wrap=x', but must be",
+    "launch.directives=[-d afterok:1]": "is '-d afterok:1', which is a key of its own: set launch.dependency",
     "launch.signal_seconds=65536": "launch.signal_seconds: is 65536, but must be at most 65,535",
     "launch.account=my project": "launch.account: is 'my project', but must be one word",
     "launch.restart=requeu": "launch.restart: is 'requeu', but must be one of requeue, resubmit, chain, none; did you",
@@ -116,6 +120,16 @@ def test_generic_site_has_every_key_with_its_default() -> None:
     text = (ROOT / "launch" / "sites" / "generic.yaml").read_text(encoding="utf-8")
     keys = [key.removeprefix("launch.") for key in known_keys() if key.startswith("launch.")]
     assert [key for key in keys if f"\n  {key}: " not in text] == []
+
+
+@pytest.mark.parametrize(
+    "value", ["afterok:1", "afterany:12:13_4", "after:1+30:2", "afterok:1,singleton", "afterok:1?afternotok:2"]
+)
+def test_dependency_of_slurms_grammar_is_taken_and_is_no_directive(
+    value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = rendered(capsys, "train.steps=1", f"launch.dependency='{value}'", "--dry-run")
+    assert not [line for line in script.splitlines() if line.startswith("#SBATCH") and value in line]
 
 
 def test_array_cannot_be_a_chain(capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,6 +97,11 @@ NOT_RUN = [
     NotRun("docs/howto/dialogue.md", "dist-mem train configs/papers", "the weights of GPT-2", parsed),
     NotRun("docs/howto/cluster.md", "torchrun --nnodes 2", "two nodes of 8 GPUs", checked(16)),
     NotRun("docs/howto/cluster.md", "srun", "two nodes of 8 GPUs", checked(16)),
+    NotRun("docs/howto/cluster.md", "dist-mem status", "a cluster; test_slurm_commands.py", parsed),
+    NotRun("docs/howto/cluster.md", "dist-mem logs", "a cluster; test_slurm_commands.py", parsed),
+    NotRun("docs/howto/cluster.md", "dist-mem cancel", "a cluster; test_slurm_commands.py", parsed),
+    NotRun("docs/howto/cluster.md", "first=", "a cluster; test_slurm_commands.py", parsed),
+    NotRun("docs/howto/cluster.md", "dist-mem launch", "a cluster; test_slurm_commands.py", parsed),
     NotRun("docs/howto/cluster.md", "deepspeed --hostfile", "two nodes of 8 GPUs", checked(16)),
     NotRun(
         "docs/howto/data.md",

@@ -1,0 +1,109 @@
+"""`dist-mem logs`: the end of the newest job's log, of the batch script and of the ranks of each node.
+
+Where the watchdog has ended the run, its newest report follows.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from dist_mem.errors import EXIT_DONE, UnusableError
+from dist_mem.launch import queue
+from dist_mem.launch.status import check_run_dir
+
+_CHUNK = 1 << 20  # bytes: as much of a log's end is searched for lines
+_POLL_SECONDS = 0.5
+_LOOK_SECONDS = 5.0  # between two questions to Slurm whether the job goes on
+
+
+def run(run_dir: Path, *, num_lines: int, follow: bool) -> int:
+    """Print the last lines of each log; `follow`: and what comes after, until no job of the run is queued or running.
+
+    Raises:
+        UnusableError: there is no run directory, or no log in it.
+        UnfitError: Slurm does not answer.
+    """
+    check_run_dir(run_dir)
+    paths = files_of(run_dir)
+    if not paths and not (follow and _goes_on(run_dir)):
+        raise UnusableError(_where_instead(run_dir))
+    offsets: dict[Path, int] = {}
+    for path in paths:
+        text, offsets[path] = _end_of(path, num_lines)
+        print(f"==> {path} <==\n{text}", flush=True)
+    for path in sorted(run_dir.glob("hangs/*/report.txt"))[-1:]:
+        print(f"==> {path} <==\n{path.read_text(encoding='utf-8', errors='replace')}", flush=True)
+    if follow:
+        _follow(run_dir, offsets)
+    return EXIT_DONE
+
+
+def files_of(run_dir: Path) -> list[Path]:
+    """The logs of the newest job that has begun: of its batch script, then one a node; else RUN/*.log."""
+    folders = [path for path in run_dir.glob("slurm/*") if (path / "output").is_symlink() or any(path.glob("*.log"))]
+    if folders:
+        newest = max(folders, key=lambda path: path.stat().st_mtime)
+        output = (newest / "output").resolve()
+        return [*([output] if output.is_file() else []), *sorted(newest.glob("*.log"))]
+    if queue.recorded(run_dir) and queue.is_here() and (numbers := queue.numbers_here(run_dir)):
+        output_of_job = queue.log_of(numbers[-1])  # it ended before it knew the run directory
+        if output_of_job is not None and output_of_job.is_file():
+            return [output_of_job]
+    return sorted(run_dir.glob("*.log"))
+
+
+def _where_instead(run_dir: Path) -> str:
+    if recorded := queue.recorded(run_dir):
+        number = recorded[-1].partition(" ")[0]
+        return f"{run_dir}: job {number} has no log yet; `dist-mem status {run_dir}` shows whether it is queued"
+    return (
+        f"{run_dir}: no job and no log is in it: its training was started without launch/train.sbatch, and wrote to "
+        f"the terminal, or the file, of the command that started it; its figures are in {run_dir / 'metrics.jsonl'}"
+    )
+
+
+def _end_of(path: Path, num_lines: int) -> tuple[str, int]:
+    """The last lines of a file, and where it ends."""
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        file.seek(max(0, size - _CHUNK))
+        lines = file.read(_CHUNK).decode(errors="replace").splitlines(keepends=True)
+    return "".join(lines[-num_lines:]), size
+
+
+def _goes_on(run_dir: Path) -> bool:
+    """Whether a job of the run is queued or running; True where nobody knows: then Ctrl-C ends the command."""
+    return not queue.recorded(run_dir) or not queue.is_here() or bool(queue.live(run_dir))
+
+
+def _follow(run_dir: Path, offsets: dict[Path, int]) -> None:
+    last = next(reversed(offsets), None)
+    looked, goes_on = time.monotonic(), True
+    while goes_on:
+        if time.monotonic() - looked >= _LOOK_SECONDS:
+            looked, goes_on = time.monotonic(), _goes_on(run_dir)
+        for path in files_of_or_none(run_dir):
+            text = _new_text(path, offsets)
+            if text and path != last:
+                print(f"\n==> {path} <==")
+                last = path
+            sys.stdout.write(text)
+        sys.stdout.flush()
+        time.sleep(_POLL_SECONDS if goes_on else 0)
+
+
+def files_of_or_none(run_dir: Path) -> Sequence[Path]:
+    """As `files_of`, of jobs that have begun; Slurm is not asked twice a second."""
+    return files_of(run_dir) if any(run_dir.glob("slurm/*/output")) else []
+
+
+def _new_text(path: Path, offsets: dict[Path, int]) -> str:
+    """What a file has got since the last time."""
+    with path.open("rb") as file:
+        file.seek(offsets.get(path, 0))
+        new = file.read()
+        offsets[path] = file.tell()
+    return new.decode(errors="replace")
