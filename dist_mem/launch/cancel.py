@@ -79,9 +79,11 @@ def _end(run_dir: Path, jobs: Sequence[Job], signalled: dict[str, float], *, now
     for job in jobs:
         if job.waits or job.state == "COMPLETING":
             continue
-        if now:
-            queue.scancel("--full", "--signal=KILL", job.number)
-            queue.scancel(job.number)
+        if now and job.number in signalled:
+            queue.scancel(job.number)  # what is still there after the signal
+        elif now:
+            queue.scancel("--signal=HUP", job.number)  # ends ranks at once; Slurm sends SIGTERM before SIGKILL: a save
+            signalled[job.number] = time.monotonic()
         elif time.monotonic() - signalled.get(job.number, -_SIGNAL_SECONDS) >= _SIGNAL_SECONDS:
             queue.scancel("--signal=USR2", job.number)
             signalled[job.number] = time.monotonic()
