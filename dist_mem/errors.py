@@ -34,6 +34,10 @@ class CheckpointError(UnusableError):
     """A checkpoint that cannot be used; the message says why and what to do."""
 
 
+class CutShortError(Exception):
+    """An evaluation was stopped before its end, and nothing of it is kept: exit code 85. Raised on every rank."""
+
+
 class StoppedEarlyError(Exception):
     """A signal ended a training before its first step: exit code 85. Raised on every rank of a job."""
 

@@ -14,13 +14,15 @@ from dist_mem.config import to_yaml
 from dist_mem.config.resume_rules import checksums_to_keep
 from dist_mem.data.shard import ShardError
 from dist_mem.data.tokenizers.registry import tokenizer_files
-from dist_mem.errors import TakenOverError
+from dist_mem.errors import CutShortError, TakenOverError
+from dist_mem.evaluation.cut_short import heeding
 from dist_mem.evaluation.evaluate import evaluate_split
 from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.runtime.watchdog import beat
 from dist_mem.training.divergence import METRICS, ROLLBACK, Decision, DivergedError
 from dist_mem.training.resume import restore_into
 from dist_mem.training.run import Job
+from dist_mem.training.stopping import Stopping
 
 _UNWRITTEN = (OSError, TakenOverError)  # on rank 0 alone: the next step stops all ranks, and its save says why
 
@@ -40,31 +42,32 @@ def is_multiple(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def evaluate_if_owed(job: Job) -> Exception | None:
-    """Make up for the evaluation that a stop at this step has left out, as it saves without delay; as `record`.
+def owes_evaluation(job: Job) -> bool:
+    """Whether this step's evaluation is due and not made: a stop leaves it out, as it saves without delay."""
+    is_made = job.validation is not None and job.validation["step"] == job.step
+    return job.step > 0 and is_multiple(job.step, job.config.eval.every) and not is_made
+
+
+def evaluate_if_owed(job: Job, stopping: Stopping, *, is_saved: bool) -> Exception | None:
+    """Score the validation split if it is due, and record the figures, as `record`; a stop leaves it owed.
+
+    Args:
+        is_saved: the present step; else what cannot be scored stops the run after a save.
 
     Raises:
         EvaluationError, ShardError: on every rank.
     """
-    if job.step == 0 or not is_multiple(job.step, job.config.eval.every):
-        return None
-    if job.validation is not None and job.validation["step"] == job.step:
+    if not owes_evaluation(job):
         return None
     with job.meter.paused():
-        return record(job, evaluate_now(job))
-
-
-def evaluate_or_save(job: Job) -> Exception | None:
-    """Score the validation split and record the figures, as `record`; what cannot be scored stops a run that is saved.
-
-    Raises:
-        EvaluationError, ShardError: on every rank.
-    """
-    try:
-        return record(job, evaluate_now(job))
-    except (EvaluationError, ShardError):
-        save(job)
-        raise
+        try:
+            return record(job, evaluate_now(job, stopping))
+        except CutShortError:
+            return None
+        except (EvaluationError, ShardError):
+            if not is_saved:
+                save(job)
+            raise
 
 
 def save(job: Job) -> None:
@@ -118,9 +121,13 @@ def end_saving(job: Job) -> None:
     tell_saved(job)
 
 
-def evaluate_now(job: Job) -> dict[str, float]:
-    """Figures of the validation split, scored with fresh lanes; training goes on as if it had not happened."""
-    engine, began = job.engine, time.perf_counter()
+def evaluate_now(job: Job, stopping: Stopping) -> dict[str, float]:
+    """Figures of the validation split, scored with fresh lanes; training goes on as if it had not happened.
+
+    Raises:
+        CutShortError: on every rank: there is a reason to stop.
+    """
+    engine = job.engine
     beat("evaluating")
     engine.train(False)
 
@@ -129,7 +136,7 @@ def evaluate_now(job: Job) -> dict[str, float]:
         return engine(*tensors, **state)
 
     report = evaluate_split(
-        forward,
+        heeding(forward, stopping.has_reason, job.world),
         engine.init_state,
         config=job.config,
         split=job.config.eval.split,
@@ -137,7 +144,6 @@ def evaluate_now(job: Job) -> dict[str, float]:
         world=job.world,
     )
     engine.train(True)
-    job.evaluation_seconds = max(job.evaluation_seconds, time.perf_counter() - began)
     job.validation = {"step": job.step, "loss": report.nll / report.num_scored}
     return report.figures()
 

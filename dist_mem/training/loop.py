@@ -38,8 +38,8 @@ from dist_mem.training.hooks import (
     carry_out,
     end_saving,
     evaluate_if_owed,
-    evaluate_or_save,
     is_multiple,
+    owes_evaluation,
     record,
     save,
     tag_divergence,
@@ -53,11 +53,14 @@ from dist_mem.training.stopping import Stopping, refuse_if_told_to_stop
 
 def train(job: Job, stop_signal: StopSignal) -> int:
     """Train to the last step, or to the step at which any rank was told to stop; returns the exit code."""
+    stopping = Stopping(job, stop_signal)
+    trouble = evaluate_if_owed(job, stopping, is_saved=True)  # what kept rank 0 from recording: no rank raises alone
+    if owes_evaluation(job):
+        return stopped(job, stopping)
     if job.step >= job.total_steps:
+        agreed(trouble)
         job.tracker.message(f"step {job.step} of {job.total_steps}: nothing is left to train")
         return EXIT_DONE
-    stopping = Stopping(job, stop_signal)
-    trouble: Exception | None = evaluate_if_owed(job)  # what kept rank 0 from recording: no rank raises alone
     with announced("reading the first segments"):
         update, num_scored = first_update(job)
     while True:
@@ -75,12 +78,12 @@ def train(job: Job, stop_signal: StopSignal) -> int:
         job.step += 1
         job.meter.add(outcome.totals, epoch=update.epoch, logs=outcome.logs)
         trouble = tell_stragglers(job, outcome.slots) or trouble
-        is_last = outcome.flags.stop or job.step == job.total_steps
         if job.step == job.total_steps or job.step % job.config.tracking.every == 0:
             trouble = record(job, job.meter.read(job.engine)) or trouble
-        if is_multiple(job.step, job.config.eval.every) and not (outcome.flags.stop and job.step < job.total_steps):
-            with job.meter.paused():
-                trouble = evaluate_or_save(job) or trouble
+        if job.step == job.total_steps or not outcome.flags.stop:
+            trouble = evaluate_if_owed(job, stopping, is_saved=False) or trouble
+        stops = outcome.flags.stop or owes_evaluation(job)
+        is_last = stops or job.step == job.total_steps
         if outcome.flags.save_failed:
             job.saver.wait()  # raises on all ranks
         if is_last or outcome.flags.save or is_multiple(job.step, job.config.checkpoint.every):
@@ -89,15 +92,20 @@ def train(job: Job, stop_signal: StopSignal) -> int:
         if is_last:
             job.saver.wait()
         tell_saved(job)
-        if job.step == job.total_steps:
+        if job.step == job.total_steps and not owes_evaluation(job):
             agreed(trouble)
             return EXIT_DONE
-        if outcome.flags.stop:
-            agreed(ahead)
-            job.tracker.message(f"step {job.step}: {stopping.told()}; all is saved, start the same command to go on")
-            return EXIT_REQUEUE
+        if stops:
+            agreed(trouble or (None if job.step == job.total_steps else ahead))
+            return stopped(job, stopping)
         assert isinstance(ahead, Update), "a rank that cannot read on stops all ranks"
         update, num_scored = ahead, outcome.next_scored
+
+
+def stopped(job: Job, stopping: Stopping) -> int:
+    """Say who stopped this run, whose present step is saved; returns the exit code."""
+    job.tracker.message(f"step {job.step}: {stopping.told()}; all is saved, start the same command to go on")
+    return EXIT_REQUEUE
 
 
 def step_until_no_overflow(job: Job, update: Update, num_scored: int, next_scored: int, flags: Flags) -> Outcome:

@@ -69,7 +69,6 @@ class Job:
     cursors: Tensor  # (P, 3) int64, after `step` updates
     step: int
     total_steps: int
-    evaluation_seconds: float = 0.0  # the longest of this start
 
 
 def _load_pretrained(config: Any, world: World, model: MemoryLM, vocab_size: int) -> list[str]:

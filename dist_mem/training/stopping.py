@@ -2,8 +2,9 @@
 
     a signal on any rank | RUN/STOP, which rank 0 looks for | the end of the job's time, by rank 0's clock
         -> the flag `stop` in the step's all-reduce -> all ranks finish that step, save, and leave with exit code 85
+        -> amid an evaluation: all ranks leave it, save, and leave; the next start makes it from its beginning
 
-Nothing is asked of the other ranks for it: the flag travels with the sums of the step.
+Nothing is asked of the other ranks for it in a step: the flag travels with its sums.
 """
 
 from __future__ import annotations
@@ -68,6 +69,10 @@ class Stopping:
         now = self._job.meter.training_seconds()
         self._step_seconds.append(now - self._last)
         self._last = now
+        return self.has_reason()
+
+    def has_reason(self) -> bool:
+        """As `is_asked_for`, amid an evaluation."""
         if self._reason is None:
             self._reason = self._by_signal() or self._by_file() or self._by_clock()
         return self._reason is not None
@@ -97,9 +102,4 @@ class Stopping:
     def seconds_needed(self) -> float:
         """How long before the end of the job's time a stop has to be asked for: to end two steps, and to save."""
         save = max(LEAST_SECONDS, _SAVES * self._job.saver.longest_seconds())
-        return save + 2 * max(self._step_seconds, default=0) + self._seconds_of_evaluation()
-
-    def _seconds_of_evaluation(self) -> float:
-        """Of one that comes before the stop would be obeyed; nothing ends it."""
-        every, step = self._job.config.eval.every, self._job.step
-        return self._job.evaluation_seconds if every and -step % every <= 2 else 0.0
+        return save + 2 * max(self._step_seconds, default=0)  # a stop cuts an evaluation short

@@ -201,15 +201,12 @@ def test_an_end_of_the_time_that_cannot_be_kept_is_told_before_anything_is_built
     assert not (tmp_path / "run").exists()
 
 
-def seconds_needed(*, saved: float, steps: list[float], step: int = 0, evaluation: float = 0.0) -> float:
+def seconds_needed(*, saved: float, steps: list[float]) -> float:
     clock = iter([0.0, *(sum(steps[: number + 1]) for number in range(len(steps)))])
     job: Any = SimpleNamespace(
         world=SimpleNamespace(rank=1),
         meter=SimpleNamespace(training_seconds=lambda: next(clock)),
         saver=SimpleNamespace(longest_seconds=lambda: saved),
-        config=SimpleNamespace(eval=SimpleNamespace(every=100)),
-        step=step,
-        evaluation_seconds=evaluation,
     )
     signals: Any = SimpleNamespace(received=None)
     asked = Stopping(job, signals)
@@ -220,8 +217,6 @@ def seconds_needed(*, saved: float, steps: list[float], step: int = 0, evaluatio
 def test_the_clock_leaves_time_for_three_saves_and_two_steps() -> None:
     assert seconds_needed(saved=0.1, steps=[1.0, 3.0, 2.0]) == LEAST_SECONDS + 6
     assert seconds_needed(saved=100.0, steps=[1.0, 3.0, 2.0]) == 306
-    assert seconds_needed(saved=0.1, steps=[1.0], step=97, evaluation=600.0) == LEAST_SECONDS + 2
-    assert seconds_needed(saved=0.1, steps=[1.0], step=98, evaluation=600.0) == LEAST_SECONDS + 602, "it comes first"
     assert seconds_needed(saved=100.0, steps=[50.0, *[1.0] * 10]) == 302, "the first step, which compiles, for ever"
 
 

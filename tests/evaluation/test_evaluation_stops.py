@@ -1,0 +1,84 @@
+"""A signal amid an evaluation: all ranks end it soon, in a training and as a command; nothing is half written."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_mem.checkpoint.manifest import list_steps, step_dir
+from dist_mem.errors import EXIT_DONE, EXIT_REQUEUE
+from dist_mem.evaluation import scoring
+from dist_mem.runtime.distributed import World
+from dist_mem.tracking.sinks import read_points
+from tests.support.jobs import checkpoint_content, difference, losses, train_here, write_config
+from tests.support.ranks import RankPool
+
+Pool = Callable[[int], RankPool]
+FIRST = 3  # forward of an evaluation with which the signal comes
+LAST = 7  # by when all ranks have agreed; there are dozens
+CHANGES = {"train": {"steps": 4}, "eval": {"every": 2, "lanes": 4}, "schedule": {"kind": "constant"}}
+
+
+@contextmanager
+def signal_amid_scoring(rank: int, number: signal.Signals, *, evaluation: int = 1) -> Iterator[list[int]]:
+    """Send this process a signal if it is that rank, as soon as it has scored so much; counts its micro-batches."""
+    counts: list[int] = []
+    add_scores = scoring.add_scores
+    score_batches = scoring.score_batches
+
+    def begin(*arguments: Any, **settings: Any) -> None:
+        counts.append(0)
+        score_batches(*arguments, **settings)
+
+    def add(*arguments: Any) -> None:
+        add_scores(*arguments)
+        counts[-1] += 1
+        if (len(counts), counts[-1]) == (evaluation, FIRST) and int(os.environ["RANK"]) == rank:
+            os.kill(os.getpid(), number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scoring, "add_scores", add)
+        patch.setattr(scoring, "score_batches", begin)
+        yield counts
+
+
+def train_with_signal(world: World, config: Path, rank: int, evaluation: int) -> tuple[int, list[int]]:
+    with signal_amid_scoring(rank, signal.SIGUSR2, evaluation=evaluation) as counts:
+        return train_here(world, config), counts
+
+
+def figures(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
+    """Of each evaluation."""
+    points = read_points(run_dir / "metrics.jsonl")
+    return [(point.step, dict(point.metrics)) for point in points if "validation/word_perplexity" in point.metrics]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_signal_amid_an_evaluation_of_a_training_saves_at_once_and_loses_nothing(
+    tmp_path: Path, books: Path, rank_pool: Pool, num_ranks: int
+) -> None:
+    """At the first evaluation, in the one that the next start owes, and at the last step."""
+    stopped = write_config(tmp_path / "stopped.yaml", books, tmp_path / "stopped", CHANGES)
+    straight = write_config(tmp_path / "straight.yaml", books, tmp_path / "straight", CHANGES)
+    pool = rank_pool(num_ranks)
+    assert pool.run(train_here, straight) == [EXIT_DONE] * num_ranks
+    # Evaluations of a start, the owed one too; the steps that are saved then, and evaluated.
+    for evaluation, saved, evaluated in ((1, [2], []), (1, [2], []), (2, [2, 4], [2]), (1, [2, 4], [2])):
+        ended = pool.run(train_with_signal, stopped, num_ranks - 1, evaluation)
+        assert [code for code, _ in ended] == [EXIT_REQUEUE] * num_ranks
+        assert all(FIRST <= counts[-1] <= LAST for _, counts in ended), "it goes on scoring"
+        assert list_steps(tmp_path / "stopped") == saved
+        assert [step for step, _ in figures(tmp_path / "stopped")] == evaluated
+    assert pool.run(train_here, stopped) == [EXIT_DONE] * num_ranks
+    assert figures(tmp_path / "stopped") == figures(tmp_path / "straight")
+    assert [step for step, _ in figures(tmp_path / "stopped")] == [2, 4]
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "straight")
+    assert difference(*(checkpoint_content(step_dir(tmp_path / name, 4)) for name in ("stopped", "straight"))) is None
+    assert pool.run(train_here, stopped) == [EXIT_DONE] * num_ranks
+    assert len(figures(tmp_path / "stopped")) == 2, "evaluated again, though the run was finished"
