@@ -110,7 +110,7 @@ def run(path: Path, settings: Settings, *, checkpoint: int | None = None, overri
     Raises:
         UnusableError: checkpoint, data or overrides cannot be used as they are.
     """
-    return as_job(lambda world: _run(world, path, settings, checkpoint, overrides))
+    return as_job(lambda world: _run(world, path, settings, checkpoint, overrides), overrides)
 
 
 def _run(world: World, path: Path, settings: Settings, step: int | None, overrides: Sequence[str]) -> None:

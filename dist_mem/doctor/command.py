@@ -29,6 +29,7 @@ def run(config: Any | None, *, seconds: float = _PATIENCE) -> int:
 
     Args:
         config: None: look at machines and network only.
+        seconds: that the network may take, and ranks to come where `config` does not say.
 
     Raises:
         UnusableError: half of a launcher's variables.
@@ -36,7 +37,7 @@ def run(config: Any | None, *, seconds: float = _PATIENCE) -> int:
     began = time.monotonic()
     try:
         rank, size, _, _ = read_ranks()
-        meeting = meet(seconds=seconds)
+        meeting = meet(seconds=seconds if config is None else config.watchdog.join_seconds)
     except ValueError as error:
         raise UnusableError(str(error)) from error
     is_alone = meeting.store is None and size > 1  # it has met nobody: nobody else tells what it has found

@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from dist_mem.errors import UnfitError, UnusableError
+
 OK, WARNING, FAIL = "ok", "warning", "FAIL"
-_PASSING = ("meeting", "accelerator", "disk room", "inodes", "time left", "all-reduce", "run directory")
+MEETING = "meeting"  # what findings about ranks that do not come are of
+_PASSING = (MEETING, "accelerator", "disk room", "inodes", "time left", "all-reduce", "run directory")
 _NAMED = 4  # places in a line; a report of 60 nodes is to be read
 _SHOWN = 12  # lines in a refused start
 
@@ -107,9 +110,25 @@ def may_pass(findings: Sequence[Finding], nodes: Iterable[str]) -> bool:
     return all((finding.blames_node and of_nodes) or finding.what in _PASSING for finding in failed(findings))
 
 
+def refuse(findings: Sequence[Finding], nodes: Iterable[str]) -> None:
+    """End a start in which anything failed.
+
+    Args:
+        nodes: of all ranks.
+
+    Raises:
+        UnfitError: all that failed is of some nodes only, or of now.
+        UnusableError: another start would fail on it too.
+    """
+    if failed(findings):
+        raise (UnfitError if may_pass(findings, nodes) else UnusableError)(refusal(findings))
+
+
 def refusal(findings: Sequence[Finding]) -> str:
     """The message of a job that does not start."""
     told = lines(failed(findings))
     more = [f"and {len(told) - _SHOWN} more: dist-mem doctor tells them all"] if len(told) > _SHOWN else []
     head = "the preflight found what training would break on (preflight=false goes without it):"
+    if all(finding.what == MEETING for finding in failed(findings)):
+        head = "the ranks have not come together:"
     return "\n".join([head, *told[:_SHOWN], *more])

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from dist_mem.doctor.examine import examine
-from dist_mem.doctor.findings import WARNING, Finding, failed, failed_nodes, lines, may_pass, refusal
-from dist_mem.doctor.rendezvous import MEETING, Meeting, meet
-from dist_mem.errors import UnfitError, UnusableError
+from dist_mem.doctor.findings import MEETING, WARNING, Finding, failed_nodes, lines, refuse
+from dist_mem.doctor.rendezvous import Meeting, meet
 from dist_mem.runtime.distributed import World, gather_objects
 from dist_mem.runtime.environment import node_name, read_ranks
 from dist_mem.runtime.files import write_text
@@ -61,12 +60,10 @@ def preflight(config: Any, world: World) -> list[str]:
 
 
 def _refuse(config: Any, findings: Sequence[Finding], nodes: Sequence[str], *, is_writer: bool) -> None:
-    if not failed(findings):
-        return
     names = failed_nodes(findings, nodes)
     if is_writer and names:
         note_failed_nodes(Path(config.run_dir), names)
-    raise (UnfitError if may_pass(findings, nodes) else UnusableError)(refusal(findings))
+    refuse(findings, nodes)
 
 
 def note_failed_nodes(run_dir: Path, names: Iterable[str]) -> None:

@@ -8,6 +8,7 @@ them and leaves its verdict.
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dist_mem.doctor.findings import Finding, Place, fail, ok, warning
+from dist_mem.doctor.findings import MEETING, Finding, Place, fail, ok, warning
 from dist_mem.runtime.environment import (
     agent_keeps_store,
     export_for_libraries,
@@ -30,10 +31,10 @@ from dist_mem.runtime.environment import (
     slurm_nodes,
 )
 
-MEETING = "meeting"  # what its findings are of
 _NO_CUDA = "built without CUDA"
 _LONG = timedelta(hours=1)
 _LOOK_SECONDS = 0.005  # between two looks for ranks that have come
+_KNOCK_SECONDS = 0.5  # between two looks for rank 0, at most: those of hundreds of ranks knock at one door
 _READING_SECONDS = 10.0  # for all ranks to read the verdict, before rank 0 may end and the store with it
 
 
@@ -122,7 +123,7 @@ def meet(*, seconds: float) -> Meeting:
         verdict = _unpacked(store.get("doctor/verdict"), store)
         store.add("doctor/readers", 1)
         return verdict
-    except RuntimeError as error:  # torch's own, of the network
+    except (RuntimeError, OSError) as error:  # torch's own, of the network, and ours
         reason = str(error).partition("\n")[0]
         fix = f"can {seat.node} reach {host} there? name resolution, firewall; another job's port: set MASTER_PORT"
         remark = fail(MEETING, f"no meeting at {host}:{port}: {reason}", fix, blames_node=rank != 0)
@@ -131,15 +132,40 @@ def meet(*, seconds: float) -> Meeting:
 
 def _open_store(host: str, port: int, *, rank: int, seconds: float) -> Any:
     """The store that torch will meet in; torchrun keeps it, else rank 0 does, and torch shares it (`multi_tenant`)."""
+    is_master = rank == 0 and not agent_keeps_store()
+    _wait_until_there(host, port, is_listening=not is_master, seconds=seconds)
     store = dist.TCPStore(
         host,
         port,
-        is_master=rank == 0 and not agent_keeps_store(),
+        is_master=is_master,
         timeout=timedelta(seconds=seconds),
         wait_for_workers=False,
         multi_tenant=True,
     )
     return dist.PrefixStore(f"start-{launcher_restarts()}", store)  # torchrun's store outlives its ranks
+
+
+def _wait_until_there(host: str, port: int, *, is_listening: bool, seconds: float) -> None:
+    """Wait until the name resolves, and somebody listens there: torch would print a C++ stack about it, twice.
+
+    Raises:
+        OSError: not in so many seconds.
+    """
+    deadline, pause = time.monotonic() + seconds, _LOOK_SECONDS
+    while True:
+        try:
+            if is_listening:
+                socket.create_connection((host, port), timeout=max(seconds, _KNOCK_SECONDS)).close()
+            else:
+                socket.getaddrinfo(host, port)
+            return
+        except OSError as error:
+            if time.monotonic() + pause > deadline:
+                who = "launcher" if agent_keeps_store() else "rank 0"
+                told = f"nobody answers for {seconds:g} s, where {who} is expected" if is_listening else "no such host"
+                raise OSError(f"{told} ({error.strerror or error})") from error
+        time.sleep(pause)
+        pause = min(2 * pause, _KNOCK_SECONDS)
 
 
 def _decide(store: Any, size: int, seconds: float) -> Meeting:

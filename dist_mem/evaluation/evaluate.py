@@ -20,8 +20,11 @@ from typing import Any
 
 import torch
 
+from dist_mem.config import load_config
 from dist_mem.data.directory import open_index, refresh_on_all_ranks
 from dist_mem.data.tokenizers.base import Tokenizer
+from dist_mem.doctor.findings import refuse
+from dist_mem.doctor.rendezvous import meet
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, UnusableError
 from dist_mem.evaluation.memory_gain import gain_beside, is_without_memory
 from dist_mem.evaluation.protocol import Protocol, protocol_of, report_name, short_term_len, tag_of
@@ -38,6 +41,7 @@ from dist_mem.evaluation.trained_model import (
 )
 from dist_mem.runtime import distributed
 from dist_mem.runtime.distributed import AgreedError, World, agree_all_well, decided_by_rank0
+from dist_mem.runtime.environment import read_ranks
 from dist_mem.tracking.start import log_to_run
 
 
@@ -131,16 +135,38 @@ def run(
 
         written_by_rank0(publish, world, "writing the report")
 
-    return as_job(work)
+    return as_job(work, overrides)
 
 
-def as_job(work: Callable[[World], None]) -> int:
+def _join(overrides: Sequence[str]) -> World:
+    """Meet the other ranks; torch by itself would wait for one that does not come for half an hour in silence.
+
+    Raises:
+        UnfitError, UnusableError: on every rank that came; names who did not, and nodes without a GPU.
+    """
+    given = [text for text in overrides if text.startswith("watchdog.")]
+    seconds = load_config(["train.steps=1", *given]).watchdog.join_seconds
+    try:
+        with distributed.announced("waiting until all ranks have started"):
+            meeting = meet(seconds=seconds) if read_ranks()[1] > 1 else None  # rank 0 holds the store in it
+            if meeting is not None:
+                refuse(meeting.findings, meeting.nodes)
+            return distributed.initialize()
+    except ValueError as error:  # half of a launcher's variables
+        raise UnusableError(str(error)) from error
+
+
+def as_job(work: Callable[[World], None], overrides: Sequence[str] = ()) -> int:
     """Let every rank of this job do `work`; returns the exit code of the process.
+
+    Args:
+        overrides: of the command; `watchdog.join_seconds` is how long a rank may not come.
 
     Raises:
         UnusableError: it was asked for what cannot be.
+        UnfitError: a rank has not come.
     """
-    world = distributed.initialize()
+    world = _join(overrides)
     code = EXIT_FAILED
     try:
         work(world)

@@ -167,7 +167,7 @@ def run(
     Raises:
         UnusableError: checkpoint, data or overrides cannot be used as they are.
     """
-    return as_job(lambda world: _run(world, path, split, limit, checkpoint, overrides))
+    return as_job(lambda world: _run(world, path, split, limit, checkpoint, overrides), overrides)
 
 
 def _run(world: World, path: Path, split: str | None, limit: int, step: int | None, overrides: Sequence[str]) -> None:

@@ -100,7 +100,7 @@ def run(
             print(to_markdown(rows))
             print(f"written: {', '.join(str(path) for path in files_of(rows, asked, directory))}")
 
-    return as_job(work)
+    return as_job(work, overrides)
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:

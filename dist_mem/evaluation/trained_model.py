@@ -54,7 +54,7 @@ from dist_mem.nn.layers import DTYPES
 
 OVERRIDABLE = (
     *("eval.", "tracking.", "data.path", "data.allow_pipe", "data.cache", "data.stage"),
-    *("train.micro_lanes", "train.threads"),
+    *("train.micro_lanes", "train.threads", "watchdog.join_seconds"),
 )
 
 log = logging.getLogger(__name__)
