@@ -118,28 +118,16 @@ def evaluate(options: argparse.Namespace) -> int:
         raise UnusableError(f"--also {options.also[0]}: one run at a time, but with --sweep")
     if options.without_memory and is_sweep:
         raise UnusableError("--without-memory: one evaluation at a time, not with --sweep")
-    from dist_mem.runtime.distributed import choose_accelerator
+    with StopSignal(OF_SCHEDULERS) as early:  # before the imports, which take seconds
+        from dist_mem.runtime.distributed import choose_accelerator
 
-    choose_accelerator()
-    if is_sweep:
-        from dist_mem.evaluation import sweep
+        choose_accelerator()
+        from dist_mem.evaluation import evaluate, sweep
 
-        return sweep.run(
-            [options.run, *options.also],
-            options.sweep,
-            split=options.split,
-            checkpoint=options.checkpoint,
-            overrides=options.overrides,
-        )
-    from dist_mem.evaluation.evaluate import run
-
-    return run(
-        options.run,
-        split=options.split,
-        checkpoint=options.checkpoint,
-        overrides=options.overrides,
-        without_memory=options.without_memory,
-    )
+        settings = {"split": options.split, "checkpoint": options.checkpoint, "overrides": options.overrides}
+        if is_sweep:
+            return sweep.run([options.run, *options.also], options.sweep, early=early, **settings)
+        return evaluate.run(options.run, without_memory=options.without_memory, early=early, **settings)
 
 
 def export(options: argparse.Namespace) -> int:
@@ -207,28 +195,26 @@ def reproduce(options: argparse.Namespace) -> int:
 
 def dialogue(options: argparse.Namespace) -> int:
     """Let a model reply in the conversations of a split, and compare with what people said."""
-    from dist_mem.runtime.distributed import choose_accelerator
+    with StopSignal(OF_SCHEDULERS) as early:
+        from dist_mem.runtime.distributed import choose_accelerator
 
-    choose_accelerator()
-    from dist_mem.dialogue.command import run, settings_of
+        choose_accelerator()
+        from dist_mem.dialogue.command import run, settings_of
 
-    return run(options.run, settings_of(options), checkpoint=options.checkpoint, overrides=options.overrides)
+        settings = {"checkpoint": options.checkpoint, "overrides": options.overrides}
+        return run(options.run, settings_of(options), early=early, **settings)
 
 
 def inspect(options: argparse.Namespace) -> int:
     """Measure what an infinity-former's long-term memory has kept of what it was given."""
-    from dist_mem.runtime.distributed import choose_accelerator
+    with StopSignal(OF_SCHEDULERS) as early:
+        from dist_mem.runtime.distributed import choose_accelerator
 
-    choose_accelerator()
-    from dist_mem.evaluation.regression_error import run
+        choose_accelerator()
+        from dist_mem.evaluation.regression_error import run
 
-    return run(
-        options.run,
-        split=options.split,
-        limit=options.limit,
-        checkpoint=options.checkpoint,
-        overrides=options.overrides,
-    )
+        settings = {"split": options.split, "checkpoint": options.checkpoint, "overrides": options.overrides}
+        return run(options.run, limit=options.limit, early=early, **settings)
 
 
 def prepare(options: argparse.Namespace) -> int:

@@ -37,6 +37,7 @@ from dist_mem.dialogue.scores import (
 )
 from dist_mem.dialogue.wordnet import open_wordnet
 from dist_mem.errors import UnusableError
+from dist_mem.evaluation.cut_short import StopCheck
 from dist_mem.evaluation.evaluate import as_job, found_by_all, use_threads
 from dist_mem.evaluation.protocol import protocol_of, report_name, short_term_len, tag_of
 from dist_mem.evaluation.report import DocumentScore
@@ -52,6 +53,7 @@ from dist_mem.evaluation.trained_model import (
 from dist_mem.generation.sampling import Sampling
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.files import write_text
+from dist_mem.runtime.signals import StopSignal
 from dist_mem.tracking.progress import Progress
 from dist_mem.tracking.start import log_to_run
 
@@ -99,21 +101,35 @@ def settings_of(options: argparse.Namespace) -> Settings:
     )
 
 
-def run(path: Path, settings: Settings, *, checkpoint: int | None = None, overrides: Sequence[str] = ()) -> int:
+def run(
+    path: Path,
+    settings: Settings,
+    *,
+    checkpoint: int | None = None,
+    overrides: Sequence[str] = (),
+    early: StopSignal | None = None,
+) -> int:
     """The command, on one process. Returns its exit code.
 
     Args:
         path: a run directory, one checkpoint in it, or an export.
         checkpoint: step of the checkpoint; None: the newest that verifies.
         overrides: `key=value`, of the keys in `trained.OVERRIDABLE`.
+        early: as in `evaluate.run`.
 
     Raises:
         UnusableError: checkpoint, data or overrides cannot be used as they are.
     """
-    return as_job(lambda world: _run(world, path, settings, checkpoint, overrides), overrides)
+
+    def work(world: World, check: StopCheck) -> None:
+        _run(world, check, path, settings, checkpoint, overrides)
+
+    return as_job(work, overrides, early)
 
 
-def _run(world: World, path: Path, settings: Settings, step: int | None, overrides: Sequence[str]) -> None:
+def _run(
+    world: World, check: StopCheck, path: Path, settings: Settings, step: int | None, overrides: Sequence[str]
+) -> None:
     if world.size > 1:
         raise ValueError(f"dist-mem dialogue runs on one process, not on {world.size}: eval.lanes reads more at once")
     found = found_by_all(path, step, world)
@@ -131,6 +147,7 @@ def _run(world: World, path: Path, settings: Settings, step: int | None, overrid
     index = first_documents(open_index(config.data, split), settings.limit)
     conversations = read_conversations(index)
     trained = open_model(found, config, tokenizer_of_data(found, config), world.device)
+    trained.model.register_forward_pre_hook(check)
     documents = score_replies(trained, index, world)
     answers = score_answers(trained, conversations, settings)
     groups = group_scores(documents, answers)

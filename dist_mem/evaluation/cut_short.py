@@ -10,14 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 from dist_mem.errors import CutShortError
-from dist_mem.evaluation.scoring import Forward
 from dist_mem.runtime.distributed import World, sum_over_ranks
 
 LOOK_SECONDS = 1.0  # between two agreements, about: one a forward would keep a GPU waiting for the host
 
+StopCheck = Callable[..., None]  # called before every forward, also as its hook; raises CutShortError
 
-def heeding(forward: Forward, is_stopping: Callable[[], bool], world: World) -> Forward:
-    """`forward` that raises CutShortError on every rank, before the same forward, once `is_stopping` on any.
+
+def stop_check(is_stopping: Callable[[], bool], world: World) -> StopCheck:
+    """A check that raises CutShortError on every rank, before the same forward, once `is_stopping` on any.
 
     Every rank makes as many forwards. How many lie between two agreements follows from the seconds that all ranks have
     counted together, so all ranks find the same number.
@@ -35,11 +36,10 @@ def heeding(forward: Forward, is_stopping: Callable[[], bool], world: World) -> 
         pace = seconds / world.size / LOOK_SECONDS
         return every * 2 if pace < 0.5 else max(1, every // 2) if pace > 1 else every
 
-    def heeded(*tensors: Any, **state: Any) -> Any:
+    def check(*_: Any) -> None:
         nonlocal every, left
         left -= 1
         if left == 0:
             every = left = agree()
-        return forward(*tensors, **state)
 
-    return heeded
+    return check

@@ -25,7 +25,8 @@ from dist_mem.data.directory import open_index, refresh_on_all_ranks
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.doctor.findings import refuse
 from dist_mem.doctor.rendezvous import meet
-from dist_mem.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, UnusableError
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, CheckpointError, CutShortError, UnusableError
+from dist_mem.evaluation.cut_short import StopCheck, stop_check
 from dist_mem.evaluation.memory_gain import gain_beside, is_without_memory
 from dist_mem.evaluation.protocol import Protocol, protocol_of, report_name, short_term_len, tag_of
 from dist_mem.evaluation.report import Report, to_table, write_report
@@ -40,8 +41,9 @@ from dist_mem.evaluation.trained_model import (
     tokenizer_of_data,
 )
 from dist_mem.runtime import distributed
-from dist_mem.runtime.distributed import AgreedError, World, agree_all_well, decided_by_rank0
+from dist_mem.runtime.distributed import AgreedError, World, agree_all_well, decided_by_rank0, gather_objects
 from dist_mem.runtime.environment import read_ranks
+from dist_mem.runtime.signals import StopSignal
 from dist_mem.tracking.start import log_to_run
 
 
@@ -81,11 +83,19 @@ def evaluate_split(
 
 
 def evaluate_checkpoint(
-    checkpoint: Checkpoint, config: Any, *, split: str, world: World, without_memory: bool = False
+    checkpoint: Checkpoint,
+    config: Any,
+    *,
+    split: str,
+    world: World,
+    check: StopCheck | None = None,
+    without_memory: bool = False,
 ) -> Report:
-    """Score a split with the model of a checkpoint; every rank calls it."""
+    """Score a split with the model of a checkpoint; every rank calls it. Raises CutShortError on all, as `check`."""
     refresh_on_all_ranks(config.data, [split])
     trained = open_model(checkpoint, config, tokenizer_of_data(checkpoint, config), world.device)
+    if check is not None:
+        trained.model.register_forward_pre_hook(check)
     return evaluate_split(
         trained.model,
         partial(init_state, trained),
@@ -104,6 +114,7 @@ def run(
     checkpoint: int | None = None,
     overrides: Sequence[str] = (),
     without_memory: bool = False,
+    early: StopSignal | None = None,
 ) -> int:
     """The command. Returns the exit code of the process.
 
@@ -113,18 +124,21 @@ def run(
         checkpoint: step of the checkpoint; None: the newest that verifies.
         overrides: `key=value`, of the keys in `trained.OVERRIDABLE`.
         without_memory: empty the memory at every segment, and say what the memory gains.
+        early: has listened for a scheduler's signals until now.
 
     Raises:
         UnusableError: checkpoint, data or overrides cannot be used as they are.
     """
 
-    def work(world: World) -> None:
+    def work(world: World, check: StopCheck) -> None:
         found = found_by_all(path, checkpoint, world)
         config = read_settings(found.directory, overrides, reads_data=True)
         use_threads(config)
         tag = tag_of(config, without_memory=without_memory)
         scored = split or config.eval.split
-        report = evaluate_checkpoint(found, config, split=scored, world=world, without_memory=without_memory)
+        report = evaluate_checkpoint(
+            found, config, split=scored, world=world, check=check, without_memory=without_memory
+        )
         protocol = protocol_of(config, without_memory=without_memory)
         command = shlex.join(["dist-mem", "evaluate", str(path), "--split", scored, *overrides])
         command += "" if checkpoint is None else f" --checkpoint {checkpoint}"
@@ -135,7 +149,7 @@ def run(
 
         written_by_rank0(publish, world, "writing the report")
 
-    return as_job(work, overrides)
+    return as_job(work, overrides, early)
 
 
 def _join(overrides: Sequence[str]) -> World:
@@ -156,11 +170,15 @@ def _join(overrides: Sequence[str]) -> World:
         raise UnusableError(str(error)) from error
 
 
-def as_job(work: Callable[[World], None], overrides: Sequence[str] = ()) -> int:
+def as_job(
+    work: Callable[[World, StopCheck], None], overrides: Sequence[str] = (), early: StopSignal | None = None
+) -> int:
     """Let every rank of this job do `work`; returns the exit code of the process.
 
     Args:
+        work: is given what it must call before every forward, as often on every rank.
         overrides: of the command; `watchdog.join_seconds` is how long a rank may not come.
+        early: a signal of a scheduler on any rank ends the work on all of them, with exit code 85.
 
     Raises:
         UnusableError: it was asked for what cannot be.
@@ -169,17 +187,23 @@ def as_job(work: Callable[[World], None], overrides: Sequence[str] = ()) -> int:
     world = _join(overrides)
     code = EXIT_FAILED
     try:
-        work(world)
+        work(world, stop_check(lambda: early is not None and early.received is not None, world))
         code = EXIT_DONE
     except UnusableError:
         raise
+    except CutShortError:
+        told = gather_objects(f"{early.received} on rank {world.rank}" if early and early.received else None)
+        if world.rank == 0:
+            names = ", ".join([text for text in told if text][:3])
+            print(f"stopped by {names}: no file is half written, the same command makes it again", file=sys.stderr)
+        code = EXIT_REQUEUE
     except (OSError, ValueError) as error:
         raise UnusableError(str(error)) from error
     except (AgreedError, EvaluationError) as error:
         if world.rank == 0:
             print(f"error: {error}", file=sys.stderr)
     finally:
-        distributed.shut_down(agreed=code == EXIT_DONE)
+        distributed.shut_down(agreed=code in (EXIT_DONE, EXIT_REQUEUE))
     return code
 
 

@@ -25,6 +25,7 @@ from dist_mem.data.directory import open_index, refresh
 from dist_mem.data.documents import Documents
 from dist_mem.data.plan import cut_lengths
 from dist_mem.data.segments import collate, document_segments
+from dist_mem.evaluation.cut_short import StopCheck
 from dist_mem.evaluation.evaluate import as_job, found_by_all, use_threads
 from dist_mem.evaluation.protocol import protocol_of, report_name, tag_of
 from dist_mem.evaluation.trained_model import TrainedModel, init_state, open_model, read_settings, tokenizer_of_data
@@ -33,6 +34,7 @@ from dist_mem.memory.infinite import Infinite, State
 from dist_mem.memory.parts.basis import evaluate_basis, first_positions, update_positions
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.files import write_text
+from dist_mem.runtime.signals import StopSignal
 from dist_mem.tracking.progress import Progress
 
 FORMAT_VERSION = 1
@@ -155,6 +157,7 @@ def run(
     limit: int = 100,
     checkpoint: int | None = None,
     overrides: Sequence[str] = (),
+    early: StopSignal | None = None,
 ) -> int:
     """The command, on one process. Returns its exit code.
 
@@ -163,14 +166,27 @@ def run(
         split: None: eval.split.  limit: documents, the first of the split.
         checkpoint: step of the checkpoint; None: the newest that verifies.
         overrides: `key=value`, of the keys in `trained.OVERRIDABLE`.
+        early: as in `evaluate.run`.
 
     Raises:
         UnusableError: checkpoint, data or overrides cannot be used as they are.
     """
-    return as_job(lambda world: _run(world, path, split, limit, checkpoint, overrides), overrides)
+
+    def work(world: World, check: StopCheck) -> None:
+        _run(world, check, path, split, limit, checkpoint, overrides)
+
+    return as_job(work, overrides, early)
 
 
-def _run(world: World, path: Path, split: str | None, limit: int, step: int | None, overrides: Sequence[str]) -> None:
+def _run(
+    world: World,
+    check: StopCheck,
+    path: Path,
+    split: str | None,
+    limit: int,
+    step: int | None,
+    overrides: Sequence[str],
+) -> None:
     if world.size > 1:
         raise ValueError(f"dist-mem inspect runs on one process, not on {world.size}")
     found = found_by_all(path, step, world)
@@ -182,6 +198,7 @@ def _run(world: World, path: Path, split: str | None, limit: int, step: int | No
     refresh(config.data, [split])
     index = open_index(config.data, split)
     trained = open_model(found, config, tokenizer_of_data(found, config), world.device)
+    trained.model.register_forward_pre_hook(check)
     lengths = cut_lengths([entry.num_tokens for entry in index.documents[:limit]], config.eval.max_document_len)
     layers = regression_errors(trained, Documents(index, lengths, bos_id=trained.tokenizer.bos_id))
     step = int(found.manifest["step"])

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from dist_mem.evaluation.cut_short import StopCheck
 from dist_mem.evaluation.evaluate import as_job, evaluate_checkpoint, found_by_all, use_threads, written_by_rank0
 from dist_mem.evaluation.legend import Line, add_legend, draw_lines, labels_of
 from dist_mem.evaluation.protocol import Protocol, apply_protocol, in_terms_of_eval, protocol_of
@@ -27,6 +28,7 @@ from dist_mem.evaluation.trained_model import Checkpoint, read_settings
 from dist_mem.model import MemoryLM
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.files import replacing, write_text
+from dist_mem.runtime.signals import StopSignal
 
 KEYS = ("mem_len", "seg_len", "clamp_len")  # of `eval`
 FIGURES = ("word_perplexity", "token_perplexity", "bits_per_byte")
@@ -72,14 +74,18 @@ def run(
     split: str | None = None,
     checkpoint: int | None = None,
     overrides: Sequence[str] = (),
+    early: StopSignal | None = None,
 ) -> int:
     """The command; `overrides` hold for all evaluations. Returns the exit code of the process.
+
+    Args:
+        early: as in `evaluate.run`.
 
     Raises:
         UnusableError: a checkpoint, the data, an override or a length cannot be used.
     """
 
-    def work(world: World) -> None:
+    def work(world: World, check: StopCheck) -> None:
         asked = parse_sweep(sweep)
         found = [found_by_all(path, checkpoint, world) for path in paths]
         for one in found:  # before hours are spent on the lengths that can be had
@@ -94,13 +100,14 @@ def run(
                 if world.rank == 0:
                     row = f"row {len(rows) + 1} of {num_rows}: {name}, eval.{asked.key}={value}"
                     print(row, file=sys.stderr, flush=True)
-                rows.append(evaluated(one, name, [*overrides, f"eval.{asked.key}={value}"], split=split, world=world))
+                settings = [*overrides, f"eval.{asked.key}={value}"]
+                rows.append(evaluated(one, name, settings, split=split, world=world, check=check))
                 written_by_rank0(lambda: write_table(rows, asked, directory, labels), world, "writing the table")
         if world.rank == 0:
             print(to_markdown(rows))
             print(f"written: {', '.join(str(path) for path in files_of(rows, asked, directory))}")
 
-    return as_job(work, overrides)
+    return as_job(work, overrides, early)
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
@@ -122,11 +129,19 @@ def check_lengths(checkpoint: Checkpoint, sweep: Sweep, overrides: Sequence[str]
             raise ValueError(in_terms_of_eval(str(error), config)) from error
 
 
-def evaluated(checkpoint: Checkpoint, name: str, overrides: Sequence[str], *, split: str | None, world: World) -> Row:
+def evaluated(
+    checkpoint: Checkpoint,
+    name: str,
+    overrides: Sequence[str],
+    *,
+    split: str | None,
+    world: World,
+    check: StopCheck,
+) -> Row:
     """One row; every rank calls it."""
     config = read_settings(checkpoint.directory, overrides, reads_data=True)
     use_threads(config)
-    report = evaluate_checkpoint(checkpoint, config, split=split or config.eval.split, world=world)
+    report = evaluate_checkpoint(checkpoint, config, split=split or config.eval.split, world=world, check=check)
     figures = {figure: float(getattr(report, figure)) for figure in FIGURES}
     row = Row(name, checkpoint.manifest["step"], report.split, protocol_of(config), report.num_scored, figures)
     if world.rank == 0:

@@ -15,7 +15,7 @@ from dist_mem.config.resume_rules import checksums_to_keep
 from dist_mem.data.shard import ShardError
 from dist_mem.data.tokenizers.registry import tokenizer_files
 from dist_mem.errors import CutShortError, TakenOverError
-from dist_mem.evaluation.cut_short import heeding
+from dist_mem.evaluation.cut_short import stop_check
 from dist_mem.evaluation.evaluate import evaluate_split
 from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.runtime.watchdog import beat
@@ -131,12 +131,15 @@ def evaluate_now(job: Job, stopping: Stopping) -> dict[str, float]:
     beat("evaluating")
     engine.train(False)
 
+    check = stop_check(stopping.has_reason, job.world)
+
     def forward(*tensors: Any, **state: Any) -> Any:
         beat("evaluating")
+        check()
         return engine(*tensors, **state)
 
     report = evaluate_split(
-        heeding(forward, stopping.has_reason, job.world),
+        forward,
         engine.init_state,
         config=job.config,
         split=job.config.eval.split,

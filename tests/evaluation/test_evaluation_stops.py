@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,19 +11,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
+from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import list_steps, step_dir
 from dist_mem.errors import EXIT_DONE, EXIT_REQUEUE
-from dist_mem.evaluation import scoring
+from dist_mem.evaluation import cut_short, scoring
+from dist_mem.model import MemoryLM
 from dist_mem.runtime.distributed import World
 from dist_mem.tracking.sinks import read_points
-from tests.support.jobs import checkpoint_content, difference, losses, train_here, write_config
+from tests.support.forked_ranks import fork_server, run_forked
+from tests.support.jobs import build_books, checkpoint_content, difference, losses, train_here, write_config
 from tests.support.ranks import RankPool
 
 Pool = Callable[[int], RankPool]
 FIRST = 3  # forward of an evaluation with which the signal comes
 LAST = 7  # by when all ranks have agreed; there are dozens
 CHANGES = {"train": {"steps": 4}, "eval": {"every": 2, "lanes": 4}, "schedule": {"kind": "constant"}}
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    fork_server()
+    return build_books(tmp_path_factory.mktemp("books"))
 
 
 @contextmanager
@@ -82,3 +93,71 @@ def test_a_signal_amid_an_evaluation_of_a_training_saves_at_once_and_loses_nothi
     assert difference(*(checkpoint_content(step_dir(tmp_path / name, 4)) for name in ("stopped", "straight"))) is None
     assert pool.run(train_here, stopped) == [EXIT_DONE] * num_ranks
     assert len(figures(tmp_path / "stopped")) == 2, "evaluated again, though the run was finished"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, books: Path, rank_pool: Pool) -> Path:
+    """A run with a checkpoint, of a memory that can be inspected."""
+    folder = tmp_path_factory.mktemp("trained")
+    config = write_config(folder / "run.yaml", books, folder / "run", {"train": {"steps": 1}, "eval": {"lanes": 4}})
+    settings = OmegaConf.load(config)
+    below = {"kind": "transformer_xl", "mem_len": 16}
+    settings.memory = {"kind": "infinite", "num_basis": 8, "num_samples": 8, "over": below}
+    OmegaConf.save(settings, config)
+    assert rank_pool(1).run(train_here, config) == [EXIT_DONE]
+    return folder / "run"
+
+
+def command_with_signal(arguments: list[str], rank: int, evaluation: int) -> int:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        signal_amid_scoring(rank, signal.SIGTERM, evaluation=evaluation) as counts,
+    ):
+        patch.setattr(cut_short, "LOOK_SECONDS", 1e-9)  # the ranks agree before every forward
+        code = main(arguments)
+        assert counts[-1] <= LAST, "it goes on scoring"
+        return code
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("more", [[], ["--sweep", "mem_len=16,32"]], ids=["evaluate", "sweep"])
+def test_a_signal_to_one_rank_ends_the_command_on_all_and_leaves_nothing_half_written(
+    tmp_path: Path, trained: Path, num_ranks: int, more: list[str]
+) -> None:
+    """The table of a sweep has the rows that were finished."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(trained, run_dir)
+    command = ["evaluate", str(run_dir), "--split", "validation", *more]
+    ended = run_forked(command_with_signal, [(command, num_ranks - 1, len(more) or 1)] * num_ranks, folder=tmp_path)
+    assert ended.codes == [EXIT_REQUEUE] * num_ranks, ended.texts
+    assert "".join(ended.texts).count(f"stopped by SIGTERM on rank {num_ranks - 1}: ") == 1
+    written = sorted(path.name for path in (run_dir / "evaluations").rglob("*"))
+    assert written == (["sweep-validation-mem_len.csv", "sweep-validation-mem_len.png"] if more else [])
+    assert not more or len((run_dir / "evaluations" / written[0]).read_text().splitlines()) == 2
+    assert run_forked(main, [(command,)] * num_ranks, folder=tmp_path).codes == [EXIT_DONE] * num_ranks
+
+
+def test_a_signal_ends_inspect_too(tmp_path: Path, trained: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(trained, run_dir)
+    ended = run_forked(signalled_forward, [(["inspect", str(run_dir)],)], folder=tmp_path)
+    assert ended.codes == [EXIT_REQUEUE], ended.texts
+    assert "stopped by SIGUSR1 on rank 0: " in ended.texts[0]
+    assert not (run_dir / "evaluations").exists()
+
+
+def signalled_forward(arguments: list[str]) -> int:
+    """A command that gets a signal with its third forward."""
+    forward, calls = MemoryLM.forward, []
+
+    def counted(*given: Any, **state: Any) -> Any:
+        calls.append(0)
+        if len(calls) == FIRST:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return forward(*given, **state)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemoryLM, "forward", counted)
+        code = main(arguments)
+    assert len(calls) <= LAST
+    return code
