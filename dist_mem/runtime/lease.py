@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_mem.errors import TakenOverError, UnusableError
-from dist_mem.runtime.files import make_folder
+from dist_mem.runtime.files import fsync_path, make_folder
 
 HEARTBEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0
@@ -232,7 +232,9 @@ class Lease:
             try:
                 file.write(self._text)
                 file.flush()
-            except OSError:  # a full disk; an empty lease would keep the next job waiting
+                os.fsync(file.fileno())  # and its name: an empty lease would keep the next job waiting
+                fsync_path(path.parent)
+            except OSError:  # a full disk
                 path.unlink()
                 raise
         return True
@@ -255,6 +257,7 @@ class Lease:
             claim.unlink(missing_ok=True)
             return False
         claim.replace(self.path)
+        fsync_path(self.path.parent)
         for settled in self.path.parent.glob(f"{self.path.name}.*"):
             settled.unlink(missing_ok=True)
         return True

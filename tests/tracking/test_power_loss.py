@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import list_steps
+from dist_mem.runtime.lease import Lease
 from dist_mem.tracking.journal import read_entries
 from dist_mem.tracking.start import JOURNAL
 from tests.support.forked_ranks import Ranks, fork_server
@@ -57,3 +59,15 @@ def test_what_a_checkpoint_was_saved_after_is_logged_when_the_power_fails(tmp_pa
         up_to = list(range(1, saved + 1))
         assert [step for step in logged_steps(run_dir) if step <= saved] == up_to
         assert [step for step in journal_steps(run_dir) if step <= saved] == up_to
+
+
+def test_a_lease_survives_the_power_and_names_its_job(tmp_path: Path) -> None:
+    """An empty one kept the next job waiting for a minute."""
+    with disk_without_power(tmp_path / "disk") as disk:
+        os.sync()
+        lease = Lease(disk.folder / "run")
+        written = lease.path.read_text()
+        disk.cut()
+        lease.release()
+        disk.restart()
+        assert lease.path.read_text() == written
