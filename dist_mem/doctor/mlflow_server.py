@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,10 +44,23 @@ def check_mlflow(config: Any, *, is_patient: bool) -> Iterator[Remark]:
         yield ok("MLflow", sending.told.removeprefix("MLflow: "))
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Another host is not asked: the user has named this one."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
 def _answers(uri: str) -> bool:
-    """Whether anything answers there, through the user's proxies; what it says does not matter."""
+    """Whether anything answers there, through the user's proxies; what it says does not matter.
+
+    Credentials in the address are left out: urllib would take them for a part of the host's name.
+    """
+    parts = urllib.parse.urlsplit(uri)
+    address = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    opener = urllib.request.build_opener(_NoRedirect)
     try:
-        urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=_SECONDS).close()
+        opener.open(f"{address.rstrip('/')}/health", timeout=_SECONDS).close()
     except urllib.error.HTTPError:
         return True
     except urllib.error.URLError as error:
