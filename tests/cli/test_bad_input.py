@@ -141,6 +141,7 @@ OTHERS: list[tuple[list[str], list[str]]] = [
     (["prepare", "verify", ""], ["data.path: is ''"]),
     (["prepare", "verify", LONG], ["xxx"]),
     (["prepare", "verify", "pipe:"], ["pipe:"]),
+    (["prepare", "verify", "pipe:", "--allow-pipe"], ["pipe:"]),
     (["prepare", "verify", "http://["], ["http://["]),
     (["prepare", "verify", "http://"], ["http://"]),
     (["prepare", "verify", "{data}", "--split", ""], ["--split"]),

@@ -194,6 +194,7 @@ def test_passwords_and_queries_are_used_but_not_shown(server: FileServer, tmp_pa
     assert address(secret, "a b/c.json").url == server.url.replace("//", "//user:pass@") + "/a%20b/c.json?signature=abc"
     assert show(secret) == server.url and show("data/mine") == "data/mine"
     assert show("pipe:curl -H 'Authorization: secret' https://host/{}") == "pipe:curl"
+    assert show("pipe:") == show("pipe: \n") == "pipe:"
     data = DataConfig(path=secret, cache=str(tmp_path / "cache"))
     assert local_dir(data) == local_dir(DataConfig(path=server.url, cache=data.cache))
     fetch_shards(opened(data))

@@ -73,7 +73,7 @@ def show(url: str) -> str:
     if not is_remote(url):
         return url
     if url.startswith("pipe:"):
-        return f"pipe:{url.removeprefix('pipe:').split()[0]}"
+        return f"pipe:{next(iter(url.removeprefix('pipe:').split()), '')}"
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path.rstrip("/"), "", ""))
 
