@@ -24,9 +24,11 @@ from torch import Tensor
 from transformers import GenerationMixin, GPT2Config, PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from dist_mem.config import load_config
+from dist_mem.config import Config, load_config
+from dist_mem.config.sources import plain_block
 from dist_mem.gpt2.names import take_published
 from dist_mem.memory import memory_options
+from dist_mem.memory.outside import files_of
 from dist_mem.model import LMState, MemoryLM
 
 # What `from_pretrained` of an Auto class hands on, and means nothing here.
@@ -47,12 +49,19 @@ class MemoryOutput(ModelOutput):
     carried: Carried | None = None
 
 
+def _read_settings(path: Path) -> Config:
+    """The configuration in a folder; its memory is one that is installed, as in every folder that export makes."""
+    for program in files_of(plain_block(load_config([str(path)]).memory)):
+        raise ValueError(f"{path}: memory names {program}: it is a program, and not run; export the model again")
+    return load_config([str(path)], memory_options=memory_options)
+
+
 class MemoryGPT2(PreTrainedModel, GenerationMixin):
     config_class = GPT2Config
 
     def __init__(self, config: GPT2Config, folder: Path) -> None:
         super().__init__(config)
-        self.settings = load_config([str(folder / "config.yaml")], memory_options=memory_options)
+        self.settings = _read_settings(folder / "config.yaml")
         self.seg_len = self.settings.train.seg_len
         self.model = MemoryLM(self.settings, config.vocab_size)
         self.post_init()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +138,20 @@ def test_padding_and_unknown_options_are_refused(folders: tuple[Path, Path], ope
         opened.generate(ids, attention_mask=mask, max_new_tokens=1)
     with pytest.raises(ValueError, match="takes no device_map"):
         type(opened).from_pretrained(folders[1], device_map="auto")
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_a_program_that_a_folder_names_as_its_memory_is_not_run(
+    folders: tuple[Path, Path], tmp_path: Path, below: bool
+) -> None:
+    from dist_mem.gpt2.modeling_dist_mem import MemoryGPT2
+
+    folder = Path(shutil.copytree(folders[1], tmp_path / "model"))
+    (folder / "mine.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'marker')!r})\n", encoding="utf-8")
+    settings = OmegaConf.load(folder / "config.yaml")
+    program = {"kind": f"{folder / 'mine.py'}:Mine"}
+    settings.memory = {**LTM, "over": program} if below else program
+    OmegaConf.save(settings, folder / "config.yaml")
+    with pytest.raises(ValueError, match=r"config\.yaml: memory names .*mine\.py: it is a program, and not run"):
+        MemoryGPT2.from_pretrained(folder)
+    assert not (tmp_path / "marker").exists()
