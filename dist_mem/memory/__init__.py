@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from dist_mem.config import merge_checked
-from dist_mem.config.check import nearest
+from dist_mem.config.check import nearest, shown
 from dist_mem.config.sources import plain_block
 from dist_mem.memory.base import LayerSpec, Memory
 from dist_mem.memory.outside import is_file, load_from_file, load_offered, offered_kinds
@@ -73,9 +73,12 @@ def memory_options(block: Mapping[str, Any], where: str = "memory") -> tuple[str
     Raises:
         ValueError: an unknown kind or key (names the nearest known one), or a value of the wrong type.
     """
-    if not isinstance(block, Mapping) or "kind" not in block:
-        raise ValueError(f"{where}.kind is missing; give one of {', '.join(memory_kinds())}")
+    if not isinstance(block, Mapping) or not isinstance(block.get("kind"), str):
+        kinds = ", ".join(memory_kinds())
+        raise ValueError(f"{where} is {shown(block)}, but must be a block whose kind is one of {kinds}")
     given = plain_block(block)
+    if not isinstance(over := given.get("over", {}), Mapping):
+        raise ValueError(f"{where}.over is {shown(over)}, but must be a block with a kind")
     kind = given.pop("kind")
     options: Any = OmegaConf.to_object(merge_checked(memory_class(kind, where).Options, given, where))
     if hasattr(options, "over"):

@@ -123,9 +123,10 @@ def _kept_names(block: Mapping[str, Any]) -> dict[Path, str]:
     return names
 
 
-def _files_of(block: Mapping[str, Any], key: str = "memory") -> Iterator[tuple[str, str]]:
-    """Key and value of every kind that names a file, the ones it lies over too."""
-    if is_file(block["kind"]):
-        yield f"{key}.kind", block["kind"]
-    if "over" in block:
-        yield from _files_of(block["over"], f"{key}.over")
+def _files_of(block: Any, key: str = "memory") -> Iterator[tuple[str, str]]:
+    """Key and value of every kind that names a file, the ones it lies over too; a block may not be checked yet."""
+    if not isinstance(block, Mapping):
+        return
+    if isinstance(kind := block.get("kind"), str) and is_file(kind):
+        yield f"{key}.kind", kind
+    yield from _files_of(block.get("over"), f"{key}.over")

@@ -246,3 +246,14 @@ def test_files_of_a_manifest_lie_in_its_folder(checkpoint: Path, tmp_path: Path,
     assert not list((tmp_path / "victim").iterdir())
     with pytest.raises(CheckpointError, match=r"a key of files is .*plain names below"):
         read_manifest(checkpoint)
+
+
+@pytest.mark.parametrize("over", [5, [], {"kind": 3}, {"kind": "causal", "over": None}])
+def test_a_folder_whose_memory_lies_over_nonsense_is_refused(checkpoint: Path, over: Any) -> None:
+    path = checkpoint / "config.yaml"
+    settings = OmegaConf.load(path)
+    settings.memory = {"kind": "infinite", "over": over}
+    OmegaConf.save(settings, path)
+    rewrite_manifest(checkpoint)
+    with pytest.raises(UnusableError, match=r"memory\.over"):
+        load_model(checkpoint, DATA)
