@@ -22,8 +22,12 @@ from dist_mem.runtime.environment import is_rank0, note_exit_code
 from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
 
 
-def load_checked(arguments: Sequence[str]) -> Config:
+def load_checked(arguments: Sequence[str], *, builds_model: bool = False) -> Config:
     """`load_config` with the memory block checked too, which takes torch, and so comes last.
+
+    Args:
+        builds_model: also build the model, without allocating it: what it or its memory refuses is known before
+            anything is made.
 
     Raises:
         UnusableError: as `load_config`, or data.path is a command, and nobody has allowed it.
@@ -35,9 +39,14 @@ def load_checked(arguments: Sequence[str]) -> Config:
 
         return check(block)
 
-    config = load_config(arguments, memory_options=memory_options)
-    check_allowed(config.data)
-    return config
+    def check(config: Config) -> None:
+        check_allowed(config.data)
+        if builds_model:
+            from dist_mem.doctor.dry_run import check_model
+
+            check_model(config)
+
+    return load_config(arguments, memory_options=memory_options, check=check)
 
 
 def require_config(options: argparse.Namespace, example: str) -> None:
@@ -67,18 +76,10 @@ def train(options: argparse.Namespace) -> int:
         return code
 
 
-def check_model(config: Config) -> None:
-    """Build the model without allocating it: what it or its memory refuses is known before anything is made."""
-    from dist_mem.doctor.dry_run import check_model
-
-    check_model(config)
-
-
 def _train(options: argparse.Namespace, early: StopSignal) -> int:
     require_config(options, "dist-mem train configs/demo.yaml train.steps=100")
-    config = load_checked(options.config)
+    config = load_checked(options.config, builds_model=True)
     check_allowed(options.allow)
-    check_model(config)
     if options.check:
         from dist_mem.checkpoint.resume_source import check_run_dir
         from dist_mem.doctor import dry_run as plan
@@ -105,10 +106,7 @@ def doctor(options: argparse.Namespace) -> int:
         return drill.run(options.config)
     from dist_mem.doctor import command as run
 
-    config = load_checked(options.config) if options.config else None
-    if config is not None:
-        check_model(config)
-    return run.run(config)
+    return run.run(load_checked(options.config, builds_model=True) if options.config else None)
 
 
 def evaluate(options: argparse.Namespace) -> int:

@@ -7,11 +7,12 @@ which `load_config` is given.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -46,13 +47,19 @@ def known_keys() -> tuple[str, ...]:
     return (*all_keys(Config), *(f"deepspeed.{key}" for key in all_keys(deepspeed_keys.SCHEMA)))
 
 
-def load_config(arguments: Sequence[str], *, memory_options: MemoryOptions | None = None) -> Config:
+def load_config(
+    arguments: Sequence[str],
+    *,
+    memory_options: MemoryOptions | None = None,
+    check: Callable[[Config], object] = lambda config: None,
+) -> Config:
     """Read, merge and check a configuration.
 
     Args:
         arguments: YAML files, merged left to right, and `a.b=c` overrides, which win wherever they stand. A file is
             looked up here, beside the first file, and under configs/.
         memory_options: checks the memory block, whose options are then written out; None leaves it unchecked.
+        check: raises ValueError for what only a model can refuse, its text beginning with the key.
 
     Returns:
         An OmegaConf structured config; interpolations like `${oc.env:HOME}` stay unresolved in it.
@@ -74,6 +81,7 @@ def load_config(arguments: Sequence[str], *, memory_options: MemoryOptions | Non
         stop_on(_check_merged(config))
         if memory_options is not None:
             _write_out_memory(config, memory_options)
+        _check_further(cast(Config, config), check)
     except ConfigError as error:
         problems = [problem._replace(text=hide_all(problem.text, config)) for problem in error.problems]
         raise ConfigError([located(problem, origins) for problem in problems]) from None
@@ -123,11 +131,28 @@ def _write_out_memory(config: DictConfig, memory_options: MemoryOptions) -> None
     except ConfigError:
         raise
     except ValueError as error:
-        # Messages of memories begin with the key; the file must come first.
-        key, _, text = str(error).partition(" ") if str(error).startswith("memory.") else ("memory", "", str(error))
-        raise ConfigError([Problem(key, text)]) from error
+        raise ConfigError([_begun_by_key(str(error)) or Problem("memory", str(error))]) from error
     given = cast(dict[str, Any], OmegaConf.to_container(config.memory))  # unresolved
     config.memory = merge({"kind": kind, **asdict(options)}, given)
+
+
+def _check_further(config: Config, check: Callable[[Config], object]) -> None:
+    try:
+        check(config)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        problem = _begun_by_key(str(error))
+        if problem is None:
+            raise
+        raise ConfigError([problem]) from error
+
+
+def _begun_by_key(message: str) -> Problem | None:
+    """An error of a memory or a model, which begins with the key: the file must come first. None: it names no key."""
+    key, _, text = message.partition(" ")
+    is_key = re.fullmatch(r"[a-z_]+(\.[a-z_]+|\[\d+\])+", key) and key.partition(".")[0] in get_type_hints(Config)
+    return Problem(key, text) if is_key else None
 
 
 def merge_checked(schema: type, node: Mapping[str, Any], where: str) -> DictConfig:

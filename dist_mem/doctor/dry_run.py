@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from dist_mem.config import Config, deepspeed_block
+from dist_mem.config.bounds import MOST
 from dist_mem.data.directory import local_dir, open_index, refresh
 from dist_mem.data.plan import DocumentPlan, Plan, cut_lengths, lanes_of_rank, make_plan
 from dist_mem.data.remote.fetch import show
@@ -111,11 +112,19 @@ def steps_per_epoch(train: Any, plan: Plan) -> float:
 
 
 def total_steps(config: Config, plan: Plan) -> int:
-    """Updates of the whole run: `train.steps`, or what `train.epochs` come to, rounded up."""
+    """Updates of the whole run: `train.steps`, or what `train.epochs` come to, rounded up.
+
+    Raises:
+        ValueError: they come to more than a run can have.
+    """
     if config.train.steps is not None:
         return config.train.steps
     assert config.train.epochs is not None, "load_config sees to it"
-    return max(1, math.ceil(config.train.epochs * steps_per_epoch(config.train, plan)))
+    steps = max(1, math.ceil(config.train.epochs * steps_per_epoch(config.train, plan)))
+    if steps > (most := MOST["train.steps"]):
+        epochs = f"train.epochs is {config.train.epochs}, which the data make {steps:,} steps"
+        raise ValueError(f"{epochs}, but a run has at most {most:,}; give fewer epochs")
+    return steps
 
 
 def report(config: Config, *, world_size: int) -> str:

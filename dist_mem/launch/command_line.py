@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dist_mem.cli.arguments import CONFIG_HELP, count
-from dist_mem.cli.commands import check_model, load_checked, make_snapshot, require_config
+from dist_mem.cli.commands import load_checked, make_snapshot, require_config
 from dist_mem.config import load_config
 from dist_mem.errors import UnusableError
 
@@ -53,9 +53,8 @@ def launch(options: argparse.Namespace) -> int:
     if options.script:
         return submit.show_script(load_config(["train.steps=1", *options.config, *given]), kind=options.script)
     require_config(options, "dist-mem launch configs/demo.yaml launch/sites/generic.yaml --nodes 1")
-    config = load_checked([*options.config, *given])
+    config = load_checked([*options.config, *given], builds_model=True)
     submit.check(config)
-    check_model(config)
     from dist_mem.checkpoint.resume_source import check_run_dir
     from dist_mem.doctor.dry_run import idle_warning
 

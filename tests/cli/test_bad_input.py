@@ -65,11 +65,11 @@ TRAIN = {
     "model.d_model=1000000000000": ["model.d_model: is 1000000000000", "at most 1,048,576"],
     "model.num_layers=1000000000": ["model.num_layers: is 1000000000", "at most 4,096"],
     INFINITE.format("num_basis: 100000000"): ["memory.num_basis: is 100000000", "at most 2,048"],
-    INFINITE.format("kl_weight: -1"): ["memory.kl_weight is -1", "at least 0"],
+    INFINITE.format("kl_weight: -1"): ["memory.kl_weight: is -1", "at least 0"],
     INFINITE.format("kl_weight: .nan"): ["memory.kl_weight: is nan", "finite"],
-    "memory={kind: compressive, mem_len: 16, loss_weight: -1}": ["memory.loss_weight is -1", "at least 0"],
+    "memory={kind: compressive, mem_len: 16, loss_weight: -1}": ["memory.loss_weight: is -1", "at least 0"],
     "memory.mem_len=10000000000": ["memory.mem_len: is 10000000000", "at most"],
-    "memory.mem_len=0": ["memory.mem_len is 0", "memory.kind=none"],
+    "memory.mem_len=0": ["memory.mem_len: is 0", "memory.kind=none"],
     "train.threads=100000": ["train.threads: is 100000", "at most 4,096"],
     "train.lanes=99999999": ["train.lanes: is 99999999", "at most 1,048,576"],
     "train.seg_len=1000000000000": ["train.seg_len: is 1000000000000", "at most"],
@@ -86,7 +86,7 @@ TRAIN = {
     "train.lanes=400": ["train.lanes = 400", "at most 12"],
     "resume=3": ["resume = 3"],
     "resume=nowhere": ["resume = nowhere"],
-    "model.adaptive.cutoffs=[1000]": ["model.adaptive.cutoffs is [1000]"],
+    "model.adaptive.cutoffs=[1000]": ["model.adaptive.cutoffs: is [1000]"],
     "optimizer.groups=[{match: nothing_like_it}]": ["nothing_like_it"],
     f"run_dir={LONG}": ["run_dir: is 'xxx", "300 bytes"],
     f"name={LONG}": ["name: is 'xxx", "300 bytes"],
@@ -106,8 +106,30 @@ def test_a_training_is_refused_and_leaves_nothing(asked: Asked, made: Made, over
     refused(asked, made, ["train", "{config}", override.replace("{", "{{").replace("}", "}}")], *TRAIN[override])
 
 
+REFUSED_BY_THE_MODEL = {
+    "memory: {kind: compressive, mem_len: 20, cmem_len: 8}": "memory.mem_len: is 20, but must be a multiple of",
+    "memory: {kind: infinite, over: {kind: transformer_xl, mem_len: 7}}": "memory.over.mem_len: is 7, but must be",
+    "data: {cut: end}": "data.cut: is end, but memory.kind = transformer_xl keeps whole segments",
+    "model: {adaptive: {cutoffs: [1000]}}": "model.adaptive.cutoffs: is [1000], but must be",
+}
+
+
+@pytest.mark.parametrize("block", REFUSED_BY_THE_MODEL)
+@pytest.mark.parametrize("command", ["train", "launch", "doctor"])
+def test_what_the_model_refuses_is_named_with_its_file(
+    asked: Asked, made: Made, tmp_path: Path, command: str, block: str
+) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(f"{block}\n", encoding="utf-8")
+    refused(asked, made, [command, "{config}", str(mine)], f"error: {mine}: {REFUSED_BY_THE_MODEL[block]}")
+
+
 OTHERS: list[tuple[list[str], list[str]]] = [
     (["train", LONG], ["xxx", "no such file"]),
+    (
+        ["train", "{config}", "train.steps=null", "train.epochs=9e7"],
+        ["train.epochs is 90000000.0", "at most 99,999,999"],
+    ),
     (["train", "/etc"], ["/etc", "is a folder"]),
     (["train", "/etc/nowhere.yaml"], ["/etc/nowhere.yaml", "no such file"]),
     (["config", LONG], ["xxx", "no such file"]),
@@ -133,7 +155,7 @@ OTHERS: list[tuple[list[str], list[str]]] = [
     (["generate", "{run}", "--prompt", "a", "--top-k", f"{HUGE}"], ["--top-k", f"{HUGE}"]),
     (["dialogue", "{run}", "--seed", "-1"], ["--seed", "-1"]),
     (["reproduce", LONG + ".yaml"], ["xxx"]),
-    (["doctor", "{config}", "memory.mem_len=0"], ["memory.mem_len is 0"]),
+    (["doctor", "{config}", "memory.mem_len=0"], ["memory.mem_len: is 0"]),
     (["launch", "{config}", "--nodes", "99999999999", "--dry-run"], ["launch.nodes: is '99999999999'"]),
     (["launch", "{config}", "--gpus-per-node", "99999999999", "--dry-run"], ["launch.gpus_per_node: is '99999999999'"]),
     (["prepare", "verify", "/etc"], ["/etc", "no data directory"]),
