@@ -12,6 +12,7 @@ from dist_mem.data.directory import local_dir
 from dist_mem.data.tokenizers.registry import FILE_NAMES, JSON_NAME, read_tokenizer_facts
 from dist_mem.doctor.dry_run import ASSUMED_VOCAB_SIZE, batch_plan
 from dist_mem.doctor.findings import Remark, fail, ok, warning
+from dist_mem.engine.optimizer import num_moments
 from dist_mem.model import describe
 
 _FILES_A_RANK, _OTHER_FILES = 3, 13  # engine, lanes, rng; manifest, configuration, tokenizer, folders
@@ -31,9 +32,8 @@ def checkpoint_size(config: Any, world_size: int) -> Checkpoint:
     path = local_dir(config.data)
     vocab_size = read_tokenizer_facts(path)["vocab_size"] if (path / JSON_NAME).exists() else ASSUMED_VOCAB_SIZE
     sizes = describe(config, vocab_size)
-    moments = 2 if config.optimizer.kind in ("adam", "adamw") else int(config.optimizer.momentum != 0)
     places = batch_plan(config.train, world_size).lanes_per_rank * world_size
-    parameters = 4 * (1 + moments) * sizes["num_parameters"]
+    parameters = 4 * (1 + num_moments(config.optimizer)) * sizes["num_parameters"]
     lanes = sizes["state_bytes_per_lane"] * places
     tokenizer = sum((path / name).stat().st_size for name in (JSON_NAME, *FILE_NAMES) if (path / name).exists())
     num_bytes = parameters + lanes + tokenizer + _BYTES_A_RANK * world_size

@@ -66,6 +66,11 @@ def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
     return kind(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps)
 
 
+def num_moments(config: Any) -> int:
+    """How many numbers it keeps of each trained parameter."""
+    return 2 if config.kind in ("adam", "adamw") else int(config.momentum != 0)
+
+
 def lr_factor(step: int, config: Any, total_steps: int) -> float:
     """Learning rate of update `step` (from 0) as a share of its peak.
 

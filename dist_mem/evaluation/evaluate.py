@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 
-from dist_mem.config import load_config
+from dist_mem.config import Config, load_config
 from dist_mem.data.directory import open_index, refresh_on_all_ranks
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.doctor.findings import refuse
 from dist_mem.doctor.rendezvous import meet
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, CheckpointError, CutShortError, UnusableError
 from dist_mem.evaluation.cut_short import StopCheck, stop_check
+from dist_mem.evaluation.memory_estimate import evaluated_lanes, refuse_what_cannot_fit, scoring_parts
 from dist_mem.evaluation.memory_gain import gain_beside, is_without_memory
 from dist_mem.evaluation.protocol import Protocol, protocol_of, report_name, short_term_len, tag_of
 from dist_mem.evaluation.report import Report, to_table, write_report
@@ -93,7 +94,16 @@ def evaluate_checkpoint(
 ) -> Report:
     """Score a split with the model of a checkpoint; every rank calls it. Raises CutShortError on all, as `check`."""
     refresh_on_all_ranks(config.data, [split])
-    trained = open_model(checkpoint, config, tokenizer_of_data(checkpoint, config), world.device)
+    index = open_index(config.data, split)
+
+    def see_that_it_fits(config: Config, vocab_size: int) -> None:
+        num_lanes = evaluated_lanes(config, index)
+        parts = scoring_parts(config, vocab_size, num_lanes=num_lanes, world_size=world.size)
+        gather = gather_objects if world.size > 1 else lambda value: [value]  # a notebook has no process group
+        refuse_what_cannot_fit(parts, world.device, gather=gather)
+
+    tokenizer = tokenizer_of_data(checkpoint, config)
+    trained = open_model(checkpoint, config, tokenizer, world.device, check=see_that_it_fits)
     if check is not None:
         trained.model.register_forward_pre_hook(check)
     return evaluate_split(

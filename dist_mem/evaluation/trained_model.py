@@ -14,7 +14,7 @@ them, and needs no process group. The package offers `load_model`, `init_state` 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ from dist_mem.data.directory import open_tokenizer, refresh
 from dist_mem.data.remote.fetch import is_remote, show
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import JSON_NAME, load_tokenizer
-from dist_mem.errors import CheckpointError
+from dist_mem.errors import CheckpointError, UnusableError
 from dist_mem.evaluation.protocol import apply_protocol, in_terms_of_eval
 from dist_mem.memory import memory_options
 from dist_mem.memory.base import map_state
@@ -231,17 +231,28 @@ def _take_weights(model: MemoryLM, weights: dict[str, Tensor], directory: Path) 
 
 
 def open_model(
-    checkpoint: Checkpoint, config: Config, tokenizer: Tokenizer, device: torch.device | str
+    checkpoint: Checkpoint,
+    config: Config,
+    tokenizer: Tokenizer,
+    device: torch.device | str,
+    *,
+    check: Callable[[Config, int], object] = lambda config, vocab_size: None,
 ) -> TrainedModel:
     """The model of a checkpoint or an export, in `eval.precision` and with the lengths of `eval`.
 
+    Args:
+        check: of the configuration with these lengths and the size of the vocabulary, before anything is allocated.
+
     Raises:
-        ValueError: the memory cannot have these lengths.
+        ValueError: the memory cannot have these lengths, or what `check` raises.
     """
     apply_protocol(config)
     device, dtype = torch.device(device), DTYPES[config.eval.precision]
     try:
+        check(config, tokenizer.vocab_size)
         model = MemoryLM(config, tokenizer.vocab_size)
+    except UnusableError:
+        raise
     except ValueError as error:
         raise ValueError(in_terms_of_eval(str(error), config)) from error
     _load_weights(model, checkpoint)

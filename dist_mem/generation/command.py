@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
+from dist_mem.evaluation.memory_estimate import refuse_what_cannot_fit, writing_parts
 from dist_mem.evaluation.protocol import short_term_len
 from dist_mem.evaluation.trained_model import TrainedModel, load_model
 from dist_mem.generation import output as report
@@ -138,6 +139,8 @@ def _continue(path: Path, request: Request) -> Continuation:
         torch.set_num_threads(trained.config.train.threads)
     began = time.monotonic()
     tokens = trained.tokenizer.encode(request.prompt)
+    parts = writing_parts(trained.config, trained.tokenizer.vocab_size, num_samples=request.num_samples)
+    refuse_what_cannot_fit(parts, trained.device)
     reading = read(trained, start(trained), [tokens])
     facts: dict[str, Any] = {
         "run": str(path),

@@ -24,6 +24,7 @@ from dist_mem.doctor.dry_run import idle_work, num_readable, total_steps
 from dist_mem.engine.engine import Engine, start_communication
 from dist_mem.engine.shared_memory import drop_buffer_name
 from dist_mem.errors import StoppedEarlyError, UnusableError
+from dist_mem.evaluation.memory_estimate import evaluated_lanes, refuse_what_cannot_fit, training_parts
 from dist_mem.evaluation.scoring import check_scorable
 from dist_mem.evaluation.stream_scoring import stream_lengths
 from dist_mem.gpt2.folder import load_pretrained
@@ -145,6 +146,19 @@ def _open_data(config: Any) -> tuple[Tokenizer, list[Index]]:
     return tokenizer, indexes
 
 
+def _refuse_what_cannot_fit(config: Any, world: World, tokenizer: Tokenizer, indexes: list[Index]) -> None:
+    """Before anything is allocated; every rank calls it. Raises UnusableError on every rank."""
+    read_at_once = [evaluated_lanes(config, index) for index in indexes[1:]]
+    parts = training_parts(
+        config,
+        tokenizer.vocab_size,
+        world_size=world.size,
+        on_gpu=world.device.type == "cuda",
+        eval_lanes=max(read_at_once, default=0),
+    )
+    refuse_what_cannot_fit(parts, world.device, gather=gather_objects)
+
+
 def _splits(config: Any) -> list[str]:
     return [config.data.train_split, *([config.eval.split] if config.eval.every else [])]
 
@@ -188,6 +202,7 @@ def _open_job(config: Any, world: World, resumption: Resumption | None, stop_sig
         lanes_of_rank(train.lanes, world_size=world.size, rank=world.rank, micro_lanes=train.micro_lanes)
     )
     memory_sources = on_all_ranks(lambda: sources(config.memory), "reading the memory")
+    _refuse_what_cannot_fit(config, world, tokenizer, indexes)
     _start_communication(stop_signal)
     drop_buffer_name(world.rank)
     with announced("building the model"):

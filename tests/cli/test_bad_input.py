@@ -106,6 +106,22 @@ def test_a_training_is_refused_and_leaves_nothing(asked: Asked, made: Made, over
     refused(asked, made, ["train", "{config}", override.replace("{", "{{").replace("}", "}}")], *TRAIN[override])
 
 
+TOO_LARGE = {
+    "train {config} preflight=false model.d_model=131072": "model.d_model = 131072",
+    "train {config} preflight=false memory.mem_len=16000000 model.d_model=1024": "memory.mem_len = 16000000",
+    "train {config} preflight=false train.seg_len=16000000": "train.seg_len = 16000000",
+    "train {config} preflight=false model.num_layers=64 model.d_inner=4194304": "model.d_inner = 4194304",
+    "evaluate {run} eval.seg_len=16000000": "seg_len = 16000000",
+    "generate {run} --prompt a --samples 10000 eval.mem_len=200000": "--samples = 10000",
+}
+
+
+@pytest.mark.parametrize("command", TOO_LARGE)
+def test_what_no_machine_can_hold_is_refused_by_the_key(asked: Asked, made: Made, command: str) -> None:
+    """Each key is below its own bound; the machine here has less than a hundred gibibytes."""
+    refused(asked, made, command.split(), "this needs at least", "GiB", TOO_LARGE[command])
+
+
 REFUSED_BY_THE_MODEL = {
     "memory: {kind: compressive, mem_len: 20, cmem_len: 8}": "memory.mem_len: is 20, but must be a multiple of",
     "memory: {kind: infinite, over: {kind: transformer_xl, mem_len: 7}}": "memory.over.mem_len: is 7, but must be",

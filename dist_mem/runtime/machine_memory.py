@@ -1,0 +1,88 @@
+"""How much memory this process may use at most: of its machine or GPU, its control groups, its limits.
+
+Other processes may have taken a part of it; this is what there would be without them. A limit that several ranks share
+has one name on all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from dist_mem.runtime.environment import node_name
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_NO_LIMIT = 2**60  # bytes; the first version of control groups writes a number near 2^63
+
+
+class Limit(NamedTuple):
+    """A bound on the bytes of all processes that have it."""
+
+    name: str  # equal on two ranks that share it
+    text: str  # for people
+    num_bytes: int
+
+
+def memory_limits(device: torch.device) -> list[Limit]:
+    """The limits of what is allocated on this device; none where the system does not say."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        num_bytes = torch.cuda.mem_get_info(device)[1]
+        return [Limit(f"{_machine()} {properties.uuid}", f"the {properties.name} of {node_name()}", num_bytes)]
+    return [*_of_machine(), *_of_control_groups(), *_of_process()]
+
+
+def _machine() -> str:
+    """Name of the running system, the same in all its containers."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return node_name()
+
+
+def _of_machine() -> Iterator[Limit]:
+    with suppress(OSError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+        yield Limit(
+            _machine(), f"{node_name()}, swap included", 1024 * (kilobytes["MemTotal"] + kilobytes["SwapTotal"])
+        )
+
+
+def _of_control_groups() -> Iterator[Limit]:
+    """Of this process's group and those around it; Slurm and containers set them."""
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                yield from _of_folders(_CGROUPS, path, "memory.max", "memory.swap.max")
+            elif "memory" in controllers.split(","):
+                yield from _of_folders(_CGROUPS / "memory", path, "memory.memsw.limit_in_bytes", None)
+
+
+def _of_folders(root: Path, path: str, limit: str, swap: str | None) -> Iterator[Limit]:
+    folder = root / path.lstrip("/")
+    for group in (folder, *folder.parents):
+        with suppress(OSError):  # no such file: the root has none, and a container sees only a part
+            num_bytes = _bytes_of(group / limit) + (_bytes_of(group / swap) if swap else 0)
+            if num_bytes < _NO_LIMIT:
+                yield Limit(f"{_machine()} group {group.stat().st_ino}", f"{group} ({limit})", num_bytes)
+        if group == root:
+            return
+
+
+def _bytes_of(file: Path) -> int:
+    text = file.read_text(encoding="ascii").strip()
+    return _NO_LIMIT if text == "max" else int(text)
+
+
+def _of_process() -> Iterator[Limit]:
+    for kind, name in ((resource.RLIMIT_AS, "ulimit -v"), (resource.RLIMIT_DATA, "ulimit -d")):
+        soft, _ = resource.getrlimit(kind)
+        if soft != resource.RLIM_INFINITY:
+            yield Limit(f"{_machine()} {os.getpid()} {name}", f"{name} on {node_name()}", soft)
