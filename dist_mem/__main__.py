@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import NoReturn, TextIO, cast
 
 from dist_mem.cli import commands as run
+from dist_mem.cli import launch as launch
 from dist_mem.cli.arguments import (
     CONFIG_HELP,
     count,
@@ -53,7 +54,6 @@ from dist_mem.cli.arguments import (
 from dist_mem.cli.broken_pipe import watch_standard_streams
 from dist_mem.config.environment_values import HidingStream
 from dist_mem.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UnfitError, UnusableError
-from dist_mem.launch import command_line as launch
 from dist_mem.runtime.environment import is_first_on_node, use_node_caches
 
 

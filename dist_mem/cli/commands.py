@@ -120,11 +120,13 @@ def evaluate(options: argparse.Namespace) -> int:
         from dist_mem.runtime.distributed import choose_accelerator
 
         choose_accelerator()
-        from dist_mem.evaluation import evaluate, sweep
-
         settings = {"split": options.split, "checkpoint": options.checkpoint, "overrides": options.overrides}
         if is_sweep:
+            from dist_mem.evaluation import sweep
+
             return sweep.run([options.run, *options.also], options.sweep, early=early, **settings)
+        from dist_mem.evaluation import evaluate
+
         return evaluate.run(options.run, without_memory=options.without_memory, early=early, **settings)
 
 

@@ -129,12 +129,7 @@ def refresh_on_all_ranks(data: DataConfig, splits: Sequence[str]) -> None:
 
 
 def _refresh_on_all_ranks(data: DataConfig, splits: Sequence[str]) -> None:
-    from dist_mem.runtime.distributed import (  # they import torch
-        AgreedError,
-        agree_all_well,
-        from_rank0,
-        gather_objects,
-    )
+    from dist_mem.runtime.distributed import AgreedError, agree_all_well, from_rank0, gather_objects
 
     start = from_rank0(uuid.uuid4().hex)
     error: RemoteError | None = None

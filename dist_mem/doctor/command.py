@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from dist_mem.doctor.examine import examine
-from dist_mem.doctor.findings import FAIL, WARNING, Finding, Place, fail, failed, lines
-from dist_mem.doctor.rendezvous import meet
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
 from dist_mem.runtime import distributed
 from dist_mem.runtime.environment import node_name, read_ranks
+from dist_mem.runtime.findings import FAIL, WARNING, Finding, Place, fail, failed, lines
+from dist_mem.runtime.rendezvous import meet
 
 _PATIENCE = 120.0  # seconds that ranks wait for each other; somebody sits in front of this
 

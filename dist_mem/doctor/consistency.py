@@ -15,8 +15,8 @@ from dist_mem.data.directory import local_dir
 from dist_mem.data.remote.fetch import is_remote
 from dist_mem.data.shard import INDEX_NAME, read_index_facts
 from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_facts
-from dist_mem.doctor.findings import Finding, Place, Remark, fail, ok, warning
 from dist_mem.runtime.files import sha256_of
+from dist_mem.runtime.findings import Finding, Place, Remark, fail, ok, warning
 from dist_mem.tracking.provenance import PACKAGE, running_commit, versions
 
 MISSING = "missing"

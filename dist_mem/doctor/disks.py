@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from dist_mem.doctor.findings import Remark, fail, ok, warning
 from dist_mem.runtime.environment import compiler_caches
 from dist_mem.runtime.files import file_system_of, is_network_file_system
+from dist_mem.runtime.findings import Remark, fail, ok, warning
 
 _FLEETING_TYPES = ("tmpfs", "ramfs", "overlay")  # gone with the node, or the container
 _RATE_BYTES, _BLOCK_BYTES = 64 << 20, 64 << 10

@@ -6,14 +6,20 @@ G lanes of the whole job, T tokens of a segment, K segments of an update.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from dist_mem.config import Config, deepspeed_block
-from dist_mem.config.bounds import MOST
+from dist_mem.data.batch_plan import (
+    batch_plan,
+    counted,
+    idle_work,
+    num_readable,
+    steps_per_epoch,
+    total_steps,
+)
 from dist_mem.data.directory import local_dir, open_index, refresh
-from dist_mem.data.plan import DocumentPlan, Plan, cut_lengths, lanes_of_rank, make_plan
+from dist_mem.data.plan import Plan, cut_lengths, make_plan
 from dist_mem.data.remote.fetch import show
 from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_facts
 from dist_mem.errors import UnusableError
@@ -21,72 +27,7 @@ from dist_mem.gpt2.folder import check_sizes
 from dist_mem.model import describe
 
 ASSUMED_VOCAB_SIZE = 32_000  # of the builders, where the data is not built yet
-IDLE_LIMIT = 0.2  # of the work; a plan that wastes more is a warning
 _LABEL_WIDTH = 11
-
-
-class BatchPlan(NamedTuple):
-    """How the lanes of the job are divided."""
-
-    world_size: int
-    lanes_per_rank: int  # idle ones included; the same on every rank
-    groups: int  # micro-batches in which a rank goes through its lanes once
-    accumulation: int  # forwards and backwards of one rank in one update: groups * K
-    idle_lanes: int  # of the whole job: they compute and are thrown away
-
-
-class IdleWork(NamedTuple):
-    """Work that is done and thrown away, for people."""
-
-    label: str  # "idle", or "warning" if it is more than IDLE_LIMIT
-    text: str
-
-
-def batch_plan(train: Any, world_size: int) -> BatchPlan:
-    """Divide `train.lanes` among `world_size` ranks; `train` is a `TrainConfig`."""
-    held = len(lanes_of_rank(train.lanes, world_size=world_size, rank=0, micro_lanes=train.micro_lanes))
-    groups = held // train.micro_lanes
-    return BatchPlan(world_size, held, groups, groups * train.segments_per_update, held * world_size - train.lanes)
-
-
-def best_micro_lanes(train: Any, world_size: int) -> int:
-    """The largest `train.micro_lanes`, not above the present one, that leaves the fewest idle lanes."""
-
-    def idle_lanes(micro_lanes: int) -> int:
-        return -train.lanes % (world_size * micro_lanes)
-
-    return min(range(train.micro_lanes, 0, -1), key=idle_lanes)
-
-
-def idle_work(train: Any, world_size: int, *, num_documents: int | None = None) -> IdleWork | None:
-    """What is wasted where the ranks do not divide the lanes, and what fits better; None if nothing is.
-
-    Args:
-        num_documents: that can be read side by side, which bounds `train.lanes`; None: not known, or not bounded.
-    """
-    batch = batch_plan(train, world_size)
-    if not batch.idle_lanes:
-        return None
-    places = train.lanes + batch.idle_lanes
-    share = batch.idle_lanes / places
-    better = best_micro_lanes(train, world_size)
-    left = -train.lanes % (world_size * better)
-    ways = [f"train.micro_lanes={better}"] if left == 0 else []
-    if num_documents is None or places <= num_documents:
-        ways.append(f"train.lanes={places} (in a new run)")
-    if fitting := next((size for size in range(world_size, 0, -1) if not batch_plan(train, size).idle_lanes), None):
-        ways.append(_count(fitting, "rank"))
-    advice = f"; with train.micro_lanes={better} it would be {left}" if 0 < left < batch.idle_lanes else ""
-    advice += f"; none is idle with {' or '.join(ways)}" if ways else ""
-    advice = f"{share:.1%} of the work{advice}"
-    if share > IDLE_LIMIT:
-        return IdleWork("warning", f"{_count(batch.idle_lanes, 'idle lane')}, {advice}")
-    return IdleWork("idle", f"{_count(batch.idle_lanes, 'lane')}, {advice}")
-
-
-def num_readable(plan: Plan | None) -> int | None:
-    """How many documents lanes can read side by side, an upper bound of `train.lanes`; None: not known, or no bound."""
-    return len(plan.lengths) - len(plan.skipped) if isinstance(plan, DocumentPlan) else None
 
 
 def idle_warning(config: Config, world_sizes: Iterable[int]) -> str | None:
@@ -102,29 +43,8 @@ def idle_warning(config: Config, world_sizes: Iterable[int]) -> str | None:
     for size in world_sizes:
         waste = idle_work(config.train, size, num_documents=num_documents)
         if waste and waste.label == "warning":
-            return f"warning: with {_count(size, 'rank')}, {waste.text}"
+            return f"warning: with {counted(size, 'rank')}, {waste.text}"
     return None
-
-
-def steps_per_epoch(train: Any, plan: Plan) -> float:
-    """Updates in which every document is read once; a segment that ends a document counts as a whole one."""
-    return plan.num_segments / (train.lanes * train.segments_per_update)
-
-
-def total_steps(config: Config, plan: Plan) -> int:
-    """Updates of the whole run: `train.steps`, or what `train.epochs` come to, rounded up.
-
-    Raises:
-        ValueError: they come to more than a run can have.
-    """
-    if config.train.steps is not None:
-        return config.train.steps
-    assert config.train.epochs is not None, "load_config sees to it"
-    steps = max(1, math.ceil(config.train.epochs * steps_per_epoch(config.train, plan)))
-    if steps > (most := MOST["train.steps"]):
-        epochs = f"train.epochs is {config.train.epochs}, which the data make {steps:,} steps"
-        raise ValueError(f"{epochs}, but a run has at most {most:,}; give fewer epochs")
-    return steps
 
 
 def report(config: Config, *, world_size: int) -> str:
@@ -205,13 +125,13 @@ def _batch_lines(config: Config, world_size: int, num_documents: int | None) -> 
     train, batch = config.train, batch_plan(config.train, world_size)
     places = batch.lanes_per_rank * world_size
     of_places = f" of {places:,}" if batch.idle_lanes else ""
-    product = f"{_count(world_size, 'rank')} x {_count(batch.groups, 'micro-batch')} x {train.micro_lanes} lanes"
+    product = f"{counted(world_size, 'rank')} x {counted(batch.groups, 'micro-batch')} x {train.micro_lanes} lanes"
     yield "lanes", f"{train.lanes:,}{of_places} = {product}"
     if waste := idle_work(train, world_size, num_documents=num_documents):
         yield waste
     tokens = train.lanes * train.seg_len * train.segments_per_update
-    passes = _count(batch.accumulation, "forward and backward", "forwards and backwards")
-    segments = _count(train.segments_per_update, "segment")
+    passes = counted(batch.accumulation, "forward and backward", "forwards and backwards")
+    segments = counted(train.segments_per_update, "segment")
     yield "update", f"{train.lanes} lanes x {segments} of {train.seg_len}: {tokens:,} tokens, {passes} a rank"
     clipping = "no clipping" if train.max_grad_norm is None else f"clipped at norm {train.max_grad_norm:g}"
     stage = deepspeed_block(config).get("zero_optimization", {}).get("stage", 0)
@@ -239,18 +159,10 @@ def _data_lines(config: Config, plan: Plan | None) -> Iterator[tuple[str, str]]:
         return
     num_tokens, per_epoch = int(plan.lengths.sum()), steps_per_epoch(train, plan)
     steps = total_steps(config, plan)
-    skipped = f", {_count(len(plan.skipped), 'document')} too short" if plan.skipped else ""
+    skipped = f", {counted(len(plan.skipped), 'document')} too short" if plan.skipped else ""
     padding = 1 - num_tokens / (plan.num_segments * train.seg_len)
-    size = f"{_count(len(plan.lengths), 'document')}{skipped}, {num_tokens:,} tokens, padding {padding:.2%}"
+    size = f"{counted(len(plan.lengths), 'document')}{skipped}, {num_tokens:,} tokens, padding {padding:.2%}"
     read = round(steps / per_epoch * num_tokens)
     yield "data", f"{show(data.path)}, {data.train_split}: {size}"
     yield "epoch", f"{per_epoch:,.1f} steps"
     yield "training", f"{steps:,} steps = {steps / per_epoch:.3g} epochs = {read:,} tokens"
-
-
-def _count(number: int, singular: str, plural: str | None = None) -> str:
-    return f"{number:,} {singular if number == 1 else plural or _plural(singular)}"
-
-
-def _plural(word: str) -> str:
-    return f"{word}es" if word.endswith("ch") else f"{word}s"

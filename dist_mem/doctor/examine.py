@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from dist_mem.doctor import consistency as sameness
 from dist_mem.doctor import disks, machine, network, sizes
-from dist_mem.doctor.findings import Finding, Place, Remark, fail
 from dist_mem.doctor.mlflow_server import check_mlflow
 from dist_mem.runtime.distributed import World, gather_objects
 from dist_mem.runtime.environment import node_name
+from dist_mem.runtime.findings import Finding, Place, Remark, fail
 
 
 class Plans(NamedTuple):

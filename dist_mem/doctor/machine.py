@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from dist_mem.doctor.findings import Remark, fail, ok, warning
 from dist_mem.engine.shared_memory import BUFFER, SHM
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.environment import compiler_caches, cpp_compiler, job_end
+from dist_mem.runtime.findings import Remark, fail, ok, warning
 
 GOOD_OPEN_FILES = 4096  # what sites set for training; a rank of a large job needs hundreds
 _OWN_FILES, _FILES_A_PEER = 200, 4  # libraries and shards; the groups of gloo or NCCL have sockets to every rank

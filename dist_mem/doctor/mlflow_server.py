@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dist_mem.doctor.findings import Remark, fail, ok, warning
 from dist_mem.errors import UnusableError
+from dist_mem.runtime.findings import Remark, fail, ok, warning
 from dist_mem.tracking.access_check import check_tracking
 from dist_mem.tracking.provenance import without_credentials
 from dist_mem.tracking.start import JOURNAL

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from dist_mem.doctor.findings import Finding, Place, Remark, fail, ok, warning
 from dist_mem.runtime.distributed import World
+from dist_mem.runtime.findings import Finding, Place, Remark, fail, ok, warning
 
 SIZES = (1, 1000, 300_000)  # float32 numbers, so that every algorithm of a backend for small and large ones is tried
 _MEGABYTES = (1, 16, 64)

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from dist_mem.doctor.examine import examine
-from dist_mem.doctor.findings import MEETING, WARNING, Finding, failed_nodes, lines, refuse
-from dist_mem.doctor.rendezvous import Meeting, meet
 from dist_mem.runtime.distributed import World, gather_objects
 from dist_mem.runtime.environment import node_name, read_ranks
 from dist_mem.runtime.files import write_text
+from dist_mem.runtime.findings import MEETING, WARNING, Finding, failed_nodes, lines, refuse
 from dist_mem.runtime.hang_report import FAILED_NODES
+from dist_mem.runtime.rendezvous import Meeting, meet
 
 log = logging.getLogger(__name__)
 

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_mem.checkpoint.manifest import list_steps
+from dist_mem.data.batch_plan import batch_plan
 from dist_mem.data.directory import local_dir
 from dist_mem.data.tokenizers.registry import FILE_NAMES, JSON_NAME, read_tokenizer_facts
-from dist_mem.doctor.dry_run import ASSUMED_VOCAB_SIZE, batch_plan
-from dist_mem.doctor.findings import Remark, fail, ok, warning
+from dist_mem.doctor.dry_run import ASSUMED_VOCAB_SIZE
 from dist_mem.engine.optimizer import num_moments
 from dist_mem.model import describe
+from dist_mem.runtime.findings import Remark, fail, ok, warning
 
 _FILES_A_RANK, _OTHER_FILES = 3, 13  # engine, lanes, rng; manifest, configuration, tokenizer, folders
 _BYTES_A_RANK = 10_000  # random state, headers

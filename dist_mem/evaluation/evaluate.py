@@ -23,8 +23,6 @@ import torch
 from dist_mem.config import Config, load_config
 from dist_mem.data.directory import open_index, refresh_on_all_ranks
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.doctor.findings import refuse
-from dist_mem.doctor.rendezvous import meet
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, CheckpointError, CutShortError, UnusableError
 from dist_mem.evaluation.cut_short import StopCheck, stop_check
 from dist_mem.evaluation.memory_estimate import evaluated_lanes, refuse_what_cannot_fit, scoring_parts
@@ -44,6 +42,8 @@ from dist_mem.evaluation.trained_model import (
 from dist_mem.runtime import distributed
 from dist_mem.runtime.distributed import AgreedError, World, agree_all_well, decided_by_rank0, gather_objects
 from dist_mem.runtime.environment import read_ranks
+from dist_mem.runtime.findings import refuse
+from dist_mem.runtime.rendezvous import meet
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.tracking.start import log_to_run
 

@@ -15,8 +15,8 @@ import torch
 from omegaconf import OmegaConf
 
 from dist_mem.config import Config, deepspeed_block
+from dist_mem.data.batch_plan import batch_plan
 from dist_mem.data.shard import Index
-from dist_mem.doctor.dry_run import batch_plan
 from dist_mem.engine.optimizer import num_moments, parameter_groups
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.protocol import short_term_len

@@ -14,13 +14,13 @@ from dist_mem.checkpoint.lane_states import Lanes, open_checkpoints
 from dist_mem.checkpoint.resume_source import Resumption
 from dist_mem.checkpoint.saver import Saver
 from dist_mem.config import deepspeed_block, save_config
+from dist_mem.data.batch_plan import idle_work, num_readable, total_steps
 from dist_mem.data.directory import open_index, open_tokenizer, refresh_on_all_ranks
 from dist_mem.data.lanes import LaneReader, check_tokenizer, training_reader
 from dist_mem.data.plan import lanes_of_rank
 from dist_mem.data.remote.fetch import is_remote, show
 from dist_mem.data.shard import Index, fetch_shards
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.doctor.dry_run import idle_work, num_readable, total_steps
 from dist_mem.engine.engine import Engine, start_communication
 from dist_mem.engine.shared_memory import drop_buffer_name
 from dist_mem.errors import StoppedEarlyError, UnusableError

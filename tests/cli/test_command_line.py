@@ -15,6 +15,7 @@ import pytest
 
 from dist_mem.__main__ import main, parse
 from dist_mem.config import load_config
+from dist_mem.data import batch_plan
 from dist_mem.data.plan import make_plan
 from dist_mem.data.shard import TokenizedDocument, write_split
 from dist_mem.data.tokenizers.registry import save_tokenizer
@@ -217,6 +218,7 @@ def test_evaluate_and_compare_hand_on_what_they_are_told(monkeypatch: pytest.Mon
     assert main(["evaluate", "runs/x", "--split", "test", "--checkpoint", "5", "eval.lanes=3"]) == 0
     assert main(["compare", "runs/x", "runs/y"]) == 0
     expected = {"split": "test", "checkpoint": 5, "overrides": ["eval.lanes=3"], "without_memory": False}
+    assert isinstance(calls[0][1].pop("early"), StopSignal)
     assert calls == [
         ((Path("runs/x"),), expected),
         (([Path("runs/x"), Path("runs/y")],), {"split": None, "picture": None}),
@@ -272,8 +274,8 @@ def test_lanes_are_divided_among_ranks(
     lanes: int, micro_lanes: int, world: int, expected: tuple[int, ...], better: int
 ) -> None:
     train = SimpleNamespace(lanes=lanes, micro_lanes=micro_lanes, segments_per_update=1)
-    assert plan.batch_plan(train, world)[1:] == expected
-    assert plan.best_micro_lanes(train, world) == better
+    assert batch_plan.batch_plan(train, world)[1:] == expected
+    assert batch_plan.best_micro_lanes(train, world) == better
 
 
 def lanes_of_books(**train: int) -> SimpleNamespace:
@@ -305,7 +307,7 @@ def test_more_than_a_fifth_of_idle_work_is_a_warning_with_what_fits(
     lanes: int, micro_lanes: int, world: int, num_documents: int | None, text: str
 ) -> None:
     train = lanes_of_books(lanes=lanes, micro_lanes=micro_lanes)
-    waste = plan.idle_work(train, world, num_documents=num_documents)
+    waste = batch_plan.idle_work(train, world, num_documents=num_documents)
     assert waste is not None
     assert waste.label == "warning"
     assert waste.text.startswith(text)
@@ -314,16 +316,16 @@ def test_more_than_a_fifth_of_idle_work_is_a_warning_with_what_fits(
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 7, 16, 40, 63])
 @pytest.mark.parametrize(("lanes", "micro_lanes"), [(16, 8), (12, 5), (64, 8), (1000, 16)])
 def test_what_is_said_to_fit_leaves_nothing_idle(lanes: int, micro_lanes: int, world: int) -> None:
-    waste = plan.idle_work(lanes_of_books(lanes=lanes, micro_lanes=micro_lanes), world)
+    waste = batch_plan.idle_work(lanes_of_books(lanes=lanes, micro_lanes=micro_lanes), world)
     for key, value in re.findall(r"train\.(\w+)=(\d+)\b(?! it would)", waste.text if waste else ""):
         changed = {"lanes": lanes, "micro_lanes": micro_lanes, key: int(value)}
-        assert plan.idle_work(lanes_of_books(**changed), world) is None
+        assert batch_plan.idle_work(lanes_of_books(**changed), world) is None
     for ranks in re.findall(r"(\d+) ranks?$", waste.text if waste else ""):
-        assert plan.idle_work(lanes_of_books(lanes=lanes, micro_lanes=micro_lanes), int(ranks)) is None
+        assert batch_plan.idle_work(lanes_of_books(lanes=lanes, micro_lanes=micro_lanes), int(ranks)) is None
 
 
 def test_a_small_waste_is_no_warning() -> None:
-    waste = plan.idle_work(lanes_of_books(lanes=1000, micro_lanes=16), 63)
+    waste = batch_plan.idle_work(lanes_of_books(lanes=1000, micro_lanes=16), 63)
     assert waste is not None
     assert waste.label == "idle"
 
@@ -349,7 +351,7 @@ def test_epochs_come_to_steps_rounded_up() -> None:
     documents = make_plan(lengths, num_lanes=4, seg_len=30, seed=0)  # 4 segments a document
     for epochs, steps in ((1, 8), (0.5, 4), (0.51, 5)):
         config = load_config([f"train.epochs={epochs}", "train.lanes=4", "train.micro_lanes=2"])
-        assert plan.total_steps(config, documents) == steps
+        assert batch_plan.total_steps(config, documents) == steps
 
 
 def test_check_imports_nothing_heavy(data_dir: Path) -> None:

@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 from dist_mem.cli.commands import load_checked
 from dist_mem.doctor import disks, machine, network, sizes
-from dist_mem.doctor.findings import FAIL, OK, WARNING, Place, Remark, fail, failed_nodes, lines, may_pass, ok
 from dist_mem.doctor.preflight import preflight
-from dist_mem.doctor.rendezvous import Seat, check_accelerators, meet
 from dist_mem.errors import UnfitError, UnusableError
 from dist_mem.runtime.distributed import World
+from dist_mem.runtime.findings import FAIL, OK, WARNING, Place, Remark, fail, failed_nodes, lines, may_pass, ok
 from dist_mem.runtime.hang_report import FAILED_NODES
+from dist_mem.runtime.rendezvous import Seat, check_accelerators, meet
 from tests.support.jobs import train_here, write_config
 from tests.support.ranks import RankPool, free_port, launcher_environment
 

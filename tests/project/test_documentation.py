@@ -64,7 +64,7 @@ def test_links_into_pages_meet_a_heading(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_subcommands_named_in_the_text_exist(page: Path) -> None:
-    known = (ROOT / "dist_mem" / "cli" / "commands.py").read_text(encoding="utf-8")
+    known = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "dist_mem" / "cli").glob("*.py"))
     functions = [name.replace("-", "_") for name in INLINE.findall(page.read_text(encoding="utf-8"))]
     missing = [name for name in functions if f"\ndef {name}(" not in known]
     assert not missing

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dist_mem.doctor.findings import MEETING, Finding, Place, fail, ok, warning
 from dist_mem.runtime.environment import (
     agent_keeps_store,
     export_for_libraries,
@@ -30,6 +29,7 @@ from dist_mem.runtime.environment import (
     slurm_gave_gpus,
     slurm_nodes,
 )
+from dist_mem.runtime.findings import MEETING, Finding, Place, fail, ok, warning
 
 _NO_CUDA = "built without CUDA"
 _LONG = timedelta(hours=1)

@@ -1,0 +1,108 @@
+"""How lanes are divided among ranks, and how many steps the data make.
+
+Letters: G lanes of the whole job, T tokens of a segment, K segments of an update.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from dist_mem.config import Config
+from dist_mem.config.bounds import MOST
+from dist_mem.data.plan import DocumentPlan, Plan, lanes_of_rank
+
+IDLE_LIMIT = 0.2  # of the work; a plan that wastes more is a warning
+
+
+class BatchPlan(NamedTuple):
+    """How the lanes of the job are divided."""
+
+    world_size: int
+    lanes_per_rank: int  # idle ones included; the same on every rank
+    groups: int  # micro-batches in which a rank goes through its lanes once
+    accumulation: int  # forwards and backwards of one rank in one update: groups * K
+    idle_lanes: int  # of the whole job: they compute and are thrown away
+
+
+class IdleWork(NamedTuple):
+    """Work that is done and thrown away, for people."""
+
+    label: str  # "idle", or "warning" if it is more than IDLE_LIMIT
+    text: str
+
+
+def batch_plan(train: Any, world_size: int) -> BatchPlan:
+    """Divide `train.lanes` among `world_size` ranks; `train` is a `TrainConfig`."""
+    held = len(lanes_of_rank(train.lanes, world_size=world_size, rank=0, micro_lanes=train.micro_lanes))
+    groups = held // train.micro_lanes
+    return BatchPlan(world_size, held, groups, groups * train.segments_per_update, held * world_size - train.lanes)
+
+
+def best_micro_lanes(train: Any, world_size: int) -> int:
+    """The largest `train.micro_lanes`, not above the present one, that leaves the fewest idle lanes."""
+
+    def idle_lanes(micro_lanes: int) -> int:
+        return -train.lanes % (world_size * micro_lanes)
+
+    return min(range(train.micro_lanes, 0, -1), key=idle_lanes)
+
+
+def idle_work(train: Any, world_size: int, *, num_documents: int | None = None) -> IdleWork | None:
+    """What is wasted where the ranks do not divide the lanes, and what fits better; None if nothing is.
+
+    Args:
+        num_documents: that can be read side by side, which bounds `train.lanes`; None: not known, or not bounded.
+    """
+    batch = batch_plan(train, world_size)
+    if not batch.idle_lanes:
+        return None
+    places = train.lanes + batch.idle_lanes
+    share = batch.idle_lanes / places
+    better = best_micro_lanes(train, world_size)
+    left = -train.lanes % (world_size * better)
+    ways = [f"train.micro_lanes={better}"] if left == 0 else []
+    if num_documents is None or places <= num_documents:
+        ways.append(f"train.lanes={places} (in a new run)")
+    if fitting := next((size for size in range(world_size, 0, -1) if not batch_plan(train, size).idle_lanes), None):
+        ways.append(counted(fitting, "rank"))
+    advice = f"; with train.micro_lanes={better} it would be {left}" if 0 < left < batch.idle_lanes else ""
+    advice += f"; none is idle with {' or '.join(ways)}" if ways else ""
+    advice = f"{share:.1%} of the work{advice}"
+    if share > IDLE_LIMIT:
+        return IdleWork("warning", f"{counted(batch.idle_lanes, 'idle lane')}, {advice}")
+    return IdleWork("idle", f"{counted(batch.idle_lanes, 'lane')}, {advice}")
+
+
+def num_readable(plan: Plan | None) -> int | None:
+    """How many documents lanes can read side by side, an upper bound of `train.lanes`; None: not known, or no bound."""
+    return len(plan.lengths) - len(plan.skipped) if isinstance(plan, DocumentPlan) else None
+
+
+def steps_per_epoch(train: Any, plan: Plan) -> float:
+    """Updates in which every document is read once; a segment that ends a document counts as a whole one."""
+    return plan.num_segments / (train.lanes * train.segments_per_update)
+
+
+def total_steps(config: Config, plan: Plan) -> int:
+    """Updates of the whole run: `train.steps`, or what `train.epochs` come to, rounded up.
+
+    Raises:
+        ValueError: they come to more than a run can have.
+    """
+    if config.train.steps is not None:
+        return config.train.steps
+    assert config.train.epochs is not None, "load_config sees to it"
+    steps = max(1, math.ceil(config.train.epochs * steps_per_epoch(config.train, plan)))
+    if steps > (most := MOST["train.steps"]):
+        epochs = f"train.epochs is {config.train.epochs}, which the data make {steps:,} steps"
+        raise ValueError(f"{epochs}, but a run has at most {most:,}; give fewer epochs")
+    return steps
+
+
+def counted(number: int, singular: str, plural: str | None = None) -> str:
+    return f"{number:,} {singular if number == 1 else plural or _plural(singular)}"
+
+
+def _plural(word: str) -> str:
+    return f"{word}es" if word.endswith("ch") else f"{word}s"
