@@ -120,7 +120,7 @@ class MemoryLM(nn.Module):
         if model.tie_embeddings:
             self.head.tie(self.embedding)
         for memory in self.memories():
-            memory.begin()
+            memory.reset_parameters()
             memory.share(self.memories()[0])
         self.stem = self.memories()[0].stem()
 

@@ -48,7 +48,7 @@ class InfiniAttention(Memory):
         self.dropout, self.attention_dropout = Dropout(spec.dropout), Dropout(spec.attention_dropout)
 
     @torch.no_grad()
-    def begin(self) -> None:
+    def reset_parameters(self) -> None:
         self.beta.fill_(self.options.first_beta)
 
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:

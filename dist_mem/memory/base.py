@@ -96,8 +96,11 @@ class Memory(nn.Module):
     def forward(self, x: Tensor, state: Any, valid_len: Tensor) -> MemoryOutput:
         raise NotImplementedError
 
-    def begin(self) -> None:
-        """Change first weights, which were drawn as all others; by default none."""
+    def reset_parameters(self) -> None:
+        """Adjust initial weights after the model has drawn them all by one rule; by default none changes.
+
+        The model calls it once, after `initialize`; PyTorch calls it only on a meta-device module wrapped in FSDP.
+        """
 
     def share(self, first: Any) -> None:
         """Take shared parameters from the first block's memory, as u and v of relative attention; by default none."""

@@ -130,8 +130,8 @@ class Infinite(Memory):
         return self.over.stem()
 
     @torch.no_grad()
-    def begin(self) -> None:
-        self.over.begin()
+    def reset_parameters(self) -> None:
+        self.over.reset_parameters()
         if self.options.output_init != 1.0 and not self.output.weight.is_meta:
             self.output.weight.mul_(self.options.output_init)
 

@@ -56,14 +56,14 @@ def test_the_command_tells_rule_smallest_case_and_usual_cause(capsys: pytest.Cap
 
 
 def test_one_error_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """Issue 15: an error in `begin` was reported as 17 broken rules with 17 causes."""
-    assert main(["check-memory", f"{BROKEN}:RaisesInBegin"]) == 1
+    """Issue 15: an error in `reset_parameters` was reported as 17 broken rules with 17 causes."""
+    assert main(["check-memory", f"{BROKEN}:RaisesInResetParameters"]) == 1
     told = capsys.readouterr().out
     assert told.count("AttributeError") == told.count("smallest case") == 1
     assert "usual cause" not in told
     line = next(n for n, text in enumerate(BROKEN.read_text().splitlines(), 1) if "self.gate.fill_(0.5)" in text)
     assert f"{len(RULES)} rules could not be checked: the memory raises an error\n  found: AttributeError: " in told
-    assert f"'RaisesInBegin' object has no attribute 'gate' (broken_memories.py, line {line})\n" in told
+    assert f"'RaisesInResetParameters' object has no attribute 'gate' (broken_memories.py, line {line})\n" in told
     assert f"breaks 0 of {len(RULES)} rules, {len(RULES)} could not be checked" in told
     assert len(told.splitlines()) == 5
 

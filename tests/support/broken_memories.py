@@ -141,8 +141,8 @@ class WritesGetNoGradient(TransformerXL):
         return output._replace(state=output.state._replace(hidden=hidden))
 
 
-class RaisesInBegin(TransformerXL):
-    def begin(self) -> None:
+class RaisesInResetParameters(TransformerXL):
+    def reset_parameters(self) -> None:
         self.gate.fill_(0.5)
 
 
