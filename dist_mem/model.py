@@ -130,8 +130,8 @@ class MemoryLM(nn.Module):
 
     def names_apart(self) -> list[str]:
         """Names of the trained parameters that learn from an auxiliary loss alone."""
-        apart = {parameter for memory in self.memories() for parameter in memory.apart()}
-        return [name for name, parameter in self.named_parameters() if parameter in apart]
+        auxiliary = {parameter for memory in self.memories() for parameter in memory.auxiliary_parameters()}
+        return [name for name, parameter in self.named_parameters() if parameter in auxiliary]
 
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> LMState:
         """Empty memories of lanes that begin these documents, (B,) int64; `dtype` is the activations'."""

@@ -105,8 +105,8 @@ class Memory(nn.Module):
     def share(self, first: Any) -> None:
         """Take shared parameters from the first block's memory, as u and v of relative attention; by default none."""
 
-    def apart(self) -> list[nn.Parameter]:
-        """Parameters that learn from an auxiliary loss alone; the norm of their gradient is logged apart."""
+    def auxiliary_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that learn from an auxiliary loss only; their gradient norm is logged separately."""
         return []
 
     @classmethod

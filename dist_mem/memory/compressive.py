@@ -86,7 +86,7 @@ class Compressive(Memory):
     def small_options(cls, seg_len: int) -> dict[str, Any]:
         return {"mem_len": seg_len, "cmem_len": seg_len, "compression_rate": 2}
 
-    def apart(self) -> list[nn.Parameter]:
+    def auxiliary_parameters(self) -> list[nn.Parameter]:
         decoder = getattr(self, "decoder", None)
         return [*self.compression.parameters(), *(decoder.parameters() if decoder else ())]
 

@@ -139,8 +139,8 @@ class Infinite(Memory):
         assert isinstance(first, Infinite)
         self.over.share(first.over)
 
-    def apart(self) -> list[nn.Parameter]:
-        return self.over.apart()
+    def auxiliary_parameters(self) -> list[nn.Parameter]:
+        return self.over.auxiliary_parameters()
 
     @property
     def num_rows(self) -> int:

@@ -120,7 +120,9 @@ def _learning(job: Job, update: Update) -> list[bool]:
     published code; where parameters learn from nothing else, every segment counts. The last one ends the update.
     """
     num_batches = len(update.batches)
-    if job.config.train.segments_per_update == 1 or any(memory.apart() for memory in job.engine.module.memories()):
+    if job.config.train.segments_per_update == 1 or any(
+        memory.auxiliary_parameters() for memory in job.engine.module.memories()
+    ):
         return [True] * num_batches
     targets = [int((batch.targets != IGNORE).sum()) for batch in update.batches]
     if job.world.size > 1:
