@@ -121,7 +121,7 @@ class MemoryLM(nn.Module):
             self.head.tie(self.embedding)
         for memory in self.memories():
             memory.reset_parameters()
-            memory.share(self.memories()[0])
+            memory.tie_parameters(self.memories()[0])
         self.stem = self.memories()[0].stem()
 
     def memories(self) -> list[Memory]:

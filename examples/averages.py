@@ -41,7 +41,7 @@ class Averages(Memory):
     def small_options(cls, seg_len: int) -> dict[str, Any]:
         return {"num_means": 2}
 
-    def share(self, first: Any) -> None:
+    def tie_parameters(self, first: Any) -> None:
         self.attention.share_biases(first.attention)
 
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:

@@ -102,8 +102,8 @@ class Memory(nn.Module):
         The model calls it once, after `initialize`; PyTorch calls it only on a meta-device module wrapped in FSDP.
         """
 
-    def share(self, first: Any) -> None:
-        """Take shared parameters from the first block's memory, as u and v of relative attention; by default none."""
+    def tie_parameters(self, first: Any) -> None:
+        """Use parameters of the first block's memory, as u and v of relative attention; by default none is shared."""
 
     def auxiliary_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that learn from an auxiliary loss only; their gradient norm is logged separately."""

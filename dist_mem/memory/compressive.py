@@ -100,7 +100,7 @@ class Compressive(Memory):
             )
         return rows
 
-    def share(self, first: Memory) -> None:
+    def tie_parameters(self, first: Memory) -> None:
         assert isinstance(first, Compressive)
         if isinstance(self.attention, RelativeAttention) and isinstance(first.attention, RelativeAttention):
             self.attention.share_biases(first.attention)

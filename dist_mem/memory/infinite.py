@@ -135,9 +135,9 @@ class Infinite(Memory):
         if self.options.output_init != 1.0 and not self.output.weight.is_meta:
             self.output.weight.mul_(self.options.output_init)
 
-    def share(self, first: Memory) -> None:
+    def tie_parameters(self, first: Memory) -> None:
         assert isinstance(first, Infinite)
-        self.over.share(first.over)
+        self.over.tie_parameters(first.over)
 
     def auxiliary_parameters(self) -> list[nn.Parameter]:
         return self.over.auxiliary_parameters()

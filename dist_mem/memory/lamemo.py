@@ -106,7 +106,7 @@ class LaMemo(Memory):
     def stem(self) -> EmbeddingStem:
         return EmbeddingStem(mem_len=self.options.mem_len, d_model=self.spec.d_model)
 
-    def share(self, first: Memory) -> None:
+    def tie_parameters(self, first: Memory) -> None:
         assert isinstance(first, LaMemo)
         self.attention.share_biases(first.attention)
 

@@ -24,7 +24,7 @@ class NoMemory(Memory):
         self.norm = nn.LayerNorm(spec.d_model) if spec.norm == "pre" else nn.Identity()
         self.attention = RelativeAttention(**spec.attention)
 
-    def share(self, first: Memory) -> None:
+    def tie_parameters(self, first: Memory) -> None:
         assert isinstance(first, NoMemory)
         self.attention.share_biases(first.attention)
 

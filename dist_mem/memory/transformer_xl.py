@@ -59,7 +59,7 @@ class TransformerXL(Memory):
     def evicted_len(self) -> int:
         return whole_segments(self.options.mem_len, seg_len=self.spec.seg_len)
 
-    def share(self, first: Memory) -> None:
+    def tie_parameters(self, first: Memory) -> None:
         assert isinstance(first, TransformerXL)
         self.attention.share_biases(first.attention)
 
