@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from dist_mem.data.metadata import ShardError
 from dist_mem.data.shard import INDEX_NAME, TokenizedDocument, read_index, write_split
-from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_facts, save_tokenizer
+from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_metadata, save_tokenizer
 from dist_mem.data.tokenizers.words import WordTokenizer
 
 NUM_SYMBOLS = 20  # symbols are words "0" to "19"
@@ -136,7 +136,7 @@ def answers(sequence: np.ndarray) -> np.ndarray:
 
 
 def _check_is_sorting(out: Path, tokenizer: WordTokenizer) -> None:
-    if read_tokenizer_facts(out)["fingerprint"] != tokenizer.fingerprint:
+    if read_tokenizer_metadata(out)["fingerprint"] != tokenizer.fingerprint:
         raise ValueError(f"{out} holds another dataset: give another --out, or --overwrite")
 
 

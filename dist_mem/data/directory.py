@@ -21,9 +21,9 @@ from pathlib import Path
 
 from dist_mem.config import DataConfig
 from dist_mem.config.check import nearest
-from dist_mem.data.metadata import ShardError, read_facts
+from dist_mem.data.metadata import ShardError, read_metadata
 from dist_mem.data.remote.fetch import (
-    FACTS_BYTES,
+    METADATA_BYTES,
     RemoteError,
     UnreachableError,
     Verify,
@@ -35,9 +35,9 @@ from dist_mem.data.remote.fetch import (
     writing,
 )
 from dist_mem.data.remote.stage import stage_on_all_ranks, staged
-from dist_mem.data.shard import INDEX_NAME, Index, ShardEntry, ShardSource, read_index, read_index_facts
+from dist_mem.data.shard import INDEX_NAME, Index, ShardEntry, ShardSource, read_index, read_index_metadata
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.data.tokenizers.registry import JSON_NAME, KINDS, load_tokenizer, read_tokenizer_facts
+from dist_mem.data.tokenizers.registry import JSON_NAME, KINDS, load_tokenizer, read_tokenizer_metadata
 from dist_mem.runtime.environment import user_cache_dir
 from dist_mem.runtime.files import sha256_of
 
@@ -165,7 +165,7 @@ def _refresh(data: DataConfig, splits: Sequence[str]) -> RemoteError | None:
     """Returns what went wrong, if anything."""
     directory = local_dir(data)
     try:
-        _download_facts(data, directory, splits)
+        _download_metadata(data, directory, splits)
     except UnreachableError as error:
         if not all((directory / name).exists() for name in _names(splits)):
             return error
@@ -175,20 +175,20 @@ def _refresh(data: DataConfig, splits: Sequence[str]) -> RemoteError | None:
     return None
 
 
-def _download_facts(data: DataConfig, directory: Path, splits: Sequence[str]) -> None:
-    download(address(data.path, JSON_NAME), directory / JSON_NAME, limit=FACTS_BYTES, verify=read_facts)
-    facts = read_tokenizer_facts(directory)
-    name = KINDS[facts["kind"]].file_name
+def _download_metadata(data: DataConfig, directory: Path, splits: Sequence[str]) -> None:
+    download(address(data.path, JSON_NAME), directory / JSON_NAME, limit=METADATA_BYTES, verify=read_metadata)
+    metadata = read_tokenizer_metadata(directory)
+    name = KINDS[metadata["kind"]].file_name
     if name is not None:
 
         def verify(path: Path) -> None:
-            _check_sha256(path, facts["fingerprint"], JSON_NAME)
+            _check_sha256(path, metadata["fingerprint"], JSON_NAME)
 
         if not _is_good(directory / name, verify):
-            download(address(data.path, name), directory / name, limit=FACTS_BYTES, verify=verify)
+            download(address(data.path, name), directory / name, limit=METADATA_BYTES, verify=verify)
     for split in splits:
         name = f"{split}/{INDEX_NAME}"
-        download(address(data.path, name), directory / name, limit=FACTS_BYTES, verify=read_index_facts)
+        download(address(data.path, name), directory / name, limit=METADATA_BYTES, verify=read_index_metadata)
 
 
 def _is_good(path: Path, verify: Verify) -> bool:

@@ -16,7 +16,7 @@ class ShardError(UnusableError):
     """A shard or an index is missing, damaged or of a newer format."""
 
 
-def read_facts(path: Path, *, newest: int = FORMAT_VERSION) -> dict[str, Any]:
+def read_metadata(path: Path, *, newest: int = FORMAT_VERSION) -> dict[str, Any]:
     """A JSON file of a data directory.
 
     Raises:

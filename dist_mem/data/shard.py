@@ -23,16 +23,16 @@ from typing import Any
 import numpy as np
 
 from dist_mem.data.index_schema import check_index
-from dist_mem.data.metadata import FORMAT_VERSION, REMEDY, ShardError, read_facts
+from dist_mem.data.metadata import FORMAT_VERSION, REMEDY, ShardError, read_metadata
 from dist_mem.data.tar import (
     MASK_DTYPE,
     RECALL_DTYPE,
-    TarFacts,
     TokenizedDocument,
+    WrittenTar,
     arrays_sha256,
     check_id,
     document_arrays,
-    document_facts,
+    document_metadata,
     sample_files,
     write_tar,
 )
@@ -161,21 +161,21 @@ def check_names(name: str, split: str) -> None:
 
 
 def read_index(split_dir: Path | str) -> Index:
-    """Read and check index.json. Raises ShardError as `read_index_facts`."""
+    """Read and check index.json. Raises ShardError as `read_index_metadata`."""
     split_dir = Path(split_dir)
-    body = read_index_facts(split_dir / INDEX_NAME)
+    body = read_index_metadata(split_dir / INDEX_NAME)
     body["shards"] = [ShardEntry(**entry) for entry in body["shards"]]
     body["documents"] = [DocumentEntry(**entry) for entry in body["documents"]]
     return Index(split_dir=split_dir, **body)
 
 
-def read_index_facts(path: Path) -> dict[str, Any]:
+def read_index_metadata(path: Path) -> dict[str, Any]:
     """The content of an index.json.
 
     Raises:
         ShardError: it is missing, not what was written, or of a newer format.
     """
-    body = read_facts(path)
+    body = read_metadata(path)
     if body.get("fingerprint") != _fingerprint(body):
         raise ShardError(f"{path} is damaged (its content does not match its fingerprint){REMEDY}")
     check_index(body, path)
@@ -239,14 +239,14 @@ def _write_shard(documents: Iterable[TokenizedDocument], path: Path) -> tuple[Sh
     return ShardEntry(path.name, tar.num_bytes, tar.sha256), entries
 
 
-def _entry(document: TokenizedDocument, shard: str, sha256: str, tar: TarFacts) -> DocumentEntry:
+def _entry(document: TokenizedDocument, shard: str, sha256: str, tar: WrittenTar) -> DocumentEntry:
     offsets: dict[str, int | None] = {"tokens_offset": None, "mask_offset": None, "recall_offset": None}
     for kind, array in document_arrays(document).items():
         offset, size = tar.members[f"{document.id}.{kind}.npy"]
         offsets[f"{kind}_offset"] = offset + size - array.nbytes  # an .npy file ends with its elements
-    facts: dict[str, Any] = {**document_facts(document), **offsets}
+    metadata: dict[str, Any] = {**document_metadata(document), **offsets}
     dtype = document.tokens.dtype.str
-    return DocumentEntry(num_tokens=len(document.tokens), shard=shard, dtype=dtype, sha256=sha256, **facts)
+    return DocumentEntry(num_tokens=len(document.tokens), shard=shard, dtype=dtype, sha256=sha256, **metadata)
 
 
 def _checked(documents: Iterable[TokenizedDocument], split: str) -> Iterator[TokenizedDocument]:

@@ -38,7 +38,7 @@ class TokenizedDocument:
     recall: np.ndarray | None = None  # (num_tokens,) int32, distance in tokens to what a token refers to, 0 = none
 
 
-class TarFacts(NamedTuple):
+class WrittenTar(NamedTuple):
     num_bytes: int
     sha256: str  # of the whole file
     members: dict[str, tuple[int, int]]  # name -> (byte offset of its payload in the tar, payload bytes)
@@ -59,8 +59,8 @@ def check_id(document_id: str, seen: set[str], split: str) -> None:
 
 def sample_files(document: TokenizedDocument, sha256: str) -> dict[str, Any]:
     """A document as webdataset's writer takes it: `__key__`, and file suffix -> bytes."""
-    facts = {**document_facts(document), "tokens": len(document.tokens), "sha256": sha256}
-    files: dict[str, Any] = {"__key__": document.id, "json": (json.dumps(facts) + "\n").encode()}
+    metadata = {**document_metadata(document), "tokens": len(document.tokens), "sha256": sha256}
+    files: dict[str, Any] = {"__key__": document.id, "json": (json.dumps(metadata) + "\n").encode()}
     for kind, array in document_arrays(document).items():
         stream = io.BytesIO()
         np.lib.format.write_array(stream, array, allow_pickle=False)
@@ -68,7 +68,7 @@ def sample_files(document: TokenizedDocument, sha256: str) -> dict[str, Any]:
     return files
 
 
-def document_facts(document: TokenizedDocument) -> dict[str, Any]:
+def document_metadata(document: TokenizedDocument) -> dict[str, Any]:
     """What the index and the .json of a document both say."""
     return {key: getattr(document, key) for key in ("id", "title", "year", "words", "bytes")}
 
@@ -101,21 +101,21 @@ def arrays_sha256(*arrays: np.ndarray | None) -> str:
     return digest.hexdigest()
 
 
-def write_tar(samples: Iterable[Mapping[str, Any]], path: Path) -> TarFacts:
+def write_tar(samples: Iterable[Mapping[str, Any]], path: Path) -> WrittenTar:
     """Write samples (`__key__` and file suffix -> bytes) as one tar, atomically, and say where every payload lies."""
     with replacing(path) as stream:
         with _open_writer(stream) as tar:
             for sample in samples:
                 tar.write(dict(sample))
         stream.flush()
-        return _tar_facts(Path(stream.name))
+        return _inspect_tar(Path(stream.name))
 
 
-def _tar_facts(path: Path) -> TarFacts:
+def _inspect_tar(path: Path) -> WrittenTar:
     # Offsets are read back from the tar itself: what a reader will find, whatever the writer put in front of a payload.
     with tarfile.open(path, "r:") as tar:
         members = {member.name: (member.offset_data, member.size) for member in tar}
-    return TarFacts(path.stat().st_size, sha256_of(path), members)
+    return WrittenTar(path.stat().st_size, sha256_of(path), members)
 
 
 def tar_bytes(sample: Mapping[str, Any]) -> bytes:

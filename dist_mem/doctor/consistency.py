@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 from dist_mem.config.check import flatten
 from dist_mem.data.directory import local_dir
 from dist_mem.data.remote.fetch import is_remote
-from dist_mem.data.shard import INDEX_NAME, read_index_facts
-from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_facts
+from dist_mem.data.shard import INDEX_NAME, read_index_metadata
+from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_metadata
 from dist_mem.runtime.files import sha256_of
 from dist_mem.runtime.findings import Finding, Place, Remark, fail, ok, warning
 from dist_mem.tracking.provenance import PACKAGE, running_commit, versions
@@ -87,7 +87,7 @@ def check_tars(config: Any) -> Iterator[Remark]:
     split_dir = local_dir(data) / data.train_split
     if is_remote(data.path) or data.stage != "none" or not (split_dir / INDEX_NAME).is_file():
         return  # fetched or staged, and compared then, or missing: the job says so
-    for shard in read_index_facts(split_dir / INDEX_NAME)["shards"]:
+    for shard in read_index_metadata(split_dir / INDEX_NAME)["shards"]:
         path = split_dir / shard["name"]
         size = path.stat().st_size if path.exists() else None
         if size != shard["bytes"]:
@@ -107,9 +107,9 @@ def check_data(config: Any) -> Iterator[Remark]:
     """
     data = config.data
     if not is_remote(data.path):
-        read_tokenizer_facts(local_dir(data))
+        read_tokenizer_metadata(local_dir(data))
         for split in _splits(config):
-            read_index_facts(local_dir(data) / split / INDEX_NAME)
+            read_index_metadata(local_dir(data) / split / INDEX_NAME)
     yield from ()
 
 

@@ -21,7 +21,7 @@ from dist_mem.data.batch_plan import (
 from dist_mem.data.directory import local_dir, open_index, refresh
 from dist_mem.data.plan import Plan, cut_lengths, make_plan
 from dist_mem.data.remote.fetch import show
-from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_facts
+from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_metadata
 from dist_mem.errors import UnusableError
 from dist_mem.gpt2.folder import check_sizes
 from dist_mem.model import describe
@@ -98,7 +98,7 @@ def check_model(config: Config) -> dict[str, int]:
 
 def _vocab_size(config: Config) -> int:
     if _data_is_built(config):
-        return int(read_tokenizer_facts(local_dir(config.data))["vocab_size"])
+        return int(read_tokenizer_metadata(local_dir(config.data))["vocab_size"])
     cutoffs = [] if config.model.adaptive is None else list(config.model.adaptive.cutoffs)
     return max([ASSUMED_VOCAB_SIZE, *(2 * cutoff for cutoff in cutoffs)])
 

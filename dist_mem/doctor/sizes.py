@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from dist_mem.checkpoint.manifest import list_steps
 from dist_mem.data.batch_plan import batch_plan
 from dist_mem.data.directory import local_dir
-from dist_mem.data.tokenizers.registry import FILE_NAMES, JSON_NAME, read_tokenizer_facts
+from dist_mem.data.tokenizers.registry import FILE_NAMES, JSON_NAME, read_tokenizer_metadata
 from dist_mem.doctor.dry_run import ASSUMED_VOCAB_SIZE
 from dist_mem.engine.optimizer import num_moments
 from dist_mem.model import describe
@@ -31,7 +31,7 @@ class Checkpoint(NamedTuple):
 def checkpoint_size(config: Any, world_size: int) -> Checkpoint:
     """Sizes of the model: fp32 weights, the optimizer's state, the memories of all lanes, and the tokenizer."""
     path = local_dir(config.data)
-    vocab_size = read_tokenizer_facts(path)["vocab_size"] if (path / JSON_NAME).exists() else ASSUMED_VOCAB_SIZE
+    vocab_size = read_tokenizer_metadata(path)["vocab_size"] if (path / JSON_NAME).exists() else ASSUMED_VOCAB_SIZE
     sizes = describe(config, vocab_size)
     places = batch_plan(config.train, world_size).lanes_per_rank * world_size
     parameters = 4 * (1 + num_moments(config.optimizer)) * sizes["num_parameters"]

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from dist_mem.config import Config, load_config
 from dist_mem.data.directory import local_dir
-from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_facts
+from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_metadata
 from dist_mem.doctor.dry_run import ASSUMED_VOCAB_SIZE, report
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE
 from dist_mem.memory import memory_options
@@ -80,7 +80,7 @@ def _check_run(scale: Scale, run: Run, *, ranks: int, extra: Sequence[str]) -> C
     is_built = (local_dir(config.data) / JSON_NAME).exists()
     missing = _missing_weights(config)
     if is_built:
-        vocab_size = read_tokenizer_facts(local_dir(config.data))["vocab_size"]
+        vocab_size = read_tokenizer_metadata(local_dir(config.data))["vocab_size"]
         text = config.data.path if missing else _read_plan(config, ranks)
     else:
         vocab_size = point.vocab_size or ASSUMED_VOCAB_SIZE

@@ -10,7 +10,7 @@ from dist_mem.config.environment_values import as_written
 from dist_mem.data.directory import local_dir
 from dist_mem.data.remote.fetch import show
 from dist_mem.data.shard import Index
-from dist_mem.data.tokenizers.registry import read_tokenizer_facts
+from dist_mem.data.tokenizers.registry import read_tokenizer_metadata
 from dist_mem.model import describe
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.environment import slurm_job
@@ -32,7 +32,7 @@ def describe_run(
     """
     git = git_state()
     tracker.log_tags({**who_runs_what(), **git.tags, **versions(), "world_size": str(world.size), **slurm_job()})
-    sizes = describe(config, read_tokenizer_facts(local_dir(config.data))["vocab_size"])
+    sizes = describe(config, read_tokenizer_metadata(local_dir(config.data))["vocab_size"])
     tracker.log_tags({f"model.{name}": str(size) for name, size in sizes.items()})
     tracker.log_artifact("config.yaml")
     if git.diff:

@@ -13,7 +13,7 @@ import pytest
 
 from dist_mem.data.shard import read_index, read_tokens
 from dist_mem.data.tar import MAX_TOKENS, TokenizedDocument, document_arrays
-from dist_mem.data.tokenizers.registry import read_tokenizer_facts
+from dist_mem.data.tokenizers.registry import read_tokenizer_metadata
 from dist_mem.data.verify import verify_dataset
 from tests.support.faults import assert_told, remount, small_disk
 
@@ -142,7 +142,7 @@ def test_what_another_program_left_is_refused_and_kept(
     assert_told(capsys.readouterr().err, message)
     assert (out / name).read_text() == content
     assert build(source, out, "--overwrite") == 0
-    assert read_tokenizer_facts(out)["kind"] == "bytes"
+    assert read_tokenizer_metadata(out)["kind"] == "bytes"
     assert (out / "train" / "their_own.tar").read_bytes() == b"tar"
 
 

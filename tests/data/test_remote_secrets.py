@@ -159,7 +159,7 @@ def test_an_unfit_netrc_is_named_and_not_shown(
 def test_a_body_ends_where_it_may_be_no_longer(
     plain: FileServer, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(directory, "FACTS_BYTES", 2**20)
+    monkeypatch.setattr(directory, "METADATA_BYTES", 2**20)
     data = data_at(plain.url, tmp_path)
     size = 10_240 if name == SHARD else 2**20
     plain.faults[name] = ["endless"]

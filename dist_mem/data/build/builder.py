@@ -34,7 +34,7 @@ from dist_mem.data.tokenizers.registry import (
     FILE_NAMES,
     JSON_NAME,
     load_tokenizer,
-    read_tokenizer_facts,
+    read_tokenizer_metadata,
     save_tokenizer,
     train_sentencepiece,
 )
@@ -159,7 +159,7 @@ def encode_piece(piece: Piece) -> int:
     """Encode the documents of a piece and keep their tokens at `piece.path`; returns the bytes of source text."""
     tokenizer = _cached_tokenizer(piece.data_dir, piece.fingerprint)
     arrays: dict[str, np.ndarray] = {}
-    facts = []
+    sizes = []
     for number, document in enumerate(piece.documents):
         text = document.text()
         if document.recall is None and document.scored is None:
@@ -171,8 +171,8 @@ def encode_piece(piece: Piece) -> int:
         if document.scored is not None:
             arrays[f"scored{number}"] = scored_tokens(document, text, starts)
         arrays[f"tokens{number}"] = tokens
-        facts.append((len(text.split()), len(encoded(text))))
-    arrays["facts"] = np.array(facts, dtype=np.int64).reshape(-1, 2)
+        sizes.append((len(text.split()), len(encoded(text))))
+    arrays["facts"] = np.array(sizes, dtype=np.int64).reshape(-1, 2)
     with replacing(piece.path) as stream:
         np.savez(stream, **arrays)  # type: ignore[arg-type]
     return piece.num_bytes
@@ -235,7 +235,7 @@ def _cached_tokenizer(data_dir: Path, fingerprint: str) -> Tokenizer:  # the key
 def _train_tokenizer(documents: Sequence[SourceDocument], out: Path, options: dict[str, Any]) -> Tokenizer:
     recipe = _recipe([options, [document.signature() for document in documents]])
     if (out / JSON_NAME).exists():
-        if _tokenizer_facts(out)["recipe"] != recipe:
+        if _tokenizer_metadata(out)["recipe"] != recipe:
             raise _other_build(out / JSON_NAME)
         return load_tokenizer(out)
     print(f"tokenizer: training a SentencePiece model of {options['vocab_size']:,} pieces", flush=True)
@@ -247,14 +247,14 @@ def _train_tokenizer(documents: Sequence[SourceDocument], out: Path, options: di
 def _place_tokenizer(tokenizer: Tokenizer, out: Path) -> Tokenizer:
     if not (out / JSON_NAME).exists():
         save_tokenizer(tokenizer, out)
-    elif _tokenizer_facts(out)["fingerprint"] != tokenizer.fingerprint:
+    elif _tokenizer_metadata(out)["fingerprint"] != tokenizer.fingerprint:
         raise _other_build(out / JSON_NAME)
     return tokenizer
 
 
-def _tokenizer_facts(out: Path) -> dict[str, Any]:
+def _tokenizer_metadata(out: Path) -> dict[str, Any]:
     try:
-        return read_tokenizer_facts(out)
+        return read_tokenizer_metadata(out)
     except ShardError as error:
         raise _unusable(error) from error
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from dist_mem.data.remote import fetch as remote
-from dist_mem.data.remote.fetch import FACTS_BYTES
+from dist_mem.data.remote.fetch import METADATA_BYTES
 from dist_mem.runtime.files import write_bytes
 from dist_mem.runtime.names import PLAIN, is_plain_path
 
@@ -97,7 +97,7 @@ def is_complete(path: Path, file: RemoteFile) -> bool:
     return file.md5 is None or _md5(path.read_bytes()) == file.md5
 
 
-def fetch(url: str, *, limit: int = FACTS_BYTES) -> bytes:
+def fetch(url: str, *, limit: int = METADATA_BYTES) -> bytes:
     """The content at a URL, of at most `limit` bytes, asked for again after failures that may pass.
 
     Raises:

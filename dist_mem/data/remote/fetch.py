@@ -1,7 +1,7 @@
 """One file from a URL to a path, whole or not at all.
 
     with locked(path.with_name(".lock")):
-        download(address("https://host/books", "train/index.json"), path, limit=FACTS_BYTES, verify=read_facts)
+        download(address("https://host/books", "train/index.json"), path, limit=METADATA_BYTES, verify=read_metadata)
 
 A file is read as a pipe from a program (programs.py) that is watched: one that sends nothing for STALL_SECONDS, or more
 than a file may have, is ended, and one that does not end with status 0 has failed. Faults that may pass are tried
@@ -36,7 +36,7 @@ STALL_SECONDS = 60.0  # without a byte
 RETRY_PAUSES = (1.0, 4.0, 16.0)  # seconds before the second attempt, the third, ...
 POLL_SECONDS = 0.1
 BLOCK_BYTES = 2**20
-FACTS_BYTES = 2**30  # of a file whose length nothing states: an index.json of three million documents
+METADATA_BYTES = 2**30  # of a file whose length nothing states: an index.json of three million documents
 REFUSAL = re.compile(r"(?:returned error: |error occurred \()(4\d\d)")  # as curl and aws say it
 FINAL_ERRORS = re.compile(r"curl: \((?:1|3|60)\)")  # a protocol that is not allowed, a bad URL, a bad certificate
 PASSING_STATUS = {"408", "429"}  # of those; the others will be the same next time

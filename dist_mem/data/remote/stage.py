@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dist_mem.config import DataConfig
-from dist_mem.data.metadata import ShardError, read_facts
+from dist_mem.data.metadata import ShardError, read_metadata
 from dist_mem.data.remote.fetch import RemoteError, locked, writing
 from dist_mem.data.shard import INDEX_NAME, Index, ShardEntry, ShardSource
 from dist_mem.data.tokenizers.registry import FILE_NAMES, JSON_NAME
@@ -128,7 +128,7 @@ class StagedShards(ShardSource):
 
     def _is_marked(self) -> bool:
         try:
-            return bool(read_facts(self._folder / WHOLE_NAME).get("fingerprint") == self._index.fingerprint)
+            return bool(read_metadata(self._folder / WHOLE_NAME).get("fingerprint") == self._index.fingerprint)
         except ShardError:
             return False
 
@@ -152,10 +152,10 @@ class StagedShards(ShardSource):
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        self._copy_facts()
+        self._copy_metadata()
         fsync_path(self.split_dir)
-        facts = {"format_version": 1, "fingerprint": self._index.fingerprint, "from": str(self._index.split_dir)}
-        write_text(self._folder / WHOLE_NAME, json.dumps(facts) + "\n")
+        metadata = {"format_version": 1, "fingerprint": self._index.fingerprint, "from": str(self._index.split_dir)}
+        write_text(self._folder / WHOLE_NAME, json.dumps(metadata) + "\n")
         log.warning("%s: whole, after %.1f s", self._folder, time.monotonic() - begin)
 
     def _is_good(self, shard: ShardEntry) -> bool:
@@ -186,7 +186,7 @@ class StagedShards(ShardSource):
         finally:
             partial.unlink(missing_ok=True)
 
-    def _copy_facts(self) -> None:
+    def _copy_metadata(self) -> None:
         """Index and tokenizer, which make the folder a data directory; a job reads those of the source."""
         source = self._index.split_dir
         write_bytes(self.split_dir / INDEX_NAME, (source / INDEX_NAME).read_bytes())

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dist_mem.data.metadata import REMEDY, ShardError, read_facts
+from dist_mem.data.metadata import REMEDY, ShardError, read_metadata
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.byte_pairs import BytePairTokenizer
 from dist_mem.data.tokenizers.sentencepiece import SentencePieceTokenizer, train_pieces
@@ -24,7 +24,7 @@ from dist_mem.runtime.files import write_bytes
 FORMAT_VERSION = 1
 JSON_NAME = "tokenizer.json"
 _ID = integer(high=2**31 - 1)
-_FACTS = record(
+_SCHEMA = record(
     {"kind": text, "vocab_size": _ID, "bos_id": optional(_ID), "fingerprint": text, "recipe": text}, is_open=True
 )
 KINDS: dict[str, type[Tokenizer]] = {
@@ -43,7 +43,7 @@ def save_tokenizer(tokenizer: Tokenizer, data_dir: Path | str, *, recipe: str = 
 
 def tokenizer_files(tokenizer: Tokenizer, *, recipe: str = "") -> dict[str, bytes]:
     """What `load_tokenizer` reads, by file name, tokenizer.json last."""
-    facts = {
+    metadata = {
         "format_version": FORMAT_VERSION,
         "kind": tokenizer.kind,
         "vocab_size": tokenizer.vocab_size,
@@ -53,21 +53,21 @@ def tokenizer_files(tokenizer: Tokenizer, *, recipe: str = "") -> dict[str, byte
     }
     content = tokenizer.content()
     own = {} if tokenizer.file_name is None or content is None else {tokenizer.file_name: content}
-    return {**own, JSON_NAME: (json.dumps(facts, indent=1) + "\n").encode()}
+    return {**own, JSON_NAME: (json.dumps(metadata, indent=1) + "\n").encode()}
 
 
-def read_tokenizer_facts(data_dir: Path | str) -> dict[str, Any]:
+def read_tokenizer_metadata(data_dir: Path | str) -> dict[str, Any]:
     """The content of tokenizer.json: format_version, kind, vocab_size, bos_id, fingerprint, recipe.
 
     Raises:
         ValueError: it is missing, damaged or of a newer format.
     """
     path = Path(data_dir) / JSON_NAME
-    facts = read_facts(path, newest=FORMAT_VERSION)
-    check(facts, _FACTS, path, ShardError, REMEDY)
-    if facts["kind"] not in KINDS:
-        raise ShardError(f"{path}: unknown kind {facts['kind']!r}; known are {', '.join(KINDS)}")
-    return facts
+    metadata = read_metadata(path, newest=FORMAT_VERSION)
+    check(metadata, _SCHEMA, path, ShardError, REMEDY)
+    if metadata["kind"] not in KINDS:
+        raise ShardError(f"{path}: unknown kind {metadata['kind']!r}; known are {', '.join(KINDS)}")
+    return metadata
 
 
 def load_tokenizer(data_dir: Path | str) -> Tokenizer:
@@ -77,9 +77,9 @@ def load_tokenizer(data_dir: Path | str) -> Tokenizer:
         ValueError: a file is missing, damaged or of a newer format.
     """
     data_dir = Path(data_dir)
-    facts = read_tokenizer_facts(data_dir)
-    tokenizer = _load(KINDS[facts["kind"]], data_dir)
-    stated = (facts["fingerprint"], facts["vocab_size"], facts["bos_id"])
+    metadata = read_tokenizer_metadata(data_dir)
+    tokenizer = _load(KINDS[metadata["kind"]], data_dir)
+    stated = (metadata["fingerprint"], metadata["vocab_size"], metadata["bos_id"])
     if (tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.bos_id) != stated:
         raise ShardError(
             f"{data_dir / JSON_NAME} describes another tokenizer than the one beside it: build the dataset again"
