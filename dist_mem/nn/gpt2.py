@@ -1,8 +1,9 @@
-"""GPT-2's embedding, feed-forward and first weights, in the place of Transformer-XL's (dist_mem/model.py).
+"""GPT-2's embedding, feed-forward and initial weights, which replace Transformer-XL's (dist_mem/model.py).
 
-Learned positions that begin at 0 in every segment, as the infinity-former's GPT-2 has them; embeddings that are not
-scaled; GELU; a softmax that is the embedding and nothing else. Source: Radford et al. 2019, "Language models are
-unsupervised multitask learners", and the published model. Shape letters: B lanes, T segment, D model, V vocabulary.
+Positions are learned and restart at 0 in every segment, as in the infinity-former's GPT-2. Embeddings are not scaled,
+the activation is GELU, and the softmax has no weights besides the embedding. Source: Radford et al. 2019, "Language
+models are unsupervised multitask learners", and the published model. Shape letters: B lanes, T segment, D model, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dist_mem.nn.vocabulary import Bin
 
 
 class Embedding(vocabulary.Embedding):
-    """Token ids (B, T) to vectors (B, T, D): the token's and that of its place in the segment."""
+    """Map token ids (B, T) to vectors (B, T, D): token embedding plus embedding of the position in the segment."""
 
     def __init__(self, bins: list[Bin], *, d_model: int, num_positions: int) -> None:
         super().__init__(bins, d_model=d_model)
@@ -28,13 +29,13 @@ class Embedding(vocabulary.Embedding):
         self.positions = nn.Parameter(torch.zeros(num_positions, d_model))
 
     def forward(self, tokens: Tensor, types: Tensor | None = None) -> Tensor:
-        """`types` (B, T): tokens whose embeddings are added too, see `model.token_types`."""
+        """Embed tokens (B, T); also add the embeddings of `types` (B, T), see `model.token_types`."""
         embedded = super().forward(tokens) + self.positions[: tokens.shape[1]]
         return embedded if types is None else embedded + super().forward(types)
 
 
 class Softmax(vocabulary.Softmax):
-    """Without biases."""
+    """A softmax without biases."""
 
     def __init__(self, bins: list[Bin], *, d_model: int) -> None:
         super().__init__(bins, d_model=d_model)
@@ -43,7 +44,7 @@ class Softmax(vocabulary.Softmax):
 
 
 class FeedForward(nn.Module):
-    """D -> d_inner, GELU by its tanh formula, -> D, dropout."""
+    """Feed-forward layer: D -> d_inner, GELU (tanh formula), -> D, dropout."""
 
     def __init__(self, d_model: int, *, d_inner: int, dropout: float) -> None:
         super().__init__()
@@ -57,7 +58,7 @@ class FeedForward(nn.Module):
 
 @torch.no_grad()
 def scale_residual_weights(model: nn.Module, *, num_layers: int) -> None:
-    """First weights of what is added to the residual stream, smaller by sqrt(2 L), as GPT-2 begins."""
+    """Divide the initial weights of projections into the residual stream by sqrt(2 L), as GPT-2 does."""
     for module in model.modules():
         last = {PlainAttention: "output", FeedForward: "contract"}.get(type(module))
         weight = getattr(module, last).weight if last else None

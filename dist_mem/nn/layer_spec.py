@@ -1,4 +1,4 @@
-"""Shapes and options that the model gives to every layer of a block."""
+"""Shapes and options that the model passes to every layer of a block."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The block that a memory layer serves: its place, widths, lengths and dropout."""
+    """The block that a memory layer belongs to: its index, widths, lengths and dropout."""
 
     layer_index: int  # 0 is the block nearest the embedding
     num_layers: int
@@ -21,11 +21,11 @@ class LayerSpec:
     norm: str  # pre | post
     clamp_len: int | None
     same_length: bool
-    seed: int  # train.seed, of a memory's own draws (rule 8)
-    short_first: bool = False  # data.cut is end: a document's first segment may be short, and is committed all the same
+    seed: int  # train.seed, for the random draws of a memory (rule 8)
+    short_first: bool = False  # data.cut is end: a document's first segment may be short and is committed nevertheless
 
     @property
     def attention(self) -> dict[str, Any]:
-        """Keyword arguments of `layers.RelativeAttention`."""
+        """Return the keyword arguments of `layers.RelativeAttention`."""
         names = ("d_model", "num_heads", "d_head", "dropout", "attention_dropout", "clamp_len")
         return {name: getattr(self, name) for name in names}

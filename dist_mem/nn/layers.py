@@ -1,11 +1,11 @@
 """Transformer layers without memory: relative attention, feed-forward, masks.
 
-A memory layer (dist_mem/memory/) decides which rows are attended; this module attends. Source: Dai et al. 2019,
+A memory layer (dist_mem/memory/) decides which rows are attended to; this module attends. Source: Dai et al. 2019,
 "Transformer-XL", sec. 3.3, and the authors' PyTorch code. Shape letters: B lanes, T segment, M context rows, J = M + T
 keys, D model, H heads, K head width.
 
-Inside attention the head axis comes first, (H, B, T, K): the position scores of all lanes are then one product per head
-with a table that no lane owns, and it is never expanded over the lanes.
+Inside attention the head axis comes first, (H, B, T, K). The position scores of all lanes are then one product per head
+with a table that the lanes share, and the table is never expanded over the lanes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16} 
 
 
 def sinusoid_table(distances: Tensor, d_model: int, dtype: torch.dtype) -> Tensor:
-    """R_t = [sin(t w), cos(t w)], w_j = 10000^(-2j/D): two halves, not interleaved (J,) -> (J, D).
+    """Return R_t = [sin(t w), cos(t w)], w_j = 10000^(-2j/D), as two halves, not interleaved: (J,) -> (J, D).
 
-    Computed in float32 at least and cast at the end: in half precision, distances above 256 would collapse.
+    Angles are computed in float32 or wider and cast at the end: in half precision, distances above 256 would collapse.
     """
     working = torch.promote_types(dtype, torch.float32)
     exponents = torch.arange(0, d_model, 2, device=distances.device, dtype=working) / d_model
@@ -32,17 +32,17 @@ def sinusoid_table(distances: Tensor, d_model: int, dtype: torch.dtype) -> Tenso
 
 
 def key_distances(num_keys: int, *, clamp_len: int | None, device: torch.device) -> Tensor:
-    """Distances from J - 1 down to 0, clamped at clamp_len, then a dummy for `align_distances`: (J + 1,) int64."""
+    """Return distances J - 1 down to 0, clamped at clamp_len, then a dummy for `align_distances`: (J + 1,) int64."""
     distances = torch.arange(num_keys - 1, -2, -1, device=device)
     return distances.clamp(min=0, max=clamp_len)
 
 
 def align_distances(scores: Tensor) -> Tensor:
-    """Columns that are distances J - 1, ..., 0, dummy become keys 0, ..., J - 1: (..., T, J + 1) -> (..., T, J).
+    """Turn columns of distances J - 1, ..., 0, dummy into keys 0, ..., J - 1: (..., T, J + 1) -> (..., T, J).
 
-    Query i sits at key J - T + i, so key j is at distance J - T + i - j, which is column T - 1 - i + j. That is entry
-    (T - 1) + i J + j of the flat (T, J + 1) block: a plain window, so a view where the published code pads and copies.
-    Only keys up to the query's own are meaningful; the rest must be masked.
+    Query i is at key J - T + i, so key j is at distance J - T + i - j, which is column T - 1 - i + j. That is entry
+    (T - 1) + i J + j of the flat (T, J + 1) block: a contiguous window, so this returns a view where the published code
+    pads and copies. Only keys up to the query's position are meaningful; the rest must be masked.
     """
     num_queries, num_columns = scores.shape[-2:]
     num_keys = num_columns - 1
@@ -51,11 +51,11 @@ def align_distances(scores: Tensor) -> Tensor:
 
 
 def visible_keys(context_valid: Tensor, num_queries: int, *, same_length: bool) -> Tensor:
-    """Which keys each query may see: (B, M) bool valid context rows -> (B, T, M + T) bool.
+    """Return which keys each query may see: (B, M) bool valid context rows -> (B, T, M + T) bool.
 
     Query i sees the valid context and the segment up to itself; with `same_length` only keys j > i, so exactly M of
-    them once the context is full. It always sees itself: no row is empty and the softmax never meets 0/0, even in idle
-    lanes.
+    them once the context is full. A query always sees itself, so no row is empty and the softmax never computes 0/0,
+    even in idle lanes.
     """
     context_len = context_valid.shape[1]
     query = torch.arange(num_queries, device=context_valid.device)[:, None]
@@ -67,24 +67,24 @@ def visible_keys(context_valid: Tensor, num_queries: int, *, same_length: bool) 
 
 
 def newest_rows(length: Tensor, num_rows: int) -> Tensor:
-    """The `length` newest of right-aligned rows: (B,) int64 -> (B, num_rows) bool."""
+    """Return the mask of the `length` newest of right-aligned rows: (B,) int64 -> (B, num_rows) bool."""
     return torch.arange(num_rows, device=length.device) >= num_rows - length[:, None]
 
 
 def split_heads(rows: Tensor, num_heads: int) -> Tensor:
-    """(B, T, H * K) -> (H, B, T, K), a view."""
+    """Split the last axis into heads: (B, T, H * K) -> (H, B, T, K), a view."""
     return rows.unflatten(-1, (num_heads, -1)).permute(2, 0, 1, 3)
 
 
 def merge_heads(context: Tensor) -> Tensor:
-    """(H, B, T, K) -> (B, T, H * K)."""
+    """Concatenate the heads: (H, B, T, K) -> (B, T, H * K)."""
     return context.permute(1, 2, 0, 3).flatten(-2)
 
 
 def relative_scores(
     query: Tensor, key: Tensor, position: Tensor, *, content_bias: Tensor, position_bias: Tensor
 ) -> Tensor:
-    """score(i, j) = [(q_i + u) . k_j + (q_i + v) . r_(i-j)] / sqrt(K), in float32 at least.
+    """Compute score(i, j) = [(q_i + u) . k_j + (q_i + v) . r_(i-j)] / sqrt(K) in float32 or wider.
 
     Args:
         query: (H, B, T, K).  key: (H, B, J, K).  position: (H, K, J + 1), W_r R_t at `key_distances`.
@@ -100,18 +100,18 @@ def relative_scores(
     by_distance = torch.bmm(position_query.reshape(num_heads, num_lanes * num_queries, d_head), position)
     by_position = align_distances(by_distance.unflatten(1, (num_lanes, num_queries)))
     by_content = content_query @ key.transpose(-1, -2)
-    # Half-precision products are summed in float32: the two terms can be large and of opposite sign.
+    # Half-precision terms are added in float32: the two can be large and of opposite sign.
     return by_content.to(torch.promote_types(by_content.dtype, torch.float32)) + by_position
 
 
 def masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:
-    """Softmax over the visible keys: scores (H, B, T, J) float32 or float64, visible (B, T, J) bool."""
-    # Added, not filled in: a fill costs four times as much, and again in the backward, where its gradient is 0 anyway.
+    """Return the softmax over the visible keys: scores (H, B, T, J) float32 or float64, visible (B, T, J) bool."""
+    # Add the mask: masked_fill costs four times as much, and again in the backward, where its gradient is 0 anyway.
     return (scores + torch.where(visible, 0.0, -math.inf)).softmax(dim=-1)
 
 
 class Dropout(nn.Module):
-    """Dropout; on CPUs from 16 random bits an element: 1.5 (fp32) to 2.3 times (bf16) as fast as torch's."""
+    """Dropout that draws 16 random bits an element on CPUs: 1.5 (fp32) to 2.3 times (bf16) as fast as torch's."""
 
     def __init__(self, probability: float) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Dropout(nn.Module):
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """x W^T with a gradient for x alone. Saves the parameter itself, which ZeRO-3 gathers again for the backward."""
+    """x W^T with a gradient for x only. Saves the parameter itself, which ZeRO-3 gathers again for the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 class Projection(nn.Linear):
-    """A linear map without bias; called `frozen`, it lets a loss reach its input and not its weight."""
+    """A linear map without bias; if called with `frozen`, the input gets a gradient and the weight does not."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
@@ -152,7 +152,7 @@ class Projection(nn.Linear):
 
 
 class Norm(nn.LayerNorm):
-    """Layer norm; called `frozen`, it lets a loss reach its input and not its own gain and bias."""
+    """Layer norm; if called with `frozen`, the input gets a gradient, and gain and bias do not."""
 
     def forward(self, x: Tensor, frozen: bool = False) -> Tensor:
         gain, bias = (self.weight.detach(), self.bias.detach()) if frozen else (self.weight, self.bias)
@@ -192,18 +192,18 @@ class RelativeAttention(nn.Module):
         self.attention_dropout = Dropout(attention_dropout)
 
     def share_biases(self, first: RelativeAttention) -> None:
-        """Use u and v of another layer; registered in both, because ZeRO-3 gathers what a module itself registers."""
+        """Use u and v of another layer; both register them, because ZeRO-3 gathers what a module itself registers."""
         self.content_bias = first.content_bias
         self.position_bias = first.position_bias
 
     def forward(self, x: Tensor, context: Tensor, visible: Tensor) -> Attended:
-        """Attend from the segment to context and segment.
+        """Attend from the segment to the context and the segment.
 
         Args:
             x: (B, T, D).  context: (B, M, D), M may be 0.  visible: (B, T, M + T) bool, see `visible_keys`.
         """
         query = split_heads(self.query(x), self.num_heads)
-        # Apart, so that no gradient is computed for the rows of a context without gradient.
+        # Project them separately, so that no gradient is computed for context rows that need none.
         parts = [rows for rows in (context, x) if rows.shape[1]]
         pairs = [split_heads(self.key_value(rows), 2 * self.num_heads) for rows in parts]
         key, value = torch.cat(pairs, dim=2).chunk(2)
@@ -219,9 +219,10 @@ class RelativeAttention(nn.Module):
         return Attended(self.dropout(self.output(merge_heads(context_rows))), query, weights)
 
     def position_keys(self, x: Tensor, *, num_keys: int) -> Tensor:
-        """W_r R_t at every distance: (H, K, J + 1).
+        """Return W_r R_t at every distance: (H, K, J + 1).
 
-        Deviation: the published code drops out R once a forward, for all layers; here each layer draws its own.
+        Deviation: the published code applies dropout to R once per forward, for all layers; here each layer draws a
+        separate mask.
         """
         distances = key_distances(num_keys, clamp_len=self.clamp_len, device=x.device)
         table = self.dropout(sinusoid_table(distances, x.shape[-1], x.dtype))
@@ -229,7 +230,7 @@ class RelativeAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """D -> d_inner, ReLU, dropout, -> D, dropout."""
+    """Feed-forward layer: D -> d_inner, ReLU, dropout, -> D, dropout."""
 
     def __init__(self, d_model: int, *, d_inner: int, dropout: float) -> None:
         super().__init__()
@@ -243,7 +244,7 @@ class FeedForward(nn.Module):
 
 @torch.no_grad()
 def initialize(module: nn.Module, *, std: float) -> None:
-    """Matrices from N(0, std^2), biases 0, layer norms the identity.
+    """Draw matrices from N(0, std^2), set biases to 0 and layer norms to the identity.
 
     Deviation: the published code draws layer norm gains from N(1, 0.02) and embedding projections from N(0, 0.01).
     """
@@ -251,7 +252,7 @@ def initialize(module: nn.Module, *, std: float) -> None:
         norm = isinstance(child, nn.LayerNorm)
         for name, parameter in child.named_parameters(recurse=False):
             if parameter.is_meta:
-                continue  # it has no values; drawing them would import torch._dynamo, a second for a --check
+                continue  # it has no values; drawing them would import torch._dynamo, which costs a --check one second
             if parameter.dim() >= 2:
                 nn.init.normal_(parameter, std=std)
             else:

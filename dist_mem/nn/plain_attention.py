@@ -1,7 +1,7 @@
-"""GPT-2's attention: rows carry their positions themselves, or distances count by ALiBi's slopes.
+"""GPT-2's attention: the rows contain their positions, or ALiBi's slopes penalise distances.
 
-Source: Radford et al. 2019, "Language models are unsupervised multitask learners", and the weights that were published
-with it; Press et al. 2022, "Train short, test long", sec. 3. Shape letters: B lanes, T segment, M context rows, J = M +
+Source: Radford et al. 2019, "Language models are unsupervised multitask learners", and the weights published with it;
+Press et al. 2022, "Train short, test long", sec. 3. Shape letters: B lanes, T segment, M context rows, J = M +
 T keys, D model, H heads, K head width.
 """
 
@@ -16,12 +16,12 @@ from dist_mem.nn.flops import Flops, product
 from dist_mem.nn.layer_spec import LayerSpec
 from dist_mem.nn.layers import Attended, Dropout, Projection, masked_softmax, merge_heads, split_heads
 
-# none: rows say where they are, or nobody does | alibi: every distance counts | alibi_memory: that of context rows does
+# none: only the rows may contain positions | alibi: every distance counts | alibi_memory: only that of context rows
 BIASES = ("none", "alibi", "alibi_memory")
 
 
 class BiasedProjection(Projection):
-    """A linear map; called `frozen`, it lets a loss reach its input and not itself."""
+    """A linear map; if called with `frozen`, the input gets a gradient, and weight and bias do not."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features)
@@ -33,7 +33,10 @@ class BiasedProjection(Projection):
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """2^(-8 i / H) for head i = 1..H; where H is no power of two, as in the authors' code, from the two next to it."""
+    """Return 2^(-8 i / H) for head i = 1..H.
+
+    If H is no power of two, the slopes come from the powers below and above it, as in the authors' code.
+    """
     power = 2 ** int(math.log2(num_heads))
     slopes = [2.0 ** (-8.0 * head / power) for head in range(1, power + 1)]
     between = [2.0 ** (-4.0 * head / power) for head in range(1, 2 * (num_heads - power), 2)]
@@ -41,7 +44,7 @@ def alibi_slopes(num_heads: int) -> list[float]:
 
 
 def alibi_bias(num_heads: int, *, num_queries: int, context_len: int, bias: str, device: torch.device) -> Tensor:
-    """-slope times how many rows a key stands before its query: (H, 1, T, J) float32; meaningless after the query."""
+    """Return -slope times the distance of a key before its query: (H, 1, T, J) float32; meaningless after the query."""
     query = torch.arange(num_queries, device=device)[:, None]
     key = torch.arange(context_len + num_queries, device=device)
     distance = context_len + query - key
@@ -52,7 +55,7 @@ def alibi_bias(num_heads: int, *, num_queries: int, context_len: int, bias: str,
 
 
 class PlainAttention(nn.Module):
-    """Multi-head attention over context rows and the segment itself, with biases in all its projections."""
+    """Multi-head attention over context rows and the segment itself; all projections have biases."""
 
     def __init__(self, spec: LayerSpec, *, bias: str = "none") -> None:
         super().__init__()
@@ -65,9 +68,9 @@ class PlainAttention(nn.Module):
         self.attention_dropout = Dropout(spec.attention_dropout)
 
     def forward(self, x: Tensor, context: Tensor, visible: Tensor) -> Attended:
-        """As `layers.RelativeAttention`: x (B, T, D), context (B, M, D), visible (B, T, M + T) bool."""
+        """Attend as `layers.RelativeAttention` does: x (B, T, D), context (B, M, D), visible (B, T, M + T) bool."""
         query = split_heads(self.query(x), self.num_heads)
-        # Apart, so that no gradient is computed for the rows of a context without gradient.
+        # Project them separately, so that no gradient is computed for context rows that need none.
         parts = [rows for rows in (context, x) if rows.shape[1]]
         pairs = [split_heads(self.key_value(rows), 2 * self.num_heads) for rows in parts]
         key, value = torch.cat(pairs, dim=2).chunk(2)
@@ -82,9 +85,9 @@ class PlainAttention(nn.Module):
 
 
 def plain_attention_flops(spec: LayerSpec, *, context_len: int, context_learns: bool) -> Flops:
-    """`PlainAttention` over a context; `context_learns` if its rows get a gradient."""
+    """Count `PlainAttention` over a context; `context_learns` if the context rows get a gradient."""
     seg_len, d_model, width = spec.seg_len, spec.d_model, spec.num_heads * spec.d_head
     keys = product(context_len, d_model, 2 * width, gradients=1 + context_learns)
-    own = product(seg_len, d_model, 3 * width) + product(seg_len, width, d_model)
+    segment = product(seg_len, d_model, 3 * width) + product(seg_len, width, d_model)
     num_keys = context_len + seg_len
-    return own + keys + product(seg_len, width, num_keys) + product(seg_len, num_keys, width)
+    return segment + keys + product(seg_len, width, num_keys) + product(seg_len, num_keys, width)

@@ -1,12 +1,11 @@
-"""From token ids to vectors and back: plain or adaptive embedding and softmax.
+"""Plain or adaptive embedding and softmax, from token ids to vectors and back.
 
 The vocabulary is cut into bins [0, c0), [c0, c1), ..., [c_last, V), frequent tokens first; a plain one is one bin. Bin
 i has width d_embed / div_val**i (Grave et al. 2017, Baevski & Auli 2019, as in the authors' Transformer-XL code).
-Losses come in token order; the published softmax groups them by bin unless told otherwise. Shape letters: B lanes, T
-segment, R = B * T rows, D model, V vocabulary.
+Losses are in token order; the published softmax groups them by bin by default. Shape letters: B lanes, T segment, R =
+B * T rows, D model, V vocabulary.
 
-Every bin runs in every step, on a masked row if no target falls into it: under ZeRO all ranks must use the same
-parameters.
+Every bin runs in every step, on a masked row if no target is in it: under ZeRO all ranks must use the same parameters.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Bin:
     start: int
     stop: int
     width: int
-    projected: bool  # to and from D by a matrix of its own
+    projected: bool  # a matrix of this bin maps between the width and D
     tie_projection: bool  # embedding and softmax use the same matrix
 
     @property
@@ -39,17 +38,23 @@ class Bin:
         return self.stop - self.start
 
     def holds(self, tokens: Tensor) -> Tensor:
+        """Return which tokens are in the bin, bool of the same shape."""
         return (tokens >= self.start) & (tokens < self.stop)
 
 
 def plain_bin(vocab_size: int, *, d_model: int, d_embed: int) -> list[Bin]:
+    """Return the single bin of a plain vocabulary."""
     return [Bin(0, vocab_size, d_embed, d_embed != d_model, True)]
 
 
 def adaptive_bins(
     vocab_size: int, *, d_model: int, d_embed: int, cutoffs: list[int], div_val: int, tie_projections: list[bool] | None
 ) -> list[Bin]:
-    """The bins of an adaptive vocabulary; with div_val > 1 every bin is projected, also the first, as published."""
+    """Return the bins of an adaptive vocabulary; with div_val > 1 all bins are projected, the first too, as published.
+
+    Raises:
+        ValueError: the cutoffs do not grow, a bin has width 0, or the number of `tie_projections` is wrong.
+    """
     edges = [0, *cutoffs, vocab_size]
     if not cutoffs or any(low >= high for low, high in pairwise(edges)):
         raise ValueError(f"model.adaptive.cutoffs is {cutoffs}, but must be growing numbers from 1 to {vocab_size - 1}")
@@ -71,7 +76,7 @@ def adaptive_bins(
 
 
 class BinEmbedding(nn.Module):
-    """Vectors of one bin, projected to D."""
+    """Embedding of one bin, projected to D."""
 
     def __init__(self, part: Bin, *, d_model: int) -> None:
         super().__init__()
@@ -84,7 +89,7 @@ class BinEmbedding(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token ids (B, T) to vectors (B, T, D), scaled by sqrt(D)."""
+    """Map token ids (B, T) to vectors (B, T, D), scaled by sqrt(D)."""
 
     def __init__(self, bins: list[Bin], *, d_model: int) -> None:
         super().__init__()
@@ -95,7 +100,7 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         if len(self.spans) == 1:
             return self.bins[0](tokens) * self.scale
-        # Every bin embeds every token and is masked: a few more products, no data-dependent shapes.
+        # Every bin embeds every token and is then masked: a few more products, but no data-dependent shapes.
         parts = []
         for part, embed in zip(self.spans, self.bins, strict=True):
             vectors = embed((tokens - part.start).clamp(0, part.size - 1))
@@ -103,13 +108,13 @@ class Embedding(nn.Module):
         return torch.stack(parts).sum(0) * self.scale
 
     def flops(self, num_tokens: int) -> Flops:
-        """Of one lane: the projections; looking up a vector costs none."""
+        """Count the projections of one lane; looking up a vector costs none."""
         projections = [cast(BinEmbedding, embed).projection for embed in self.bins]
         return product(num_tokens, sum(matrix.numel() for matrix in projections if matrix is not None), 1)
 
 
 class BinLogits(nn.Module):
-    """Logits of one bin; the first of an adaptive vocabulary also scores the others, in `num_clusters` more columns."""
+    """Logits of one bin; the first bin of an adaptive vocabulary also scores the others, in `num_clusters` columns."""
 
     def __init__(self, part: Bin, *, d_model: int, num_clusters: int = 0) -> None:
         super().__init__()
@@ -120,7 +125,7 @@ class BinLogits(nn.Module):
         self.cluster_bias = nn.Parameter(torch.zeros(num_clusters)) if num_clusters else None
 
     def tie(self, embedding: BinEmbedding, *, projection: bool) -> None:
-        """Use the embedding's table and, if told so, its projection; biases stay separate, as published."""
+        """Use the embedding's table and, with `projection`, its projection; biases stay separate, as published."""
         self.weight = embedding.weight
         if projection:
             self.projection = embedding.projection
@@ -140,7 +145,7 @@ class Scores(NamedTuple):
 
 
 class Softmax(nn.Module):
-    """Hidden vectors and targets to negative log-likelihoods in nats, and whether the target is the most probable."""
+    """Map hidden vectors and targets to negative log-likelihoods in nats, and whether the target is most probable."""
 
     def __init__(self, bins: list[Bin], *, d_model: int) -> None:
         super().__init__()
@@ -151,12 +156,12 @@ class Softmax(nn.Module):
         )
 
     def tie(self, embedding: Embedding) -> None:
-        """Take the embedding's tables, and those of its projections that are tied."""
+        """Use the embedding's tables, and its projections where they are tied."""
         for part, logits, embed in zip(self.spans, self.bins, embedding.bins, strict=True):
             cast(BinLogits, logits).tie(cast(BinEmbedding, embed), projection=part.tie_projection)
 
     def forward(self, hidden: Tensor, targets: Tensor) -> Scores:
-        """hidden (B, T, D), targets (B, T) int64, IGNORE where nothing is scored."""
+        """Score hidden (B, T, D) against targets (B, T) int64, which are IGNORE where nothing is scored."""
         rows, row_targets = hidden.flatten(0, 1), targets.flatten()
         if len(self.spans) == 1:
             logits = full_precision(self.bins[0](rows))
@@ -167,19 +172,22 @@ class Softmax(nn.Module):
         return Scores(nll.view_as(targets), None if hits is None else hits.view_as(targets))
 
     def flops(self, num_tokens: int) -> Flops:
-        """Of one lane. Adaptive bins but the first are counted as if no target were in them: only the data can tell."""
+        """Count one lane. Adaptive bins after the first count as if no target were in them: it depends on the data."""
         sizes = [sum(matrix.numel() for matrix in logits.parameters() if matrix.dim() == 2) for logits in self.bins]
         return product(num_tokens, sizes[0], 1) + product(1, sum(sizes[1:]), 1)
 
     def adaptive_scores(self, rows: Tensor, targets: Tensor) -> Scores:
-        """log p(w in bin i) = log-probability of bin i in the head + that of w in bin i; (R, D), (R,) -> (R,) each."""
+        """Compute log p(w in bin i) = log-probability of bin i in the head + that of w in bin i.
+
+        rows (R, D), targets (R,) -> (R,) each.
+        """
         column = targets
         for index, part in enumerate(self.spans[1:], start=1):
             column = torch.where(part.holds(targets), self.cluster_column(index), column)
         head_logits = full_precision(self.bins[0](rows))
         nll = F.cross_entropy(head_logits, column, ignore_index=IGNORE, reduction="none")
         for part, logits in zip(self.spans[1:], self.bins[1:], strict=True):
-            # Only the rows of this bin pay for it (one host sync on a GPU), and row 0 with weight 0: it always runs.
+            # Only the rows of this bin (one host sync on a GPU), and row 0 with weight 0, so that the bin always runs.
             chosen = F.pad(part.holds(targets).nonzero().squeeze(1), (0, 1), value=0)
             weight = F.pad(torch.ones_like(chosen[1:]), (0, 1), value=0)
             local = (targets[chosen] - part.start).clamp(0, part.size - 1)
@@ -188,12 +196,12 @@ class Softmax(nn.Module):
         return Scores(nll, None if self.training else self.adaptive_hits(rows, targets, column, head_logits, nll))
 
     def adaptive_hits(self, rows: Tensor, targets: Tensor, column: Tensor, head_logits: Tensor, nll: Tensor) -> Tensor:
-        """Whether every other token is less probable, (R,) bool.
+        """Return whether every other token is less probable than the target, (R,) bool.
 
-        No token is more probable than its bin: a bin is looked at only where it could still beat the target.
+        No token is more probable than its bin, so a bin is computed only where it could still beat the target.
 
         Args:
-            column: (R,) of the target in the head, or of its bin.  nll: (R,).
+            column: (R,) column in the head of the target, or of its bin.  nll: (R,).
         """
         head = head_logits.log_softmax(-1)
         others = head.scatter(1, column.clamp(min=0)[:, None], -math.inf)[:, : self.spans[0].size]
@@ -203,13 +211,13 @@ class Softmax(nn.Module):
             chosen = F.pad((hits & (in_head >= -nll)).nonzero().squeeze(1), (0, 1), value=0)  # row 0: it always runs
             log_probs = in_head[chosen, None] + full_precision(self.bins[index](rows[chosen])).log_softmax(-1)
             local = (targets[chosen, None] - part.start).clamp(0, part.size - 1)
-            own = torch.where(part.holds(targets[chosen, None]), -math.inf, log_probs.gather(1, local))
-            is_best = -nll[chosen] > log_probs.scatter(1, local, own).amax(-1)
+            without_target = torch.where(part.holds(targets[chosen, None]), -math.inf, log_probs.gather(1, local))
+            is_best = -nll[chosen] > log_probs.scatter(1, local, without_target).amax(-1)
             hits[chosen[:-1]] = is_best[:-1]
         return hits
 
     def log_probs(self, hidden: Tensor) -> Tensor:
-        """Log-probabilities of the whole vocabulary, (..., D) -> (..., V) float32 at least; for generation."""
+        """Return log-probabilities of the whole vocabulary, (..., D) -> (..., V) float32 or wider; for generation."""
         head = full_precision(self.bins[0](hidden)).log_softmax(-1)
         parts = [head[..., : self.spans[0].size]]
         for index, logits in enumerate(self.bins[1:], start=1):
@@ -218,9 +226,10 @@ class Softmax(nn.Module):
         return torch.cat(parts, dim=-1)
 
     def cluster_column(self, index: int) -> int:
-        """Column of the head that stands for bin `index` >= 1: counted from the end, as published."""
+        """Return the column of the head that scores bin `index` >= 1: counted from the end, as published."""
         return self.spans[0].size + len(self.spans) - 1 - index
 
 
 def full_precision(logits: Tensor) -> Tensor:
+    """Cast half precision to float32; leave wider types."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
