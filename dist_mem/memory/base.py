@@ -1,7 +1,7 @@
 """The memory contract: a block's attention sub-layer is its memory layer.
 
-A memory is an `nn.Module` built from a `LayerSpec` and its own `Options`. Its state is a NamedTuple of tensors, lane
-first, handed in and handed out; `forward` changes nothing it was given. The model (dist_mem/model.py), not the memory,
+A memory is an `nn.Module` built from a `LayerSpec` and its `Options`. Its state is a NamedTuple of tensors, lane first,
+that `forward` takes and returns; `forward` modifies none of its inputs. The model (dist_mem/model.py), not the memory,
 decides whether a new state is kept (rule 3), and a lane that starts a new document starts empty.
 
 Rules, each tested on every memory by discovery (tests/memory/test_memory_contract.py):
@@ -29,7 +29,7 @@ NO_LOGS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class Evicted(NamedTuple):
-    """What leaves a memory in this step, for a memory that lies over it."""
+    """The rows that leave a memory in this step, for a memory built over it."""
 
     rows: Tensor  # (B, E, D), E = `Memory.evicted_len`; rows of the block's input, oldest first, without gradient
     valid: Tensor  # (B,) bool, whether the lane evicts E rows; if not, it evicts none
@@ -37,26 +37,26 @@ class Evicted(NamedTuple):
 
 class MemoryOutput(NamedTuple):
     y: Tensor  # (B, T, D) attention sub-layer output of the last T rows of x, before the residual
-    state: Any  # the same NamedTuple type as the state handed in, without gradient
+    state: Any  # the same NamedTuple type as the input state, without gradient
     aux: dict[str, Tensor]  # name -> (B,) weighted auxiliary loss per lane, averaged over real queries
     query: Tensor  # (H, B, T, K) content queries of the segment, before biases; a memory over this one reads with them
-    evicted: Evicted  # as if every segment were complete: of others the model drops the new state, and with it the use
-    logs: Mapping[str, Tensor] = NO_LOGS  # name -> () or (B,) figures to be logged as memory/NAME, without gradient
+    evicted: Evicted  # as if every segment were complete: for other segments the model discards the new state anyway
+    logs: Mapping[str, Tensor] = NO_LOGS  # name -> () or (B,) values logged as memory/NAME, without gradient
 
 
 class Memory(nn.Module):
-    """Base of every memory layer.
+    """Base class of all memory layers.
 
     `forward(x, state, valid_len)` takes x (B, T, D), the raw block input with real tokens first, and valid_len (B,)
-    int64, how many of the T tokens are real. Where the memory has a stem, x is (B, M + T, D): its rows come first. With
-    `spec.norm == "pre"` the memory applies its own layer norm to stored and new rows alike, so it stores raw rows; it
-    returns the attention output before residual and post-norm, which are the block's. A memory over this one finds that
-    layer norm as `norm`.
+    int64, how many of the T tokens are real. If the memory has a stem, x is (B, M + T, D): the rows of the stem come
+    first. With `spec.norm == "pre"` the memory applies its layer norm to stored and new rows alike, so it stores raw
+    rows. It returns the attention output before residual and post-norm, which belong to the block. A memory over this
+    one finds the layer norm as `norm`.
     """
 
     @dataclass
     class Options:
-        """The keys a memory accepts besides `kind`; OmegaConf structured."""
+        """The configuration keys of a memory besides `kind`, an OmegaConf structured config."""
 
     def __init__(self, spec: LayerSpec, options: Any) -> None:
         super().__init__()
@@ -65,35 +65,39 @@ class Memory(nn.Module):
 
     @property
     def evicted_len(self) -> int:
-        """E: how many rows leave this memory at once, tokens or compressed rows."""
+        """Number of rows E that leave this memory at once, tokens or compressed rows."""
         return self.spec.seg_len
 
     @property
     def takes_short_first(self) -> bool:
         """Whether the first segment of a document may be committed with less than T tokens (`spec.short_first`).
 
-        Such a memory keeps the first `valid_len` rows of it, and nothing of the padding.
+        Such a memory keeps the first `valid_len` rows of that segment and none of the padding.
         """
         return False
 
     @property
     def num_rows(self) -> int:
-        """How many rows this memory hands on: the segment, and before it those of the stem that it refreshes."""
+        """Number of rows that this memory outputs: the rows of the stem that it refreshes, then the segment."""
         return self.spec.seg_len
 
     def flops(self) -> Any:
-        """The `nn.flops.Flops` of a complete segment of one lane, the memory full; None if not counted."""
+        """Return the `nn.flops.Flops` of a complete segment of one lane with a full memory; None if not counted."""
         return None
 
     def stem(self) -> Stem:
-        """What prepends rows to the first block's input; asked of the first block's memory. By default nothing does."""
+        """Return the stem, which prepends rows to the first block's input; the model uses the first block's stem.
+
+        By default it prepends none.
+        """
         return Stem()
 
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> Any:
-        """An empty memory for each lane; `document_ids` (B,) int64 tell what it reads, for draws of its own."""
+        """Return an empty memory for each lane; `document_ids` (B,) int64 seed random draws (rule 8)."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, state: Any, valid_len: Tensor) -> MemoryOutput:
+        """Attend, and return the new state; see the class."""
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
@@ -111,24 +115,28 @@ class Memory(nn.Module):
 
     @classmethod
     def small_options(cls, seg_len: int) -> dict[str, Any]:
-        """Options that fit segments of `seg_len` tokens and fill within two of them; used by the contract tests."""
+        """Return options for the contract tests: the memory fits segments of `seg_len` tokens and fills within two."""
         return {}
 
 
 class Stem(nn.Module):
-    """Prepends memory rows to the segment, so that they pass through all blocks with it; this one prepends none."""
+    """Prepends memory rows to the segment, so that both pass through all blocks; this base class prepends none."""
 
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> Any:
-        """As `Memory.init_state`."""
+        """Return an empty state for each lane, as `Memory.init_state`."""
         return ()
 
     def forward(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """The embedded segment (B, T, D) with its M memory rows before it, (B, M + T, D), and the new state."""
+        """Return M memory rows, then the embedded segment x (B, T, D): (B, M + T, D); and the new state."""
         return x, state
 
 
 def whole_segments(mem_len: int, *, seg_len: int) -> int:
-    """`Memory.evicted_len` of a FIFO of M rows: T. Raises ValueError where less than a segment would leave at times."""
+    """Return `Memory.evicted_len` of a FIFO of M rows, which is T.
+
+    Raises:
+        ValueError: M is no multiple of T, so that less than a segment would leave at times.
+    """
     if mem_len % seg_len:
         raise ValueError(
             f"memory.mem_len is {mem_len}, but must be a multiple of train.seg_len = {seg_len}: only whole segments "
@@ -147,7 +155,7 @@ def map_state(function: Any, *states: Any) -> Any:
 
 
 def select_lanes(keep_new: Tensor, new: StateT, old: StateT) -> StateT:
-    """Per lane, the new state where `keep_new` (B,) bool is true, else the old one."""
+    """Return, per lane, the new state where `keep_new` (B,) bool is true, else the old one."""
 
     def choose(new_part: Tensor, old_part: Tensor) -> Tensor:
         mask = keep_new.view(-1, *[1] * (new_part.dim() - 1))
@@ -157,7 +165,7 @@ def select_lanes(keep_new: Tensor, new: StateT, old: StateT) -> StateT:
 
 
 def named_tensors(state: Any, prefix: str = "") -> dict[str, Tensor]:
-    """Flat names of a state's tensors: field names of NamedTuples, indices of tuples, joined by dots."""
+    """Return a state's tensors by flat name: field names of NamedTuples and indices of tuples, joined by dots."""
     if isinstance(state, Tensor):
         return {prefix: state}
     names: Sequence[str] = getattr(state, "_fields", [str(index) for index in range(len(state))])

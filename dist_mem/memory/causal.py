@@ -1,7 +1,7 @@
-"""GPT-2's own attention within the segment, which remembers nothing; a long-term memory may lie over it.
+"""GPT-2's attention within the segment, which remembers nothing; a long-term memory may be built over it.
 
-It has no positions of its own: in GPT-2 (model.kind: gpt2) the rows carry learned ones. Source: Radford et al. 2019;
-Martins et al. 2022, "infinity-former", sec. 4.2: this alone is the paper's GPT-2, `infinite` over it the
+It adds no positions: in GPT-2 (model.kind: gpt2) the rows contain learned ones. Source: Radford et al. 2019; Martins et
+al. 2022, "infinity-former", sec. 4.2. Alone, this memory is the paper's GPT-2; `infinite` over it is the
 infinity-former.
 """
 
@@ -19,10 +19,12 @@ from dist_mem.nn.plain_attention import PlainAttention, plain_attention_flops
 
 
 class State(NamedTuple):
-    """Nothing is carried."""
+    """An empty state: nothing is carried."""
 
 
 class Causal(Memory):
+    """GPT-2's causal attention within the segment."""
+
     def __init__(self, spec: LayerSpec, options: Any) -> None:
         super().__init__(spec, options)
         if spec.same_length:
@@ -45,6 +47,6 @@ class Causal(Memory):
         nothing = no_context.new_empty(x.shape[0], 0, dtype=torch.bool)
         visible = visible_keys(nothing, x.shape[1], same_length=False)
         y, query, _ = self.attention(self.norm(x), no_context, visible)
-        # Raw rows, before the layer norm, as the published GPT-2 code gives them to its long-term memory.
+        # Raw rows, before the layer norm, as the published GPT-2 code passes them to its long-term memory.
         everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
         return MemoryOutput(y, state, {}, query, everything)

@@ -1,14 +1,15 @@
-"""Compressive Transformer (Rae et al. 2020): what leaves the short-term memory is compressed and kept longer.
+"""Compressive Transformer (Rae et al. 2020): rows that leave the short-term memory are compressed and kept longer.
 
 Every block attends to [compressed memory; memory; segment] with Transformer-XL's relative positions, where a compressed
-row counts as one position. A lane whose memory is full passes its T oldest rows through the compression, which makes
-floor(T / c) of them. The compression learns only from its own loss, the model only from the task's (sec. 3.2).
+row counts as one position. A lane whose memory is full passes its T oldest rows through the compression, which reduces
+them to floor(T / c). The compression learns only from the compression loss, the model only from the task loss (sec.
+3.2).
 
-Deviations: memories start empty, where the paper starts with rows of zeros that take attention; one optimizer with one
-clip of the joint gradient norm serves model and compression. In a pretrained GPT-2, attention is that of its weights,
-and positions do not reach beyond the segment: there `positions` is alibi (Martins et al. 2022, sec. 4.2), or none, of
-which their footnote 8 says that it diverges. Shape letters: B lanes, T segment, M memory, C compressed memory, D model,
-H heads, K head width.
+Deviations: memories start empty, where the paper starts with rows of zeros that take attention; model and compression
+share one optimizer with one clip of the joint gradient norm. A pretrained GPT-2 keeps its attention, whose positions do
+not reach beyond the segment: for it `positions` is alibi (Martins et al. 2022, sec. 4.2), or none, which diverges
+according to their footnote 8. Shape letters: B lanes, T segment, M memory, C compressed memory, D model, H heads, K
+head width.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class State(NamedTuple):
 
 
 def content_attention(attention: RelativeAttention | PlainAttention, query: Tensor, rows: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(K)) v without positions or mask (Algorithm 2), with a gradient for `rows` alone.
+    """Compute softmax(q k^T / sqrt(K)) v without positions or mask (Algorithm 2), with a gradient for `rows` only.
 
     Args:
         query: (H, B, T, K).  rows: (B, J, D), normalized.
@@ -51,12 +52,14 @@ def content_attention(attention: RelativeAttention | PlainAttention, query: Tens
 
 
 def distance(one: Tensor, other: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Euclidean norm of the difference over `dims`, in float32 at least; its gradient at 0 is 0."""
+    """Return the Euclidean norm of the difference over `dims`, in float32 or wider; its gradient at 0 is 0."""
     working = torch.promote_types(one.dtype, torch.float32)
     return ((one.to(working) - other.to(working)).square().sum(dims) + 1e-12).sqrt()
 
 
 class Compressive(Memory):
+    """Attention to the segment, a short-term memory and a compressed memory."""
+
     @dataclass
     class Options:
         mem_len: int = 128  # M, tokens; a multiple of train.seg_len
@@ -119,7 +122,7 @@ class Compressive(Memory):
         return attention + self.compression.flops(spec.d_model, spec.seg_len) + self.loss_flops()
 
     def loss_flops(self) -> Flops:
-        """Of `compression_loss`, that of attention with its target."""
+        """Count `compression_loss`, including the target of the attention loss."""
         seg_len, d_model, width = self.spec.seg_len, self.spec.d_model, self.spec.num_heads * self.spec.d_head
         rate = self.options.compression_rate
         rows = seg_len // rate
@@ -153,10 +156,10 @@ class Compressive(Memory):
         return MemoryOutput(y, State(transformer_xl.push(memory, x), kept), aux, query, evicted)
 
     def compression_loss(self, query: Tensor, old: Tensor, new: Tensor) -> Tensor:
-        """What is lost when `old` (B, T, D) becomes `new` (B, T // c, D): (B,), a norm as in the paper, not squared.
+        """Return the loss of compressing `old` (B, T, D) to `new` (B, T // c, D): (B,), a norm, not squared (paper).
 
-        attention: of the difference that it makes to what the segment's queries (H, B, T, K) read.
-        autoencoder: of the difference between the old rows and those decoded from the new ones.
+        attention: norm of the difference between what the segment's queries (H, B, T, K) read from `old` and `new`.
+        autoencoder: norm of the difference between `old` and the rows decoded from `new`.
         """
         if self.options.compression_loss == "autoencoder":
             decoded = self.decoder(new.mT).mT
@@ -168,7 +171,7 @@ class Compressive(Memory):
 
 
 def check_options(options: Any, *, seg_len: int) -> None:
-    """Refuse lengths that do not fit each other, and names that do not exist; ValueError."""
+    """Raise ValueError for lengths that do not fit each other and for unknown names."""
     if options.mem_len < seg_len or options.mem_len % seg_len:
         raise ValueError(
             f"memory.mem_len is {options.mem_len}, but must be a multiple of train.seg_len = {seg_len}: "

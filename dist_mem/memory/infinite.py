@@ -1,17 +1,17 @@
 """The infinity-former's long-term memory (Martins et al. 2022) over any short-term memory.
 
-The rows that leave the memory below become a continuous signal on [0, 1]: its coefficients over N basis functions are
-all that is kept, however long the document. A new segment contracts the past and appends what was evicted; every query
-reads under a normal density, and the reading is added to the attention of the memory below. Rows wait one segment in
-the state, so that the gate in front of the regression gets its gradient; there is none through time.
+The rows that leave the memory below become a continuous signal on [0, 1]. Only its coefficients over N basis functions
+are kept, however long the document is. A new segment contracts the past and appends the evicted rows. Every query reads
+under a normal density, and the reading is added to the attention of the memory below. Rows are pending in the state for
+one segment, so that the gate in front of the regression gets a gradient; there is none through time.
 
 Deviations from the published code (GPT-2 copy), besides those of options: the memory lives as long as its document
-(`memory_threshold` for the published wipe); regression matrices in float64; the unused query projection is left out;
-the gate starts like all other weights, not from torch's default; the KL is a mean over the real queries of a lane, 0
-where it has no memory yet, where the published one is over those of all lanes that have one. With `store: normed` rows
-wait as they came and are normalised when they enter the signal: so the block's layer norm learns from them one segment
-later, as in the authors' dialogue code, but with the weights of that later segment. Shape letters: B lanes, T segment,
-E evicted rows, S samples, N basis functions, D model, H heads, K head width.
+(`memory_threshold` for the published wipe); regression matrices are in float64; the unused query projection is left
+out; the gate is initialised like all other weights, not by torch's default; the KL is a mean over the real queries of
+a lane, and 0 for a lane without memory, where the published one is a mean over those of all lanes with memory. With
+`store: normed` rows are stored raw and normalised when they enter the signal: so the block's layer norm learns from
+them one segment later, as in the authors' dialogue code, but with the weights of that later segment. Shape letters: B
+lanes, T segment, E evicted rows, S samples, N basis functions, D model, H heads, K head width.
 """
 
 from __future__ import annotations
@@ -36,16 +36,20 @@ class State(NamedTuple):
     over: Any  # state of the memory below
     coefficients: Tensor  # (B, N, D) float32 at least, of the signal before `pending`; 0 without memory
     num_tokens: Tensor  # (B,) int64, tokens in the signal; 0 without memory
-    pending: Tensor  # (B, E, D), what the memory below evicted in the last segment
+    pending: Tensor  # (B, E, D), rows that the memory below evicted in the last segment
     has_pending: Tensor  # (B,) bool
-    histogram: Tensor  # (B, num_bins) float32 at least, where the last segment read; of sticky sampling
-    document: Tensor  # (B,) int64, and
-    segment: Tensor  # (B,) int64, its number in the document: counters of the random draws
+    histogram: Tensor  # (B, num_bins) float32 at least, where the last segment read; for sticky sampling
+    document: Tensor  # (B,) int64, document id, a counter of the random draws
+    segment: Tensor  # (B,) int64, index of the segment in the document, another such counter
     pending_len: Tensor | tuple[()] = ()  # (B,) int64, how many rows of `pending` are real; (): all
 
 
 def norm_of(memory: Memory) -> nn.Module:
-    """The layer norm of a memory's input; with post-norm the identity. Raises ValueError if it has no `norm`."""
+    """Return the layer norm of a memory's input, the identity with post-norm.
+
+    Raises:
+        ValueError: the memory has no `norm`.
+    """
     norm = getattr(memory, "norm", None)
     if not isinstance(norm, nn.Module):
         raise ValueError(
@@ -56,7 +60,10 @@ def norm_of(memory: Memory) -> nn.Module:
 
 
 class Infinite(Memory):
-    """Defaults are for segments of about 64 tokens; the published GPT-2 values are given where they differ."""
+    """Continuous long-term memory over another memory.
+
+    Defaults are for segments of about 64 tokens; comments give the published GPT-2 values where they differ.
+    """
 
     @dataclass
     class Options:
@@ -91,7 +98,7 @@ class Infinite(Memory):
         if options.store == "normed":
             norm_of(over)
         self.gate = nn.Conv1d(spec.d_model, spec.d_model, kernel_size=3, padding=1) if options.gate else None
-        # Weights of mu's and the variance's networks.
+        # Weights of the networks for mean and variance.
         self.densities = nn.Parameter(torch.zeros(2, options.num_basis)) if options.density == "affine" else None
         self.density_bias = nn.Parameter(torch.zeros(2)) if options.density_bias else None
         heads = {"num_heads": spec.num_heads, "d_head": spec.d_head}
@@ -154,7 +161,7 @@ class Infinite(Memory):
         seg_len, d_model, width = spec.seg_len, spec.d_model, spec.num_heads * spec.d_head
         num_basis, evicted_len = options.num_basis, self.evicted_len
         norm_learns = options.store == "normed" and spec.norm == "pre"
-        learns = int(options.gate or norm_learns)  # whether the signal does
+        learns = int(options.gate or norm_learns)  # whether the signal gets a gradient
         fitted = product(num_basis, evicted_len, d_model, gradients=learns)
         if spec.short_first:
             fitted += product(num_basis, evicted_len, d_model, gradients=learns)
@@ -217,12 +224,12 @@ class Infinite(Memory):
         )
         y = below.y + F.pad(self.dropout(reading), (0, 0, below.y.shape[1] - reading.shape[1], 0))
         kl = self.regulariser(mu, variance, real & (num_tokens > 0)[:, None])
-        # Nothing ever leaves the signal; a second one over this one is made of the same evicted rows.
+        # Nothing ever leaves the signal; a second signal over this one would take the same evicted rows.
         aux = {**below.aux, "kl": below.aux.get("kl", 0.0) + kl}
         return MemoryOutput(y, new_state, aux, below.query, evicted, below.logs)
 
     def append_pending(self, state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Coefficients (B, N, D) of past and pending rows, and how many tokens they hold (B,)."""
+        """Return the coefficients (B, N, D) of past and pending rows, and how many tokens they hold (B,)."""
         old, num_tokens, has_pending = state.coefficients, state.num_tokens, state.has_pending
         fit = fit_matrices(self.geometry, device=old.device, dtype=old.dtype)
         if self.options.memory_threshold is not None:
@@ -241,26 +248,26 @@ class Infinite(Memory):
         return signal, num_tokens + num_new * has_pending
 
     def entering(self, state: State, dtype: torch.dtype) -> Tensor:
-        """The rows that wait, as the regression sees them: (B, E, D)."""
+        """Return the pending rows as input of the regression: (B, E, D)."""
         rows = state.pending.to(dtype)
         if self.options.store == "normed":
             rows = self.norm(rows)
         if isinstance(state.pending_len, Tensor):
             real = torch.arange(rows.shape[1], device=rows.device) < state.pending_len[:, None]
-            rows = torch.where(real[..., None], rows, 0.0)  # a norm has made its bias of the padding
+            rows = torch.where(real[..., None], rows, 0.0)  # a layer norm turns padding into its bias
         if self.gate is None:
             return rows
         return rows * self.gate(rows.transpose(1, 2)).transpose(1, 2).sigmoid()
 
     def contract(self, coefficients: Tensor, state: State, fit: Fit) -> Tensor:
-        """What the past, sampled at S points and laid out evenly in (0, tau], adds to the new coefficients."""
+        """Return the part of the new coefficients that is the past, sampled at S points spread evenly in (0, tau]."""
         if self.options.sampling == "linear":
             return fit.linear @ coefficients
         positions = self.positions(state).to(coefficients.dtype)
         return fit.past @ (evaluate_basis(positions, **self.basis) @ coefficients)
 
     def positions(self, state: State) -> Tensor:
-        """Where sticky sampling samples the past: (B, S)."""
+        """Return the positions at which sticky sampling samples the past: (B, S)."""
         return sample_positions(
             state.histogram,
             self.options.sampling,
@@ -269,7 +276,7 @@ class Infinite(Memory):
         )
 
     def read_densities(self, query: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean in (0, 1) and variance of the density under which each query reads, both (H, B, T)."""
+        """Return mean in (0, 1) and variance of the density under which each query reads, both (H, B, T)."""
         exact, floor = query.to(signal.dtype), self.options.variance_floor
         if self.densities is not None:
             weighted = self.densities.to(signal.dtype) @ signal  # (B, 2, D)
@@ -282,19 +289,22 @@ class Infinite(Memory):
         return mu, variance + floor
 
     def keys(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Keys of rows of the signal (B, R, D), projected in the dtype of the activations: (H, B, R, K)."""
+        """Project rows of the signal (B, R, D) to keys (H, B, R, K), in the dtype of the activations."""
         return split_heads(self.key(rows.to(dtype)), self.spec.num_heads).to(rows.dtype)
 
     def read(self, mu: Tensor, variance: Tensor, signal: Tensor, dtype: torch.dtype) -> Tensor:
-        """The expected signal under the densities, by heads: (B, T, D). An empty memory reads 0: nothing has a bias."""
+        """Return the expected signal under each head's densities, (B, T, D).
+
+        An empty memory reads 0, because no layer here has a bias.
+        """
         values = split_heads(self.value(signal.to(dtype)), self.spec.num_heads)  # (H, B, N, K)
         expected = expected_basis(mu, variance, **self.basis).to(dtype)  # (H, B, T, N)
         return self.output(merge_heads(expected @ values))
 
     def regulariser(self, mu: Tensor, variance: Tensor, counted: Tensor) -> Tensor:
-        """Weighted divergence per lane (B,): over heads as `kl_heads` says, the mean over `counted` (B, T)."""
+        """Return the weighted divergence (B,), reduced over heads by `kl_heads`, averaged over `counted` (B, T)."""
         options = self.options
         kl = divergence(mu, variance, prior_std=options.prior_std, prior_mean=options.prior_mean)
-        of_heads = kl.sum(dim=0) if options.kl_heads == "sum" else kl.mean(dim=0)
-        total = torch.where(counted, of_heads, 0.0).sum(dim=1)
+        reduced = kl.sum(dim=0) if options.kl_heads == "sum" else kl.mean(dim=0)
+        total = torch.where(counted, reduced, 0.0).sum(dim=1)
         return options.kl_weight * total / counted.sum(dim=1).clamp(min=1)

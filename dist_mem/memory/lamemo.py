@@ -1,12 +1,12 @@
-"""LaMemo (Ji et al. 2022): the memory looks ahead, and is refreshed at every segment instead of frozen.
+"""LaMemo (Ji et al. 2022): a memory that looks ahead and is refreshed at every segment instead of frozen.
 
-A block keeps no hidden rows but what its memory rows have attended, C and s (parts/look_ahead.py). In every segment
-the embeddings of the last M tokens go up through the blocks before the segment (the stem): each block lets the memory
-rows look ahead, at the newest rows that they have not seen, and hands the refreshed rows to the next block. Only the
-embeddings, C and s are constants; all weights learn from the look-ahead too.
+A block stores no hidden rows, only the attention results of its memory rows, C and s (parts/look_ahead.py). In every
+segment the stem prepends the embeddings of the last M tokens, which pass through the blocks with the segment. Each
+block lets the memory rows look ahead, at the newest rows that they have not seen, and passes the refreshed rows to the
+next block. Only the embeddings, C and s are constants; all weights learn from the look-ahead too.
 
-The last block refreshes nothing, as no loss would see it: it is Transformer-XL's, over the refreshed rows. The
-published code computes it all the same.
+The last block refreshes nothing, because no loss would depend on it: it is Transformer-XL's, over the refreshed rows.
+The published code computes that refresh nevertheless.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from dist_mem.nn.layers import RelativeAttention, newest_rows, visible_keys
 
 
 class State(NamedTuple):
-    past: Past | tuple[()]  # of the M memory rows, newest last, 0 where not yet filled; the last block needs none
+    past: Past | tuple[()]  # of the M memory rows, newest last, 0 where not yet filled; () in the last block
     length: Tensor  # (B,) int64, how many of the newest rows are valid
 
 
 class EmbeddingStem(Stem):
-    """The embeddings of the last M tokens, after their dropout, before those of the segment."""
+    """Prepends the embeddings of the last M tokens, after dropout, to those of the segment."""
 
     def __init__(self, *, mem_len: int, d_model: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class EmbeddingStem(Stem):
 
 
 def check(options: LaMemo.Options) -> None:
-    """Raises ValueError where an option, or two of them together, have no meaning."""
+    """Raise ValueError for an option, or a pair of options, without a meaning."""
     if options.mem_len < 1:
         raise ValueError(
             f"memory.mem_len is {options.mem_len}, but must be at least 1; for no memory set memory.kind=none"
@@ -64,6 +64,8 @@ def check(options: LaMemo.Options) -> None:
 
 
 class LaMemo(Memory):
+    """Attention to the segment and to memory rows, which look ahead in all blocks but the last."""
+
     @dataclass
     class Options:
         mem_len: int = 128  # M, tokens
@@ -84,7 +86,7 @@ class LaMemo(Memory):
         self.attention = self.look_ahead_attention() if self.refreshes else RelativeAttention(**spec.attention)
 
     def look_ahead_attention(self) -> LookAheadAttention:
-        """The attention of all blocks but the last."""
+        """Return the attention layer of all blocks but the last."""
         return LookAheadAttention(
             mem_len=self.options.mem_len,
             window=self.window,

@@ -13,10 +13,12 @@ from dist_mem.nn.layers import RelativeAttention, visible_keys
 
 
 class State(NamedTuple):
-    """Nothing is carried."""
+    """An empty state: nothing is carried."""
 
 
 class NoMemory(Memory):
+    """Relative attention within the segment."""
+
     def __init__(self, spec: LayerSpec, options: Any) -> None:
         super().__init__(spec, options)
         if spec.same_length:

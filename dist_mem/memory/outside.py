@@ -1,4 +1,4 @@
-"""Memories from outside the package: a file, or a package that offers one.
+"""Load memories from outside the package: from a file, or from an installed package that offers one.
 
 memory: {kind: ./my_memory.py:MyMemory}      # the path as seen from where the command is started
 memory: {kind: my_memory}                    # an entry point of the group dist_mem.memories
@@ -24,26 +24,30 @@ GROUP = "dist_mem.memories"
 
 
 def is_file(kind: str) -> bool:
-    """Whether a kind names a class in a file."""
+    """Return whether a kind names a class in a file."""
     return ":" in kind
 
 
 def offered_kinds() -> list[str]:
-    """Names under which installed packages offer memories."""
+    """Return the names under which installed packages offer memories."""
     return sorted(entry_points(group=GROUP).names)
 
 
 def load_offered(kind: str) -> type[Memory]:
-    """The memory that an installed package offers under this name. Raises ValueError if it is none."""
+    """Return the memory class that an installed package offers under this name.
+
+    Raises:
+        ValueError: the package offers something else.
+    """
     (offer,) = entry_points(group=GROUP, name=kind)
     return _checked(offer.load(), f"the entry point {kind} ({offer.value})")
 
 
 def load_from_file(kind: str, where: str = "memory") -> type[Memory]:
-    """The memory `PATH:CLASS`; the file is read once, however often it is asked for.
+    """Return the memory class of `PATH:CLASS`; the file runs once, even if several blocks use it.
 
     Raises:
-        ValueError: no such file or class, or the file does not run; names the file, and the line where one is to blame.
+        ValueError: no such file or class, or the file does not run; names the file, and the line that failed.
     """
     path, name = source_of(kind), kind.rpartition(":")[2]
     if not path.is_file():
@@ -68,13 +72,13 @@ def _run(path: Path, module_name: str) -> None:
     sys.modules[module_name] = module  # dataclasses look their module up while the file runs
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever a user's file raises is told in one line, with where it happened
+    except Exception as error:  # report any error of a user's file in one line, with its location
         del sys.modules[module_name]
         raise ValueError(f"{path}{line_in(path, error)} does not run: {type(error).__name__}: {error}") from error
 
 
 def line_in(path: Path, error: Exception) -> str:
-    """The innermost line of that file that an error passed through, as `, line 12`."""
+    """Return the innermost line of the file in the error's traceback, as `, line 12`; empty if there is none."""
     if isinstance(error, SyntaxError):
         return f", line {error.lineno}"
     lines, traceback = [], error.__traceback__
@@ -94,28 +98,28 @@ def _checked(found: Any, what: str) -> type[Memory]:
 
 
 def source_of(kind: str) -> Path:
-    """The file of a kind `PATH:CLASS`."""
+    """Return the file of a kind `PATH:CLASS`."""
     return as_submitted(Path(kind.rpartition(":")[0]))
 
 
 def sources(block: Mapping[str, Any]) -> dict[str, str]:
-    """What a run keeps of the files that its `memory:` block takes memories from: `memory/NAME.py` and its text."""
+    """Return the memory files that a run keeps a copy of, as `memory/NAME.py` -> text, for its `memory:` block."""
     return {name: path.read_text(encoding="utf-8") for path, name in _kept_names(block).items()}
 
 
 def kept_kinds(block: Mapping[str, Any], directory: Path) -> list[str]:
-    """Overrides that make a `memory:` block take its files as `sources` has kept them in `directory`."""
+    """Return overrides that point a `memory:` block at the copies of its files (`sources`) in `directory`."""
     names = _kept_names(block)
     return [f"{key}={directory / names[source_of(kind)]}:{kind.rpartition(':')[2]}" for key, kind in _files_of(block)]
 
 
 def files_of(block: Mapping[str, Any]) -> list[Path]:
-    """The files that a `memory:` block takes memories from."""
+    """Return the files that define the memories of a `memory:` block."""
     return [source_of(kind) for _, kind in _files_of(block)]
 
 
 def _kept_names(block: Mapping[str, Any]) -> dict[Path, str]:
-    """Each file and the name it is kept under; a second one of the same name is `memory/2-NAME.py`."""
+    """Return the name of each file's copy; a second file of the same name becomes `memory/2-NAME.py`."""
     names: dict[Path, str] = {}
     for path in dict.fromkeys(source_of(kind) for _, kind in _files_of(block)):
         numbered = (f"memory/{number}-{path.name}" for number in count(2))
@@ -124,7 +128,7 @@ def _kept_names(block: Mapping[str, Any]) -> dict[Path, str]:
 
 
 def _files_of(block: Any, key: str = "memory") -> Iterator[tuple[str, str]]:
-    """Key and value of every kind that names a file, the ones it lies over too; a block may not be checked yet."""
+    """Yield key and value of every kind that names a file, including memories below (`over`); no block is checked yet."""
     if not isinstance(block, Mapping):
         return
     if isinstance(kind := block.get("kind"), str) and is_file(kind):

@@ -1,7 +1,7 @@
 """Transformer-XL (Dai et al. 2019, sec. 3.2): the last M inputs of every block are kept and attended to.
 
-The cache holds block inputs, not keys and values: they are projected with the weights of the day. Rows are
-right-aligned and a count says how many are valid: a lane's memory starts empty and no zero row is ever attended to, as
+The cache holds block inputs, not keys and values: each step projects them with the current weights. Rows are
+right-aligned and a count gives how many are valid: a lane's memory starts empty and no zero row is ever attended to, as
 in the authors' code.
 """
 
@@ -24,7 +24,7 @@ class State(NamedTuple):
 
 
 def empty(num_lanes: int, num_rows: int, d_model: int, *, device: torch.device | str, dtype: torch.dtype) -> State:
-    """A memory of `num_rows` rows of which none is valid."""
+    """Return a memory of `num_rows` rows, none of them valid."""
     hidden = torch.zeros(num_lanes, num_rows, d_model, device=device, dtype=dtype)
     return State(hidden, torch.zeros(num_lanes, device=device, dtype=torch.int64))
 
@@ -38,6 +38,8 @@ def push(state: State, rows: Tensor) -> State:
 
 
 class TransformerXL(Memory):
+    """Relative attention to the segment and the block's last M inputs."""
+
     @dataclass
     class Options:
         mem_len: int = 128  # M, tokens

@@ -19,7 +19,7 @@ _LOWEST = -60.0  # log of the least expectation: exp is up to twelve times as sl
 
 
 class Geometry(NamedTuple):
-    """All that the regression depends on."""
+    """All parameters of the regression."""
 
     num_basis: int  # N
     widths: tuple[float, ...]  # standard deviations of the basis functions; N / W centres have each of them
@@ -33,14 +33,14 @@ class Geometry(NamedTuple):
 class Fit(NamedTuple):
     """Regression matrices: the coefficients are their products with rows, oldest first."""
 
-    first: Tensor  # (N, E), of a memory's first rows
-    past: Tensor  # (N, S), of samples of the contracted past, together with
-    new: Tensor  # (N, E), the new rows
-    linear: Tensor  # (N, N), `past` times the basis at m / S, m = 1..S: contracts the coefficients themselves
+    first: Tensor  # (N, E), for a memory's first rows
+    past: Tensor  # (N, S), for samples of the contracted past; solved together with `new`
+    new: Tensor  # (N, E), for the new rows
+    linear: Tensor  # (N, N), `past` times the basis at m / S, m = 1..S: contracts the coefficients directly
 
 
 class ExpectedBasis(torch.autograd.Function):
-    """E[psi_j] under normal densities; the backward is written out, so that only the result is kept.
+    """E[psi_j] under normal densities; the backward is written by hand, so that only the result is stored.
 
     The basis function of centre c and width s is the normal density of that mean and standard deviation; its
     expectation under N(mu, v) is the normal density at mu - c with variance v + s^2. Order: by width, then by centre.
@@ -70,26 +70,26 @@ class ExpectedBasis(torch.autograd.Function):
 
 
 def _distances(mu: Tensor, variance: Tensor, widths: tuple[float, ...], num_basis: int) -> tuple[Tensor, Tensor]:
-    """c - mu (..., N / W), and v + s^2 (..., W)."""
+    """Return c - mu (..., N / W), and v + s^2 (..., W)."""
     centres = torch.linspace(0.0, 1.0, num_basis // len(widths), device=mu.device, dtype=mu.dtype)
     squares = torch.tensor([width**2 for width in widths], device=mu.device, dtype=mu.dtype)
     return centres - mu[..., None], variance[..., None] + squares
 
 
 def expected_basis(mu: Tensor, variance: Tensor, *, widths: tuple[float, ...], num_basis: int) -> Tensor:
-    """E[psi] under N(mu, variance), both (...) -> (..., N); see `ExpectedBasis`."""
+    """Return E[psi] under N(mu, variance), both (...) -> (..., N); see `ExpectedBasis`."""
     return ExpectedBasis.apply(mu, variance, widths, num_basis)
 
 
 def evaluate_basis(positions: Tensor, *, widths: tuple[float, ...], num_basis: int) -> Tensor:
-    """psi at positions (...) -> (..., N)."""
+    """Return psi at positions (...) -> (..., N)."""
     return expected_basis(positions, torch.zeros_like(positions), widths=widths, num_basis=num_basis)
 
 
 def first_positions(num_rows: int, padding: str) -> tuple[Tensor, Tensor]:
-    """Positions of a memory's first rows (E,) and of the zero rows around them.
+    """Return the positions of a memory's first rows (E,) and of the zero rows around them.
 
-    The published code places rows at bin middles and goes on with zeros at the same spacing to -0.5 and 1.5; the paper
+    The published code places rows at bin middles and zeros beyond them, at the same spacing, to -0.5 and 1.5; the paper
     has neither.
     """
     if padding == "none":
@@ -101,7 +101,7 @@ def first_positions(num_rows: int, padding: str) -> tuple[Tensor, Tensor]:
 
 
 def update_positions(num_samples: int, num_rows: int, *, tau: float, padding: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions of the samples of the past (S,), of the new rows (E,) and of the zero rows around them."""
+    """Return the positions of the samples of the past (S,), of the new rows (E,) and of the zero rows around them."""
     past, new = tau * _steps(num_samples), tau + (1.0 - tau) * _steps(num_rows)
     if padding == "none":
         return past, new, torch.empty(0, dtype=torch.float64, device="cpu")
@@ -112,12 +112,12 @@ def update_positions(num_samples: int, num_rows: int, *, tau: float, padding: st
 
 
 def _steps(number: int) -> Tensor:
-    """1 / n, 2 / n, ..., 1."""
+    """Return 1 / n, 2 / n, ..., 1."""
     return torch.arange(1, number + 1, dtype=torch.float64, device="cpu") / number
 
 
 def regression(positions: Tensor, zeros: Tensor, *, geometry: Geometry) -> Tensor:
-    """G^T of rows at `positions` (P,), and of zero rows at `zeros`, which fall away: (N, P) float64."""
+    """Return G^T for rows at `positions` (P,) and zero rows at `zeros`, whose columns are dropped: (N, P) float64."""
     design = evaluate_basis(
         torch.cat([positions, zeros]), widths=geometry.widths, num_basis=geometry.num_basis
     ).T.contiguous()
@@ -126,7 +126,7 @@ def regression(positions: Tensor, zeros: Tensor, *, geometry: Geometry) -> Tenso
 
 
 def solve(geometry: Geometry) -> Fit:
-    """The matrices in float64; explicit float32 inverses, as published, are wrong by 1 to 5 %."""
+    """Solve for the matrices in float64; explicit float32 inverses, as published, are wrong by 1 to 5 %."""
     first = regression(*first_positions(geometry.num_rows, geometry.padding), geometry=geometry)
     past, new, zeros = update_positions(
         geometry.num_samples, geometry.num_rows, tau=geometry.tau, padding=geometry.padding
@@ -138,32 +138,32 @@ def solve(geometry: Geometry) -> Fit:
 
 
 def fit_first(rows: Tensor, num_rows: Tensor, *, geometry: Geometry) -> Tensor:
-    """Coefficients (B, N, D) of a memory's first rows (B, E, D), of which only the first `num_rows` (B,) are real.
+    """Return coefficients (B, N, D) of a memory's first rows (B, E, D), of which the first `num_rows` (B,) are real.
 
-    What `solve` does for E rows, for any number up to E. A matrix for each number would take E N E floats (0.5 GB for
-    512 functions and rows), so that the regression is solved here, in float64, every time.
+    Does for any number of rows up to E what `solve` does for E. A matrix for each number would take E N E floats
+    (0.5 GB for 512 functions and rows), so the regression is solved here, in float64, every time.
     """
     max_rows, real = rows.shape[1], num_rows.clamp(min=1)[:, None]
     margin = max_rows // 2 if geometry.padding == "published" else 0
     place = torch.arange(-margin, max_rows + margin, device=rows.device)
-    of_lane = real // 2 if geometry.padding == "published" else torch.zeros_like(real)
-    used = (place >= -of_lane) & (place < real + of_lane)  # (B, P)
+    lane_margin = real // 2 if geometry.padding == "published" else torch.zeros_like(real)
+    used = (place >= -lane_margin) & (place < real + lane_margin)  # (B, P)
     offset = 0.5 if geometry.padding == "published" else 1.0
     positions = torch.where(used, (place + offset) / real.to(torch.float64), 0.0)
     basis = evaluate_basis(positions, widths=geometry.widths, num_basis=geometry.num_basis)
     design = torch.where(used[..., None], basis, 0.0)  # (B, P, N)
     ridge = geometry.ridge * torch.eye(geometry.num_basis, dtype=torch.float64, device=rows.device)
-    own = torch.where((place >= 0) & (place < real), 1.0, 0.0)[..., None] * design
-    right = own[:, margin : margin + max_rows].mT @ rows.to(torch.float64)
+    real_design = torch.where((place >= 0) & (place < real), 1.0, 0.0)[..., None] * design
+    right = real_design[:, margin : margin + max_rows].mT @ rows.to(torch.float64)
     return torch.linalg.solve_ex(design.mT @ design + ridge, right).result.to(rows.dtype)
 
 
 def growth(geometry: Geometry) -> float:
-    """By what factor the update at most changes old coefficients, again and again: its spectral radius.
+    """Return the spectral radius of the contraction: the largest factor by which an update scales old coefficients.
 
-    Above 1 the signal grows without end, as it does where widths are much smaller than the distance of the centres.
+    Above 1 the signal grows without bound, as it does where widths are much smaller than the distance of the centres.
     """
-    if geometry not in _GROWTH:  # every layer asks; with N = 1,024 the eigenvalues take ten seconds
+    if geometry not in _GROWTH:  # every layer calls this; with N = 1,024 the eigenvalues take ten seconds
         contraction = fit_matrices(geometry, device="cpu", dtype=torch.float64).linear
         if type(contraction) is not Tensor:  # a fake tensor, which has no values
             return 0.0
@@ -176,16 +176,16 @@ _SOLVED: dict[tuple[Geometry, torch.device, torch.dtype], Fit] = {}
 
 
 def fit_matrices(geometry: Geometry, *, device: torch.device | str, dtype: torch.dtype) -> Fit:
-    """`solve`, once for each geometry, device and dtype in this process."""
+    """Return the matrices of `solve`, computed once for each geometry, device and dtype in this process."""
     key = (geometry, torch.device(device), dtype)
     if key in _SOLVED:
         return _SOLVED[key]
-    with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode could not be used in training
+    with torch.inference_mode(False), torch.no_grad():  # training cannot use tensors made in inference mode
         if key[1:] == (torch.device("cpu"), torch.float64):
             fit = solve(geometry)
         else:
             exact = fit_matrices(geometry, device="cpu", dtype=torch.float64)
             fit = Fit(*(part.to(device, dtype) for part in exact))
-    if type(fit.first) is Tensor:  # a fake tensor, which has no values, must not stay
+    if type(fit.first) is Tensor:  # a fake tensor, which has no values, must not be cached
         _SOLVED[key] = fit
     return fit

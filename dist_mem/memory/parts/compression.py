@@ -12,7 +12,11 @@ from dist_mem.nn.flops import Flops, product
 
 
 class Compression(nn.Module):
-    """`forward(rows, usage)`: rows (B, T, D), usage (B, T) the attention each row receives -> (B, T // c, D)."""
+    """Base class of compressions.
+
+    `forward(rows, usage)` takes rows (B, T, D) and usage (B, T), the attention that each row receives, and returns
+    (B, T // c, D).
+    """
 
     def __init__(self, d_model: int, *, rate: int) -> None:
         super().__init__()
@@ -22,22 +26,26 @@ class Compression(nn.Module):
         raise NotImplementedError
 
     def flops(self, d_model: int, num_rows: int) -> Flops:
-        """Of the rows of one lane; by default there are no products."""
+        """Count the compression of one lane's rows; by default there are no products."""
         return Flops()
 
 
 class MeanPool(Compression):
+    """Mean of every c rows."""
+
     def forward(self, rows: Tensor, usage: Tensor) -> Tensor:
         return F.avg_pool1d(rows.mT, self.rate).mT
 
 
 class MaxPool(Compression):
+    """Maximum of every c rows."""
+
     def forward(self, rows: Tensor, usage: Tensor) -> Tensor:
         return F.max_pool1d(rows.mT, self.rate).mT
 
 
 class MostUsed(Compression):
-    """Keeps the rows that the segment's queries attend to most, in their order."""
+    """Keep the rows that the segment's queries attend to most, in their order."""
 
     def forward(self, rows: Tensor, usage: Tensor) -> Tensor:
         kept = usage.topk(rows.shape[1] // self.rate, dim=1).indices.sort(dim=1).values

@@ -1,7 +1,7 @@
 """Random numbers without a generator: a hash of counters (rule 8 of the memory contract).
 
-The same counters give the same numbers, for a lane alone or in a batch, on CPU and GPU, at a recompute and after a
-resume; there is no state to save. The hash is SplitMix64 (Steele et al. 2014) on int64 tensors, whose products wrap.
+The same counters give the same numbers: for a lane alone or in a batch, on CPU and GPU, on recomputation and after a
+resume. There is no state to save. The hash is SplitMix64 (Steele et al. 2014) on int64 tensors, whose products wrap.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _SECOND = 0x94D049BB133111EB - 2**64
 
 
 def _fold(word: Tensor, shift: int) -> Tensor:
-    """word ^ (word >> shift), with zeros shifted in."""
+    """Return word ^ (word >> shift), with zeros shifted in."""
     return word ^ ((word >> shift) & (2 ** (64 - shift) - 1))
 
 
 def mix(word: Tensor) -> Tensor:
-    """SplitMix64's output for the int64 counter `word`: every bit depends on every bit."""
+    """Return SplitMix64's output for the int64 counter `word`: every bit depends on every bit."""
     word = word + _STEP
     word = _fold(word, 30) * _FIRST
     word = _fold(word, 27) * _SECOND
@@ -28,9 +28,9 @@ def mix(word: Tensor) -> Tensor:
 
 
 def uniform(num_draws: int, *counters: Tensor | int) -> Tensor:
-    """Numbers in [0, 1), (B, num_draws) float64: a function of the counters, each (B,) int64 or an int, in order.
+    """Return numbers in [0, 1), (B, num_draws) float64, determined by the counters and their order.
 
-    At least one counter is a tensor.
+    Each counter is (B,) int64 or an int; at least one is a tensor.
     """
     tensors = [counter for counter in counters if isinstance(counter, Tensor)]
     word = torch.zeros_like(tensors[0])

@@ -1,4 +1,4 @@
-"""Where queries read a continuous signal: keys and values, normal densities, their divergence from a prior.
+"""Normal densities under which queries read a continuous signal, projections, and the divergence from a prior.
 
 Source: Martins et al. 2022, "infinity-former", sec. 3.1, eq. 8-10, and sec. 3.4, eq. 20-21. Shape letters: B lanes, T
 segment, S samples, N basis functions, D model, H heads, K head width.
@@ -33,24 +33,24 @@ class HeadProjection(nn.Module):
         self.weight = nn.Parameter(torch.zeros(num_heads, d_head, d_model // num_heads))
 
     def forward(self, rows: Tensor) -> Tensor:
-        """(B, N, D) -> (B, N, H * K), as the linear map of `projections: full` does."""
+        """Map (B, N, D) to (B, N, H * K), as the linear map of `projections: full` does."""
         return merge_heads(split_heads(rows, self.num_heads) @ self.weight.mT[:, None])
 
 
 def make_projection(projections: str, d_model: int, *, num_heads: int, d_head: int) -> nn.Module:
-    """Keys or values of all heads: (B, N, D) -> (B, N, H * K)."""
+    """Return the layer for keys or values of all heads: (B, N, D) -> (B, N, H * K)."""
     if projections == "heads":
         return HeadProjection(d_model, num_heads=num_heads, d_head=d_head)
     return nn.Linear(d_model, num_heads * d_head, bias=False)
 
 
 def affine_densities(query: Tensor, keys: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Mean, eq. 9, and variance, eq. 10, both (H, B, T).
+    """Return mean (eq. 9) and variance (eq. 10), both (H, B, T).
 
-    The networks are linear in the scores, w . (K q) = (K^T w) . q with K = signal W_K: no score is ever formed.
+    The networks are linear in the scores, w . (K q) = (K^T w) . q with K = signal W_K, so no score is ever formed.
 
     Args:
-        query: (H, B, T, K).  keys: (H, B, 2, K), K^T w of mean and variance.  bias: (2,), or None for none.
+        query: (H, B, T, K).  keys: (H, B, 2, K), K^T w of mean and variance.  bias: (2,) or None.
     """
     scores = query @ keys.transpose(-1, -2) / math.sqrt(query.shape[-1])
     if bias is not None:
@@ -60,10 +60,10 @@ def affine_densities(query: Tensor, keys: Tensor, bias: Tensor | None) -> tuple[
 
 
 def moments(query: Tensor, keys: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance of where a softmax over samples of the signal would look, both (H, B, T).
+    """Return mean and variance of the position that a softmax over samples of the signal reads, both (H, B, T).
 
     As in continuous attention (Martins et al. 2020, "Sparse and continuous attention mechanisms", sec. 4): a query
-    finds the rows that are like it, where the affine networks would have to learn where rows lie.
+    finds similar rows, whereas the affine networks must learn the positions of rows.
 
     Args:
         query: (H, B, T, K).  keys: (H, B, S, K), of samples of the signal.  places: (S,) in [0, 1], of the samples.
@@ -75,7 +75,7 @@ def moments(query: Tensor, keys: Tensor, places: Tensor) -> tuple[Tensor, Tensor
 
 
 def divergence(mu: Tensor, variance: Tensor, *, prior_std: float, prior_mean: float | None) -> Tensor:
-    """KL(N(mu, variance) || N(mu_0, sigma_0^2)) of every density, (H, B, T).
+    """Return KL(N(mu, variance) || N(mu_0, sigma_0^2)) of every density, (H, B, T).
 
     Without `prior_mean` the term of the means is left out, as in eq. 20; the logarithm of eq. 21 lacks the square.
     """

@@ -1,4 +1,4 @@
-"""What the infinity-former's options may be, beyond their types."""
+"""Checks of the infinity-former's options beyond their types."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHOICES = {
 
 
 def check_options(options: Any) -> None:
-    """Raise ValueError for what the types let pass."""
+    """Raise ValueError for values that the types allow but the memory does not."""
     for name, words in CHOICES.items():
         if getattr(options, name) not in words:
             raise ValueError(f"memory.{name} is {getattr(options, name)!r}, but must be one of {', '.join(words)}")
@@ -54,9 +54,8 @@ def check_options(options: Any) -> None:
 def check_growth(geometry: Geometry, *, forgets: bool) -> None:
     """Raise ValueError for matrices that are too large, and for a signal that grows at every update.
 
-    Where it is never forgotten, such a signal ends in infinity.
-
-    Not in the paper. With 64 functions of widths 0.005 and 0.01 coefficients were 3e23 after 8,896 tokens.
+    A growing signal that is never forgotten becomes infinite. With 64 functions of widths 0.005 and 0.01, coefficients
+    were 3e23 after 8,896 tokens. This check is not in the paper.
     """
     num_rows = geometry.num_samples + geometry.num_rows
     if num_rows * geometry.num_basis > MOST_ENTRIES:
@@ -68,6 +67,6 @@ def check_growth(geometry: Geometry, *, forgets: bool) -> None:
     if factor >= 1.0:
         raise ValueError(
             f"memory.widths are {list(geometry.widths)}, too narrow for memory.num_basis = {geometry.num_basis} with "
-            f"memory.num_samples = {geometry.num_samples}: what is remembered grows {factor:.2f} times at every "
+            f"memory.num_samples = {geometry.num_samples}: the remembered signal grows {factor:.2f} times at every "
             "update; take wider ones, or more basis functions"
         )

@@ -1,15 +1,15 @@
-"""Look-ahead attention: the rows of a memory attend to what came after them (Ji et al. 2022, "LaMemo").
+"""Look-ahead attention: the rows of a memory attend to later rows (Ji et al. 2022, "LaMemo").
 
-A memory row keeps the context C it once attended (before the output projection) and s, the log of the exponentials it
-summed for that. Keys to its right refresh it: C' = alpha C + (1 - alpha) C_ahead, alpha = e^s / (e^s + e^s_ahead), and
-s' = logaddexp(s, s_ahead). That is one softmax in which the old context is one more key, of score s and value C, and so
-it is computed here: nothing overflows, and a row without a visible key has alpha = 1. The epsilon of eq. 11 is 0 by
-default, as that row needs none; see `epsilon_shift`. The published code has 1e-6, hides 0/0 behind nan_to_num, clamps
-infinities after the feed-forward and stores s in the dtype of the activations.
+A memory row keeps its attention result, the context C (before the output projection), and s, the log of the sum of
+exponentials of that softmax. Keys to its right refresh it: C' = alpha C + (1 - alpha) C_ahead, alpha = e^s / (e^s +
+e^s_ahead), and s' = logaddexp(s, s_ahead). That equals one softmax in which the old context is one more key, of score s
+and value C, and is computed so: nothing overflows, and a row without a visible key has alpha = 1. The epsilon of eq. 11
+is 0 by default, because that row needs none; see `epsilon_shift`. The published code has 1e-6, hides 0/0 behind
+nan_to_num, clamps infinities after the feed-forward and stores s in the dtype of the activations.
 
-Shape letters as in dist_mem/nn/layers.py; W is the window, how many keys a memory row can see at most: the newest W - 1
-memory rows and the first token of the segment (eq. 7). That token is the input of the first prediction, so nothing
-leaks.
+Shape letters as in dist_mem/nn/layers.py; W is the window, the largest number of keys that a memory row can see: the
+newest W - 1 memory rows and the first token of the segment (eq. 7). That token is the input of the first prediction, so
+nothing leaks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dist_mem.nn.layers import RelativeAttention, relative_scores, sinusoid_tabl
 
 
 class Past(NamedTuple):
-    """What memory rows have attended so far."""
+    """Attention results of memory rows so far."""
 
     context: Tensor  # (B, M, H, K), C, before the output projection
     log_sum: Tensor  # (B, M, H), s, float32 at least
@@ -38,7 +38,7 @@ class Refreshed(NamedTuple):
 
 
 def visible_ahead(valid: Tensor, window_len: Tensor, num_keys: int) -> Tensor:
-    """Which of the W window keys each memory row sees: valid (B, M) bool, window_len (B,) int64 -> (B, M, W) bool.
+    """Return which of the W window keys each memory row sees, (B, M, W) bool: valid (B, M) bool, window_len (B,) int64.
 
     A valid row sees the keys to its right among the newest `window_len`.
     """
@@ -50,16 +50,16 @@ def visible_ahead(valid: Tensor, window_len: Tensor, num_keys: int) -> Tensor:
 
 
 def row_blocks(mem_len: int, window: int) -> list[tuple[int, int]]:
-    """First row, and the one after the last, of the blocks of `ahead_scores`: of W rows, but for the oldest."""
+    """Return (first row, last row + 1) of each block of `ahead_scores`; all have W rows, the oldest maybe fewer."""
     return [(max(0, end - window), end) for end in range(mem_len, 0, -window)][::-1]
 
 
 def ahead_scores(
     query: Tensor, key: Tensor, position: Tensor, *, content_bias: Tensor, position_bias: Tensor
 ) -> Tensor:
-    """score(i, j) = [(q_i + u) . k_j + (q_i + v) . r_(j-i)] / sqrt(K) of memory rows and window keys, float32 at least.
+    """Compute score(i, j) = [(q_i + u) . k_j + (q_i + v) . r_(j-i)] / sqrt(K) of memory rows i and window keys j.
 
-    Rows are taken in blocks of W, each with the distances it meets, so the cost grows with M W and not with M M.
+    Rows are processed in blocks of W, each with the distances that occur in it, so the cost grows with M W, not M M.
 
     Args:
         query: (H, B, M, K).  key: (H, B, W, K), of rows M - W + 1, ..., M.
@@ -67,7 +67,7 @@ def ahead_scores(
         content_bias, position_bias: u and v, (H, K).
 
     Returns:
-        (H, B, M, W). Entries of keys that are not to the right of the row are meaningless.
+        (H, B, M, W) in float32 or wider. Entries of keys that are not to the right of the row are meaningless.
     """
     num_heads, num_lanes, mem_len, d_head = query.shape
     window = key.shape[2]
@@ -76,9 +76,9 @@ def ahead_scores(
     blocks: list[Tensor] = []
     for begin, end in row_blocks(mem_len, window):
         rows = end - begin
-        # Row r of the block meets key c at distance nearest + c - r. Columns begin at distance 1, or at the smallest
-        # that the block meets, so that this is column skipped + c - r: as in `align_distances`, entry
-        # skipped + r (columns - 1) + c of the flat block, a plain window.
+        # Row r of the block and key c have distance nearest + c - r. Columns begin at distance 1, or at the smallest
+        # distance in the block, so that this is column skipped + c - r: as in `align_distances`, entry
+        # skipped + r (columns - 1) + c of the flat block, a contiguous window.
         nearest = mem_len - window + 1 - begin
         skipped = min(rows, nearest) - 1
         columns = window + skipped + 1
@@ -93,18 +93,18 @@ def ahead_scores(
 
 
 def log_sum_exp(scores: Tensor, weights: Tensor) -> Tensor:
-    """Log of the sum of exponentials over the last axis, from the scores and their softmax, without gradient.
+    """Return the log of the sum of exponentials over the last axis, from the scores and their softmax, no gradient.
 
-    The largest score less the log of its weight: two maxima instead of a second pass of exponentials.
+    It is the largest score minus the log of its weight: two maxima instead of a second pass of exponentials.
     """
     return scores.detach().amax(-1) - weights.detach().amax(-1).log()
 
 
 def epsilon_shift(log_sum: Tensor, scores: Tensor, visible: Tensor, *, epsilon: float) -> Tensor:
-    """What to add to a row's look-ahead scores, so that the softmax with the old context has the epsilon of eq. 11.
+    """Return the shift of a row's look-ahead scores that gives the softmax with the old context eq. 11's epsilon.
 
     alpha = e^(s-c) / (e^(s-c) + e^(s_ahead-c) + epsilon) with c = max(s, s_ahead): as in the published code, epsilon is
-    relative to the larger sum, where eq. 11 adds it to the sums themselves. The look-ahead context has 1 - alpha, so
+    relative to the larger sum, whereas eq. 11 adds it to the sums. The look-ahead context has weight 1 - alpha, so
     its scores rise by log(1 + epsilon e^(c - s_ahead)).
 
     Args:
@@ -122,12 +122,12 @@ def epsilon_shift(log_sum: Tensor, scores: Tensor, visible: Tensor, *, epsilon: 
 def refresh_weights(
     log_sum: Tensor, scores: Tensor, visible: Tensor, *, interpolation: bool, epsilon: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """alpha, then (1 - alpha) times the look-ahead probabilities, as one softmax; and the new s.
+    """Return alpha, then (1 - alpha) times the look-ahead probabilities, as one softmax; and the new s.
 
     Args:
         log_sum: (H, B, M).  scores: (H, B, M, W).  visible: (B, M, W) bool.
         interpolation: if false, the old context counts only where no key is visible.
-        epsilon: of eq. 11, see `epsilon_shift`; the new s is without it.
+        epsilon: of eq. 11, see `epsilon_shift`; the new s does not include it.
 
     Returns:
         (H, B, M, 1 + W), and (H, B, M) without gradient: logaddexp(s, s_ahead).
@@ -143,7 +143,7 @@ def refresh_weights(
 
 
 class LookAheadAttention(RelativeAttention):
-    """Relative attention of the segment to memory and segment, and of the memory rows to their right."""
+    """Relative attention of the segment to memory and segment, and of the memory rows to keys on their right."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class LookAheadAttention(RelativeAttention):
         self.interpolation = interpolation
         self.epsilon = epsilon
         if look_ahead and disentangled:
-            # v of keys to the right. Deviation: published as Xavier's rule draws it, ten times wider than u and v.
+            # v of keys to the right. Deviation: the published code draws it by Xavier, ten times wider than u and v.
             self.ahead_bias = nn.Parameter(torch.zeros_like(self.position_bias))
         else:
             self.register_parameter("ahead_bias", None)
@@ -174,7 +174,7 @@ class LookAheadAttention(RelativeAttention):
         self.ahead_bias = first.ahead_bias
 
     def forward(self, x: Tensor, past: Past, visible: Tensor, ahead: Tensor) -> Refreshed:  # type: ignore[override]
-        """Attend from the segment to memory and segment, and refresh what the memory rows have attended.
+        """Attend from the segment to memory and segment, and refresh the attention results of the memory rows.
 
         Args:
             x: (B, M + T, D), memory rows first.  past: of the memory rows.
@@ -201,7 +201,7 @@ class LookAheadAttention(RelativeAttention):
         return Refreshed(self.dropout(self.output(contexts.flatten(-2))), segment_query, newest)
 
     def refresh(self, query: Tensor, key: Tensor, value: Tensor, position: Tensor, past: Past, ahead: Tensor) -> Past:
-        """What the memory rows have attended, with their look-ahead: query (H, B, M, K), the rest as in `forward`."""
+        """Return the refreshed attention results of memory rows: query (H, B, M, K), the rest as in `forward`."""
         if not self.look_ahead:
             return Past(past.context.to(value.dtype), past.log_sum)
         window = slice(self.mem_len - self.window + 1, self.mem_len + 1)
@@ -221,9 +221,9 @@ class LookAheadAttention(RelativeAttention):
         return Past(context.to(value.dtype).permute(1, 2, 0, 3), log_sum.permute(1, 2, 0))
 
     def ahead_position_keys(self, position: Tensor) -> Tensor:
-        """W_r R_t at t = 1, ..., M and a dummy, (H, K, M + 1), from those of the segment; or at t = -1, ..., -M.
+        """Return W_r R_t at t = 1, ..., M and a dummy, (H, K, M + 1), from those of the segment; or at t = -1, ..., -M.
 
-        Disentangled positions share R_t, and here also its dropout, between both directions, and tell them apart by v.
+        With disentangled positions both directions share R_t, and here also its dropout; they differ in v.
         """
         if self.ahead_bias is not None:
             num_tokens = position.shape[-1] - 1 - self.mem_len

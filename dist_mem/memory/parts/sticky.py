@@ -12,18 +12,18 @@ from torch import Tensor
 from dist_mem.memory.parts.counter_hash import uniform
 
 SAMPLINGS = ("linear", "sticky", "stratified")
-_TINY = 1e-300  # against 0 / 0
+_TINY = 1e-300  # avoids 0 / 0
 _BEYOND = 1e-6  # how far the outer edges of the outer bins lie outside of [0, 1], as published
 
 
 def read_histogram(mu: Tensor, variance: Tensor, real: Tensor, *, num_bins: int) -> Tensor:
-    """How much of all heads' and queries' densities falls into each of equal bins of [0, 1].
+    """Return the mass of all heads' and queries' densities in each of `num_bins` equal bins of [0, 1].
 
     Args:
         mu, variance: (H, B, T), of the normal densities.  real: (B, T) bool, which queries count.
 
     Returns:
-        (B, num_bins), not normalised; what lies outside of [0, 1] is lost.
+        (B, num_bins), not normalised; mass outside [0, 1] is lost.
     """
     edges = torch.linspace(0.0, 1.0, num_bins + 1, device=mu.device, dtype=mu.dtype)
     edges = torch.cat([edges[:1] - _BEYOND, edges[1:-1], edges[-1:] + _BEYOND])
@@ -34,7 +34,7 @@ def read_histogram(mu: Tensor, variance: Tensor, real: Tensor, *, num_bins: int)
 def sample_positions(
     histogram: Tensor, sampling: str, *, num_samples: int, counters: tuple[Tensor | int, ...]
 ) -> Tensor:
-    """Positions in [0, 1] drawn from a histogram (B, num_bins), sorted: (B, S) float64.
+    """Draw positions in [0, 1] from a histogram (B, num_bins), sorted: (B, S) float64.
 
     `sticky` draws bins independently and takes their left edges, as the published code does (its jitter within a bin is
     switched off). `stratified` is systematic sampling: S equal steps of the histogram's distribution function, from one
