@@ -4,25 +4,25 @@ Words
     document   a book, an article, a dialogue
     segment    T consecutive tokens of one document, the unit of one forward pass
     lane       one row of the global batch; it reads documents one after another
-    memory     what a lane carries from one segment to the next (its state)
+    memory     the state that a lane carries from one segment to the next
     STM, LTM   short-term memory (recent hidden states), long-term memory (older, compressed or continuous)
-    rank       one process of the job; world: all of them
+    rank       one process of the job; world: all ranks
     shard      one tar file of documents
     epoch      every document exactly once
-    cursor     where a lane stands: epoch, place in the plan, token offset
+    cursor     the position of a lane: epoch, place in the plan, token offset
 
 Shape letters, used in every comment and docstring
-    B lanes held here    T segment length      M short-term memory length    C compressed memory length
+    B lanes of a rank    T segment length      M short-term memory length    C compressed memory length
     N basis functions    D model width         H heads                       K head width
     V vocabulary         G global lanes        L layers
 
 From Python (docs/start/python.md; `import dist_mem` itself loads nothing)
     load_model   a trained model, its tokenizer and its configuration, from a run or a checkpoint
     score        the negative log-likelihood of every token of a text, read with memory
-    start, read  texts read so far, one a lane; next_log_probs: what comes next
-    generate     write on in all lanes, with a Sampling
+    start, read  texts read so far, one a lane; next_log_probs: probabilities of the next token
+    generate     continue the text of all lanes, with a Sampling
     init_state   empty memories
-    read_lanes   the memories that lanes carried at the checkpoint; start_from: texts read on from these
+    read_lanes   the memories that lanes carried at the checkpoint; start_from: texts that continue from these
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The names of `__all__`, imported when they are asked for: torch and DeepSpeed take seconds."""
+    """Import the names of `__all__` on first use: torch and DeepSpeed take seconds."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from dist_mem.runtime.distributed import choose_accelerator

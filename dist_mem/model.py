@@ -1,8 +1,9 @@
 """MemoryLM: embed -> blocks, each with its memory -> softmax -> one negative log-likelihood per token.
 
 The model decides what is remembered: a lane's new memory is kept only if its segment was complete (rule 3 of the memory
-contract), or if documents are cut from their end (`data.cut`), where the first segment is the short one. State goes in
-and out as a NamedTuple; nothing is stored in the module. Shape letters: B lanes, T segment, D model, V vocabulary.
+contract), or if documents are cut from their end (`data.cut`), where the first segment is the short one. State is an
+input and an output, a NamedTuple; nothing is stored in the module. Shape letters: B lanes, T segment, D model, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from dist_mem.nn.vocabulary import Bin, Embedding, Softmax, adaptive_bins, plain
 
 
 class LMState(NamedTuple):
-    blocks: tuple[Any, ...]  # one state a block, as its memory defines it
-    stem: Any  # of the rows that come before the segment, see `Stem`
-    types: Any = ()  # who speaks, see `TokenTypes`; (): the model has no token types
+    blocks: tuple[Any, ...]  # one state a block, defined by its memory
+    stem: Any  # of the rows before the segment, see `Stem`
+    types: Any = ()  # current token types, see `TokenTypes`; (): the model has no token types
 
 
 class Features(NamedTuple):
     hidden: Tensor  # (B, T, D), input of the softmax
     aux: dict[str, Tensor]  # name -> (B,) weighted auxiliary loss per lane, summed over blocks
     state: LMState
-    logs: dict[str, Tensor]  # name -> (B,) float32 figures that memories log, the mean over the blocks that do
+    logs: dict[str, Tensor]  # name -> (B,) float32 values that memories log, the mean over the blocks that log them
 
 
 class LMOutput(NamedTuple):
@@ -46,17 +47,17 @@ class LMOutput(NamedTuple):
 
 
 def reset_lanes(state: LMState, fresh: LMState, is_new_document: Tensor) -> LMState:
-    """Fresh memories for the lanes that start a document, (B,) bool."""
+    """Return the state with fresh memories in the lanes that start a document, (B,) bool."""
     return select_lanes(is_new_document, fresh, state)
 
 
 def empty_memories(state: LMState, fresh: LMState) -> LMState:
-    """Fresh memories for all lanes; who speaks stays, for it is read off the text and is no memory."""
+    """Return fresh memories for all lanes; the token types stay, because they derive from the text."""
     return fresh._replace(types=state.types)
 
 
 class BlockOutput(NamedTuple):
-    y: Tensor  # (B, T, D), the rows of a stem before them
+    y: Tensor  # (B, T, D), after the rows of a stem, if any
     state: Any  # of the memory
     aux: dict[str, Tensor]  # name -> (B,) weighted auxiliary loss per lane
     logs: dict[str, Tensor]  # name -> (B,) float32, without gradient
@@ -65,11 +66,11 @@ class BlockOutput(NamedTuple):
 class Block(nn.Module):
     """Memory layer (attention) and feed-forward, each with its residual and its layer norm.
 
-    With pre-norm the memory normalises its own input, because stored and new rows go through the same norm.
+    With pre-norm the memory normalises its input, because stored and new rows pass through the same norm.
     """
 
     def __init__(self, memory: Memory, feed_forward: FeedForward | gpt2.FeedForward, *, dropout: float = 0.0) -> None:
-        """`dropout`: on what the memory gives, a long-term memory's reading included; besides what it drops itself."""
+        """`dropout` applies to the memory's output, including a long-term memory's reading, after its own dropout."""
         super().__init__()
         spec = memory.spec
         self.pre_norm = spec.norm == "pre"
@@ -90,7 +91,7 @@ class Block(nn.Module):
         return BlockOutput(out, state, aux, logs)
 
     def flops(self) -> Flops | None:
-        """Of a complete segment of one lane; None where the memory does not count its own."""
+        """Count a complete segment of one lane; None if the memory does not count its operations."""
         memory, d_inner = self.memory, self.feed_forward.expand.out_features
         flops = cast("Flops | None", memory.flops())
         return flops and flops + product(memory.num_rows, 2 * memory.spec.d_model, d_inner)
@@ -108,7 +109,7 @@ class MemoryLM(nn.Module):
         self.embedding = make_embedding(model, bins)
         self.token_types = TokenTypes(model.token_types, vocab_size) if model.token_types else None
         self.blocks = nn.ModuleList(make_block(config, index) for index in range(model.num_layers))
-        # Deviation: the published pre-norm model has no norm before the softmax; post-norm ends with one anyway.
+        # Deviation: the published pre-norm model has no norm before the softmax; post-norm blocks end with one.
         self.final_norm = nn.LayerNorm(model.d_model) if model.norm == "pre" and model.final_norm else nn.Identity()
         is_gpt2 = model.kind == "gpt2"
         self.head = (gpt2.Softmax if is_gpt2 else Softmax)(bins, d_model=model.d_model)
@@ -125,22 +126,22 @@ class MemoryLM(nn.Module):
         self.stem = self.memories()[0].stem()
 
     def memories(self) -> list[Memory]:
-        """The memory layer of every block."""
+        """Return the memory layer of every block."""
         return [cast(Block, block).memory for block in self.blocks]
 
     def names_apart(self) -> list[str]:
-        """Names of the trained parameters that learn from an auxiliary loss alone."""
+        """Return the names of the trained parameters that learn from an auxiliary loss only."""
         auxiliary = {parameter for memory in self.memories() for parameter in memory.auxiliary_parameters()}
         return [name for name, parameter in self.named_parameters() if parameter in auxiliary]
 
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> LMState:
-        """Empty memories of lanes that begin these documents, (B,) int64; `dtype` is the activations'."""
+        """Return empty memories of lanes that begin these documents, (B,) int64; `dtype` is that of the activations."""
         blocks = tuple(memory.init_state(document_ids, device, dtype) for memory in self.memories())
         types = () if self.token_types is None else self.token_types.init_state(len(document_ids), device)
         return LMState(blocks, self.stem.init_state(document_ids, device, dtype), types)
 
     def features(self, tokens: Tensor, valid_len: Tensor, *, state: LMState) -> Features:
-        """All but the softmax: tokens (B, T) int64, valid_len (B,) int64."""
+        """Compute everything but the softmax: tokens (B, T) int64, valid_len (B,) int64."""
         is_kept = valid_len > 0 if self.commits_short else valid_len == tokens.shape[1]
         embedded, types = self.embed(tokens, valid_len, state.types)
         x, stem_state = self.stem(self.dropout(embedded), state.stem)
@@ -164,14 +165,14 @@ class MemoryLM(nn.Module):
         return Features(hidden, aux, LMState(tuple(committed), *rest), means)
 
     def embed(self, tokens: Tensor, valid_len: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """Embedded tokens (B, T, D), with those of their types where the model has types, and the new types' state."""
+        """Return embedded tokens (B, T, D), with their types' embeddings if the model has types, and the types' state."""
         if self.token_types is None:
             return self.embedding(tokens), state
         types = self.token_types(tokens, valid_len, state)
         return self.embedding(tokens, types.ids), types.state
 
     def forward(self, tokens: Tensor, targets: Tensor, valid_len: Tensor, *, state: LMState) -> LMOutput:
-        """One segment of every lane.
+        """Score one segment of every lane.
 
         Args:
             tokens: (B, T) int64, real tokens first.  targets: (B, T) int64, IGNORE where nothing is scored.
@@ -183,7 +184,7 @@ class MemoryLM(nn.Module):
         return LMOutput(scores.nll, scores.hits, aux, state, logs)
 
     def flops(self) -> Flops | None:
-        """Of a complete segment of one lane, all memories full; None where a memory does not count its own."""
+        """Count a complete segment of one lane, all memories full; None if a memory does not count its operations."""
         seg_len = self.memories()[0].spec.seg_len
         total = self.embedding.flops(seg_len) + self.head.flops(seg_len)
         for block in self.blocks:
@@ -194,22 +195,22 @@ class MemoryLM(nn.Module):
         return total
 
     def log_probs(self, tokens: Tensor, valid_len: Tensor, *, state: LMState) -> tuple[Tensor, LMState]:
-        """Log-probabilities of every next token, (B, T, V) float32, and the committed state; for generation."""
+        """Return log-probabilities of every next token, (B, T, V) float32, and the committed state; for generation."""
         features = self.features(tokens, valid_len, state=state)
         return self.head.log_probs(features.hidden), features.state
 
 
 def make_embedding(model: ModelConfig, bins: list[Bin]) -> Embedding:
-    """With learned positions for GPT-2."""
+    """Return the embedding layer; GPT-2's has learned positions."""
     if model.kind == "gpt2":
         return gpt2.Embedding(bins, d_model=model.d_model, num_positions=model.num_positions)
     return Embedding(bins, d_model=model.d_model)
 
 
 def make_block(config: Config, layer_index: int) -> Block:
-    """Block `layer_index`, with its memory.
+    """Return block `layer_index`, with its memory.
 
-    GPT-2 drops out the sum of attention and long-term memory, as published; otherwise each drops out its own.
+    GPT-2 applies dropout to the sum of attention and long-term memory, as published; other models apply it to each.
     """
     model = config.model
     spec = layer_spec(config, layer_index)
@@ -221,7 +222,7 @@ def make_block(config: Config, layer_index: int) -> Block:
 
 
 def layer_spec(config: Config, layer_index: int) -> LayerSpec:
-    """What the memory of block `layer_index` is told."""
+    """Return the shapes and options of the memory of block `layer_index`."""
     model = config.model
     if model.norm not in ("pre", "post"):
         raise ValueError(f"model.norm is {model.norm!r}, but must be pre or post")
@@ -247,7 +248,7 @@ def layer_spec(config: Config, layer_index: int) -> LayerSpec:
 
 
 def vocabulary_bins(model: ModelConfig, vocab_size: int) -> list[Bin]:
-    """One bin, or those of `model.adaptive`."""
+    """Return the bins of `model.adaptive`, or one bin for a plain vocabulary."""
     d_embed = model.d_embed or model.d_model
     if model.adaptive is None:
         return plain_bin(vocab_size, d_model=model.d_model, d_embed=d_embed)
@@ -264,9 +265,9 @@ def vocabulary_bins(model: ModelConfig, vocab_size: int) -> list[Bin]:
 
 
 def describe(config: Config, vocab_size: int) -> dict[str, int]:
-    """Sizes of a configuration, without allocating it: parameters, bytes of memory that a lane carries, FLOPs a token.
+    """Return sizes of a configuration, without allocating it: parameters, bytes of memory per lane, FLOPs per token.
 
-    The FLOPs are those of `MemoryLM.flops`, and are left out where a memory does not count its own.
+    The FLOPs are those of `MemoryLM.flops`; they are left out if a memory does not count its operations.
     """
     dtype = DTYPES[config.train.precision]
     with torch.device("meta"):

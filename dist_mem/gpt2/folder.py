@@ -1,7 +1,7 @@
 """Folders in Hugging Face's layout: config.json and model.safetensors, as `save_pretrained` writes them.
 
 A run with `model.pretrained` begins with the weights of such a folder; `dist-mem export --format transformers` writes
-one. Sizes are the configuration's, so that a run goes on, and is evaluated, without the folder.
+one. The configuration holds the sizes, so that a run is resumed and evaluated without the folder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dist_mem.gpt2.names import take_published
 from dist_mem.model import MemoryLM
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-# Keys of config.json that change what the model computes, and the values that are computed here.
+# Keys of config.json that change the computation, and the values supported here.
 COMPUTED: dict[str, tuple[Any, ...]] = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -32,7 +32,7 @@ COMPUTED: dict[str, tuple[Any, ...]] = {
 
 
 def sizes_of(published: dict[str, Any]) -> dict[str, int]:
-    """Our keys of `model` and what config.json says of them."""
+    """Return the sizes in a config.json by our keys of `model`."""
     return {
         "num_layers": published["n_layer"],
         "d_model": published["n_embd"],
@@ -43,7 +43,11 @@ def sizes_of(published: dict[str, Any]) -> dict[str, int]:
 
 
 def read_published_config(folder: Path) -> dict[str, Any]:
-    """config.json of a GPT-2. Raises UnusableError: there is none, or it is of a model that is not computed here."""
+    """Read config.json of a GPT-2.
+
+    Raises:
+        UnusableError: there is none, or its model is not supported here.
+    """
     path = folder / CONFIG
     try:
         published = json.loads(path.read_text(encoding="utf-8"))
@@ -63,7 +67,7 @@ def read_published_config(folder: Path) -> dict[str, Any]:
 
 
 def check_sizes(model: ModelConfig, vocab_size: int | None) -> None:
-    """Compare a configuration with its `model.pretrained`; None: the data, and their vocabulary, are not built yet.
+    """Compare a configuration with its `model.pretrained`; `vocab_size` is None if the data are not built yet.
 
     Raises:
         UnusableError: names every key that differs, and its right value.
@@ -73,9 +77,9 @@ def check_sizes(model: ModelConfig, vocab_size: int | None) -> None:
     published = read_published_config(Path(model.pretrained))
     wrong = {key: value for key, value in sizes_of(published).items() if getattr(model, key) != value}
     if wrong:
-        said = ", ".join(f"model.{key} is {getattr(model, key)}" for key in wrong)
+        configured = ", ".join(f"model.{key} is {getattr(model, key)}" for key in wrong)
         fix = " ".join(f"model.{key}={value}" for key, value in wrong.items())
-        raise UnusableError(f"{said}, but not in {path}: set {fix}")
+        raise UnusableError(f"{configured}, but not in {path}: set {fix}")
     if vocab_size not in (None, published["vocab_size"]):
         raise UnusableError(
             f"data.path has a tokenizer of {vocab_size} tokens, {path} has vocab_size {published['vocab_size']}: build "
@@ -84,10 +88,10 @@ def check_sizes(model: ModelConfig, vocab_size: int | None) -> None:
 
 
 def load_pretrained(model: MemoryLM, config: Config, vocab_size: int) -> list[str]:
-    """Give a model, not yet under DeepSpeed, the weights of `model.pretrained`.
+    """Load the weights of `model.pretrained` into a model that is not yet under DeepSpeed.
 
     Returns:
-        Names of the parameters that begin as configured, because the folder has none of them.
+        Names of the parameters that keep their initial values, because the folder does not have them.
 
     Raises:
         UnusableError: the folder cannot be read, or is of another size; names file, key and right value.
@@ -97,7 +101,7 @@ def load_pretrained(model: MemoryLM, config: Config, vocab_size: int) -> list[st
     try:
         weights = load_file(path)
     except (OSError, SafetensorError) as error:
-        fix = "write the model anew with transformers' save_pretrained"
+        fix = "write the model again with transformers' save_pretrained"
         raise UnusableError(f"model.pretrained: {path} cannot be read ({error}): {fix}") from error
     try:
         return take_published(model, weights, str(path))
