@@ -165,7 +165,7 @@ class MemoryLM(nn.Module):
         return Features(hidden, aux, LMState(tuple(committed), *rest), means)
 
     def embed(self, tokens: Tensor, valid_len: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """Return embedded tokens (B, T, D), with their types' embeddings if the model has types, and the types' state."""
+        """Embed tokens, and add their types' embeddings if the model has types: (B, T, D), and the types' new state."""
         if self.token_types is None:
             return self.embedding(tokens), state
         types = self.token_types(tokens, valid_len, state)

@@ -1,1 +1,1 @@
-"""All that is known of DeepSpeed: the engine, where ZeRO keeps state, the optimizer and the communication op."""
+"""Everything that depends on DeepSpeed: the engine, ZeRO's state, the optimizer and the communication op."""

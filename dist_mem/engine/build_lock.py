@@ -1,7 +1,7 @@
-"""One process of a node at a time compiles or loads what torch's extension builder keeps in a directory.
+"""A lock on a directory of torch's extension builder: one process of a node at a time compiles or loads.
 
-torch's own lock there is a file that a killed process leaves behind, and the next one waits for it without an end. Ours
-is the kernel's and dies with its process; what stands in its file tells whether that process was in the midst of it.
+torch's lock there is a file that a killed process leaves behind, and the next one waits for it forever. Ours is a
+kernel lock, which ends with its process; the content of its file shows whether that process was still building.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ _LONGEST_COMPILATION = 900.0  # seconds; it takes 30 to 150
 
 @contextmanager
 def building(directory: Path) -> Iterator[None]:
-    """Hold the directory; a lock of torch's that a killed job of ours has left in it is removed.
+    """Hold the directory, and remove a lock of torch's that a killed job of ours left in it.
 
     Raises:
-        ValueError: some other program's lock is there for longer than any compilation takes.
+        ValueError: another program's lock is older than any compilation takes.
     """
     directory.mkdir(parents=True, exist_ok=True)
     left_behind = directory / "lock"
-    with (directory / "dist_mem.lock").open("a+", encoding="utf-8") as own:
-        fcntl.flock(own, fcntl.LOCK_EX)
-        own.seek(0)
-        if own.read():
+    with (directory / "dist_mem.lock").open("a+", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.seek(0)
+        if lock.read():
             left_behind.unlink(missing_ok=True)
         _refuse_stale(left_behind)
-        own.write("building")
-        own.flush()
+        lock.write("building")
+        lock.flush()
         yield
-        own.truncate(0)
+        lock.truncate(0)
 
 
 def _refuse_stale(lock: Path) -> None:

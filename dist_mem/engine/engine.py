@@ -1,8 +1,8 @@
-"""The door to DeepSpeed: its configuration, its start, and one update.
+"""The interface to DeepSpeed: its configuration, its start, and one update.
 
-DeepSpeed's habits this module exists for: it divides the loss by the accumulation steps on top of ours; it skips an
-update silently when a gradient is not finite (and in fp32 without ZeRO poisons every parameter instead); it clips at
-norm 1 unless told otherwise; it ignores unknown top-level keys (refused in the configuration).
+This module handles behaviour of DeepSpeed that would surprise: it divides the loss by the accumulation steps on top of
+our division; it silently skips an update if a gradient is not finite (and in fp32 without ZeRO corrupts every parameter
+instead); it clips at norm 1 by default; it ignores unknown top-level keys (refused in the configuration).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from dist_mem.nn.layers import DTYPES
 from dist_mem.runtime.distributed import announced, tell
 
 try:
-    # DeepSpeed's autotuner imports mlflow where it can, on every rank: 1.7 s, 115 MB and a telemetry client. A None
-    # here makes that import fail, which it is prepared for; mlflow_run.py imports mlflow later, on rank 0 alone.
+    # DeepSpeed's autotuner imports mlflow if it can, on every rank: 1.7 s, 115 MB and a telemetry client. A None here
+    # makes that import fail, which the autotuner handles; mlflow_run.py imports mlflow later, on rank 0 only.
     sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -46,16 +46,16 @@ finally:
     if sys.modules["mlflow"] is None:
         del sys.modules["mlflow"]
 
-# DeepSpeed 0.19 calls collectives by names that torch 2.13 has renamed: nothing a user can change, said at every step.
+# DeepSpeed 0.19 calls collectives by names that torch 2.13 deprecates: a warning at every step that no user can fix.
 warnings.filterwarnings("ignore", r".*`torch.distributed.\w+` is deprecated", FutureWarning)
 _CPU_OP = "deepspeed_shm_comm"  # compiled at the first start
 
 
 def deepspeed_config(block: dict[str, Any], train: Any, *, world_size: int, accumulation: int) -> dict[str, Any]:
-    """The user's `deepspeed:` block completed with the keys this project owns.
+    """Return the user's `deepspeed:` block with the keys that this project sets.
 
     Args:
-        block: the block as the user wrote it, without the keys we own.
+        block: the block as the user wrote it, without those keys.
         train: `TrainConfig`.
         accumulation: forward and backward passes of one rank in one update.
     """
@@ -63,8 +63,8 @@ def deepspeed_config(block: dict[str, Any], train: Any, *, world_size: int, accu
         "train_micro_batch_size_per_gpu": train.micro_lanes,
         "gradient_accumulation_steps": accumulation,
         "train_batch_size": train.micro_lanes * accumulation * world_size,
-        "gradient_clipping": train.max_grad_norm or 0.0,  # left out, DeepSpeed clips at 1.0
-        "zero_allow_untested_optimizer": True,  # torch's own optimizers, checked by our tests
+        "gradient_clipping": train.max_grad_norm or 0.0,  # DeepSpeed's default is 1.0
+        "zero_allow_untested_optimizer": True,  # torch's optimizers, which our tests check
         "zero_force_ds_cpu_optimizer": False,  # offloading works with torch's Adam too
         "steps_per_print": None,
     }
@@ -75,7 +75,7 @@ def deepspeed_config(block: dict[str, Any], train: Any, *, world_size: int, accu
 
 
 def _import_muon_uncompiled() -> None:
-    """Import DeepSpeed's Muon, for which ZeRO takes every optimizer in turn, without compiling what nobody will run.
+    """Import DeepSpeed's Muon, whose class ZeRO checks every optimizer against, without compiling it.
 
     Its decorators would load torch's compiler, 0.8 s and 43 MB on every rank.
     """
@@ -88,7 +88,7 @@ def _import_muon_uncompiled() -> None:
 
 
 def _refuse_what_cannot_be_saved(zero: dict[str, Any]) -> None:
-    """Raise ValueError for state of `zero_optimization` that is not where zero_state.py finds it."""
+    """Raise ValueError for options of `zero_optimization` whose state zero_state.py cannot find."""
     for key in ("offload_optimizer", "offload_param"):
         if (zero.get(key) or {}).get("device") == "nvme":
             raise ValueError(
@@ -120,17 +120,17 @@ def _start_deepspeed(model: nn.Module, optimizer: torch.optim.Optimizer, config:
             "multiplied the loss, and nothing is learnt; set deepspeed.zero_optimization.stage=1"
         )
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
-        # Half precision without ZeRO: it has made a step without gradients, which decays weights and counts in Adam.
+        # Half precision without ZeRO: it made a step without gradients, which decays weights and counts in Adam.
         engine.optimizer.refresh_fp32_params()
         engine.optimizer.optimizer.state.clear()
     return engine
 
 
 def start_communication() -> None:
-    """Load what DeepSpeed communicates with: on CPUs an op, which it compiles at its first start on a machine.
+    """Start DeepSpeed's communication; on CPUs load its op, compiled at the first start on a machine.
 
     Raises:
-        ValueError: it could not be compiled; names the reason and the fix.
+        ValueError: the op could not be compiled; names the reason and the fix.
     """
     try:
         if torch.distributed.get_backend() == "gloo":
@@ -143,9 +143,9 @@ def start_communication() -> None:
                 announcement = nullcontext()
             with announcement, building(directory), redirect_stdout(io.StringIO()):
                 get_accelerator().create_op_builder("ShareMemCommBuilder").load()
-        with redirect_stdout(io.StringIO()):  # it says on every rank that all is well
+        with redirect_stdout(io.StringIO()):  # it prints its success on every rank
             deepspeed.init_distributed(torch.distributed.get_backend())
-    except (ImportError, OSError, RuntimeError) as error:  # ImportError: a rank waited for another one's compiler
+    except (ImportError, OSError, RuntimeError) as error:  # ImportError: another rank's compiler failed
         reasons = re.findall(r"^.*(?:not found|[Ee]rror: ).*$", str(error).partition("\n")[2], re.MULTILINE)
         raise ValueError(
             f"DeepSpeed could not compile its CPU communication op ({reasons[0] if reasons else error}): install a C++ "
@@ -167,18 +167,18 @@ class Engine:
         accumulation: int,
         apart: Collection[str] = (),
     ) -> None:
-        """`apart`: names of parameters whose part of the gradient's norm is told apart."""
-        deepspeed_logger.setLevel(logging.WARNING)  # dozens of lines a start that tell a user nothing
+        """`apart`: names of parameters whose gradient norm is logged separately."""
+        deepspeed_logger.setLevel(logging.WARNING)  # dozens of lines per start without use to the user
         optimizer = build_optimizer(model, config.optimizer)
         self.config = deepspeed_config(block, config.train, world_size=world_size, accumulation=accumulation)
         self._engine = _start_deepspeed(model, optimizer, self.config)
-        self.lr = self._lr = config.optimizer.lr  # of the last update, for groups that have none of their own
+        self.lr = self._lr = config.optimizer.lr  # of the last update, for groups that set none
         self._peak_lrs = [group["lr"] for group in self._engine.optimizer.param_groups]
         self.dtype = DTYPES[config.train.precision]
         self.device = self._engine.device
         self.stage: int = self._engine.zero_optimization_stage()
         self._unguarded = self.stage == 0 and self.dtype == torch.float32
-        self._gradient_norm_before: float | None = None  # of the last update, where `_unguarded`
+        self._gradient_norm_before: float | None = None  # of the last update before clipping, if `_unguarded`
         self._shares = GradientShares(self._engine, apart) if apart else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -195,15 +195,15 @@ class Engine:
         return self._engine.optimizer
 
     def train(self, mode: bool = True) -> None:
-        """Dropout on or off."""
+        """Switch dropout on or off."""
         self._engine.train(mode)
 
     def init_state(self, document_ids: Tensor) -> Any:
-        """Empty memories of lanes that begin these documents, (B,) int64, on the engine's device and in its dtype."""
+        """Return empty memories of lanes that begin these documents, (B,) int64, with the engine's device and dtype."""
         return self.module.init_state(document_ids.to(self.device), self.device, self.dtype)
 
     def backward(self, loss: Tensor) -> None:
-        """Backward of a normalized micro-loss, which DeepSpeed must not divide by the accumulation steps again."""
+        """Run the backward of a normalized micro-loss, which DeepSpeed must not divide by the accumulation steps."""
         self._engine.backward(loss, scale_wrt_gas=False)
 
     def end_micro_batch(self) -> None:
@@ -211,14 +211,17 @@ class Engine:
         self._engine.step()
 
     def gradients_finite(self) -> bool:
-        """Whether it is safe to `step`; only fp32 without ZeRO has to look, everything else skips by itself."""
+        """Return whether it is safe to `step`.
+
+        Only fp32 without ZeRO needs the check; in all other cases DeepSpeed skips the update.
+        """
         if not self._unguarded:
             return True
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         return bool(torch.isfinite(torch.nn.utils.get_total_norm(gradients)))
 
     def step(self, lr_factor: float) -> bool:
-        """Update with each group's peak learning rate times `lr_factor`; False if DeepSpeed skipped it."""
+        """Update with each group's peak learning rate times `lr_factor`; return False if DeepSpeed skipped it."""
         for group, peak in zip(self._engine.optimizer.param_groups, self._peak_lrs, strict=True):
             group["lr"] = peak * lr_factor
         self.lr = self._lr * lr_factor
@@ -226,9 +229,9 @@ class Engine:
         return self._engine.was_step_applied()
 
     def discard(self) -> None:
-        """End an update without applying it: parameters and optimizer stay as they are; an fp16 loss scale moves on."""
+        """End an update without applying it: parameters and optimizer are unchanged; an fp16 loss scale is updated."""
         optimizer: Any = zero_state.base_optimizer(self._engine)
-        optimizer.step = lambda *_, **__: None  # DeepSpeed goes all its way, and clears what it has accumulated
+        optimizer.step = lambda *_, **__: None  # DeepSpeed runs its whole step, and clears the accumulated gradients
         try:
             self._end_update()
         finally:
@@ -245,30 +248,30 @@ class Engine:
         return float(torch.nn.utils.get_total_norm(gradients))
 
     def gradient_norm(self) -> float:
-        """Global gradient norm of the last update before clipping; nan where DeepSpeed does not know it."""
+        """Return the global gradient norm of the last update before clipping; nan if DeepSpeed does not know it."""
         norm = self._gradient_norm_before if self._unguarded else self._engine.get_global_grad_norm()
         return float("nan") if norm is None else float(norm)
 
     def gradient_norms(self) -> Norms | None:
-        """The same for the parameters told apart and for all others; None without any. Every rank calls it."""
+        """Return the norm of the `apart` parameters and that of all others; None without `apart`. All ranks call it."""
         return None if self._shares is None else self._shares.norms(self.gradient_norm())
 
     def held(self) -> list[Slice]:
-        """What this rank holds of masters and optimizer state, as live views."""
+        """Return this rank's master weights and optimizer state, as live views."""
         return zero_state.held(self._engine)
 
     def owned(self) -> list[Slice]:
-        """What of it this rank saves: the ranks together own every element exactly once."""
+        """Return the part of `held` that this rank saves: the ranks together own every element exactly once."""
         return zero_state.owned(self._engine)
 
     def facts(self) -> dict[str, Any]:
-        """What engine.json says besides who has what; the same on every rank."""
+        """Return the content of engine.json besides the ranks' ranges; the same on every rank."""
         return {"dtype": str(self.dtype).removeprefix("torch."), **zero_state.facts(self._engine)}
 
     def restore(self, read: ReadSlice, counters: Counters) -> None:
-        """Go on from a checkpoint of any ZeRO stage and number of ranks, fresh or trained already.
+        """Load a checkpoint of any ZeRO stage and number of ranks into this engine, fresh or already trained.
 
-        Every rank calls it, between two updates. Learning rates and weight decay stay the configuration's.
+        Every rank calls it, between two updates. Learning rates and weight decay remain those of the configuration.
 
         Args:
             read: `EngineReader.read`.

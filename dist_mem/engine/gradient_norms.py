@@ -1,8 +1,8 @@
-"""How much of the gradient is that of parameters that learn from a loss of their own, such as a compression.
+"""Separate gradient norms of the model and of parameters with an auxiliary loss, such as a compression.
 
-One clip at the norm of all gradients holds model and compression alike, of which Rae et al. 2020 say nothing: a large
-gradient of one makes the steps of the other shorter. So both norms are logged. They are taken where torch's optimizer
-gets its gradients, flat and cut as ZeRO has them, and scaled to the norm before the clip.
+One clip at the norm of all gradients serves model and compression, which Rae et al. 2020 do not specify: a large
+gradient of one shortens the steps of the other. So both norms are logged. They are computed from the gradients that
+torch's optimizer receives, flat and partitioned by ZeRO, and scaled to the norm before the clip.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from dist_mem.engine.zero_state import Span, base_optimizer, flats
 
 
 class Norms(NamedTuple):
-    """Of the gradient of the last update, before clipping; their squares add up to that of the global norm."""
+    """Gradient norms of the last update before clipping; their squares add up to the square of the global norm."""
 
     model: float
-    apart: float
+    apart: float  # of the parameters with an auxiliary loss
 
 
 class GradientShares:
-    """Listens to the steps of torch's optimizer under a DeepSpeed engine."""
+    """Measures gradient norms in a hook on the steps of torch's optimizer under a DeepSpeed engine."""
 
     def __init__(self, engine: Any, apart: Collection[str]) -> None:
-        """`apart`: names of the parameters with a loss of their own."""
+        """`apart`: names of the parameters with an auxiliary loss."""
         self._apart = frozenset(apart)
         self._is_cut = engine.zero_optimization_stage() > 0  # otherwise every rank has all gradients
         self._spans: dict[torch.Tensor, list[Span]] = {flat.key: flat.spans for flat in flats(engine)}
@@ -36,7 +36,7 @@ class GradientShares:
         base_optimizer(engine).register_step_pre_hook(self._note)
 
     def begin(self) -> None:
-        """Before an update: at stage 3 it is many steps of the optimizer."""
+        """Start a new update, which at stage 3 is many steps of the optimizer."""
         self._squares.zero_()
 
     def _note(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -49,7 +49,7 @@ class GradientShares:
                     self._squares[int(name in self._apart)] += part.float().square().sum().to(self._squares.device)
 
     def norms(self, total: float) -> Norms:
-        """The global norm `total` divided; every rank calls it."""
+        """Divide the global norm `total` into its two parts; every rank calls it."""
         squares = self._squares.clone()
         if self._is_cut:
             dist.all_reduce(squares)

@@ -1,7 +1,7 @@
-"""The optimizer: parameter groups by name pattern, torch's own Adam and SGD, and the learning-rate schedule.
+"""The optimizer: parameter groups by name pattern, torch's Adam and SGD, and the learning-rate schedule.
 
-The learning rate is a pure function of the step (`lr_factor`), written into the groups before every update, so there is
-no scheduler state to save and a resumed run cannot be off by one.
+The learning rate is a pure function of the step (`lr_factor`), written into the groups before every update. So there is
+no scheduler state to save, and a resumed run cannot be off by one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def _decays(name: str, parameter: nn.Parameter) -> bool:
 
 
 def parameter_groups(model: nn.Module, config: Any) -> list[dict[str, Any]]:
-    """Parameters grouped by (lr, weight decay); `trainable: false` groups are frozen and left out.
+    """Group parameters by (lr, weight decay); groups with `trainable: false` are frozen and left out.
 
     Args:
-        config: `OptimizerConfig`. The first entry of `config.groups` whose pattern is found in a name takes the
-            parameter; weight decay applies to matrices only, unless the group that takes the parameter sets it.
+        config: `OptimizerConfig`. A parameter belongs to the first entry of `config.groups` whose pattern is found in
+            its name. Weight decay applies to matrices only, unless that entry sets it.
 
     Raises:
         ValueError: a pattern matches no parameter, or nothing is left to train.
@@ -58,7 +58,7 @@ def parameter_groups(model: nn.Module, config: Any) -> list[dict[str, Any]]:
 
 
 def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
-    """AdamW, Adam (L2 in the gradient, as published with Transformer-XL) or SGD over `parameter_groups`."""
+    """Build AdamW, Adam (L2 in the gradient, as published with Transformer-XL) or SGD over `parameter_groups`."""
     groups = parameter_groups(model, config)
     if config.kind == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
@@ -72,10 +72,10 @@ def num_moments(config: Any) -> int:
 
 
 def lr_factor(step: int, config: Any, total_steps: int) -> float:
-    """Learning rate of update `step` (from 0) as a share of its peak.
+    """Return the learning rate of update `step` (from 0) as a fraction of its peak.
 
-    Linear warmup over `warmup_steps`, then constant, or a linear or cosine descent over `decay_steps` (default: all
-    that is left) to `end_factor`, and constant from there.
+    Linear warmup over `warmup_steps`, then constant, or linear or cosine decay over `decay_steps` (default: all
+    remaining steps) to `end_factor`, and constant afterwards.
     """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps

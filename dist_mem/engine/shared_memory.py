@@ -1,4 +1,4 @@
-"""The shared memory of DeepSpeed's CPU op: 66 MiB a rank in /dev/shm, which the op itself never removes."""
+"""Shared memory of DeepSpeed's CPU op: 66 MiB a rank in /dev/shm, which the op never removes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from dist_mem.runtime.environment import meeting_point
 
 SHM = Path("/dev/shm")
-BUFFER = "deepspeed_allreduce_buffer"  # how the names begin
+BUFFER = "deepspeed_allreduce_buffer"  # prefix of the names
 
 
 def drop_buffer_name(rank: int) -> None:
-    """Unlink this rank's buffer, once all ranks have been through `start_communication`: they keep it mapped.
+    """Unlink this rank's buffer; call it after all ranks have finished `start_communication`.
 
-    So nothing stays behind when the job ends, however it ends.
+    The ranks keep the buffer mapped, and nothing is left behind when the job ends, however it ends.
     """
     address, port = meeting_point()
     (SHM / f"{BUFFER}_{os.getuid()}_{address}_{port}_{rank}").unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Putting a checkpoint's slices back to where DeepSpeed keeps them, at any ZeRO stage and on any number of ranks."""
+"""Restore a checkpoint's slices into DeepSpeed's tensors, at any ZeRO stage and on any number of ranks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Counters = Mapping[str, float]
 
 
 def restore(engine: Any, read: ReadSlice, counters: Counters) -> None:
-    """Fill everything held, and derive the model's weights from the masters as DeepSpeed does after a step.
+    """Fill all held slices, and derive the model's weights from the masters as DeepSpeed does after a step.
 
-    Every rank calls it, between two updates. Settings of the optimizer's groups stay as they are.
+    Every rank calls it, between two updates. Settings of the optimizer's groups are unchanged.
 
     Raises:
-        UnusableError: on every rank; `read` lacks something, or what it has does not fit this engine's partitions.
+        UnusableError: on every rank; `read` lacks something, or its tensors do not fit this engine's partitions.
     """
     with torch.no_grad():
         on_all_ranks(lambda: _fill(engine, read), "restoring the engine")
@@ -39,7 +39,7 @@ def _fill(engine: Any, read: ReadSlice) -> None:
         for name, start, stop, offset in flat.spans:
             master = flat.key.view(-1)[offset : offset + stop - start]
             master.copy_(_read_weights(read, ("master", "frozen"), name, start, stop))
-        if flat.spans:  # something besides padding
+        if flat.spans:  # not only padding
             _fill_state(optimizer, flat, kinds, read)
     for name, start, stop, parts in [*frozen(engine), *buffers(engine)]:
         for kind, tensor in parts.items():
@@ -47,7 +47,7 @@ def _fill(engine: Any, read: ReadSlice) -> None:
 
 
 def _read_weights(read: ReadSlice, kinds: tuple[str, str], name: str, start: int, stop: int) -> Tensor:
-    """The first kind that is there: a parameter may have been frozen in between, or set free."""
+    """Return the first kind that exists: a parameter may have been frozen, or unfrozen, since the checkpoint."""
     for kind in kinds:
         found = read(kind, name, start, stop)
         if found is not None:
@@ -56,7 +56,10 @@ def _read_weights(read: ReadSlice, kinds: tuple[str, str], name: str, start: int
 
 
 def _kinds(optimizer: torch.optim.Optimizer) -> list[str]:
-    """What the optimizer keeps of a parameter, learnt from a step of a copy of it: its own state may still be empty."""
+    """Return the kinds of state that the optimizer keeps for a parameter, found by a step of a copy of the optimizer.
+
+    The state of the optimizer itself may still be empty.
+    """
     probe = nn.Parameter(torch.zeros(1))
     probe.grad = torch.zeros(1)
     trial = copy.copy(optimizer)
@@ -67,48 +70,48 @@ def _kinds(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def _fill_state(optimizer: torch.optim.Optimizer, flat: Flat, kinds: list[str], read: ReadSlice) -> None:
-    """The optimizer's state of one stretch; none where the checkpoint has none, as before the first step."""
+    """Fill the optimizer's state of one stretch; clear it if the checkpoint has none, as before the first step."""
     lacking = {kind: _fill_kind(optimizer, flat, kind, read) for kind in kinds}
-    nothing = [span.name for span in flat.spans]
-    if all(names == nothing for names in lacking.values()):
+    all_names = [span.name for span in flat.spans]
+    if all(names == all_names for names in lacking.values()):
         optimizer.state[flat.key].clear()
         return
     for kind, names in lacking.items():
         if names:
             raise CheckpointError(
-                f"the checkpoint has no {kind} of {names}, but other state of what ZeRO steps together with it: give "
-                "them an optimizer.groups entry of their own"
+                f"the checkpoint has no {kind} of {names}, but other state of parameters that ZeRO steps together with "
+                "them: give them a separate optimizer.groups entry"
             )
 
 
 def _fill_kind(optimizer: torch.optim.Optimizer, flat: Flat, kind: str, read: ReadSlice) -> list[str]:
-    """Returns the names of the parameters of which the checkpoint has nothing."""
+    """Fill one kind of state; return the names of the parameters for which the checkpoint has none."""
     lacking: list[str] = []
-    figures: dict[str, Tensor] = {}
+    scalars: dict[str, Tensor] = {}
     for name, start, stop, offset in flat.spans:
         part = read(kind, name, start, stop)
         if part is None:
             lacking.append(name)
         elif part.dim() == 0:
-            figures[name] = part
+            scalars[name] = part
         else:
             state = optimizer.state[flat.key]
             if kind not in state:
                 state[kind] = torch.zeros_like(flat.key, requires_grad=False)
             state[kind].view(-1)[offset : offset + stop - start].copy_(part)
-    if figures:
-        # A tensor of this stretch's own: one that all stretches share would count every step once for each of them.
-        optimizer.state[flat.key][kind] = _agreed(kind, figures).clone()
+    if scalars:
+        # A copy for this stretch: a tensor shared by all stretches would count every step once for each of them.
+        optimizer.state[flat.key][kind] = _common_value(kind, scalars).clone()
     return lacking
 
 
-def _agreed(kind: str, figures: dict[str, Tensor]) -> Tensor:
-    first = next(iter(figures.values()))
-    if any(not torch.equal(figure, first) for figure in figures.values()):
-        told = {name: figure.item() for name, figure in figures.items()}
+def _common_value(kind: str, scalars: dict[str, Tensor]) -> Tensor:
+    first = next(iter(scalars.values()))
+    if any(not torch.equal(scalar, first) for scalar in scalars.values()):
+        values = {name: scalar.item() for name, scalar in scalars.items()}
         raise CheckpointError(
-            f"the checkpoint has different values of {kind} for parameters that ZeRO steps together: {told}; give them "
-            "optimizer.groups entries of their own"
+            f"the checkpoint has different values of {kind} for parameters that ZeRO steps together: {values}; give "
+            "them separate optimizer.groups entries"
         )
     return first
 
@@ -116,10 +119,10 @@ def _agreed(kind: str, figures: dict[str, Tensor]) -> Tensor:
 def _derive_weights(engine: Any) -> None:
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if stage == 3:
-        optimizer.checkpoint_event_prologue()  # what is gathered is let go
+        optimizer.checkpoint_event_prologue()  # releases gathered parameters
         for index in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(index)
-        optimizer.checkpoint_event_epilogue()  # and what is always gathered comes back
+        optimizer.checkpoint_event_epilogue()  # gathers persistent parameters again
     elif stage:
         optimizer.update_lp_params()
     elif hasattr(optimizer, "fp16_groups"):
@@ -138,5 +141,5 @@ def _restore_counters(engine: Any, counters: Counters) -> None:
     engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()  # which may have changed
     scaler = loss_scaler(engine)
     for name in LOSS_SCALE:
-        if scaler and name in counters:  # not in those of another precision
+        if scaler and name in counters:  # a checkpoint of another precision has none
             setattr(scaler, name, counters[name])

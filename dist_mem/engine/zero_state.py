@@ -1,9 +1,10 @@
-"""Where DeepSpeed keeps what training goes on from, as slices of named parameters: the only place that knows.
+"""DeepSpeed's training state as slices of named parameters; the only module that knows its layout.
 
-Every ZeRO stage hands torch's optimizer flat stretches of fp32 master weights. Without ZeRO a stretch is one parameter;
-at stages 1 and 2 it is this rank's part of a whole parameter group, with padding between and after the parameters; at
-stage 3 it is a sub-group, this rank's parts of its parameters one after another, each padded on the last rank. A name
-and a range in the flattened parameter mean the same at every stage and on any number of ranks; padding has none.
+Every ZeRO stage passes torch's optimizer flat stretches of fp32 master weights. Without ZeRO a stretch is one
+parameter. At stages 1 and 2 it is this rank's part of a whole parameter group, with padding between and after the
+parameters. At stage 3 it is a sub-group: this rank's parts of its parameters one after another, each padded on the last
+rank. A name and a range in the flattened parameter mean the same at every stage and on any number of ranks; padding has
+no name.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 COUNTERS = ("global_steps", "skipped_steps", "global_samples")
-LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of fp16, where it is dynamic
+LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of fp16, if dynamic
 
 
 class Slice(NamedTuple):
     """A range of a flattened parameter or buffer that this rank holds."""
 
-    name: str  # its first name in the model
+    name: str  # the parameter's first name in the model
     start: int
     stop: int
-    parts: dict[str, Tensor]  # kind -> live (stop - start,) view, or a 0-d tensor that holds for the whole range
+    parts: dict[str, Tensor]  # kind -> live (stop - start,) view, or a 0-d tensor that applies to the whole range
 
 
 class Span(NamedTuple):
-    """Where a range of a parameter lies in a flat stretch."""
+    """The place of a range of a parameter in a flat stretch."""
 
     name: str
     start: int
@@ -38,15 +39,15 @@ class Span(NamedTuple):
 
 
 class Flat(NamedTuple):
-    """What torch's optimizer knows as one parameter."""
+    """A flat stretch, which torch's optimizer treats as one parameter."""
 
     key: Tensor  # fp32, requires gradient: the optimizer's key of the state
     spans: list[Span]
 
 
 def base_optimizer(engine: Any) -> torch.optim.Optimizer:
-    """Torch's own."""
-    return getattr(engine.optimizer, "optimizer", engine.optimizer)  # in fp32 without ZeRO nothing is wrapped around it
+    """Return torch's optimizer, which DeepSpeed wraps except in fp32 without ZeRO."""
+    return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
 def _names(engine: Any) -> dict[Tensor, str]:
@@ -54,16 +55,16 @@ def _names(engine: Any) -> dict[Tensor, str]:
 
 
 def _flats_of_whole_parameters(engine: Any) -> Iterator[Flat]:
-    """Stage 0: in fp32 the model's own parameters, otherwise fp32 copies of them."""
+    """Yield the stretches of stage 0: in fp32 the model's parameters, otherwise fp32 copies of them."""
     names, optimizer = _names(engine), engine.optimizer
-    own = [group["params"] for group in optimizer.param_groups]
-    for group, keys in zip(getattr(optimizer, "fp16_groups", own), own, strict=True):
+    masters = [group["params"] for group in optimizer.param_groups]
+    for group, keys in zip(getattr(optimizer, "fp16_groups", masters), masters, strict=True):
         for parameter, key in zip(group, keys, strict=True):
             yield Flat(key, [Span(names[parameter], 0, key.numel(), 0)])
 
 
 def _flats_of_groups(engine: Any) -> Iterator[Flat]:
-    """Stages 1 and 2: the group's parameters at their offsets, cut into one partition per rank."""
+    """Yield the stretches of stages 1 and 2: the group's parameters at their offsets, cut into a partition per rank."""
     names, optimizer = _names(engine), engine.optimizer
     for group, key in enumerate(optimizer.single_partition_of_fp32_groups):
         first = dist.get_rank() * optimizer.partition_size[group]
@@ -78,14 +79,14 @@ def _flats_of_groups(engine: Any) -> Iterator[Flat]:
 
 
 def _partition(parameter: Any) -> tuple[int, int]:
-    """Start and stop of this rank's part of a parameter of stage 3; equal if it is all padding."""
+    """Return start and stop of this rank's part of a parameter at stage 3; equal if it is all padding."""
     size = parameter.ds_tensor.ds_numel
     start = min(dist.get_rank() * size, parameter.ds_numel)
     return start, min(start + size, parameter.ds_numel)
 
 
 def _flats_of_sub_groups(engine: Any) -> Iterator[Flat]:
-    """Stage 3."""
+    """Yield the stretches of stage 3, the sub-groups."""
     names, optimizer = _names(engine), engine.optimizer
     for parameters, key in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
         spans, offset = [], 0
@@ -98,7 +99,7 @@ def _flats_of_sub_groups(engine: Any) -> Iterator[Flat]:
 
 
 def flats(engine: Any) -> list[Flat]:
-    """Everything that this rank's optimizer steps."""
+    """Return all stretches that this rank's optimizer steps."""
     stage = engine.zero_optimization_stage()
     find = (_flats_of_whole_parameters, _flats_of_groups, _flats_of_groups, _flats_of_sub_groups)[stage]
     return list(find(engine))
@@ -118,7 +119,7 @@ def _trained(engine: Any) -> list[Slice]:
 
 
 def frozen(engine: Any) -> Iterator[Slice]:
-    """Weights that no optimizer has, in the model's dtype."""
+    """Yield weights that are in no optimizer, in the model's dtype."""
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
             continue
@@ -130,7 +131,7 @@ def frozen(engine: Any) -> Iterator[Slice]:
 
 
 def buffers(engine: Any) -> Iterator[Slice]:
-    """Constants of the model that its state_dict has; every rank holds them whole."""
+    """Yield the model's buffers that are in its state_dict; every rank holds them whole."""
     persistent = engine.module.state_dict().keys()
     for name, buffer in engine.module.named_buffers():
         if name in persistent:
@@ -138,40 +139,40 @@ def buffers(engine: Any) -> Iterator[Slice]:
 
 
 def held(engine: Any) -> list[Slice]:
-    """What this rank holds, as live views."""
+    """Return everything that this rank holds, as live views."""
     return [*_trained(engine), *frozen(engine), *buffers(engine)]
 
 
 def owned(engine: Any) -> list[Slice]:
-    """This rank's share of what the ranks hold: together they have every element of every parameter exactly once."""
+    """Return the slices that this rank saves; together the ranks have every element of every parameter exactly once."""
     stage = engine.zero_optimization_stage()
     found = [(stage > 0, _trained(engine)), (stage == 3, frozen(engine)), (False, buffers(engine))]
     cut = [part for is_cut, parts in found if is_cut for part in parts]
     whole = [part for is_cut, parts in found if not is_cut for part in parts]  # the same on every rank
-    return [*cut, *_dealt(whole, dist.get_rank(), dist.get_world_size())]
+    return [*cut, *_even_share(whole, dist.get_rank(), dist.get_world_size())]
 
 
-def _dealt(slices: list[Slice], rank: int, num_ranks: int) -> Iterator[Slice]:
-    """The rank's even share of slices that all ranks hold alike, counted in elements."""
+def _even_share(slices: list[Slice], rank: int, num_ranks: int) -> Iterator[Slice]:
+    """Yield the rank's even share, counted in elements, of slices that are the same on all ranks."""
     total = sum(found.stop - found.start for found in slices)
     first, last = total * rank // num_ranks, total * (rank + 1) // num_ranks
     offset = 0
     for name, start, stop, parts in slices:
         low, high = max(first - offset, 0), min(last - offset, stop - start)
         if low < high:
-            own = {kind: tensor[low:high] if tensor.dim() else tensor for kind, tensor in parts.items()}
-            yield Slice(name, start + low, start + high, own)
+            share = {kind: tensor[low:high] if tensor.dim() else tensor for kind, tensor in parts.items()}
+            yield Slice(name, start + low, start + high, share)
         offset += stop - start
 
 
 def loss_scaler(engine: Any) -> Any:
-    """What keeps the dynamic loss scale of fp16; None if the scale never moves."""
+    """Return the object with the dynamic loss scale of fp16; None if the scale is constant."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     return scaler if getattr(scaler, "dynamic", False) else None
 
 
 def facts(engine: Any) -> dict[str, Any]:
-    """What the ranks hold alike: shapes and other names of parameters, and numbers that decide how training goes on."""
+    """Return what is the same on all ranks: shapes and further names of parameters, counters and the loss scale."""
     scaler, names = loss_scaler(engine), _names(engine)
     scale = {name: getattr(scaler, name) for name in LOSS_SCALE} if scaler else {}
     aliases: dict[str, list[str]] = {}
