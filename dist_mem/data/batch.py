@@ -1,4 +1,4 @@
-"""What the data side hands to the training loop: one micro-batch, and all micro-batches of one update."""
+"""Input of the training loop: one micro-batch, and all micro-batches of one update."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Batch(NamedTuple):
     recall: Tensor | None  # (B, T) int64, tokens from a target back to its referent, 0 = none; None: not recorded
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on `device`."""
+        """Return the same batch on `device`."""
         return Batch._make(None if part is None else part.to(device, non_blocking=True) for part in self)
 
 
 class Update(NamedTuple):
-    """Everything one rank feeds in one optimizer update."""
+    """The data of one rank for one optimizer update."""
 
     batches: list[Batch]  # segments_per_update * num_groups; all groups of the first segment, then of the second, ...
-    cursors: Tensor  # (lanes of this rank, 3) int64, where each lane stands AFTER this update: epoch, place, offset
+    cursors: Tensor  # (lanes of this rank, 3) int64, position of each lane AFTER this update: epoch, place, offset
     num_scored: int  # targets of this rank in this update that are not IGNORE
     epoch: float  # epochs completed after this update by the mean lane of this rank
-    documents_started: int  # whose first token stands in these segments
-    documents_skipped: int = 0  # damaged ones that lanes passed over (data.on_corrupt: skip)
-    num_recall: int = 0  # scored targets that refer back to something; 0 where it is not recorded
+    documents_started: int  # documents whose first token is in these segments
+    documents_skipped: int = 0  # damaged documents that lanes skipped (data.on_corrupt: skip)
+    num_recall: int = 0  # scored targets that refer back to something; 0 if not recorded

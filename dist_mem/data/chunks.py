@@ -1,8 +1,8 @@
-"""The next K segments of every lane of a rank, written lane by lane and read step by step, as micro-batches.
+"""Blocks: the next K segments of every lane of a rank, written lane by lane and read step by step as micro-batches.
 
-A lane's runs (spans.py) go into its column, each array in one operation for many segments. What is left is the time of
-moving memory: so one block is filled again and again, its integers are half as wide as those of a Batch, and a Batch is
-copied out of it when its turn comes.
+A lane's runs (spans.py) are written into its column, each array in one operation for many segments. The remaining cost
+is moving memory. So one block is filled again and again, its integers are half as wide as those of a Batch, and a Batch
+is copied out only when it is due.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COUNTS = ("documents_started", "documents_skipped", "num_scored", "num_recall") 
 
 
 class Block(NamedTuple):
-    """K segments of each of P lanes, step first; the first six as in Batch, in its order."""
+    """K segments of each of P lanes, step first; the first six fields are those of Batch, in its order."""
 
     tokens: np.ndarray  # (K, P, T) int32
     targets: np.ndarray  # (K, P, T) int32
@@ -29,13 +29,13 @@ class Block(NamedTuple):
     is_new_document: np.ndarray  # (K, P) bool
     document: np.ndarray  # (K, P) int32
     recall: np.ndarray | None  # (K, P, T) int32
-    cursors: np.ndarray  # (K, P, 3) int64, where each lane stands after the segment
-    epochs: np.ndarray  # (K, P) float64, epochs each lane has then completed
+    cursors: np.ndarray  # (K, P, 3) int64, position of each lane after the segment
+    epochs: np.ndarray  # (K, P) float64, epochs that each lane has completed after the segment
     counts: np.ndarray  # (K, P, 4) int64, COUNTS of each segment
 
 
 def new_block(num_steps: int, num_lanes: int, seg_len: int, *, with_recall: bool) -> Block:
-    """A block in which every lane is idle."""
+    """Return a block in which every lane is idle."""
     shape = (num_steps, num_lanes)
     return Block(
         tokens=np.zeros((*shape, seg_len), dtype=np.int32),
@@ -53,10 +53,10 @@ def new_block(num_steps: int, num_lanes: int, seg_len: int, *, with_recall: bool
 def fill_block(
     block: Block, lanes: Sequence[DocumentLane | StreamLane], *, num_steps: int, own_inputs: bool = False
 ) -> None:
-    """Read the next `num_steps` segments of each lane into its column; columns beyond the lanes stay idle.
+    """Read the next `num_steps` segments of each lane into its column; columns beyond the lanes remain idle.
 
     Args:
-        own_inputs: `data.blocks`: the inputs of a segment are its own tokens, not each target's predecessor.
+        own_inputs: `data.blocks`: the inputs of a segment are its tokens, not each target's predecessor.
     """
     for column, lane in enumerate(lanes):
         step = 0
@@ -67,7 +67,7 @@ def fill_block(
 
 
 def batch_views(block: Block, *, micro_lanes: int) -> list[Batch]:
-    """The block as Batches that share its memory: the lane groups of the first step, then those of the second, ..."""
+    """Return Batches that share the block's memory: the lane groups of the first step, then of the second, ..."""
     parts = [
         repeat(None) if part is None else torch.from_numpy(part).view(-1, micro_lanes, *part.shape[2:]).unbind()
         for part in block[: len(Batch._fields)]
@@ -76,7 +76,7 @@ def batch_views(block: Block, *, micro_lanes: int) -> list[Batch]:
 
 
 def copy_batch(view: Batch) -> Batch:
-    """A batch of `batch_views` in memory of its own, with the types of a Batch."""
+    """Copy a batch of `batch_views`, with the dtypes of a Batch."""
     return Batch._make(
         None if part is None else part.clone() if part.dtype == torch.bool else part.long() for part in view
     )
@@ -109,7 +109,7 @@ def _write(block: Block, run: Run, *, step: int, column: int, own_inputs: bool) 
 
 
 def _write_tokens(rows: np.ndarray, values: np.ndarray, *, padding: int) -> None:
-    """Fill rows (R, T) with n values, one after another, and what the last row lacks with padding."""
+    """Fill rows (R, T) with n values, one after another, and the rest of the last row with padding."""
     whole, rest = divmod(len(values), rows.shape[1])
     rows[:whole] = values[: len(values) - rest].reshape(whole, rows.shape[1])
     if rest:
@@ -118,6 +118,6 @@ def _write_tokens(rows: np.ndarray, values: np.ndarray, *, padding: int) -> None
 
 
 def _move_left(rows: np.ndarray, *, padding: int) -> None:
-    """Move every row (R, T) left by one: what stood at a token now stands at the one before it in its segment."""
+    """Shift every row (R, T) left by one: the value of a token moves to the token before it in its segment."""
     rows[:, :-1] = rows[:, 1:]
     rows[:, -1] = padding

@@ -1,9 +1,9 @@
-"""What `data.path` names: a directory, or a URL whose files are kept in a cache on this node. The one place that asks.
+"""Open `data.path`: a directory, or a URL whose files are cached on this node. No other module tells them apart.
 
-    start of a command   refresh: tokenizer.json, tokenizer.model and the indexes, anew, once on each node
-    a document is read   RemoteShards.fetch: the tar it lies in, if the cache has not got it; then it is memory-mapped
+    start of a command   refresh: fetch tokenizer.json, tokenizer.model and the indexes again, once on each node
+    a document is read   RemoteShards.fetch: fetch its tar if the cache does not have it; then memory-map it
 
-A tar in the cache counts only if it has the size and the sha256 that index.json states; each process looks once.
+A tar in the cache is used only if it has the size and the sha256 of index.json; each process checks once.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ from dist_mem.runtime.environment import user_cache_dir
 from dist_mem.runtime.files import sha256_of
 
 log = logging.getLogger(__name__)
-START_NAME = ".start"  # lock of `refresh`; holds the start it was last done for, and what came of it
+START_NAME = ".start"  # lock of `refresh`; contains the last start it ran for, and its error
 
 
 def local_dir(data: DataConfig) -> Path:
-    """The directory to read from: `data.path` itself, or its place in the cache."""
+    """Return the directory to read from: `data.path` itself, or its place in the cache."""
     if not is_remote(data.path):
         return Path(data.path)
     shown = show(data.path)
     readable = re.sub(r"[^A-Za-z0-9]+", "-", shown.partition(":")[2]).strip("-")[-60:]
-    # What is shown lacks only what may change from day to day, a password; but of a command nearly everything.
+    # The shown form omits only what may change from day to day, a password; but nearly everything of a command.
     identity = data.path if data.path.startswith("pipe:") else shown
     return _cache(data) / f"{readable}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
 
 
 def open_tokenizer(data: DataConfig) -> Tokenizer:
-    """The tokenizer of `data.path`; after `refresh` where that is remote. Raises ValueError as `load_tokenizer`."""
+    """Load the tokenizer of `data.path`; if remote, after `refresh`. Raises ValueError as `load_tokenizer` does."""
     return load_tokenizer(local_dir(data))
 
 
 def open_index(data: DataConfig, split: str) -> Index:
-    """A split of `data.path`, or of this node's copy; after `refresh` where that is remote. Raises as `read_index`."""
+    """Open a split of `data.path`, or of this node's copy; if remote, after `refresh`. Raises as `read_index` does."""
     if not is_remote(data.path):
         check_split(data, split)
         return staged(read_index(local_dir(data) / split), data)
@@ -72,13 +72,13 @@ def open_index(data: DataConfig, split: str) -> Index:
 
 
 def check_allowed(data: DataConfig, how: str = "add data.allow_pipe=true to the command line") -> None:
-    """Raise RemoteError if `data.path` is a command that nobody has allowed to run; `how` says how to allow it."""
+    """Raise RemoteError if `data.path` is a command and data.allow_pipe is false; `how` is the fix to suggest."""
     if re.match("pipe:", data.path, re.IGNORECASE) and not data.allow_pipe:
         raise RemoteError(f"data.path is a command (pipe:), which can do anything: to run it, {how}")
 
 
 def check_split(data: DataConfig, split: str) -> None:
-    """Raise ShardError if a directory on disk has other splits, but not this one; the message names them."""
+    """Raise ShardError if a directory on disk has other splits, but not this one; the message lists them."""
     directory = local_dir(data)
     splits = sorted(path.parent.name for path in directory.glob(f"*/{INDEX_NAME}"))
     if splits and not (directory / split).is_dir():
@@ -88,12 +88,12 @@ def check_split(data: DataConfig, split: str) -> None:
 
 
 def refresh(data: DataConfig, splits: Iterable[str], *, start: str | None = None) -> None:
-    """Fetch tokenizer and indexes of a remote `data.path` anew; of all calls with the same `start`, one does it.
+    """Fetch tokenizer and indexes of a remote `data.path` again; of all calls with the same `start`, one fetches.
 
-    A server that cannot be reached is done without, with a warning, if all of them are in the cache from before.
+    If the server cannot be reached and the cache has all files from before, use these with a warning.
 
     Raises:
-        RemoteError: they cannot be had; so does every other call of this start, without asking the server again.
+        RemoteError: they cannot be fetched; other calls of this start raise it too, without a request to the server.
     """
     if not is_remote(data.path):
         return
@@ -101,8 +101,8 @@ def refresh(data: DataConfig, splits: Iterable[str], *, start: str | None = None
     start = start or uuid.uuid4().hex
     with locked(local_dir(data) / START_NAME) as record:
         record.seek(0)
-        last_start, _, told = record.read().decode().partition("\n")
-        error = RemoteError(told) if told else None
+        last_start, _, message = record.read().decode().partition("\n")
+        error = RemoteError(message) if message else None
         if last_start != start:
             error = _refresh(data, list(splits))
             with writing(local_dir(data)):
@@ -113,10 +113,10 @@ def refresh(data: DataConfig, splits: Iterable[str], *, start: str | None = None
 
 
 def refresh_on_all_ranks(data: DataConfig, splits: Sequence[str]) -> None:
-    """`refresh`, and what `data.stage` asks for, once on each node; every rank calls it.
+    """Run `refresh`, and copy shards as `data.stage` requires, once on each node; every rank calls it.
 
     Raises:
-        UnusableError: on every rank, if it failed on any, or if the nodes do not hold the same files now.
+        UnusableError: on every rank, if it failed on any, or if the nodes now have different files.
     """
     if is_remote(data.path):
         _refresh_on_all_ranks(data, splits)
@@ -141,8 +141,8 @@ def _refresh_on_all_ranks(data: DataConfig, splits: Sequence[str]) -> None:
         error = caught
     try:
         agree_all_well(error, f"fetching {show(data.path)}")
-    except AgreedError as told:
-        raise RemoteError(str(error or told)) from error
+    except AgreedError as agreed:
+        raise RemoteError(str(error or agreed)) from error
     if any(other != held for other in gather_objects(held)):
         raise RemoteError(
             f"{show(data.path)}: the nodes of this job hold different versions of {', '.join(_names(splits))}; start "
@@ -162,7 +162,7 @@ def _names(splits: Iterable[str]) -> list[str]:
 
 
 def _refresh(data: DataConfig, splits: Sequence[str]) -> RemoteError | None:
-    """Returns what went wrong, if anything."""
+    """Fetch the files; return the error, if any."""
     directory = local_dir(data)
     try:
         _download_metadata(data, directory, splits)
@@ -205,7 +205,7 @@ def _check_sha256(path: Path, expected: str, stated_in: str) -> None:
 
 
 def _check_shard(path: Path, shard: ShardEntry) -> None:
-    """Raise ValueError, or FileNotFoundError, unless the tar is what the index says."""
+    """Raise ValueError, or FileNotFoundError, unless the tar has the size and sha256 of the index."""
     size = path.stat().st_size
     if size != shard.bytes:
         raise ValueError(f"{path} has {size:,} bytes, but {INDEX_NAME} says {shard.bytes:,}")
@@ -213,19 +213,19 @@ def _check_shard(path: Path, shard: ShardEntry) -> None:
 
 
 class RemoteShards(ShardSource):
-    """The tars of a remote split, brought into the cache by whichever process of the node needs one first."""
+    """The tars of a remote split; the first process of the node that needs one fetches it into the cache."""
 
     def __init__(self, url: str, split_dir: Path) -> None:
         self._url = url
         self._split_dir = split_dir
         self._closed = threading.Event()
-        self._good: set[str] = set()  # in the cache, and looked at by this process
-        self._failed: dict[str, RemoteError] = {}  # asked for in vain; whoever asks again is answered at once
+        self._good: set[str] = set()  # in the cache, and checked by this process
+        self._failed: dict[str, RemoteError] = {}  # failed fetches; the next call raises the same error at once
         self._expected: set[str] = set()
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="shards")
 
     def fetch(self, shard: ShardEntry) -> None:
-        """Return when the tar is in the cache, as the index has it. Raises RemoteError."""
+        """Return when the tar is in the cache and matches the index. Raises RemoteError."""
         if shard.name in self._failed:
             raise self._failed[shard.name]
         try:
@@ -235,13 +235,13 @@ class RemoteShards(ShardSource):
             raise
 
     def expect(self, shard: ShardEntry) -> None:
-        """Fetch the tar in the background, one at a time; an error is left to the `fetch` that needs it."""
+        """Fetch the tar in the background, one at a time; an error is raised only by the `fetch` that needs the tar."""
         if shard.name not in self._expected:
             self._expected.add(shard.name)
             self._ahead.submit(self._fetch, shard)
 
     def close(self) -> None:
-        """End what is under way, also in other threads: their `fetch` raises RemoteError."""
+        """Cancel all fetches, also in other threads: their `fetch` raises RemoteError."""
         self._closed.set()
         self._ahead.shutdown(cancel_futures=True)
 
@@ -255,7 +255,7 @@ class RemoteShards(ShardSource):
 
         if not _is_good(path, verify):
             with locked(path.with_name(f".{shard.name}.lock"), self._closed):
-                if not _is_good(path, verify):  # another process may have brought it while we waited
+                if not _is_good(path, verify):  # another process may have fetched it while we waited
                     source = address(self._url, f"{self._split_dir.name}/{shard.name}")
                     download(source, path, limit=shard.bytes, verify=verify, cancelled=self._closed)
         self._good.add(shard.name)

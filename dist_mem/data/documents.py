@@ -1,4 +1,4 @@
-"""Documents opened for reading: checked, memory-mapped, and what to do with a damaged one."""
+"""Open documents for reading: check them, memory-map them, and stop at or skip damaged ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Documents:
     """Opens the documents of a split; each is checked against its checksum when it is opened."""
 
     def __init__(self, index: Index, lengths: np.ndarray, *, bos_id: int, on_corrupt: str = "stop") -> None:
-        """`lengths` (documents,): tokens read of each, as the plan counts them."""
+        """`lengths` (documents,): number of tokens read of each, as in the plan."""
         if on_corrupt not in ON_CORRUPT:
             raise ValueError(f"data.on_corrupt = {on_corrupt!r}: must be one of {', '.join(ON_CORRUPT)}")
         self.index = index
@@ -40,12 +40,12 @@ class Documents:
         return len(self.lengths)
 
     def expect(self, number: int) -> None:
-        """Say that the document will be opened soon: its shard may have to be fetched."""
+        """Announce that the document will be opened soon: its shard may have to be fetched."""
         if number < len(self):
             expect_document(self.index, number)
 
     def open(self, number: int) -> Document:
-        """The document; raises ShardError naming document and shard if its bytes are not what was written."""
+        """Open a document; raise ShardError, with document and shard, if its checksum does not match."""
         check_document(self.index, number)
         length = int(self.lengths[number])
         return Document(
@@ -56,7 +56,7 @@ class Documents:
         )
 
     def open_or_skip(self, number: int) -> Document | None:
-        """The document, or None if it is damaged and data.on_corrupt is `skip`; warns once of each."""
+        """Open a document; return None if it is damaged and data.on_corrupt is `skip`, with one warning for each."""
         try:
             return self.open(number)
         except ShardError as error:
@@ -68,6 +68,6 @@ class Documents:
             return None
 
     def blank(self, number: int) -> Document:
-        """As long as the document, nothing in it but BOS and nothing scored."""
+        """Return a replacement of the same length that is all BOS and not scored."""
         length = int(self.lengths[number])
         return Document(number, np.full(length, self.bos_id), np.zeros(length, dtype=bool), None)

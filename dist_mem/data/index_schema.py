@@ -1,4 +1,4 @@
-"""What an index.json must hold, so that nothing behind `read_index` meets a key, a type or an offset it cannot use."""
+"""Schema of index.json: code after `read_index` never meets a key, a type or an offset that it cannot use."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ _SUMS = {"num_tokens": "num_tokens", "counted_words": "words", "num_bytes": "byt
 
 
 def check_index(body: Any, path: Path) -> None:
-    """Raise a ShardError that names the first key of an index.json that cannot be right."""
+    """Raise a ShardError that names the first invalid key of an index.json."""
     check(body, _INDEX, path, ShardError, REMEDY)
     check(body, _fits_together, path, ShardError, REMEDY)
 
 
 def _fits_together(key: str, body: dict[str, Any]) -> Iterator[str]:
-    """What is wrong between values that are all right alone: sums, names that come twice, arrays outside their tar."""
+    """Yield inconsistencies between valid values: wrong sums, repeated names, arrays outside their tar."""
     sizes = {shard["name"]: shard["bytes"] for shard in body["shards"]}
     if len(sizes) < len(body["shards"]):
         yield "shards has a name twice"

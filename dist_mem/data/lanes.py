@@ -1,9 +1,9 @@
-"""Documents onto lanes: what one rank feeds in each update of training, or each step of an evaluation.
+"""Readers: the batches of one rank in each update of training, or each step of an evaluation.
 
     index, plan -> runs of segments (spans.py) -> blocks of all lanes (chunks.py) -> Update -> prefetch thread -> loop
 
-An Update carries the cursors after it. Only those of consumed updates are saved, so what the thread has read ahead is
-simply read again after a resume; nothing is replayed.
+An Update has the cursors after it. Only cursors of consumed updates are saved, so after a resume the reader simply
+reads again what the thread had read ahead; nothing is replayed.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from dist_mem.data.shard import Index, ShardError
 from dist_mem.data.spans import DocumentLane, StreamLane, open_lane
 from dist_mem.data.tokenizers.base import Tokenizer
 
-BLOCK_UPDATES = 32  # read in one go, at most
-BLOCK_TOKENS = 2**22  # likewise; 8 bytes each
+BLOCK_UPDATES = 32  # largest number of updates in a block
+BLOCK_TOKENS = 2**22  # largest number of tokens in a block; 8 bytes each
 
 
 class LaneReader:
-    """The endless updates of one rank, read ahead in a thread; iterate, then `close`."""
+    """Endless iterator over the updates of one rank, read ahead in a thread; iterate, then `close`."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class LaneReader:
     ) -> None:
         """`cursors` (lanes, 3) int64: of the last consumed update, in the order of `lane_ids`; None: the beginning.
 
-        Raises ValueError for cursors that are not of this plan. `next` raises ShardError for a damaged document.
+        Raises ValueError for cursors of another plan. `next` raises ShardError for a damaged document.
         """
         if config.prefetch < 1:
             raise ValueError(f"data.prefetch = {config.prefetch}: give at least 1")
@@ -78,7 +78,7 @@ class LaneReader:
         return next(self._updates)
 
     def close(self) -> None:
-        """End the thread, and what it waits for; may be called more than once."""
+        """End the thread and its pending fetches; may be called more than once."""
         self._documents.index.source.close()
         self._updates.close()
 
@@ -108,7 +108,7 @@ class LaneReader:
         num_updates = min(BLOCK_UPDATES, max(1, BLOCK_TOKENS // (num_steps * num_lanes * seg_len)))
         block = new_block(num_updates * num_steps, num_lanes, seg_len, with_recall=self._documents.has_recall)
         views = batch_views(block, micro_lanes=self._micro_lanes)
-        num_views = num_steps * num_lanes // self._micro_lanes  # of an update
+        num_views = num_steps * num_lanes // self._micro_lanes  # per update
         for num_filled in self._fill(block):
             counts = block.counts[:num_filled].reshape(-1, num_steps * num_lanes, len(COUNTS)).sum(axis=1)
             for number, row in enumerate(counts.tolist()):
@@ -121,7 +121,7 @@ class LaneReader:
                 )
 
     def _fill(self, block: Block) -> Iterator[int]:
-        """Read into the block, over and over; yields how many of its steps are filled: whole updates."""
+        """Fill the block again and again; yield the number of its steps that are filled, always whole updates."""
         cursors, num_steps = self._cursors, len(block.tokens)
         lanes = self._open_lanes(cursors)
         while True:
@@ -130,7 +130,7 @@ class LaneReader:
             except (ShardError, OSError):
                 if num_steps == self._segments_per_update:
                     raise
-                # Somewhere in these steps; the updates before it are good, and from here on read one by one.
+                # The error is somewhere in these steps: read them update by update, to return those before it.
                 num_steps, lanes = self._segments_per_update, self._open_lanes(cursors)
                 continue
             cursors = [Cursor(*row) for row in block.cursors[num_steps - 1].tolist()]
@@ -144,7 +144,7 @@ class LaneReader:
 def training_reader(config: Config, *, world_size: int, rank: int, cursors: Tensor | None = None) -> LaneReader:
     """Open the training split and read this rank's lanes, from the beginning or from saved cursors.
 
-    Raises ValueError if index or tokenizer are missing or do not belong together, or if there are too few documents.
+    Raises ValueError if index or tokenizer are missing or do not match, or if there are too few documents.
     """
     tokenizer, index = open_tokenizer(config.data), open_index(config.data, config.data.train_split)
     check_tokenizer(index, tokenizer)
@@ -183,21 +183,21 @@ def evaluation_batches(
     blocks: bool = False,
     cut: str = "start",
 ) -> Iterator[list[Batch]]:
-    """The micro-batches of one rank in each step, with a row for each lane that still reads (`forward_sizes`).
+    """Yield the micro-batches of one rank in each step, with a row for each lane that still reads (`forward_sizes`).
 
-    `plan_lanes` is the `evaluation_plan` of all lanes. Row r of micro-batch m is the same lane in every step; lanes run
-    out from the end. Raises ShardError for a damaged document: no score without it.
+    `plan_lanes` is the `evaluation_plan` of all lanes. Row r of micro-batch m is the same lane in every step; the last
+    lanes end first. Raises ShardError for a damaged document, because a score needs all documents.
     """
     lengths = cut_lengths([entry.num_tokens for entry in index.documents], max_document_len)
     documents = Documents(index, lengths, bos_id=bos_id)
-    own = plan_lanes[rank::world_size]
-    lanes = [finite_lane(documents, of_lane, seg_len=seg_len, blocks=blocks, cut=cut) for of_lane in own]
+    rank_lanes = plan_lanes[rank::world_size]
+    lanes = [finite_lane(documents, numbers, seg_len=seg_len, blocks=blocks, cut=cut) for numbers in rank_lanes]
     for num_busy in busy_lanes(plan_lanes, lengths, seg_len=seg_len):
         sizes = forward_sizes(num_busy, world_size=world_size, rank=rank, micro_lanes=micro_lanes)
         rows = [lanes[number * micro_lanes :][:size] for number, size in enumerate(sizes)]
         yield [
-            collate([next(lane) for lane in of_batch] or [IDLE], seg_len=seg_len, with_recall=documents.has_recall)
-            for of_batch in rows
+            collate([next(lane) for lane in batch_lanes] or [IDLE], seg_len=seg_len, with_recall=documents.has_recall)
+            for batch_lanes in rows
         ]
 
 
@@ -210,10 +210,10 @@ def stream_batches(
     bos_id: int,
     blocks: bool = False,
 ) -> Iterator[list[tuple[Batch, Tensor]]]:
-    """The micro-batches of one rank in each step of one reading of a stream; lanes that ran out are idle.
+    """Yield the micro-batches of one rank in each step of one pass over a stream; lanes that have ended are idle.
 
-    Beside each Batch the document of every target, (B, T) int64: a segment may hold the end of one and the begin of the
-    next. Every rank yields as many steps. Raises ShardError for a damaged document.
+    With each Batch comes the document of every target, (B, T) int64: a segment may contain the end of one document and
+    the beginning of the next. All ranks yield the same number of steps. Raises ShardError for a damaged document.
     """
     documents = Documents(index, plan.lengths, bos_id=bos_id)
     lanes = [_stream_segments(documents, plan, lane, blocks=blocks) for lane in lane_ids]
@@ -232,7 +232,7 @@ def stream_batches(
 def _stream_segments(
     documents: Documents, plan: StreamPlan, lane: int, *, blocks: bool
 ) -> Iterator[tuple[Segment, np.ndarray]]:
-    """The segments of a lane's part of the stream, each with the document of every target; then idle ones for ever."""
+    """Yield the segments of a lane's part of the stream with the document of every target; then idle ones forever."""
     if lane < plan.num_lanes:
         reader = StreamLane(documents, plan, lane=lane, cursor=START)
         position = plan.span(lane)[0]

@@ -1,4 +1,4 @@
-"""The JSON files of a data directory: read whole, of a format that is known here, or refused by name."""
+"""Read the JSON files of a data directory, and refuse damaged ones and unknown formats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ShardError(UnusableError):
 
 
 def read_metadata(path: Path, *, newest: int = FORMAT_VERSION) -> dict[str, Any]:
-    """A JSON file of a data directory.
+    """Read a JSON file of a data directory.
 
     Raises:
         ShardError: it is missing, damaged or of a newer format.

@@ -1,11 +1,12 @@
 """The plan: which lane reads which document when.
 
-A pure function of (seed, document lengths, G, T). It knows nothing of ranks, so that the global batch of step s is the
-same set of segments on any number of them; `lanes_of_rank` alone says who holds which lane. data/lanes.py reads it.
+It is a pure function of (seed, document lengths, G, T). It does not depend on ranks, so the global batch of step s is
+the same set of segments on any number of ranks; only `lanes_of_rank` assigns lanes to ranks. data/lanes.py reads it.
 
-Two layouts. `documents`: epoch after epoch the documents are permuted and each is dealt to the lane that is free first,
-so that lanes stay busy although books differ a thousandfold in length. `stream`: the corpus in its own order is one
-token stream cut into G contiguous lanes, as Transformer-XL's published code does for WikiText-103, enwik8 and text8.
+There are two layouts. `documents`: in each epoch the documents are permuted and each is assigned to the lane that is
+free first, so that lanes stay busy although books differ a thousandfold in length. `stream`: the corpus in its original
+order is one token stream cut into G contiguous lanes, as Transformer-XL's published code does for WikiText-103, enwik8
+and text8.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import numpy as np
 
 LAYOUTS = ("documents", "stream")
 CUTS = ("start", "end")
-MIN_TRAINING_LEN = 2  # tokens; a document of one token has nothing to learn from but BOS, and in blocks not even that
+MIN_TRAINING_LEN = 2  # tokens; the only input of a document of one token is BOS, and in blocks it has no input at all
 
 
 class Cursor(NamedTuple):
-    """Where a lane stands; resume seeks to it."""
+    """The position of a lane; resume seeks to it."""
 
     epoch: int
     place: int  # in the lane's documents of that epoch; always 0 in the stream layout
@@ -41,7 +42,10 @@ class Deal(NamedTuple):
 
 
 def lanes_of_rank(num_lanes: int, world_size: int, rank: int, micro_lanes: int) -> range:
-    """The global lane ids a rank holds: as many on every rank, a multiple of `micro_lanes`; ids >= G are idle lanes."""
+    """Return the global lane ids of a rank: the same number on all ranks, a multiple of `micro_lanes`.
+
+    Ids >= G are idle lanes.
+    """
     if num_lanes < 1 or micro_lanes < 1:
         raise ValueError(f"train.lanes = {num_lanes} and train.micro_lanes = {micro_lanes}: both must be at least 1")
     if not 0 <= rank < world_size:
@@ -52,7 +56,7 @@ def lanes_of_rank(num_lanes: int, world_size: int, rank: int, micro_lanes: int) 
 
 
 def cut_lengths(num_tokens: Sequence[int] | np.ndarray, max_document_len: int | None) -> np.ndarray:
-    """Tokens read of each document, (documents,) int64: all, or at most the first `max_document_len`."""
+    """Return the number of tokens read of each document, (documents,) int64: all, or at most `max_document_len`."""
     lengths = np.asarray(num_tokens, dtype=np.int64)
     if max_document_len is None:
         return lengths
@@ -62,14 +66,14 @@ def cut_lengths(num_tokens: Sequence[int] | np.ndarray, max_document_len: int | 
 
 
 def num_segments_of(lengths: np.ndarray, seg_len: int) -> np.ndarray:
-    """Segments of T tokens each document fills, the last (or first) one perhaps in part: ceil(length / T)."""
+    """Return the number of segments of each document, ceil(length / T); the last (or first) one may be short."""
     return -(-lengths // seg_len)
 
 
 def segment_starts(length: int, *, seg_len: int, cut: str = "start") -> np.ndarray:
-    """First token of each segment of a document of `length` tokens, (ceil(length / T),) int64.
+    """Return the first token of each segment of a document of `length` tokens, (ceil(length / T),) int64.
 
-    Cut from its start, the last segment is the short one, if there is one; cut from its end, the first (`data.cut`).
+    If the document is cut from its start, the last segment may be short; if from its end, the first (`data.cut`).
     """
     if cut == "start" or length == 0:
         return np.arange(0, length, seg_len)
@@ -77,20 +81,20 @@ def segment_starts(length: int, *, seg_len: int, cut: str = "start") -> np.ndarr
 
 
 def permutation(size: int, *, seed: int, epoch: int) -> np.ndarray:
-    """The epoch's order of `size` documents, (size,) int64.
+    """Return the epoch's order of `size` documents, (size,) int64.
 
-    Made of the raw PCG64 stream and a stable sort: numpy promises that stream for good (NEP 19), but may change
-    `Generator.permutation`, and a run resumed under a newer numpy must find the same plan.
+    It is a stable sort of the raw PCG64 stream: numpy guarantees that stream (NEP 19), but may change
+    `Generator.permutation`, and a run resumed under a newer numpy must get the same plan.
     """
     bits = np.random.PCG64(np.random.SeedSequence((seed, epoch)))
     return np.argsort(bits.random_raw(size), kind="stable")
 
 
 class DocumentPlan:
-    """Training order of whole documents: endless, each document once an epoch, lanes roll on into the next epoch.
+    """Training order of whole documents: endless, each document once an epoch; lanes do not wait at the end of one.
 
-    `documents` is a pure function; epochs are dealt in turn, because a lane's load carries over, and kept: 12 bytes a
-    document and epoch.
+    `documents` is a pure function. Epochs are computed in turn, because a lane's load carries over, and are cached: 12
+    bytes per document and epoch.
     """
 
     def __init__(
@@ -103,7 +107,7 @@ class DocumentPlan:
         min_len: int = MIN_TRAINING_LEN,
         cut: str = "start",
     ) -> None:
-        """Raises ValueError if fewer documents than lanes can be read: two lanes would then read the same one."""
+        """Raise ValueError if fewer documents than lanes can be read: two lanes would then read the same one."""
         if seed < 0:
             raise ValueError(f"data.seed = {seed}: give 0 or more")
         self.lengths = np.asarray(lengths, dtype=np.int64)
@@ -119,19 +123,19 @@ class DocumentPlan:
         self._segments = num_segments_of(self.lengths, seg_len)
         self.num_segments = int(self._segments[self._usable].sum())  # of one epoch, all lanes
         self._deals: list[Deal] = []
-        # load * G + lane: one integer compares faster than a tuple, and ties go by lane
+        # load * G + lane: one integer compares faster than a tuple, and the lane breaks ties
         self._heap = list(range(num_lanes))
-        # the load at which each document was dealt last, and the largest of them: see _keep_apart
+        # the lane's load when each document was last assigned, and the largest of them: see _keep_apart
         self._started = np.full(len(self.lengths), -1, dtype=np.int64)
         self._last_start = -1
 
     def documents(self, epoch: int, lane: int) -> list[int]:
-        """Document numbers of this lane in this epoch, in order; none where it is still busy with a long book."""
+        """Return this lane's document numbers in this epoch, in order; none if it is still busy with a long book."""
         deal = self._deal(epoch)
         return deal.documents[deal.bounds[lane] : deal.bounds[lane + 1]].tolist()
 
     def epochs_done(self, lane: int, epoch: int, place: int, offset: int | np.ndarray) -> float | np.ndarray:
-        """Epochs a lane has completed at a cursor, or at several of one place; the current one's share in segments."""
+        """Return the epochs completed by a lane at a cursor, or several of one place, by the share of segments read."""
         deal = self._deal(epoch)
         first, stop = deal.bounds[lane : lane + 2]
         before, here, after = deal.segments_before[[first, first + place, stop]].tolist()
@@ -169,11 +173,11 @@ class DocumentPlan:
         return Deal(dealt.astype(np.int32), bounds, segments_before)
 
     def _keep_apart(self, order: np.ndarray) -> np.ndarray:
-        """Move documents back that would start in this epoch at the step at which they started in the last one.
+        """Move documents back that would start in this epoch at the same step as in the last one.
 
         Otherwise two lanes could read the same document side by side, the same tokens in every step. Only documents
-        that started last are in danger, and only while a lane is free at that very step: such lanes take the first
-        others, of which there are enough because there are no fewer documents than lanes.
+        that started last are affected, and only while a lane is free at that very step: such lanes take the first other
+        documents, of which there are enough because there are at least as many documents as lanes.
         """
         num_free = sum(key // self.num_lanes == self._last_start for key in self._heap)
         others = np.flatnonzero(self._started[order] != self._last_start)[:num_free]
@@ -184,7 +188,7 @@ class StreamPlan:
     """Training order of one token stream: lane l reads positions `span(l)`, and starts over in each epoch."""
 
     def __init__(self, lengths: Sequence[int] | np.ndarray, *, num_lanes: int, seg_len: int) -> None:
-        """Raises ValueError if the corpus has fewer tokens than lanes."""
+        """Raise ValueError if the corpus has fewer tokens than lanes."""
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.num_lanes, self.seg_len = num_lanes, seg_len
         self.skipped: list[int] = np.flatnonzero(self.lengths == 0).tolist()
@@ -199,15 +203,15 @@ class StreamPlan:
         self.num_segments = sum(-(-(stop - start) // seg_len) for start, stop in map(self.span, range(num_lanes)))
 
     def span(self, lane: int) -> tuple[int, int]:
-        """First position of a lane and the one after its last."""
+        """Return the first position of a lane and the one after its last."""
         return self._bounds[lane], self._bounds[lane + 1]
 
     def document_at(self, position: int | np.ndarray) -> np.ndarray:
-        """Which document holds a position of the stream, or each of several, int64."""
+        """Return the document at a position of the stream, or at each of several, int64."""
         return np.searchsorted(self.starts, position, side="right") - 1
 
     def epochs_done(self, lane: int, epoch: int, place: int, offset: int | np.ndarray) -> float | np.ndarray:
-        """Epochs a lane has completed at a cursor, or at several of one epoch; the current one's share in tokens."""
+        """Return the epochs completed by a lane at a cursor, or several of one epoch, by the share of tokens read."""
         start, stop = self.span(lane)
         return epoch + offset / (stop - start)
 
@@ -230,7 +234,7 @@ def make_plan(
     layout: str = "documents",
     cut: str = "start",
 ) -> Plan:
-    """The training plan of a layout; `lengths` in tokens, after `cut_lengths`. Raises ValueError as the plans do."""
+    """Return the plan of a layout; `lengths` in tokens, after `cut_lengths`. Raises ValueError as the plans do."""
     if cut not in CUTS or (cut == "end" and layout == "stream"):
         raise ValueError(f"data.cut = {cut!r}: must be one of {', '.join(CUTS)}, and start with data.layout = stream")
     if layout not in LAYOUTS:
@@ -241,9 +245,9 @@ def make_plan(
 
 
 def evaluation_plan(lengths: Sequence[int] | np.ndarray, *, num_lanes: int, seg_len: int) -> list[list[int]]:
-    """Documents of each lane, every non-empty document once; never more lanes than such documents.
+    """Return the documents of each lane, every non-empty document once; never more lanes than such documents.
 
-    Documents are dealt longest first, so that lanes end at nearly the same step. The lane with most segments comes
+    Documents are assigned longest first, so that lanes end at nearly the same step. The lane with most segments comes
     first: the lanes that still read are always the first ones (`busy_lanes`).
     """
     sizes = np.asarray(lengths, dtype=np.int64)
@@ -259,17 +263,17 @@ def evaluation_plan(lengths: Sequence[int] | np.ndarray, *, num_lanes: int, seg_
 
 
 def busy_lanes(lanes: Sequence[Sequence[int]], lengths: Sequence[int] | np.ndarray, *, seg_len: int) -> list[int]:
-    """How many lanes of an `evaluation_plan`, always the first ones, have a segment to read in each step, (steps,)."""
+    """Return how many lanes of an `evaluation_plan`, always the first ones, have a segment in each step, (steps,)."""
     segments = num_segments_of(np.asarray(lengths, dtype=np.int64), seg_len)
     loads = np.array([int(segments[list(documents)].sum()) for documents in lanes], dtype=np.int64)
     return [int(np.count_nonzero(loads > step)) for step in range(int(loads.max(initial=0)))]
 
 
 def forward_sizes(num_busy: int, *, world_size: int, rank: int, micro_lanes: int) -> list[int]:
-    """Rows of each forward of one rank in a step in which the first `num_busy` lanes read.
+    """Return the number of rows of each forward of one rank in a step in which the first `num_busy` lanes read.
 
-    Lane l belongs to rank l % world_size. Every rank makes as many forwards as rank 0, which has most lanes, because
-    ZeRO gathers parameters in each; one that has run out of lanes makes them with a single idle row.
+    Lane l belongs to rank l % world_size. Every rank runs as many forwards as rank 0, which has most lanes, because
+    ZeRO gathers parameters in each; a rank without further lanes runs them with a single idle row.
     """
     num_own = len(range(rank, num_busy, world_size))
     num_forwards = -(-len(range(0, num_busy, world_size)) // micro_lanes)

@@ -11,21 +11,21 @@ ItemT = TypeVar("ItemT")
 
 
 class _End(NamedTuple):
-    """Stands in the queue after the last item."""
+    """The queue's last entry, after all items."""
 
-    reason: BaseException  # StopIteration at a plain end
+    reason: BaseException  # StopIteration at a normal end
 
 
 class Prefetcher(Generic[ItemT]):
-    """The items of an iterator, in order, up to `depth` of them made before they are asked for.
+    """An iterator over the items of another, in order, of which a thread makes up to `depth` in advance.
 
-    An error of the iterator is raised by the `next` that would have returned the item, and by every one after it.
-    `close` ends and joins the thread, also while items wait unread; whoever iterates must call it.
+    An error of the source is raised by the `next` that would have returned the item, and by every later one. `close`
+    ends and joins the thread, even if items are unread; the consumer must call it.
     """
 
     def __init__(self, source: Iterator[ItemT], *, depth: int) -> None:
         self._source = source
-        # Two queues written in C and not a condition in Python: an item changes hands faster.
+        # Two queues written in C pass an item faster than a condition in Python.
         self._ready: SimpleQueue[ItemT | _End] = SimpleQueue()
         self._places: SimpleQueue[None] = SimpleQueue()  # one for each item that may be put
         for _ in range(depth):
@@ -64,6 +64,6 @@ class Prefetcher(Generic[ItemT]):
                 if self._closed:
                     return
                 self._ready.put(item)
-        except BaseException as error:  # handed to the consumer, whatever it is
+        except BaseException as error:  # raised in the consumer
             end = error
         self._ready.put(_End(end))

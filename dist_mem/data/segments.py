@@ -1,6 +1,6 @@
-"""Documents cut into segments, and segments collated into a Batch: the simple way, one segment at a time.
+"""Cut documents into segments, and collate segments into a Batch, one segment at a time.
 
-Evaluation and single texts are read like this; training reads many segments at once (spans.py, chunks.py).
+Evaluation and single texts are read this way; training reads many segments at once (spans.py, chunks.py).
 The arrays of a segment are views of the memory-mapped shard; `collate` copies them once.
 """
 
@@ -34,9 +34,10 @@ IDLE = Segment(NOTHING, NOTHING, None, None, document=-1, is_new_document=False)
 
 
 def as_block(segment: Segment) -> Segment:
-    """The segment as `data.blocks` reads it: its own tokens, of which the first is no target, and the last has none.
+    """Return the segment as `data.blocks` reads it: inputs are its tokens; the first is no target, the last has none.
 
-    In place of the token before each target, at first BOS. What is known of a target moves with it, left by one.
+    Without `data.blocks` the inputs are the token before each target, at first BOS. The mask and recall distance of a
+    target move with it, left by one.
     """
     _, tokens, scored, recall, _, _ = segment
     is_target = np.ones(len(tokens), dtype=bool) if scored is None else np.asarray(scored, dtype=bool)
@@ -49,17 +50,17 @@ def as_block(segment: Segment) -> Segment:
 
 
 def moved_left(values: np.ndarray, last: int) -> np.ndarray:
-    """All values (n,) but the first, and then `last`, of the same type."""
+    """Return values (n,) without the first, then `last`, of the same dtype."""
     return np.append(values[1:], values.dtype.type(last))
 
 
 def document_segments(
     document: Document, *, start: int, seg_len: int, bos_id: int, blocks: bool = False, cut: str = "start"
 ) -> Iterator[tuple[Segment, int]]:
-    """Segments of one document from token `start` on, each with the number of tokens read after it.
+    """Yield segments of one document from token `start` on, each with the number of tokens read after it.
 
     Args:
-        start: where a segment begins.  blocks: as `data.blocks`, see `as_block`.  cut: as `data.cut`.
+        start: first token of a segment.  blocks: as `data.blocks`, see `as_block`.  cut: as `data.cut`.
     """
     _, tokens, scored, recall = document
     edges = [*segment_starts(len(tokens), seg_len=seg_len, cut=cut).tolist(), len(tokens)]
@@ -80,7 +81,7 @@ def document_segments(
 def finite_lane(
     documents: Documents, numbers: Sequence[int], *, seg_len: int, blocks: bool = False, cut: str = "start"
 ) -> Iterator[Segment]:
-    """The segments of the given documents once, then idle ones for ever; a damaged document is always an error."""
+    """Yield the segments of the given documents once, then idle ones forever; a damaged document is always an error."""
     for number in numbers:
         document = documents.open(number)
         parts = document_segments(document, start=0, seg_len=seg_len, bos_id=documents.bos_id, blocks=blocks, cut=cut)
@@ -89,7 +90,7 @@ def finite_lane(
 
 
 def collate(segments: Sequence[Segment], *, seg_len: int, with_recall: bool) -> Batch:
-    """One segment of each of B lanes, right-padded to T, as a Batch."""
+    """Collate one segment of each of B lanes, right-padded to T, into a Batch."""
     shape = (len(segments), seg_len)
     tokens, targets = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
     recall = np.zeros(shape, dtype=np.int64) if with_recall else None
@@ -112,7 +113,7 @@ def collate(segments: Sequence[Segment], *, seg_len: int, with_recall: bool) -> 
 
 
 def collate_groups(segments: Sequence[Segment], *, micro_lanes: int, seg_len: int, with_recall: bool) -> list[Batch]:
-    """One Batch for each group of `micro_lanes` lanes, in lane order."""
+    """Return one Batch for each group of `micro_lanes` lanes, in lane order."""
     return [
         collate(segments[first : first + micro_lanes], seg_len=seg_len, with_recall=with_recall)
         for first in range(0, len(segments), micro_lanes)

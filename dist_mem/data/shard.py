@@ -1,4 +1,4 @@
-"""The one definition of a shard: a webdataset tar of tokenized documents, and the index that finds every token in it.
+"""The shard format: a webdataset tar of tokenized documents, and an index with the place of every token.
 
 Data flow: builders (data/build/builder.py) -> write_split -> tars + index.json -> read_index, read_tokens -> the lanes.
 
@@ -6,9 +6,9 @@ Data flow: builders (data/build/builder.py) -> write_split -> tars + index.json 
                                          (which tokens are scored) and <id>.recall.npy (what tokens refer back to)
     <split>/index.json                   shards, documents, byte offsets, checksums; written last
 
-Tars are written by webdataset's own writer, so that a bare `wds.WebDataset` reads them. Here they are never unpacked:
-a tar stores its files as they are, so tokens are memory-mapped in place, at the offsets of the index. shards/README.md
-describes the format for those who read it without this code.
+Tars are written by webdataset's writer, so that a plain `wds.WebDataset` reads them. Here they are never unpacked: a
+tar stores its files uncompressed, so tokens are memory-mapped in place, at the offsets of the index. shards/README.md
+describes the format for other readers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MAX_SHARD_BYTES = 64 * 2**20  # of arrays; a tar exceeds it by its last document
 
 @dataclass(frozen=True)
 class DocumentEntry:
-    """Where a document's arrays lie; offsets are bytes from the start of the tar to the first array element."""
+    """Location of a document's arrays; offsets are bytes from the start of the tar to the first array element."""
 
     id: str
     title: str
@@ -63,35 +63,37 @@ class DocumentEntry:
 
 @dataclass(frozen=True)
 class ShardEntry:
+    """A tar of the index."""
+
     name: str
     bytes: int
     sha256: str
 
 
 class ShardSource:
-    """How the tars of a split come to lie beside its index: these lie there already."""
+    """Source of a split's tars, which puts them beside the index; the base class expects them there already."""
 
     def fetch(self, shard: ShardEntry) -> None:
-        """Return when the tar is there. Raises OSError if it cannot be had."""
+        """Return when the tar is there. Raises OSError if it cannot be fetched."""
 
     def expect(self, shard: ShardEntry) -> None:
-        """The tar will be needed soon."""
+        """Announce that the tar will be needed soon."""
 
     def close(self) -> None:
-        """Nothing will be needed any more; a `fetch` under way in another thread raises OSError."""
+        """Cancel all fetches; a `fetch` running in another thread raises OSError."""
 
 
 @dataclass(frozen=True)
 class Index:
-    """One split: what index.json says, and the memory maps opened so far."""
+    """One split: the content of index.json, and the memory maps opened so far."""
 
     split_dir: Path
     format_version: int
     name: str  # of the dataset
     split: str
     tokenizer_fingerprint: str
-    recipe: str  # fingerprint of what the builder made it from; "" where no builder did
-    official_words: int | None  # published word count of this split, where it is complete
+    recipe: str  # fingerprint of the builder's inputs; "" if made without a builder
+    official_words: int | None  # published word count of this split, if it is complete
     num_tokens: int
     counted_words: int
     num_bytes: int  # of the text
@@ -103,7 +105,7 @@ class Index:
 
     @property
     def num_words(self) -> int:
-        """Words of the split, for its word-level perplexity: the official count where there is one."""
+        """Number of words of the split, for its word-level perplexity: the official count if there is one."""
         return self.counted_words if self.official_words is None else self.official_words
 
 
@@ -154,7 +156,7 @@ def write_split(
 
 
 def check_names(name: str, split: str) -> None:
-    """Refuse names of a dataset and a split that cannot be in the name of a tar. Raises UnusableError."""
+    """Raise UnusableError if the name of a dataset or a split cannot be in the name of a tar."""
     check_plain(name, "name")
     check_plain(split, "split")
     check_plain(f"{name}-{split}-00000.tar", "the name of a tar, of name and split,")
@@ -170,10 +172,10 @@ def read_index(split_dir: Path | str) -> Index:
 
 
 def read_index_metadata(path: Path) -> dict[str, Any]:
-    """The content of an index.json.
+    """Read and check the content of an index.json.
 
     Raises:
-        ShardError: it is missing, not what was written, or of a newer format.
+        ShardError: it is missing, damaged, or of a newer format.
     """
     body = read_metadata(path)
     if body.get("fingerprint") != _fingerprint(body):
@@ -183,24 +185,24 @@ def read_index_metadata(path: Path) -> dict[str, Any]:
 
 
 def fetch_shards(index: Index) -> None:
-    """Bring every tar of a remote split here. Raises OSError if one cannot be had."""
+    """Fetch every tar of a remote split. Raises OSError if one cannot be fetched."""
     for shard in index.shards:
         index.source.fetch(shard)
 
 
 def expect_document(index: Index, document: int) -> None:
-    """Say that a document will be read soon: its tar may be far away."""
+    """Announce that a document will be read soon: its tar may have to be fetched."""
     index.source.expect(_shard_named(index, index.documents[document].shard))
 
 
 def read_tokens(index: Index, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-    """Tokens [start, stop) of a document, (n,) uint16 or uint32, a read-only view of the memory-mapped tar."""
+    """Return tokens [start, stop) of a document, (n,) uint16 or uint32, a read-only view of the memory-mapped tar."""
     entry = index.documents[document]
     return _array(index, entry, entry.tokens_offset, np.dtype(entry.dtype))[start:stop]
 
 
 def read_mask(index: Index, document: int, start: int = 0, stop: int | None = None) -> np.ndarray | None:
-    """Which of tokens [start, stop) are scored, (n,) bool; None: all of them."""
+    """Return which of tokens [start, stop) are scored, (n,) bool; None: all of them."""
     entry = index.documents[document]
     if entry.mask_offset is None:
         return None
@@ -208,7 +210,7 @@ def read_mask(index: Index, document: int, start: int = 0, stop: int | None = No
 
 
 def read_recall(index: Index, document: int, start: int = 0, stop: int | None = None) -> np.ndarray | None:
-    """Distances of tokens [start, stop) to what they refer to, (n,) int32 in tokens, 0 = none; None: not recorded."""
+    """Return distances of tokens [start, stop) to their referents, (n,) int32 in tokens, 0 = none; None: not recorded."""
     entry = index.documents[document]
     if entry.recall_offset is None:
         return None
@@ -216,7 +218,7 @@ def read_recall(index: Index, document: int, start: int = 0, stop: int | None = 
 
 
 def check_document(index: Index, document: int) -> None:
-    """Raise a ShardError that names document and shard, unless the document's arrays are what was written."""
+    """Raise a ShardError that names document and shard, unless the checksum of the document's arrays matches."""
     entry = index.documents[document]
     arrays = (read_tokens(index, document), read_mask(index, document), read_recall(index, document))
     if arrays_sha256(*arrays) != entry.sha256:
@@ -259,7 +261,7 @@ def _checked(documents: Iterable[TokenizedDocument], split: str) -> Iterator[Tok
 def _shard_groups(
     documents: Iterable[TokenizedDocument], max_shard_bytes: int
 ) -> Iterator[Iterator[TokenizedDocument]]:
-    """Consecutive documents shard by shard; a shard is closed by the document with which it reaches its size."""
+    """Yield consecutive documents shard by shard; a shard ends with the document that reaches the size limit."""
     queue = iter(documents)
     for first in queue:
 

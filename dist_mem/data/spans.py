@@ -1,10 +1,10 @@
-"""What a lane reads in training: runs of successive segments, cut nowhere but where a document (or the stream) ends.
+"""Runs: successive segments that a lane reads in training, cut only where a document (or the stream) ends.
 
     plan, cursor -> DocumentLane or StreamLane -> Run of up to K segments -> the lane's column of a block (chunks.py)
 
-Reading many segments takes no more Python than reading one. A cursor says all about where a lane stands, so a lane
-opened at a saved cursor goes on as if it had never stopped. tests/support/simple_lanes.py reads
-one segment at a time and gives the same.
+Reading many segments takes no more Python than reading one. A cursor is the complete position of a lane, so a lane
+opened at a saved cursor continues as if it had never stopped. tests/support/simple_lanes.py reads one segment at a time
+and gives the same.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from dist_mem.data.shard import ShardError
 
 
 class Run(NamedTuple):
-    """R successive segments of one lane; all are of T tokens but the last, which may be shorter.
+    """R successive segments of one lane; all have T tokens except the last, which may be shorter.
 
-    The short first segment of a document that is cut from its end (`data.cut`) is a run of its own.
+    The short first segment of a document that is cut from its end (`data.cut`) is a separate run.
     """
 
     tokens: np.ndarray  # (n + 1,) any integer type: the token before (BOS at first), then those of the segments
     scored: np.ndarray | None  # (n,) bool, which tokens of the segments count as targets; None: all
-    recall: np.ndarray | None  # (n,) distance of each one's referent; None: none
+    recall: np.ndarray | None  # (n,) distance of each token's referent; None: none
     document: np.ndarray | int  # (R,), or one for all: index of the document of the first token
-    counts: np.ndarray  # (R, 2) documents whose first token is in it, damaged ones passed over on the way
-    is_new_document: bool  # the first segment begins with a fresh memory; no other does
+    counts: np.ndarray  # (R, 2) documents whose first token is in the segment, damaged ones skipped before it
+    is_new_document: bool  # the first segment begins with a fresh memory; no other segment does
     cursors: np.ndarray  # (R, 3) after each segment
     epochs: np.ndarray  # (R,) completed by the lane after each segment
 
 
 def open_lane(documents: Documents, plan: Plan, *, lane: int, cursor: Cursor) -> DocumentLane | StreamLane:
-    """The reader of one lane of a plan."""
+    """Return the reader of one lane of a plan."""
     if isinstance(plan, StreamPlan):
         return StreamLane(documents, plan, lane=lane, cursor=cursor)
     return DocumentLane(documents, plan, lane=lane, cursor=cursor)
 
 
 class DocumentLane:
-    """A lane that reads document after document, each from BOS, without an end."""
+    """A lane that reads document after document, each from BOS, endlessly."""
 
     def __init__(self, documents: Documents, plan: DocumentPlan, *, lane: int, cursor: Cursor) -> None:
         self._documents, self._plan, self._lane = documents, plan, lane
         self._cursor = cursor
         self._numbers = plan.documents(cursor.epoch, lane)
-        self._current: Document | None = None  # the one the cursor stands in; None: not opened yet
+        self._current: Document | None = None  # the document at the cursor; None: not opened yet
 
     def read(self, max_segments: int) -> Run:
-        """The next segments, up to the end of their document."""
+        """Read the next segments, up to the end of their document."""
         skipped = self._open()
         assert self._current is not None, "_open has opened it"
         number, tokens, scored, recall = self._current
@@ -78,7 +78,7 @@ class DocumentLane:
         )
 
     def _open(self) -> int:
-        """Open the document at the cursor, or the first good one after it; returns how many were passed over."""
+        """Open the document at the cursor, or the first intact one after it; return how many were skipped."""
         skipped = 0
         while self._current is None:
             epoch, place, offset = self._cursor
@@ -100,19 +100,19 @@ class DocumentLane:
 
 
 class StreamLane:
-    """A lane that reads its part of the token stream over and over.
+    """A lane that reads its part of the token stream again and again.
 
-    A damaged document that is to be skipped stays in place as BOS that is not scored, so that nothing else moves.
+    A skipped, damaged document is replaced by BOS tokens that are not scored, so that no other position changes.
     """
 
     def __init__(self, documents: Documents, plan: StreamPlan, *, lane: int, cursor: Cursor) -> None:
         self._documents, self._plan, self._lane = documents, plan, lane
         self._cursor = cursor
-        self._current: Document | None = None  # the one read last
+        self._current: Document | None = None  # the document read last
         self._is_damaged = False
 
     def read(self, max_segments: int) -> Run:
-        """The next segments, up to the end of the lane's part."""
+        """Read the next segments, up to the end of the lane's part."""
         seg_len = self._plan.seg_len
         first, end = self._plan.span(self._lane)
         epoch, _, offset = self._cursor
@@ -143,7 +143,7 @@ class StreamLane:
         )
 
     def _piece(self, position: int, stop: int) -> tuple[Document, int]:
-        """What one document holds of positions position..stop - 1, and where in the document that begins."""
+        """Return one document's part of positions position..stop - 1, and the part's offset in the document."""
         number = int(self._plan.document_at(position))
         if self._current is None or self._current.number != number:
             document = self._documents.open_or_skip(number)
@@ -162,7 +162,7 @@ class StreamLane:
 def _progress(
     plan: Plan, lane: int, before: Cursor, after: Cursor, *, num_tokens: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The cursor after each segment of a run, (R, 3) int64, and the epochs the lane has then completed, (R,)."""
+    """Return the cursor after each segment of a run, (R, 3) int64, and the epochs completed by then, (R,)."""
     num_segments = -(-num_tokens // plan.seg_len)
     cursors = np.full((num_segments, 3), before, dtype=np.int64)
     cursors[:, 2] += np.minimum(np.arange(1, num_segments + 1) * plan.seg_len, num_tokens)
@@ -173,7 +173,7 @@ def _progress(
 
 
 def _join(parts: list[np.ndarray | None], pieces: list[Document], *, missing: int) -> np.ndarray | None:
-    """The parts end to end, `missing` where a piece has none; None if none has any."""
+    """Concatenate the parts, with `missing` for a piece without one; return None if no piece has one."""
     if all(part is None for part in parts):
         return None
     return np.concatenate(

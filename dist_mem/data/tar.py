@@ -1,4 +1,4 @@
-"""How a tokenized document lies in a tar: its files, the same bytes every time; the one door to webdataset's writer."""
+"""Write tokenized documents into tars, the same bytes every time; the only module that uses webdataset's writer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ID_PATTERN = re.compile(r"[^\x00-\x1f\x7f-\U0010ffff./\\]{1,80}")
 
 @dataclass(frozen=True)
 class TokenizedDocument:
-    """What a builder hands to `write_split`."""
+    """A document as a builder passes it to `write_split`."""
 
     id: str  # unique in its split; printable ASCII without ".", "/" and "\\"
     title: str
@@ -39,13 +39,15 @@ class TokenizedDocument:
 
 
 class WrittenTar(NamedTuple):
+    """Size, checksum and members of a tar."""
+
     num_bytes: int
     sha256: str  # of the whole file
     members: dict[str, tuple[int, int]]  # name -> (byte offset of its payload in the tar, payload bytes)
 
 
 def check_id(document_id: str, seen: set[str], split: str) -> None:
-    """Refuse an id that cannot be a name in a tar, or is in `seen`; then add it there."""
+    """Raise ValueError for an id that cannot be a name in a tar, or is in `seen`; otherwise add it there."""
     # webdataset cuts names at the first dot, and the header of a tar member has room for 100 bytes
     if not ID_PATTERN.fullmatch(document_id):
         raise ValueError(
@@ -58,7 +60,7 @@ def check_id(document_id: str, seen: set[str], split: str) -> None:
 
 
 def sample_files(document: TokenizedDocument, sha256: str) -> dict[str, Any]:
-    """A document as webdataset's writer takes it: `__key__`, and file suffix -> bytes."""
+    """Return a document as a sample for webdataset's writer: `__key__`, and file suffix -> bytes."""
     metadata = {**document_metadata(document), "tokens": len(document.tokens), "sha256": sha256}
     files: dict[str, Any] = {"__key__": document.id, "json": (json.dumps(metadata) + "\n").encode()}
     for kind, array in document_arrays(document).items():
@@ -69,12 +71,12 @@ def sample_files(document: TokenizedDocument, sha256: str) -> dict[str, Any]:
 
 
 def document_metadata(document: TokenizedDocument) -> dict[str, Any]:
-    """What the index and the .json of a document both say."""
+    """Return the metadata of a document that are both in the index and in its .json."""
     return {key: getattr(document, key) for key in ("id", "title", "year", "words", "bytes")}
 
 
 def document_arrays(document: TokenizedDocument) -> dict[str, np.ndarray]:
-    """The arrays of a document as they are stored, in the order in which they are hashed."""
+    """Return the arrays of a document as stored, in the order in which they are hashed."""
     if document.tokens.dtype not in TOKEN_DTYPES:
         raise ValueError(f"document {document.id}: tokens are {document.tokens.dtype}; they must be uint16 or uint32")
     if len(document.tokens) > MAX_TOKENS:
@@ -93,7 +95,7 @@ def document_arrays(document: TokenizedDocument) -> dict[str, np.ndarray]:
 
 
 def arrays_sha256(*arrays: np.ndarray | None) -> str:
-    """sha256 over the bytes of the arrays that exist, one after another."""
+    """Return the sha256 of the bytes of all arrays that are not None, concatenated."""
     digest = hashlib.sha256()
     for array in arrays:
         if array is not None:
@@ -102,7 +104,7 @@ def arrays_sha256(*arrays: np.ndarray | None) -> str:
 
 
 def write_tar(samples: Iterable[Mapping[str, Any]], path: Path) -> WrittenTar:
-    """Write samples (`__key__` and file suffix -> bytes) as one tar, atomically, and say where every payload lies."""
+    """Write samples (`__key__` and file suffix -> bytes) as one tar, atomically; return the place of every payload."""
     with replacing(path) as stream:
         with _open_writer(stream) as tar:
             for sample in samples:
@@ -112,14 +114,14 @@ def write_tar(samples: Iterable[Mapping[str, Any]], path: Path) -> WrittenTar:
 
 
 def _inspect_tar(path: Path) -> WrittenTar:
-    # Offsets are read back from the tar itself: what a reader will find, whatever the writer put in front of a payload.
+    # Read the offsets back from the tar, as a reader will: they do not depend on how the writer made its headers.
     with tarfile.open(path, "r:") as tar:
         members = {member.name: (member.offset_data, member.size) for member in tar}
     return WrittenTar(path.stat().st_size, sha256_of(path), members)
 
 
 def tar_bytes(sample: Mapping[str, Any]) -> bytes:
-    """The bytes one sample takes in a tar: headers, payloads, padding; without the end of the archive."""
+    """Return the bytes of one sample in a tar: headers, payloads, padding; without the end of the archive."""
     stream = io.BytesIO()
     with _open_writer(stream) as tar:
         tar.write(dict(sample))
@@ -128,8 +130,8 @@ def tar_bytes(sample: Mapping[str, Any]) -> bytes:
 
 
 def _open_writer(stream: IO[bytes]) -> Any:
-    """webdataset's writer, told to write nothing that changes from one build to the next."""
-    # Imported here because webdataset imports torch: a second that reading an index or checking a config need not pay.
+    """Open webdataset's writer with fixed metadata, so that every build gives the same bytes."""
+    # Imported here because webdataset imports torch, which costs one second: reading an index does not need it.
     from webdataset.writer import TarWriter
 
     return TarWriter(stream, user="dist_mem", group="dist_mem", mode=0o444, mtime=0, encoder=False, compress=False)

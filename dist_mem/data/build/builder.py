@@ -1,4 +1,4 @@
-"""The machinery of every builder: documents -> tokenizer -> tokens -> shards; parallel, and restartable after a kill.
+"""The common part of all builders: documents -> tokenizer -> tokens -> shards; parallel, and restartable after a kill.
 
 A builder (shards/build_*.py) lists its documents and calls `build_dataset`:
 
@@ -6,10 +6,10 @@ A builder (shards/build_*.py) lists its documents and calls `build_dataset`:
         documents = [SourceDocument(id="98", title="A Tale of Two Cities", source=Path("98.txt"), year=1859)]
         build_dataset({"train": documents}, "data/mine", name="mine", vocab_size=8000, workers=2)
 
-The tokenizer is trained first, on the train split alone. Then consecutive documents are encoded in pieces of a few
-megabytes, each by one worker process, each kept in `<out>/.build` under a name that is a checksum of what it was made
-from. A builder that was killed and is started again finds its finished pieces and makes only the others. Last, the
-pieces are written into tars, in order, by one process; so the result does not depend on the number of workers.
+The tokenizer is trained first, on the train split only. Then worker processes encode consecutive documents in pieces of
+a few megabytes. Each piece is kept in `<out>/.build` under a name that is a checksum of its inputs. A builder that is
+started again after a kill finds its finished pieces and makes only the others. Last, one process writes the pieces into
+tars, in order; so the result does not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ PIECE_BYTES = 4 * 2**20  # of source text; one document at least
 
 
 class Piece(NamedTuple):
-    """Consecutive documents that one worker encodes in one go."""
+    """Consecutive documents that one worker encodes at once."""
 
     documents: list[SourceDocument]
-    path: Path  # its tokens, named after what they are made from
-    data_dir: Path  # holds the tokenizer
+    path: Path  # its tokens, named by a checksum of their inputs
+    data_dir: Path  # contains the tokenizer
     fingerprint: str  # of the tokenizer
     num_bytes: int  # of source text
 
@@ -75,22 +75,22 @@ def build_dataset(
 ) -> None:
     """Build a data directory: the tokenizer, and tars and an index of every split, documents in the order given.
 
-    The same call always gives the same bytes, whatever the number of workers and however often it was interrupted. A
-    split that is already there, made from the same documents, is kept.
+    The same call always gives the same bytes, for any number of workers and after any interruption. An existing split
+    made from the same documents is kept.
 
     Args:
-        splits: split name -> documents; "train" is what the tokenizer is trained on.
+        splits: split name -> documents; the tokenizer is trained on "train".
         name: of the dataset, part of the tars' names.
         tokenizer_kind: "sentencepiece" or "bytes".
         vocab_size, seed, max_sentences: of the SentencePiece model, see `train_sentencepiece`.
-        tokenizer_from: data directory whose tokenizer is taken instead; tokenizer: one that is taken as it is.
-        workers: processes.
+        tokenizer_from: data directory whose tokenizer is used instead; tokenizer: a tokenizer to use instead.
+        workers: number of processes.
         official_words: split name -> published number of words, for splits that are complete.
-        max_shard_bytes: size of a tar; piece_bytes: source text one worker takes at a time.
-        overwrite: replace what another call has built in `out`.
+        max_shard_bytes: size of a tar; piece_bytes: source text that one worker encodes at a time.
+        overwrite: replace the result of another call in `out`.
 
     Raises:
-        ValueError: a document cannot be used, or `out` holds something else.
+        ValueError: a document cannot be used, or `out` contains another build.
         WorkerKilledError: a worker process was killed.
     """
     out = Path(out)
@@ -156,7 +156,7 @@ def _build_split(
 
 
 def encode_piece(piece: Piece) -> int:
-    """Encode the documents of a piece and keep their tokens at `piece.path`; returns the bytes of source text."""
+    """Encode the documents of a piece and write their tokens to `piece.path`; return the bytes of source text."""
     tokenizer = _cached_tokenizer(piece.data_dir, piece.fingerprint)
     arrays: dict[str, np.ndarray] = {}
     sizes = []
@@ -228,7 +228,7 @@ def _tokenized(pieces: Iterable[Piece]) -> Iterator[TokenizedDocument]:
 
 
 @lru_cache(maxsize=1)
-def _cached_tokenizer(data_dir: Path, fingerprint: str) -> Tokenizer:  # the key says which one
+def _cached_tokenizer(data_dir: Path, fingerprint: str) -> Tokenizer:  # the fingerprint is in the cache key
     return load_tokenizer(data_dir)
 
 
@@ -283,7 +283,7 @@ def _other_build(path: Path) -> ValueError:
 
 
 def _remove_dataset(out: Path) -> None:
-    """Remove what builders write in `out`, and nothing else; finished pieces stay, should they fit the new build."""
+    """Remove the files that builders write in `out`, except finished pieces, which the new build may reuse."""
     for index in out.glob(f"*/{INDEX_NAME}"):
         index.unlink()
         for shard in index.parent.glob(f"*-{index.parent.name}-[0-9][0-9][0-9][0-9][0-9].tar"):

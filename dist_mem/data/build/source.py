@@ -1,4 +1,4 @@
-"""What a builder feeds in: documents as text, and where in them a word refers back to an earlier one."""
+"""Input of a builder: documents as text, and the places where a word refers back to an earlier one."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from dist_mem.data.tar import check_id
 
 
 class RecallSpan(NamedTuple):
-    """A word that can be predicted only from an earlier place in its document; character offsets in the LF text."""
+    """A word predictable only from an earlier place in its document; character offsets in the LF text."""
 
     start: int
     stop: int
-    referent: int  # first character of the latest earlier mention of what the word recalls
+    referent: int  # first character of the latest earlier mention that the word recalls
 
 
 class FileSlice(NamedTuple):
-    """Part of a file, byte for byte: a corpus that is one large file is cut so, and never read whole."""
+    """Part of a file, byte for byte: for a corpus that is one large file, which is never read whole."""
 
     path: Path
     start: int  # bytes
     stop: int
-    sha256: str  # of the whole file: says which one it is
-    without: bytes = b""  # what is left out, as newlines in the published preparation of enwik8
+    sha256: str  # of the whole file, to identify it
+    without: bytes = b""  # bytes to leave out, as newlines in the published preparation of enwik8
 
     def read(self) -> bytes:
-        """The bytes, without what is left out."""
+        """Read the bytes, except those of `without`."""
         with self.path.open("rb") as stream:
             stream.seek(self.start)
             content = stream.read(self.stop - self.start)
@@ -50,43 +50,43 @@ class SourceDocument:
     recall: Sequence[RecallSpan | tuple[int, int, int]] | None = None  # None: not recorded for this document
     scored: Sequence[tuple[int, int]] | None = None  # character spans in the LF text whose tokens count; None: all
 
-    @cached_property  # asked for often, and a network file system takes its time
+    @cached_property  # used often, and slow on a network file system
     def num_bytes(self) -> int:
-        """Size of the source, which decides how documents are shared among workers."""
+        """Size of the source, by which documents are distributed among workers."""
         if isinstance(self.source, FileSlice):
             return self.source.stop - self.source.start
         return self.source.stat().st_size if isinstance(self.source, Path) else len(self.source.encode())
 
     @cached_property
     def modified(self) -> int:
-        """Modification time of the file in ns, 0 for text: tells an edited file from one a killed build has read."""
+        """Modification time of the file in ns, 0 for text: detects edits since a killed build."""
         return self.source.stat().st_mtime_ns if isinstance(self.source, Path) else 0
 
     def text(self) -> str:
-        """The text with LF line ends; part of a file as it is, and what is not UTF-8 in it as lone surrogates."""
+        """Return the text with LF line ends; part of a file unchanged, with non-UTF-8 bytes as lone surrogates."""
         if isinstance(self.source, FileSlice):
             return self.source.read().decode("utf-8", "surrogateescape")
         text = read_text(self.source) if isinstance(self.source, Path) else self.source
         return text.replace("\r\n", "\n").replace("\r", "\n")
 
     def signature(self) -> list[Any]:
-        """What tells this document from another without reading its file; the same on every machine."""
+        """Return values that identify this document without reading its file; the same on every machine."""
         content: Any = self.num_bytes
         if isinstance(self.source, FileSlice):
             content = [self.source.start, self.source.stop, self.source.sha256, self.source.without.hex()]
         elif isinstance(self.source, str):
             content = hashlib.sha256(self.source.encode()).hexdigest()
-        scored = [] if self.scored is None else [self.scored]  # left out, as builds have it that know of none
+        scored = [] if self.scored is None else [self.scored]  # left out if None, as in builds before `scored` existed
         return [self.id, self.title, self.year, content, self.recall, *scored]
 
 
 def encoded(text: str) -> bytes:
-    """The UTF-8 bytes of a text that `SourceDocument.text` gave."""
+    """Return the UTF-8 bytes of a text from `SourceDocument.text`."""
     return text.encode("utf-8", "surrogateescape")
 
 
 def read_text(path: Path) -> str:
-    """A file's text as it is, without the mark (U+FEFF) that some editors put first.
+    """Return a file's text unchanged, but without the byte order mark (U+FEFF) that some editors put first.
 
     Raises:
         ValueError: the file is not UTF-8; names it and the first bad byte.
@@ -101,20 +101,20 @@ def read_text(path: Path) -> str:
 
 
 def check_sources(documents: Sequence[SourceDocument], split: str) -> None:
-    """Refuse unusable or repeated ids before any work is done."""
+    """Raise ValueError for unusable or repeated ids, before any work is done."""
     seen: set[str] = set()
     for document in documents:
         check_id(document.id, seen, split)
 
 
 def recall_distances(document: SourceDocument, text: str, starts: np.ndarray) -> np.ndarray:
-    """Distance in tokens from each token to what it recalls, (num_tokens,) int32, 0 = it recalls nothing.
+    """Return the distance in tokens from each token to its referent, (num_tokens,) int32, 0 = it recalls nothing.
 
-    Every token that overlaps a recall span, in part or whole, gets its distance back to the token that holds the
-    referent's first character. Of two spans that share a token the later one counts.
+    Every token that overlaps a recall span, in part or whole, gets its distance back to the token with the referent's
+    first character. Of two spans that share a token the later one counts.
 
     Args:
-        starts: (num_tokens,) where in `text` each token starts, as `Tokenizer.encode_with_offsets` gives it.
+        starts: (num_tokens,) start of each token in `text`, from `Tokenizer.encode_with_offsets`.
 
     Raises:
         ValueError: a span lies outside the text, is empty, or does not come after its referent.
@@ -131,7 +131,7 @@ def recall_distances(document: SourceDocument, text: str, starts: np.ndarray) ->
         span = tuple(shared[0].tolist())
         raise ValueError(f"document {document.id}: recall span {span} begins in the token of its referent")
     lengths = np.searchsorted(starts, stop, side="left") - first
-    # the tokens of all spans end to end, and the last span of each
+    # the tokens of all spans, concatenated, and the last span of each token
     tokens = np.arange(lengths.sum()) + np.repeat(first - (np.cumsum(lengths) - lengths), lengths)
     span_of = np.full(len(starts), -1)
     np.maximum.at(span_of, tokens, np.repeat(np.arange(len(spans)), lengths))
@@ -142,10 +142,10 @@ def recall_distances(document: SourceDocument, text: str, starts: np.ndarray) ->
 
 
 def scored_tokens(document: SourceDocument, text: str, starts: np.ndarray) -> np.ndarray:
-    """Which tokens are scored, (num_tokens,) bool: those that begin within a span of `document.scored`.
+    """Return which tokens are scored, (num_tokens,) bool: those that begin within a span of `document.scored`.
 
     Args:
-        starts: (num_tokens,) where in `text` each token starts, as `Tokenizer.encode_with_offsets` gives it.
+        starts: (num_tokens,) start of each token in `text`, from `Tokenizer.encode_with_offsets`.
 
     Raises:
         ValueError: a span lies outside the text, or is empty.
@@ -161,6 +161,6 @@ def scored_tokens(document: SourceDocument, text: str, starts: np.ndarray) -> np
 
 
 def _tokens_at(starts: np.ndarray, characters: np.ndarray) -> np.ndarray:
-    """The token that holds the first byte of each character; either may be the longer one."""
+    """Return the token that contains the first byte of each character; a token may be longer or shorter than it."""
     tokens = np.searchsorted(starts, characters, side="right") - 1
     return np.searchsorted(starts, starts[tokens], side="left")

@@ -1,4 +1,4 @@
-"""A function over many items in worker processes that never outlive the process that started them."""
+"""Map a function over items in worker processes, which never outlive the process that started them."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ Result = TypeVar("Result")
 
 
 class WorkerKilledError(RuntimeError):
-    """A worker process ended without a word; the system kills the largest process when memory runs out."""
+    """A worker process ended without an error; the system kills the largest process if memory runs out."""
 
 
 @contextmanager
 def map_unordered(
     function: Callable[[Item], Result], items: Sequence[Item], *, workers: int
 ) -> Iterator[Iterator[Result]]:
-    """Results of `function` in the order in which they are finished; with one worker, in this process.
+    """Yield an iterator of the results of `function` in order of completion; with one worker, compute in this process.
 
     `function` and the items are sent to the workers: they must be picklable, and the main script importable.
 
     Raises:
-        WorkerKilledError: inside the `with` block; and there, whatever `function` raises.
+        WorkerKilledError: inside the `with` block, where errors of `function` are raised too.
     """
     workers = min(workers, len(items))
     if workers <= 1:
         yield map(function, items)
         return
-    context = multiprocessing.get_context("spawn")  # forked workers would inherit whatever threads the caller has
+    context = multiprocessing.get_context("spawn")  # forked workers would inherit the caller's threads
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
     try:
         futures = [pool.submit(function, item) for item in items]
@@ -51,7 +51,7 @@ def map_unordered(
 
 
 def _start_worker() -> None:
-    """Let a worker die with its builder: a killed one cannot tell it, and the next one must find the place empty."""
+    """Exit when the builder dies, even if it is killed: the next builder must find no other process at work."""
     parent = multiprocessing.parent_process()
     if parent is None:
         raise RuntimeError("this function is for worker processes")
@@ -60,5 +60,5 @@ def _start_worker() -> None:
         wait([sentinel])
         os._exit(1)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the builder's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the builder handles Ctrl-C
     threading.Thread(target=watch, args=(parent.sentinel,), daemon=True).start()

@@ -1,9 +1,9 @@
-"""Files of a public Google Cloud Storage bucket, over HTTP: a listing, and a download that can be stopped and resumed.
+"""List and download files of a public Google Cloud Storage bucket over HTTP; a stopped download can be resumed.
 
     https://storage.googleapis.com/storage/v1/b/<bucket>/o?prefix=...     listing, in pages, with sizes and MD5
     https://storage.googleapis.com/<bucket>/<name>                        content
 
-Anything that serves these two can stand in for it: a mirror, or the server of a test.
+Any server with these two URLs can replace it: a mirror, or the server of a test.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dist_mem.runtime.names import PLAIN, is_plain_path
 
 
 class DownloadError(RuntimeError):
-    """A file could not be fetched, or not whole."""
+    """A file could not be fetched completely."""
 
 
 class RemoteFile(NamedTuple):
@@ -37,7 +37,7 @@ class RemoteFile(NamedTuple):
 
 
 def list_files(base_url: str, prefix: str) -> list[RemoteFile]:
-    """Files of the bucket at `base_url` (https://host/bucket) whose names start with `prefix`.
+    """List the files of the bucket at `base_url` (https://host/bucket) whose names start with `prefix`.
 
     Raises:
         DownloadError: the bucket cannot be listed.
@@ -64,11 +64,11 @@ def list_files(base_url: str, prefix: str) -> list[RemoteFile]:
 
 
 def download_files(base_url: str, files: Sequence[RemoteFile], directory: Path, *, workers: int = 8) -> None:
-    """Fetch files into `directory`, keeping those that are there whole; each appears only when it is complete.
+    """Fetch files into `directory`, keeping those already complete; each file appears only when it is complete.
 
     Raises:
-        DownloadError: a file could not be fetched; those fetched are kept, and the next call goes on from there. Or the
-            bucket lists a name that leads out of `directory`.
+        DownloadError: a file could not be fetched; finished files are kept, and the next call continues from there. Or
+            the bucket lists a name outside `directory`.
     """
     for file in files:
         if not is_plain_path(file.name):
@@ -91,14 +91,14 @@ def download_files(base_url: str, files: Sequence[RemoteFile], directory: Path, 
 
 
 def is_complete(path: Path, file: RemoteFile) -> bool:
-    """Whether the local file has the listed size, and the listed MD5 where there is one."""
+    """Return whether the local file has the listed size, and the listed MD5 if there is one."""
     if not path.exists() or path.stat().st_size != file.num_bytes:
         return False
     return file.md5 is None or _md5(path.read_bytes()) == file.md5
 
 
 def fetch(url: str, *, limit: int = METADATA_BYTES) -> bytes:
-    """The content at a URL, of at most `limit` bytes, asked for again after failures that may pass.
+    """Return the content at a URL, at most `limit` bytes; retry after failures that may be temporary.
 
     Raises:
         DownloadError: it does not exist, is longer, or could not be fetched.

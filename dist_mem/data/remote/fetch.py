@@ -1,11 +1,11 @@
-"""One file from a URL to a path, whole or not at all.
+"""Download one file from a URL to a path, completely or not at all.
 
     with locked(path.with_name(".lock")):
         download(address("https://host/books", "train/index.json"), path, limit=METADATA_BYTES, verify=read_metadata)
 
-A file is read as a pipe from a program (programs.py) that is watched: one that sends nothing for STALL_SECONDS, or more
-than a file may have, is ended, and one that does not end with status 0 has failed. Faults that may pass are tried
-again. Messages show no password and no query.
+A file is read through a pipe from a program (programs.py). The program is killed if it sends nothing for STALL_SECONDS,
+or more bytes than the file may have; it has failed if its exit status is not 0. Temporary failures are retried.
+Messages show no password and no query.
 """
 
 from __future__ import annotations
@@ -36,40 +36,40 @@ STALL_SECONDS = 60.0  # without a byte
 RETRY_PAUSES = (1.0, 4.0, 16.0)  # seconds before the second attempt, the third, ...
 POLL_SECONDS = 0.1
 BLOCK_BYTES = 2**20
-METADATA_BYTES = 2**30  # of a file whose length nothing states: an index.json of three million documents
-REFUSAL = re.compile(r"(?:returned error: |error occurred \()(4\d\d)")  # as curl and aws say it
+METADATA_BYTES = 2**30  # limit for a file of unknown length: an index.json of three million documents
+REFUSAL = re.compile(r"(?:returned error: |error occurred \()(4\d\d)")  # as curl and aws write it
 FINAL_ERRORS = re.compile(r"curl: \((?:1|3|60)\)")  # a protocol that is not allowed, a bad URL, a bad certificate
-PASSING_STATUS = {"408", "429"}  # of those; the others will be the same next time
+PASSING_STATUS = {"408", "429"}  # temporary refusals; the others are permanent
 
 Verify = Callable[[Path], object]  # raises ValueError, its text beginning with the path, for a wrong file
 
 
 class RemoteError(UnusableError, OSError):
-    """A remote file cannot be had, or not be kept; the message names it. Not a ShardError: nothing is damaged."""
+    """A remote file cannot be fetched or written; the message names it. Not a ShardError: nothing is damaged."""
 
 
 class UnreachableError(RemoteError):
-    """The server does not answer now, and did not when asked again."""
+    """The server does not answer, after retries too."""
 
 
 class RefusedError(RemoteError):
-    """The server says that the file is not there, or not for us."""
+    """The server reports that the file does not exist or may not be read."""
 
 
 class Address(NamedTuple):
-    """Where a file is."""
+    """The location of a file."""
 
-    url: str  # may hold a password
-    shown: str  # the same for people
+    url: str  # may contain a password
+    shown: str  # the same without secrets, for messages
 
 
 def is_remote(path: str) -> bool:
-    """Whether a data.path is a URL, or a `pipe:` command, and not a directory."""
+    """Return whether a data.path is a URL or a `pipe:` command, and not a directory."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://|pipe:", path) is not None
 
 
 def show(url: str) -> str:
-    """A data.path without what may be secret: user, password and query, and all of a command but its program."""
+    """Return a data.path without possible secrets: no user, password or query; of a command only its program."""
     if not is_remote(url):
         return url
     if url.startswith("pipe:"):
@@ -79,7 +79,7 @@ def show(url: str) -> str:
 
 
 def address(base: str, name: str) -> Address:
-    """The file `name` ("train/index.json") of the data directory at `base`.
+    """Return the address of the file `name` ("train/index.json") in the data directory at `base`.
 
     Raises:
         RemoteError: `base` is a command without a place for the name.
@@ -89,13 +89,13 @@ def address(base: str, name: str) -> Address:
             raise RemoteError(f"data.path = {show(base)} ...: write {{}} where the command takes the name of a file")
         return Address(base.replace("{}", shlex.quote(name)), f"{show(base)} ... {name}")
     parts = urlsplit(base)
-    name = quote(name) if parts.scheme in CURL_SCHEMES else name  # others take it as it is
+    name = quote(name) if parts.scheme in CURL_SCHEMES else name  # other programs take it unquoted
     return Address(urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{name}")), f"{show(base)}/{name}")
 
 
 @contextmanager
 def writing(directory: Path, *, key: str = "data.cache") -> Iterator[None]:
-    """An error of the disk as ours, with what to do: `key` has chosen the directory."""
+    """Turn a disk error into a RemoteError with a fix; `key` is the configuration key of the directory."""
     try:
         yield
     except RemoteError:
@@ -109,7 +109,7 @@ def writing(directory: Path, *, key: str = "data.cache") -> Iterator[None]:
 
 @contextmanager
 def locked(path: Path, cancelled: threading.Event | None = None, *, key: str = "data.cache") -> Iterator[IO[bytes]]:
-    """Hold a lock file, which stays where it is; a process that ends, in whatever way, lets go of its locks.
+    """Hold a lock file, which is never removed; the kernel releases the lock of a process that ends in any way.
 
     Raises:
         RemoteError: it cannot be written, or `cancelled` was set while another process held it.
@@ -119,7 +119,7 @@ def locked(path: Path, cancelled: threading.Event | None = None, *, key: str = "
         file = path.open("a+b", buffering=0)
     cancelled = cancelled or threading.Event()
     with file:
-        while not _is_taken(file, path):
+        while not _try_lock(file, path):
             if cancelled.wait(POLL_SECONDS):
                 raise RemoteError(f"{path}: given up, the reader was closed")
         yield file
@@ -128,14 +128,14 @@ def locked(path: Path, cancelled: threading.Event | None = None, *, key: str = "
 def download(
     source: Address, path: Path, *, limit: int, verify: Verify, cancelled: threading.Event | None = None
 ) -> None:
-    """Replace `path` by the file at `source`, atomically; the caller holds a lock on it.
+    """Replace `path` with the file at `source`, atomically; the caller holds a lock on it.
 
     Args:
-        limit: bytes that the file has at most; a server that sends more is not listened to.
+        limit: largest number of bytes of the file; the download stops if the server sends more.
 
     Raises:
         UnreachableError: after len(RETRY_PAUSES) + 1 attempts.
-        RemoteError: the server refuses, sends twice what `verify` does not take, or the disk does not; or `cancelled`.
+        RemoteError: the server refuses, `verify` rejects the file twice, the disk cannot be written, or `cancelled`.
     """
     cancelled = cancelled or threading.Event()
     partial = path.with_name(f"{path.name}.partial")
@@ -218,20 +218,20 @@ def _copy(stream: IO[bytes], file: IO[bytes], shown: str, limit: int, cancelled:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a program that runs, and those that it has started."""
+    """Kill a running program and its children."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-def _failure(source: Address, status: int, complaint: str) -> RemoteError:
-    lines = complaint.replace(source.url, source.shown).strip().splitlines()
-    said = next((line for line in lines if line.startswith("curl: (")), lines[-1] if lines else "")
-    text = f"{source.shown}: {said or f'its program ended with status {status}'}"
+def _failure(source: Address, status: int, stderr: str) -> RemoteError:
+    lines = stderr.replace(source.url, source.shown).strip().splitlines()
+    reason = next((line for line in lines if line.startswith("curl: (")), lines[-1] if lines else "")
+    text = f"{source.shown}: {reason or f'its program ended with status {status}'}"
     refusal = REFUSAL.search(text)
     if refusal and refusal[1] not in PASSING_STATUS:
         return RefusedError(f"{text}; check the address, and whether you may read it")
-    return RemoteError(text) if FINAL_ERRORS.match(said) else UnreachableError(text)
+    return RemoteError(text) if FINAL_ERRORS.match(reason) else UnreachableError(text)
 
 
 def _web_page(path: Path) -> str:
@@ -240,7 +240,7 @@ def _web_page(path: Path) -> str:
     return f"; it is a web page: {head.decode('utf-8', 'replace')!r}" if head.lstrip().startswith(b"<") else ""
 
 
-def _is_taken(file: IO[bytes], path: Path) -> bool:
+def _try_lock(file: IO[bytes], path: Path) -> bool:
     with writing(path.parent):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,8 +1,9 @@
-"""The program that reads a URL to its standard output: curl for http(s), hf, ftps, sftp and scp, else a bucket's own.
+"""Start the program that writes a URL to its standard output: curl for http(s), hf, ftps, sftp, scp, else a bucket's.
 
-A program and not a library: a process can be ended whatever it waits for, be it a name server or a handshake, and
-aws, gsutil and `pipe:` are read in the same way. Everybody on a machine sees the command lines of its processes, so
-curl gets URL and credentials through its standard input, and no other program gets a URL with a password in it.
+Programs are used instead of a library because a process can be killed whatever it waits for, such as a name server or a
+handshake, and because aws, gsutil and `pipe:` are read in the same way. Every user of a machine sees the command lines
+of its processes, so curl gets URL and credentials through its standard input, and no other program gets a URL with a
+password in it.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ _KNOWN = ", ".join(sorted({*CURL_SCHEMES, *_BUCKETS, _HUB, "pipe"}))
 
 
 def start(url: str, *, errors: IO[bytes], patience: float) -> subprocess.Popen[bytes]:
-    """A process, in a session of its own, that writes the file at `url` to its standard output.
+    """Start a process, in a separate session, that writes the file at `url` to its standard output.
 
     Args:
-        errors: where it complains.
-        patience: seconds without a byte after which curl gives up by itself, if we are killed and cannot end it.
+        errors: its standard error.
+        patience: seconds without a byte after which curl ends itself, in case we are killed and cannot end it.
 
     Raises:
-        ValueError: the URL, or ~/.netrc, cannot be used; the message shows nothing that may be secret.
-        FileNotFoundError: there is no such program.
+        ValueError: the URL, or ~/.netrc, cannot be used; the message shows no secret.
+        FileNotFoundError: the program is not installed.
     """
     scheme = urlsplit(url).scheme
     settings: list[tuple[str, str]] = []
@@ -51,18 +52,18 @@ def start(url: str, *, errors: IO[bytes], patience: float) -> subprocess.Popen[b
         settings = [*_target(url), ("speed-limit", "1"), ("speed-time", f"{patience:.0f}")]
     else:
         raise ValueError(f"{scheme}: is not among {_KNOWN}; a local directory is given as its path alone")
-    # A text in a configuration of curl is quoted as in JSON.
+    # curl's configuration quotes text as JSON does.
     text = "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in settings).encode()
     stdin = subprocess.PIPE if text else None
     process = subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, stderr=errors, start_new_session=True)
     if process.stdin is not None:
-        with suppress(BrokenPipeError), process.stdin as file:  # it has ended, and says why
+        with suppress(BrokenPipeError), process.stdin as file:  # it has ended and reported why
             file.write(text)
     return process
 
 
 def _target(url: str) -> Iterator[tuple[str, str]]:
-    """Settings of curl: the URL, where it may be redirected to, and credentials, which go to the URL's own server."""
+    """Yield curl's settings: the URL, the protocols of redirects, and credentials, sent only to the URL's server."""
     token = None
     if urlsplit(url).scheme == _HUB:
         url, token = _of_hub(url)
@@ -76,8 +77,8 @@ def _target(url: str) -> Iterator[tuple[str, str]]:
 
 
 def _of_hub(url: str) -> tuple[str, str | None]:
-    """Address and token of a file on a Hugging Face hub; nothing is asked of the hub."""
-    # Imported here: half a second that other addresses need not pay for.
+    """Return URL and token of a file on a Hugging Face hub, without a request to the hub."""
+    # Imported here because it takes half a second, and other addresses do not need it.
     from huggingface_hub import get_token, hf_hub_url, parse_hf_uri
 
     form = "write hf://datasets/OWNER/NAME or hf://OWNER/NAME, and after it @REVISION and /FOLDER where needed"
@@ -92,7 +93,7 @@ def _of_hub(url: str) -> tuple[str, str | None]:
 
 
 def _login(host: str) -> str | None:
-    """USER:PASSWORD of the entry of ~/.netrc that names the host, if there is one; `default` names none.
+    """Return USER:PASSWORD of the host's entry in ~/.netrc, if there is one; a `default` entry does not count.
 
     Raises:
         ValueError: the file cannot be read, or others can read it.
@@ -103,9 +104,9 @@ def _login(host: str) -> str | None:
     except FileNotFoundError:
         return None
     except NetrcParseError as error:
-        # Its other messages quote the file.
+        # Other messages of this error quote the file.
         text = error.msg if "permissi" in error.msg else f"line {error.lineno} is no entry"
-        raise ValueError(f"{path} cannot be used: {text}; mend it, or chmod 600 {path}") from None
+        raise ValueError(f"{path} cannot be used: {text}; correct it, or chmod 600 {path}") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be used: {error.strerror}") from None
     return f"{entry[0]}:{entry[2]}" if entry else None

@@ -1,9 +1,10 @@
-"""Shards copied to each node's own disk, or memory, before the first step: `data.stage`.
+"""Copy shards to each node's local disk or memory before the first step: `data.stage`.
 
     data.path, or the cache of a remote one -> one process of the node -> STAGE_DIR/dist_mem-UID/NAME-SPLIT-FINGERPRINT
 
-Such a folder is a data directory of one split. It is named after what is in it, so the next job of the same user finds
-it. `whole.json` is written last; until then no tar in it counts without its checksum. Nothing whole is ever deleted.
+Such a folder is a data directory of one split. Its name has the fingerprint of its content, so the next job of the same
+user finds it. `whole.json` is written last; until then every tar in the folder is checked against its checksum before
+use. A complete file is never deleted.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from dist_mem.runtime.environment import node_name, temporary_dir
 from dist_mem.runtime.files import NotOwnError, fsync_path, make_own, sha256_of, write_bytes, write_hashed, write_text
 
 log = logging.getLogger(__name__)
-WHOLE_NAME = "whole.json"  # the mark of a folder whose files were all compared with their checksums
+WHOLE_NAME = "whole.json"  # marks a folder whose files were all compared with their checksums
 KEY = "data.stage_dir"
 MEMORY_DIR = Path("/dev/shm")
-BLOCK_BYTES = 2**22  # of one read: a network file system likes them large
-NUM_COPIERS = 4  # tars at a time: one stream seldom fills a network
-SPARE_BYTES = 2**24  # left free, for the small files of everybody
-ROUND_SECONDS = 20.0  # between two looks of the ranks at each other
+BLOCK_BYTES = 2**22  # of one read: network file systems are faster with large reads
+NUM_COPIERS = 4  # tars at a time: one stream seldom saturates a network
+SPARE_BYTES = 2**24  # left free, for small files of all users
+ROUND_SECONDS = 20.0  # between two agreements of the ranks
 
 
 def staged(index: Index, data: DataConfig) -> Index:
-    """A split as it is read from this node's copy, which is made when the first tar is asked for.
+    """Return a split that is read from this node's copy, which is made when the first tar is fetched.
 
     Args:
         index: of data.path, or of its place in the cache.
@@ -50,10 +51,10 @@ def staged(index: Index, data: DataConfig) -> Index:
 
 
 def stage_on_all_ranks(indexes: Sequence[Index], what: str) -> None:
-    """Copy splits to every node, by one of its processes while the others wait; every rank calls it.
+    """Copy splits to every node: one process of a node copies while the others wait; every rank calls it.
 
     Args:
-        indexes: as `staged` has opened them.
+        indexes: opened by `staged`.
 
     Raises:
         RemoteError: on every rank, as soon as it has failed on any.
@@ -69,49 +70,49 @@ def stage_on_all_ranks(indexes: Sequence[Index], what: str) -> None:
     with ThreadPoolExecutor(1, thread_name_prefix="stage") as pool:
         copying = pool.submit(copy)
         are_done = False
-        while not are_done:  # in rounds: one collective that waited for a long copy would run into its time-out
+        while not are_done:  # in rounds: a single collective would time out during a long copy
             wait([copying], timeout=ROUND_SECONDS)
-            is_done = copying.done()  # asked once: it may end while the others are told
+            is_done = copying.done()  # read once: it may end during the agreement
             error = copying.exception() if is_done else None
             try:
                 agree_all_well(error, what)
-            except AgreedError as told:
+            except AgreedError as agreed:
                 for source in sources:
                     source.close()
-                raise RemoteError(str(error or told)) from error
+                raise RemoteError(str(error or agreed)) from error
             are_done = all(gather_objects(is_done))
 
 
 class StagedShards(ShardSource):
-    """The tars of a split on this node, brought there by whichever of its processes comes first."""
+    """The tars of a split on this node, copied by the first process that needs one."""
 
     def __init__(self, index: Index, root: Path) -> None:
-        self._index = index  # where they come from
+        self._index = index  # the source of the copies
         self._folder = root / f"{index.name}-{index.split}-{index.fingerprint[:12]}"
         self.split_dir = self._folder / index.split
         self._closed = threading.Event()
-        self._is_filled = False  # by this process, or looked at by it
+        self._is_filled = False  # whether this process has filled or checked the folder
 
     def fetch(self, shard: ShardEntry) -> None:
-        """Return when the tar is there; one that was taken away meanwhile is copied again. Raises OSError."""
+        """Return when the tar is there; copy it again if it was removed meanwhile. Raises OSError."""
         if not (self._is_filled and self._is_there(shard)):
             self.fill()
 
     def close(self) -> None:
-        """End what is under way, also in other threads: their `fetch` raises RemoteError."""
+        """Cancel all copies, also in other threads: their `fetch` raises RemoteError."""
         self._closed.set()
         self._index.source.close()
 
     def fill(self) -> None:
-        """Copy what is not there, or wait for the process of this node that is at it.
+        """Copy missing files, or wait for the process of this node that copies them.
 
         Raises:
-            RemoteError: a file cannot be had, or not be kept, or `close` was called; names this node.
+            RemoteError: a file cannot be read or written, or `close` was called; names this node.
             ShardError: a file of the source is missing or damaged.
         """
         root, name = self._folder.parent, self._folder.name
         try:
-            _own(root)
+            _make_own(root)
             if not self._is_whole():
                 with locked(root / f".{name}.lock", self._closed, key=KEY), writing(self._folder, key=KEY):
                     if not self._is_whole():  # another process may have filled it while we waited
@@ -138,7 +139,7 @@ class StagedShards(ShardSource):
     def _copy(self) -> None:
         begin = time.monotonic()
         self.split_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Without the mark a job was killed here.
+        # Without the mark, a job was killed while it copied.
         is_right = self._is_there if self._is_marked() else self._is_good
         missing = [shard for shard in self._index.shards if not is_right(shard)]
         size = sum(shard.bytes for shard in missing)
@@ -187,7 +188,7 @@ class StagedShards(ShardSource):
             partial.unlink(missing_ok=True)
 
     def _copy_metadata(self) -> None:
-        """Index and tokenizer, which make the folder a data directory; a job reads those of the source."""
+        """Copy index and tokenizer, which make the folder a data directory; jobs read those of the source."""
         source = self._index.split_dir
         write_bytes(self.split_dir / INDEX_NAME, (source / INDEX_NAME).read_bytes())
         for name in (JSON_NAME, *FILE_NAMES):
@@ -196,7 +197,7 @@ class StagedShards(ShardSource):
 
 
 def _blocks(path: Path, closed: threading.Event) -> Iterator[memoryview]:
-    """The content of a file of the source."""
+    """Yield the content of a source file in blocks."""
     block = memoryview(bytearray(BLOCK_BYTES))
     try:
         with path.open("rb", buffering=0) as file:
@@ -213,13 +214,13 @@ def _blocks(path: Path, closed: threading.Event) -> Iterator[memoryview]:
 
 
 def _root(data: DataConfig) -> Path:
-    """This user's folder for staged data on this node."""
+    """Return this user's folder for staged data on this node."""
     usual = MEMORY_DIR if data.stage == "memory" else temporary_dir()
     return (Path(data.stage_dir).expanduser() if data.stage_dir else usual) / f"dist_mem-{os.getuid()}"
 
 
-def _own(folder: Path) -> None:
-    """`make_own`. Raises RemoteError."""
+def _make_own(folder: Path) -> None:
+    """Run `make_own`, and raise its errors as RemoteError."""
     try:
         with writing(folder, key=KEY):
             make_own(folder)

@@ -1,4 +1,4 @@
-"""What every tokenizer offers: text to token ids and back, and the bytes of text behind each id."""
+"""Base class of tokenizers: text to token ids and back, and the bytes of text of each id."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import numpy as np
 
 
 class Tokenizer:
-    """Text to token ids and back; subclasses say how text is cut into pieces."""
+    """Converts text to token ids and back; subclasses define how text is cut into pieces."""
 
     kind: str  # as in tokenizer.json
-    file_name: str | None = None  # of what it was trained to be, in a data directory; its sha256 is the fingerprint
+    file_name: str | None = None  # of the trained model in a data directory; the file's sha256 is the fingerprint
 
     def __init__(self, pieces: list[bytes], *, bos_id: int, fingerprint: str) -> None:
-        """Take the UTF-8 bytes of every id (none for BOS and its like), and a fingerprint of the whole vocabulary."""
+        """`pieces`: UTF-8 bytes of every id, none for BOS and the like; `fingerprint`: of the whole vocabulary."""
         self.pieces = pieces
         self.piece_bytes = np.array([len(piece) for piece in pieces])
         self.vocab_size = len(pieces)
@@ -23,18 +23,18 @@ class Tokenizer:
         self.dtype = np.dtype(np.uint16 if len(pieces) <= 2**16 else np.uint32)  # of token ids
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of a text, (num_tokens,) uint16 (uint32 above 65,536 pieces), without BOS."""
+        """Return the token ids of a text, (num_tokens,) uint16 (uint32 above 65,536 pieces), without BOS."""
         raise NotImplementedError
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
-        """The text of token ids; BOS and its like are nothing, bytes of a character cut in two become U+FFFD."""
+        """Return the text of token ids; BOS and the like are empty, bytes of a cut character become U+FFFD."""
         pieces = self.pieces
         return b"".join([pieces[token] for token in np.asarray(ids, dtype=np.int64).tolist()]).decode(
             "utf-8", "replace"
         )
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids as `encode`, and for each the index in `text` of the character its first byte belongs to, int64."""
+        """Return token ids as `encode`, and the index in `text` of the character of each token's first byte, int64."""
         ids = self.encode(text)
         ends = np.cumsum(self.piece_bytes[ids])
         text_bytes = np.frombuffer(text.encode(), dtype=np.uint8)
@@ -42,10 +42,10 @@ class Tokenizer:
         return ids, characters[ends - self.piece_bytes[ids]]
 
     def content(self) -> bytes | None:
-        """What stands in the file `file_name`; None where there is none."""
+        """Return the content of the file `file_name`; None if there is none."""
         return None
 
     @classmethod
     def from_content(cls, content: bytes) -> Tokenizer:
-        """The tokenizer whose `content` this is. Raises RuntimeError or ValueError if it cannot be."""
+        """Return the tokenizer with this `content`. Raises RuntimeError or ValueError if it is invalid."""
         raise NotImplementedError

@@ -1,9 +1,9 @@
 """GPT-2's tokenizer: byte pairs over GPT-2's alphabet, in which every byte is a printable character.
 
-It is read from a folder in Hugging Face's layout (vocab.json and merges.txt, or tokenizer.json) and kept as one file
-that has the vocabulary by id and the merges by rank: the same tokens are the same file, whatever they were read from.
-BOS is `<|endoftext|>`; in a text those characters are a text like any other. A text is encoded as a whole, as GPT-2
-does it: how a newline is cut depends on what stands behind it. Source: Radford et al. 2019, sec. 2.2, and its code.
+It is read from a folder in Hugging Face's layout (vocab.json and merges.txt, or tokenizer.json) and stored as one file
+with the vocabulary by id and the merges by rank: the same tokens give the same file, whichever layout they came from.
+BOS is `<|endoftext|>`; in a text those characters have no special meaning. A text is encoded as a whole, as by GPT-2,
+because how a newline is cut depends on the text after it. Source: Radford et al. 2019, sec. 2.2, and its code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Character -> byte: printable ones stand for themselves, the others for 256 and on, in their order."""
+    """Return character -> byte: printable bytes are their own characters, the others are 256, 257, ... in order."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}
@@ -37,7 +37,7 @@ class BytePairTokenizer(Tokenizer):
     file_name = "tokenizer.bpe.json"
 
     def __init__(self, vocabulary: Sequence[str], merges: Sequence[str]) -> None:
-        """Raises ValueError: the vocabulary lacks a byte or `<|endoftext|>`, or a merge is of what it lacks."""
+        """Raise ValueError if the vocabulary lacks a byte, `<|endoftext|>` or a token of a merge."""
         self.vocabulary, self.merges = list(vocabulary), list(merges)
         ids = {token: index for index, token in enumerate(self.vocabulary)}
         alphabet = byte_alphabet()
@@ -72,10 +72,10 @@ class BytePairTokenizer(Tokenizer):
 
 
 def read_byte_pairs(folder: Path) -> BytePairTokenizer:
-    """GPT-2's tokenizer in Hugging Face's layout: vocab.json and merges.txt, or tokenizer.json where they are not.
+    """Read GPT-2's tokenizer in Hugging Face's layout: vocab.json and merges.txt, or else tokenizer.json.
 
     Raises:
-        ValueError: neither is there, or it is another kind of tokenizer; names the file.
+        ValueError: neither exists, or it is another kind of tokenizer; names the file.
     """
     vocab_file, merges_file, whole = folder / "vocab.json", folder / "merges.txt", folder / "tokenizer.json"
     try:
@@ -109,14 +109,14 @@ def _of_ids(vocab: dict[str, int], merges: list[str]) -> BytePairTokenizer:
 
 
 def write_byte_pairs(tokenizer: BytePairTokenizer, folder: Path) -> None:
-    """vocab.json and merges.txt, as `read_byte_pairs` and transformers read them."""
+    """Write vocab.json and merges.txt, as `read_byte_pairs` and transformers read them."""
     ids = {token: index for index, token in enumerate(tokenizer.vocabulary)}
     (folder / "vocab.json").write_text(json.dumps(ids, ensure_ascii=False), encoding="utf-8")
     (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(tokenizer.merges) + "\n", encoding="utf-8")
 
 
 def train_byte_pairs(texts: Iterable[str], *, vocab_size: int) -> BytePairTokenizer:
-    """Byte pairs of a text, 257 tokens at least: where no GPT-2 is at hand.
+    """Train byte pairs on texts, at least 257 tokens, for use without a GPT-2.
 
     Args:
         texts: of any length; merges are counted over all of them.

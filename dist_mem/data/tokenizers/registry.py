@@ -1,8 +1,8 @@
-"""The door to all tokenizers: which kinds there are, and how a data directory keeps the one it was made with.
+"""The registry of tokenizers: their kinds, and how a data directory stores its tokenizer.
 
-A data directory holds its tokenizer as tokenizer.json (kind, sizes, fingerprint) and the file of that kind: of
-SentencePiece tokenizer.model, a plain SentencePiece model; of words tokenizer.words, one a line; of GPT-2's byte pairs
-tokenizer.bpe.json.
+A data directory contains its tokenizer as tokenizer.json (kind, sizes, fingerprint) and the file of that kind:
+tokenizer.model, a plain SentencePiece model; tokenizer.words, one word a line; or tokenizer.bpe.json, GPT-2's byte
+pairs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SCHEMA = record(
 KINDS: dict[str, type[Tokenizer]] = {
     kind.kind: kind for kind in (SentencePieceTokenizer, BytesTokenizer, WordTokenizer, BytePairTokenizer)
 }
-FILE_NAMES = tuple(kind.file_name for kind in KINDS.values() if kind.file_name)  # one of them is in a data directory
+FILE_NAMES = tuple(kind.file_name for kind in KINDS.values() if kind.file_name)  # a data directory has at most one
 
 
 def save_tokenizer(tokenizer: Tokenizer, data_dir: Path | str, *, recipe: str = "") -> None:
@@ -42,7 +42,7 @@ def save_tokenizer(tokenizer: Tokenizer, data_dir: Path | str, *, recipe: str = 
 
 
 def tokenizer_files(tokenizer: Tokenizer, *, recipe: str = "") -> dict[str, bytes]:
-    """What `load_tokenizer` reads, by file name, tokenizer.json last."""
+    """Return the files that `load_tokenizer` reads, name -> content, tokenizer.json last."""
     metadata = {
         "format_version": FORMAT_VERSION,
         "kind": tokenizer.kind,
@@ -52,12 +52,12 @@ def tokenizer_files(tokenizer: Tokenizer, *, recipe: str = "") -> dict[str, byte
         "recipe": recipe,
     }
     content = tokenizer.content()
-    own = {} if tokenizer.file_name is None or content is None else {tokenizer.file_name: content}
-    return {**own, JSON_NAME: (json.dumps(metadata, indent=1) + "\n").encode()}
+    model = {} if tokenizer.file_name is None or content is None else {tokenizer.file_name: content}
+    return {**model, JSON_NAME: (json.dumps(metadata, indent=1) + "\n").encode()}
 
 
 def read_tokenizer_metadata(data_dir: Path | str) -> dict[str, Any]:
-    """The content of tokenizer.json: format_version, kind, vocab_size, bos_id, fingerprint, recipe.
+    """Read tokenizer.json: format_version, kind, vocab_size, bos_id, fingerprint, recipe.
 
     Raises:
         ValueError: it is missing, damaged or of a newer format.
@@ -71,7 +71,7 @@ def read_tokenizer_metadata(data_dir: Path | str) -> dict[str, Any]:
 
 
 def load_tokenizer(data_dir: Path | str) -> Tokenizer:
-    """The tokenizer of a data directory.
+    """Load the tokenizer of a data directory.
 
     Raises:
         ValueError: a file is missing, damaged or of a newer format.
@@ -100,7 +100,7 @@ def _load(kind: type[Tokenizer], data_dir: Path) -> Tokenizer:
 
 
 def train_sentencepiece(lines: Iterable[str], data_dir: Path | str, *, recipe: str = "", **options: Any) -> Tokenizer:
-    """`train_pieces` of these lines with these options, saved in a data directory."""
+    """Run `train_pieces` with these lines and options, and save the tokenizer in a data directory."""
     tokenizer = train_pieces(lines, **options)
     save_tokenizer(tokenizer, data_dir, recipe=recipe)
     return tokenizer

@@ -1,8 +1,8 @@
 """SentencePiece, trained without normalisation, with a piece for every byte (byte fallback) and one for the newline.
 
-Text is always encoded line by line: the ids of longer strings depend on how they were cut (unigram) and cost twice the
-time (BPE). SentencePiece writes a space as U+2581, and cannot tell the two apart in a text; so a U+2581 of the text is
-encoded as its three bytes, and ids are decoded by a table of pieces, both here.
+Text is always encoded line by line: the ids of longer strings depend on how they were cut (unigram) and take twice the
+time (BPE). SentencePiece writes a space as U+2581, and cannot distinguish the two in a text. So this module encodes a
+U+2581 of the text as its three bytes, and decodes ids with a table of pieces.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import sentencepiece
 from dist_mem.data.tokenizers.base import Tokenizer
 
 SPACE = "\u2581"  # how SentencePiece writes a space
-TRAINING_LINE_LEN = 4096  # characters; longer lines are cut for training, which would skip them
+TRAINING_LINE_LEN = 4096  # characters; longer lines are cut, because training would skip them
 TRAINER_OPTIONS: dict[str, Any] = {
     "normalization_rule_name": "identity",
     "add_dummy_prefix": False,
@@ -36,20 +36,20 @@ TRAINER_OPTIONS: dict[str, Any] = {
     "unk_id": 0,
     "bos_id": 1,
     "eos_id": 2,
-    "pad_id": -1,  # SentencePiece's way to say: none
-    "num_threads": 4,  # written into the model (its pieces do not depend on it), so never the number of cores
+    "pad_id": -1,  # none
+    "num_threads": 4,  # fixed, not the number of cores: it is written into the model, although no piece depends on it
     "minloglevel": 2,
 }
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model as `train_sentencepiece` makes it."""
+    """A SentencePiece model from `train_sentencepiece`."""
 
     kind = "sentencepiece"
     file_name = "tokenizer.model"
 
     def __init__(self, model: bytes) -> None:
-        """Take the content of tokenizer.model."""
+        """`model`: the content of tokenizer.model."""
         self.model = model
         self.processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         space_ids = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
@@ -92,7 +92,7 @@ def train_pieces(
         lines: text of the train split, without newlines; an iterator of any length.
         vocab_size: pieces, among them 256 bytes, newline, unknown, BOS and EOS.
         model_type: "bpe" or "unigram"; unigram ids depend on how text is cut, see above.
-        max_sentences: lines to train on; of more, this many are drawn evenly by `seed`.
+        max_sentences: largest number of lines to train on; of more lines, this many are sampled evenly with `seed`.
 
     Raises:
         ValueError: there is no text, or vocab_size is too large or too small for it.
@@ -117,7 +117,7 @@ def train_pieces(
 
 
 def sample_lines(lines: Iterable[str], max_lines: int, *, seed: int) -> list[str]:
-    """At most `max_lines` lines, each line equally likely, in one pass that jumps over most (Li 1994, algorithm L)."""
+    """Sample at most `max_lines` lines, each equally likely, in one pass that skips most (Li 1994, algorithm L)."""
     source = iter(lines)
     sample = list(islice(source, max_lines))
     draw = random.Random(seed)
@@ -149,7 +149,7 @@ def _training_lines(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _vocabulary_error(error: RuntimeError, vocab_size: int) -> Exception:
-    """SentencePiece's complaint in our words, where it is about the size of the vocabulary."""
+    """Reword SentencePiece's errors about the size of the vocabulary; return other errors unchanged."""
     largest = re.search(r"Vocabulary size too high .*<= (\d+)", str(error))
     smallest = re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error))
     if largest:

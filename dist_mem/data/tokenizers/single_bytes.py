@@ -1,4 +1,4 @@
-"""One token a byte: nothing to train, and no text it cannot hold."""
+"""One token a byte: needs no training, and encodes any text."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ class BytesTokenizer(Tokenizer):
         return cls()
 
     def encode(self, text: str) -> np.ndarray:
-        # Lone surrogates stand for bytes that are no UTF-8 (build/source.py): a split of enwik8 may cut a character
+        # Lone surrogates represent bytes that are not UTF-8 (build/source.py): a split of enwik8 may cut a character
         return np.frombuffer(text.encode("utf-8", "surrogateescape"), dtype=np.uint8).astype(self.dtype)

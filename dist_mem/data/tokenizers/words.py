@@ -1,7 +1,7 @@
-"""One token a word: text is cut at white space, as the word-level corpora are meant to be (WikiText, sorting).
+"""One token a word: text is cut at white space, for word-level corpora (WikiText, sorting).
 
-The vocabulary is a list of words. Where it holds `<eos>`, every line end is that token; where it holds `<unk>`, that
-stands for all other words. What is lost of a text is how much white space stood between two words.
+The vocabulary is a list of words. If it contains `<eos>`, every line end becomes that token; if it contains `<unk>`,
+all other words become that one. The amount of white space between two words is lost.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ UNKNOWN = "<unk>"
 
 
 class WordTokenizer(Tokenizer):
-    """The words of a list, and BOS after them."""
+    """A tokenizer whose vocabulary is a list of words, followed by BOS."""
 
     kind = "words"
     file_name = "tokenizer.words"
 
     def __init__(self, words: Sequence[str]) -> None:
-        """Take the vocabulary, by id. Raises ValueError for what is no word, or comes twice."""
+        """`words`: the vocabulary, by id. Raises ValueError for an entry that is no word, or is repeated."""
         self.words = list(words)
         self.ids = {word: token for token, word in enumerate(self.words)}
         unusable = [word for word in self.words if word.split() != [word]]
@@ -44,7 +44,7 @@ class WordTokenizer(Tokenizer):
         return cls(content.decode().split("\n")[:-1])
 
     def encode(self, text: str) -> np.ndarray:
-        """As `Tokenizer.encode`. Raises ValueError for a word that is not in a vocabulary without `<unk>`."""
+        """Encode as `Tokenizer.encode`. Raises ValueError for a word that is not in a vocabulary without `<unk>`."""
         marked = text.replace("\n", f" {EOS} ") if EOS in self.ids else text
         return self._ids(marked.split())
 
@@ -64,12 +64,12 @@ class WordTokenizer(Tokenizer):
 
 
 def count_words(lines: Iterable[str], *, max_words: int | None = None) -> WordTokenizer:
-    """The vocabulary of a text: `<eos>` and the words, the most frequent first, equal ones as they first appear.
+    """Make the vocabulary of a text: `<eos>` and the words, most frequent first, ties in order of appearance.
 
     Args:
-        lines: without their ends; each counts one `<eos>`.
-        max_words: `<eos>` and `<unk>` among them; the rarer ones are left out, and `<unk>` stands for them; None: all
-            are kept, so that `<unk>` is a word only where the text has it.
+        lines: without line ends; each counts as one `<eos>`.
+        max_words: size of the vocabulary, including `<eos>` and `<unk>`, which replaces the rarer words. None: keep all
+            words; `<unk>` is then a word only if the text has it.
 
     Raises:
         ValueError: max_words has no room for a word.
