@@ -1,1 +1,1 @@
-"""The rules that every memory must keep, and the command that checks them."""
+"""The rules of the memory contract, and the command that checks them."""

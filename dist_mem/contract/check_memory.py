@@ -1,4 +1,4 @@
-"""Put one memory through every rule, smallest sizes first, and report what it breaks and the usual cause.
+"""Check a memory against every rule, smallest sizes first, and report the rules it breaks and their usual causes.
 
 dist-mem check-memory examples/averages.py:Averages
 """
@@ -29,7 +29,7 @@ class Rule(NamedTuple):
     usual_cause: str
 
 
-# In this order the first rule that a bug breaks is mostly the one that names it.
+# In this order the first rule that a bug breaks usually describes the bug.
 RULES = (
     Rule(
         2, "the state keeps its fields, shapes and dtypes", rules.state_keeps_its_form,
@@ -40,20 +40,20 @@ RULES = (
         "a missing .detach() where rows enter the state: there is no gradient through time",
     ),
     Rule(
-        1, "forward changes nothing it was given", rules.changes_nothing_it_was_given,
+        1, "forward modifies none of its inputs", rules.changes_nothing_it_was_given,
         "an in-place operation (+=, copy_, indexed assignment) on the state, the input or a buffer",
     ),
     Rule(
         8, "no random generator is touched", rules.no_generator_is_touched,
-        "torch.rand or torch.multinomial; draw by dist_mem.memory.parts.counter_hash from what the state counts",
+        "torch.rand or torch.multinomial; use dist_mem.memory.parts.counter_hash with counters from the state",
     ),
     Rule(
-        1, "the output depends on the arguments alone", rules.is_a_function_of_its_arguments,
-        "something is kept in an attribute of the module from one call to the next; it belongs in the state",
+        1, "the output depends on the arguments only", rules.is_a_function_of_its_arguments,
+        "the module keeps something in an attribute from one call to the next; it belongs in the state",
     ),
     Rule(
         2, "the state is no view of the input", rules.state_is_no_alias,
-        "a slice of x kept as it is; torch.cat or .clone() makes a copy",
+        "a slice of x is stored without a copy; torch.cat or .clone() makes one",
     ),
     Rule(
         6, "nothing branches on data", rules.nothing_branches_on_data,
@@ -61,15 +61,15 @@ RULES = (
     ),
     Rule(
         5, "lanes are independent", rules.lanes_are_independent,
-        "a mean or a product over the lane axis, or a view that takes lanes for something else",
+        "a mean or a product over the lane axis, or a view that mixes lanes with another axis",
     ),
     Rule(
         5, "a reset lane equals a fresh one", rules.a_reset_lane_equals_a_fresh_one,
-        "part of the memory lives outside the state, or init_state is not what an empty memory is",
+        "part of the memory is outside the state, or init_state does not return an empty memory",
     ),
     Rule(
         5, "a lane alone equals the lane in a batch", rules.a_lane_alone_equals_it_in_a_batch,
-        "a computation that depends on the number of lanes, or on a lane's place among them",
+        "a computation that depends on the number of lanes, or on a lane's index",
     ),
     Rule(
         4, "no output depends on a later token", rules.no_output_depends_on_a_later_token,
@@ -81,7 +81,7 @@ RULES = (
     ),
     Rule(
         3, "only complete segments are committed", rules.incomplete_segments_are_not_committed,
-        "the state is changed in place, or lanes are mixed where some segments are incomplete",
+        "the state is changed in place, or lanes are mixed if some segments are incomplete",
     ),
     Rule(
         7, "parameters are used where they are registered", rules.parameters_are_used_where_they_are_registered,
@@ -89,14 +89,14 @@ RULES = (
     ),
     Rule(
         6, "every parameter gets a gradient in every step", rules.every_parameter_gets_a_gradient,
-        "a parameter that an empty memory or an idle lane does not reach: multiply by a 0/1 mask instead",
+        "a parameter that is not used for an empty memory or an idle lane: multiply by a 0/1 mask instead",
     ),
     Rule(
         1, "the forward may be computed twice", rules.may_be_computed_twice,
-        "the backward recomputes the forward under activation checkpointing, and finds something changed",
+        "the backward recomputes the forward under activation checkpointing, and gets another result",
     ),
     Rule(
-        3, "a later segment feels an earlier one", rules.it_remembers,
+        3, "a later segment depends on an earlier one", rules.it_remembers,
         "the new state is not returned, or never read",
     ),
 )  # fmt: skip
@@ -109,18 +109,23 @@ SIZES = (
 
 
 class Failure(NamedTuple):
-    """A rule that a memory breaks, or that could not be checked, in the smallest case found."""
+    """A rule that a memory breaks, or that could not be checked, with the smallest case found."""
 
     rule: Rule
     size: Size
     norm: str
     message: str
     cause: str
-    is_error: bool  # the memory has raised an error that the rule does not expect
+    is_error: bool  # the memory raised an error that the rule does not expect
 
 
 def failures(block: Callable[[int], dict[str, Any]], source: Path | None = None) -> Iterator[Failure]:
-    """What a memory breaks; `block` gives its `memory:` block for a segment length, `source` is its file."""
+    """Yield the rules that a memory breaks.
+
+    Args:
+        block: segment length -> the `memory:` block of the configuration.
+        source: the memory's file.
+    """
     for rule in RULES:
         failure = _first_failure(rule, block, source)
         if failure is not None:
@@ -134,20 +139,20 @@ def _first_failure(rule: Rule, block: Callable[[int], dict[str, Any]], source: P
                 rule.check(Subject(block, size, norm))
             except BrokenRuleError as error:
                 return Failure(rule, size, norm, str(error), error.cause or rule.usual_cause, False)
-            except Exception as error:  # whatever the memory raises on the way
+            except Exception as error:  # any error of the memory
                 return Failure(rule, size, norm, _describe(error, source), rule.usual_cause, True)
     return None
 
 
 def _describe(error: Exception, source: Path | None) -> str:
-    """Type and first line of an error, and the line of the memory's file that it passed through last."""
+    """Return type and first line of an error, and the innermost line of the memory's file in its traceback."""
     line = line_in(source, error) if source else ""
     where = f" ({source.name}{line})" if source and line else ""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}{where}"
 
 
 def grouped(found: Iterable[Failure]) -> list[list[Failure]]:
-    """Failures in order, those that one error has caused together."""
+    """Group failures by error, or by rule, in order."""
     groups: dict[Any, list[Failure]] = {}
     for failure in found:
         groups.setdefault(failure.message if failure.is_error else failure.rule, []).append(failure)
@@ -155,7 +160,7 @@ def grouped(found: Iterable[Failure]) -> list[list[Failure]]:
 
 
 def to_text(group: Sequence[Failure]) -> str:
-    """A failure for the user, or several of one error, over several lines."""
+    """Describe a failure, or several with the same error, in several lines."""
     first = group[0]
     size = first.size
     smallest = (
@@ -174,7 +179,7 @@ def to_text(group: Sequence[Failure]) -> str:
 
 
 def run(kind: str) -> int:
-    """The command. Returns the exit code: 0 if the memory keeps every rule, 1 if it breaks any.
+    """Run the command; return the exit code: 0 if the memory keeps every rule, 1 if it breaks any.
 
     Raises:
         ConfigError: there is no such memory, or its file does not run.
@@ -183,7 +188,7 @@ def run(kind: str) -> int:
         chosen = memory_class(kind)
     except ValueError as error:
         raise ConfigError([Problem("", str(error))]) from error
-    torch.set_num_threads(1)  # tiny tensors: more threads only get in each other's way
+    torch.set_num_threads(1)  # tensors are tiny: more threads only slow it down
     source = inspect.getsourcefile(chosen)
     found = failures(lambda seg_len: {"kind": kind, **chosen.small_options(seg_len)}, Path(source) if source else None)
     groups = grouped(found)

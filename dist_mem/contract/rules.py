@@ -1,7 +1,7 @@
 """The rules of the memory contract (dist_mem/memory/base.py), each a function that raises BrokenRuleError.
 
 `tests/memory/test_memory_contract.py` applies them to every memory of the package, `dist-mem check-memory` to yours.
-What each of them means and what mostly breaks it stands in dist_mem/contract/check_memory.py.
+dist_mem/contract/check_memory.py has the statement of each rule and the usual cause of breaking it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from dist_mem.memory.base import map_state, named_tensors
 from dist_mem.model import reset_lanes
 
 WRITES = (
-    "writes get no gradient: it changes what a segment leaves in the state, and no loss of that segment; to later "
-    "segments the state is a constant: there is no gradient through time. Keep the segment's rows in the state, and "
-    "let the next forward write them before it reads, as examples/infini_attention.py and dist_mem/memory/infinite.py"
+    "writes get no gradient: it changes the state after a segment, and no loss of that segment; to later segments the "
+    "state is a constant: there is no gradient through time. Keep the segment's rows in the state, and let the next "
+    "forward write them before it reads, as in examples/infini_attention.py and dist_mem/memory/infinite.py"
 )
 
 
 def changes_nothing_it_was_given(subject: Subject) -> None:
+    """Check that forward modifies no state, input, valid_len, parameter or buffer."""
     model = subject.model()
     state = subject.warm(model)
     before = map_state(torch.clone, state)
@@ -49,6 +50,7 @@ def changes_nothing_it_was_given(subject: Subject) -> None:
 
 
 def is_a_function_of_its_arguments(subject: Subject) -> None:
+    """Check that calls in between change neither output nor state for the same input."""
     model = subject.model()
     state, segment = subject.warm(model), subject.segments(1)[0]
     first = model(*segment, subject.full(), state=state)
@@ -59,7 +61,7 @@ def is_a_function_of_its_arguments(subject: Subject) -> None:
 
 
 def may_be_computed_twice(subject: Subject) -> None:
-    """Activation checkpointing runs every memory a second time in the backward."""
+    """Check that activation checkpointing, which runs every memory again in the backward, changes nothing."""
     results = []
     for checkpointing in (False, True):
         model = subject.model(dropout=0.2, checkpointing=checkpointing)
@@ -78,6 +80,7 @@ def may_be_computed_twice(subject: Subject) -> None:
 
 
 def state_keeps_its_form(subject: Subject) -> None:
+    """Check fields, shapes, dtypes and finiteness of the state with fp32 and bf16 activations; check the logs."""
     for activations, asked in (
         (torch.float32, torch.float32),
         (torch.bfloat16, torch.bfloat16),
@@ -87,15 +90,15 @@ def state_keeps_its_form(subject: Subject) -> None:
         state = subject.fresh(model, asked)
         x = subject.layer_inputs(model, state).to(activations)
         for memory, old in zip(model.memories(), state.blocks, strict=True):
-            # Of the memory itself: what the model commits has been through a `where` of old and new.
+            # Check the memory's output directly: the model commits a `where` of the old and the new state.
             _require_form(old, memory(x, old, subject.full()).state, f"with {activations} activations")
         for output in subject.read(model, subject.segments(), state):
             _require_form(state, output.state, f"with {activations} activations")
             require(output.nll.dtype == torch.float32, "losses are not float32")
             for name, figure in output.logs.items():
-                taken = re.fullmatch(r"[A-Za-z0-9._/-]+", name) is not None
-                require(taken, f"logs has the name {name!r}, but a name consists of letters, digits and ._/-")
-                require(torch.isfinite(figure).all(), f"what is logged as {name} is not finite")
+                is_valid = re.fullmatch(r"[A-Za-z0-9._/-]+", name) is not None
+                require(is_valid, f"logs has the name {name!r}, but a name consists of letters, digits and ._/-")
+                require(torch.isfinite(figure).all(), f"the value logged as {name} is not finite")
 
 
 def _require_form(old: Any, new: Any, where: str) -> None:
@@ -109,6 +112,7 @@ def _require_form(old: Any, new: Any, where: str) -> None:
 
 
 def state_has_no_gradient(subject: Subject) -> None:
+    """Check that no tensor of the state requires or carries a gradient."""
     model = subject.model()
     for output in subject.read(model, subject.segments(), subject.fresh(model)):
         for name, part in named_tensors(output.state).items():
@@ -116,7 +120,7 @@ def state_has_no_gradient(subject: Subject) -> None:
 
 
 def state_is_no_alias(subject: Subject) -> None:
-    """A view of the block's input would keep its storage alive, and change with it."""
+    """Check that the state is no view of the block's input, which would keep its storage alive and change with it."""
     model = subject.model()
     fresh = subject.fresh(model)
     x = subject.layer_inputs(model, fresh)
@@ -126,6 +130,7 @@ def state_is_no_alias(subject: Subject) -> None:
 
 
 def incomplete_segments_are_not_committed(subject: Subject) -> None:
+    """Check that lanes with complete segments get the new state, and the others keep the old one."""
     model = subject.model()
     state, (tokens, targets) = subject.warm(model), subject.segments()[0]
     valid_len = subject.ragged()
@@ -138,6 +143,7 @@ def incomplete_segments_are_not_committed(subject: Subject) -> None:
 
 
 def no_output_depends_on_a_later_token(subject: Subject) -> None:
+    """Change each token in turn, and check that no earlier loss changes and its prediction does."""
     model = subject.model()
     segments, seg_len = subject.segments(), subject.size.seg_len
     with torch.no_grad():
@@ -154,20 +160,21 @@ def no_output_depends_on_a_later_token(subject: Subject) -> None:
 
 
 def padding_changes_no_real_token(subject: Subject) -> None:
+    """Change the padding, and check that no loss and no state changes."""
     model = subject.model()
     state, (tokens, targets) = subject.warm(model), subject.segments()[0]
     valid_len = subject.ragged().clamp(max=subject.size.seg_len - 1)
     targets, padding = padded(targets, valid_len)
     one = model(tokens.masked_fill(padding, 0), targets, valid_len, state=state)
     other = model(tokens.masked_fill(padding, 7), targets, valid_len, state=state)
-    require(torch.equal(one.nll, other.nll), "what stands in the padding changes the loss of a real token")
-    require_same(one.state, other.state, "what stands in the padding is remembered")
+    require(torch.equal(one.nll, other.nll), "the content of the padding changes the loss of a real token")
+    require_same(one.state, other.state, "the content of the padding is remembered")
     for name, loss in one.aux.items():
-        require(torch.equal(loss, other.aux[name]), f"what stands in the padding changes the loss {name}")
+        require(torch.equal(loss, other.aux[name]), f"the content of the padding changes the loss {name}")
 
 
 def lanes_are_independent(subject: Subject) -> None:
-    """Other tokens, memories and lengths in lanes 1.. leave lane 0 bit for bit, with a full memory and an empty one."""
+    """Check that tokens, memories and lengths of lanes 1.. change no bit of lane 0, with a full memory and empty."""
     model = subject.model()
     warm, fresh, (tokens, targets) = subject.warm(model), subject.fresh(model), subject.segments()[0]
     others = torch.arange(subject.size.lanes) > 0
@@ -182,7 +189,7 @@ def lanes_are_independent(subject: Subject) -> None:
 
 
 def a_lane_alone_equals_it_in_a_batch(subject: Subject) -> None:
-    """Products of another shape round differently, hence float64 and a tolerance."""
+    """Compare in float64 and with a tolerance, because products of another shape round differently."""
     model = subject.model().double()
     together = list(subject.read(model, subject.segments(), subject.fresh(model, torch.float64)))
     for lane in range(subject.size.lanes):
@@ -196,6 +203,7 @@ def a_lane_alone_equals_it_in_a_batch(subject: Subject) -> None:
 
 
 def a_reset_lane_equals_a_fresh_one(subject: Subject) -> None:
+    """Check that reset lanes have the same losses and states as fresh ones, bit for bit."""
     model = subject.model()
     is_new_document = torch.arange(subject.size.lanes) % 2 == 0
     state = reset_lanes(subject.warm(model), subject.fresh(model), is_new_document)
@@ -208,7 +216,7 @@ def a_reset_lane_equals_a_fresh_one(subject: Subject) -> None:
 
 
 def every_parameter_gets_a_gradient(subject: Subject) -> None:
-    """In every step: while memories are empty, with incomplete and idle lanes, and with idle lanes only."""
+    """Check every step: with empty memories, with incomplete and idle lanes, and with idle lanes only."""
     for valid_len in (subject.full(), subject.ragged(), torch.zeros_like(subject.full())):
         model = subject.model()
         state = subject.fresh(model)
@@ -221,13 +229,13 @@ def every_parameter_gets_a_gradient(subject: Subject) -> None:
             for name, parameter in model.named_parameters():
                 gradient = parameter.grad
                 if gradient is None:
-                    cause = WRITES if _changes_the_state_alone(subject, name) else None
+                    cause = WRITES if _changes_only_the_state(subject, name) else None
                     raise BrokenRuleError(f"{name} has no gradient {where}", cause)
                 require(torch.isfinite(gradient).all(), f"the gradient of {name} is not finite {where}")
 
 
-def _changes_the_state_alone(subject: Subject, name: str) -> bool:
-    """Whether another value of a parameter gives another state, and the same losses of that segment."""
+def _changes_only_the_state(subject: Subject, name: str) -> bool:
+    """Return whether another value of a parameter gives another state, and the same losses of that segment."""
     outputs = []
     for change in (0.0, 1.0):
         model = subject.model()
@@ -241,7 +249,7 @@ def _changes_the_state_alone(subject: Subject, name: str) -> bool:
 
 
 def nothing_branches_on_data(subject: Subject) -> None:
-    """Fake tensors have no values: a branch, an .item() or a shape that depends on data raises."""
+    """Run with fake tensors, which have no values: a branch, an .item() or a shape that depends on data raises."""
     model = subject.model()
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -257,6 +265,7 @@ def nothing_branches_on_data(subject: Subject) -> None:
 
 
 def parameters_are_used_where_they_are_registered(subject: Subject) -> None:
+    """Compare losses with those of a `Partitioned` model, where parameters have no value elsewhere."""
     model = subject.model()
     segments = subject.segments()
     with torch.no_grad():
@@ -267,7 +276,7 @@ def parameters_are_used_where_they_are_registered(subject: Subject) -> None:
         try:
             with torch.no_grad():
                 found = [output.nll for output in subject.read(partitioned, segments, subject.fresh(partitioned))]
-        except (RuntimeError, IndexError) as error:  # shapes that do not fit, where the parameter is empty
+        except (RuntimeError, IndexError) as error:  # shapes do not fit, because the parameter is empty
             first = str(error).splitlines()[0]
             raise BrokenRuleError(f"a parameter is used outside the forward of its module: {first}") from error
         same = all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
@@ -275,7 +284,7 @@ def parameters_are_used_where_they_are_registered(subject: Subject) -> None:
 
 
 def no_generator_is_touched(subject: Subject) -> None:
-    """Without dropout, a forward and a backward in training leave torch's generator where it was."""
+    """Check that, without dropout, a forward and a backward in training do not advance torch's generator."""
     model = subject.model().train()
     state = subject.fresh(model)
     before = torch.get_rng_state()
@@ -285,10 +294,10 @@ def no_generator_is_touched(subject: Subject) -> None:
 
 
 def it_remembers(subject: Subject) -> None:
-    """A token of the first segment changes losses of a later one; otherwise the rules say little."""
+    """Check that a token of the first segment changes losses of a later one; otherwise the other rules test little."""
     model = subject.model()
     if not named_tensors(subject.fresh(model)):
-        return  # a memory without state says so
+        return  # a memory without state remembers nothing by design
     segments = subject.segments()
     altered = [(tokens.clone(), targets) for tokens, targets in segments]
     altered[0][0][:, 1] = (altered[0][0][:, 1] + 1) % VOCAB
@@ -296,4 +305,4 @@ def it_remembers(subject: Subject) -> None:
         one = list(subject.read(model, segments, subject.fresh(model)))
         other = list(subject.read(model, altered, subject.fresh(model)))
     changes = [(first.nll - second.nll).abs().amax() for first, second in zip(one[1:], other[1:], strict=True)]
-    require(max(changes) > 1e-6, "no later segment feels a token of the first")
+    require(max(changes) > 1e-6, "no later segment depends on a token of the first")

@@ -1,6 +1,6 @@
-"""What the rules of the memory contract are tried on: small models around one memory, segments, states.
+"""Test material for the rules of the memory contract: small models around one memory, segments, states.
 
-A rule gets a `Subject` and raises `BrokenRuleError` if the memory breaks it. Shape letters: B lanes, T segment.
+A rule takes a `Subject` and raises `BrokenRuleError` if the memory breaks it. Shape letters: B lanes, T segment.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ VOCAB = 11
 
 
 class BrokenRuleError(AssertionError):
-    """The memory breaks the rule that raised this."""
+    """Raised by a rule that the memory breaks."""
 
     def __init__(self, message: str, cause: str | None = None) -> None:
-        """`cause`: why, where the rule has found out; None: as usual."""
+        """`cause`: the cause, if the rule has found it; None: the usual one."""
         super().__init__(message)
         self.cause = cause
 
 
 class Size(NamedTuple):
-    """How much of everything a rule is tried on."""
+    """Sizes of the model and the data that a rule is checked with."""
 
     lanes: int
     seg_len: int
@@ -41,7 +41,7 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Subject:
-    """A memory, in the size in which it is tried."""
+    """A memory and the sizes that it is checked with."""
 
     block: Callable[[int], dict[str, Any]]  # segment length -> the `memory:` block of the configuration
     size: Size
@@ -49,7 +49,7 @@ class Subject:
     cut: str = "start"  # as `data.cut`; end: the first segment that is read is short in most lanes
 
     def model(self, *, dropout: float = 0.0, checkpointing: bool = False) -> MemoryLM:
-        """Large weights: attention far from uniform shows what small weights hide."""
+        """Return a model with large weights: attention far from uniform reveals bugs that small weights hide."""
         model = ModelConfig(
             num_layers=self.size.layers, d_model=12, num_heads=2, d_head=5, d_inner=16, norm=self.norm, dropout=dropout
         )
@@ -60,42 +60,42 @@ class Subject:
         return MemoryLM(Config(data=data, model=model, memory=self.block(self.size.seg_len), train=train), VOCAB)
 
     def segments(self, seed: int = 0) -> list[Segment]:
-        """Random segments for all lanes."""
+        """Return random segments for all lanes."""
         generator = torch.Generator().manual_seed(seed)
         shape = (self.size.segments, 2, self.size.lanes, self.size.seg_len)
         return [(tokens, targets) for tokens, targets in torch.randint(0, VOCAB, shape, generator=generator)]
 
     def full(self) -> Tensor:
-        """`valid_len` of complete segments."""
+        """Return `valid_len` of complete segments."""
         return torch.full((self.size.lanes,), self.size.seg_len)
 
     def ragged(self) -> Tensor:
-        """`valid_len` with a complete segment, incomplete ones and an idle lane, as far as there are lanes."""
+        """Return `valid_len` of a complete segment, an idle lane and incomplete ones, cut to the number of lanes."""
         lengths = [self.size.seg_len, 0, self.size.seg_len - 1, 1]
         return torch.tensor([lengths[lane % 4] for lane in range(self.size.lanes)])
 
     def lengths(self, number: int) -> Tensor:
-        """`valid_len` of segment `number` of documents: T, but less for the first if they are cut from their end."""
+        """Return `valid_len` of segment `number` of documents: T, but less for the first if cut from the end."""
         return self.ragged().clamp(min=1) if self.cut == "end" and number == 0 else self.full()
 
     def fresh(self, model: MemoryLM, dtype: torch.dtype = torch.float32) -> LMState:
-        """Empty memories."""
+        """Return empty memories."""
         return model.init_state(torch.arange(self.size.lanes), "cpu", dtype)
 
     def read(self, model: MemoryLM, segments: list[Segment], state: LMState) -> Iterator[LMOutput]:
-        """Segments of documents, one after the other."""
+        """Read segments of documents one after the other, and yield the outputs."""
         for number, (tokens, targets) in enumerate(segments):
             output = model(tokens, targets, self.lengths(number), state=state)
             state = output.state
             yield output
 
     def warm(self, model: MemoryLM) -> LMState:
-        """Memories after enough segments to fill small ones."""
+        """Return memories after enough segments to fill small ones."""
         with torch.no_grad():
             return list(self.read(model, self.segments(99), self.fresh(model)))[-1].state
 
     def layer_inputs(self, model: MemoryLM, state: LMState) -> Tensor:
-        """A block's input: random rows, those of the stem before them."""
+        """Return a block's input: the rows of the stem, then random rows."""
         generator = torch.Generator().manual_seed(5)
         rows = torch.randn(self.size.lanes, self.size.seg_len, 12, generator=generator)
         return model.stem(rows, state.stem)[0]
@@ -108,7 +108,7 @@ def require(condition: bool | Tensor, message: str) -> None:
 
 
 def require_same(state: Any, other: Any, message: str, lanes: Any = slice(None)) -> None:
-    """The same bits in the given lanes."""
+    """Raise BrokenRuleError unless two states have the same bits in the given lanes."""
     first, second = named_tensors(state), named_tensors(other)
     require(first.keys() == second.keys(), f"{message}: fields {sorted(first)} and {sorted(second)}")
     for name in first:
@@ -116,20 +116,20 @@ def require_same(state: Any, other: Any, message: str, lanes: Any = slice(None))
 
 
 def total_loss(output: LMOutput) -> Tensor:
-    """Everything that is trained on."""
+    """Return the sum of all losses that are trained on."""
     return output.nll.sum() + sum(loss.sum() for loss in output.aux.values())
 
 
 def padded(targets: Tensor, valid_len: Tensor) -> tuple[Tensor, Tensor]:
-    """Targets that ignore the padding, and where the padding is."""
+    """Return targets that ignore the padding, and the mask of the padding."""
     padding = torch.arange(targets.shape[1]) >= valid_len[:, None]
     return targets.masked_fill(padding, IGNORE), padding
 
 
 class Partitioned:
-    """ZeRO-3 in small: a parameter has its value only while a module that registers it runs its forward.
+    """A small imitation of ZeRO-3: a parameter has its value only while a module that registers it runs its forward.
 
-    Elsewhere it is empty, as under ZeRO-3, or NaN: that shows uses an empty tensor lets pass, like `0 * p.sum()`.
+    Otherwise it is empty, as under ZeRO-3, or NaN, which reveals uses that an empty tensor allows, like `0 * p.sum()`.
     """
 
     def __init__(self, model: nn.Module, *, elsewhere: str) -> None:

@@ -1,4 +1,4 @@
-"""Open `data.path`: a directory, or a URL whose files are cached on this node. No other module tells them apart.
+"""Open `data.path`: a directory, or a URL whose files are cached on this node. No other module distinguishes the two.
 
     start of a command   refresh: fetch tokenizer.json, tokenizer.model and the indexes again, once on each node
     a document is read   RemoteShards.fetch: fetch its tar if the cache does not have it; then memory-map it

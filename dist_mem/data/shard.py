@@ -210,7 +210,7 @@ def read_mask(index: Index, document: int, start: int = 0, stop: int | None = No
 
 
 def read_recall(index: Index, document: int, start: int = 0, stop: int | None = None) -> np.ndarray | None:
-    """Return distances of tokens [start, stop) to their referents, (n,) int32 in tokens, 0 = none; None: not recorded."""
+    """Return the distance of tokens [start, stop) to their referents, (n,) int32, 0 = none; None: not recorded."""
     entry = index.documents[document]
     if entry.recall_offset is None:
         return None

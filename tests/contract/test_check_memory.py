@@ -20,11 +20,11 @@ EXAMPLE = EXAMPLES / "averages.py"
 PLANTED = {
     "FutureLeak": "no output depends on a later token",
     "PaddingLeak": "padding changes no real token",
-    "MutatedState": "forward changes nothing it was given",
-    "MutatedInput": "forward changes nothing it was given",
+    "MutatedState": "forward modifies none of its inputs",
+    "MutatedInput": "forward modifies none of its inputs",
     "LaneMixing": "lanes are independent",
     "ReadsInvalidRows": "lanes are independent",
-    "ForgottenReset": "the output depends on the arguments alone",
+    "ForgottenReset": "the output depends on the arguments only",
     "NotEmptyAtFirst": "a reset lane equals a fresh one",
     "BranchOnData": "nothing branches on data",
     "GradientThroughState": "the state carries no gradient",
@@ -35,7 +35,7 @@ PLANTED = {
     "WeightElsewhere": "parameters are used where they are registered",
     "UnusedParameter": "every parameter gets a gradient in every step",
     "WritesGetNoGradient": "every parameter gets a gradient in every step",
-    "ForgetsEverything": "a later segment feels an earlier one",
+    "ForgetsEverything": "a later segment depends on an earlier one",
 }
 
 
@@ -72,7 +72,7 @@ def test_writes_without_a_gradient_are_named(capsys: pytest.CaptureFixture[str])
     assert main(["check-memory", f"{BROKEN}:WritesGetNoGradient"]) == 1
     told = capsys.readouterr().out
     assert "blocks.0.memory.write.weight has no gradient in segment 0" in told
-    assert "cause: writes get no gradient: it changes what a segment leaves in the state, and no loss of that" in told
+    assert "cause: writes get no gradient: it changes the state after a segment, and no loss of that segment" in told
     assert "there is no gradient through time" in told and "examples/infini_attention.py" in told
     assert f"breaks 1 of {len(RULES)} rules" in told
 

@@ -45,7 +45,7 @@ def start(url: str, *, errors: IO[bytes], patience: float) -> subprocess.Popen[b
         command = ["sh", "-c", url.removeprefix("pipe:")]
     elif scheme in _BUCKETS:
         if "@" in urlsplit(url).netloc:
-            raise ValueError(f"{scheme}:// takes no user or password; its program has settings of its own for them")
+            raise ValueError(f"{scheme}:// takes no user or password; configure them in its program")
         command = _BUCKETS[scheme](url)
     elif scheme in CURL_SCHEMES or scheme == _HUB:
         command = [*_CURL]
