@@ -43,11 +43,11 @@ class Choice(NamedTuple):
     broken: list[Path]  # of the others of its own, those that were passed over
 
 
-class Wish(NamedTuple):
-    """What `resume` comes to in a run directory."""
+class ResumeRequest(NamedTuple):
+    """The checkpoints that `resume` selects in a run directory."""
 
-    candidates: list[Path]  # the first that verifies is taken
-    own: list[Path]  # the run's own checkpoints, if the history is cut off behind the one that is taken
+    candidates: list[Path]  # best first; the first that verifies is used
+    run_checkpoints: list[Path]  # of the run itself, if those newer than the chosen one are to be set aside; else empty
 
 
 def choose_checkpoint(resume: str, run_dir: Path, world: World) -> Choice | None:
@@ -56,9 +56,9 @@ def choose_checkpoint(resume: str, run_dir: Path, world: World) -> Choice | None
     Raises:
         CheckpointError: on every rank, when there are checkpoints but none can be used, or not the one asked for.
     """
-    wish = decided_by_rank0(lambda: readable(lambda: find_candidates(resume, run_dir)), CheckpointError)
+    request = decided_by_rank0(lambda: readable(lambda: find_candidates(resume, run_dir)), CheckpointError)
     reasons: list[str] = []
-    for number, directory in enumerate(wish.candidates):
+    for number, directory in enumerate(request.candidates):
         try:
             manifest = verify_together(directory, world)
         except NewerFormatError:
@@ -66,11 +66,11 @@ def choose_checkpoint(resume: str, run_dir: Path, world: World) -> Choice | None
         except CheckpointError as error:
             reasons.append(str(error))
         else:
-            newer = [path for path in wish.own if path.name > directory.name]
-            own = [path for path in wish.candidates[:number] if run_of(path).resolve() == run_dir.resolve()]
+            newer = [path for path in request.run_checkpoints if path.name > directory.name]
+            own = [path for path in request.candidates[:number] if run_of(path).resolve() == run_dir.resolve()]
             return Choice(directory, manifest, reasons, newer, [path for path in own if path not in newer])
     if reasons:
-        raise nothing_verifies(run_of(wish.candidates[-1]), reasons)
+        raise nothing_verifies(run_of(request.candidates[-1]), reasons)
     return None
 
 
@@ -113,7 +113,7 @@ def _share(names: Sequence[str], world: World) -> Iterator[str]:
             yield name
 
 
-def find_candidates(resume: str, run_dir: Path) -> Wish:
+def find_candidates(resume: str, run_dir: Path) -> ResumeRequest:
     """Which checkpoints `resume` allows, the best one first.
 
     Raises:
@@ -121,17 +121,17 @@ def find_candidates(resume: str, run_dir: Path) -> Wish:
     """
     own = [step_dir(run_dir, step) for step in reversed(list_steps(run_dir))]
     if resume == AUTO:
-        return Wish(own, [])
+        return ResumeRequest(own, [])
     if resume == NEVER:
         if own:
             raise CheckpointError(
                 f"resume = never, but {run_dir} has {_listed(own)}: a run with checkpoints goes on from them, it never "
                 "starts over silently. Give this run another run_dir, or leave resume out"
             )
-        return Wish([], [])
+        return ResumeRequest([], [])
     asked = _asked_for(resume, run_dir, own)
     # A job that was asked for this and started again: it goes on from what it has saved since.
-    since = list(takewhile(lambda path: path not in asked and _has_wish(path, resume), own))
+    since = list(takewhile(lambda path: path not in asked and _has_request(path, resume), own))
     if not since and not asked[0].exists():  # checkpoint.keep_last may have deleted it since
         raise CheckpointError(f"resume = {resume}: there is no {asked[0]}; {run_dir} has {_listed(own)}")
     is_own = run_of(asked[0]).resolve() == run_dir.resolve()
@@ -140,7 +140,7 @@ def find_candidates(resume: str, run_dir: Path) -> Wish:
             f"resume = {resume}, but {run_dir} has {_listed(own)} of its own: give the run that goes on from there "
             "another run_dir, or leave resume out"
         )
-    return Wish([*since, *asked], own if is_own else [])
+    return ResumeRequest([*since, *asked], own if is_own else [])
 
 
 def _asked_for(resume: str, run_dir: Path, own: Sequence[Path]) -> list[Path]:
@@ -153,7 +153,7 @@ def _asked_for(resume: str, run_dir: Path, own: Sequence[Path]) -> list[Path]:
     return of_run or mine or [path]
 
 
-def _has_wish(directory: Path, resume: str) -> bool:
+def _has_request(directory: Path, resume: str) -> bool:
     """Whether a job with this `resume` wrote the checkpoint; also if it cannot be read, it will be passed over then."""
     try:
         return read_config(directory / "config.yaml").resume == resume

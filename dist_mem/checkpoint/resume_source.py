@@ -62,8 +62,8 @@ def check_run_dir(config: Any, allowed: Sequence[str] = ()) -> None:
     Raises:
         UnusableError: the job would be refused.
     """
-    wish = readable(lambda: find_candidates(config.resume, Path(config.run_dir)))
-    for directory in wish.candidates:
+    request = readable(lambda: find_candidates(config.resume, Path(config.run_dir)))
+    for directory in request.candidates:
         try:
             saved = _read_saved(directory, config)
             manifest = read_manifest(directory)

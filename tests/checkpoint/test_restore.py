@@ -141,7 +141,7 @@ def test_earlier_step_is_taken_and_what_came_after_it_is_set_aside(
     step, _ = open_two(rank_pool, copied, "resume=3", "train.steps=7")
     assert step == 7
     assert open_two(rank_pool, copied, "train.steps=7")[0] == 7
-    # Another wish is another matter.
+    # Another request is another matter.
     assert open_two(rank_pool, copied, "resume=6")[0] == 6
     assert list_steps(run_dir) == [3, 6]
 
