@@ -14,7 +14,7 @@ from dist_mem.errors import UnusableError
 from dist_mem.tracking.mlflow_run import ask_for_access, import_mlflow_quietly
 from dist_mem.tracking.provenance import without_credentials
 from dist_mem.tracking.refusals import what_to_set
-from dist_mem.tracking.run_id import read_run_id, wished_run_id
+from dist_mem.tracking.run_id import read_run_id, requested_run_id
 from dist_mem.tracking.stores import choose_sending, experiment_of, is_server, store_uri
 
 SECONDS = 2.5  # with the wait at the end of a job, a server that never answers costs less than 10
@@ -29,7 +29,7 @@ def check_tracking(config: Any, run_dir: Path) -> None:
     """
     if not config.tracking.mlflow:
         return
-    run_id = read_run_id(run_dir) or wished_run_id()
+    run_id = read_run_id(run_dir) or requested_run_id()
     uri = store_uri(config)
     if not (is_server(uri) and choose_sending(config).is_on):
         return

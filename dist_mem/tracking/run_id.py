@@ -27,7 +27,7 @@ def read_run_id(run_dir: Path) -> str | None:
     return _checked(text, str(path), "write the id of the run into it, or delete it: the run is found by its journal")
 
 
-def wished_run_id() -> str | None:
+def requested_run_id() -> str | None:
     """The run of MLFLOW_RUN_ID, or None.
 
     Raises:
@@ -38,20 +38,20 @@ def wished_run_id() -> str | None:
 
 
 def settle_run_id(run_dir: Path, of_checkpoint: str | None, *, report: Callable[[str], None]) -> str | None:
-    """Note which run is meant, if one is, and return it: the run directory's own, the checkpoint's, the wished one.
+    """Note which run is meant, if one is, and return it: the run directory's own, the checkpoint's, the requested one.
 
     Raises:
         UnusableError: one of them is no id.
     """
-    noted, wished = read_run_id(run_dir), wished_run_id()
+    noted, requested = read_run_id(run_dir), requested_run_id()
     known = noted
     if known is None and of_checkpoint:
         known = _checked(of_checkpoint, "mlflow_run_id in the checkpoint's manifest.json", f"write it to {RUN_ID_FILE}")
-    if known and wished and known != wished:
-        report(f"MLFLOW_RUN_ID is {wished}, but {run_dir} goes on with its MLflow run {known}")
-    if noted is None and (known or wished):
-        write_text(run_dir / RUN_ID_FILE, f"{known or wished}\n")
-    return known or wished
+    if known and requested and known != requested:
+        report(f"MLFLOW_RUN_ID is {requested}, but {run_dir} goes on with its MLflow run {known}")
+    if noted is None and (known or requested):
+        write_text(run_dir / RUN_ID_FILE, f"{known or requested}\n")
+    return known or requested
 
 
 def _checked(text: str, where: str, fix: str) -> str:
