@@ -176,7 +176,7 @@ def _manifest(snapshot: Snapshot, files: Mapping[str, Any], shares: Sequence[Sha
         "step": snapshot.step,
         "world_size": len(shares),
         "versions": {name: version(name) for name in _LIBRARIES} | {"python": platform.python_version()},
-        **snapshot.facts,
+        **snapshot.metadata,
         "files": dict(sorted(files.items())),
         "lanes": {lane: row for share in shares for lane, row in share.lanes.items()},
     }

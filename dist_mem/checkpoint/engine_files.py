@@ -43,13 +43,13 @@ def engine_ranges(slices: Iterable[Slice]) -> list[Range]:
     return [(found.name, found.start, found.stop) for found in slices]
 
 
-def engine_index(facts: Mapping[str, Any], ranges: Sequence[Sequence[Range]]) -> dict[str, Any]:
-    """The content of engine.json: `facts` of `Engine.facts`, and all ranks' `engine_ranges` in rank order."""
-    slices: dict[str, list[list[int]]] = {name: [] for name in facts["shapes"]}
+def engine_index(metadata: Mapping[str, Any], ranges: Sequence[Sequence[Range]]) -> dict[str, Any]:
+    """The content of engine.json: `metadata` of `Engine.facts`, and all ranks' `engine_ranges` in rank order."""
+    slices: dict[str, list[list[int]]] = {name: [] for name in metadata["shapes"]}
     for rank, own in enumerate(ranges):
         for name, start, stop in own:
             slices[name].append([rank, start, stop])
-    return {**facts, "slices": {name: sorted(found, key=lambda entry: entry[1]) for name, found in slices.items()}}
+    return {**metadata, "slices": {name: sorted(found, key=lambda entry: entry[1]) for name, found in slices.items()}}
 
 
 class EngineReader:

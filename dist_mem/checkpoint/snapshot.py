@@ -23,7 +23,7 @@ class Snapshot(NamedTuple):
     ranges: list[Range]  # of the parameters in the engine's file
     engine: dict[str, Any]  # what engine.json says besides
     small_files: dict[str, bytes]  # that rank 0 writes: configuration, tokenizer, memories from outside the package
-    facts: dict[str, Any]  # what else the manifest says
+    metadata: dict[str, Any]  # what else the manifest says
 
     @property
     def num_bytes(self) -> int:
@@ -32,7 +32,7 @@ class Snapshot(NamedTuple):
 
 
 def take_snapshot(
-    *, step: int, engine: Engine, lanes: Lanes, small_files: Mapping[str, bytes], facts: Mapping[str, Any]
+    *, step: int, engine: Engine, lanes: Lanes, small_files: Mapping[str, bytes], metadata: Mapping[str, Any]
 ) -> Snapshot:
     """Copy engine, lanes and random state of this rank; the only part of a save that training must wait for."""
     owned = engine.owned()
@@ -47,7 +47,7 @@ def take_snapshot(
         ranges=engine_ranges(owned),
         engine=engine.facts(),
         small_files=dict(small_files),
-        facts=deepcopy(dict(facts)),
+        metadata=deepcopy(dict(metadata)),
     )
 
 

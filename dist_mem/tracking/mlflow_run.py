@@ -267,15 +267,15 @@ class MlflowRun:
         inputs = [
             DatasetInput(
                 Dataset(
-                    facts["name"],
-                    facts["digest"],
+                    dataset["name"],
+                    dataset["digest"],
                     source_type="local",
-                    source=json.dumps({"uri": facts["source"]}),
-                    profile=json.dumps(facts["profile"]),
+                    source=json.dumps({"uri": dataset["source"]}),
+                    profile=json.dumps(dataset["profile"]),
                 ),
-                [InputTag("mlflow.data.context", facts["context"])],
+                [InputTag("mlflow.data.context", dataset["context"])],
             )
-            for facts in datasets
+            for dataset in datasets
         ]
         self._client.log_inputs(self.run_id, datasets=inputs)
 

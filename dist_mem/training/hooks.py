@@ -97,7 +97,7 @@ def save(job: Job) -> None:
     small_files = {name: text.encode() for name, text in texts.items()}
     # In every checkpoint, not once a run: a checkpoint that is copied elsewhere can be loaded there.
     small_files |= {f"{TOKENIZER_DIR}/{name}": content for name, content in tokenizer_files(job.tokenizer).items()}
-    snapshot = take_snapshot(step=job.step, engine=job.engine, lanes=lanes, small_files=small_files, facts=facts)
+    snapshot = take_snapshot(step=job.step, engine=job.engine, lanes=lanes, small_files=small_files, metadata=facts)
     job.saver.save(snapshot, began=began)
 
 

@@ -43,7 +43,7 @@ class Start(NamedTuple):
 
     step: int
     lanes: Lanes
-    facts: Mapping[str, Any]  # the manifest of the checkpoint; empty at step 0
+    metadata: Mapping[str, Any]  # the manifest of the checkpoint; empty at step 0
     run_id: str | None  # of MLflow; None: a new one, as for what goes on from another run's checkpoint
     messages: list[str]
     tags: dict[str, str]  # for MLflow
@@ -99,8 +99,8 @@ def restore(
         messages.append(f"warning: {directory.name} was written by other code: {other_code}")
         tags[f"dist_mem.other_code.step_{manifest['step']}"] = other_code
     run_id = manifest["mlflow_run_id"] if is_own else None
-    facts = manifest if is_own else {**manifest, "points": 0}  # the other run's are in its own metrics.jsonl
-    return Start(manifest["step"], lanes, facts, run_id, messages, tags, choice.superseded, choice.broken)
+    metadata = manifest if is_own else {**manifest, "points": 0}  # the other run's are in its own metrics.jsonl
+    return Start(manifest["step"], lanes, metadata, run_id, messages, tags, choice.superseded, choice.broken)
 
 
 def _check_data(choice: Choice, index: Index) -> None:

@@ -243,7 +243,7 @@ def _open_job(config: Any, world: World, resumption: Resumption | None, stop_sig
             run_id=start.run_id,
             total_steps=steps,
             first_step=start.step,
-            num_points=start.facts.get("points", 0),
+            num_points=start.metadata.get("points", 0),
             measurements=MEASUREMENTS,
         )
         if config.tracking.mlflow:
@@ -265,7 +265,9 @@ def _open_job(config: Any, world: World, resumption: Resumption | None, stop_sig
         engine=engine,
         reader=reader,
         tracker=tracker,
-        meter=Meter(lane_segments_per_update=train.lanes * train.segments_per_update, saved=start.facts.get("meter")),
+        meter=Meter(
+            lane_segments_per_update=train.lanes * train.segments_per_update, saved=start.metadata.get("meter")
+        ),
         # Reading all of a checkpoint stands for writing one until that is measured.
         saver=Saver(
             run_dir,
@@ -275,8 +277,8 @@ def _open_job(config: Any, world: World, resumption: Resumption | None, stop_sig
             broken=start.broken,
             expected_seconds=min(restored_seconds, LONGEST_GUESS),
         ),
-        validation=start.facts.get("validation"),
-        divergence=Divergence(config.divergence, start.facts.get("divergence", {})),
+        validation=start.metadata.get("validation"),
+        divergence=Divergence(config.divergence, start.metadata.get("divergence", {})),
         stragglers=_compare_ranks(config, world, engine),
         commit=commit,
         sources=memory_sources,

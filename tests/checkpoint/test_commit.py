@@ -37,10 +37,10 @@ WORDS = WordTokenizer(["a", "b\u00e9"])
 NEEDED = {key: fact for key, fact in FACTS.items() if key not in ("world_size", "versions", "lanes")}
 
 
-def snapshot_of(job: Any, facts: dict[str, Any] | None = None) -> Snapshot:
+def snapshot_of(job: Any, metadata: dict[str, Any] | None = None) -> Snapshot:
     lanes, small_files = Lanes(job.lane_ids, job.cursors, job.states), {"config.yaml": b"a: 1\n"}
     return take_snapshot(
-        step=job.step, engine=job.engine, lanes=lanes, small_files=small_files, facts={**NEEDED, **(facts or {})}
+        step=job.step, engine=job.engine, lanes=lanes, small_files=small_files, metadata={**NEEDED, **(metadata or {})}
     )
 
 
@@ -60,7 +60,7 @@ def snapshots_around_training(world: World, stage: int) -> None:
     losses = [5.0]
     snapshot = snapshot_of(job, {"losses": losses})
     losses.append(4.0)
-    assert snapshot.facts == {**NEEDED, "losses": [5.0]}
+    assert snapshot.metadata == {**NEEDED, "losses": [5.0]}
     before = {kind: {name: tensor.clone() for name, tensor in found.items()} for kind, found in snapshot.files.items()}
     torch.rand(1)
     run_steps(job, first=1, last=2)
