@@ -1,1 +1,1 @@
-"""Checkpoints: what they contain, how they are written, chosen, verified and deleted."""
+"""Checkpoints: content, writing, choice, verification and deletion."""

@@ -1,18 +1,19 @@
-"""The protocol by which a checkpoint comes to exist completely or not at all.
+"""Write a checkpoint atomically: it exists completely or not at all.
 
-    staging directory -> every rank writes, flushes and hashes its own files in one pass -> vote -> manifest -> rename
+    staging directory -> every rank writes, flushes and hashes its files in one pass -> vote -> manifest -> rename
     -> pointer `latest` -> retention
 
     RUN/checkpoints/step-00001000/
-        engine/rank-00003.safetensors   what rank 3 owns of parameters and optimizer, see engine_files.py
-        lanes/rank-00003.safetensors    the memory state and the cursor of every lane of rank 3
-        rng/rank-00003.safetensors      random generators of rank 3
-        engine.json                     which rank has which range of which parameter
-        config.yaml, memory/*.py        the configuration, unresolved, and memories from outside the package
-        tokenizer/                      the tokenizer, as in a data directory
-        manifest.json                   written last: sizes and SHA-256 of all files, lane id -> file and row
+        engine/rank-00003.safetensors   parameters and optimizer state that rank 3 owns, see engine_files.py
+        lanes/rank-00003.safetensors    memory state and cursor of every lane of rank 3
+        rng/rank-00003.safetensors      state of the random generators of rank 3
+        engine.json                     the range of each parameter that each rank stores
+        config.yaml, memory/*.py        the unresolved configuration, and memories from outside the package
+        tokenizer/                      the tokenizer, in the layout of a data directory
+        manifest.json                   written last: size and SHA-256 of every file, lane id -> file and row
 
-Files and flushes are a few a rank, whatever the model. Ranks share the file system of the run directory.
+Each rank writes and flushes a few files, whatever the size of the model. All ranks share the file system of the run
+directory.
 """
 
 from __future__ import annotations
@@ -36,26 +37,26 @@ from dist_mem.runtime.files import free_name, fsync_path, write_hashed, write_te
 from dist_mem.runtime.lease import refuse_if_taken_over
 
 _LIBRARIES = ("torch", "deepspeed", "dist-mem")
-_MARGIN = 1 << 20  # bytes that the disk must have besides, for headers and for what else is written meanwhile
+_MARGIN = 1 << 20  # bytes of free space kept for file headers and for other files written during the save
 
 
 class Written(NamedTuple):
-    """A checkpoint that is on disk."""
+    """A checkpoint on disk."""
 
     path: Path
     num_bytes: int
     num_files: int
     num_fsyncs: int
-    messages: list[str]  # of retention
+    messages: list[str]  # of retention, for the user
 
 
 class Share(NamedTuple):
-    """What a rank tells rank 0 of its files."""
+    """The description of a rank's files that it sends to rank 0."""
 
-    entries: dict[str, Any]  # of the manifest, by name
+    entries: dict[str, Any]  # manifest entries by file name
     lanes: dict[str, tuple[str, int]]  # lane id -> file, row
-    ranges: list[Range]  # of the engine's file
-    error: str | None
+    ranges: list[Range]  # parameter ranges in the engine's file
+    error: str | None  # None: all files were written
 
 
 def write_checkpoint(
@@ -68,14 +69,14 @@ def write_checkpoint(
     flush_records: Callable[[], None],
     broken: Sequence[Path] = (),
 ) -> Written:
-    """Write the checkpoint of a snapshot and delete those that `rules` no longer keep. Every rank calls it.
+    """Write a snapshot as a checkpoint and delete the checkpoints that `rules` no longer keep; collective.
 
     Args:
-        flush_records: puts on the disk what the run has logged so far; rank 0 calls it before the commit.
-        broken: checkpoints that become `.broken` with this commit.
+        flush_records: flushes the run's logs to disk; rank 0 calls it before the commit.
+        broken: checkpoints that this commit renames to `.broken`.
 
     Raises:
-        AgreedError: on every rank, if any could not write its part; names the ranks.
+        AgreedError: on every rank, if any rank could not write its part; names those ranks.
     """
     final = step_dir(run_dir, snapshot.step)
     partial = final.with_name(f".{final.name}.partial")
@@ -87,12 +88,12 @@ def write_checkpoint(
         )
     except AgreedError as error:
         raise AgreedError(
-            f"checkpoint {final}: {error}. Earlier checkpoints are whole: mend this, and the same command resumes"
+            f"checkpoint {final}: {error}. Earlier checkpoints are intact: fix this, and the same command resumes"
         ) from error
 
 
 def _open(partial: Path, snapshot: Snapshot, num_bytes: int) -> None:
-    """Make the staging directory, if this job may still write and the disk has room for what will be in it."""
+    """Check that this job still owns the run and that the disk has room; create the staging directory."""
     refuse_if_taken_over(run_of(partial))
     partial.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(partial.parent).free
@@ -102,7 +103,7 @@ def _open(partial: Path, snapshot: Snapshot, num_bytes: int) -> None:
             f"it needs {needed:,} bytes, {partial.parent} has {free:,} free: make room there, or keep fewer "
             "checkpoints, see checkpoint.keep_last"
         )
-    shutil.rmtree(partial, ignore_errors=True)  # of a save that failed; what cannot be removed, mkdir tells of
+    shutil.rmtree(partial, ignore_errors=True)  # left by a save that failed; if it cannot be removed, mkdir raises
     partial.mkdir()
     for folder in {Path(name).parent for name in snapshot.small_files} | set(map(Path, snapshot.files)):
         (partial / folder).mkdir(exist_ok=True)
@@ -116,7 +117,7 @@ def _write_share(partial: Path, snapshot: Snapshot, rank: int) -> Share:
         for kind, tensors in snapshot.files.items():
             name = _rank_file(kind, rank)
             entries[name] = write_hashed(partial / name, safetensors_parts(tensors))
-    except Exception as caught:  # whatever it is: the others wait for this rank, and raise it too
+    except Exception as caught:  # of any kind: the other ranks wait for this one, and raise the error too
         error = caught
     rows = enumerate(snapshot.files["lanes"]["lane_ids"].tolist())
     lanes = {str(lane): (_rank_file("lanes", rank), row) for row, lane in rows}
@@ -136,13 +137,13 @@ def _finish(
     flush_records: Callable[[], None],
     broken: Sequence[Path],
 ) -> Written:
-    """Commit what all ranks have written, or remove it: on a full disk it would take the room of the next one."""
-    refuse_if_taken_over(run_of(final))  # before anything is removed: the other job's directory has the same name
+    """Commit the files of all ranks, or remove them: on a full disk they would take the room of the next save."""
+    refuse_if_taken_over(run_of(final))  # before removing anything: the other job's staging directory has the same name
     try:
         failure = name_failures([share.error for share in shares], "writing")
         if failure is not None:
             raise AgreedError(failure)
-        flush_records()  # a resumed run makes no point up to this step again
+        flush_records()  # a resumed run does not log the points up to this step again
         written = _commit(partial, final, snapshot, shares, broken)
         return written._replace(messages=prune(run_of(final), snapshot.step, rules))
     except Exception:
@@ -153,20 +154,21 @@ def _finish(
 def _commit(partial: Path, final: Path, snapshot: Snapshot, shares: Sequence[Share], broken: Sequence[Path]) -> Written:
     index = engine_index(snapshot.engine, [share.ranges for share in shares])
     small_files = {**snapshot.small_files, ENGINE_JSON: (json.dumps(index, sort_keys=True) + "\n").encode()}
-    own = {name: write_hashed(partial / name, [content]) for name, content in small_files.items()}
-    files = {name: entry for entries in (own, *(share.entries for share in shares)) for name, entry in entries.items()}
+    small = {name: write_hashed(partial / name, [content]) for name, content in small_files.items()}
+    parts = [small, *(share.entries for share in shares)]
+    files = {name: entry for entries in parts for name, entry in entries.items()}
     folders = {(partial / name).parent for name in files} - {partial}
     for folder in folders:
         fsync_path(folder)
-    write_manifest(partial, _manifest(snapshot, files, shares))  # flushes the staging directory too
-    for old in {final, *(final.with_name(path.name) for path in broken)}:  # passed over, or it would have been used
+    write_manifest(partial, _manifest(snapshot, files, shares))  # also flushes the staging directory
+    for old in {final, *(final.with_name(path.name) for path in broken)}:  # a checkpoint of this step was passed over
         if old.exists():
             old.rename(free_name(old.with_name(f"{old.name}.broken")))
     partial.rename(final)
     fsync_path(final.parent)
     write_text(final.parent / "latest", final.name + "\n")
-    num_files = len(files) + 2  # manifest and pointer
-    num_directories = len(folders) + 3  # staging, and the names of checkpoint and pointer
+    num_files = len(files) + 2  # the manifest and the pointer
+    num_directories = len(folders) + 3  # the staging directory, and the parent directory after each of two renames
     num_bytes = sum(entry["bytes"] for entry in files.values())
     return Written(final, num_bytes, num_files, num_files + num_directories, [])
 

@@ -1,10 +1,10 @@
-"""The engine's files in a checkpoint: every rank's slices by name and range, readable on any number of ranks.
+"""The engine's files in a checkpoint: the slices of every rank by name and range, readable on any number of ranks.
 
-    engine/rank-00003.safetensors   KIND/NAME -> flat slice of NAME, or a 0-d figure that holds for all of the slice
-    engine.json                     which rank has which range of which parameter; shapes, other names, counters
+    engine/rank-00003.safetensors   KIND/NAME -> flat slice of NAME, or a 0-d tensor that holds for the whole slice
+    engine.json                     the range of each parameter that each rank stores; shapes, aliases, counters
 
-Kinds: master (fp32 weights), frozen (weights that are not trained), buffer, and whatever torch's optimizer keeps of
-each parameter (exp_avg, exp_avg_sq, momentum_buffer, step). No pickle: reading runs no code.
+Kinds: master (fp32 weights), frozen (weights that are not trained), buffer, and the optimizer state that torch keeps
+per parameter (exp_avg, exp_avg_sq, momentum_buffer, step). The files hold no pickles: reading them runs no code.
 """
 
 from __future__ import annotations
@@ -29,31 +29,36 @@ _WEIGHTS = ("master", "frozen", "buffer")
 
 
 def rank_file(directory: Path, rank: int) -> Path:
-    """The file of what `rank` owned."""
+    """Return the path of the file with the slices that `rank` owned."""
     return directory / "engine" / f"rank-{rank:05d}.safetensors"
 
 
 def engine_tensors(slices: Iterable[Slice]) -> dict[str, Tensor]:
-    """The content of a rank's file, live: copy it before training goes on."""
+    """Return the content of a rank's file. The tensors are live: copy them before training continues."""
     return {f"{kind}/{found.name}": tensor for found in slices for kind, tensor in found.parts.items()}
 
 
 def engine_ranges(slices: Iterable[Slice]) -> list[Range]:
-    """What rank 0 has to know of a rank's slices to write engine.json."""
+    """Return the ranges of a rank's slices, which rank 0 needs to write engine.json."""
     return [(found.name, found.start, found.stop) for found in slices]
 
 
 def engine_index(metadata: Mapping[str, Any], ranges: Sequence[Sequence[Range]]) -> dict[str, Any]:
-    """The content of engine.json: `metadata` of `Engine.facts`, and all ranks' `engine_ranges` in rank order."""
+    """Return the content of engine.json.
+
+    Args:
+        metadata: of the engine: shapes, aliases, counters.
+        ranges: `engine_ranges` of all ranks, in rank order.
+    """
     slices: dict[str, list[list[int]]] = {name: [] for name in metadata["shapes"]}
-    for rank, own in enumerate(ranges):
-        for name, start, stop in own:
+    for rank, rank_ranges in enumerate(ranges):
+        for name, start, stop in rank_ranges:
             slices[name].append([rank, start, stop])
     return {**metadata, "slices": {name: sorted(found, key=lambda entry: entry[1]) for name, found in slices.items()}}
 
 
 class EngineReader:
-    """Reads any range of any parameter of a checkpoint; opens the ranks' files as they are needed."""
+    """Reads any range of any parameter of a checkpoint; opens each rank's file when it is first needed."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -66,7 +71,7 @@ class EngineReader:
         self._files: dict[int, tuple[Any, set[str]]] = {}
 
     def _stored(self, rank: int, key: str, low: int, high: int) -> Tensor | None:
-        """Elements low to high of a tensor in a rank's file, or all of a 0-d one."""
+        """Return elements low to high of a tensor in a rank's file, or a whole 0-d tensor; None without it."""
         path = rank_file(self.directory, rank)
         try:
             if rank not in self._files:
@@ -87,10 +92,10 @@ class EngineReader:
             raise CheckpointError(f"{path}: cannot be read ({error})") from error
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor | None:
-        """Elements start to stop of a flattened parameter, or a 0-d tensor; None if the checkpoint has none of it.
+        """Return elements start to stop of a flattened parameter, or a 0-d tensor; None if there are none.
 
         Raises:
-            CheckpointError: a part of the range is missing, or ranks differ in a 0-d tensor.
+            CheckpointError: a part of the range is missing, or the ranks' files differ in a 0-d tensor.
         """
         parts, covered = [], 0
         for rank, first, last in self.index["slices"].get(name, []):
@@ -112,7 +117,7 @@ class EngineReader:
         return parts[0]
 
     def weights(self) -> dict[str, Tensor]:
-        """All weights, whole, floating point as fp32, under every name that the model's state_dict has for them."""
+        """Return all weights in full, under every name in the model's state_dict; floating point weights as fp32."""
         weights: dict[str, Tensor] = {}
         for name, shape in self.index["shapes"].items():
             flat = self._read_whole(name, prod(shape))

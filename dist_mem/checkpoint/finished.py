@@ -1,7 +1,7 @@
-"""The mark of a run that has made its last step: `RUN/finished.json`.
+"""The file that marks a run as finished: `RUN/finished.json`.
 
-With it the start of a finished run ends before data or DeepSpeed are opened: arrays and chains of jobs are submitted
-again and again. It only answers for a configuration that `find_resumption` has compared with the checkpoint's.
+With it, a start of a finished run ends before it opens data or DeepSpeed: job arrays and chains are submitted many
+times. It is valid only for a configuration that `find_resumption` has compared with the checkpoint's.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _FILE = "finished.json"
 
 
 def mark_finished(run_dir: Path, step: int, train: Any) -> None:
-    """Note that step was the last one; `train` is a resolved `TrainConfig`. Raises OSError."""
+    """Record `step` as the last step; `train` is a resolved `TrainConfig`. Raises OSError."""
     content = {"format_version": FORMAT_VERSION, "step": step, "steps": train.steps, "epochs": train.epochs}
     write_text(run_dir / _FILE, json.dumps(content) + "\n")
 
 
 def is_finished(config: Any, world: World, resumption: Resumption) -> bool:
-    """Whether the checkpoint is the last of a run that wants no more steps; every rank calls it."""
+    """Whether the checkpoint is the last one of a run that needs no more steps; collective."""
     run_dir, choice = Path(config.run_dir), resumption.choice
     if config.resume != AUTO or config.data.path != resumption.saved.data.path:
-        return False  # the job is opened: only then are the data at another path compared with those of the run
+        return False  # data at another path are compared with those of the run only when the job is opened
     step = decided_by_rank0(lambda: finished_step(run_dir, config.train), OSError)
     if step is None or choice.directory != step_dir(run_dir, step):
         return False
@@ -40,10 +40,10 @@ def is_finished(config: Any, world: World, resumption: Resumption) -> bool:
 
 
 def finished_step(run_dir: Path, train: Any) -> int | None:
-    """The last step of a run that wants no more steps; None for any other, and where the mark is damaged."""
+    """Return the last step of a run that needs no more steps; None for other runs, or if the file is damaged."""
     try:
         content = json.loads((run_dir / _FILE).read_text(encoding="utf-8"))
-        step, asked = content["step"], (content["steps"], content["epochs"])
+        step, length = content["step"], (content["steps"], content["epochs"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return step if asked == (train.steps, train.epochs) else None
+    return step if length == (train.steps, train.epochs) else None

@@ -1,4 +1,4 @@
-"""What a checkpoint says of lanes and random state, read back; how it is written: commit.py."""
+"""Read lanes and random state from a checkpoint; commit.py writes them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dist_mem.runtime.files import free_name
 
 
 class Lanes(NamedTuple):
-    """What a rank's lanes carry."""
+    """Memory states and cursors of a rank's lanes."""
 
     lane_ids: Tensor  # (P,) int64, global lane numbers; those >= G are idle lanes
     cursors: Tensor  # (P, 3) int64: epoch, place, offset
@@ -28,18 +28,18 @@ class Lanes(NamedTuple):
 
 
 def rank_file(directory: Path, kind: str, rank: int) -> Path:
-    """Where a rank writes what is its own; `kind` is lanes or rng."""
+    """Return the path of a rank's file; `kind` is lanes or rng."""
     return directory / kind / f"rank-{rank:05d}.safetensors"
 
 
 def open_checkpoints(run_dir: Path, set_aside: Sequence[Path] = ()) -> None:
-    """Make the directory of the checkpoints, see that it can be written, and remove what killed saves have left there.
+    """Create the checkpoint directory, check that it can be written, and remove the remains of killed saves.
 
     Args:
-        set_aside: checkpoints from which the run does not go on, although they are newer; they become `.superseded`.
+        set_aside: checkpoints newer than the one the run resumes from; they are renamed to `.superseded`.
 
     Raises:
-        OSError: it cannot be made or written.
+        OSError: the directory cannot be created or written.
     """
     directory = step_dir(run_dir, 0).parent
     probe = directory / ".probe.partial"
@@ -52,7 +52,7 @@ def open_checkpoints(run_dir: Path, set_aside: Sequence[Path] = ()) -> None:
         for newer in set_aside:
             newer.rename(free_name(newer.with_name(f"{newer.name}.superseded")))
     except OSError as error:
-        raise OSError(f"checkpoints cannot be written: {error}; mend that, or give the run another run_dir") from error
+        raise OSError(f"checkpoints cannot be written: {error}; fix this, or give the run another run_dir") from error
 
 
 def read_lanes(
@@ -64,12 +64,12 @@ def read_lanes(
     num_lanes: int | None = None,
     convert: bool = False,
 ) -> Lanes:
-    """The lanes with these ids, from whichever ranks' files hold them, in the structure of the `fresh` states.
+    """Read the lanes with these ids, from whichever ranks' files hold them, into the structure of the `fresh` states.
 
     Args:
-        fresh: empty memories of the lanes, one state for each lane group.
-        num_lanes: G; lanes with other ids are idle and stay as they are in `fresh`. None: all are read.
-        convert: memories of another floating point type are converted; else they are refused.
+        fresh: empty memories of the lanes, one state per lane group.
+        num_lanes: G; lanes with ids >= G are idle and keep their states in `fresh`. None: read all lanes.
+        convert: convert memories of another floating point type instead of refusing them.
 
     Raises:
         CheckpointError: a lane is not in the checkpoint, its state does not fit the model, or a file cannot be read.
@@ -97,7 +97,7 @@ def read_lanes(
     empty = map_state(lambda *parts: torch.cat(parts), *fresh)
     names = iter(named_tensors(empty))  # walks a state in the same order as map_state
     joined = map_state(lambda part: filled(next(names), part), empty)
-    size = len(lane_ids) // len(fresh)  # a memory without state has no tensor to ask
+    size = len(lane_ids) // len(fresh)  # not from a tensor: a memory may have no state
     states = [
         map_state(lambda part, first=first: part[first : first + size].clone(), joined)
         for first in range(0, len(lane_ids), size)
@@ -107,7 +107,7 @@ def read_lanes(
 
 
 def _rows_of(directory: Path, manifest: Mapping[str, Any], lane_ids: Sequence[int]) -> list[tuple[str, int]]:
-    """File and row of every lane."""
+    """Return the file and row of every lane."""
     missing = [lane for lane in lane_ids if str(lane) not in manifest["lanes"]]
     if missing:
         raise CheckpointError(f"{directory}: lanes {missing} are not in this checkpoint")
@@ -117,7 +117,7 @@ def _rows_of(directory: Path, manifest: Mapping[str, Any], lane_ids: Sequence[in
 def _check_lane_ids(
     directory: Path, opened: Mapping[str, Mapping[str, Tensor]], rows: Sequence[tuple[str, int]], lanes: Sequence[int]
 ) -> None:
-    """Compare what the files say of their rows with the manifest: a memory of another lane fits as well as the own."""
+    """Compare the lane ids in the files with the manifest: the shape of a wrong lane's memory is right too."""
     ids = {name: tensors["lane_ids"].flatten().tolist() for name, tensors in opened.items() if "lane_ids" in tensors}
     for lane, (name, row) in zip(lanes, rows, strict=True):
         found = ids.get(name, [])[row : row + 1]
@@ -127,7 +127,7 @@ def _check_lane_ids(
 
 
 def _fitting(name: str, stored: Tensor, empty: Tensor, *, convert: bool) -> Tensor:
-    """Rows as the model wants them."""
+    """Return rows with the dtype and device of `empty`. Raises CheckpointError if they do not fit."""
     is_other = stored.dtype != empty.dtype
     may_convert = convert and stored.is_floating_point() and empty.is_floating_point()
     if stored.shape[1:] != empty.shape[1:] or (is_other and not may_convert):
@@ -139,20 +139,20 @@ def _fitting(name: str, stored: Tensor, empty: Tensor, *, convert: bool) -> Tens
 
 
 def read_random_state(directory: Path, world: World) -> dict[str, Tensor] | None:
-    """What the random generators of this rank were; None if it ran on another kind of device."""
+    """Read the state of this rank's random generators; None if the rank ran on another kind of device."""
     state = read_tensors(rank_file(directory, "rng", world.rank))
     return state if ("cuda" in state) == (world.device.type == "cuda") else None
 
 
 def set_random_state(state: Mapping[str, Tensor], world: World) -> None:
-    """Put the random generators there."""
+    """Set the state of this rank's random generators."""
     torch.set_rng_state(state["cpu"])
     if world.device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], world.device)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The content of a safetensors file. Raises CheckpointError where it cannot be read."""
+    """Return the content of a safetensors file. Raises CheckpointError if it cannot be read."""
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:

@@ -1,7 +1,7 @@
-"""What checkpoints a run has, for people: `dist-mem checkpoints list|verify|show DIR`.
+"""List, verify or show the checkpoints of a run: `dist-mem checkpoints list|verify|show DIR`.
 
-`list` looks at manifests and sizes, `verify` reads every byte, `show` tells all of one checkpoint. None of them changes
-anything. The exit code is 0 if every checkpoint is good as far as was looked, 1 if one is not, 2 if there is none.
+`list` checks manifests and file sizes, `verify` reads every byte, `show` describes one checkpoint. None of them changes
+anything. The exit code is 0 if every check passed, 1 if a checkpoint failed one, 2 if there is no checkpoint.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from dist_mem.config import CheckpointConfig, ConfigError, read_config
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, CheckpointError
 
 _COLUMNS = ("checkpoint", "saved", "bytes", "ranks", "ZeRO", "kept by", "state")
-_LEFT = {0, 1, 5, 6}  # columns of texts
+_LEFT = {0, 1, 5, 6}  # left-aligned columns: texts
 
 
 class Found(NamedTuple):
-    """A checkpoint that was looked at."""
+    """A checked checkpoint."""
 
     directory: Path
     manifest: dict[str, Any] | None  # None: cannot be read
-    problem: str | None  # what is wrong with it, if anything
+    problem: str | None  # None: no check failed
 
 
 def run(action: str, path: Path) -> int:
-    """List, verify or show what is in a run directory, or one checkpoint; returns the exit code.
+    """List, verify or show the checkpoints of a run directory, or one checkpoint; return the exit code.
 
     Raises:
         CheckpointError: there is no checkpoint.
@@ -43,12 +43,12 @@ def run(action: str, path: Path) -> int:
     table = [_look(directory, verify if is_deep else _check_sizes) for directory in directories]
     print("\n".join([*_table(table, path, good="verified" if is_deep else "complete"), *_set_aside(path)]))
     if is_deep and (good := [found.directory.name for found in table if not found.problem]):
-        print(f"a run would go on from {good[-1]}")
+        print(f"a run would resume from {good[-1]}")
     return EXIT_FAILED if any(found.problem for found in table) else EXIT_DONE
 
 
 def find(path: Path) -> list[Path]:
-    """The checkpoints of a run directory, oldest first, or the one at `path`.
+    """Return the checkpoints of a run directory, oldest first, or the one at `path`.
 
     Raises:
         CheckpointError: there is none.
@@ -72,7 +72,7 @@ def _look(directory: Path, check: Callable[[Path], dict[str, Any]]) -> Found:
 
 
 def _check_sizes(directory: Path) -> dict[str, Any]:
-    """As `verify`, without reading the files."""
+    """Check that every file in the manifest has its size, without reading the files; return the manifest."""
     manifest = read_manifest(directory)
     for name, entry in manifest["files"].items():
         verify_size(directory, name, entry)
@@ -80,7 +80,7 @@ def _check_sizes(directory: Path) -> dict[str, Any]:
 
 
 def _saved(manifest: Mapping[str, Any], directory: Path) -> str:
-    """When."""
+    """Return when the checkpoint was saved, as text."""
     seconds = manifest.get("time") or (directory / "manifest.json").stat().st_mtime
     return datetime.fromtimestamp(seconds).isoformat(" ", timespec="seconds")
 
@@ -106,7 +106,7 @@ def _table(table: Sequence[Found], path: Path, *, good: str) -> Iterator[str]:
 
 
 def _kept_by(path: Path, table: Sequence[Found]) -> dict[int, str]:
-    """Which rule keeps each step, by the configuration the run was started with last."""
+    """Return the rules that keep each step, by the configuration of the latest start of the run."""
     steps = list_steps(path)
     if not steps:
         return {}
@@ -114,7 +114,7 @@ def _kept_by(path: Path, table: Sequence[Found]) -> dict[int, str]:
     for config in configs:
         try:
             rules: CheckpointConfig = read_config(config).checkpoint
-        except (ConfigError, OSError):  # it is a record for people; each checkpoint has its own
+        except (ConfigError, OSError):  # a damaged copy for users; each checkpoint has another one
             continue
         found = kept_by(kept_in(path, steps[-1]), rules)
         return {step: ", ".join(names) or "nothing: deleted at the next save" for step, names in found.items()}
@@ -122,7 +122,7 @@ def _kept_by(path: Path, table: Sequence[Found]) -> dict[int, str]:
 
 
 def _set_aside(path: Path) -> Iterator[str]:
-    """Directories beside the checkpoints that no job takes up: they were kept for inspection."""
+    """Yield a line that names the directories kept for inspection, which no job resumes from."""
     names = sorted(found.name for found in (path / "checkpoints").glob("step-*.*"))
     if names:
         yield f"set aside, for you to inspect and delete: {', '.join(names)}"

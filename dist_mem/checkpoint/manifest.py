@@ -1,7 +1,7 @@
-"""What makes a checkpoint a checkpoint: a manifest, written last, that lists every file with its size and SHA-256.
+"""The manifest of a checkpoint: written last, it lists every file with its size and SHA-256.
 
 A directory `step-00001000` with a manifest whose files all match is complete; anything else is not a checkpoint. The
-manifest has a SHA-256 of its own: what it says of lanes and steps is as precious as the files.
+manifest also has a SHA-256 of itself, because its lanes and steps matter as much as the files.
 """
 
 from __future__ import annotations
@@ -18,58 +18,58 @@ from dist_mem.runtime.file_schema import check, read_json
 from dist_mem.runtime.files import sha256_of, write_text
 
 FORMAT_VERSION = 3
-OLDEST_FORMAT = 3  # before it, weights were pickles, which can run any code when they are loaded
-TOKENIZER_DIR = "tokenizer"  # in a checkpoint; older ones do not have it
+OLDEST_FORMAT = 3  # older formats store weights as pickles, which can run any code when loaded
+TOKENIZER_DIR = "tokenizer"  # in a checkpoint; older checkpoints have none
 _NAME = "manifest.json"
 _STEP_DIR = re.compile(r"step-(\d{8})")
 
 
 class NewerFormatError(CheckpointError):
-    """A checkpoint of a newer dist_mem; going on from an older one would undo what that one did."""
+    """A checkpoint of a newer dist_mem. Resuming from an older checkpoint instead would undo its steps."""
 
 
 def step_dir(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of `step` lives."""
+    """Return the directory of the checkpoint of `step`."""
     return run_dir / "checkpoints" / f"step-{step:08d}"
 
 
 def run_of(directory: Path) -> Path:
-    """The run directory of a checkpoint, whatever it is called."""
+    """Return the run directory of a checkpoint, whatever the checkpoint is called."""
     return directory.absolute().parent.parent
 
 
 def list_steps(run_dir: Path) -> list[int]:
-    """Steps that have a checkpoint directory, oldest first, verified or not."""
+    """Return the steps that have a checkpoint directory, verified or not, oldest first."""
     found = (_STEP_DIR.fullmatch(path.name) for path in (run_dir / "checkpoints").glob("step-*"))
     return sorted(int(match.group(1)) for match in found if match)
 
 
 def files_in(directory: Path) -> list[Path]:
-    """Every file of a checkpoint but the manifest, in a fixed order."""
+    """Return every file of a checkpoint except the manifest, in a fixed order."""
     return sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / _NAME)
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    """A file's entry in the manifest."""
+    """Return the manifest entry of a file."""
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def write_manifest(directory: Path, content: dict[str, Any]) -> None:
-    """Write the manifest; from here on the directory is a checkpoint."""
+    """Write the manifest, which makes the directory a checkpoint."""
     content = {"format_version": FORMAT_VERSION, **content}
     write_text(directory / _NAME, json.dumps({**content, "sha256": _fingerprint(content)}, indent=1) + "\n")
 
 
 def _fingerprint(content: dict[str, Any]) -> str:
-    own = {key: value for key, value in content.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+    hashed = {key: value for key, value in content.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint.
+    """Read and check the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: no checkpoint, no manifest, an unreadable one, or one of a format that is not read here.
+        CheckpointError: there is no checkpoint or no manifest, or the manifest is damaged or of another format.
     """
     path = directory / _NAME
     try:
@@ -102,10 +102,10 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def verify(directory: Path) -> dict[str, Any]:
-    """The manifest, after comparing size and SHA-256 of every file it lists.
+    """Compare the size and SHA-256 of every file with the manifest; return the manifest.
 
     Raises:
-        CheckpointError: naming the first file that is missing or different.
+        CheckpointError: names the first file that is missing or different.
     """
     manifest = read_manifest(directory)
     for name, entry in manifest["files"].items():
@@ -117,7 +117,7 @@ def verify_file(directory: Path, name: str, entry: dict[str, Any]) -> None:
     """Compare a file with its entry in the manifest.
 
     Raises:
-        CheckpointError: it is missing, cut short, altered, or cannot be read.
+        CheckpointError: the file is missing, cut short, altered, or cannot be read.
     """
     verify_size(directory, name, entry)
     path = directory / name
@@ -130,7 +130,7 @@ def verify_file(directory: Path, name: str, entry: dict[str, Any]) -> None:
 
 
 def verify_size(directory: Path, name: str, entry: dict[str, Any]) -> None:
-    """As `verify_file`, without reading it."""
+    """Compare the size of a file with its entry in the manifest. Raises CheckpointError."""
     path = directory / name
     try:
         if not path.is_file():
@@ -143,11 +143,11 @@ def verify_size(directory: Path, name: str, entry: dict[str, Any]) -> None:
 
 
 def newest_verified(run_dir: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, and why newer ones were passed over.
+    """Return the newest checkpoint that verifies, and the reasons why newer ones were passed over.
 
     Raises:
-        CheckpointError: there are checkpoints, but none verifies: the run must not start over silently; or the newest
-            is of a newer format.
+        CheckpointError: there are checkpoints, but none verifies (the run must not start over silently); or the
+            newest has a newer format.
     """
     reasons: list[str] = []
     for step in reversed(list_steps(run_dir)):
@@ -166,7 +166,7 @@ def newest_verified(run_dir: Path) -> tuple[Path | None, list[str]]:
 
 
 def nothing_verifies(run_dir: Path, reasons: list[str]) -> CheckpointError:
-    """The error for a run whose checkpoints are all useless: it must not start over silently."""
+    """Return the error for a run none of whose checkpoints verifies: it must not start over silently."""
     listed = "\n  ".join(reasons)
     return CheckpointError(
         f"{run_dir / 'checkpoints'}: no checkpoint verifies:\n  {listed}\n"

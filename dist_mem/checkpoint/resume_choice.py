@@ -1,8 +1,8 @@
-"""From which checkpoint a job goes on: what `resume` means, by default the newest that verifies; on all ranks the same.
+"""Choose the checkpoint that a job resumes from, the same on all ranks: by `resume`, or the newest that verifies.
 
-Rank 0 alone looks at directories and reads manifests; what it finds is sent to the others. The files are hashed by all
-ranks together, each preferably by the rank that will read it. Whatever goes wrong on one rank, also a disk that does
-not answer, is a reason that all ranks learn: the checkpoint is passed over, and stays for inspection.
+Only rank 0 lists directories and reads manifests; it sends the result to the other ranks. All ranks hash the files
+together, each file preferably on the rank that will read it. Any error on one rank, even a disk that does not answer,
+is reported to all ranks: the checkpoint is passed over and kept for inspection.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from dist_mem.errors import CheckpointError
 from dist_mem.runtime.distributed import World, decided_by_rank0, gather_objects
 
 AUTO, NEVER = "auto", "never"
-_RANK = re.compile(r"rank[-_](\d+)")  # in the names of files that one rank has written
+_RANK = re.compile(r"rank[-_](\d+)")  # in the names of files written by one rank
 
 ResultT = TypeVar("ResultT")
 
 
 class Choice(NamedTuple):
-    """What a job goes on from."""
+    """The checkpoint that a job resumes from."""
 
     directory: Path
     manifest: dict[str, Any]
-    passed_over: list[str]  # why better ones were not taken
-    superseded: list[Path]  # the run's own checkpoints that are newer: an earlier one was asked for
-    broken: list[Path]  # of the others of its own, those that were passed over
+    passed_over: list[str]  # reasons why better checkpoints were not chosen
+    superseded: list[Path]  # newer checkpoints of the run, where an earlier one was requested
+    broken: list[Path]  # other checkpoints of the run that were passed over
 
 
 class ResumeRequest(NamedTuple):
@@ -51,10 +51,10 @@ class ResumeRequest(NamedTuple):
 
 
 def choose_checkpoint(resume: str, run_dir: Path, world: World) -> Choice | None:
-    """What to go on from; None for a run that has no checkpoints. The same on every rank.
+    """Return the checkpoint to resume from, the same on every rank; None for a run that has no checkpoints.
 
     Raises:
-        CheckpointError: on every rank, when there are checkpoints but none can be used, or not the one asked for.
+        CheckpointError: on every rank; no checkpoint verifies, or `resume` selects none that can be used.
     """
     request = decided_by_rank0(lambda: readable(lambda: find_candidates(resume, run_dir)), CheckpointError)
     reasons: list[str] = []
@@ -62,34 +62,34 @@ def choose_checkpoint(resume: str, run_dir: Path, world: World) -> Choice | None
         try:
             manifest = verify_together(directory, world)
         except NewerFormatError:
-            raise  # going on from an older one would undo what that one did
+            raise  # resuming from an older checkpoint would undo the steps of this one
         except CheckpointError as error:
             reasons.append(str(error))
         else:
             newer = [path for path in request.run_checkpoints if path.name > directory.name]
-            own = [path for path in request.candidates[:number] if run_of(path).resolve() == run_dir.resolve()]
-            return Choice(directory, manifest, reasons, newer, [path for path in own if path not in newer])
+            skipped = [path for path in request.candidates[:number] if run_of(path).resolve() == run_dir.resolve()]
+            return Choice(directory, manifest, reasons, newer, [path for path in skipped if path not in newer])
     if reasons:
         raise nothing_verifies(run_of(request.candidates[-1]), reasons)
     return None
 
 
 def verify_together(directory: Path, world: World) -> dict[str, Any]:
-    """The manifest of a checkpoint whose files are what was written; every rank hashes a share of them.
+    """Verify a checkpoint on all ranks, each of which hashes a share of the files; return the manifest.
 
     Raises:
-        CheckpointError: on every rank, naming the rank that found something, and what.
+        CheckpointError: on every rank; names the first problem, and the rank that found it.
     """
     manifest = decided_by_rank0(lambda: readable(lambda: read_manifest(directory)), CheckpointError)
-    told = gather_objects(_first_problem(directory, manifest["files"], world))
-    for rank, problem in enumerate(told):
+    problems = gather_objects(_first_problem(directory, manifest["files"], world))
+    for rank, problem in enumerate(problems):
         if problem is not None:
             raise CheckpointError(f"{problem} (seen by rank {rank} of {world.size})" if world.size > 1 else problem)
     return manifest
 
 
 def readable(read: Callable[[], ResultT]) -> ResultT:
-    """What `read` returns; a disk that does not answer makes a checkpoint as useless as a damaged file."""
+    """Return the result of `read`. An OSError becomes a CheckpointError: an unreadable checkpoint counts as damaged."""
     try:
         return read()
     except OSError as error:
@@ -100,13 +100,13 @@ def _first_problem(directory: Path, files: dict[str, Any], world: World) -> str 
     try:
         for name in _share(sorted(files), world):
             verify_file(directory, name, files[name])
-    except Exception as error:  # whatever it is: the other ranks wait for an answer
+    except Exception as error:  # of any kind: the other ranks wait for this result
         return str(error) if isinstance(error, CheckpointError) else f"{directory}: {type(error).__name__}: {error}"
     return None
 
 
 def _share(names: Sequence[str], world: World) -> Iterator[str]:
-    """The files of this rank's number, which it will read if the world is as it was; the rest is dealt out."""
+    """Yield this rank's files, which it will read if the world size is unchanged, and a share of the common files."""
     for position, name in enumerate(names):
         written_by = _RANK.search(name)
         if (int(written_by[1]) if written_by else position) % world.size == world.rank:
@@ -114,47 +114,48 @@ def _share(names: Sequence[str], world: World) -> Iterator[str]:
 
 
 def find_candidates(resume: str, run_dir: Path) -> ResumeRequest:
-    """Which checkpoints `resume` allows, the best one first.
+    """Return the checkpoints that `resume` selects, best first.
 
     Raises:
-        CheckpointError: there is none of that step or at that path, or the run has checkpoints that speak against it.
+        CheckpointError: there is no checkpoint of that step or at that path, or the run's checkpoints conflict with
+            `resume`.
     """
-    own = [step_dir(run_dir, step) for step in reversed(list_steps(run_dir))]
+    existing = [step_dir(run_dir, step) for step in reversed(list_steps(run_dir))]
     if resume == AUTO:
-        return ResumeRequest(own, [])
+        return ResumeRequest(existing, [])
     if resume == NEVER:
-        if own:
+        if existing:
             raise CheckpointError(
-                f"resume = never, but {run_dir} has {_listed(own)}: a run with checkpoints goes on from them, it never "
-                "starts over silently. Give this run another run_dir, or leave resume out"
+                f"resume = never, but {run_dir} has {_listed(existing)}: a run with checkpoints resumes from them, it "
+                "never starts over silently. Give this run another run_dir, or leave resume out"
             )
         return ResumeRequest([], [])
-    asked = _asked_for(resume, run_dir, own)
-    # A job that was asked for this and started again: it goes on from what it has saved since.
-    since = list(takewhile(lambda path: path not in asked and _has_request(path, resume), own))
-    if not since and not asked[0].exists():  # checkpoint.keep_last may have deleted it since
-        raise CheckpointError(f"resume = {resume}: there is no {asked[0]}; {run_dir} has {_listed(own)}")
-    is_own = run_of(asked[0]).resolve() == run_dir.resolve()
-    if not is_own and len(since) < len(own):
+    requested = _requested(resume, run_dir, existing)
+    # The request may be repeated, as by a requeue: the job then resumes from what it has saved since the first start.
+    since = list(takewhile(lambda path: path not in requested and _has_request(path, resume), existing))
+    if not since and not requested[0].exists():  # since the first request, checkpoint.keep_last may have deleted it
+        raise CheckpointError(f"resume = {resume}: there is no {requested[0]}; {run_dir} has {_listed(existing)}")
+    is_own = run_of(requested[0]).resolve() == run_dir.resolve()
+    if not is_own and len(since) < len(existing):
         raise CheckpointError(
-            f"resume = {resume}, but {run_dir} has {_listed(own)} of its own: give the run that goes on from there "
-            "another run_dir, or leave resume out"
+            f"resume = {resume}, but {run_dir} has {_listed(existing)} of its own: give the run that resumes from "
+            "there another run_dir, or leave resume out"
         )
-    return ResumeRequest([*since, *asked], own if is_own else [])
+    return ResumeRequest([*since, *requested], existing if is_own else [])
 
 
-def _asked_for(resume: str, run_dir: Path, own: Sequence[Path]) -> list[Path]:
-    """The checkpoint of a step, at a path, or those of the run at a path, newest first."""
+def _requested(resume: str, run_dir: Path, existing: Sequence[Path]) -> list[Path]:
+    """Return the checkpoint of a step, the one at a path, or those of the run at a path, newest first."""
     if resume.isdecimal():
         return [step_dir(run_dir, int(resume))]
     path = Path(resume)
     of_run = [step_dir(path, step) for step in reversed(list_steps(path))]
-    mine = [known for known in own if known.exists() and path.exists() and known.samefile(path)]
-    return of_run or mine or [path]
+    same = [known for known in existing if known.exists() and path.exists() and known.samefile(path)]
+    return of_run or same or [path]
 
 
 def _has_request(directory: Path, resume: str) -> bool:
-    """Whether a job with this `resume` wrote the checkpoint; also if it cannot be read, it will be passed over then."""
+    """Whether a job with this `resume` wrote the checkpoint; True if that cannot be read: it will be passed over."""
     try:
         return read_config(directory / "config.yaml").resume == resume
     except (ConfigError, OSError):

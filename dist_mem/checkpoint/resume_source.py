@@ -1,7 +1,7 @@
-"""What a job resumes from: a checkpoint, the configuration in it, and what has changed since.
+"""Find the checkpoint that a job resumes from, read its configuration, and compare it with the present one.
 
 find_resumption   at the start of a job, on all ranks, before data or DeepSpeed are opened
-check_run_dir     in one process: what `train --check` and `launch` can tell before a job starts
+check_run_dir     in one process, for `train --check` and `launch`, before a job starts
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ class Resumption(NamedTuple):
 
     choice: Choice
     saved: Any  # the configuration of the checkpoint
-    changes: list[Change]  # since then, in the order of the schema
-    seconds: float  # to find and verify it
+    changes: list[Change]  # of the configuration since then, in the order of the schema
+    seconds: float  # spent on finding and verifying the checkpoint
 
 
 def find_resumption(config: Any, world: World, allowed: Sequence[str] = ()) -> Resumption | None:
-    """Choose the checkpoint that `resume` means and compare configurations; None for a run without checkpoints.
+    """Choose the checkpoint that `resume` selects and compare configurations; None for a run without checkpoints.
 
-    Every rank calls it; all get the same, but for `seconds`.
+    Every rank calls it; all get the same result except for `seconds`.
 
     Args:
         allowed: keys given to `--allow`.
 
     Raises:
-        UnusableError: on every rank; no checkpoint can be used, or a key has changed that must not.
+        UnusableError: on every rank; no checkpoint can be used, or a key changed that must not change.
     """
     began = time.perf_counter()
     choice = choose_checkpoint(config.resume, Path(config.run_dir), world)
@@ -52,12 +52,12 @@ def find_resumption(config: Any, world: World, allowed: Sequence[str] = ()) -> R
 
 
 def saved_config(directory: Path, config: Any) -> Any:
-    """The configuration of a checkpoint, read by rank 0 for all; see `_read_saved`. Raises UnusableError."""
+    """Return the configuration of a checkpoint, which rank 0 reads for all; see `_read_saved`. Raises UnusableError."""
     return decided_by_rank0(lambda: readable(lambda: _read_saved(directory, config)), UnusableError)
 
 
 def check_run_dir(config: Any, allowed: Sequence[str] = ()) -> None:
-    """Compare with the checkpoint that a job would resume from, as far as one process can tell without hashing it.
+    """Compare the configuration with the checkpoint that a job would resume from, without hashing its files.
 
     Raises:
         UnusableError: the job would be refused.
@@ -67,7 +67,7 @@ def check_run_dir(config: Any, allowed: Sequence[str] = ()) -> None:
         try:
             saved = _read_saved(directory, config)
             manifest = read_manifest(directory)
-        except (ConfigError, CheckpointError, OSError):  # damaged: the job passes it over, with the reason
+        except (ConfigError, CheckpointError, OSError):  # damaged: the job passes it over and reports the reason
             continue
         _check_changes(saved, config, manifest, allowed)
         return
@@ -78,15 +78,15 @@ def _check_changes(saved: Any, config: Any, manifest: Mapping[str, Any], allowed
 
 
 def _read_saved(directory: Path, config: Any) -> Any:
-    """The configuration of a checkpoint; options that its memory has got since are at their defaults."""
+    """Return the configuration of a checkpoint; options added to its memory since then have their defaults."""
     path = directory / "config.yaml"
     saved = read_config(path)
-    if _kinds(saved.memory) == _kinds(config.memory):  # other kinds are not loaded: reading them could run code
-        with suppress(ConfigError):  # an option was removed since: the rules say which
+    if _kinds(saved.memory) == _kinds(config.memory):  # memories of other kinds are not loaded: that could run code
+        with suppress(ConfigError):  # an option was removed since then: the resume rules report it
             return load_config([str(path)], memory_options=memory_options)
     return saved
 
 
 def _kinds(memory: Mapping[str, Any]) -> list[str]:
-    """The kind of a memory, and of those that it lies over."""
+    """Return the kind of a memory and of the memories below it."""
     return [memory["kind"], *(_kinds(memory["over"]) if "over" in memory else [])]

@@ -1,8 +1,8 @@
-"""Which checkpoints are kept, and the deletion of the others.
+"""Select the checkpoints to keep, and delete the others.
 
-Only checkpoints up to the one just committed count, and only those with a readable manifest: later ones are what a run
-left that was set back to an earlier step, others are broken. Neither takes the place of one that is good, and both are
-kept for inspection. So is everything called `.broken`.
+Only checkpoints up to the one just committed count, and only those with a readable manifest. Later ones are left over
+from before the run was set back to an earlier step; those without a manifest are broken. Neither kind takes the place
+of a good checkpoint, and both are kept for inspection, as are all directories called `.broken`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from dist_mem.runtime.files import fsync_path
 class Validation(NamedTuple):
     """The newest evaluation at the time of a checkpoint."""
 
-    step: int  # at which it was made
+    step: int  # of the evaluation
     loss: float  # nats per scored token
 
 
 class Kept(NamedTuple):
-    """A checkpoint that is there."""
+    """A checkpoint with a readable manifest."""
 
     step: int
     validation: Validation | None
 
 
 def kept_by(kept: Sequence[Kept], rules: CheckpointConfig) -> dict[int, list[str]]:
-    """The steps, oldest first, and which rules keep each of their checkpoints; the newest is always kept."""
+    """Return the steps, oldest first, with the rules that keep each checkpoint; the newest is always kept."""
     steps = sorted(found.step for found in kept)
     if rules.keep_last is None:
         return {step: ["all"] for step in steps}
@@ -46,23 +46,23 @@ def kept_by(kept: Sequence[Kept], rules: CheckpointConfig) -> dict[int, list[str
 
 
 def superfluous(kept: Sequence[Kept], rules: CheckpointConfig) -> list[int]:
-    """The steps whose checkpoints no rule keeps, oldest first."""
+    """Return the steps whose checkpoints no rule keeps, oldest first."""
     return [step for step, reasons in kept_by(kept, rules).items() if not reasons]
 
 
 def _best_first(kept: Sequence[Kept]) -> list[int]:
-    """Steps by validation loss, one for each evaluation: the first checkpoint since it was made."""
+    """Return steps by validation loss, one per evaluation: that of its first checkpoint."""
     evaluations: dict[Validation, int] = {}
     for found in sorted(kept):
-        if found.validation is not None and found.validation.loss == found.validation.loss:  # NaN is no loss
+        if found.validation is not None and found.validation.loss == found.validation.loss:  # not NaN
             evaluations.setdefault(found.validation, found.step)
     return [evaluations[validation] for validation in sorted(evaluations, key=lambda made: (made.loss, made.step))]
 
 
 def prune(run_dir: Path, step: int, rules: CheckpointConfig) -> list[str]:
-    """Delete what is superfluous once the checkpoint of `step` is committed; returns what to tell of each.
+    """Delete superfluous checkpoints once that of `step` is committed; return one message per checkpoint.
 
-    What cannot be deleted is told too, and tried again after the next save.
+    A checkpoint that cannot be deleted gets a message too; the next save tries again.
     """
     if rules.keep_last is None:
         return []
@@ -79,14 +79,14 @@ def prune(run_dir: Path, step: int, rules: CheckpointConfig) -> list[str]:
 
 
 def kept_in(run_dir: Path, newest: int) -> list[Kept]:
-    """The checkpoints of a run up to the step `newest`, those that have a readable manifest."""
+    """Return the checkpoints of a run up to the step `newest` that have a readable manifest."""
     kept = []
     for step in list_steps(run_dir):
         if step > newest:
             continue
         try:
             manifest = read_manifest(step_dir(run_dir, step))
-        except CheckpointError:  # said at the restart that passed it over
+        except CheckpointError:  # already reported by the start that passed it over
             continue
         validation = manifest.get("validation")
         kept.append(Kept(step, None if validation is None else Validation(**validation)))
@@ -94,7 +94,7 @@ def kept_in(run_dir: Path, newest: int) -> list[Kept]:
 
 
 def _delete(directory: Path) -> None:
-    """Nobody sees half of it: it loses its name first. What a crash leaves then, the next start removes."""
+    """Rename a checkpoint so that nobody reads half of it, then delete it; the next start cleans up after a crash."""
     hidden = directory.with_name(f".{directory.name}.deleted.partial")
     directory.rename(hidden)
     fsync_path(directory.parent)

@@ -1,7 +1,7 @@
-"""Saving beside the training: a snapshot goes to a thread that writes it while the next steps are made.
+"""Save checkpoints in the background: a thread writes a snapshot while training continues.
 
-Nothing in that thread touches the training: what it writes is a copy, and the ranks agree in a group of their own. So
-the very same happens with `checkpoint.background: false`, where the training waits for it.
+The thread does not touch the training: it writes a copy, and the ranks agree in a separate process group. With
+`checkpoint.background: false` the same code runs, and training waits for it.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from dist_mem.runtime.distributed import SideChannel, World
 
 
 class Saved(NamedTuple):
-    """A checkpoint on disk, and what it took."""
+    """A checkpoint on disk, with its timings."""
 
     written: Written
     step: int
-    seconds: float  # from the start of the writing to its end
-    stall_seconds: float  # in which the training waited: for the snapshot, and for the writing where it did
+    seconds: float  # spent on writing
+    stall_seconds: float  # that training waited for the snapshot, and for the writing where it did
 
     def __str__(self) -> str:
-        what = f"{self.written.num_bytes:,} bytes, {self.written.num_files} files, {self.written.num_fsyncs} fsyncs"
+        files = f"{self.written.num_bytes:,} bytes, {self.written.num_files} files, {self.written.num_fsyncs} fsyncs"
         times = f"{self.seconds:.2f} s; training waited {self.stall_seconds:.2f} s"
-        return f"step {self.step}: saved {self.written.path} ({what}, {times})"
+        return f"step {self.step}: saved {self.written.path} ({files}, {times})"
 
     def figures(self) -> dict[str, float]:
-        """What is logged of it."""
+        """Return the metrics to log."""
         return {
             "checkpoint/seconds": self.seconds,
             "checkpoint/stall_seconds": self.stall_seconds,
@@ -41,9 +41,9 @@ class Saved(NamedTuple):
 
 
 class Saver:
-    """Writes a run's checkpoints, one at a time; every rank has one, and all are called alike, `failed` excepted.
+    """Writes the checkpoints of a run, one at a time.
 
-    Opening it takes all ranks.
+    Every rank has one and makes the same calls, except of `failed`. Creating it is collective.
     """
 
     def __init__(
@@ -56,17 +56,20 @@ class Saver:
         broken: Sequence[Path] = (),
         expected_seconds: float = 0.0,
     ) -> None:
-        """`broken`: as `set_aside` takes it. `expected_seconds`: what a save may take, as long as none is measured.
+        """Open the process group and the thread.
 
-        `flush_records`: as `write_checkpoint` takes it.
+        Args:
+            flush_records: see `write_checkpoint`.
+            broken: see `set_aside`.
+            expected_seconds: estimated duration of a save, used until one is measured.
         """
         self._run_dir, self._world, self._rules = run_dir, world, rules
         self._channel = SideChannel(world)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
         self._flight: Future[tuple[Written, float]] | None = None
-        self._step = 0  # of the flight
-        self._stall_seconds = 0.0  # of the flight
-        self._saved: list[Saved] = []  # not told yet
+        self._step = 0  # of the save in flight
+        self._stall_seconds = 0.0  # of the save in flight
+        self._saved: list[Saved] = []  # not yet returned by `finished`
         self._flush_records = flush_records
         self._broken = list(broken)
         self._last_began = time.monotonic()
@@ -74,31 +77,31 @@ class Saver:
         self._longest_seconds: float | None = None
 
     def set_aside(self, broken: Sequence[Path]) -> None:
-        """Take the names of checkpoints that were passed over from them, when the next one is committed.
+        """Rename checkpoints that were passed over to `.broken` when the next checkpoint is committed.
 
-        Not now: if the disk of one rank did not answer, the next start may find them whole. Not later: retention would
-        count them, and delete them.
+        Not earlier: if the disk of one rank did not answer, they may be intact at the next start. Not later: retention
+        would count them, and delete them.
         """
         self._broken += broken
 
     def is_due(self) -> bool:
-        """Whether `checkpoint.every_minutes` are over since the last save; rank 0's clock speaks for all."""
+        """Whether `checkpoint.every_minutes` have passed since the last save; only rank 0 looks at its clock."""
         minutes = self._rules.every_minutes
         return self._world.rank == 0 and minutes is not None and time.monotonic() >= self._last_began + 60 * minutes
 
     def save(self, snapshot: Snapshot, *, began: float) -> None:
-        """Write a snapshot, in the background or before this returns.
+        """Write a snapshot, in the background or before returning.
 
         Args:
-            began: `time.perf_counter()` when the training began to wait for the snapshot.
+            began: `time.perf_counter()` when training began to wait for the snapshot.
 
         Raises:
-            AgreedError: on every rank, if any could not write its part of this one, or of one still in flight.
+            AgreedError: on every rank, if any rank could not write its part of this save or of one still in flight.
         """
         self.wait()
         self._last_began = time.monotonic()
         self._step = snapshot.step
-        broken, self._broken = self._broken, []  # the names may be those of good ones after this
+        broken, self._broken = self._broken, []  # the next save may give these names to good checkpoints
         self._flight = self._thread.submit(self._write, snapshot, broken)
         self._stall_seconds = time.perf_counter() - began
         if not self._rules.background:
@@ -118,37 +121,37 @@ class Saver:
         return written, time.perf_counter() - began
 
     def longest_seconds(self) -> float:
-        """How long a save may take: as long as the longest one, or as one in flight has taken already."""
+        """Return how long a save may take: the longest so far, or the time of the save in flight if that is longer."""
         in_flight = time.monotonic() - self._last_began if self._flight and not self._flight.done() else 0.0
         return max(self._expected_seconds if self._longest_seconds is None else self._longest_seconds, in_flight)
 
     def failed(self) -> bool:
-        """Whether this rank knows already that the save in flight has failed; `wait` raises why."""
+        """Whether the save in flight has failed, as far as this rank knows; `wait` raises the error."""
         return self._flight is not None and self._flight.done() and self._flight.exception() is not None
 
     def wait(self) -> None:
-        """Return when nothing is being written.
+        """Wait until no save is in flight.
 
         Raises:
-            AgreedError: on every rank, if any could not write its part.
+            AgreedError: on every rank, if any rank could not write its part.
         """
         flight, self._flight = self._flight, None
         if flight is not None:
             began = time.perf_counter()
             written, seconds = flight.result()
-            self._longest_seconds = max(self._longest_seconds or 0.0, self._stall_seconds + seconds)  # copying, writing
+            self._longest_seconds = max(self._longest_seconds or 0.0, self._stall_seconds + seconds)  # copy and write
             self._stall_seconds += time.perf_counter() - began
             self._saved.append(Saved(written, self._step, seconds, self._stall_seconds))
 
     def finished(self) -> list[Saved]:
-        """What has been written since this was last asked, oldest first."""
+        """Return the checkpoints written since the last call, oldest first."""
         if self._flight is not None and self._flight.done() and not self.failed():
             self.wait()
         saved, self._saved = self._saved, []
         return saved
 
     def close(self) -> None:
-        """Wait, and leave. Raises as `wait` does."""
+        """Wait for the save in flight and release the resources. Raises as `wait` does."""
         try:
             self.wait()
         finally:

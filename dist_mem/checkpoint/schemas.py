@@ -1,4 +1,4 @@
-"""What manifest.json and engine.json must hold, so that nothing behind their readers meets what it cannot use."""
+"""Schemas of manifest.json and engine.json, checked by their readers so that later code can rely on the content."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _OF_EXPORT = record(
 
 
 def manifest_problems(key: str, body: Any) -> Iterator[str]:
-    """The schema of a manifest.json."""
+    """Yield the problems of a manifest.json."""
     is_export = isinstance(body, dict) and isinstance(body.get("files"), dict) and WEIGHTS in body["files"]
     yield from (_OF_EXPORT if is_export else _OF_CHECKPOINT)(key, body)
     if not is_export:
@@ -65,7 +65,7 @@ def manifest_problems(key: str, body: Any) -> Iterator[str]:
 
 
 def _lane_problems(body: dict[str, Any]) -> Iterator[str]:
-    """Every lane has a row of a file that the manifest lists, and no other lane has it."""
+    """Check that every lane has a row in a file of the manifest, and that no two lanes share one."""
     taken: dict[tuple[str, int], str] = {}
     for lane, place in body["lanes"].items():
         where = f"lanes[{lane!a}]"
@@ -89,7 +89,7 @@ _ENGINE: Schema = record(
 
 
 def engine_problems(key: str, body: Any) -> Iterator[str]:
-    """The schema of an engine.json: the ranks' slices are all of each parameter, once."""
+    """Yield the problems of an engine.json: the ranks' slices must cover every parameter exactly once."""
     yield from _ENGINE(key, body)
     if body["slices"].keys() != body["shapes"].keys():
         yield "slices and shapes have other names"

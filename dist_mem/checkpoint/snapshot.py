@@ -1,4 +1,4 @@
-"""A copy in host memory of what a checkpoint holds of one rank: training can go on while it is written."""
+"""Copy a rank's share of a checkpoint to host memory, so that training continues while it is written."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from dist_mem.memory.base import map_state, named_tensors
 
 
 class Snapshot(NamedTuple):
-    """What one rank's share of the checkpoint of a step is made of; nothing in it belongs to the training."""
+    """One rank's share of the checkpoint of a step; it shares no memory with the training."""
 
     step: int
     files: dict[str, dict[str, Tensor]]  # engine, lanes, rng -> content of this rank's file
-    ranges: list[Range]  # of the parameters in the engine's file
-    engine: dict[str, Any]  # what engine.json says besides
-    small_files: dict[str, bytes]  # that rank 0 writes: configuration, tokenizer, memories from outside the package
-    metadata: dict[str, Any]  # what else the manifest says
+    ranges: list[Range]  # parameter ranges in the engine's file
+    engine: dict[str, Any]  # engine.json without the slices
+    small_files: dict[str, bytes]  # written by rank 0: configuration, tokenizer, memories from outside the package
+    metadata: dict[str, Any]  # further keys of the manifest
 
     @property
     def num_bytes(self) -> int:
-        """Of this rank's tensors."""
+        """Size of this rank's tensors."""
         return sum(tensor.nbytes for tensors in self.files.values() for tensor in tensors.values())
 
 
 def take_snapshot(
     *, step: int, engine: Engine, lanes: Lanes, small_files: Mapping[str, bytes], metadata: Mapping[str, Any]
 ) -> Snapshot:
-    """Copy engine, lanes and random state of this rank; the only part of a save that training must wait for."""
+    """Copy this rank's engine, lanes and random state: the only part of a save that training must wait for."""
     owned = engine.owned()
     live = {
         "engine": engine_tensors(owned),
@@ -56,7 +56,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _joined(states: Sequence[Any]) -> dict[str, Tensor]:
-    """The states of all lane groups as those of one, on the host."""
+    """Concatenate the states of all lane groups, on the host."""
     return named_tensors(map_state(lambda *parts: torch.cat([part.cpu() for part in parts]), *states))
 
 

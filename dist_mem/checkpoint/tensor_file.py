@@ -1,8 +1,8 @@
-"""Safetensors files as parts to write in one pass, without a second copy of the tensors.
+"""Serialize safetensors files in parts, to be written and hashed in one pass without a second copy of the tensors.
 
-The library's own writer copies every tensor into a Python object while it holds the interpreter's lock, and the file
-would have to be read again to be hashed: both would hold up the training beside which a checkpoint is written. The
-bytes are the library's own, which reads them; a test compares them.
+The library's writer copies every tensor into a Python object while it holds the interpreter lock, and the file would
+have to be read again to be hashed. Both would slow down the training that runs while a checkpoint is written. The bytes
+equal those of the library, which reads them; a test compares them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-# Names in the header; wide types come first in a file, so that every tensor is aligned.
+# Names in the header. Wide types come first in a file, so that every tensor is aligned.
 _DTYPES = {
     torch.int64: "I64",
     torch.float64: "F64",
@@ -30,7 +30,7 @@ _ORDER = {dtype: index for index, dtype in enumerate(_DTYPES)}
 
 
 def safetensors_parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The content of a file with these contiguous CPU tensors; what `safetensors.torch.save` would make, in parts."""
+    """Yield the content of a file with these contiguous CPU tensors, equal to that of `safetensors.torch.save`."""
     ordered = sorted(tensors.items(), key=lambda item: (_ORDER[item[1].dtype], item[0]))
     header, end = {}, 0
     for name, tensor in ordered:

@@ -69,7 +69,7 @@ def test_verify_reads_what_list_only_weighs(run_dir: Path, capsys: pytest.Captur
     assert code == 1
     assert "BROKEN: rng/rank-00001.safetensors: SHA-256 differs" in row(text, "step-00000008")
     assert row(text, "step-00000006").endswith("verified")
-    assert "a run would go on from step-00000006" in text
+    assert "a run would resume from step-00000006" in text
 
 
 @pytest.mark.parametrize("action", ["list", "verify", "show"])

@@ -192,7 +192,7 @@ def test_run_goes_on_from_another_runs_checkpoint(
     assert list_steps(tmp_path / "branch")[-1] == steps
     assert open_two(rank_pool, trained / "run.yaml", *changes)[0] == steps
     text = refusal(rank_pool, trained / "run.yaml", f"resume={step_dir(other, 3)}", *changes[1:])
-    assert "of its own: give the run that goes on from there another run_dir" in text
+    assert "of its own: give the run that resumes from there another run_dir" in text
 
 
 def test_path_without_a_checkpoint_is_refused(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:

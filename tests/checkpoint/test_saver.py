@@ -127,7 +127,7 @@ def test_a_failed_write_stops_all_ranks_within_one_step_and_leaves_nothing(
         told[0],
         ": writing failed on 1 of 2 ranks. rank ",
         ": OSError: [Errno 28] No space left on device: '",
-        "Earlier checkpoints are whole: mend this, and the same command resumes",
+        "Earlier checkpoints are intact: fix this, and the same command resumes",
     )
     assert logged_steps(run_dir)[-1] <= 14
     assert names(run_dir) == ["latest", "step-00000005"]

@@ -56,7 +56,7 @@ def test_a_disk_without_room_for_a_save_stops_all_ranks_and_loses_nothing_saved(
             "error: checkpoint ",
             ": it needs ",
             " free: make room there, or keep fewer checkpoints, see checkpoint.keep_last",
-            "Earlier checkpoints are whole: mend this, and the same command resumes",
+            "Earlier checkpoints are intact: fix this, and the same command resumes",
         )
         assert names(run_dir) == ["latest", "step-00000005"]
         assert newest_verified(run_dir) == (step_dir(run_dir, 5), [])
