@@ -1,1 +1,1 @@
-"""Training: open or resume a run, make one step, evaluate and save between steps, stop."""
+"""Training: open or resume a run, make steps, evaluate and save between steps, stop."""

@@ -1,9 +1,9 @@
-"""What is done about a divergence: a loss, a memory or a gradient that is not finite, or a loss that is a spike.
+"""Handle divergence: a loss, memory or gradient that is not finite, or a loss spike.
 
-    step.py finds it, from sums over all ranks -> Divergence decides -> loop.py reports it, and rolls back
+    step.py detects it from sums over all ranks -> Divergence decides -> loop.py reports it, and rolls back
 
-Every rank keeps a Divergence of its own and feeds it the same sums, so all decide the same in the same step. What it
-remembers goes into the checkpoint: a resumed run judges the next loss as one that went straight on.
+Every rank keeps a Divergence and passes it the same sums, so all ranks decide the same in the same step. Its state is
+saved in the checkpoint: a resumed run judges the next loss as an uninterrupted run does.
 """
 
 from __future__ import annotations
@@ -16,43 +16,43 @@ from typing import Any, NamedTuple
 from dist_mem.config import DivergenceConfig
 
 SKIP, ROLLBACK = "skip", "rollback"
-METRICS = {SKIP: "divergence/skipped", ROLLBACK: "divergence/rollbacks"}  # how often so far
-_SIGMA = 1.4826  # standard deviation of a normal distribution of which the median absolute deviation is 1
-_LEAST_SPREAD = 1e-3  # nats: a loss that hardly moves must not make a spike of every ripple
+METRICS = {SKIP: "divergence/skipped", ROLLBACK: "divergence/rollbacks"}  # number of times so far
+_SIGMA = 1.4826  # standard deviation of a normal distribution whose median absolute deviation is 1
+_LEAST_SPREAD = 1e-3  # nats; otherwise, where the loss hardly moves, every small change would be a spike
 
 
 class DivergedError(RuntimeError):
-    """Training cannot go on by itself; every rank raises it in the same step, before anything has changed."""
+    """Training cannot continue. Every rank raises it in the same step, before anything has changed."""
 
 
 class Decision(NamedTuple):
-    """What all ranks do instead of the update."""
+    """The action that all ranks take instead of the update."""
 
     action: str  # SKIP or ROLLBACK
-    step: int  # whose update was no good
-    message: str  # step, reason, and what is done
+    step: int  # of the rejected update
+    message: str  # names the step, the reason and the action
 
 
 class Divergence:
-    """Judges the losses of a run and decides what is done."""
+    """Judges the losses of a run and decides on the action after a divergence."""
 
     def __init__(self, config: DivergenceConfig, saved: Mapping[str, Any] | None = None) -> None:
-        """Begin a run, or go on where the one stood whose `state()` was saved."""
+        """Start empty, or from a saved `state()`."""
         saved = saved or {}
         self._config = config
         self.counts: dict[str, int] = {action: saved.get(action, 0) for action in METRICS}
-        self.first_trained = saved.get("first_trained", 0)  # until this step updates are read and not trained on
+        self.first_trained = saved.get("first_trained", 0)  # updates before this step are read, but not trained on
         self._losses = deque[float](saved.get("losses", ()), maxlen=config.window)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps; JSON keeps every bit of it."""
+        """Return the state to save in a checkpoint; JSON preserves it exactly."""
         return {**self.counts, "first_trained": self.first_trained, "losses": list(self._losses)}
 
     def z_score(self, loss: float) -> float:
-        """Robust z-score of a loss: its distance from the median of the window, in units of the window's spread.
+        """Return the robust z-score of a loss: its distance from the window's median in units of the window's spread.
 
-        The spread is the median absolute deviation, scaled to the standard deviation of normal noise: no spike that is
-        in the window can widen it. 0 until the window is full.
+        The spread is the median absolute deviation, scaled to the standard deviation of normal noise, so that a spike
+        in the window cannot widen it. The z-score is 0 until the window is full.
         """
         if len(self._losses) < self._config.window:
             return 0.0
@@ -61,22 +61,22 @@ class Divergence:
         return (loss - center) / max(spread, _LEAST_SPREAD)
 
     def judge(self, loss: float) -> str | None:
-        """Why the global loss of an update, nats per token, is a spike; None if it is none."""
+        """Return why the global loss of an update (nats per token) is a spike; None if it is not."""
         limit = self._config.spike_z
         if limit is None or (z_score := self.z_score(loss)) <= limit:
             return None
         return f"the loss is a spike, z = {z_score:.1f} (divergence.spike_z = {limit:g})"
 
     def remember(self, loss: float) -> None:
-        """Take the loss of an update that was applied, for others to be compared with."""
+        """Add the loss of an applied update to the window that later losses are compared with."""
         if self._config.spike_z is not None:
             self._losses.append(loss)
 
     def decide(self, step: int, reason: str, *, loss: float) -> Decision:
-        """What is done instead of the update of `step`; it counts.
+        """Choose and count the action to take instead of the update of `step`.
 
         Raises:
-            DivergedError: the run is to stop.
+            DivergedError: the run must stop.
         """
         found = f"step {step}: {reason}; loss {loss:.4f}"
         action, most = self._config.action, self._config.max_times
@@ -89,6 +89,6 @@ class Divergence:
         return Decision(action, step, f"{found}; {done} ({sum(self.counts.values())} of at most {most} times)")
 
     def roll_back(self, saved: Mapping[str, Any], *, first_trained: int) -> None:
-        """Go on with the losses of a checkpoint's `state()`; what was counted since stays counted."""
+        """Restore the losses of a checkpoint's `state()`; the counts of actions stay."""
         self._losses = deque(saved.get("losses", ()), maxlen=self._config.window)
         self.first_trained = first_trained

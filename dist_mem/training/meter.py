@@ -1,7 +1,7 @@
-"""What a run measures about itself between two logged points.
+"""Training metrics, accumulated between two logged points.
 
-Everything that is summed goes into the checkpoint, so that a resumed run logs the very points of one that went straight
-on, wherever between two of them it was stopped.
+All sums are saved in the checkpoint, so that a resumed run logs the same points as an uninterrupted one, wherever
+between two points it was stopped.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import torch
 from dist_mem.data.batch import Update
 from dist_mem.engine.engine import Engine
 
-# Metrics of the machine and not of the training: they differ when a step is repeated.
+# Metrics of the machine rather than of the training: they differ when a step is repeated.
 MEASUREMENTS = frozenset(
     {"tokens_per_second", "step_seconds", "data_wait_share", "memory_gb"}
     | {"checkpoint/seconds", "checkpoint/stall_seconds", "checkpoint/bytes", "straggler/ratio"}
 )
 
-LOGGED = "memory/"  # what memories log: MemoryOutput.logs
+LOGGED = "memory/"  # prefix of the figures that memories log: MemoryOutput.logs
 
 
 class Totals(NamedTuple):
-    """Sums over all ranks, of one update or of several."""
+    """Sums over all ranks, of one or several updates."""
 
     nll: float = 0.0  # nats, over the scored tokens
     aux: float = 0.0  # auxiliary losses, over lanes and segments
-    recall_nll: float = 0.0  # the share of nll that is of recall tokens
+    recall_nll: float = 0.0  # nats, over the recall tokens; part of nll
     num_scored: float = 0.0
     num_recall: float = 0.0
     documents: float = 0.0  # started
@@ -42,10 +42,10 @@ class Totals(NamedTuple):
 
 
 class Meter:
-    """Sums since the last `read`; every rank keeps one, rank 0's is logged."""
+    """Sums since the last `read`. Every rank keeps one; that of rank 0 is logged."""
 
     def __init__(self, *, lane_segments_per_update: int, saved: Mapping[str, float] | None = None) -> None:
-        """Begin at 0, or where the meter stood whose `state()` was saved."""
+        """Start at 0, or from a saved `state()`."""
         self._lane_segments = lane_segments_per_update
         saved = saved or {}
         self._totals = Totals(**{name: saved.get(name, 0.0) for name in Totals._fields})
@@ -58,13 +58,13 @@ class Meter:
         self._paused_seconds = 0.0
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps; JSON keeps every bit of it."""
+        """Return the state to save in a checkpoint; JSON preserves it exactly."""
         seconds = time.perf_counter() - self._began
-        own = {"steps": self._steps, "waited": self._waited, "seconds": seconds}
-        return {**self._totals._asdict(), **self._logs, **own}
+        others = {"steps": self._steps, "waited": self._waited, "seconds": seconds}
+        return {**self._totals._asdict(), **self._logs, **others}
 
     def timed_next(self, updates: Iterator[Update]) -> Update:
-        """The next update; the time spent waiting for it is what `data_wait_share` reports."""
+        """Return the next update; `data_wait_share` reports the time spent waiting for it."""
         began = time.perf_counter()
         update = next(updates)
         self._waited += time.perf_counter() - began
@@ -72,7 +72,7 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time spent here, saving or evaluating, is no training time."""
+        """Exclude the time spent in the context, as for saving or evaluation, from the training time."""
         began = time.perf_counter()
         try:
             yield
@@ -82,7 +82,7 @@ class Meter:
             self._paused_seconds += seconds
 
     def training_seconds(self) -> float:
-        """A clock that stands still while the meter is paused."""
+        """Return the time of a clock that stops while the meter is paused."""
         return time.perf_counter() - self._paused_seconds
 
     def add(self, totals: Totals, *, epoch: float, logs: Mapping[str, float] = MappingProxyType({})) -> None:
@@ -94,15 +94,15 @@ class Meter:
         self._epoch = epoch
 
     def note(self, figures: Mapping[str, float]) -> None:
-        """Add to the next point what does not happen in every step; of several, it has the latest."""
+        """Add figures that do not arise in every step to the next point; later values replace earlier ones."""
         self._noted.update(figures)
 
     def read(self, engine: Engine) -> dict[str, float]:
-        """The metrics of a logged point, and a fresh start.
+        """Return the metrics of a logged point, and reset the sums.
 
-        Losses are nats per token averaged over all tokens since the last point; documents count since the start of the
-        run; memory is this process's peak so far in GB (the GPU's where there is one). What memories log is averaged
-        over blocks and over all lanes that read something since the last point.
+        Losses are in nats per token, averaged over all tokens since the last point. Documents are counted since the
+        start of the run. `memory_gb` is the peak of this process so far (GPU memory where there is a GPU). Figures
+        logged by memories are averaged over blocks and over all lanes that read something since the last point.
         """
         seconds, totals = time.perf_counter() - self._began, self._totals
         loss = totals.nll / totals.num_scored if totals.num_scored else math.nan
@@ -138,7 +138,7 @@ def _perplexity(loss: float) -> float:
 
 
 def peak_memory_gb() -> float:
-    """Peak memory of this process, GB of 10^9 bytes: allocated on the GPU, else resident."""
+    """Return the peak memory of this process in GB of 10^9 bytes: allocated GPU memory, else resident memory."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

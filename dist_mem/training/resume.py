@@ -1,10 +1,11 @@
-"""Putting a job where a checkpoint stands, on any number of ranks, at any ZeRO stage, with any micro_lanes.
+"""Restore a job from a checkpoint, on any number of ranks, at any ZeRO stage, with any micro_lanes.
 
-    checkpoint/resume_source.py: which one, and may this configuration resume from it -> engine, lanes, random state
+    checkpoint/resume_source.py chooses and compares the checkpoint -> restore engine, lanes, random state
 
-Lanes move with memory and cursor to whichever rank holds them now; parameters and the optimizer's state are read by
-name and range; the plan of the data knows nothing of ranks. So every rank reads what it needs, nothing is converted. In
-the same world the random generators go on too, and with them every bit; in another one dropout is drawn anew.
+Each lane moves, with memory and cursor, to the rank that holds it now. Parameters and optimizer state are read by name
+and range. The plan of the data does not depend on ranks. So every rank reads what it needs, and nothing is converted.
+If the division of lanes is unchanged, the random generators are restored too, and the run continues bit for bit;
+otherwise dropout uses new random numbers.
 """
 
 from __future__ import annotations
@@ -32,27 +33,27 @@ from dist_mem.runtime.distributed import World, on_all_ranks
 from dist_mem.tracking.provenance import code_differences
 from dist_mem.training.meter import Meter
 
-_UNTOLD = (
-    *("train.micro_lanes", "deepspeed.zero_optimization.stage"),  # `_moves` tells them
+_UNREPORTED = (
+    *("train.micro_lanes", "deepspeed.zero_optimization.stage"),  # reported by `_moves`
     *("name", "run_dir", "resume", "tracking.", "data.path", "data.cache"),  # places; they may hold credentials
 )
 
 
 class Start(NamedTuple):
-    """Where a job begins."""
+    """The state that a job starts from."""
 
     step: int
     lanes: Lanes
     metadata: Mapping[str, Any]  # the manifest of the checkpoint; empty at step 0
-    run_id: str | None  # of MLflow; None: a new one, as for what goes on from another run's checkpoint
+    run_id: str | None  # the MLflow run; None: a new one, also when resuming from another run's checkpoint
     messages: list[str]
     tags: dict[str, str]  # for MLflow
-    superseded: list[Path]  # checkpoints to be set aside
-    broken: list[Path]  # likewise, with the next save
+    superseded: list[Path]  # checkpoints to rename to `.superseded` now
+    broken: list[Path]  # checkpoints to rename to `.broken` at the next save
 
 
 def dropout_seed(seed: int, step: int, rank: int) -> int:
-    """A seed of its own for every (seed, step, rank); the constants are large odd numbers."""
+    """Return a different seed for every (seed, step, rank); the constants are large odd numbers."""
     return (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB + 1) % (1 << 63)
 
 
@@ -67,11 +68,11 @@ def restore(
     sources: Mapping[str, str],
     commit: str | None,
 ) -> Start:
-    """Load the checkpoint that was chosen, or begin at step 0.
+    """Load the chosen checkpoint, or start at step 0.
 
     Args:
-        resumption: None: begin at step 0.
-        index: of the split that is trained on.
+        resumption: None: start at step 0.
+        index: of the training split.
         fresh: this rank's lanes with empty memories.
         sources: of memories outside the package, name -> text.
         commit: of the running code.
@@ -92,14 +93,14 @@ def restore(
     messages = [f"passed over: {reason}" for reason in choice.passed_over]
     messages += [f"resuming from {directory}{'' if is_own else ', a checkpoint of another run'}"]
     messages += [*_moves(choice, saved, config, engine, world), *_changed_sources(choice, sources)]
-    changed = ", ".join(str(change) for change in changes if not change.key.startswith(_UNTOLD))
+    changed = ", ".join(str(change) for change in changes if not change.key.startswith(_UNREPORTED))
     messages += [f"changed since then: {changed}"] if changed else []
     tags = {} if is_own else {"dist_mem.resumed_from": hide(os.fspath(directory.absolute()))}
     if other_code := code_differences(manifest["versions"], manifest.get("commit"), commit):
         messages.append(f"warning: {directory.name} was written by other code: {other_code}")
         tags[f"dist_mem.other_code.step_{manifest['step']}"] = other_code
     run_id = manifest["mlflow_run_id"] if is_own else None
-    metadata = manifest if is_own else {**manifest, "points": 0}  # the other run's are in its own metrics.jsonl
+    metadata = manifest if is_own else {**manifest, "points": 0}  # the other run's points are in its own metrics.jsonl
     return Start(manifest["step"], lanes, metadata, run_id, messages, tags, choice.superseded, choice.broken)
 
 
@@ -123,7 +124,7 @@ def _is_same_division(choice: Choice, saved: Any, config: Any, world: World) -> 
 
 
 def _restore_lanes(config: Any, saved: Any, world: World, choice: Choice, fresh: Lanes) -> Lanes:
-    """Read this rank's lanes, and put its random generators where they were, or to a seed of their own."""
+    """Read this rank's lanes; restore its random generators, or reseed them if the division of lanes changed."""
     directory, manifest = choice.directory, choice.manifest
 
     def read() -> tuple[Lanes, dict[str, Tensor] | None]:
@@ -143,20 +144,20 @@ def _restore_lanes(config: Any, saved: Any, world: World, choice: Choice, fresh:
 
 
 def _moves(choice: Choice, saved: Any, config: Any, engine: Engine, world: World) -> list[str]:
-    """What is another division of the same work than before, in one line."""
+    """Return one line that lists the changes in how the work is divided; no line without changes."""
     manifest = choice.manifest
-    told = {
+    divisions = {
         "ranks": (manifest["world_size"], world.size),
         "ZeRO stage": (manifest["zero_stage"], engine.stage),
         "micro_lanes": (saved.train.micro_lanes, config.train.micro_lanes),
     }
-    moved = ", ".join(f"{what} {was} -> {now}" for what, (was, now) in told.items() if was != now)
-    anew = "" if _is_same_division(choice, saved, config, world) else "; dropout is drawn anew"
-    return [f"moved: {moved}{anew}"] if moved else []
+    moved = ", ".join(f"{name} {was} -> {now}" for name, (was, now) in divisions.items() if was != now)
+    dropout = "" if _is_same_division(choice, saved, config, world) else "; dropout uses new random numbers"
+    return [f"moved: {moved}{dropout}"] if moved else []
 
 
 def _changed_sources(choice: Choice, sources: Mapping[str, str]) -> list[str]:
-    """Which files of memories outside the package are not those of the checkpoint."""
+    """Return a line for each file of a memory outside the package that differs from the checkpoint's."""
     entries = choice.manifest["files"]
     return [
         f"{name} is not what the run was trained with so far: {choice.directory / name} was"
@@ -166,10 +167,10 @@ def _changed_sources(choice: Choice, sources: Mapping[str, str]) -> list[str]:
 
 
 def restore_into(job: Any, directory: Path) -> None:
-    """Put a running `Job` back to a checkpoint of its run, in mid-run; every rank calls it.
+    """Set a running `Job` back to a checkpoint of its run; collective.
 
     Parameters, optimizer, memories, cursors, random state, sums and step become those of the checkpoint, and the reader
-    is opened again there. What was accumulated of an update is dropped; what has counted divergences goes on counting.
+    is reopened there. A partly accumulated update is dropped; the counts of divergences stay.
 
     Raises:
         UnusableError: on every rank, if the checkpoint is damaged.

@@ -1,4 +1,4 @@
-"""A job: everything a training run holds, opened fresh or from its newest checkpoint."""
+"""The job: the objects of a training run, created for a new run or restored from a checkpoint."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ from dist_mem.training.divergence import Divergence
 from dist_mem.training.meter import MEASUREMENTS, Meter
 from dist_mem.training.resume import restore
 
-LONGEST_GUESS = 100.0  # seconds that a save is taken for by its restore: that may have waited for a cold file system
+LONGEST_GUESS = 100.0  # seconds; limit of the estimate of a save by the restore, which may wait for a cold disk
 
 
 @dataclass
 class Job:
-    """Everything the loop touches; `step`, `states` and `cursors` move on, the rest stays."""
+    """The objects of a running training. The loop advances `step`, `states` and `cursors`; the rest stays."""
 
     config: Any
     world: World
@@ -63,8 +63,8 @@ class Job:
     validation: dict[str, float] | None  # step and loss of the newest evaluation
     divergence: Divergence
     stragglers: Stragglers
-    commit: str | None  # of the running code, if it is known; on rank 0
-    sources: dict[str, str]  # of memories outside the package, as this job runs them: name -> text
+    commit: str | None  # of the running code, if known; only on rank 0
+    sources: dict[str, str]  # of memories outside the package, as loaded by this job: name -> text
     lane_ids: Tensor  # (P,) int64
     states: list[Any]  # memories after `step` updates
     cursors: Tensor  # (P, 3) int64, after `step` updates
@@ -73,7 +73,7 @@ class Job:
 
 
 def _load_pretrained(config: Any, world: World, model: MemoryLM, vocab_size: int) -> list[str]:
-    """Load `model.pretrained`; returns messages about it."""
+    """Load `model.pretrained`; return messages about it."""
     folder = config.model.pretrained
     new = on_all_ranks(lambda: load_pretrained(model, config, vocab_size), f"reading {folder}")
     return [f"weights of {folder}" + (f"; {len(new)} new tensors, as {new[0]}" if new else "")]
@@ -82,7 +82,7 @@ def _load_pretrained(config: Any, world: World, model: MemoryLM, vocab_size: int
 def _build(
     config: Any, world: World, tokenizer: Tokenizer, lane_ids: Tensor, *, is_resumed: bool
 ) -> tuple[Engine, list[Any], list[str]]:
-    """The engine on a freshly initialized model, empty memories for every lane group, and messages about it."""
+    """Return the engine with a newly initialized model, empty memories of every lane group, and messages."""
     train = config.train
     torch.manual_seed(train.seed)  # the same initial parameters on every rank
     model = MemoryLM(config, tokenizer.vocab_size)
@@ -102,26 +102,26 @@ def _build(
 
 
 def open_job(config: Any, world: World, resumption: Resumption | None, stop_signal: StopSignal) -> Job:
-    """Build model, engine, reader and tracker; restore the checkpoint to resume from where there is one.
+    """Build model, engine, reader and tracker; restore the checkpoint to resume from, if there is one.
 
     Args:
-        resumption: of `find_resumption`.
+        resumption: from `find_resumption`.
         stop_signal: Ctrl-C ends the start between two of its parts.
 
     Raises:
-        UnusableError: data, configuration, checkpoints or run directory; on every rank.
+        UnusableError: on every rank; data, configuration, checkpoints or run directory cannot be used.
         StoppedEarlyError: on every rank.
     """
     try:
         return _open_job(config, world, resumption, stop_signal)
     except UnusableError:
         raise
-    except ValueError as error:  # a memory, the plan or DeepSpeed refuses what the configuration says
+    except ValueError as error:  # a memory, the plan or DeepSpeed rejects a value of the configuration
         raise UnusableError(str(error)) from error
 
 
 def _compare_ranks(config: Any, world: World, engine: Engine) -> Stragglers:
-    """What names slow ranks; every rank calls it. At ZeRO stage 3 forwards wait for each other: nothing is compared."""
+    """Return the detector of slow ranks; collective. It is off at ZeRO stage 3, where forwards wait for each other."""
     threshold = config.watchdog.straggler
     is_on = threshold is not None and world.size > 1 and engine.stage < 3
     return Stragglers(
@@ -133,7 +133,7 @@ def _compare_ranks(config: Any, world: World, engine: Engine) -> Stragglers:
 
 
 def _open_data(config: Any) -> tuple[Tokenizer, list[Index]]:
-    """Tokenizer and the splits of `_splits`; what evaluation will need is looked at now and not hours later."""
+    """Open the tokenizer and the splits; check now what evaluation will need hours later."""
     tokenizer = open_tokenizer(config.data)
     indexes = [open_index(config.data, split) for split in _splits(config)]
     for index in indexes:
@@ -164,12 +164,12 @@ def _splits(config: Any) -> list[str]:
 
 
 def leave_if_interrupted(stop_signal: StopSignal, *, by_any: bool = False) -> None:
-    """Between two parts of a start: end it if somebody pressed Ctrl-C; every rank calls it.
+    """End the start, between two of its parts, if Ctrl-C was pressed; collective.
 
-    Signals of schedulers wait for the first step, so that a job that is preempted at each start still moves on.
+    Signals of schedulers take effect after the first step, so that a job that is preempted at each start progresses.
 
     Args:
-        by_any: a signal has broken this part of the start; whichever it was, it is the reason.
+        by_any: end it after any signal, because this part of the start has failed and the signal is the reason.
 
     Raises:
         StoppedEarlyError: on every rank.
@@ -180,7 +180,7 @@ def leave_if_interrupted(stop_signal: StopSignal, *, by_any: bool = False) -> No
 
 
 def _start_communication(stop_signal: StopSignal) -> None:
-    """`start_communication` on all ranks; Ctrl-C in a terminal goes to the compiler too, and is why it failed."""
+    """Call `start_communication` on all ranks. It may fail because Ctrl-C in a terminal also reaches the compiler."""
     try:
         on_all_ranks(start_communication, "starting DeepSpeed")
     except UnusableError:
@@ -235,7 +235,7 @@ def _open_job(config: Any, world: World, resumption: Resumption | None, stop_sig
     def open_run_dir() -> Tracker:
         if world.rank != 0:
             return Tracker()
-        open_checkpoints(run_dir, set_aside=start.superseded)  # now, and not at the first save, hours later
+        open_checkpoints(run_dir, set_aside=start.superseded)  # now, not at the first save hours later
         save_config(config, run_dir / "config.yaml")
         tracker = start_tracking(
             config,
@@ -268,7 +268,7 @@ def _open_job(config: Any, world: World, resumption: Resumption | None, stop_sig
         meter=Meter(
             lane_segments_per_update=train.lanes * train.segments_per_update, saved=start.metadata.get("meter")
         ),
-        # Reading all of a checkpoint stands for writing one until that is measured.
+        # The time of a restore is the estimate for a save until one is measured.
         saver=Saver(
             run_dir,
             world,

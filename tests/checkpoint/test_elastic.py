@@ -193,9 +193,9 @@ def moved_last(moved: tuple[Path, Path], tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("leg", "line"),
     [
-        (Leg(3, 2), "moved: ranks 2 -> 3; dropout is drawn anew"),
-        (Leg(1, 0, 4), "moved: ranks 2 -> 1, ZeRO stage 2 -> 0, micro_lanes 2 -> 4; dropout is drawn anew"),
-        (Leg(2, 2, 4), "moved: micro_lanes 2 -> 4; dropout is drawn anew"),
+        (Leg(3, 2), "moved: ranks 2 -> 3; dropout uses new random numbers"),
+        (Leg(1, 0, 4), "moved: ranks 2 -> 1, ZeRO stage 2 -> 0, micro_lanes 2 -> 4; dropout uses new random numbers"),
+        (Leg(2, 2, 4), "moved: micro_lanes 2 -> 4; dropout uses new random numbers"),
         (Leg(2, 3), "moved: ZeRO stage 2 -> 3"),
     ],
 )
