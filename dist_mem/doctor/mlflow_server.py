@@ -41,7 +41,7 @@ def check_mlflow(config: Any, *, is_patient: bool) -> Iterator[Remark]:
         fix = "look at tracking.uri, proxies, the firewall; a run keeps its metrics until it is back"
         yield warning("MLflow", f"{without_credentials(uri)} does not answer", fix)
     else:
-        yield ok("MLflow", sending.told.removeprefix("MLflow: "))
+        yield ok("MLflow", sending.message.removeprefix("MLflow: "))
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

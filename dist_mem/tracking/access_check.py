@@ -1,7 +1,7 @@
-"""Before a job takes GPUs for hours: would MLflow's server let it in? Rank 0 asks, once, for a few seconds at most.
+"""Check that MLflow's server accepts a job before it uses GPUs for hours. Rank 0 asks once, for a few seconds at most.
 
-A server that is down, slow or out of reach is no reason to stop: all it is to get is kept, and sent when it is back.
-A server that says no will say so tomorrow too.
+A server that is down, slow or unreachable does not stop the job: everything is kept, and sent when the server is back.
+A refusal does stop it, because it is permanent.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ SECONDS = 2.5  # with the wait at the end of a job, a server that never answers 
 
 
 def check_tracking(config: Any, run_dir: Path) -> None:
-    """Return if tracking may start, a server that does not answer included.
+    """Return if tracking may start, also if the server does not answer.
 
     Raises:
-        UnusableError: the server refuses this user (401, 403), its certificate is not to be trusted, or what names the
-            MLflow run is no id; with what to set.
+        UnusableError: the server refuses this user (401, 403), its certificate is not trusted, or the id of the MLflow
+            run is invalid. The message names what to set.
     """
     if not config.tracking.mlflow:
         return
@@ -35,23 +35,23 @@ def check_tracking(config: Any, run_dir: Path) -> None:
         return
     refusal = _refusal(uri, experiment_of(config), run_id)
     if refusal is not None:
-        raise UnusableError(f"MLflow at {without_credentials(uri)} cannot be used: {refusal}. Or tracking.send=never")
+        raise UnusableError(f"MLflow at {without_credentials(uri)} cannot be used: {refusal}. Or: tracking.send=never")
 
 
 def _refusal(uri: str, experiment: dict[str, str], run_id: str | None) -> str | None:
-    """What the server says that means no; None if it lets us in, or does not answer in time."""
-    import_mlflow_quietly()  # not in the thread: seconds on a slow disk are not the server's
+    """Return why the server refuses access; None if it grants access or does not answer in time."""
+    import_mlflow_quietly()  # not in the thread: a slow import must not use up SECONDS
     refusals: list[str] = []
 
     def ask() -> None:
         try:
             ask_for_access(uri, experiment, run_id)
-        except Exception as error:  # any library under MLflow's client; what is no refusal is told when it is sent to
+        except Exception as error:  # of any library under MLflow's client; other errors are reported on sending
             refusal = what_to_set(error)
             if refusal is not None:
                 refusals.append(refusal)
 
-    asking = threading.Thread(target=ask, name="MLflow preflight", daemon=True)
-    asking.start()
-    asking.join(SECONDS)
+    thread = threading.Thread(target=ask, name="MLflow preflight", daemon=True)
+    thread.start()
+    thread.join(SECONDS)
     return refusals[0] if refusals else None

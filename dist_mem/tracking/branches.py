@@ -1,8 +1,8 @@
-"""Under which names MLflow gets the steps of a run that it has already, with other values, from before a rollback.
+"""Name the metrics that replace points MLflow already has from before a rollback.
 
-MLflow can take no point back, and draws two points of one step as a zigzag. So the steps that it has keep their points,
-and those that count instead stand beside them, complete: `branch_2/loss` for steps 41 to 60, and `loss` again from 61
-on. Every name has every step once. What was not sent yet when it was superseded is never sent, and needs no branch.
+MLflow cannot delete points, and draws two points of one step as a zigzag. So points that it has stay, and the points
+that replace them are sent under other names: `branch_2/loss` for steps 41 to 60, then `loss` again from step 61 on.
+Every name has every step once. Points superseded before they were sent are never sent, and need no branch.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import NamedTuple
 
 from dist_mem.tracking.journal import Entry, find_entries, is_superseded, read_entries
 
-BRANCH_TAG = "dist_mem.branch_"  # + number; the first branch is the run as it began
+BRANCH_TAG = "dist_mem.branch_"  # + number; branch 1 is the run as it began
 
 
 class Branch(NamedTuple):
-    """What a job made again, in place of what had been logged before it."""
+    """The points by which a job replaces points that were logged before."""
 
     number: int
-    record: Entry  # "superseded", in the journal
-    last_sent: int  # of the steps that MLflow has from before; smaller than the first one of them if it has none
+    record: Entry  # the "superseded" entry of the journal
+    last_sent: int  # last superseded step that MLflow has; smaller than `first` if it has none
 
     @property
     def first(self) -> int:
@@ -31,7 +31,7 @@ class Branch(NamedTuple):
         return int(self.record.body["first"])
 
     def tag(self) -> dict[str, str]:
-        """What stands with the run: for its users, and for the next one who sends."""
+        """Return the tag of the MLflow run that describes the branch, for users and for the next sender."""
         made = datetime.fromtimestamp(self.record.body["before"] / 1000, UTC).isoformat(timespec="milliseconds")
         text = f"steps {self.first} to {self.record.body['last']} made again from {made} on, before they were sent"
         if self.last_sent >= self.first:
@@ -43,33 +43,33 @@ class Branch(NamedTuple):
 
 
 class Branches:
-    """The branches of a run, as far as whoever sends its journal has met them."""
+    """The branches of a run that the sender of its journal has found so far."""
 
     def __init__(self) -> None:
         self._known: list[Branch] = []
 
     def learn(self, journal: Path, num_sent: int, tags: Mapping[str, str]) -> list[Branch]:
-        """The branches that are new in a journal, to be noted with the run before they are `added`.
+        """Return the branches of a journal that are not known yet; tag the run with them before calling `add`.
 
         Args:
-            num_sent: entries that MLflow has.
-            tags: of the run; what is said there of a branch was true when its first point was sent.
+            num_sent: number of entries that MLflow has.
+            tags: of the run; a tag of a branch was written before the branch's first point was sent.
         """
         new: list[Branch] = []
         for number, record in enumerate(find_entries(journal, "superseded"), start=2):
             if number >= 2 + len(self._known):
                 older = [*self._known, *new]
-                said = tags.get(f"{BRANCH_TAG}{number}")
-                last_sent = _last_sent(journal, record, num_sent, older) if said is None else _read_last_sent(said)
+                text = tags.get(f"{BRANCH_TAG}{number}")
+                last_sent = _last_sent(journal, record, num_sent, older) if text is None else _read_last_sent(text)
                 new.append(Branch(number, record, last_sent))
         return new
 
     def add(self, branches: Iterable[Branch]) -> None:
-        """Go on with these too."""
+        """Add branches to the known ones."""
         self._known += branches
 
     def points(self, entries: Iterable[Entry]) -> list[Entry]:
-        """The entries that are to be sent, under the names that MLflow shall have for them."""
+        """Return the entries to send, with their metrics renamed where they belong to a branch."""
         records = [branch.record for branch in self._known]
         return [self._named(entry) for entry in entries if not is_superseded(entry, records)]
 
@@ -85,7 +85,7 @@ class Branches:
 
 
 def _last_sent(journal: Path, record: Entry, num_sent: int, older: Sequence[Branch]) -> int:
-    """The last step that MLflow has from before a branch."""
+    """Return the last step before a branch that MLflow has."""
     records = [branch.record for branch in older]
     first = record.body["first"]
     sent = [
@@ -96,6 +96,6 @@ def _last_sent(journal: Path, record: Entry, num_sent: int, older: Sequence[Bran
     return max([first - 1, *sent, *(branch.last_sent for branch in older)])
 
 
-def _read_last_sent(said: str) -> int:
-    found = re.match(r"steps \d+ to (\d+) logged before", said)
+def _read_last_sent(text: str) -> int:
+    found = re.match(r"steps \d+ to (\d+) logged before", text)
     return int(found[1]) if found else -1

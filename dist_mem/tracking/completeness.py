@@ -1,7 +1,7 @@
-"""Which points of a run are missing, and where.
+"""Find the points of a run that are missing in metrics.jsonl, in MLflow's journal, or in MLflow.
 
-A checkpoint counts the points that were logged before it. A resumed run makes none of them again, so they are looked
-for in metrics.jsonl, then in MLflow's journal, then in MLflow itself: each place has what the one before it has.
+A checkpoint counts the points that were logged before it. A resumed run does not log them again, so every one of them
+must be in each of the three places, checked in this order: each must contain the points of the one before.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ class Counted(NamedTuple):
 
 
 def newest_count(run_dir: Path) -> Counted | None:
-    """The count of the newest checkpoint that can be read; None if there is none, or it is of before they counted."""
+    """Return the count of the newest readable checkpoint; None without one, or if it has no count (older versions)."""
     for step in reversed(list_steps(run_dir)):
         try:
             num_points = read_manifest(step_dir(run_dir, step)).get("points")
-        except CheckpointError:  # a job passes it over too
+        except CheckpointError:  # a job also passes it over
             continue
         return None if num_points is None else Counted(step, num_points)
     return None
 
 
 def find_gaps(run_dir: Path, counted: Counted | None, journal: Path, sender: Sender) -> list[str]:
-    """One line for each place that lacks points.
+    """Return one line for each place that lacks points.
 
     Args:
-        counted: as it was before the journal was sent: a job may be running.
+        counted: read before the journal was sent, because a job may be running.
         sender: has sent the journal.
 
     Raises:
-        ValueError: metrics.jsonl has a line that is no point.
-        Exception: whatever MLflow's client raises.
+        ValueError: metrics.jsonl has a line that is not a point.
+        Exception: any error of MLflow's client.
     """
     path, points = run_dir / METRICS_FILE, read_points(run_dir / METRICS_FILE)
     if counted is not None:
@@ -61,7 +61,7 @@ def find_gaps(run_dir: Path, counted: Counted | None, journal: Path, sender: Sen
     names: dict[int, set[str]] = defaultdict(set)
     for entry in entries:
         names[entry.body["step"]].update(entry.body["metrics"])
-    if counted is not None:  # else a job may be adding one now: to metrics.jsonl first
+    if counted is not None:  # otherwise a job may be adding a point now, first to metrics.jsonl
         absent = [point.step for point in points if names[point.step].isdisjoint(point.metrics)]
         if absent:
             gaps.append(f"{journal} lacks {_listed(absent)}, which {path} has; the next start of the run adds them")
@@ -73,11 +73,11 @@ def _gaps_of_mlflow(entries: Iterable[Entry], sender: Sender) -> Iterable[str]:
     for entry in sender.branches.points(entries):
         for name in entry.body["metrics"]:
             expected[name].add(entry.body["step"])
-    # A point is sent whole: of names that have the same steps one is asked for.
+    # All metrics of a point are sent together: query one of the names that have the same steps.
     for name in {frozenset(steps): name for name, steps in expected.items()}.values():
         absent = expected[name] - sender.run.steps_of(name)
         if absent:
-            yield f"MLflow lacks {_listed(absent)} of {name}, which it has taken before, or refused"
+            yield f"MLflow lacks {_listed(absent)} of {name}, which it accepted before, or refused"
 
 
 def _listed(steps: Collection[int]) -> str:

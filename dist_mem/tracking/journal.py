@@ -1,12 +1,12 @@
-"""The journal of what MLflow is to get: written first, sent later. One JSON object a line.
+"""The journal of a run: the entries for MLflow, written first and sent later. One JSON object a line.
 
     RUN/mlflow/train.jsonl
     {"format_version": 1, "uid": "5c1f...", "run_name": "demo", "experiment": {"name": "dist_mem"}}
     {"kind": "point", "time": 1764000000123, "body": {"step": 10, "metrics": {"loss": 5.1}}}
 
-One process appends; delivery.py reads, in that process or in another one, `dist-mem track sync`. A journal only grows,
-so that "the first 1200 entries" stays true for ever. A last line without its end is being written, or was when the
-process was killed: readers leave it, and the writer cuts it when it opens the journal again.
+One process appends; delivery.py reads, in that process or in another one (`dist-mem track sync`). A journal only
+grows, so that "the first 1200 entries" never changes. A last line without a newline is still being written, or was
+when the process was killed: readers ignore it, and the writer removes it when it opens the journal again.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ DAMAGED = "damaged"  # kind of an entry that cannot be read
 
 
 class JournalError(ValueError):
-    """A journal has no header, or is of a newer format."""
+    """A journal without a header, or of a newer format; or an entry that cannot be sent."""
 
 
 class Entry(NamedTuple):
-    """One thing to tell MLflow."""
+    """One entry of a journal."""
 
     kind: str  # point | system | superseded | params | tags | datasets | status | artifact | text
     time: int  # milliseconds since 1970
@@ -38,7 +38,7 @@ class Entry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a journal begins with: whose it is, and how its run is to be made where there is none yet."""
+    """The first line of a journal: its id, and the name and experiment with which to create its MLflow run."""
 
     uid: str
     run_name: str
@@ -46,12 +46,12 @@ class Header(NamedTuple):
 
 
 def new_uid() -> str:
-    """What a run is known by before MLflow has given it an id."""
+    """Return an id for a run, used before MLflow has given it one."""
     return uuid.uuid4().hex
 
 
 def read_header(path: Path) -> Header:
-    """The first line of a journal. Raises JournalError."""
+    """Read the header of a journal. Raises JournalError."""
     with path.open(encoding="utf-8") as file:
         line = file.readline()
     try:
@@ -65,14 +65,14 @@ def read_header(path: Path) -> Header:
 
 
 def write_journal(path: Path, header: Header, entries: Iterable[Entry] = ()) -> None:
-    """Make a whole journal, atomically."""
+    """Write a complete journal, atomically."""
     first = json.dumps({"format_version": FORMAT_VERSION, **header._asdict()}) + "\n"
     make_folder(path.parent)
     write_text(path, first + "".join(_encode(entry) for entry in entries))
 
 
 def read_entries(path: Path) -> Iterator[Entry]:
-    """Every whole entry of a journal, in order."""
+    """Yield every complete entry of a journal, in order."""
     reader = JournalReader(path)
     while entries := reader.batch(500):
         yield from entries
@@ -80,7 +80,7 @@ def read_entries(path: Path) -> Iterator[Entry]:
 
 
 def find_entries(path: Path, kind: str) -> list[Entry]:
-    """Every entry of one kind; reads a large journal faster than `read_entries`."""
+    """Return every entry of one kind; faster on a large journal than `read_entries`."""
     begin = json.dumps({"kind": kind})[:-1].encode()
     with path.open("rb") as file:
         found = [_decode(line) for line in file if line.startswith(begin) and line.endswith(b"\n")]
@@ -88,7 +88,11 @@ def find_entries(path: Path, kind: str) -> list[Entry]:
 
 
 def is_superseded(entry: Entry, records: Iterable[Entry]) -> bool:
-    """Whether a later job of the run made this point anew, with other values; `records` are the "superseded" ones."""
+    """Whether a later job of the run logged this point again, with other values.
+
+    Args:
+        records: the "superseded" entries of the journal.
+    """
     return entry.kind == "point" and any(
         record.body["first"] <= entry.body["step"] <= record.body["last"] and entry.time < record.body["before"]
         for record in records
@@ -107,26 +111,28 @@ def _decode(line: bytes) -> Entry:
 
 
 class Journal:
-    """The writing end, for one process; any of its threads may append."""
+    """The writer of a journal, for one process; any of its threads may append."""
 
     def __init__(self, path: Path, guard: Callable[[], None] = lambda: None) -> None:
-        """Go on with a journal that `write_journal` has begun; `guard` raises where nothing may be written any more."""
+        """Open a journal that `write_journal` has created; `guard` raises when this process may no longer write."""
         self.path, self.guard = path, guard
         self.header = read_header(path)
         self._lock = threading.Lock()
         self._latest = _cut_torn_line(path)
-        self.begin_anew()  # what the last job wrote is older than all of this one
-        self._file = path.open("a", encoding="utf-8", newline="\n", buffering=1)  # by lines: a kill loses one at most
+        self.advance_clock()  # all entries of this job are later than those of the last one
+        self._file = path.open(
+            "a", encoding="utf-8", newline="\n", buffering=1
+        )  # line-buffered: kills lose one at most
 
     def append(self, kind: str, body: Mapping[str, Any], *, time: float) -> int:
-        """Add an entry; microseconds.
+        """Add an entry; takes microseconds.
 
         Args:
             time: seconds since 1970.
 
         Returns:
-            The time it got, in milliseconds. In a journal time never goes back, also where the clock of the node that
-            a run moved to is behind: of two points of one step, MLflow takes the later one.
+            The time of the entry, in milliseconds. Times in a journal never decrease, even if a run moves to a node
+            whose clock is behind: of two points of one step, MLflow uses the later one.
         """
         self.guard()
         with self._lock:
@@ -136,25 +142,25 @@ class Journal:
             return self._latest
 
     def flush(self) -> None:
-        """Return when all that was appended is on the disk. Raises OSError, naming the file."""
+        """Flush all entries to disk. Raises OSError, which names the file."""
         with naming(self.path):
             fsync_path(self.path)
 
-    def begin_anew(self) -> int:
-        """Make all that is appended from now on later than what is there; returns its earliest time, milliseconds."""
+    def advance_clock(self) -> int:
+        """Make all later entries later than the existing ones; return their earliest time, in milliseconds."""
         with self._lock:
             self._latest += 1
             return self._latest
 
     def close(self) -> None:
-        """Nothing is appended any more."""
-        with suppress(OSError):  # a full disk: told when the entry was appended
+        """Close the journal for appending."""
+        with suppress(OSError):  # a full disk: reported when the entry was appended
             self._file.close()
             self.flush()
 
 
 def _cut_torn_line(path: Path) -> int:
-    """Leave whole lines only; returns the time of the last one, 0 if it is no entry."""
+    """Remove an incomplete last line; return the time of the last complete entry, 0 if there is none."""
     size, last = 0, b""
     with path.open("r+b") as file:
         for line in file:
@@ -165,10 +171,10 @@ def _cut_torn_line(path: Path) -> int:
 
 
 class JournalReader:
-    """A place in a journal that somebody else may be writing, moved on when what was read is dealt with."""
+    """A position in a journal that another process may be writing; `done` moves it past the batch that was read."""
 
     def __init__(self, path: Path, num_done: int = 0) -> None:
-        """Stand behind the first `num_done` entries; before them all if there are not so many (an old copy)."""
+        """Start after the first `num_done` entries; at the first entry if there are fewer (an old copy)."""
         self._path = path
         with path.open("rb") as file:
             self._offset = start = len(file.readline())  # the header
@@ -181,10 +187,10 @@ class JournalReader:
         self._ahead = (self.num_done, self._offset)
 
     def batch(self, size: int) -> list[Entry]:
-        """The next entries, at most `size`; the same again until `done`."""
+        """Return the next entries, at most `size`; repeated calls return the same ones until `done`."""
         entries: list[Entry] = []
         offset = self._offset
-        with self._path.open("rb") as file:  # each time, so that a network file system shows what others have written
+        with self._path.open("rb") as file:  # each time, so that a network file system shows new entries
             file.seek(offset)
             while len(entries) < size and (line := file.readline()).endswith(b"\n"):
                 entries.append(_decode(line))
@@ -193,5 +199,5 @@ class JournalReader:
         return entries
 
     def done(self) -> None:
-        """Go on behind the last batch."""
+        """Move past the last batch."""
         self.num_done, self._offset = self._ahead

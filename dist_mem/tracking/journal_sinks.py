@@ -1,4 +1,4 @@
-"""The sinks of a run's journal: one that only writes it, and one that has a thread send it to MLflow meanwhile."""
+"""Sinks that write the journal of a run: one only writes it, one also sends it to MLflow in a thread."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from dist_mem.tracking.run_id import read_run_id
 from dist_mem.tracking.sinks import Point, Sink
 from dist_mem.tracking.system_metrics import SystemMetrics
 
-FLUSH_SECONDS = 6.0  # how long `close` waits for MLflow; with the preflight, a dead server costs less than 10
+FLUSH_SECONDS = 6.0  # that `close` waits for MLflow; with the preflight, a dead server costs less than 10
 
 
 class History(NamedTuple):
-    """What a journal tells a job that goes on with it."""
+    """The content of a journal that a resuming job needs."""
 
-    past: list[Point]  # past the step the job begins from, without what was superseded before
+    past: list[Point]  # past the step that the job resumes from, without superseded ones
     num_system_points: int
-    last_step: int  # of all points; -1 without one
+    last_step: int  # of all points; -1 without points
     num_starts: int  # of jobs
 
 
 def read_history(journal: Path, first_step: int) -> History:
-    """Read a whole journal, for a job that begins from `first_step`."""
+    """Read a complete journal, for a job that starts from `first_step`."""
     superseded = find_entries(journal, "superseded")
     past, num_system_points, last_step, num_starts = [], 0, -1, 0
     for entry in read_entries(journal):
@@ -49,13 +49,13 @@ def read_history(journal: Path, first_step: int) -> History:
 
 
 def discreet(report: Callable[[str], None], uri: str) -> Callable[[str], None]:
-    """`report` without the user and password of a URI, which end in log files otherwise."""
+    """Wrap `report` to remove the user and password of a URI, which would end up in log files."""
     credentials, at, _ = urlsplit(uri).netloc.rpartition("@")
     return lambda text: report(text.replace(credentials + at, "") if at else text)
 
 
 class JournalSink(Sink):
-    """Writes everything into the journal of a run. Whatever is read of it later, mlflow is not imported here."""
+    """Writes everything into the journal of a run. It does not import mlflow."""
 
     def __init__(
         self,
@@ -69,9 +69,9 @@ class JournalSink(Sink):
     ) -> None:
         """
         Args:
-            past: points logged past `first_step`, the step the job begins from.
-            measurements: names of metrics that an exact resume does not repeat, as times.
-            report: takes a line for the user; called from threads too.
+            past: points logged past `first_step`, the step that the job starts from.
+            measurements: names of metrics that an exact resume does not repeat, such as times.
+            report: called with a line for the user, also from threads.
         """
         self._journal = journal
         self._run_dir = run_dir
@@ -87,25 +87,25 @@ class JournalSink(Sink):
         return self._known_run_id
 
     def add_system_metrics(self, num_points: int) -> None:
-        """Record what the machine does from now on, as the points after the first `num_points`; imports mlflow."""
+        """Record system metrics from now on, as the points after the first `num_points`; imports mlflow."""
         steps = itertools.count(num_points)
 
         def record(metrics: Mapping[str, float]) -> None:
             self.record("system", {"step": next(steps), "metrics": metrics})
 
-        self._system = SystemMetrics(system_monitors(), record, interval=system_metrics_interval(), report=self._say)
+        self._system = SystemMetrics(system_monitors(), record, interval=system_metrics_interval(), report=self._notify)
 
     def log(self, point: Point) -> None:
         if self._rollback.repeats(point):
             return
-        if steps := self._rollback.supersedes(point):  # first, so that whoever sends the point knows of it
+        if steps := self._rollback.supersedes(point):  # before the point, so that its sender knows of it
             self.record("superseded", {"first": steps[0], "last": steps[-1], "before": self._began})
         self._journal.append("point", {"step": point.step, "metrics": point.metrics}, time=point.time)
 
     def rewind(self, step: int) -> None:
         past = read_history(self._journal.path, step).past
         self._rollback = Rollback(past, first_step=step, measurements=self._rollback.measurements)
-        self._began = self._journal.begin_anew()
+        self._began = self._journal.advance_clock()
 
     def flush(self) -> None:
         self._journal.flush()
@@ -118,39 +118,39 @@ class JournalSink(Sink):
             self._system.close()
         try:
             self.record("status", {"status": status})
-        except TakenOverError:  # the rest is the other job's to tell and to send
+        except TakenOverError:  # the other job reports and sends the rest
             self._is_closed = True
             return
-        except OSError as error:  # a full disk; rank 0 must not end otherwise than the others
-            self._say(f"{self._journal.path}: {error}; MLflow is not told that the job is {status}")
+        except OSError as error:  # a full disk; rank 0 must end as the other ranks do
+            self._notify(f"{self._journal.path}: {error}; MLflow is not informed that the job is {status}")
         self._journal.close()
-        self._leave()
+        self._report_unsent()
         self._is_closed = True
 
-    def _leave(self) -> None:
-        """Say what is left to do, once the journal is whole."""
-        self._say(f"MLflow has got nothing of this job yet; send it with: dist-mem track sync {self._run_dir}")
+    def _report_unsent(self) -> None:
+        """Report how to send the rest, once the journal is complete."""
+        self._notify(f"MLflow has received nothing of this job yet; send it with: dist-mem track sync {self._run_dir}")
 
-    def _say(self, text: str) -> None:
-        """Tell the user; not from a thread that still waits for an answer when nobody listens any more."""
+    def _notify(self, text: str) -> None:
+        """Report a line to the user, unless the sink is closed: a thread may still wait for MLflow then."""
         if not self._is_closed:
             self._report(text)
 
 
 class MlflowSink(JournalSink):
-    """Has a thread send the journal; the run is found or made there, so that a dead server costs nothing here."""
+    """Sends the journal in a thread, which also finds or creates the run, so that a dead server blocks nothing here."""
 
     def __init__(self, journal: Journal, target: Target, **options: Any) -> None:
-        """Import mlflow and start the thread; `options` are those of a JournalSink."""
+        """Import mlflow and start the thread; `options` are those of `JournalSink`."""
         options["report"] = discreet(options["report"], target.uri)
         super().__init__(journal, target.run_dir, **options)
         self.record("tags", client_tags())
-        self._sender = Sender(target, journal.path, report=self._say)
+        self._sender = Sender(target, journal.path, report=self._notify)
         self._service = f"MLflow at {target.uri}"
-        self._delivery = Delivery(self._send, report=self._say, service=self._service)
+        self._delivery = Delivery(self._send, report=self._notify, service=self._service)
 
     def _send(self) -> None:
-        with suppress(TakenOverError):  # which ends the training when it writes next
+        with suppress(TakenOverError):  # ends the training at its next write
             self._journal.guard()
             self._sender.send()
 
@@ -158,9 +158,9 @@ class MlflowSink(JournalSink):
     def run_id(self) -> str | None:
         return self._sender.run.run_id
 
-    def _leave(self) -> None:
+    def _report_unsent(self) -> None:
         if not self._delivery.close(FLUSH_SECONDS):
-            self._say(
-                f"{self._service} has not got everything yet; resuming the run sends the rest, and so does: "
+            self._notify(
+                f"{self._service} has not received everything yet; resuming the run sends the rest, and so does: "
                 f"dist-mem track sync {self._run_dir}"
             )

@@ -1,7 +1,7 @@
-"""One MLflow run: found or made, and told the entries of a journal. The only door to mlflow; rank 0 alone goes through.
+"""Find or create an MLflow run, and send it the entries of a journal. Other modules reach mlflow through this one.
 
-Every method here may be called again after an error, with the same outcome as if it had been called once: SQL stores
-know a point by its name, step, time and value, and the rest is set, not added.
+Only rank 0 uses it. Every method may be called again after an error, with the same result as a single call: SQL stores
+identify a point by name, step, time and value, and everything else is set, not added.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from dist_mem.tracking.journal import Entry, Header, JournalError
 from dist_mem.tracking.mlflow_tables import prepare
 from dist_mem.tracking.run_id import RUN_ID_FILE, read_run_id
 
-UID_TAG = "dist_mem.uid"  # whose journal the tags of delivery.py count
+UID_TAG = "dist_mem.uid"  # id of the journal whose entries the tags of delivery.py count
 _METRICS_PER_REQUEST = 900  # MLflow takes 1000 metrics, parameters and tags together
 _PARAMS_PER_REQUEST = 100
 _PARAM_CHARS = 500  # mlflow 3 takes 6000, the servers of earlier versions 500; the whole configuration is an artifact
-_TAG_CHARS = 5000  # likewise 8000 and 5000
+_TAG_CHARS = 5000  # 8000 and 5000, respectively
 
 
-# A job that ended before MLflow answered has left a thread that still asks; the next job in this process waits for it.
-_OPENING: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by the uid of the journal
+# A job that ended before MLflow answered leaves a thread that still waits; the next job in this process waits for it.
+_OPENING: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by uid of the journal
 
 
 class Target(NamedTuple):
-    """Which MLflow run is meant."""
+    """The MLflow run of a run directory."""
 
     uri: str
     run_dir: Path
     header: Header  # of its journal
-    is_named: bool = True  # its uri by the user; else only by the run directory, which may come from anybody
+    is_named: bool = True  # the user names the uri; else only the run directory, which may come from anybody, does
 
 
 def import_mlflow_quietly() -> None:
-    """Import mlflow (about 1 s), without its noise, each for a reason."""
+    """Import mlflow (about 1 s) and silence messages that do not concern users."""
     quiet_tracking_environment()
     import mlflow  # noqa: F401
 
-    # "Creating initial MLflow database tables", "Updating database tables": nothing for the user to know or do.
+    # "Creating initial MLflow database tables", "Updating database tables": the user need not know or do anything.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
     # MLflow's own table definitions use a deprecated SQLAlchemy option.
     warnings.filterwarnings(
@@ -58,7 +58,7 @@ def import_mlflow_quietly() -> None:
 
 
 def connect(uri: str, report: Callable[[str], None] = print) -> Any:
-    """An MlflowClient; makes the tables of a new SQLite store (1 to 7 s), as `prepare` does."""
+    """Return an MlflowClient, after creating the tables of a new SQLite store (1 to 7 s), see `prepare`."""
     import_mlflow_quietly()
     from mlflow import MlflowClient
 
@@ -67,13 +67,13 @@ def connect(uri: str, report: Callable[[str], None] = print) -> Any:
 
 
 def ask_for_access(uri: str, experiment: Mapping[str, str], run_id: str | None) -> None:
-    """Ask a server for what a run will need, with the user's credentials, and change nothing there.
+    """Send a server the requests that a run will need, with the user's credentials, without changing anything there.
 
     Args:
-        run_id: the run that is gone on with; None: a new one of the experiment is meant.
+        run_id: the run to continue; None: a new run of the experiment.
 
     Raises:
-        MlflowException: the server cannot be asked, or its status is 401, 403 or another one that means no.
+        MlflowException: the server does not answer, or its status is 401, 403 or another refusal.
     """
     import_mlflow_quietly()
     from mlflow.utils.credentials import get_default_host_creds
@@ -81,10 +81,10 @@ def ask_for_access(uri: str, experiment: Mapping[str, str], run_id: str | None) 
 
     def ask(endpoint: str, method: str, **content: Any) -> Any:
         path = f"/api/2.0/mlflow/{endpoint}"
-        answer = http_request(host_creds=get_default_host_creds(uri), endpoint=path, method=method, **content)
-        if answer.status_code in (400, 404):  # it would have been allowed
+        response = http_request(host_creds=get_default_host_creds(uri), endpoint=path, method=method, **content)
+        if response.status_code in (400, 404):  # access was granted
             return {}
-        return verify_rest_response(answer, path).json()
+        return verify_rest_response(response, path).json()
 
     if run_id is not None:
         ask("runs/log-batch", "POST", json={"run_id": run_id})
@@ -92,12 +92,12 @@ def ask_for_access(uri: str, experiment: Mapping[str, str], run_id: str | None) 
     key = f"experiment_{'id' if 'id' in experiment else 'name'}"
     endpoint = "experiments/get" if "id" in experiment else "experiments/get-by-name"
     found = ask(endpoint, "GET", params={key: next(iter(experiment.values()))}).get("experiment")
-    if found is not None:  # a run that nobody can make: whether this user might is looked at first
+    if found is not None:  # an invalid request for a new run: the server checks permissions first
         ask("runs/create", "POST", json={"experiment_id": found["experiment_id"], "start_time": "never"})
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether MLflow will never take this: a bad value, a run that is gone, a file that is not there."""
+    """Whether MLflow will never accept this: a bad value, a deleted run, a missing file."""
     from mlflow.exceptions import MlflowException
 
     if isinstance(error, MlflowException):
@@ -106,9 +106,9 @@ def is_refusal(error: Exception) -> bool:
 
 
 def client_tags() -> dict[str, str]:
-    """What every MLflow client says of a program, and what plugins add.
+    """Return the tags that every MLflow client and its plugins set.
 
-    Not mlflow.user: MLflow takes the name that MLFLOW_TRACKING_USERNAME logs in with (provenance.py has the machine's).
+    Without mlflow.user: MLflow uses the login name of MLFLOW_TRACKING_USERNAME (provenance.py has the machine's user).
     """
     import_mlflow_quietly()
     from mlflow.tracking.context.git_context import GitRunContext
@@ -119,7 +119,7 @@ def client_tags() -> dict[str, str]:
 
 
 def system_monitors() -> list[Any]:
-    """MLflow's own monitors of this machine: CPU, disk, network, and its GPUs where it has any."""
+    """Return MLflow's monitors of this machine: CPU, disk, network, and GPUs if it has any."""
     import_mlflow_quietly()
     from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
     from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
@@ -129,13 +129,13 @@ def system_monitors() -> list[Any]:
     monitors = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
     try:
         monitors.append(GPUMonitor())
-    except Exception:  # no nvidia-ml-py, no GPU, or whatever its driver raises: MLflow's own thread goes on too
+    except Exception:  # no nvidia-ml-py, no GPU, or a driver error: MLflow's thread ignores it too
         return monitors
     return monitors
 
 
 def file_inside(run_dir: Path, name: object) -> Path:
-    """The file `name` of a run directory. Raises JournalError if it is none, or lies elsewhere, by .. or a link."""
+    """Return the file `name` of a run directory. Raises JournalError if it is no file, or outside by .. or a link."""
     path = run_dir / name if isinstance(name, str) else run_dir
     if not (path.is_file() and path.resolve().is_relative_to(run_dir.resolve())):
         raise JournalError(f"{name!a} is no file inside the run directory")
@@ -148,22 +148,22 @@ def _chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
 
 
 class MlflowRun:
-    """The run of a journal. `run_id` is None until MLflow has answered; the rest needs `open` first."""
+    """The MLflow run of a journal. `run_id` is None until MLflow has answered; other members need `open` first."""
 
     def __init__(self, target: Target, *, report: Callable[[str], None]) -> None:
-        """Nothing is asked of MLflow yet; `report` takes a line for the user."""
-        import_mlflow_quietly()  # here and not in a thread: imports of two threads can wait for each other
+        """Import mlflow; send nothing yet. `report` is called with a line for the user."""
+        import_mlflow_quietly()  # not in a thread: imports of two threads can deadlock
         self.run_id: str | None = None
-        self.tags: Mapping[str, str] = {}  # what the run had when it was opened
+        self.tags: Mapping[str, str] = {}  # of the run, when it was opened
         self._target = target
         self._report = report
         self._client: Any = None
         self._params: dict[str, str] = {}
 
     def open(self, start_time: int | None) -> None:
-        """Find the run by its id, else by its journal's uid, else make it, begun at `start_time` (ms; None: now)."""
+        """Find the run by its id, else by its journal's uid, else create it with `start_time` (ms; None: now)."""
         with _OPENING[self._target.header.uid]:
-            run = self._found_or_made(start_time)
+            run = self._find_or_create(start_time)
         scheme = urlsplit(run.info.artifact_uri or "").scheme
         if not self._target.is_named and scheme not in ("", "file"):
             raise UnusableError(
@@ -173,7 +173,7 @@ class MlflowRun:
         self.run_id, self.tags, self._params = run.info.run_id, run.data.tags, dict(run.data.params)
         self._report(f"MLflow run {run.info.run_name} ({self.run_id}) at {self._target.uri}")
 
-    def _found_or_made(self, start_time: int | None) -> Any:
+    def _find_or_create(self, start_time: int | None) -> Any:
         uri, run_dir, header, _ = self._target
         known = read_run_id(run_dir)
         self._client = self._client or connect(uri, self._report)
@@ -183,7 +183,7 @@ class MlflowRun:
             run = _search_run(self._client, experiment_id, header.uid)
         if run is None:
             if known:
-                self._report(f"MLflow at {uri} has no run {known}: a new one begins, with everything from the start")
+                self._report(f"MLflow at {uri} has no run {known}: creating a new one, with everything from the start")
             run = self._client.create_run(
                 experiment_id, start_time=start_time, tags={UID_TAG: header.uid}, run_name=header.run_name
             )
@@ -196,11 +196,11 @@ class MlflowRun:
         return _find_run(self._client, self.run_id) is not None
 
     def steps_of(self, name: str) -> set[int]:
-        """The steps at which the run has this metric."""
+        """Return the steps at which the run has this metric."""
         return {metric.step for metric in self._client.get_metric_history(self.run_id, name)}
 
     def send_points(self, entries: Sequence[Entry]) -> None:
-        """Points of any number of steps."""
+        """Send points of any number of steps."""
         from mlflow.entities import Metric
 
         metrics = [
@@ -212,13 +212,13 @@ class MlflowRun:
             self._client.log_batch(self.run_id, metrics=chunk)
 
     def send_tags(self, tags: Mapping[str, str]) -> None:
-        """At most 100 tags."""
+        """Send tags, at most 100."""
         from mlflow.entities import RunTag
 
         self._client.log_batch(self.run_id, tags=[RunTag(name, value[:_TAG_CHARS]) for name, value in tags.items()])
 
     def send(self, entry: Entry) -> None:
-        """An entry of any other kind."""
+        """Send an entry of any other kind."""
         body = entry.body
         match entry.kind:
             case "params":
@@ -245,7 +245,7 @@ class MlflowRun:
             self._client.set_terminated(self.run_id, status, time)
 
     def _send_params(self, params: Mapping[str, str], *, step: int) -> None:
-        """Send new parameters; changed ones, which MLflow refuses, become a tag that tells what changed when."""
+        """Send new parameters; describe changed ones, which MLflow refuses, in a tag with the step."""
         from mlflow.entities import Param
 
         cut = {name: value[:_PARAM_CHARS] for name, value in params.items()}
@@ -281,7 +281,7 @@ class MlflowRun:
 
 
 def _find_run(client: Any, run_id: str | None) -> Any:
-    """The run, or None if the store does not have it or its user has deleted it."""
+    """Return the run; None if the store does not have it or the user has deleted it."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -294,13 +294,13 @@ def _find_run(client: Any, run_id: str | None) -> Any:
 
 
 def _search_run(client: Any, experiment_id: str, uid: str) -> Any:
-    """The run that an earlier request made, although its answer never came; or None."""
+    """Return the run of an earlier request whose response was lost; None without one."""
     found = client.search_runs([experiment_id], f"tags.`{UID_TAG}` = '{uid}'", max_results=1)
     return found[0] if found else None
 
 
 def _experiment_id(client: Any, experiment: Mapping[str, str]) -> str:
-    """The experiment of that id, or of that name, made if it does not exist."""
+    """Return the id of the experiment, which is created if none has the name."""
     from mlflow.exceptions import MlflowException
 
     if "id" in experiment:
@@ -311,7 +311,7 @@ def _experiment_id(client: Any, experiment: Mapping[str, str]) -> str:
         try:
             return client.create_experiment(name)
         except MlflowException:
-            found = client.get_experiment_by_name(name)  # another job may have made it in between
+            found = client.get_experiment_by_name(name)  # another job may have created it in between
             if found is None:
                 raise
     return found.experiment_id

@@ -1,7 +1,7 @@
-"""MLflow's tables in a new SQLite file: made in a file beside it, which gets the name once it is whole.
+"""Create MLflow's tables in a new SQLite file, under a temporary name until they are complete.
 
-MLflow makes them in place, in more than a thousand statements. A kill among them leaves a file that no later start can
-use ("table _alembic_tmp_... already exists"), and two jobs that make them at once break each other's.
+MLflow creates them in place, in more than a thousand statements. A kill in between leaves a file that no later start
+can use ("table _alembic_tmp_... already exists"), and two jobs that create them at the same time break each other's.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from tempfile import TemporaryDirectory
 
 from dist_mem.runtime.files import free_name, fsync_path
 
-QUIET_SECONDS = 60.0  # after which nobody is at work any more on tables that are not whole
+QUIET_SECONDS = 60.0  # without a change, after which incomplete tables are taken for abandoned
 
 
 def prepare(uri: str, report: Callable[[str], None]) -> None:
-    """Make the file of an SQLite store, if it is one and has none, or one that a kill has left unfinished.
+    """Create the file of an SQLite store if it is missing, or if a kill has left it incomplete; ignore other stores.
 
     Args:
-        report: takes a line for the user.
+        report: called with a line for the user.
 
     Raises:
-        RuntimeError: the tables are not whole, and somebody may be making them now.
-        OSError: the file cannot be made.
+        RuntimeError: the tables are incomplete, and another process may be creating them now.
+        OSError: the file cannot be created.
     """
     from sqlalchemy.engine import make_url
 
@@ -38,26 +38,26 @@ def prepare(uri: str, report: Callable[[str], None]) -> None:
     if path.exists() and _is_unfinished(path):
         if time.time() - path.stat().st_mtime < QUIET_SECONDS:
             raise RuntimeError(
-                f"{path}: its tables are not whole: somebody makes them now, or was killed; a minute later they are "
-                "made again"
+                f"{path}: its tables are incomplete: another process is creating them, or was killed; after a minute "
+                "they are created again"
             )
         aside = free_name(path.with_name(f"{path.name}.broken"))
         with suppress(FileNotFoundError):  # another job was faster
             path.rename(aside)
-            report(f"{path}: whoever made its tables was killed; they hold no run, are kept as {aside}")
+            report(f"{path}: the process that created its tables was killed; they hold no run, and are kept as {aside}")
     if not path.exists():
-        _make(path)
+        _create(path)
 
 
-def _make(path: Path) -> None:
-    """Make the tables, and give the file its name unless another job has made one meanwhile."""
+def _create(path: Path) -> None:
+    """Create the tables in a temporary file, and link it to `path` unless another job has created one meanwhile."""
     from mlflow.store.db.utils import _initialize_tables
     from sqlalchemy import create_engine, event
 
     with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         made = Path(folder) / path.name
         engine = create_engine(f"sqlite:///{made}")
-        # A thousand flushes to the disk are minutes where it is slow; one is enough for a file without a name.
+        # A thousand flushes take minutes on a slow disk; one is enough for a file without its final name.
         event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous = OFF"))
         _initialize_tables(engine)
         engine.dispose()
@@ -68,10 +68,10 @@ def _make(path: Path) -> None:
 
 
 def _is_unfinished(path: Path) -> bool:
-    """Whether the making of the tables has ended halfway: no experiment, and not the newest form of the tables."""
+    """Whether the tables are incomplete: no experiment, and not the newest schema."""
     from mlflow.store.db.utils import _get_latest_schema_revision
 
-    with suppress(sqlite3.Error), closing(sqlite3.connect(path)) as database:  # MLflow says what is wrong with it
+    with suppress(sqlite3.Error), closing(sqlite3.connect(path)) as database:  # MLflow reports what is wrong with it
         tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         if "experiments" in tables and database.execute("SELECT count(*) FROM experiments").fetchone()[0]:
             return False

@@ -1,4 +1,4 @@
-"""How far a run has come: a progress bar where somebody watches a terminal, plain lines in a log file."""
+"""Show the progress of a run: a bar on a terminal, plain lines in a log file."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def _measures(metrics: Mapping[str, float]) -> Iterator[str]:
 
 
 def _details(point: Point) -> str:
-    """A point that is not of training but of an evaluation: all of it, the split named once."""
+    """Format a point of an evaluation: all metrics, with the name of the split once."""
     split = next(iter(point.metrics), "").split("/")[0]
     figures = (f"{name.removeprefix(f'{split}/')} {value:,.2f}" for name, value in point.metrics.items())
     return "  ".join([f"step {point.step}: {split}", *figures])
 
 
 class ProgressBar(Sink):
-    """One bar at the foot of a terminal: loss, perplexity, tokens/s, time left."""
+    """A bar at the bottom of a terminal: loss, perplexity, tokens/s, time left."""
 
     def __init__(self, *, total_steps: int, first_step: int, stream: TextIO | None = None) -> None:
         self._bar = tqdm(
@@ -65,7 +65,7 @@ class ProgressBar(Sink):
 
 
 class ProgressLines(Sink):
-    """The same in plain lines, for log files: one every `every` steps and at the last one."""
+    """Plain lines like those of `ProgressBar`, for log files: one every `every` steps and one at the last step."""
 
     def __init__(self, *, total_steps: int, first_step: int, every: int, stream: TextIO | None = None) -> None:
         self._total_steps = total_steps
@@ -94,12 +94,12 @@ class ProgressLines(Sink):
 
 
 def time_left(seconds: float, done: float, left: float) -> timedelta:
-    """Time that the work left takes if `done` of it has taken `seconds`; whole seconds."""
+    """Return the time for the remaining work if `done` has taken `seconds`; in whole seconds."""
     return timedelta(seconds=math.ceil(seconds / done * left))
 
 
 class Progress:
-    """How much of a known amount of work is done: a bar on a terminal, else a line every LINE_SECONDS; on stderr.
+    """Progress of a known amount of work: a bar on a terminal, else a line every LINE_SECONDS; on stderr.
 
     with Progress(num_tokens, "scoring test") as progress:
         progress.add(num_read)
@@ -116,7 +116,11 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`shown`: on one rank only.  `share`: of the work that this rank does; the others are taken to be as far."""
+        """
+        Args:
+            shown: True on one rank only.
+            share: of the work done by this rank; the other ranks are assumed to have made the same progress.
+        """
         self._total, self._what, self._unit, self._share = total, what, unit, share
         self._stream = stream or sys.stderr
         self._shown = shown
@@ -132,7 +136,7 @@ class Progress:
             unit=f" {self._unit}",
             unit_scale=True,
             dynamic_ncols=True,
-            leave=False,  # what has been found is printed instead
+            leave=False,  # the results are printed instead
             file=self._stream,
         )
 
@@ -144,7 +148,7 @@ class Progress:
             self._bar.close()
 
     def add(self, amount: int) -> None:
-        """Count work that this rank has done."""
+        """Add work that this rank has done."""
         if not self._shown:
             return
         added = amount / self._share
@@ -162,7 +166,7 @@ class Progress:
 
 
 def progress_sink(*, total_steps: int, first_step: int, every: int) -> Sink:
-    """A bar where somebody watches a terminal, else lines."""
+    """Return a progress bar if stderr is a terminal, else a sink of lines."""
     if sys.stderr.isatty():
         return ProgressBar(total_steps=total_steps, first_step=first_step)
     return ProgressLines(total_steps=total_steps, first_step=first_step, every=every)

@@ -1,7 +1,7 @@
-"""Which code is running: the state of the git checkout it was imported from, and the versions beside it.
+"""Identify the running code: the state of its git checkout, and the versions of libraries.
 
-The checkout is that of the package's own files, not of the folder a run was started in; and nothing is taken from a
-repository that merely surrounds an installed copy, as that of a project with a virtual environment in it.
+The checkout is that of the package's files, not of the folder a run was started in. A repository that merely surrounds
+an installed copy is ignored, such as that of a project with a virtual environment in it.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from dist_mem.runtime.environment import environment_of_git, node_name, slurm_jo
 
 PACKAGE = Path(__file__).parent.parent
 MAX_DIFF_CHARS = 1_000_000
-UNKNOWN_TAG = "dist_mem.git.unknown"  # what could not be found out, and why
-UNTRACKED_TAG = "dist_mem.git.untracked"  # files of the package that neither the commit nor the diff has
-_SECONDS = 5.0  # for one answer of git; on a network disk a diff of the checkout takes a while
+UNKNOWN_TAG = "dist_mem.git.unknown"  # what is unknown, and why
+UNTRACKED_TAG = "dist_mem.git.untracked"  # files of the package in neither the commit nor the diff
+_SECONDS = 5.0  # time limit of a git command; a diff of the checkout is slow on a network disk
 
 
 class GitState(NamedTuple):
-    """What git says of the running code."""
+    """State of the git checkout of the running code."""
 
-    tags: dict[str, str]  # under MLflow's own names
-    diff: str  # `git diff HEAD` of the whole checkout, tracked files only; empty if nothing is changed
+    tags: dict[str, str]  # under MLflow's names
+    diff: str  # `git diff HEAD` of the whole checkout, tracked files only; empty without changes
 
 
 class GitError(Exception):
-    """Git does not answer a question; the message is its reason, in one line."""
+    """A git command failed; the message is the reason, in one line."""
 
 
 def versions() -> dict[str, str]:
-    """Versions of dist_mem, Python, torch and DeepSpeed as tags, without importing any."""
+    """Return the versions of dist_mem, Python, torch and DeepSpeed as tags, without importing them."""
     found = {"version.dist_mem": __version__, "version.python": platform.python_version()}
     for name in ("torch", "deepspeed"):
         try:
             found[f"version.{name}"] = version(name)
-        except PackageNotFoundError:  # put on the path by hand
+        except PackageNotFoundError:  # on the path without being installed
             continue
     return found
 
 
 def who_runs_what() -> dict[str, str]:
-    """The tags that every MLflow client sets. The user is that of this machine: MLflow's own takes the login's name."""
+    """Return the tags that every MLflow client sets, with the user of this machine instead of MLflow's login name."""
     tags = {"mlflow.user": user_name() or "unknown", "mlflow.source.name": sys.argv[0], "mlflow.source.type": "LOCAL"}
     return {tag: value for tag, value in tags.items() if value}
 
 
 def start_in_words(first_step: int) -> str:
-    """This start of a run, for the history of its starts: `from step 500, job 12, restart 2, node[1-2], TIME`."""
+    """Describe this start for the history of the run: `from step 500, job 12, restart 2, node[1-2], TIME`."""
     job = slurm_job()
     array = (
         f" (task {job['SLURM_ARRAY_TASK_ID']} of {job.get('SLURM_ARRAY_JOB_ID')})"
@@ -72,32 +72,32 @@ def start_in_words(first_step: int) -> str:
 
 
 def git_state(package: Path = PACKAGE) -> GitState:
-    """The commit, branch, remote and uncommitted changes of the checkout that holds `package`; never raises.
+    """Return commit, branch, remote and uncommitted changes of the checkout that contains `package`; never raises.
 
-    What cannot be known is left out, with the reason in the tag `dist_mem.git.unknown`.
+    Unknown values are left out, with the reason in the tag `dist_mem.git.unknown`.
     """
-    if kept := _kept(package):
+    if kept := _read_kept(package):
         return GitState(kept["tags"], kept["diff"])
     try:
         if not _git(package, "ls-files", "__init__.py"):
-            raise GitError(f"{package} is no part of a checkout, although one surrounds it")
+            raise GitError(f"{package} is not part of a checkout, although one surrounds it")
     except GitError as error:
         return GitState({"version.dist_mem": __version__, UNKNOWN_TAG: str(error)}, "")
-    facts: dict[str, Callable[[Path], str]] = {
+    queries: dict[str, Callable[[Path], str]] = {
         "mlflow.source.git.commit": _commit,
         "mlflow.source.git.branch": _branch,
         "mlflow.source.git.repoURL": _remote,
         UNTRACKED_TAG: _untracked,
     }
     tags, reasons, diff = {}, [], ""
-    for tag, find in facts.items():
+    for tag, find in queries.items():
         try:
             tags[tag] = find(package)
         except GitError as error:
             reasons.append(f"{tag.rpartition('.')[2]}: {error}")
     try:
         diff = _diff(package)
-        tags["mlflow.source.git.dirty"] = "true" if diff else "false"  # as MLflow has it: untracked files do not count
+        tags["mlflow.source.git.dirty"] = "true" if diff else "false"  # as in MLflow, untracked files do not count
     except GitError as error:
         reasons.append(f"dirty: {error}")
     if reasons:
@@ -106,8 +106,8 @@ def git_state(package: Path = PACKAGE) -> GitState:
 
 
 def running_commit(package: Path = PACKAGE) -> str | None:
-    """The commit of the running code, with `+` behind it where files are changed; None if git cannot tell."""
-    if kept := _kept(package):
+    """Return the commit of the running code, followed by `+` if files are changed; None if it is unknown."""
+    if kept := _read_kept(package):
         commit: str | None = kept["commit"]
         return commit
     try:
@@ -119,20 +119,21 @@ def running_commit(package: Path = PACKAGE) -> str | None:
 
 
 def to_keep() -> dict[str, Any]:
-    """What git says of the running code, for a copy of it, which is no checkout (launch/code_snapshot.py)."""
+    """Return the git state of the running code, to store with a copy that is no checkout (launch/code_snapshot.py)."""
     return {**git_state()._asdict(), "commit": running_commit()}
 
 
-def _kept(package: Path) -> dict[str, Any] | None:
+def _read_kept(package: Path) -> dict[str, Any] | None:
+    """Return the result of `to_keep` stored beside a copy of the code; None for other code."""
     path = package.parent / "git.json"
     if not path.is_file():
         return None
-    facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return facts
+    kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return kept
 
 
 def code_differences(versions_then: Mapping[str, str], commit_then: str | None, commit_now: str | None) -> str:
-    """What differs between the code that wrote a checkpoint and the running one, as `torch 2.12 -> 2.13`; or ""."""
+    """List the differences between the code of a checkpoint and the running code: `torch 2.12 -> 2.13`; "" if none."""
     now = {tag.removeprefix("version.").replace("_", "-"): text for tag, text in versions().items()}
     pairs = {name: (then, now.get(name)) for name, then in versions_then.items()}
     if commit_then and commit_now:
@@ -141,7 +142,7 @@ def code_differences(versions_then: Mapping[str, str], commit_then: str | None, 
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    """What git prints. Raises GitError."""
+    """Run git and return its output. Raises GitError."""
     command = ["git", "-C", str(folder), *arguments]
     try:
         done = subprocess.run(
@@ -161,8 +162,8 @@ def _git(folder: Path, *arguments: str) -> str:
     except OSError as error:
         raise GitError(f"git cannot be run: {error}") from None
     if done.returncode:
-        complaint = done.stderr.strip().partition("\n")[0] or f"git {arguments[0]} exits with {done.returncode}"
-        raise GitError(complaint.removeprefix("fatal: ").removeprefix("error: "))
+        message = done.stderr.strip().partition("\n")[0] or f"git {arguments[0]} exits with {done.returncode}"
+        raise GitError(message.removeprefix("fatal: ").removeprefix("error: "))
     return done.stdout
 
 
@@ -178,7 +179,7 @@ def _branch(folder: Path) -> str:
 
 
 def _remote(folder: Path) -> str:
-    """The URL of `origin`, else of the first remote there is; empty without one."""
+    """Return the URL of `origin`, else of the first remote; empty without remotes."""
     remotes = _git(folder, "remote").split()
     if not remotes:
         return ""
@@ -187,10 +188,10 @@ def _remote(folder: Path) -> str:
 
 
 def without_credentials(url: str) -> str:
-    """The URL without user, password and query; `git@host:path` names no secret and stays."""
+    """Return the URL without user, password and query; `git@host:path` contains no secret and is unchanged."""
     try:
         parts = urlsplit(url)
-    except ValueError:  # a stray bracket
+    except ValueError:  # as for an unmatched bracket
         raise GitError("its URL cannot be read") from None
     if not (parts.scheme and parts.netloc):
         return url
@@ -198,7 +199,7 @@ def without_credentials(url: str) -> str:
 
 
 def _untracked(folder: Path) -> str:
-    """Names of the package's files that git does not have and does not ignore; empty if there are none."""
+    """Return the names of the package's files that git neither tracks nor ignores; empty if there are none."""
     return ", ".join(_git(folder, "ls-files", "--others", "--exclude-standard").splitlines())
 
 

@@ -1,6 +1,6 @@
-"""What a server means that does not let us in, and what to set: one line for each of MLflow's many exceptions.
+"""Explain a server's refusal, and what to set, in one line for each of MLflow's exceptions.
 
-A server that is down, slow or out of reach is none of these: that passes. Nothing here names a secret.
+A server that is down, slow or unreachable is not a refusal, because that passes. No message contains a secret.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _CREDENTIALS = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW
 
 
 def brief(error: Exception) -> str:
-    """An error in one line, without the user and password of a URL, which MLflow's client names."""
+    """Return an error in one line, without the user and password of URLs in the messages of MLflow's client."""
     if refusal := what_to_set(error):
         return refusal
     first_line = re.sub(r"//[^/\s]*@", "//", (str(error).splitlines() or [""])[0])
@@ -21,12 +21,12 @@ def brief(error: Exception) -> str:
 
 
 def what_to_set(error: Exception) -> str | None:
-    """Why a server refuses whoever asks, and what its user can do; None if the error means something else."""
+    """Return why a server refuses access, and what the user can do; None if the error is no refusal."""
     status, text = getattr(error, "get_http_status_code", lambda: None)(), str(error)
     if status == 401:
         given = " and ".join(mlflow_credentials_set())
-        is_wrong = f"401: it refuses {given}" if given else "401: it does not know who asks"
-        return f"{is_wrong}; set {_CREDENTIALS}, or ~/.mlflow/credentials"
+        reason = f"401: it refuses {given}" if given else "401: it requires credentials"
+        return f"{reason}; set {_CREDENTIALS}, or ~/.mlflow/credentials"
     if status == 403:
         return (
             "403: the user is known, but may not write to this experiment or run; ask for the permission EDIT, or set "
@@ -38,7 +38,7 @@ def what_to_set(error: Exception) -> str | None:
 
 
 def _about_certificates(text: str) -> str | None:
-    if "CERTIFICATE_VERIFY_FAILED" in text and "expired" not in text:  # that is the server's own, and passes
+    if "CERTIFICATE_VERIFY_FAILED" in text and "expired" not in text:  # expired: a temporary fault of the server
         reason = re.search(r"certificate verify failed: ([^(']*)", text)
         return (
             f"its certificate is not trusted ({reason[1].strip() if reason else 'verify failed'}); set "

@@ -1,8 +1,8 @@
-"""What a run says again that was resumed or rolled back: the steps past its checkpoint that were logged before.
+"""Handle the steps past its checkpoint that a resumed or rolled back run logs a second time.
 
-MLflow cannot take points back. An exact resume makes them again, equal to the last bit, and nothing needs to be sent.
-A resume with another learning rate or on other ranks makes others: from the first that differs on all are sent, with
-their later times, so that MLflow's latest values are right, and a tag says which of the earlier ones count no more.
+MLflow cannot delete points. An exact resume repeats them bit for bit, and nothing needs to be sent. A resume with
+another learning rate or on other ranks logs different points. From the first different one on, all points are sent with
+their later times, so that MLflow's latest values are right, and a tag lists the superseded ones.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dist_mem.tracking.sinks import Point
 
 
 def _same(first: float | None, second: float) -> bool:
-    return first == second or (first != first and second != second)  # NaN is the same as NaN here
+    return first == second or (first != first and second != second)  # NaN equals NaN here
 
 
 class Rollback:
-    """The points past the restored step, until they have been made again."""
+    """The points past the restored step, until they are logged again."""
 
     def __init__(self, points: Iterable[Point], *, first_step: int, measurements: Collection[str]) -> None:
         """
         Args:
-            points: everything logged so far, in order.
-            measurements: names of metrics that no two jobs have alike, as times.
+            points: all points logged so far, in order.
+            measurements: names of metrics that differ between any two jobs, such as times.
         """
         self.measurements = measurements
         self._old: dict[int, dict[str, float]] = {}
@@ -34,7 +34,7 @@ class Rollback:
         self._same_until = first_step
 
     def repeats(self, point: Point) -> bool:
-        """Whether all of this point was logged before, measurements aside."""
+        """Whether the same values were logged at this step before, apart from measurements."""
         old = self._old.get(point.step, {})
         values = {name: value for name, value in point.metrics.items() if name not in self.measurements}
         if not all(name in old and _same(old[name], value) for name, value in values.items()):
@@ -43,12 +43,12 @@ class Rollback:
         return True
 
     def supersedes(self, point: Point) -> range:
-        """The steps at which the points of earlier jobs are wrong, if this point is not what they logged; else none.
+        """Return the steps whose earlier points a point supersedes that `repeats` refused; none if its metrics are new.
 
-        A step of which one point was repeated and another differs, as an evaluation, is not among them: the repeated
-        point stands nowhere else.
+        A step of which one point was repeated and another one differs, such as an evaluation, is not superseded: the
+        repeated point has no other copy.
         """
         if not any(name in self._old.get(point.step, {}) for name in point.metrics):
             return range(0)
-        self._old = {}  # whatever follows is new
+        self._old = {}  # all later points are new
         return range(self._same_until + 1, self._last_step + 1)

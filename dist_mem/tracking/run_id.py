@@ -1,4 +1,4 @@
-"""Which MLflow run a run directory goes on with: that of RUN/mlflow_run_id, the checkpoint's, that of MLFLOW_RUN_ID."""
+"""Choose the MLflow run of a run directory: from RUN/mlflow_run_id, the checkpoint, or MLFLOW_RUN_ID, in this order."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dist_mem.runtime.environment import mlflow_environment
 from dist_mem.runtime.files import write_text
 
 RUN_ID_FILE = "mlflow_run_id"  # in the run directory
-_FORM = re.compile(r"[a-zA-Z0-9][\w-]{0,255}", re.ASCII)  # what MLflow takes for an id
+_FORM = re.compile(r"[a-zA-Z0-9][\w-]{0,255}", re.ASCII)  # of MLflow's ids
 
 
 def read_run_id(run_dir: Path) -> str | None:
-    """The run of a run directory; None before it has one.
+    """Return the MLflow run of a run directory; None before it has one.
 
     Raises:
-        UnusableError: the file holds something else.
+        UnusableError: the content of the file is no id.
     """
     path = run_dir / RUN_ID_FILE
     if not path.exists():
@@ -28,28 +28,28 @@ def read_run_id(run_dir: Path) -> str | None:
 
 
 def requested_run_id() -> str | None:
-    """The run of MLFLOW_RUN_ID, or None.
+    """Return the run of MLFLOW_RUN_ID, or None.
 
     Raises:
-        UnusableError: the variable holds something else.
+        UnusableError: the value of the variable is no id.
     """
     text = mlflow_environment().run_id
-    return text and _checked(text, "environment: MLFLOW_RUN_ID", "unset it for a run of its own")
+    return text and _checked(text, "environment: MLFLOW_RUN_ID", "unset it to create a new run")
 
 
 def settle_run_id(run_dir: Path, of_checkpoint: str | None, *, report: Callable[[str], None]) -> str | None:
-    """Note which run is meant, if one is, and return it: the run directory's own, the checkpoint's, the requested one.
+    """Store and return the run to use: that of the run directory, of the checkpoint, or the requested one; else None.
 
     Raises:
         UnusableError: one of them is no id.
     """
-    noted, requested = read_run_id(run_dir), requested_run_id()
-    known = noted
+    stored, requested = read_run_id(run_dir), requested_run_id()
+    known = stored
     if known is None and of_checkpoint:
         known = _checked(of_checkpoint, "mlflow_run_id in the checkpoint's manifest.json", f"write it to {RUN_ID_FILE}")
     if known and requested and known != requested:
-        report(f"MLFLOW_RUN_ID is {requested}, but {run_dir} goes on with its MLflow run {known}")
-    if noted is None and (known or requested):
+        report(f"MLFLOW_RUN_ID is {requested}, but {run_dir} continues its MLflow run {known}")
+    if stored is None and (known or requested):
         write_text(run_dir / RUN_ID_FILE, f"{known or requested}\n")
     return known or requested
 

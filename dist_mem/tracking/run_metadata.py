@@ -1,4 +1,4 @@
-"""What MLflow is told of a run beside its figures: where it came from, what it runs on, what it reads."""
+"""Log the metadata of a run to MLflow: its code, machine, model and data."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from dist_mem.runtime.environment import slurm_job
 from dist_mem.tracking.provenance import git_state, versions, who_runs_what
 from dist_mem.tracking.tracker import Tracker
 
-_DIGEST_CHARS = 36  # MLflow takes no more
+_DIGEST_CHARS = 36  # MLflow's limit
 _GIT_DIFF = "git.diff"
 
 
 def describe_run(
     tracker: Tracker, config: Any, world: World, indexes: Sequence[Index], sources: Mapping[str, str]
 ) -> None:
-    """Tell the tracker all of it; for rank 0 alone, because it asks git.
+    """Log all metadata to the tracker; only for rank 0, because it runs git.
 
     Args:
-        indexes: of the split that is trained on, then those of evaluation.
+        indexes: of the training split, then of those for evaluation.
         sources: of memories outside the package, name -> text.
     """
     git = git_state()

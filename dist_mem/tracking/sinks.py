@@ -1,7 +1,7 @@
-"""What a run records about itself, and who is told: a Tracker hands everything to its sinks.
+"""Sinks, to which a Tracker passes everything that a run logs, and metrics.jsonl, the sink of every run.
 
-Every logged step is one `Point`. metrics.jsonl in the run directory is the sink that is always there; it holds all
-points of a run, each step once: a resumed run first drops the points past the step it was restored to.
+Every logged step is one `Point`. metrics.jsonl in the run directory holds all points of a run, each step once: a
+resumed run first drops the points past the step it was restored to.
 """
 
 from __future__ import annotations
@@ -27,45 +27,45 @@ class Point(NamedTuple):
 
 
 class Sink:
-    """Where a tracker's news goes. A sink overrides what it cares for."""
+    """A destination of a tracker's data. Subclasses override the methods they need; the others do nothing."""
 
     @property
     def run_id(self) -> str | None:
-        """The MLflow run, or None: this is not the sink for MLflow, or MLflow has not answered yet."""
+        """The MLflow run; None if this is not the sink for MLflow, or MLflow has not answered yet."""
         return None
 
     @property
     def num_points(self) -> int:
-        """How many points the run has logged, lost ones too; 0 for a sink that does not count."""
+        """The number of points that the run has logged, including lost ones; 0 for a sink that does not count."""
         return 0
 
     def log(self, point: Point) -> None:
-        """Take the metrics of one step."""
+        """Log the metrics of one step."""
 
     def record(self, kind: str, body: Mapping[str, Any]) -> None:
-        """Take something else to keep with the run; kinds and bodies are those of a journal's entries."""
+        """Record other data of the run; kinds and bodies are those of a journal's entries."""
 
     def rewind(self, step: int) -> None:
-        """The run has gone back to `step`: points past it count no more, and may come again."""
+        """Go back to `step`: points past it are superseded, and may be logged again."""
 
     def flush(self) -> None:
-        """Return when all that was logged is on the disk; other threads call it while points are logged.
+        """Flush all logged data to disk; other threads may call it while points are logged.
 
         Raises:
-            OSError: naming the file.
+            OSError: names the file.
         """
 
     def message(self, text: str) -> None:
-        """Take a line for whoever watches."""
+        """Show a line to the user."""
 
     def close(self, status: str) -> None:
-        """Take leave; `status` is FINISHED, FAILED or KILLED."""
+        """Close the sink; `status` is FINISHED, FAILED or KILLED."""
 
 
 def read_points(path: Path) -> list[Point]:
-    """The points of a metrics file, in order; an absent file has none.
+    """Return the points of a metrics file, in order; an absent file has none.
 
-    The last line may be torn (the process was killed while writing it) and is left out then.
+    An incomplete last line (the process was killed while writing it) is ignored.
 
     Raises:
         ValueError: another line is not a point.
@@ -82,7 +82,7 @@ def read_points(path: Path) -> list[Point]:
             points.append(Point(record["step"], record["time"], record["metrics"]))
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{path}: line {number} is not a logged step ({error}); remove or mend that line"
+                f"{path}: line {number} is not a logged step ({error}); remove or fix that line"
             ) from error
     return points
 
@@ -100,8 +100,8 @@ class MetricsFile(Sink):
         """Drop the points past `first_step`, the step the run continues from (0: a fresh start), then append.
 
         Args:
-            num_points: that were logged up to there; those that the file does not have any more stay lost.
-            guard: raises where nothing may be written any more.
+            num_points: points that were logged up to there; those that the file no longer has count as lost.
+            guard: raises when this process may no longer write.
         """
         self._path, self._guard = path, guard
         self._open(first_step)
@@ -115,12 +115,12 @@ class MetricsFile(Sink):
         self.kept = [point for point in read_points(self._path) if point.step <= first_step]
         self._num_points = len(self.kept)
         write_text(self._path, "".join(_encode(point) for point in self.kept))
-        # by lines: a kill loses one at most
+        # one line is buffered: a kill loses no more
         self._file = self._path.open("a", encoding="utf-8", newline="\n", buffering=1)
 
     def log(self, point: Point) -> None:
         self._guard()
-        self._num_points += 1  # also one that the disk does not take: it was logged, and is lost
+        self._num_points += 1  # also if the write fails: the point was logged, and is lost
         with naming(self._path):
             self._file.write(_encode(point))
 
@@ -134,6 +134,6 @@ class MetricsFile(Sink):
         self._open(step)
 
     def close(self, status: str) -> None:
-        with suppress(OSError):  # a full disk: told when the point was logged
+        with suppress(OSError):  # a full disk: reported when the point was logged
             self._file.close()
             self.flush()

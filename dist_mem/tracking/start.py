@@ -1,12 +1,12 @@
-"""Tracking of a run: metrics.jsonl, a progress bar, MLflow. Only rank 0 tracks.
+"""Start the tracking of a run: metrics.jsonl, a progress bar, MLflow. Only rank 0 tracks.
 
     tracker = start_tracking(config, run_dir=run_dir, run_id=None, total_steps=1000, first_step=0)
-    tracker.log(10, {"loss": 5.1})            # two lines into two files: tens of microseconds
-    tracker.close("FINISHED")                 # at most FLUSH_SECONDS of journal_sinks.py
+    tracker.log(10, {"loss": 5.1})            # writes a line to each of two files: tens of microseconds
+    tracker.close("FINISHED")                 # takes at most FLUSH_SECONDS of journal_sinks.py
 
-MLflow may be slow, down or wrong: all it is to get is written into a journal in the run directory, one thread sends the
-journal, and training neither waits nor stops. What was not sent when the job ends, its next start sends, or `dist-mem
-track sync`, or an evaluation. Where stores.py says so nothing is sent before that.
+MLflow may be slow, down or faulty: all entries for it are written to a journal in the run directory, one thread sends
+the journal, and training neither waits nor stops. Entries that are not sent when the job ends are sent by its next
+start, by `dist-mem track sync`, or by an evaluation. For some stores, see stores.py, nothing is sent before that.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from dist_mem.tracking.sinks import METRICS_FILE, MetricsFile, Point, Sink
 from dist_mem.tracking.stores import choose_sending, experiment_of, is_local, is_named_by_user, store_uri
 from dist_mem.tracking.tracker import Tracker
 
-JOURNAL = Path("mlflow") / "train.jsonl"  # in the run directory; beside it the journals of evaluations
-EVALUATION_SECONDS = 10.0  # how long an evaluation waits for MLflow
+JOURNAL = Path("mlflow") / "train.jsonl"  # in the run directory; journals of evaluations are in the same folder
+EVALUATION_SECONDS = 10.0  # that an evaluation waits for MLflow
 _EVALUATIONS = "evaluation-*.jsonl"
 
 
@@ -59,13 +59,13 @@ def start_tracking(
     num_points: int = 0,
     measurements: Collection[str] = (),
 ) -> Tracker:
-    """The tracker of rank 0; the others have `Tracker()`.
+    """Return the tracker of rank 0; other ranks use `Tracker()`.
 
     Args:
-        run_id: MLflow run to go on with, from the checkpoint; the file in `run_dir`, which is never older, comes first.
+        run_id: MLflow run of the checkpoint; the file in `run_dir`, which is never older, takes precedence.
         first_step: the step training continues from, 0 for a fresh start; recorded points past it are superseded.
-        num_points: that were logged up to `first_step`, by the checkpoint's count.
-        measurements: names of metrics that an exact resume does not repeat, as times.
+        num_points: points logged up to `first_step`, by the checkpoint's count.
+        measurements: names of metrics that an exact resume does not repeat, such as times.
     """
     make_folder(run_dir)
     progress = progress_sink(total_steps=total_steps, first_step=first_step, every=config.tracking.every)
@@ -89,8 +89,8 @@ def start_tracking(
                 report=progress.message,
             )
         )
-    tracker = Tracker([*sinks, progress])  # the progress last: others report through it until they are closed
-    # Unresolved: a value taken from the environment may be a secret.
+    tracker = Tracker([*sinks, progress])  # progress last: other sinks report through it until they are closed
+    # Unresolved: a value from the environment may be a secret.
     tree: Any = OmegaConf.to_container(config, resolve=False)
     tracker.log_params(tree, step=first_step)
     return tracker
@@ -99,9 +99,9 @@ def start_tracking(
 def _journal_sink(
     config: Any, run_dir: Path, kept: Sequence[Point], *, first_step: int, report: Callable[[str], None], **options: Any
 ) -> JournalSink:
-    """The sink of the run's journal, which gets all that was logged without MLflow, and when this job began."""
+    """Return the sink of the run's journal, after adding points logged without MLflow, and the start of this job."""
     sending = choose_sending(config)
-    report(sending.told)
+    report(sending.message)
     journal = _open_journal(config, run_dir, kept, partial(refuse_if_stood_still, run_dir))
     history = read_history(journal.path, first_step)
     for point in kept:
@@ -124,19 +124,20 @@ def send_journals(
     is_dead: Callable[[], bool] = lambda: False,
     is_named: bool = True,
 ) -> Sender:
-    """Send whatever the journals of a run have and MLflow lacks; may be done while the job runs.
+    """Send all entries of a run's journals that MLflow lacks, also while the job runs.
 
     Args:
-        is_dead: whether a job that has not told its end is gone; MLflow's run is KILLED then, until its next start.
-        is_named: whether the user has named the store; else `config` has it from the run directory, and a server in it
-            is not asked.
+        is_dead: returns whether a job that has not reported its end is dead; MLflow's run becomes KILLED then, until
+            its next start.
+        is_named: whether the user names the store; otherwise `config` has it from the run directory, and a server is
+            not contacted.
 
     Returns:
-        Who has sent them, and knows how many those were.
+        The sender, which has the number of sent entries.
 
     Raises:
-        ValueError: the run has no journal, or nobody but the run directory names a server.
-        Exception: whatever MLflow's client raises when it is not answered; the rest can be sent by another call.
+        ValueError: the run has no journal, or only the run directory names the server.
+        Exception: any error of MLflow's client; another call sends the rest.
     """
     journal = run_dir / JOURNAL
     if not journal.exists():
@@ -144,20 +145,20 @@ def send_journals(
     target = _target(config, run_dir, read_header(journal))._replace(is_named=is_named)
     if not (is_named or is_local(target.uri)):
         raise UnusableError(
-            f"only the configuration in the run directory names MLflow at {without_credentials(target.uri)}, and a "
-            f"server is logged in to if you name it: {_naming(config, run_dir)}"
+            f"only the configuration in the run directory names MLflow at {without_credentials(target.uri)}; to "
+            f"log in to that server, name it: {_naming(config, run_dir)}"
         )
     sender = Sender(target, journal, report=discreet(report, target.uri))
     sender.send()
     for path in sorted(journal.parent.glob(_EVALUATIONS)):
-        with suppress(FileNotFoundError):  # somebody else has sent it
+        with suppress(FileNotFoundError):  # another process has sent it
             sender.send_whole(path)
         path.unlink(missing_ok=True)
     status = find_entries(journal, "status")[-1:]
     if status and status[0].body["status"] == "RUNNING" and is_dead():
         (last,) = deque(read_entries(journal), maxlen=1)
         sender.run.send(Entry("status", last.time, {"status": "KILLED"}))
-        report("its job was killed outright; it can be resumed, and is KILLED in MLflow until then")
+        report("its job was killed outright; the run is KILLED in MLflow until it is resumed")
     return sender
 
 
@@ -170,53 +171,53 @@ def log_to_run(
     files: Sequence[Path],
     overrides: Sequence[str] = (),
 ) -> str | None:
-    """Add figures and files of the run directory to a run that may be running or over; its status stays.
+    """Add metrics and files of the run directory to a running or finished run; its status does not change.
 
     Args:
-        overrides: of the command line; a server that neither they nor the environment name is not asked.
+        overrides: of the command line; a server that neither they nor the environment name is not contacted.
 
     Returns:
-        None if MLflow has it all within `EVALUATION_SECONDS`, else what to tell the user; no error, because the report
-        of the evaluation is on disk.
+        None if MLflow has everything within `EVALUATION_SECONDS`, else a message for the user. It is not an error,
+        because the report of the evaluation is on disk.
     """
     journal = run_dir / JOURNAL
     if not journal.exists():
-        return f"{journal} is missing: the run was never tracked with MLflow, and nor is this evaluation"
+        return f"{journal} is missing: the run was never tracked with MLflow, and neither is this evaluation"
     now = int(time.time() * 1000)
     artifacts = [Entry("artifact", now, {"path": str(path.relative_to(run_dir))}) for path in files]
     point = Entry("point", now, {"step": step, "metrics": metrics})
     path = journal.parent / _EVALUATIONS.replace("*", new_uid())
-    write_journal(path, read_header(journal), [point, *artifacts])  # at once: whoever sends a journal deletes it
+    write_journal(path, read_header(journal), [point, *artifacts])  # in one write: a sender deletes it
     is_named = is_named_by_user(config, overrides)
     if not (is_named or is_local(store_uri(config))):
-        return f"only the run directory names its MLflow server; to send it this: {_naming(config, run_dir)}"
-    import_mlflow_quietly()  # seconds on a slow disk, which are not MLflow's
-    complaints: list[str] = []
+        return f"only the run directory names its MLflow server; to send the evaluation: {_naming(config, run_dir)}"
+    import_mlflow_quietly()  # here: an import can take seconds on a slow disk, and EVALUATION_SECONDS are for MLflow
+    messages: list[str] = []
     delivery = Delivery(
-        lambda: send_journals(config, run_dir, report=complaints.append, is_named=is_named),
-        report=discreet(complaints.append, store_uri(config)),
+        lambda: send_journals(config, run_dir, report=messages.append, is_named=is_named),
+        report=discreet(messages.append, store_uri(config)),
         service=f"MLflow at {store_uri(config)}",
     )
     if delivery.close(EVALUATION_SECONDS):
         return None
-    return "\n".join([*complaints, f"kept for later: dist-mem track sync {run_dir}"])
+    return "\n".join([*messages, f"kept for later: dist-mem track sync {run_dir}"])
 
 
 def _naming(config: Any, run_dir: Path) -> str:
-    """The command that names the server of a run's own configuration."""
+    """Return the command that names the server of a run's configuration."""
     uri = without_credentials(store_uri(config))
     return f"dist-mem track sync {run_dir} tracking.uri={uri}, or set MLFLOW_TRACKING_URI"
 
 
 def _target(config: Any, run_dir: Path, header: Header) -> Target:
-    """The run of a journal; where it has none yet, `tracking.experiment` may be given later than the journal began."""
+    """Return the run of a journal. `tracking.experiment` may be set after the journal exists, before the run does."""
     if config.tracking.experiment:
         header = header._replace(experiment={"name": config.tracking.experiment})
     return Target(store_uri(config), run_dir, header)
 
 
 def _open_journal(config: Any, run_dir: Path, points: Sequence[Point], guard: Callable[[], None]) -> Journal:
-    """The journal of a run; if it has none (MLflow was off until now), one that begins with its points so far."""
+    """Open the journal of a run; without one (MLflow was off until now), create it from the run's points so far."""
     path = run_dir / JOURNAL
     if not path.exists():
         header = Header(new_uid(), config.tracking.run_name or config.name, experiment_of(config))

@@ -1,7 +1,8 @@
-"""Which MLflow store and experiment a run goes to, and whether anything is sent there while a job runs.
+"""Choose the MLflow store and experiment of a run, and whether a job sends to the store while it runs.
 
-A server takes what many jobs send at once. An SQLite file does not: on a network file system its locks are not held,
-and the tasks of an array lock each other out. There a job writes its journal only, and `dist-mem track sync` sends it.
+A server accepts data from many jobs at the same time. An SQLite file does not: on a network file system its locks do
+not work, and the tasks of an array lock each other out. There a job only writes its journal, and `dist-mem track sync`
+sends it.
 """
 
 from __future__ import annotations
@@ -26,32 +27,32 @@ class Sending(NamedTuple):
     """Whether a job sends to MLflow, and why."""
 
     is_on: bool
-    told: str  # one line for the user
+    message: str  # one line for the user
 
 
 def store_uri(config: Any) -> str:
-    """`tracking.uri`, else MLFLOW_TRACKING_URI, else a file here."""
+    """Return `tracking.uri`, else MLFLOW_TRACKING_URI, else a file in the current directory."""
     return config.tracking.uri or mlflow_environment().uri or DEFAULT_URI
 
 
 def is_named_by_user(config: Any, overrides: Sequence[str] = ()) -> bool:
-    """Whether the store of a run's own configuration is one that its user names too, or the default.
+    """Whether the store in a run's configuration is also named by the user, or is the default.
 
     Args:
-        overrides: of the command line, which `config` has already; a file of the user's counts as `tracking.uri=...`.
+        overrides: of the command line, already in `config`; a user's configuration file counts as `tracking.uri=...`.
     """
     is_given = any(override.startswith("tracking.uri=") for override in overrides)
     return is_given or store_uri(config) in (mlflow_environment().uri, DEFAULT_URI)
 
 
 def is_local(uri: str) -> bool:
-    """Whether a store is a file or a folder here, and no server or database that a client logs in to."""
+    """Whether a store is a local file or folder, not a server or database that a client logs in to."""
     scheme = urlsplit(uri).scheme
     return (scheme in ("", "file") and uri != "databricks") or scheme == "sqlite"
 
 
 def check_scheme(uri: str) -> None:
-    """Raise UnusableError for an address of a kind of store that neither MLflow nor a plugin of it has."""
+    """Raise UnusableError if neither MLflow nor one of its plugins has stores of this kind of address."""
     scheme, found, _ = uri.partition("://")
     offered = entry_points(group="mlflow.tracking_store").names
     if found and scheme.partition("+")[0] not in (*_SCHEMES, *offered):
@@ -62,12 +63,12 @@ def check_scheme(uri: str) -> None:
 
 
 def is_server(uri: str) -> bool:
-    """Whether an HTTP server is between us and the store."""
+    """Whether the store is reached through an HTTP server."""
     return urlsplit(uri).scheme in ("http", "https")
 
 
 def experiment_of(config: Any) -> dict[str, str]:
-    """{"name": ...} or {"id": ...}, of the configuration, else of the environment, else our own."""
+    """Return {"name": ...} or {"id": ...}: from the configuration, else the environment, else the default."""
     environment = mlflow_environment()
     name = config.tracking.experiment or environment.experiment_name
     if environment.experiment_id and not name:
@@ -76,7 +77,7 @@ def experiment_of(config: Any) -> dict[str, str]:
 
 
 def choose_sending(config: Any) -> Sending:
-    """What `tracking.send` means here: for this store, on this file system, in this kind of job."""
+    """Resolve `tracking.send` for this store, file system and kind of job."""
     uri = store_uri(config)
     shown = without_credentials(uri)
     obstacle = _obstacle(uri)
@@ -88,14 +89,14 @@ def choose_sending(config: Any) -> Sending:
         case "auto" if obstacle:
             return Sending(
                 False,
-                f"MLflow: nothing is sent to {shown} while the job runs, because {obstacle}; tracking.send=always "
-                "sends it all the same, tracking.uri names a server",
+                f"MLflow: nothing is sent to {shown} while the job runs, because {obstacle}; set tracking.send=always "
+                "to send it anyway, or set tracking.uri to a server",
             )
     return Sending(True, f"MLflow: sent to {shown} while the job runs")
 
 
 def _obstacle(uri: str) -> str | None:
-    """Why a store would break if a job wrote to it; None if it would not."""
+    """Return why a job must not write to the store; None if it may."""
     file = _file_of(uri)
     if file is None:
         return None
@@ -108,7 +109,7 @@ def _obstacle(uri: str) -> str | None:
 
 
 def _file_of(uri: str) -> Path | None:
-    """The file of an SQLite store, or the folder of MLflow's old store of files; None for servers and databases."""
+    """Return the file of an SQLite store, or meta.yaml of MLflow's old file store; None for servers and databases."""
     scheme, _, path = uri.partition(":")
     if scheme == "sqlite" or scheme.startswith("sqlite+"):
         return Path(path.removeprefix("///").partition("?")[0]) if len(path) > len("///") else None

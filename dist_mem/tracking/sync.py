@@ -1,11 +1,11 @@
-"""`dist-mem track sync RUN`: send what the journals of runs hold and MLflow lacks.
+"""`dist-mem track sync RUN`: send the entries of runs' journals that MLflow lacks.
 
     dist-mem track sync runs/demo runs/none tracking.uri=http://mlflow.example:5000
-    dist-mem track sync runs/demo configs/demo.yaml             # with the `tracking:` block of a file of the user's
+    dist-mem track sync runs/demo configs/demo.yaml             # with the `tracking:` block of a user's file
 
-For runs that ended while MLflow was down, and for clusters whose compute nodes reach no network: the same command on a
-login node, also while the job runs, as often as you like. A run whose job was killed outright, and has not been started
-again, is RUNNING no more then, but KILLED.
+Use it for runs that ended while MLflow was down, and on the login node of clusters whose compute nodes have no network:
+also while the job runs, and any number of times. A run whose job was killed outright and not started again becomes
+KILLED instead of RUNNING.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from dist_mem.tracking.stores import check_scheme, is_named_by_user
 
 
 def run(run_dirs: Sequence[Path], overrides: Sequence[str] = (), files: Sequence[str] = ()) -> int:
-    """The command. Returns the exit code of the process: 0 when MLflow has everything of every run.
+    """Run the command; return the exit code of the process, 0 if MLflow has everything of every run.
 
     Args:
-        overrides: `key=value`, of the keys of tracking.  files: YAML files of the user, whose `tracking:` block counts.
+        overrides: `key=value`, for keys of `tracking`.
+        files: YAML files of the user, of which the `tracking:` block is used.
 
     Raises:
-        UnusableError: an override, or a directory that is no run's.
+        UnusableError: an override is invalid, or a directory is not that of a run.
     """
     if not run_dirs:
         raise UnusableError("give the directories of one or more runs")
@@ -50,13 +51,13 @@ def run(run_dirs: Sequence[Path], overrides: Sequence[str] = (), files: Sequence
 
 
 def _tracking_of(file: str) -> Any:
-    """The `tracking:` block of a configuration. Raises ConfigError."""
+    """Return the `tracking:` block of a configuration. Raises ConfigError."""
     (source, _) = read_sources([file])
     return OmegaConf.create({"tracking": source.tree.get("tracking") or {}})
 
 
 def _read_config(run_dir: Path, given: Any) -> Any:
-    """The configuration of a run as far as tracking goes; the rest may need an environment that is not here."""
+    """Read the configuration of a run and check its `tracking`; the rest may need another environment."""
     unresolved: Any = OmegaConf.to_container(given)
     stop_on([problem._replace(where=COMMAND_LINE) for problem in check_credentials(unresolved)])
     checked = merge_checked(TrackingConfig, given.get("tracking", {}), "tracking")
@@ -72,13 +73,15 @@ def _read_config(run_dir: Path, given: Any) -> Any:
 
 
 def _sync(config: Any, run_dir: Path, named: Sequence[str]) -> int:
-    def say(text: str) -> None:
+    def report(text: str) -> None:
         print(f"{run_dir}: {text}")
 
     try:
         is_named = is_named_by_user(config, named)
         counted = newest_count(run_dir)
-        sender = send_journals(config, run_dir, report=say, is_dead=lambda: _is_dead(run_dir, say), is_named=is_named)
+        sender = send_journals(
+            config, run_dir, report=report, is_dead=lambda: _is_dead(run_dir, report), is_named=is_named
+        )
         gaps = find_gaps(run_dir, counted, run_dir / JOURNAL, sender)
     except UnusableError as error:
         print(f"error: {run_dir}: {error}", file=sys.stderr)
@@ -89,21 +92,21 @@ def _sync(config: Any, run_dir: Path, named: Sequence[str]) -> int:
     for gap in gaps:
         print(f"error: {run_dir}: {gap}", file=sys.stderr)
     if gaps:
-        say(f"{sender.num_sent} entries sent; MLflow has all that is left, which is not everything")
+        report(f"{sender.num_sent} entries sent; MLflow has all that is left, but points are missing")
         return EXIT_FAILED
-    say(
+    report(
         f"{sender.num_sent} entries sent; MLflow has everything" if sender.num_sent else "MLflow has everything already"
     )
     return EXIT_DONE
 
 
-def _is_dead(run_dir: Path, say: Callable[[str], None]) -> bool:
-    """Whether nobody holds the run directory any more: its lease is gone, or has no sign of life for a while."""
+def _is_dead(run_dir: Path, report: Callable[[str], None]) -> bool:
+    """Whether no job holds the run directory: its lease is gone, or shows no sign of life for STALE_SECONDS."""
     lease = run_dir / "lease.json"
     deadline = time.monotonic() + STALE_SECONDS
     try:
         first = _last_touch(lease)
-        say(f"its job has not told its end: waiting up to {STALE_SECONDS:.0f} s for a sign of life")
+        report(f"its job has not reported its end: waiting up to {STALE_SECONDS:.0f} s for a sign of life")
         while time.monotonic() < deadline:
             if _last_touch(lease) != first:
                 return False
@@ -114,5 +117,5 @@ def _is_dead(run_dir: Path, say: Callable[[str], None]) -> bool:
 
 
 def _last_touch(path: Path) -> int:
-    with path.open("rb") as file:  # opened anew each time, or NFS answers from its cache
+    with path.open("rb") as file:  # opened each time: otherwise NFS answers from its cache
         return os.fstat(file.fileno()).st_mtime_ns

@@ -1,9 +1,9 @@
-"""What the machine does meanwhile: MLflow's own monitors of CPU, memory, disk, network and GPUs, sampled by a thread.
+"""Record system metrics: a thread samples MLflow's monitors of CPU, memory, disk, network and GPUs.
 
     system = SystemMetrics(monitors, record, interval=10.0, report=print)   # "system/cpu_utilization_percentage", ...
     system.close()
 
-MLflow's own thread is not used: it asks the server after every sample, ends at its first mistake, and is waited for.
+MLflow's own thread is not used: it calls the server after every sample, ends at its first error, and delays the exit.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ PREFIX = "system/"
 
 
 class Monitor(Protocol):
-    """What MLflow's monitors offer."""
+    """The interface of MLflow's monitors."""
 
     def collect_metrics(self) -> Any:
         """Take one sample."""
 
     def aggregate_metrics(self) -> Mapping[str, float]:
-        """The figures since `clear_metrics`."""
+        """Return the metrics since `clear_metrics`."""
 
     def clear_metrics(self) -> None:
-        """Forget the samples."""
+        """Discard the samples."""
 
 
 class SystemMetrics:
-    """The thread; it samples until `close`, and dies with the process."""
+    """A thread that samples until `close`, and ends with the process."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class SystemMetrics:
         """Start sampling.
 
         Args:
-            record: takes the figures of one sample, under MLflow's names; called in the thread, which an OSError ends.
+            record: called in the thread with the metrics of a sample, under MLflow's names; an OSError ends the thread.
             interval: seconds between two samples.
-            report: takes a line for the user; called in the thread, once for each monitor that fails.
+            report: called in the thread with a line for the user, once for each monitor that fails.
         """
         self._monitors = list(monitors)
         self._record = record
@@ -58,12 +58,12 @@ class SystemMetrics:
         self._thread.start()
 
     def close(self) -> None:
-        """Nothing is recorded any more; at once, also while a monitor hangs."""
+        """Stop recording, at once even if a monitor hangs."""
         with self._recording:
             self._is_closed.set()
 
     def _work(self) -> None:
-        self._sample_all()  # psutil tells the use of the CPU between two calls of one thread: the first tells nothing
+        self._sample_all()  # psutil measures CPU use between two calls of one thread: the first result is void
         while self._monitors and not self._is_closed.wait(self._interval):
             figures = self._sample_all()
             with self._recording:
@@ -71,9 +71,9 @@ class SystemMetrics:
                     continue
                 try:
                     self._record(figures)
-                except TakenOverError:  # of which the training will tell
+                except TakenOverError:  # the training reports it
                     return
-                except OSError as error:  # a full disk, of which the training will tell more
+                except OSError as error:  # a full disk: the training reports more
                     self._report(f"no more system metrics: {error}")
                     return
 
@@ -81,12 +81,12 @@ class SystemMetrics:
         return {name: value for monitor in [*self._monitors] for name, value in self._sample(monitor).items()}
 
     def _sample(self, monitor: Monitor) -> dict[str, float]:
-        """The figures of one monitor; one that fails is not asked again."""
+        """Return the metrics of one monitor; a monitor that fails is not used again."""
         try:
             monitor.collect_metrics()
             figures = {f"{PREFIX}{name}": float(value) for name, value in monitor.aggregate_metrics().items()}
             monitor.clear_metrics()
-        except Exception as error:  # whatever psutil or a driver raises must neither end the thread nor the training
+        except Exception as error:  # no error of psutil or a driver may end the thread or the training
             self._monitors.remove(monitor)
             self._report(f"no more system metrics of {type(monitor).__name__}: {type(error).__name__}: {error}")
             return {}

@@ -59,13 +59,15 @@ def test_tables_that_a_kill_left_unfinished_are_set_aside_and_made_again(tmp_pat
     """By MLflow's own server, or by a version of before; not while somebody may still be making them."""
     path, told = tmp_path / "mlflow.db", []
     kill_in(f"sqlite:///{path}", WITHIN[0], in_place=True)
-    with pytest.raises(RuntimeError, match=r"mlflow\.db: its tables are not whole"):
+    with pytest.raises(RuntimeError, match=r"mlflow\.db: its tables are incomplete"):
         connect(f"sqlite:///{path}", report=told.append)
     long_ago = time.time() - 3600
     os.utime(path, (long_ago, long_ago))
     client = connect(f"sqlite:///{path}", report=told.append)
     assert client.create_experiment("usable")
-    assert told == [f"{path}: whoever made its tables was killed; they hold no run, are kept as {path}.broken"]
+    assert told == [
+        f"{path}: the process that created its tables was killed; they hold no run, and are kept as {path}.broken"
+    ]
     assert path.with_name("mlflow.db.broken").exists()
 
 

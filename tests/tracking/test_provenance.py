@@ -157,8 +157,8 @@ def of_another_user(package: Path) -> str:
     ("change", "reason"),
     [
         (lambda package: str(package.parent.parent), "not a git repository"),
-        (installed_in_a_project, "is no part of a checkout, although one surrounds it"),
-        (declared_bare, "is no part of a checkout"),
+        (installed_in_a_project, "is not part of a checkout, although one surrounds it"),
+        (declared_bare, "is not part of a checkout"),
         (lambda package: str(package / "nowhere"), "No such file or directory"),
         pytest.param(
             of_another_user, "dubious ownership", marks=pytest.mark.skipif("os.getuid() != 0", reason="needs chown")

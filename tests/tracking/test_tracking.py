@@ -189,7 +189,7 @@ def test_a_rollback_to_another_branch_has_every_step_of_it_and_no_name_a_step_tw
     says = run.data.tags["dist_mem.branch_2"]
     assert says.startswith("steps 6 to 9 logged before 20")
     assert says.endswith("count no more; those that do are branch_2/loss and so on")
-    assert f"MLflow can take nothing back: {says}" in capsys.readouterr().err
+    assert f"MLflow cannot delete points: {says}" in capsys.readouterr().err
     points = points_of(client, str(tracker.run_id))
     assert max(Counter((name, step) for name, step, _, _ in points.elements()).values()) == 1
     assert history(client, tracker.run_id, "loss") == [*steps(1, 9).items(), (10, 10.5), (11, 11.5), (12, 12.5)]
@@ -301,7 +301,7 @@ def test_a_disk_that_is_full_at_the_end_is_told_and_raises_nothing(
             for _ in range(100):
                 tracker.log_tags({"a": "x" * 100})
         tracker.close("FAILED")
-        assert "MLflow is not told that the job is FAILED" in capsys.readouterr().err
+        assert "MLflow is not informed that the job is FAILED" in capsys.readouterr().err
 
 
 def test_system_metrics_count_on_over_resumes_and_are_in_no_other_file(

@@ -125,7 +125,7 @@ def test_who_is_not_let_in_is_told_what_to_set(
     environment.setenv("HOME", str(tmp_path / "home"))
     config = config_for(server.uri)
     assert mlflow_credentials_set() == []
-    with pytest.raises(UnusableError, match="401: it does not know who asks; set MLFLOW_TRACKING_USERNAME"):
+    with pytest.raises(UnusableError, match="401: it requires credentials; set MLFLOW_TRACKING_USERNAME"):
         check_tracking(config, tmp_path)
     log_in(environment, password="wrong")
     with pytest.raises(UnusableError, match="401: it refuses MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASS"):

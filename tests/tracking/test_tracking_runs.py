@@ -30,7 +30,7 @@ def test_a_deleted_run_is_replaced_by_one_with_everything(
     resumed = job(config_for(sqlite_uri), tmp_path, steps(2, 2), first_step=1)
     assert resumed.run_id != tracker.run_id
     assert history(client, resumed.run_id, "loss") == [(1, 1.0), (2, 2.0)]
-    assert f"has no run {tracker.run_id}: a new one begins" in capsys.readouterr().err
+    assert f"has no run {tracker.run_id}: creating a new one" in capsys.readouterr().err
 
 
 def test_a_run_deleted_while_the_job_runs_is_replaced_too(sqlite_uri: str, client: Any, tmp_path: Path) -> None:

@@ -55,13 +55,13 @@ def test_nothing_is_sent_into_a_file_on_a_shared_disk(
     monkeypatch.setattr(stores, "file_system_of", lambda folder: kind)
     sending = choose_sending(config_for(uri, tracking={"send": send}))
     assert sending.is_on is is_on
-    assert uri in sending.told and "\n" not in sending.told
+    assert uri in sending.message and "\n" not in sending.message
     if kind != "ext4" and uri.startswith("sqlite") and send == "auto":
-        assert f"is on a network file system ({kind}), where SQLite breaks" in sending.told
+        assert f"is on a network file system ({kind}), where SQLite breaks" in sending.message
 
 
 def test_nothing_is_sent_into_a_file_from_an_array(array: None) -> None:
-    assert choose_sending(config_for("sqlite:///x.db")).told.count("array 1234 would lock each other out") == 1
+    assert choose_sending(config_for("sqlite:///x.db")).message.count("array 1234 would lock each other out") == 1
     assert not choose_sending(config_for("sqlite:///x.db")).is_on
     assert choose_sending(config_for("sqlite:///x.db", tracking={"send": "always"})).is_on
     assert choose_sending(config_for("http://mlflow.example:5000")).is_on
@@ -100,7 +100,7 @@ def test_an_array_task_imports_no_mlflow_and_a_sync_sends_what_counts_once(
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
     run_dir = tmp_path / "run"
     assert done.stderr.count("MLflow: nothing is sent to sqlite:///mlflow.db while the job runs, because ") == 2
-    assert done.stderr.count("MLflow has got nothing of this job yet; send it with: dist-mem track sync run\n") == 2
+    assert done.stderr.count("MLflow has received nothing of this job yet; send it with: dist-mem track sync run") == 2
     assert not (tmp_path / "mlflow.db").exists() and not (run_dir / RUN_ID_FILE).exists()
     for _ in range(2):
         assert sync.run([run_dir], [f"tracking.uri={sqlite_uri}"]) == EXIT_DONE
