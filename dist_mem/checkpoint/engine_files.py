@@ -85,7 +85,7 @@ class EngineReader:
                 return file.get_tensor(key)
             if len(shape) != 1 or shape[0] < high:
                 raise CheckpointError(
-                    f"{path}: {key} has shape {shape}, but {ENGINE_JSON} says {high} elements or more"
+                    f"{path}: {key} has shape {shape}, but {ENGINE_JSON} lists {high} elements or more"
                 )
             return stored[low:high]
         except (OSError, SafetensorError) as error:

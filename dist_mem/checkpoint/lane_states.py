@@ -123,7 +123,7 @@ def _check_lane_ids(
         found = ids.get(name, [])[row : row + 1]
         if found != [lane]:
             holds = f"holds lane {found[0]}" if found else "is not there"
-            raise CheckpointError(f"{directory / name}: row {row} {holds}, but the manifest says lane {lane}: swapped?")
+            raise CheckpointError(f"{directory / name}: row {row} {holds}, but the manifest has lane {lane}: swapped?")
 
 
 def _fitting(name: str, stored: Tensor, empty: Tensor, *, convert: bool) -> Tensor:

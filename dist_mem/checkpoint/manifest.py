@@ -83,7 +83,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or type(manifest.get("format_version")) is not int:
         raise CheckpointError(f"{path}: not a manifest: it has no format_version (damaged)")
     if manifest.get("sha256") != _fingerprint(manifest):
-        raise CheckpointError(f"{path}: SHA-256 differs from its own (damaged)")
+        raise CheckpointError(f"{path}: SHA-256 differs from the one in the file (damaged)")
     if manifest["format_version"] < OLDEST_FORMAT:
         raise CheckpointError(
             f"{path}: format_version {manifest['format_version']} has its weights in pickles, which are not loaded "

@@ -43,7 +43,7 @@ class Saved(NamedTuple):
 class Saver:
     """Writes the checkpoints of a run, one at a time.
 
-    Every rank has one and makes the same calls, except of `failed`. Creating it is collective.
+    Every rank has one and makes the same calls, except `failed`. Creating it is collective.
     """
 
     def __init__(

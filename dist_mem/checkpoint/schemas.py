@@ -92,7 +92,7 @@ def engine_problems(key: str, body: Any) -> Iterator[str]:
     """Yield the problems of an engine.json: the ranks' slices must cover every parameter exactly once."""
     yield from _ENGINE(key, body)
     if body["slices"].keys() != body["shapes"].keys():
-        yield "slices and shapes have other names"
+        yield "slices and shapes have different names"
         return
     for name, shape in body["shapes"].items():
         end = 0

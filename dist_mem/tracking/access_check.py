@@ -35,7 +35,9 @@ def check_tracking(config: Any, run_dir: Path) -> None:
         return
     refusal = _refusal(uri, experiment_of(config), run_id)
     if refusal is not None:
-        raise UnusableError(f"MLflow at {without_credentials(uri)} cannot be used: {refusal}. Or: tracking.send=never")
+        raise UnusableError(
+            f"MLflow at {without_credentials(uri)} cannot be used: {refusal}. Or set tracking.send=never"
+        )
 
 
 def _refusal(uri: str, experiment: dict[str, str], run_id: str | None) -> str | None:

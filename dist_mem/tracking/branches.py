@@ -85,7 +85,7 @@ class Branches:
 
 
 def _last_sent(journal: Path, record: Entry, num_sent: int, older: Sequence[Branch]) -> int:
-    """Return the last step before a branch that MLflow has."""
+    """Return the last step of the points from before a branch that MLflow has."""
     records = [branch.record for branch in older]
     first = record.body["first"]
     sent = [

@@ -20,7 +20,7 @@ from dist_mem.tracking.run_id import read_run_id
 from dist_mem.tracking.sinks import Point, Sink
 from dist_mem.tracking.system_metrics import SystemMetrics
 
-FLUSH_SECONDS = 6.0  # that `close` waits for MLflow; with the preflight, a dead server costs less than 10
+FLUSH_SECONDS = 6.0  # longest wait of `close` for MLflow; with the preflight, a dead server costs less than 10
 
 
 class History(NamedTuple):
@@ -55,7 +55,7 @@ def discreet(report: Callable[[str], None], uri: str) -> Callable[[str], None]:
 
 
 class JournalSink(Sink):
-    """Writes everything into the journal of a run. It does not import mlflow."""
+    """Writes everything into the journal of a run. Only `add_system_metrics` imports mlflow."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ UID_TAG = "dist_mem.uid"  # id of the journal whose entries the tags of delivery
 _METRICS_PER_REQUEST = 900  # MLflow takes 1000 metrics, parameters and tags together
 _PARAMS_PER_REQUEST = 100
 _PARAM_CHARS = 500  # mlflow 3 takes 6000, the servers of earlier versions 500; the whole configuration is an artifact
-_TAG_CHARS = 5000  # 8000 and 5000, respectively
+_TAG_CHARS = 5000  # mlflow 3 takes 8000, the servers of earlier versions 5000
 
 
 # A job that ended before MLflow answered leaves a thread that still waits; the next job in this process waits for it.
@@ -41,7 +41,7 @@ class Target(NamedTuple):
     uri: str
     run_dir: Path
     header: Header  # of its journal
-    is_named: bool = True  # the user names the uri; else only the run directory, which may come from anybody, does
+    is_named: bool = True  # False: only the run directory names the uri, and it may come from anybody
 
 
 def import_mlflow_quietly() -> None:

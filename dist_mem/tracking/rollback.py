@@ -43,7 +43,7 @@ class Rollback:
         return True
 
     def supersedes(self, point: Point) -> range:
-        """Return the steps whose earlier points a point supersedes that `repeats` refused; none if its metrics are new.
+        """Return the steps superseded by a point that `repeats` denies; empty if none of its metrics was logged before.
 
         A step of which one point was repeated and another one differs, such as an evaluation, is not superseded: the
         repeated point has no other copy.

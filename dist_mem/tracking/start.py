@@ -45,7 +45,7 @@ from dist_mem.tracking.stores import choose_sending, experiment_of, is_local, is
 from dist_mem.tracking.tracker import Tracker
 
 JOURNAL = Path("mlflow") / "train.jsonl"  # in the run directory; journals of evaluations are in the same folder
-EVALUATION_SECONDS = 10.0  # that an evaluation waits for MLflow
+EVALUATION_SECONDS = 10.0  # longest wait of an evaluation for MLflow
 _EVALUATIONS = "evaluation-*.jsonl"
 
 

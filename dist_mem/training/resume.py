@@ -160,7 +160,7 @@ def _changed_sources(choice: Choice, sources: Mapping[str, str]) -> list[str]:
     """Return a line for each file of a memory outside the package that differs from the checkpoint's."""
     entries = choice.manifest["files"]
     return [
-        f"{name} is not what the run was trained with so far: {choice.directory / name} was"
+        f"{name} differs from the file that the run was trained with so far: {choice.directory / name}"
         for name, text in sources.items()
         if hashlib.sha256(text.encode()).hexdigest() != entries.get(name, {}).get("sha256")
     ]

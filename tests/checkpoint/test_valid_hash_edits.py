@@ -151,7 +151,7 @@ def test_lanes_swapped_between_files_are_refused(checkpoint: Path) -> None:
     before = read_lanes(trained, [0])
     swap_lanes(checkpoint)
     trained = load_model(checkpoint, f"data.path={GOLDEN / 'data'}")
-    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: row 0 holds lane \d+, but the manifest says"):
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: row 0 holds lane \d+, but the manifest has"):
         read_lanes(trained, [0])
     swap_lanes(checkpoint)
     trained = load_model(checkpoint, f"data.path={GOLDEN / 'data'}")
