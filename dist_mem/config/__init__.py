@@ -1,10 +1,10 @@
-"""The configuration: every key of a run (schema.py), read, merged and checked (load.py).
+"""Run configuration: every key (schema.py), and reading, merging and checking (load.py).
 
 A run is described by YAML files merged left to right, then dotted overrides:
 
     dist-mem train configs/demo.yaml configs/memory/none.yaml train.steps=100
 
-Nothing here imports torch, so that reading and checking a configuration is quick.
+Nothing here imports torch, which keeps reading and checking a configuration fast.
 """
 
 from dist_mem.config.check import ConfigError

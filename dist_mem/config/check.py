@@ -1,8 +1,8 @@
-"""Checks of configuration trees: unknown keys, wrong types, and what was probably meant.
+"""Check configuration trees for unknown keys and wrong types, and suggest the key that was probably meant.
 
-A tree is what YAML gives: dicts, lists, scalars. A schema is a dataclass, or a nested dict of types where there is no
-dataclass of ours (DeepSpeed's keys). Every check yields all the problems it finds, so that a user mends them in one go.
-No key is known by name here.
+A tree is the output of a YAML parser: dicts, lists, scalars. A schema is a dataclass, or a nested dict of types for
+keys that have no dataclass here (DeepSpeed's). Every check yields all problems it finds, so that a user can fix them
+all at once. This module knows no key by name.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from dist_mem.errors import UnusableError
 
-_SURE = 0.75  # similarity from which a key of the same block is taken for the one that was meant
+_SURE = 0.75  # similarity at which a key of the same block is suggested first
 _MAYBE = 0.5  # two letters swapped in a name of two
-_SHOWN = 15  # keys listed in a message
-_SHOWN_LETTERS = 120  # of a value in a message
-_SHOWN_BITS = 256  # of a number written out
-_NUMBERS = range(-(2**63), 2**63)  # that tensors, arrays and MLflow hold
+_SHOWN = 15  # most keys listed in a message
+_SHOWN_LETTERS = 120  # most characters of a value in a message
+_SHOWN_BITS = 256  # longer integers are abbreviated in a message
+_NUMBERS = range(-(2**63), 2**63)  # integers that tensors, arrays and MLflow can hold
 _TYPE_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text", list: "a list"}
 _MANY_TYPE_WORDS = {int: "integers", float: "numbers", bool: "true or false", str: "texts"}
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong in a configuration."""
+    """One problem in a configuration."""
 
-    key: str  # full dotted key, "optimizer.groups[0].lr"; empty when a whole file is wrong
-    text: str  # what is wrong with it, the value, and what to do
+    key: str  # full dotted key, "optimizer.groups[0].lr"; empty if the problem concerns a whole file
+    text: str  # the problem, the value and the fix
     where: str = ""  # the file, or "command line"
 
     def __str__(self) -> str:
@@ -38,14 +38,14 @@ class Problem(NamedTuple):
 
 
 class ConfigError(UnusableError):
-    """The configuration is wrong; the message has one line for each problem."""
+    """Raised for an invalid configuration; the message has one line per problem."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__("\n".join(str(problem) for problem in problems))
         self.problems = tuple(problems)
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
-        return ConfigError, (self.problems,)  # from rank 0 to the others
+        return ConfigError, (self.problems,)  # pickled when rank 0 sends it to the other ranks
 
 
 def stop_on(problems: Iterator[Problem] | Sequence[Problem]) -> None:
@@ -56,10 +56,10 @@ def stop_on(problems: Iterator[Problem] | Sequence[Problem]) -> None:
 
 
 def located(problem: Problem, origins: Mapping[str, str]) -> Problem:
-    """The problem with the place that set its key, or a part of it, or the block it stands in.
+    """Return the problem with the source that set its key, a part of it, or else an enclosing block.
 
     Args:
-        origins: full key of every leaf that was given -> file or command line.
+        origins: full key of every given leaf -> file or command line.
     """
     key = "" if problem.where else problem.key
     while key:
@@ -72,9 +72,10 @@ def located(problem: Problem, origins: Mapping[str, str]) -> Problem:
 
 
 def shown(value: Any) -> str:
-    """A value for a message: of what is very long only the beginning."""
+    """Format a value for a message; long values are truncated."""
     if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
-        return f"a number of about {round(value.bit_length() * math.log10(2)):,} digits"  # Python writes no longer ones
+        # repr() raises above 4,300 digits.
+        return f"a number of about {round(value.bit_length() * math.log10(2)):,} digits"
     return _beginning(repr(value))
 
 
@@ -83,17 +84,17 @@ def _beginning(text: str) -> str:
 
 
 def is_interpolation(value: Any) -> bool:
-    """Whether OmegaConf computes the value, as `${name}` or `${oc.env:HOME}`; its type is known only once resolved."""
+    """Return whether OmegaConf computes the value, as `${name}`; its type is known only once it is resolved."""
     return isinstance(value, str) and "${" in value
 
 
 def join(key: str, name: Any) -> str:
-    """Dotted key of `name` inside the block `key`."""
+    """Return the dotted key of `name` inside the block `key`."""
     return f"{key}.{name}" if key else str(name)
 
 
 def flatten(tree: Any, key: str = "") -> dict[str, Any]:
-    """Leaves of a tree by full key: {"optimizer.groups[0].lr": 0.1, ...}; an empty block or list is a leaf."""
+    """Return the leaves of a tree by full key, {"optimizer.groups[0].lr": 0.1}; an empty block or list is a leaf."""
     if isinstance(tree, Mapping) and tree:
         parts = [flatten(child, join(key, name)) for name, child in tree.items()]
     elif isinstance(tree, list) and tree:
@@ -104,7 +105,7 @@ def flatten(tree: Any, key: str = "") -> dict[str, Any]:
 
 
 def fields_of(schema: Any) -> dict[str, Any] | None:
-    """Name -> schema of the keys of a block; None if the schema is not a block's."""
+    """Return name -> schema for the keys of a block; None if the schema is not a block."""
     schema = _without_none(schema)
     if isinstance(schema, dict):
         return schema
@@ -112,13 +113,13 @@ def fields_of(schema: Any) -> dict[str, Any] | None:
 
 
 def item_schema(schema: Any) -> Any:
-    """Schema of the items of a list; None if the schema is not a list's."""
+    """Return the schema of the items of a list; None if the schema is not a list."""
     schema = _without_none(schema)
     return get_args(schema)[0] if get_origin(schema) is list else None
 
 
 def all_keys(schema: Any, key: str = "") -> Iterator[str]:
-    """Full dotted keys of a schema, blocks before what they hold; items of lists as `optimizer.groups[].lr`."""
+    """Yield the full dotted keys of a schema, a block before its keys, list items as `optimizer.groups[].lr`."""
     if (item := item_schema(schema)) is not None:
         yield from all_keys(item, f"{key}[]")
     for name, child in (fields_of(schema) or {}).items():
@@ -127,12 +128,12 @@ def all_keys(schema: Any, key: str = "") -> Iterator[str]:
 
 
 def is_optional(schema: Any) -> bool:
-    """Whether null is a value of this schema."""
+    """Return whether the schema allows null."""
     return type(None) in get_args(schema)
 
 
 def optional_keys(schema: Any, key: str = "") -> set[str]:
-    """Full dotted keys that may be null, as `all_keys` writes them."""
+    """Return the full dotted keys that may be null, in the notation of `all_keys`."""
     found = {key} if is_optional(schema) else set()
     if (item := item_schema(schema)) is not None:
         found |= optional_keys(item, f"{key}[]")
@@ -149,8 +150,12 @@ def _without_none(schema: Any) -> Any:
 
 
 def nearest(name: str, names: Sequence[str], similarity: float = _MAYBE) -> str | None:
-    """The most similar of `names`, whatever the case; None if none is similar enough (0: anything, 1: equal)."""
-    if len(name) > _SHOWN_LETTERS:  # comparing takes the product of both lengths
+    """Return the name most similar to `name`, ignoring case; None if none reaches `similarity`.
+
+    Args:
+        similarity: 0 accepts any name, 1 only an equal one.
+    """
+    if len(name) > _SHOWN_LETTERS:  # the comparison costs the product of both lengths
         return None
     by_lower = {known.lower(): known for known in names}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=similarity)
@@ -158,11 +163,11 @@ def nearest(name: str, names: Sequence[str], similarity: float = _MAYBE) -> str 
 
 
 def suggest(name: str, block: str, known: Sequence[str], everywhere: Sequence[str]) -> str:
-    """What to tell about an unknown key `name` of `block`: the key that was probably meant, else the keys there are.
+    """Return a hint for the unknown key `name` of `block`: the key that was probably meant, or else the known keys.
 
     Args:
         known: the keys of the block.
-        everywhere: full dotted keys of the whole configuration: a right name may stand in the wrong block.
+        everywhere: full dotted keys of the whole configuration; the right name may be in the wrong block.
     """
     if close := nearest(name, known, _SURE):
         return f"did you mean {join(block, close)}?"
@@ -193,9 +198,9 @@ def check_tree(
     """Yield the unknown keys and wrong types of `tree`, at any depth, lists included.
 
     Args:
-        key: where the tree stands in the configuration.
+        key: full dotted key of the tree.
         everywhere: see `suggest`.
-        is_open: values not to be checked here.
+        is_open: returns whether to skip the check of a value.
     """
     fields, item = fields_of(schema), item_schema(schema)
     if is_open(tree) or (tree is None and is_optional(schema)):
@@ -218,7 +223,7 @@ def check_tree(
 
 
 def _items(tree: Any) -> Mapping[Any, Any] | None:
-    """Items of a list by index; also of a block of numbers, `groups.0.lr=1`, which changes single items."""
+    """Return the items of a list by index; also of a block with numeric keys, `groups.0.lr=1`, which sets one item."""
     if isinstance(tree, list):
         return dict(enumerate(tree))
     if isinstance(tree, Mapping) and tree and all(str(index).isdigit() for index in tree):
@@ -237,12 +242,12 @@ def _has_type(schema: Any, value: Any) -> bool:
     if schema is float:
         return isinstance(value, int | float)
     if schema is str:
-        return isinstance(value, str | int)  # `name: 2024` is a text that YAML takes for a number
+        return isinstance(value, str | int)  # YAML parses `name: 2024` as a number
     return isinstance(value, schema) if isinstance(schema, type) else False
 
 
 def describe_type(schema: Any) -> str:
-    """A schema in words, `an integer or null`."""
+    """Describe a schema in words, `an integer or null`."""
     inner = _without_none(schema)
     item = item_schema(inner)
     words = (

@@ -1,7 +1,7 @@
-"""Which values a configuration may have: choices, ranges, and what must fit together.
+"""Constraints on configuration values: choices, ranges, and checks across keys.
 
-The tables name every key that takes a number or one of a few words; a test compares them with the schema. Types and
-unknown keys are checked before (check.py); memories check their own options, DeepSpeed its own ranges.
+The tables list every key whose value is a number or one of a few words; a test compares them with the schema. check.py
+has already checked types and unknown keys. Memories check their own options; DeepSpeed checks its own ranges.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
-GPT2: dict[str, Any] = {  # of `model`, with model.kind gpt2
+GPT2: dict[str, Any] = {  # values of `model` that model.kind gpt2 requires
     "norm": "pre",
     "final_norm": True,
     "tie_embeddings": True,
@@ -45,10 +45,10 @@ GPT2: dict[str, Any] = {  # of `model`, with model.kind gpt2
 
 
 class Range(NamedTuple):
-    """The numbers a key may have."""
+    """The range of a numeric key."""
 
-    words: str
-    holds: Callable[[float], bool]
+    words: str  # for messages
+    holds: Callable[[float], bool]  # whether a number is in the range
 
 
 _COUNT = Range("at least 1", lambda value: value >= 1)
@@ -57,7 +57,7 @@ _POSITIVE = Range("greater than 0", lambda value: value > 0)
 _SHARE = Range("at least 0 and less than 1", lambda value: 0 <= value < 1)
 
 RANGES: dict[str, Range] = {
-    "data.max_document_len": Range("at least 2", lambda value: value >= 2),  # one token has nothing to learn from
+    "data.max_document_len": Range("at least 2", lambda value: value >= 2),  # one token has no target
     "data.seed": _NOT_NEGATIVE,
     "data.prefetch": _COUNT,
     "model.num_layers": _COUNT,
@@ -106,7 +106,7 @@ RANGES: dict[str, Range] = {
     "checkpoint.keep_every": _COUNT,
     "checkpoint.keep_best": _COUNT,
     "divergence.spike_z": _POSITIVE,
-    "divergence.window": Range("at least 8", lambda value: value >= 8),  # of fewer losses the spread is a guess
+    "divergence.window": Range("at least 8", lambda value: value >= 8),  # fewer losses give no reliable spread
     "divergence.max_times": _NOT_NEGATIVE,
     "tracking.every": _COUNT,
     "watchdog.join_seconds": _POSITIVE,
@@ -124,8 +124,8 @@ def check_values(config: Mapping[str, Any], optional: set[str]) -> Iterator[Prob
     """Yield the values that are out of range or not among their choices.
 
     Args:
-        config: resolved plain blocks of the right types.
-        optional: keys that may be null, items of lists as `optimizer.groups[].lr`.
+        config: resolved plain blocks whose types are correct.
+        optional: keys that may be null, list items as `optimizer.groups[].lr`.
     """
     for key, value in flatten(config).items():
         general = generic(key)
@@ -140,14 +140,14 @@ def check_values(config: Mapping[str, Any], optional: set[str]) -> Iterator[Prob
 
 
 def check_together(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield what does not fit together; `config` as in `check_values`, each value good by itself."""
+    """Yield combinations of values that are invalid; `config` as in `check_values`, with every single value valid."""
     model, train, optimizer = config["model"], config["train"], config["optimizer"]
     if (train["steps"] is None) == (train["epochs"] is None):
         given = "neither is given" if train["steps"] is None else "both are given; set one of them to null"
         yield Problem("train.steps", f"give exactly one of train.steps and train.epochs: {given}")
     if train["micro_lanes"] > train["lanes"]:
         more = f"{train['micro_lanes']} is more than train.lanes = {train['lanes']}"
-        yield Problem("train.micro_lanes", f"{more}; the difference would never do anything")
+        yield Problem("train.micro_lanes", f"{more}; the surplus would never be used")
     if model["d_head"] is None and model["d_model"] % model["num_heads"]:
         uneven = f"{model['d_model']} is not a multiple of model.num_heads = {model['num_heads']}"
         yield Problem("model.d_model", f"{uneven}; change one of them or give model.d_head")
@@ -159,7 +159,7 @@ def check_together(config: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _check_checkpoint(config["checkpoint"], config["eval"]["every"])
     yield from _check_blocks(config["data"]["blocks"], train["seg_len"], config["eval"])
     if config["data"]["cut"] == "end" and config["data"]["layout"] == "stream":
-        yield Problem("data.cut", "is end, but the lanes of data.layout = stream are no documents; set it to start")
+        yield Problem("data.cut", "is end, but the lanes of data.layout = stream are not documents; set it to start")
     if config["data"]["train_split"] == "test":
         yield Problem("data.train_split", "is 'test'; training never opens the test split")
     seg_len = config["eval"]["seg_len"]
@@ -173,12 +173,12 @@ def check_together(config: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _check_blocks(blocks: bool, seg_len: int, evaluation: Mapping[str, Any]) -> Iterator[Problem]:
-    asked = blocks if evaluation["blocks"] is None else evaluation["blocks"]
-    empty = "segments of one token, and the first token of a block is no target: nothing would be scored; set"
+    eval_blocks = blocks if evaluation["blocks"] is None else evaluation["blocks"]
+    empty = "segments of one token, and the first token of a block is not a target: nothing would be scored; set"
     if blocks and seg_len == 1:
         yield Problem("data.blocks", f"is true with {empty} train.seg_len to 2 or more, or data.blocks=false")
-    elif asked and (evaluation["seg_len"] or seg_len) == 1:
-        yield Problem("eval.blocks", f"stands for true with {empty} eval.seg_len to 2 or more, or eval.blocks=false")
+    elif eval_blocks and (evaluation["seg_len"] or seg_len) == 1:
+        yield Problem("eval.blocks", f"is in effect true with {empty} eval.seg_len to 2 or more, or eval.blocks=false")
 
 
 def _check_gpt2(model: Mapping[str, Any], seg_lens: Mapping[str, int | None]) -> Iterator[Problem]:
@@ -190,7 +190,7 @@ def _check_gpt2(model: Mapping[str, Any], seg_lens: Mapping[str, int | None]) ->
         return
     for index, token_type in enumerate(model["token_types"]):
         if bool(token_type["after"]) != (index > 0):
-            must = "must be tokens with which this type begins" if index else "must be empty: a document begins so"
+            must = "must list the tokens that start this type" if index else "must be empty: a document starts with it"
             yield Problem(f"model.token_types[{index}].after", f"is {token_type['after']}, but {must}")
     for key, value in GPT2.items():
         if model[key] != value:
@@ -204,10 +204,10 @@ def _check_gpt2(model: Mapping[str, Any], seg_lens: Mapping[str, int | None]) ->
 def _check_adaptive(adaptive: Mapping[str, Any]) -> Iterator[Problem]:
     cutoffs, ties = adaptive["cutoffs"], adaptive["tie_projections"]
     if not cutoffs or cutoffs != sorted(set(cutoffs)):
-        yield Problem("model.adaptive.cutoffs", f"is {cutoffs}, but must be one or more growing numbers of tokens")
+        yield Problem("model.adaptive.cutoffs", f"is {cutoffs}, but must be one or more increasing numbers of tokens")
     if ties is not None and len(ties) != len(cutoffs) + 1:
         yield Problem(
-            "model.adaptive.tie_projections", f"has {len(ties)} flags for {len(cutoffs) + 1} bins; give one a bin"
+            "model.adaptive.tie_projections", f"has {len(ties)} flags for {len(cutoffs) + 1} bins; give one per bin"
         )
 
 
@@ -216,7 +216,7 @@ def _check_optimizer(optimizer: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("optimizer.betas", f"is {optimizer['betas']}, but must be two numbers")
     if optimizer["momentum"] and optimizer["kind"] != "sgd":
         yield Problem(
-            "optimizer.momentum", f"is of no use to {optimizer['kind']}; set optimizer.kind=sgd, or momentum to 0"
+            "optimizer.momentum", f"is not used by {optimizer['kind']}; set optimizer.kind=sgd, or momentum to 0"
         )
     for index, group in enumerate(optimizer["groups"]):
         if message := _pattern_error(group["match"]):
@@ -225,7 +225,7 @@ def _check_optimizer(optimizer: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _pattern_error(pattern: str) -> str | None:
     if not pattern:
-        return "is empty and would take every parameter; give a regular expression, or .* if that is meant"
+        return "is empty and would match every parameter; give a regular expression, or .* if that is intended"
     try:
         re.compile(pattern)
     except re.error as error:
@@ -236,7 +236,7 @@ def _pattern_error(pattern: str) -> str | None:
 def _check_checkpoint(checkpoint: Mapping[str, Any], eval_every: int | None) -> Iterator[Problem]:
     for key in ("keep_every", "keep_best"):
         if checkpoint[key] is not None and checkpoint["keep_last"] is None:
-            yield Problem(f"checkpoint.{key}", "does nothing while all checkpoints are kept; set checkpoint.keep_last")
+            yield Problem(f"checkpoint.{key}", "has no effect while all checkpoints are kept; set checkpoint.keep_last")
     if checkpoint["keep_best"] is not None and eval_every is None:
         yield Problem("checkpoint.keep_best", "needs a validation loss; set eval.every")
 

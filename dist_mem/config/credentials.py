@@ -1,4 +1,4 @@
-"""No user and no password in the text of a configuration: it stands in files, in MLflow and on the command line."""
+"""Reject users and passwords in the text of a configuration, which is visible in files, MLflow and process lists."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _FIXES = {
 
 
 def check_credentials(tree: Mapping[str, Any]) -> Iterator[Problem]:
-    """The addresses with a user or password in them; what is taken from the environment is fine.
+    """Yield the addresses that contain a user or password; values read from the environment are accepted.
 
     Args:
-        tree: a file, or the overrides of a command line, its interpolations unresolved.
+        tree: a file, or the overrides of a command line, with unresolved interpolations.
     """
     leaves = flatten(tree)
     for key, fix in _FIXES.items():
-        if isinstance(address := leaves.get(key), str) and _names_somebody(address):
+        if isinstance(address := leaves.get(key), str) and _has_credentials(address):
             yield Problem(key, f"has a user or password in it, which files and lists of processes would show; {fix}")
 
 
-def _names_somebody(address: str) -> bool:
-    """Whether a URL has a password, or, over HTTP, a user: tokens stand there. A database may be told its user."""
+def _has_credentials(address: str) -> bool:
+    """Return whether a URL has a password, or, over HTTP, a user, which may be a token. Databases may have a user."""
     previous = ""
-    while previous != address:  # innermost first
+    while previous != address:  # removes interpolations, innermost first
         previous, address = address, re.sub(r"\$\{[^{}]*\}", "", address)
     for scheme, userinfo in re.findall(r"([a-z][a-z0-9+.-]*)://([^/?#\s]*)@", address, re.IGNORECASE):
         user, _, password = userinfo.partition(":")

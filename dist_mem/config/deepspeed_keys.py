@@ -1,7 +1,7 @@
-"""The `deepspeed:` block: every key DeepSpeed 0.19.8 knows, and which of them dist_mem sets, refuses or hands on.
+"""The `deepspeed:` block: every key of DeepSpeed 0.19.8, and whether dist_mem sets it, refuses it or passes it on.
 
-DeepSpeed ignores top-level typos, so the keys are checked here, without importing it; a test compares these tables with
-the installed version. Types are checked too; ranges are left to DeepSpeed.
+DeepSpeed ignores misspelled top-level keys, so this module checks them, without importing DeepSpeed; a test compares
+these tables with the installed version. It also checks types; DeepSpeed checks ranges.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _ZERO: dict[str, Any] = {
     "save_muon_momentum_buffer_in_memory": bool,
     "leaf_module": {"classes": list, "names": list, "name_suffixes": list},
 }
-_STAGE3: dict[str, Any] = {  # known with and without the prefix `stage3_`
+_STAGE3: dict[str, Any] = {  # accepted with and without the prefix `stage3_`
     "prefetch_bucket_size": int,
     "param_persistence_threshold": int,
     "model_persistence_threshold": int,
@@ -78,7 +78,7 @@ _STAGE3: dict[str, Any] = {  # known with and without the prefix `stage3_`
     "allgather_sequential": bool,
 }
 
-# Keys handed on to DeepSpeed, with their types.
+# Keys passed on to DeepSpeed, with their types.
 HANDED_ON: dict[str, Any] = {
     "zero_optimization": {**_ZERO, **_STAGE3, **{f"stage3_{name}": kind for name, kind in _STAGE3.items()}},
     "bf16": {
@@ -161,7 +161,7 @@ HANDED_ON: dict[str, Any] = {
     "log_level": str,
 }
 
-# Keys dist_mem sets itself, and what to write instead. "auto" is accepted for them.
+# Keys that dist_mem sets, and what to write instead. "auto" is accepted for them.
 _PRECISION = "set train.precision"
 _FINITE = "leave it out; without it DeepSpeed applies gradients that are not finite"
 _BATCH = "set train.lanes and train.micro_lanes; accumulation follows from them and the number of ranks"
@@ -172,8 +172,8 @@ OWNED: dict[str, str] = {
     "managed_gradient_accumulation": _BATCH,
     "gradient_clipping": "set train.max_grad_norm (null: no clipping)",
     "gradient_allreduce_op": "leave it out; the loss is divided by the scored tokens of all ranks",
-    "optimizer": "set optimizer.kind, optimizer.lr and their neighbours",
-    "scheduler": "set schedule.kind and its neighbours",
+    "optimizer": "set optimizer.kind, optimizer.lr and the other keys of optimizer",
+    "scheduler": "set schedule.kind and the other keys of schedule",
     "zero_allow_untested_optimizer": "leave it out",
     "zero_force_ds_cpu_optimizer": "leave it out",
     "zero_optimization.compute_grad_norm": _FINITE,
@@ -183,16 +183,16 @@ OWNED: dict[str, str] = {
     "fp16.enabled": _PRECISION,
     "torch_autocast": f"{_PRECISION}; autocast would change the memory's dtype between segments",
     "data_types.param_dtype": _PRECISION,
-    "activation_checkpointing": "set train.activation_checkpointing; DeepSpeed's own loses the structure of the memory",
+    "activation_checkpointing": "set train.activation_checkpointing; DeepSpeed's loses the structure of the memory",
     "checkpoint": "set checkpoint.every; dist_mem commits and verifies checkpoints itself",
     "steps_per_print": "set tracking.every",
 }
 
-# Keys of DeepSpeed that mean nothing here.
-_OWN_DATA = "dist_mem reads its own data: see data.* and train.*"
+# Keys of DeepSpeed that dist_mem does not support.
+_OWN_DATA = "dist_mem reads the data itself: see data.* and train.*"
 _ONE_AXIS = "lanes are the only axis that dist_mem divides among ranks"
 UNSUPPORTED: dict[str, str] = {
-    "autotuning": "it starts jobs of its own",
+    "autotuning": "it starts other jobs",
     "data_efficiency": _OWN_DATA,
     "dataloader_drop_last": _OWN_DATA,
     "datastates_ckpt": "dist_mem commits and verifies checkpoints itself",
@@ -205,10 +205,10 @@ UNSUPPORTED: dict[str, str] = {
     "use_data_before_expert_parallelism": _ONE_AXIS,
     "vocabulary_size": "it only warns; the vocabulary is the tokenizer's",
     "weight_quantization": "it is for inference",
-    "zero_optimization.round_robin_gradients": "DeepSpeed would put the weights of such a checkpoint together wrongly",
+    "zero_optimization.round_robin_gradients": "DeepSpeed would assemble the weights of such a checkpoint incorrectly",
 }
 
-# Keys that DeepSpeed has removed; old files still carry them.
+# Keys that DeepSpeed has removed; old files may still contain them.
 _GONE = "DeepSpeed 0.19 has removed it"
 REMOVED: dict[str, str] = {
     "amp": f"{_GONE}; {_PRECISION}",
@@ -230,7 +230,7 @@ REFUSED = {**OWNED, **UNSUPPORTED, **REMOVED}
 
 
 def _known_keys() -> dict[str, Any]:
-    """All keys that have a name, refused ones included, so that their typos are recognized too."""
+    """Return all keys, refused ones included, so that their typos are recognized too."""
     known = {name: dict(kind) if isinstance(kind, dict) else kind for name, kind in HANDED_ON.items()}
     for key in REFUSED:
         block, _, name = key.rpartition(".")
@@ -242,12 +242,12 @@ SCHEMA = _known_keys()
 
 
 def _is_default(value: Any) -> bool:
-    """ "auto" and null leave a key to DeepSpeed, or to us."""
+    """Return whether a value is "auto" or null, which leaves the key to DeepSpeed or dist_mem."""
     return value is None or (isinstance(value, str) and value == "auto")
 
 
 def without_defaults(tree: Any) -> Any:
-    """The block without "auto" and null, and without the blocks this empties."""
+    """Return the block without "auto" and null values, and without blocks that this leaves empty."""
     if not isinstance(tree, Mapping):
         return tree
     kept = {name: without_defaults(child) for name, child in tree.items() if not _is_default(child)}
@@ -255,7 +255,7 @@ def without_defaults(tree: Any) -> Any:
 
 
 def _whole(tree: Any) -> Any:
-    """The tree with 5e8 as an integer, for which DeepSpeed, unlike us, takes it."""
+    """Return the tree with whole floats such as 5e8 as integers; DeepSpeed accepts them as integers, dist_mem not."""
     if isinstance(tree, Mapping):
         return {name: _whole(child) for name, child in tree.items()}
     return int(tree) if isinstance(tree, float) and tree.is_integer() else tree
@@ -268,7 +268,7 @@ def _find(tree: Any, key: str) -> Any:
 
 
 def check_block(block: Mapping[str, Any], *, key: str, everywhere: Sequence[str]) -> Iterator[Problem]:
-    """Yield what is wrong with a `deepspeed:` block standing at `key`; interpolations are not followed."""
+    """Yield the problems of a `deepspeed:` block at `key`; values with interpolations are not checked."""
 
     def is_open(value: Any) -> bool:
         return _is_default(value) or is_interpolation(value)

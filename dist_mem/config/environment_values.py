@@ -1,8 +1,7 @@
-"""Values of `${oc.env:NAME}`: they may be secrets, so they are used but neither shown nor stored.
+"""Values of `${oc.env:NAME}`, which may be secrets: they are used but neither printed nor stored.
 
-A configuration is stored unresolved, with the interpolation; of what must stay the same when a run is resumed a
-checkpoint has checksums beside it. What is printed passes through `hide`, which puts the interpolation in place of a
-value.
+A configuration is stored with unresolved interpolations. For values that must stay the same when a run is resumed, a
+checkpoint stores checksums. All output passes through `hide`, which replaces a value by its interpolation.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from omegaconf.resolvers import oc
 from dist_mem.config.check import flatten, is_interpolation
 from dist_mem.runtime.environment import is_set
 
-_SHORTEST = 4  # characters; a shorter text, or a number, is no secret and stands in too many other words
-_read: dict[str, str] = {}  # value -> interpolation, of all that this process has read
+_SHORTEST = 4  # characters; a shorter text, or a number, is no secret and occurs in too many other words
+_read: dict[str, str] = {}  # value -> interpolation, for all values this process has read
 _num_reads = 0
 
 
 class FromEnvironment(NamedTuple):
-    """A value that reads the environment, itself or through another key."""
+    """A value that depends on the environment, directly or through another key."""
 
-    written: str
-    value: Any  # None too where it cannot be resolved
+    written: str  # the interpolation
+    value: Any  # also None if it cannot be resolved
 
 
 def watch_environment() -> None:
-    """Note from now on what `${oc.env:...}` yields; calling it again changes nothing."""
+    """Record from now on the values of `${oc.env:...}`; further calls have no effect."""
     OmegaConf.register_resolver("oc.env", _env, replace=True)
 
 
@@ -41,13 +40,13 @@ def _env(*arguments: Any) -> Any:
     global _num_reads
     _num_reads += 1
     value = oc.env(*arguments)
-    if is_set(arguments[0]):  # else it is the default, which stands in the file
+    if is_set(arguments[0]):  # otherwise it is the default, which the file shows anyway
         _read[str(value)] = f"${{oc.env:{arguments[0]}}}"
     return value
 
 
 def from_environment(config: Any) -> dict[str, FromEnvironment]:
-    """Key -> value, of all that reads the environment."""
+    """Return key -> value for all values that depend on the environment."""
     watch_environment()
     found = {}
     for key, written in flatten(OmegaConf.to_container(config, resolve=False)).items():
@@ -61,7 +60,7 @@ def from_environment(config: Any) -> dict[str, FromEnvironment]:
 
 
 def hide(text: str) -> str:
-    """The text with the interpolation in place of every value that was read, but for numbers and very short texts."""
+    """Replace every recorded value in the text by its interpolation, except numbers and very short texts."""
     pieces = {
         piece: written
         for value, written in _read.items()
@@ -74,7 +73,7 @@ def hide(text: str) -> str:
 
 
 def hide_all(text: str, config: Any) -> str:
-    """`hide` for a message about this configuration: numbers and short texts too, where they are words."""
+    """`hide` for a message about this configuration: also replaces numbers and short texts that are whole words."""
     for written, value in from_environment(config).values():
         if str(value):
             text = written.join(re.split(rf"(?<!\w){re.escape(str(value))}(?!\w)", text))
@@ -82,33 +81,33 @@ def hide_all(text: str, config: Any) -> str:
 
 
 def as_written(config: Any, key: str) -> Any:
-    """The value of a key for people: resolved, but as it is written if it reads the environment."""
+    """Return the value of a key for display: resolved, or the interpolation if it depends on the environment."""
     found = from_environment(config).get(key)
     return OmegaConf.select(config, key) if found is None else found.written
 
 
 def checksum(key: str, value: Any) -> str:
-    """Of a value, so that another one is noticed."""
+    """Return a checksum by which a changed value is noticed."""
     return hashlib.sha256(f"{key}={value!r}".encode()).hexdigest()[:16]
 
 
 def checksums(config: Any, *, which: Callable[[str], bool]) -> dict[str, str]:
-    """Checksums, by key, of the values that read the environment and for whose key `which` holds."""
+    """Return checksums by key of the values that depend on the environment and whose key satisfies `which`."""
     return {key: checksum(key, found.value) for key, found in from_environment(config).items() if which(key)}
 
 
 def replace_texts(config: Any, *, but: Callable[[str], bool]) -> None:
-    """Put `***` in place of the texts that read the environment, unless `but` holds for their key."""
+    """Replace texts that depend on the environment by `***`, unless `but` holds for their key."""
     for key, found in from_environment(config).items():
         if isinstance(found.value, str) and not but(key):
             OmegaConf.update(config, key, "***")
 
 
 class HidingStream:
-    """A text stream to which everything is written through `hide`."""
+    """A text stream that passes everything written to it through `hide`."""
 
     def __init__(self, stream: TextIO) -> None:
-        watch_environment()  # not every command loads a whole configuration
+        watch_environment()  # not every command calls load_config
         self._stream = stream
 
     def write(self, text: str) -> int:

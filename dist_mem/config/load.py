@@ -1,8 +1,8 @@
-"""Reading, merging and checking a configuration; writing it down.
+"""Read, merge, check and write a configuration.
 
-`load_config` refuses unknown keys at any depth and wrong values, all at once, each with its file and what was probably
-meant. The options of a memory are declared by the memory itself (`Memory.Options`) and checked by `memory_options`,
-which `load_config` is given.
+`load_config` refuses unknown keys at any depth and wrong values. It reports all of them at once, each with its file and
+a suggestion. Each memory declares its options (`Memory.Options`); `load_config` checks them with the `memory_options`
+function that its caller passes.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from dist_mem.config.sources import COMMAND_LINE, Source, merge, merge_source, p
 from dist_mem.config.text_checks import check_texts
 from dist_mem.runtime.files import write_text
 
-COMMAND_LINE_ONLY = ("data.allow_pipe", "eval.allow_code")  # what lets a program run is no file's to say
+COMMAND_LINE_ONLY = ("data.allow_pipe", "eval.allow_code")  # no file may permit the execution of foreign code
 MemoryOptions = Callable[[Any], tuple[str, Any]]  # dist_mem.memory.memory_options
 
 
 @cache
 def known_keys() -> tuple[str, ...]:
-    """Full dotted keys of the schema and of the `deepspeed:` block."""
+    """Return the full dotted keys of the schema and of the `deepspeed:` block."""
     return (*all_keys(Config), *(f"deepspeed.{key}" for key in all_keys(deepspeed_keys.SCHEMA)))
 
 
@@ -56,16 +56,16 @@ def load_config(
     """Read, merge and check a configuration.
 
     Args:
-        arguments: YAML files, merged left to right, and `a.b=c` overrides, which win wherever they stand. A file is
-            looked up here, beside the first file, and under configs/.
-        memory_options: checks the memory block, whose options are then written out; None leaves it unchecked.
-        check: raises ValueError for what only a model can refuse, its text beginning with the key.
+        arguments: YAML files, merged left to right, and `a.b=c` overrides, which win at any position. A file is
+            looked up in the current directory, beside the first file, and under configs/.
+        memory_options: checks the memory block and returns its options, which are merged in; None skips this check.
+        check: raises ValueError for what only a model can refuse; its text begins with the key.
 
     Returns:
         An OmegaConf structured config; interpolations like `${oc.env:HOME}` stay unresolved in it.
 
     Raises:
-        ConfigError: everything that is wrong, one line each; an interpolation stands for a value of the environment.
+        ConfigError: lists all problems, one per line, with interpolations in place of values from the environment.
     """
     watch_environment()
     sources = read_sources(arguments)
@@ -95,7 +95,7 @@ def _check_source(source: Source) -> Iterable[Problem]:
         leaves = flatten(source.tree)
         for key in COMMAND_LINE_ONLY:
             if leaves.get(key, False) is not False:
-                yield Problem(key, f"is taken from the command line only: remove it here, and add {key}=true there")
+                yield Problem(key, f"is accepted on the command line only: remove it here, and add {key}=true there")
     block = source.tree.get("deepspeed", {})
     if isinstance(block, Mapping):
         yield from deepspeed_keys.check_block(block, key="deepspeed", everywhere=known_keys())
@@ -111,7 +111,7 @@ def _merged(tree: dict[str, Any], source: Source) -> dict[str, Any]:
 
 
 def _check_merged(config: DictConfig) -> list[Problem]:
-    """What shows only in the whole: interpolated values, ranges, and what must fit together."""
+    """Return the problems that only the merged tree shows: interpolated values, ranges and checks across keys."""
     resolved = resolve(config)
     memory = resolved["memory"]
     if not isinstance(memory, Mapping) or not isinstance(memory.get("kind"), str):
@@ -156,14 +156,14 @@ def _begun_by_key(message: str) -> Problem | None:
 
 
 def merge_checked(schema: type, node: Mapping[str, Any], where: str) -> DictConfig:
-    """A block of keys checked against a dataclass and completed with its defaults.
+    """Check a block against a dataclass and return it completed with the defaults.
 
     Args:
-        node: the block, plain or part of a configuration.
-        where: its key in the configuration, `memory`, for messages.
+        node: the block, a plain mapping or part of a configuration.
+        where: key of the block in the configuration, `memory`, for messages.
 
     Raises:
-        ConfigError: unknown keys, with the nearest known ones, or wrong types.
+        ConfigError: the block has unknown keys (the message suggests known ones) or wrong types.
     """
     tree = plain_block(node)
     stop_on(check_tree(schema, tree, key=where, everywhere=known_keys()))
@@ -171,18 +171,18 @@ def merge_checked(schema: type, node: Mapping[str, Any], where: str) -> DictConf
 
 
 def deepspeed_block(config: Config) -> dict[str, Any]:
-    """The `deepspeed:` block as given, resolved, without "auto" values and without the keys dist_mem sets."""
+    """Return the `deepspeed:` block as given, resolved, without "auto" values and without the keys dist_mem sets."""
     return plain_block(config.deepspeed)
 
 
 def to_yaml(config: Config, *, resolve: bool = False) -> str:
-    """The whole configuration, its interpolations unresolved: no secret of the environment gets into a file.
+    """Return the whole configuration as YAML, interpolations unresolved, so that no secret gets into a file.
 
-    What only the command line can say is false in it.
+    The keys of `COMMAND_LINE_ONLY` are false in it.
 
     Args:
-        resolve: for a file that needs no environment to be read; `***` stands for texts that come out of it, but for
-            those that are chosen among a few, or name a kind.
+        resolve: resolve the interpolations, so that the file can be read without the environment. Texts that depend on
+            the environment become `***`, except those with a fixed set of choices or under a key `kind`.
     """
     kept = cast(DictConfig, config).copy()
     for key in COMMAND_LINE_ONLY:
@@ -193,18 +193,18 @@ def to_yaml(config: Config, *, resolve: bool = False) -> str:
 
 
 def value_of(config: Config, key: str) -> Any:
-    """The resolved value of a dotted key. Raises ConfigError for a key that is not there."""
+    """Return the resolved value of a dotted key. Raises ConfigError for an unknown key."""
     if key not in known_keys():
-        stop_on([Problem(key, "is no key; `dist-mem config` lists them all")])
+        stop_on([Problem(key, "is not a key; `dist-mem config` lists all keys")])
     return OmegaConf.select(cast(Any, config), key)
 
 
 def save_config(config: Config, path: Path) -> None:
-    """Write the configuration, as `to_yaml` has it, atomically."""
+    """Write the configuration atomically, in the form of `to_yaml`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, to_yaml(config))
 
 
 def read_config(path: Path) -> Config:
-    """The configuration that `save_config` wrote. Raises ConfigError as `load_config` does."""
+    """Read a configuration that `save_config` wrote. Raises ConfigError as `load_config` does."""
     return load_config([str(path)])

@@ -1,8 +1,8 @@
-"""What may change when a run is resumed: `RULES` is the table, a key goes by the longest pattern that fits it.
+"""Rules for changing keys when a run is resumed: the longest pattern in `RULES` that matches a key decides.
 
-Three classes. FREE keys may change: they leave what the checkpoint holds as it is. ALLOWED ones change what the run
-computes from here on, which a typing mistake must not do: they take `--allow KEY`. SAME keys are what the checkpoint is
-made of, for the reason in `REASONS`.
+There are three classes. FREE keys may change: they do not affect the contents of the checkpoint. ALLOWED keys change
+what the run computes from now on; they require `--allow KEY`, so that a typing mistake cannot change them. SAME keys
+determine the contents of the checkpoint and must not change, for the reason in `REASONS`.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from dist_mem.config.sources import plain_block
 FREE, ALLOWED, SAME = "free", "allowed", "same"
 
 RULES: dict[str, str] = {
-    # What the run is called, where it is told of, and from where it goes on.
+    # The name of the run, its tracking, and the checkpoint it resumes from.
     "name": FREE,
     "run_dir": FREE,
     "resume": FREE,
     "tracking.*": FREE,
-    # On what machine it runs, and who watches it.
+    # The machine it runs on, and its supervision.
     "launch.*": FREE,
     "preflight": FREE,
     "watchdog.*": FREE,
-    # Saving and evaluation change nothing in training.
+    # Saving and evaluation do not affect training.
     "checkpoint.*": FREE,
     "eval.*": FREE,
-    # The same tokens from another place (their fingerprints are compared), in the same order.
+    # The same tokens, whose fingerprints are compared, from another place in the same order.
     "data.path": FREE,
     "data.allow_pipe": FREE,
     "data.cache": FREE,
@@ -46,27 +46,27 @@ RULES: dict[str, str] = {
     "data.*": SAME,
     # Parameters and memories of the checkpoint.
     "model.*": SAME,
-    "model.pretrained": FREE,  # read where a run begins, and no more
+    "model.pretrained": FREE,  # read only when a run begins
     "model.dropout": ALLOWED,
     "model.attention_dropout": ALLOWED,
     "memory.*": SAME,
-    # Read anew in every step.
+    # Read in every step.
     "train.steps": FREE,
     "train.epochs": FREE,
     "train.max_grad_norm": FREE,
     "schedule.*": FREE,
     "divergence.*": FREE,
     "optimizer.lr": FREE,
-    # Who holds which lane, and how the state is divided: speed and space, not numbers.
+    # The division of lanes and state among ranks affects speed and memory use, not results.
     "train.micro_lanes": FREE,
     "train.activation_checkpointing": FREE,
     "train.threads": FREE,
     "deepspeed*": FREE,
-    # Which lane reads what.
+    # The documents each lane reads.
     "train.seed": SAME,
     "train.lanes": SAME,
     "train.seg_len": SAME,
-    # What an update is made of. The checkpoint fits, but the run goes on as another one.
+    # The computation of an update. The checkpoint still fits, but the run continues differently.
     "train.segments_per_update": ALLOWED,
     "train.precision": ALLOWED,
     "optimizer.*": ALLOWED,
@@ -77,23 +77,23 @@ RULES: dict[str, str] = {
 }
 
 REASONS: dict[str, str] = {
-    "data.*": "every lane is in the middle of a document that this would give to another lane, or cut otherwise",
+    "data.*": "every lane is in the middle of a document that this would assign to another lane or cut differently",
     "model.*": "the parameters of the checkpoint are those of that model",
     "memory.*": "the lanes of the checkpoint carry memories of that kind and size",
     "train.seed": "memories draw their random numbers from it",
-    "train.lanes": "a memory belongs to a lane, and the plan deals the documents to so many lanes: with another number "
-    "each would be in the middle of a document that is no longer its own (the number of ranks, train.micro_lanes and "
-    "train.segments_per_update may change)",
-    "train.seg_len": "memories are made for segments of that length, and lanes stand between two of them",
+    "train.lanes": "a memory belongs to a lane, and the plan assigns the documents to that many lanes: with another "
+    "number each lane would be in the middle of a document that is no longer its own (the number of ranks, "
+    "train.micro_lanes and train.segments_per_update may change)",
+    "train.seg_len": "memories are built for segments of that length, and lanes are between two of them",
     "optimizer.kind": "the checkpoint holds the moments of that optimizer",
 }
 
 
 class Change(NamedTuple):
-    """A key with another value than before."""
+    """A key whose value changed."""
 
     key: str
-    old: Any  # None also where the key was absent
+    old: Any  # also None if the key was absent
     new: Any
     rule: str  # FREE, ALLOWED or SAME
 
@@ -102,7 +102,7 @@ class Change(NamedTuple):
 
 
 def rule_of(key: str) -> str:
-    """FREE, ALLOWED or SAME. Raises KeyError for a key without a rule."""
+    """Return FREE, ALLOWED or SAME. Raises KeyError for a key without a rule."""
     return RULES[_pattern_of(key)]
 
 
@@ -114,15 +114,15 @@ def _pattern_of(key: str) -> str:
 
 
 def checksums_to_keep(config: Config) -> dict[str, str]:
-    """Checksums, by key, of values of the environment that may not change freely; `to_yaml` has only their names."""
+    """Return checksums by key of values from the environment that are not FREE; `to_yaml` stores only their names."""
     return checksums(config, which=lambda key: rule_of(key) != FREE)
 
 
 def changed_keys(old: Config, new: Config, then: Mapping[str, str] = MappingProxyType({})) -> list[Change]:
-    """The keys whose resolved values differ, in the order of the schema.
+    """Return the keys whose resolved values differ, in the order of the schema.
 
     Args:
-        then: `checksums_to_keep` of the old one; what the environment says now is not what it said then.
+        then: `checksums_to_keep` of the old configuration, because the environment may have changed since.
     """
     before, after = flatten(plain_block(old)), flatten(plain_block(new))
     for key in before.keys() & then.keys():
@@ -137,13 +137,13 @@ def changed_keys(old: Config, new: Config, then: Mapping[str, str] = MappingProx
 
 
 class _Written(str):
-    """A text that stands for a value, and is shown without quotes."""
+    """A placeholder for a value, printed without quotes."""
 
     def __repr__(self) -> str:
         return str(self)
 
 
-_FORMER = _Written("another value")  # which the environment had then
+_FORMER = _Written("another value")  # the environment's former value, known only by its checksum
 
 
 def _texts(config: Config) -> dict[str, _Written]:
@@ -151,13 +151,13 @@ def _texts(config: Config) -> dict[str, _Written]:
 
 
 def _differ(was: Any, now: Any) -> bool:
-    """Whether two values differ; an empty block or list is as good as none."""
+    """Return whether two values differ; an empty block or list equals None."""
     nothing: tuple[Any, ...] = (None, {}, [])
     return was != now and not (was in nothing and now in nothing)
 
 
 def check_allowed(allowed: Sequence[str]) -> None:
-    """Raise ConfigError for what cannot be given to `--allow`: a key that is not there, or must stay the same."""
+    """Raise ConfigError for invalid arguments of `--allow`: unknown keys, or keys that must not change."""
     stop_on([problem for key in allowed if (problem := _not_allowable(key))])
 
 
@@ -166,16 +166,16 @@ def _not_allowable(given: str) -> Problem | None:
     if key not in known:
         block, _, name = key.rpartition(".")
         inside = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == block]
-        return Problem("--allow", f"{given} is no key; {suggest(name, block, inside, known)}")
+        return Problem("--allow", f"{given} is not a key; {suggest(name, block, inside, known)}")
     inside = [other for other in known if _covers(key, other)]
     rules = {rule_of(leaf) for leaf in inside if sum(_covers(leaf, other) for other in inside) == 1}
     if ALLOWED not in rules and SAME in rules:
-        return Problem("--allow", f"{given} must stay what it is: {_reason(key)}")
+        return Problem("--allow", f"{given} must not change: {_reason(key)}")
     return None
 
 
 def _covers(allowed: str, key: str) -> bool:
-    """Whether `--allow` of a key or block is meant for this key too."""
+    """Return whether `--allow` of a key or block covers this key."""
     return key == allowed or key.startswith((f"{allowed}.", f"{allowed}["))
 
 
@@ -187,23 +187,24 @@ def _reason(key: str) -> str:
 def check_changes(
     old: Config, new: Config, *, then: Mapping[str, str] = MappingProxyType({}), allowed: Sequence[str] = ()
 ) -> list[Change]:
-    """What has changed since the checkpoint, in the order of the schema.
+    """Return the changes since the checkpoint, in the order of the schema.
 
     Args:
         then: as for `changed_keys`.
         allowed: keys, or blocks of keys, given to `--allow`.
 
     Raises:
-        ConfigError: naming every key that must not change, or not without `--allow`: old value, new value and fix.
+        ConfigError: a key changed that must not change, or not without `--allow`; the message has every such key with
+            its old value, new value and the fix.
     """
     changes = changed_keys(old, new, then)
-    other_run = f"start another run with {_way_to_another_run(new)}"
+    other_run = f"start another run with {_other_run_override(new)}"
     stop_on([problem for change in _causes(changes) if (problem := _refusal(change, allowed, other_run))])
     return changes
 
 
 def _causes(changes: Sequence[Change]) -> list[Change]:
-    """The changes without the options of a memory of another kind, which all have changed with it."""
+    """Return the changes without the options of a memory whose kind changed, since all of them changed with it."""
     blocks = [change.key.removesuffix("kind") for change in changes if fnmatchcase(change.key, "memory.*kind")]
     return [
         change
@@ -212,22 +213,22 @@ def _causes(changes: Sequence[Change]) -> list[Change]:
     ]
 
 
-def _way_to_another_run(config: Config) -> str:
-    """The override that leads to another run directory."""
+def _other_run_override(config: Config) -> str:
+    """Return the override that selects another run directory."""
     given = OmegaConf.to_container(cast(Any, config), resolve=False)
     return "name=NAME" if "${name}" in cast(dict[str, Any], given)["run_dir"] else "run_dir=FOLDER"
 
 
 def _refusal(change: Change, allowed: Sequence[str], other_run: str) -> Problem | None:
-    said = f"is {change.new!r}, but the run began with {change.old!r}"
+    values = f"is {change.new!r}, but the run began with {change.old!r}"
     if change.rule == SAME:
-        return Problem(change.key, f"{said}, and must stay so: {_reason(change.key)}; set it back, or {other_run}")
+        return Problem(change.key, f"{values}, and must not change: {_reason(change.key)}; set it back, or {other_run}")
     if change.rule == ALLOWED and not any(_covers(key, change.key) for key in allowed):
-        allow = f"add --allow {_without_index(change.key)} to go on with the new value"
-        return Problem(change.key, f"{said}; set it back, {allow}, or {other_run}")
+        allow = f"add --allow {_without_index(change.key)} to continue with the new value"
+        return Problem(change.key, f"{values}; set it back, {allow}, or {other_run}")
     return None
 
 
 def _without_index(key: str) -> str:
-    """The list that an item stands in: `optimizer.groups` for `optimizer.groups[0].lr`."""
+    """Return the key of the list that contains an item: `optimizer.groups` for `optimizer.groups[0].lr`."""
     return key.partition("[")[0]

@@ -1,6 +1,6 @@
-"""Where a configuration comes from: YAML files, then `a.b=c` from the command line, read into plain trees and merged.
+"""Configuration sources: YAML files, then `a.b=c` overrides, read into plain trees and merged.
 
-Nothing is checked here but that files can be read and interpolations resolved; keys and values are the schema's.
+This module checks only that files can be read and interpolations resolved, not keys and values.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from dist_mem.runtime.environment import as_submitted
 from dist_mem.runtime.files import is_dir, is_file
 
 COMMAND_LINE = "command line"
-# Of YAML and OmegaConf. ValueError: numbers of over 4,300 digits, dates such as 2020-13-45, bytes that are no UTF-8.
+# Raised by YAML and OmegaConf. ValueError: numbers of over 4,300 digits, dates such as 2020-13-45, invalid UTF-8.
 _UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError)
 _SUFFIXES = (".yaml", ".yml", ".json")
 
 
 class Source(NamedTuple):
-    """One file, or all overrides of a command line."""
+    """A file, or all overrides of a command line."""
 
     tree: dict[str, Any]
     where: str  # the file, or COMMAND_LINE
-    is_whole_deepspeed: bool = False  # a ds_config.json: replaces the block instead of merging into it
+    is_whole_deepspeed: bool = False  # a ds_config.json, which replaces the block instead of merging into it
 
 
 def read_sources(arguments: Sequence[str]) -> list[Source]:
-    """Files in their order, then the overrides, wherever they stand among the files.
+    """Read the files in their order, then the overrides, at whatever position they are given.
 
     Raises:
-        ConfigError: a file is missing (with the names of near ones) or is not YAML.
+        ConfigError: a file is missing (the message suggests a similar one) or is not YAML.
     """
     is_override = ["=" in argument and not is_file(as_submitted(Path(argument))) for argument in arguments]
     names = [name for name, override in zip(arguments, is_override, strict=True) if not override]
@@ -50,15 +50,16 @@ def read_sources(arguments: Sequence[str]) -> list[Source]:
 
 
 def files_of(arguments: Sequence[str]) -> list[Path]:
-    """The files that `read_sources` reads."""
+    """Return the files that `read_sources` reads."""
     return [Path(source.where) for source in read_sources(arguments) if source.where != COMMAND_LINE]
 
 
 def find_file(name: str, folders: Sequence[Path]) -> Path:
-    """The first of `folders` / `name` that is a file.
+    """Return the first of `folders` / `name` that is a file.
 
     Raises:
-        ConfigError: none is; names a near one, of those folders, of the one that `name` names, or below configs/.
+        ConfigError: none is a file; the message suggests a similar one of these folders, of the folder in `name`, or
+            below configs/.
     """
     for folder in folders:
         if is_file(as_submitted(folder / name)):
@@ -76,7 +77,7 @@ def find_file(name: str, folders: Sequence[Path]) -> Path:
 
 
 def _config_files(folder: Path) -> Iterator[Path]:
-    """Those of the folder itself, and of configs/ at any depth: any other may be as deep as the whole disk."""
+    """Yield the configuration files of a folder; only configs/ is searched recursively, others may be a whole disk."""
     if is_dir(folder):
         for path in sorted(folder.glob("**/*" if folder == Path("configs") else "*")):
             if path.suffix in _SUFFIXES:
@@ -92,18 +93,18 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         tree = OmegaConf.to_container(OmegaConf.load(as_submitted(path)))
     except (*_UNREADABLE, OSError) as error:
-        raise ConfigError([Problem("", f"cannot be read as YAML: {_complaint(error)}", str(path))]) from error
+        raise ConfigError([Problem("", f"cannot be read as YAML: {_yaml_error(error)}", str(path))]) from error
     if not isinstance(tree, dict):
         raise ConfigError([Problem("", "must hold keys and values, but holds a list", str(path))])
     return {str(name): child for name, child in tree.items()}
 
 
-def _complaint(error: Exception) -> str:
+def _yaml_error(error: Exception) -> str:
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """The tree of `a.b=c` texts. Raises ConfigError for one that is not of that form, or not YAML."""
+    """Return the tree of `a.b=c` texts. Raises ConfigError for one that is not of that form, or not YAML."""
     tree: dict[str, Any] = {}
     for override in overrides:
         key, _, text = override.partition("=")
@@ -113,7 +114,7 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         try:
             branch = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index, call-overload]
         except _UNREADABLE as error:
-            problem = f"{shown(text)} cannot be read as YAML: {_complaint(error)}"
+            problem = f"{shown(text)} cannot be read as YAML: {_yaml_error(error)}"
             raise ConfigError([Problem(key, problem, COMMAND_LINE)]) from error
         for name in reversed(names):
             branch = {name: branch}
@@ -122,7 +123,7 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _with_deepspeed_file(source: Source) -> list[Source]:
-    """`deepspeed: path` is a source of its own, between the file that names it and the next."""
+    """Split off the file of `deepspeed: path` as a separate source, placed after the file that names it."""
     name = source.tree.get("deepspeed")
     if not isinstance(name, str):
         return [source]
@@ -158,10 +159,10 @@ def _read_deepspeed(path: Path) -> dict[str, Any]:
 
 
 def merge_source(tree: dict[str, Any], source: Source) -> dict[str, Any]:
-    """`tree` with a later source merged into it.
+    """Return `tree` with a later source merged into it.
 
-    Another `memory.kind` or `memory.over.kind` takes none of the former one's options with it, and a ds_config.json
-    none of the former block.
+    A changed `memory.kind` or `memory.over.kind` drops the options of the former kind, and a ds_config.json replaces
+    the former block.
     """
     new = source.tree
     if isinstance(new.get("memory"), Mapping):
@@ -172,7 +173,7 @@ def merge_source(tree: dict[str, Any], source: Source) -> dict[str, Any]:
 
 
 def _same_kind(old: Any, new: Mapping[str, Any]) -> Any:
-    """The old memory block, emptied where the new one is of another kind; so also the memory it lies over."""
+    """Return the old memory block, emptied if the new one has another kind; likewise for the memory under `over`."""
     if not isinstance(old, Mapping) or new.get("kind", old.get("kind")) != old.get("kind"):
         return {}
     over = new.get("over")
@@ -180,7 +181,7 @@ def _same_kind(old: Any, new: Mapping[str, Any]) -> Any:
 
 
 def merge(old: Any, new: Any, key: str = "") -> Any:
-    """Blocks merge key by key; everything else is replaced, lists too, unless single items are given: `groups.0.lr=1`.
+    """Merge blocks key by key; replace all else, including lists, except for single items as `groups.0.lr=1`.
 
     Raises:
         ConfigError: a list has no such item.
@@ -201,13 +202,13 @@ def merge(old: Any, new: Any, key: str = "") -> Any:
 
 
 def plain_block(node: Any) -> dict[str, Any]:
-    """A block as a dict, interpolations resolved."""
+    """Return a block as a dict with resolved interpolations."""
     block = node if isinstance(node, DictConfig) else OmegaConf.create(dict(node))
     return cast(dict[str, Any], OmegaConf.to_container(block, resolve=True))
 
 
 def resolve(config: DictConfig) -> dict[str, Any]:
-    """`plain_block`, with errors as ours: ConfigError names the key and what it asked for, but never a value."""
+    """`plain_block`, but raising ConfigError, which names the key and the interpolation, never a value."""
     try:
         return plain_block(config)
     except OmegaConfBaseException as error:
@@ -216,7 +217,7 @@ def resolve(config: DictConfig) -> dict[str, Any]:
 
 
 def _unresolvable(config: DictConfig) -> str:
-    """The first key that cannot be resolved; OmegaConf does not name those of lists and blocks."""
+    """Return the first key that cannot be resolved; OmegaConf names no key inside lists and blocks."""
     for key, written in flatten(OmegaConf.to_container(config, resolve=False)).items():
         try:
             OmegaConf.select(config, key) if is_interpolation(written) else None
@@ -226,7 +227,7 @@ def _unresolvable(config: DictConfig) -> str:
 
 
 def _reason(error: OmegaConfBaseException) -> str:
-    """OmegaConf's message without the value, which may be a secret of the environment."""
+    """Return OmegaConf's message without the value, which may be a secret from the environment."""
     message = str(error.msg or error)
     if missing := re.search(r"Environment variable '(\w+)' not found", message):
         return f"the environment variable {missing[1]} is not set; set it, or write ${{oc.env:{missing[1]},default}}"

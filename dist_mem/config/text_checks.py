@@ -1,6 +1,6 @@
-"""Which texts a configuration may have: none is empty, all can be written into files, and no path is too long.
+"""Check the texts of a configuration: none is empty, all can be written into files, and no path is too long.
 
-Whether a path is there, and what a name has to look like, is looked at where it is used.
+The code that uses a path or a name checks whether the path exists and whether the name is valid.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from dist_mem.config.bounds import generic
 from dist_mem.config.check import Problem, shown
 
 MAY_BE_EMPTY = {
-    "optimizer.groups[].match",  # constraints.py says what an empty one would do
+    "optimizer.groups[].match",  # constraints.py explains the effect of an empty one
     "launch.setup[]",
 }
 PATHS = ("name", "run_dir", "data.path", "data.cache", "data.stage_dir", "data.train_split", "eval.split")
 _IN_NO_TEXT = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]"  # YAML and UTF-8 cannot hold them
 _IN_NO_NAME = r"[\x00-\x1f\x7f\ud800-\udfff]"  # a line end would end the line of a script or a log
 _MOST_LETTERS = 10_000
-_MOST_NAME_BYTES = 255  # of one folder, in all file systems in use
-_MOST_PATH_BYTES = 3_500  # Linux allows 4,096; the files of a checkpoint lie below
+_MOST_NAME_BYTES = 255  # of one path component, in all common file systems
+_MOST_PATH_BYTES = 3_500  # Linux allows 4,096; the paths of a checkpoint's files are longer
 
 
 def check_texts(leaves: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield the texts that cannot be used as they are.
 
     Args:
-        leaves: full key -> value, as of `check.flatten`; what is no text is passed over.
+        leaves: full key -> value, as of `check.flatten`; values that are not texts are skipped.
     """
     for key, value in leaves.items():
         if isinstance(value, str) and (message := _fault(generic(key), value)):
@@ -41,7 +41,7 @@ def _fault(key: str, text: str) -> str | None:
     if not text.strip() and key not in MAY_BE_EMPTY and not key.startswith("deepspeed."):
         return f"is {shown(text)}, but must be a text; leave the key out for its default"
     if wrong := re.search(_IN_NO_NAME if key in PATHS else _IN_NO_TEXT, text):
-        return f"is {shown(text)}, but {wrong[0]!a} must not stand in it; leave it out"
+        return f"is {shown(text)}, but must not contain {wrong[0]!a}; leave it out"
     if len(text) > _MOST_LETTERS:
         return f"is {shown(text)}, but must have at most {_MOST_LETTERS:,} characters"
     fault = _place_fault(text) if key in PATHS else None
@@ -56,16 +56,16 @@ def _place_fault(text: str) -> str | None:
     try:
         parts = urlsplit(text)
         is_whole = bool(parts.hostname or parts.port or parts.scheme not in ("http", "https", "ftp", "ftps"))
-    except ValueError as error:  # of brackets and ports
-        return f"is no address: {error}"
+    except ValueError as error:  # invalid brackets or port
+        return f"is not an address: {error}"
     return None if is_whole else f"names no host: write one after {parts.scheme}://"
 
 
 def _path_fault(text: str) -> str | None:
-    """Why no file system takes a path; None if one does."""
+    """Return why no file system accepts a path; None if some do."""
     parts = [len(os.fsencode(part)) for part in text.split("/")]
     if max(parts) > _MOST_NAME_BYTES:
-        return f"a name in it has {max(parts):,} bytes; file systems take {_MOST_NAME_BYTES}: give a shorter one"
+        return f"a name in it has {max(parts):,} bytes; file systems allow {_MOST_NAME_BYTES}: give a shorter one"
     total = sum(parts) + len(parts) - 1
     if total > _MOST_PATH_BYTES:
         return f"it has {total:,} bytes, and a path may have {_MOST_PATH_BYTES:,}: give a shorter one"

@@ -60,9 +60,9 @@ def test_the_same_command_says_that_the_run_is_finished(
     [
         (
             "train.lanes=4",
-            ("train.lanes: is 4, but the run began with 8, and must stay so: a memory belongs to a lane",),
+            ("train.lanes: is 4, but the run began with 8, and must not change: a memory belongs to a lane",),
         ),
-        ("memory.kind=none", ("memory.kind: is 'none', but the run began with 'transformer_xl', and must stay so: ",)),
+        ("memory.kind=none", ("memory.kind: is 'none', but the run began with 'transformer_xl', and must not change",)),
         ("model.dropout=0.5", ("model.dropout: is 0.5, but the run began with 0.2", "--allow model.dropout")),
     ],
 )

@@ -333,7 +333,7 @@ def test_what_needs_to_be_allowed_is_refused_until_it_is(copied: Path, rank_pool
 def test_changed_model_is_refused_whatever_is_allowed(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
     text = refusal(rank_pool, copied, "memory.mem_len=16", "train.lanes=4", allow=("train", "model"))
     assert text.startswith(ConfigError.__name__)
-    assert "memory.mem_len: is 16, but the run began with 24, and must stay so" in text
+    assert "memory.mem_len: is 16, but the run began with 24, and must not change" in text
     assert "train.lanes: is 4, but the run began with 8" in text
 
 
@@ -352,7 +352,7 @@ def test_an_option_that_a_memory_has_got_since_is_no_change(
     manifest.write_manifest(directory, body)
     assert open_two(rank_pool, copied)[0] == 1
     told = refusal(rank_pool, copied, "memory.density=moments")
-    assert "memory.density: is 'moments', but the run began with 'affine', and must stay so" in told
+    assert "memory.density: is 'moments', but the run began with 'affine', and must not change" in told
 
 
 def test_precision_may_change_where_it_is_allowed(

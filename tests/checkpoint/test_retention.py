@@ -103,8 +103,8 @@ def test_rules_that_would_do_nothing_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(["train.steps=1", "checkpoint.keep_every=2", "checkpoint.keep_best=1", "memory.kind=none"])
     assert str(caught.value).splitlines() == [
-        "command line: checkpoint.keep_every: does nothing while all checkpoints are kept; set checkpoint.keep_last",
-        "command line: checkpoint.keep_best: does nothing while all checkpoints are kept; set checkpoint.keep_last",
+        "command line: checkpoint.keep_every: has no effect while all checkpoints are kept; set checkpoint.keep_last",
+        "command line: checkpoint.keep_best: has no effect while all checkpoints are kept; set checkpoint.keep_last",
         "command line: checkpoint.keep_best: needs a validation loss; set eval.every",
     ]
 

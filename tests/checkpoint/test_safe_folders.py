@@ -161,7 +161,7 @@ def test_only_the_command_line_can_allow_a_command(checkpoint: Path, tmp_path: P
     load_model(checkpoint, pipe, cache, "data.allow_pipe=true")
     assert marker.exists(), "asked for, it runs"
     edit_config(checkpoint, "data.allow_pipe=true")
-    with pytest.raises(UnusableError, match=r"data\.allow_pipe: is taken from the command line only"):
+    with pytest.raises(UnusableError, match=r"data\.allow_pipe: is accepted on the command line only"):
         load_model(checkpoint, pipe, cache)
 
 
@@ -231,7 +231,7 @@ def test_a_memory_in_a_folder_is_not_run_unless_asked_for(
     load_model(folder, DATA, "eval.allow_code=true")
     assert marker.exists(), "asked for, it runs"
     edit_config(folder, "eval.allow_code=true")
-    with pytest.raises(UnusableError, match=r"eval\.allow_code: is taken from the command line only"):
+    with pytest.raises(UnusableError, match=r"eval\.allow_code: is accepted on the command line only"):
         load_model(folder, DATA)
 
 

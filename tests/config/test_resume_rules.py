@@ -97,7 +97,7 @@ def test_changes_of_what_is_computed_are_refused_until_they_are_allowed(override
     with pytest.raises(ConfigError) as caught:
         check_changes(load(), load(override))
     assert key in {problem.key for problem in caught.value.problems}
-    assert f"set it back, add --allow {allow} to go on with the new value, or start another" in str(caught.value)
+    assert f"set it back, add --allow {allow} to continue with the new value, or start another" in str(caught.value)
     changes = check_changes(load(), load(override), allowed=[allow])
     assert key in {change.key for change in changes}
     check_changes(load(), load(override), allowed=[allow.split(".")[0]])  # a whole block
@@ -126,7 +126,7 @@ def test_other_changes_are_refused_with_old_value_new_value_reason_and_fix(overr
         check_changes(old, new, allowed=["model", "train", "optimizer", "data", "memory"])
     (problem,) = [problem for problem in caught.value.problems if problem.key == key]
     (change,) = [change for change in changed_keys(old, new) if change.key == key]
-    assert problem.text.startswith(f"is {change.new!r}, but the run began with {change.old!r}, and must stay so: ")
+    assert problem.text.startswith(f"is {change.new!r}, but the run began with {change.old!r}, and must not change: ")
     assert problem.text.endswith("; set it back, or start another run with name=NAME")
     assert any(reason in problem.text for reason in REASONS.values())
 
@@ -137,11 +137,11 @@ def test_changed_number_of_lanes_is_told_why() -> None:
 
 
 def test_only_what_can_be_allowed_is_accepted_by_allow() -> None:
-    with pytest.raises(ConfigError, match=r"--allow: optimizer\.beta is no key; did you mean optimizer\.betas\?"):
+    with pytest.raises(ConfigError, match=r"--allow: optimizer\.beta is not a key; did you mean optimizer\.betas\?"):
         check_allowed(["optimizer.beta"])
-    with pytest.raises(ConfigError, match=r"--allow: train\.lanes must stay what it is: a memory belongs to a lane"):
+    with pytest.raises(ConfigError, match=r"--allow: train\.lanes must not change: a memory belongs to a lane"):
         check_allowed(["train.lanes"])
-    with pytest.raises(ConfigError, match=r"--allow: memory\.kind must stay what it is"):
+    with pytest.raises(ConfigError, match=r"--allow: memory\.kind must not change"):
         check_allowed(["memory.kind"])
     check_allowed(["optimizer.lr"])  # it may change anyway
 

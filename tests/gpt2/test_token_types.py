@@ -122,7 +122,7 @@ def test_generation_equals_reading_the_document_anew() -> None:
     [
         (["model.kind=transformer"], "model.token_types: needs model.kind=gpt2"),
         (["model.token_types=[{id: 3, after: [1]}]"], "model.token_types[0].after: is [1], but must be empty"),
-        (["model.token_types=[{id: 3}, {id: 4}]"], "model.token_types[1].after: is [], but must be tokens"),
+        (["model.token_types=[{id: 3}, {id: 4}]"], "model.token_types[1].after: is [], but must list the tokens"),
         (["model.token_types=[{id: -3}]"], "model.token_types[0].id: is -3, but must be at least 0"),
     ],
 )
