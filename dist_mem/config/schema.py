@@ -1,4 +1,4 @@
-"""Schema of the run configuration: every key, its type, default and meaning. docs/reference/config.md shows these comments."""
+"""Schema of a run: every key, its type, default and meaning; docs/reference/config.md shows these comments."""
 
 from __future__ import annotations
 

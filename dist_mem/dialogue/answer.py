@@ -1,9 +1,9 @@
-"""Replies written by a model, each where a person gave one: to the gold history, with the memory that reading it left.
+"""Generate a model's replies to the gold history of a conversation, with the memory left by reading that history.
 
-A conversation is read once, from its first token. At a reply that is asked for, the reading is kept, the model writes
-on from it, and what it wrote is dropped; then the person's reply is read, and the conversation goes on. So what a reply
-is written from never holds the reply it is compared with, nor anything after it. (The published evaluation gave every
-context of a dialogue the same list, filled up to its second to last turn: nearly all references were in the input.)
+A conversation is read once, from its first token. At each chosen reply, the model generates from a kept reading and the
+generated text is dropped; then the person's reply is read, and the conversation continues. The input of a reply thus
+never contains its reference or anything after it. (The published evaluation gave every context of a dialogue the same
+list, filled up to the second to last turn, so that nearly all references were in the input.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dist_mem.generation.sampling import Sampling
 
 
 class Answer(NamedTuple):
-    """A reply of the model, and the one it is compared with."""
+    """A reply of the model and its reference."""
 
     conversation: Conversation
     place: Reply  # of the reference
@@ -38,11 +38,11 @@ def answer_all(
     num_tokens: int,
     sampling: Sampling,
 ) -> Iterator[Answer]:
-    """A reply of the model for each chosen one; each has random numbers of its own, whatever stands beside it.
+    """Yield a reply of the model for each chosen reply; its random numbers do not depend on the rest of the batch.
 
     Args:
-        chosen: of each conversation, in its order.  num_lanes: conversations read at once.
-        num_tokens: of a reply, at most; it ends with its line.
+        chosen: chosen replies of each conversation, in order.  num_lanes: conversations read at once.
+        num_tokens: maximum length of a reply; a reply ends at the end of its line.
     """
     order = sorted(range(len(conversations)), key=lambda place: len(chosen[place]))  # lanes of a batch end together
     for first in range(0, len(order), num_lanes):
@@ -93,5 +93,5 @@ def _answer(trained: TrainedModel, conversation: Conversation, place: Reply, wri
 
 
 def _stream(conversation: Conversation, place: Reply) -> int:
-    """A sequence of random numbers of its own for every reply of a split."""
+    """Return the random number stream of a reply, unique within a split."""
     return conversation.number * 2**32 + place.start

@@ -1,12 +1,12 @@
-"""The dialogue command: replies written by a model, and the five figures of the infinity-former's table 2.
+"""The dialogue command: generate replies and compute the five figures of the infinity-former's table 2.
 
     dist-mem dialogue runs/cmu_dog --split test
     dist-mem dialogue runs/cmu_dog --split test --limit 100 --turns 2 eval.lanes=32
 
-Perplexity is that of every reply of the conversations read, in the model's tokens; the others compare replies that the
-model writes with those that people gave (answer.py, metrics.py). RUN/evaluations/dialogue-<split>-step-<step>.json and
-.txt hold the figures and the replies; the figures join the run in MLflow, those of an export do not. What is asked for
-besides the defaults is in the names of both, as in dialogue-test-step-00000800-limit100-turns2.json.
+Perplexity covers every reply of the conversations read, in the model's tokens. The other figures compare the model's
+replies with those of people (answer.py, metrics.py). RUN/evaluations/dialogue-<split>-step-<step>.json and .txt contain
+the figures and the replies. The figures are added to the run in MLflow, except those of an export. Names of files and
+figures contain the settings that differ from the defaults, as in dialogue-test-step-00000800-limit100-turns2.json.
 """
 
 from __future__ import annotations
@@ -57,35 +57,35 @@ from dist_mem.runtime.signals import StopSignal
 from dist_mem.tracking.progress import Progress
 from dist_mem.tracking.start import log_to_run
 
-MIN_HISTORY = 2  # replies that stand before the first one a model is asked for, as in the published evaluation
+MIN_HISTORY = 2  # replies before the first one that the model generates, as in the published evaluation
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked of the model."""
+    """The settings of a dialogue evaluation."""
 
     split: str | None = None  # None: eval.split
-    limit: int | None = None  # conversations, the first of the split; None: all
-    turns: int | None = None  # replies written in a conversation, spread over it; None: all from the third on
-    num_tokens: int = 50  # of a reply, at most
+    limit: int | None = None  # number of conversations, from the start of the split; None: all
+    turns: int | None = None  # replies generated per conversation, spread over it; None: all from the third on
+    num_tokens: int = 50  # maximum length of a reply
     sampling: Sampling = field(default_factory=lambda: Sampling(top_p=0.9))
-    wordnet: Path | None = None  # folder of WordNet; None: where Debian puts it, if it is there
+    wordnet: Path | None = None  # folder of WordNet; None: Debian's folder, if it exists
 
 
 def settings_tag(settings: Settings) -> str:
-    """What tells these settings from the default ones, for names of files and figures: "limit100-turns2"; or ""."""
-    asked, usual = (
+    """Return the settings that differ from the defaults, for names of files and figures: "limit100-turns2", or ""."""
+    given, default = (
         {"limit": each.limit, "turns": each.turns, "tokens": each.num_tokens, **vars(each.sampling)}
         for each in (settings, Settings())
     )
-    return "-".join(f"{name}{value}" for name, value in asked.items() if value != usual[name])
+    return "-".join(f"{name}{value}" for name, value in given.items() if value != default[name])
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
-    """What the command line asks for.
+    """Return the settings of a command line.
 
     Raises:
-        UnusableError: a number has no meaning.
+        UnusableError: a number is out of range.
     """
     try:
         sampling = Sampling(temperature=options.temperature, top_p=options.top_p, seed=options.seed)
@@ -109,16 +109,16 @@ def run(
     overrides: Sequence[str] = (),
     early: StopSignal | None = None,
 ) -> int:
-    """The command, on one process. Returns its exit code.
+    """Run the command on one process and return its exit code.
 
     Args:
         path: a run directory, one checkpoint in it, or an export.
         checkpoint: step of the checkpoint; None: the newest that verifies.
-        overrides: `key=value`, of the keys in `trained.OVERRIDABLE`.
+        overrides: `key=value`, for keys in `trained_model.OVERRIDABLE`.
         early: as in `evaluate.run`.
 
     Raises:
-        UnusableError: checkpoint, data or overrides cannot be used as they are.
+        UnusableError: the checkpoint, the data or the overrides are invalid.
     """
 
     def work(world: World, check: StopCheck) -> None:
@@ -131,18 +131,20 @@ def _run(
     world: World, check: StopCheck, path: Path, settings: Settings, step: int | None, overrides: Sequence[str]
 ) -> None:
     if world.size > 1:
-        raise ValueError(f"dist-mem dialogue runs on one process, not on {world.size}: eval.lanes reads more at once")
+        raise ValueError(
+            f"dist-mem dialogue runs on one process, not on {world.size}: raise eval.lanes to read more at once"
+        )
     found = found_by_all(path, step, world)
-    whole = ["eval.layout=documents", "eval.max_document_len=null"]  # each conversation by itself, to its end
+    whole = ["eval.layout=documents", "eval.max_document_len=null"]  # each conversation separately, to its end
     config = read_settings(found.directory, [*overrides, *whole], reads_data=True)
     if protocol_of(config).blocks:
         raise ValueError(
-            "eval.blocks stands for true, by which tokens of replies are not scored: set eval.blocks=false"
+            "eval.blocks is in effect true, which leaves tokens of replies unscored: set eval.blocks=false"
         )
     use_threads(config)
     split = settings.split or config.eval.split
     tag = report_name(tag_of(config), settings_tag(settings))
-    open_wordnet(settings.wordnet)  # a wrong folder is better known now
+    open_wordnet(settings.wordnet)  # fail early if the folder is wrong
     refresh(config.data, [split])
     index = first_documents(open_index(config.data, split), settings.limit)
     conversations = read_conversations(index)
@@ -155,13 +157,13 @@ def _run(
 
 
 def first_documents(index: Index, limit: int | None) -> Index:
-    """A split cut to its first documents."""
+    """Return the index of a split cut to its first `limit` documents."""
     documents = index.documents[:limit]
     return replace(index, documents=documents, num_tokens=sum(entry.num_tokens for entry in documents))
 
 
 def score_replies(trained: TrainedModel, index: Index, world: World) -> list[DocumentScore]:
-    """Nats, tokens and words of all replies of each conversation."""
+    """Return nats, tokens and words of all replies, per conversation."""
     config = trained.config
     report = evaluate_documents(
         trained.model,
@@ -181,7 +183,7 @@ def score_replies(trained: TrainedModel, index: Index, world: World) -> list[Doc
 def score_answers(
     trained: TrainedModel, conversations: Sequence[Conversation], settings: Settings
 ) -> list[ScoredAnswer]:
-    """Replies of the model to the history of each chosen one, and what they are worth."""
+    """Return the model's replies to the history of each chosen reply, with their metrics."""
     score = make_scorer(settings.wordnet)
     chosen = [
         choose_replies(conversation.replies, first=MIN_HISTORY, num_chosen=settings.turns)
@@ -218,7 +220,7 @@ def _publish(
 ) -> None:
     """Print the table, write the files, and add the figures to the run in MLflow.
 
-    `tag` goes into their names: a quick look at a few conversations must not take the place of the whole split.
+    Their names contain `tag`, so that a quick look at a few conversations does not replace the results of the split.
     """
     step = checkpoint.manifest["step"]
     protocol = protocol_of(config)
@@ -228,7 +230,7 @@ def _publish(
         f"{sampling.temperature}, seed {sampling.seed}"
     )
     print(to_table(groups))
-    facts = {
+    content = {
         "format_version": FORMAT_VERSION,
         "checkpoint": str(checkpoint.directory),
         "step": step,
@@ -247,13 +249,13 @@ def _publish(
     folder.mkdir(parents=True, exist_ok=True)
     name = report_name(f"dialogue-{split}-step-{step:08d}", tag)
     files = [folder / f"{name}.json", folder / f"{name}.txt"]
-    write_text(files[0], json.dumps(facts, indent=1) + "\n")
+    write_text(files[0], json.dumps(content, indent=1) + "\n")
     write_text(files[1], to_text(conversations, answers, trained.tokenizer))
     print(f"written: {', '.join(str(path) for path in files)}")
     if config.tracking.mlflow and not checkpoint.is_export:
         metrics = figures(groups, report_name(split, tag))
-        complaint = log_to_run(
+        warning = log_to_run(
             config, run_dir=checkpoint.run_dir, step=step, metrics=metrics, files=files, overrides=overrides
         )
-        if complaint:
-            print(complaint, file=sys.stderr)
+        if warning:
+            print(warning, file=sys.stderr)

@@ -1,7 +1,7 @@
-"""How near a reply comes to the one that a person gave: F1, ROUGE-1, ROUGE-L, METEOR, as table 2 of the paper has them.
+"""Metrics that compare a reply with the reference reply: F1, ROUGE-1, ROUGE-L and METEOR, as in table 2 of the paper.
 
-All are means over replies, in percent. The published evaluation passed rouge-score its arguments in the wrong order and
-took the first element of the result, so its ROUGE is recall; here it is the F-measure.
+All are means over replies, in percent. The published evaluation passed the arguments of rouge-score in the wrong order
+and took the first element of the result, so its ROUGE is recall; here it is the F-measure.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def f1(reply: str, *, reference: str) -> float:
-    """Overlap of two texts as multisets of words, normalised as for SQuAD (Rajpurkar et al. 2016); in [0, 1].
+    """Return the overlap of two texts as word multisets, normalised as for SQuAD (Rajpurkar et al. 2016); in [0, 1].
 
-    Where either has no word left, 1 if neither has, else 0 (SQuAD 2.0).
+    If a text has no words after normalisation, the result is 1 if neither has any, else 0 (SQuAD 2.0).
     """
     found, wanted = _normal_words(reply), _normal_words(reference)
     if not found or not wanted:
@@ -34,21 +34,21 @@ def f1(reply: str, *, reference: str) -> float:
 
 
 def _normal_words(text: str) -> list[str]:
-    """Lower case, without punctuation and articles."""
+    """Return the words in lower case, without punctuation and articles."""
     return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
 
 
 def make_scorer(wordnet_folder: Path | None = None) -> Scorer:
-    """A function of (reply, reference) that gives every metric, in [0, 1]; METEOR is None where there is no WordNet.
+    """Return a function of (reply, reference) that computes every metric in [0, 1]; METEOR is None without WordNet.
 
-    ROUGE: rouge-score's F-measure with the Porter stemmer. METEOR: NLTK's, of lower-case words between spaces, as NLTK
-    cut raw text when the paper was written.
+    ROUGE is rouge-score's F-measure with the Porter stemmer. METEOR is NLTK's, of lower-case words separated by spaces,
+    as NLTK split raw text when the paper was written.
 
     Args:
-        wordnet_folder: None: where Debian puts it, if it is there.
+        wordnet_folder: None: Debian's folder, if it exists.
 
     Raises:
-        ValueError: there is no WordNet in `wordnet_folder`.
+        ValueError: `wordnet_folder` contains no WordNet.
     """
     from nltk.translate.meteor_score import meteor_score  # both take seconds to import
     from rouge_score.rouge_scorer import RougeScorer
@@ -72,7 +72,7 @@ def make_scorer(wordnet_folder: Path | None = None) -> Scorer:
 
 
 def mean_scores(scores: Sequence[dict[str, float | None]]) -> dict[str, float | None]:
-    """The mean of each metric in percent; None where there is no reply, or where the metric could not be had."""
+    """Return the mean of each metric in percent; None without replies or if the metric is not available."""
     means: dict[str, float | None] = {}
     for metric in METRICS:
         values = [value for score in scores if (value := score[metric]) is not None]

@@ -1,7 +1,7 @@
-"""The replies of a conversation, found in its tokens by what is scored: the shards say all there is to know.
+"""Find the replies of a conversation from the mask of scored tokens in its shards.
 
-Between two replies stands the tag of the next speaker, which is not scored; so every run of scored tokens is one reply,
-with the end of its line as its last token (shards/build_cmu_dog.py).
+The tag of the next speaker separates two replies and is not scored. Every sequence of consecutive scored tokens is
+therefore one reply, and its last token ends the line (shards/build_cmu_dog.py).
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import numpy as np
 from dist_mem.data.shard import Index, check_document, read_mask, read_tokens
 from dist_mem.data.tokenizers.base import Tokenizer
 
-LEAKED = " (also in the released train split)"  # how titles of such conversations end
+LEAKED = " (also in the released train split)"  # suffix of the titles of such conversations
 
 
 class Reply(NamedTuple):
     """Tokens [start, stop) of a conversation."""
 
-    start: int  # the first token of what is said; the speaker's tag stands before it
+    start: int  # the first token of the reply, after the speaker's tag
     stop: int  # after the end of the line
 
 
 def find_replies(scored: np.ndarray) -> list[Reply]:
-    """The runs of scored tokens, in order.
+    """Return the sequences of consecutive scored tokens, in order.
 
     Args:
         scored: (num_tokens,) bool.
@@ -35,7 +35,7 @@ def find_replies(scored: np.ndarray) -> list[Reply]:
 
 
 def choose_replies(replies: Sequence[Reply], *, first: int, num_chosen: int | None) -> list[Reply]:
-    """The replies from number `first` on (from 0), or `num_chosen` of these, spread over the conversation."""
+    """Return the replies from index `first` on, or `num_chosen` of them, spread evenly over the conversation."""
     found = list(replies[first:])
     if num_chosen is None or num_chosen >= len(found):
         return found
@@ -44,24 +44,24 @@ def choose_replies(replies: Sequence[Reply], *, first: int, num_chosen: int | No
 
 
 def line_ends(tokenizer: Tokenizer) -> list[int]:
-    """The tokens that end a reply: those that hold a newline."""
+    """Return the tokens that end a reply: those that contain a newline."""
     return [token for token, piece in enumerate(tokenizer.pieces) if b"\n" in piece]
 
 
 def is_leaked(title: str) -> bool:
-    """Whether the released train split has a copy of the conversation with this title."""
+    """Return whether the released train split contains a copy of the conversation with this title."""
     return title.endswith(LEAKED)
 
 
 def line_of(text: str) -> str:
-    """What a reply says: its text up to the end of the line, without outer spaces."""
+    """Return the text of a reply up to the end of the line, stripped of outer spaces."""
     return text.split("\n", 1)[0].strip()
 
 
 class Conversation(NamedTuple):
     """One document of a dialogue dataset."""
 
-    number: int  # in its split: what memories that draw random numbers count as the document
+    number: int  # in its split; the document number for memories that draw random numbers
     id: str
     title: str
     tokens: np.ndarray  # (num_tokens,)
@@ -69,11 +69,11 @@ class Conversation(NamedTuple):
 
 
 def read_conversations(index: Index) -> list[Conversation]:
-    """The conversations of a split, in its order.
+    """Read the conversations of a split, in its order.
 
     Raises:
         ShardError: one is damaged.
-        ValueError: nothing says which tokens are replies.
+        ValueError: a conversation has no mask of its replies.
     """
     conversations = []
     for number, entry in enumerate(index.documents):
@@ -82,7 +82,7 @@ def read_conversations(index: Index) -> list[Conversation]:
         if scored is None:
             raise ValueError(
                 f"{index.split_dir}: document {entry.id} has no replies (no {entry.id}.mask.npy): point data.path at "
-                "data of shards/build_cmu_dog.py"
+                "data built by shards/build_cmu_dog.py"
             )
         replies = find_replies(np.asarray(scored, dtype=bool))
         conversations.append(Conversation(number, entry.id, entry.title, read_tokens(index, number), replies))

@@ -1,4 +1,4 @@
-"""What replies are worth, over all conversations and apart for leaked ones: as a table, JSON, and text to read."""
+"""Scores of replies, over all conversations and separately for leaked ones, as a table, JSON and readable text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FORMAT_VERSION = 1
 
 
 class ScoredAnswer(NamedTuple):
-    """A reply of the model, and each metric of it, in [0, 1]; None where the metric could not be had."""
+    """A reply of the model with its metrics in [0, 1]; None for a metric that is not available."""
 
     answer: Answer
     scores: dict[str, float | None]
@@ -25,18 +25,18 @@ class ScoredAnswer(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupScore:
-    """Some conversations together."""
+    """The scores of a group of conversations."""
 
     name: str  # all | leaked | others
     num_conversations: int
-    num_replies: int  # that were written and compared
-    perplexity: float  # of a token of a reply, over every reply of these conversations
-    word_perplexity: float  # the same nats, of a word
-    scores: dict[str, float | None]  # percent, mean over the replies written
+    num_replies: int  # generated and compared
+    perplexity: float  # per token, over every reply of these conversations
+    word_perplexity: float  # the same nats, per word
+    scores: dict[str, float | None]  # percent, mean over the generated replies
 
 
 def group_scores(documents: Sequence[DocumentScore], answers: Sequence[ScoredAnswer]) -> list[GroupScore]:
-    """All conversations, those of which the released train split has a copy, and the others."""
+    """Return the scores of all conversations, of those leaked into the released train split, and of the others."""
     leaked = {document.id for document in documents if is_leaked(document.title)}
     everything = {document.id for document in documents}
     groups = {"all": everything, "leaked": leaked, "others": everything - leaked}
@@ -58,7 +58,7 @@ def _group(name: str, ids: set[str], documents: Sequence[DocumentScore], answers
 
 
 def to_table(groups: Sequence[GroupScore]) -> str:
-    """The groups for a terminal."""
+    """Return the groups as a table for a terminal."""
     titles = {"f1": "F1", "rouge1": "ROUGE-1", "rougeL": "ROUGE-L", "meteor": "METEOR"}
     header = f"{'conversations':<16} {'replies':>7} {'ppl':>10} {'word ppl':>10}"
     lines = [header + "".join(f" {titles[metric]:>8}" for metric in METRICS)]
@@ -76,7 +76,7 @@ def _percent(value: float | None) -> str:
 
 
 def figures(groups: Sequence[GroupScore], split: str) -> dict[str, float]:
-    """The figures to track, "test/dialogue_f1", "test/dialogue_leaked_f1" and so on; without those that are n/a."""
+    """Return the figures to track, "test/dialogue_f1", "test/dialogue_leaked_f1" and so on, without those n/a."""
     found: dict[str, float] = {}
     for group in groups:
         prefix = f"{split}/dialogue_" + ("" if group.name == "all" else f"{group.name}_")
@@ -86,7 +86,7 @@ def figures(groups: Sequence[GroupScore], split: str) -> dict[str, float]:
 
 
 def to_facts(groups: Sequence[GroupScore], answers: Sequence[ScoredAnswer], split: str) -> dict[str, Any]:
-    """What goes into the JSON: the figures, the groups, and every reply with its reference and its scores."""
+    """Return the content of the JSON: the figures, the groups, and every reply with its reference and scores."""
     return {
         "figures": figures(groups, split),
         "groups": [asdict(group) for group in groups],
@@ -105,7 +105,7 @@ def to_facts(groups: Sequence[GroupScore], answers: Sequence[ScoredAnswer], spli
 
 
 def to_text(conversations: Sequence[Conversation], answers: Sequence[ScoredAnswer], tokenizer: Tokenizer) -> str:
-    """The conversations as people held them; below a reply, after ">", what the model would have said in its place."""
+    """Return the original conversations as text; below a reply, after ">", is the model's reply in its place."""
     written = {(scored.answer.conversation.id, scored.answer.place): scored.answer.text for scored in answers}
     lines = []
     for conversation in conversations:

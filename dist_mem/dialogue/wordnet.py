@@ -1,6 +1,6 @@
-"""WordNet for METEOR, read by NLTK from a plain WordNet 3.0 folder, as Debian's package wordnet-base puts it on disk.
+"""WordNet for METEOR, read by NLTK from a plain WordNet 3.0 folder, as Debian's package wordnet-base installs it.
 
-NLTK expects its own download, which has two files more: `lexnames`, the names of WordNet's 45 source files (given
+NLTK expects its own download, which has two more files: `lexnames`, the names of WordNet's 45 source files (defined
 here), and `index.sense`, for a mapping between versions of WordNet that METEOR does not use.
 """
 
@@ -22,7 +22,7 @@ _VERBS = (
     "body change cognition communication competition consumption contact creation emotion motion perception "
     "possession social stative weather"
 )
-# lexnames(5WN): the number, the name, and the part of speech: 1 noun, 2 verb, 3 adjective, 4 adverb
+# lexnames(5WN): number, name and part of speech (1 noun, 2 verb, 3 adjective, 4 adverb); the number is the index here
 _LEXNAMES = (
     [("adj.all", 3), ("adj.pert", 3), ("adv.all", 4)]
     + [(f"noun.{name}", 1) for name in _NOUNS.split()]
@@ -32,10 +32,10 @@ _LEXNAMES = (
 
 
 def open_wordnet(folder: Path | None = None) -> Any:
-    """NLTK's reader of a WordNet folder (None: Debian's), or None if there is none there.
+    """Return NLTK's reader of a WordNet folder (None: Debian's), or None if Debian's does not exist.
 
     Raises:
-        ValueError: a folder was named, and there is no WordNet in it.
+        ValueError: the given folder contains no WordNet.
     """
     place = folder or DEBIAN_FOLDER
     if not (place / "data.noun").is_file():
@@ -51,7 +51,7 @@ def _read_wordnet(place: Path) -> Any:
     from nltk.corpus.reader.wordnet import WordNetCorpusReader
 
     class PlainWordNet(WordNetCorpusReader):
-        """Without the two files that only NLTK's download has."""
+        """A reader that does not need the two files that only NLTK's download has."""
 
         def open(self, file: str) -> Any:
             if file == "lexnames":
@@ -63,7 +63,7 @@ def _read_wordnet(place: Path) -> Any:
             """No mapping to another version of WordNet."""
 
     if str(place) not in nltk.data.path:
-        nltk.data.path.append(str(place))  # NLTK reads from these folders only
+        nltk.data.path.append(str(place))  # NLTK reads only from these folders
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The multilingual functions")
         return PlainWordNet(str(place), None)

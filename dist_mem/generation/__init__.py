@@ -1,1 +1,1 @@
-"""Text generation with memory: read prompts, sample tokens, compare texts."""
+"""Text generation with memory: reading prompts, sampling tokens, comparing texts."""

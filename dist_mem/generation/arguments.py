@@ -1,6 +1,7 @@
-"""Checks of what a user gives to the functions of `dist_mem`: errors name the argument, the value and what it must be.
+"""Argument checks for the public functions of `dist_mem`.
 
-A wrong type raises TypeError and a wrong value ValueError, before anything is computed.
+A wrong type raises TypeError and a wrong value ValueError, before any computation. The message contains the argument,
+its value and the accepted values.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from torch import Tensor
 
 from dist_mem.evaluation.trained_model import TrainedModel
 
-ROWS = "a list with one row of ids a lane, as [trained.tokenizer.encode('It was')]"
+ROWS = "a list with one row of ids per lane, as [trained.tokenizer.encode('It was')]"
 
 
 def wrong_type(name: str, value: Any, wanted: str) -> TypeError:
-    """The error for an argument of another type."""
+    """Return the TypeError for an argument of a wrong type."""
     return TypeError(f"{name} is {reprlib.repr(value)}, but must be {wanted}")
 
 
 def check_trained(trained: Any) -> None:
-    """Raise TypeError unless this is a loaded model."""
+    """Raise TypeError unless `trained` is a TrainedModel."""
     if not isinstance(trained, TrainedModel):
-        raise wrong_type("trained", trained, "what load_model returns")
+        raise wrong_type("trained", trained, "a model that load_model returned")
 
 
 def check_int(name: str, value: Any, *, least: int) -> None:
-    """Raise TypeError or ValueError unless this is an int of at least `least`."""
+    """Raise TypeError or ValueError unless `value` is an int of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise wrong_type(name, value, "an int")
     if value < least:
@@ -38,14 +39,14 @@ def check_int(name: str, value: Any, *, least: int) -> None:
 
 
 def id_row(name: str, row: Any, vocab_size: int) -> Tensor:
-    """A row of token ids as (num_tokens,) int64 on the CPU.
+    """Return a row of token ids as a tensor (num_tokens,) int64 on the CPU.
 
     Args:
-        row: a sequence of ints, or an array or a tensor of any integer type.
+        row: a sequence of ints, or an array or tensor of any integer type.
 
     Raises:
-        TypeError: these are no integers.
-        ValueError: more than one dimension, or an id that the vocabulary does not have.
+        TypeError: the elements are not integers.
+        ValueError: the row has more than one dimension, or an id outside the vocabulary.
     """
     ids = row.detach().cpu().numpy() if isinstance(row, Tensor) else np.asarray(row)
     if ids.ndim == 0:
@@ -59,13 +60,13 @@ def id_row(name: str, row: Any, vocab_size: int) -> Tensor:
 
 
 def check_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
-    """Raise ValueError unless the vocabulary has all of these."""
+    """Raise ValueError unless all ids are in the vocabulary."""
     for wrong in (token for token in ids if not 0 <= token < vocab_size):
-        raise ValueError(f"{name} has the id {wrong}, but ids of this model go from 0 to {vocab_size - 1}")
+        raise ValueError(f"{name} has the id {wrong}, but ids of this model range from 0 to {vocab_size - 1}")
 
 
 def id_rows(name: str, rows: Any, *, num_lanes: int, vocab_size: int) -> list[Tensor]:
-    """One row of token ids for each lane. Raises as `id_row`, and ValueError for another number of rows."""
+    """Return one row of token ids per lane. Raises as `id_row`, and ValueError for a wrong number of rows."""
     if isinstance(rows, str | bytes) or not hasattr(rows, "__len__"):
         raise wrong_type(name, rows, ROWS)
     found = [id_row(f"{name}[{lane}]", row, vocab_size) for lane, row in enumerate(rows)]
@@ -76,5 +77,5 @@ def id_rows(name: str, rows: Any, *, num_lanes: int, vocab_size: int) -> list[Te
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 lane`, `2 lanes`."""
+    """Return a number with its noun: `1 lane`, `2 lanes`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,10 +1,11 @@
-"""Generation as a command: one run writes on from a prompt, or several do from the same one.
+"""The generate command: continue a prompt with one run, or the same prompt with several runs.
 
     dist-mem generate runs/demo --prompt-file book.txt --tokens 500 --top-p 0.95
     dist-mem generate --compare runs/none runs/demo --prompt-file book.txt --out case_study.md
 
-The second has the settings of LaMemo's published script (Ji et al. 2022): 256 tokens by nucleus sampling with p = 0.95.
-One process, no process group. The texts go to the standard output, everything else to the standard error.
+`--compare` defaults to LaMemo's published script (Ji et al. 2022): 256 tokens by nucleus sampling with p = 0.95.
+The command runs in one process without a process group. It prints the texts to standard output and everything else
+to standard error.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_]+)+=")
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for."""
+    """The arguments of the command."""
 
     runs: list[Path]
     overrides: list[str]
@@ -54,10 +55,10 @@ class Request:
 
 
 def request_of(options: argparse.Namespace) -> Request:
-    """What the command line asks for; runs and `key=value` overrides may stand in any order.
+    """Return the request of a command line; runs and `key=value` overrides may come in any order.
 
     Raises:
-        UnusableError: the prompt or a number cannot be used.
+        UnusableError: the prompt or a number is invalid.
     """
     arguments = [*([options.run] if options.run else []), *options.overrides, *options.compare]
     overrides = [text for text in arguments if _OVERRIDE.match(text)]
@@ -79,10 +80,10 @@ def request_of(options: argparse.Namespace) -> Request:
 
 
 def read_prompt(text: str | None, path: Path | None) -> str:
-    """The prompt, with LF line ends and without a mark of order (U+FEFF), as texts are read to be trained on.
+    """Return the prompt with LF line ends and without a byte order mark (U+FEFF), as the builders read training texts.
 
     Raises:
-        UnusableError: the file is not there, or is no UTF-8.
+        UnusableError: the file does not exist or is not UTF-8.
     """
     if path is None:
         return (text or "").replace("\r\n", "\n").replace("\r", "\n")
@@ -97,10 +98,10 @@ def read_prompt(text: str | None, path: Path | None) -> str:
 
 
 def run(request: Request) -> int:
-    """The command. Returns the exit code of the process.
+    """Run the command and return the exit code of the process.
 
     Raises:
-        UnusableError: checkpoint, overrides or prompt cannot be used as they are.
+        UnusableError: the checkpoint, the overrides or the prompt is invalid.
     """
     if request.compare and len(request.runs) < 2:
         raise UnusableError("--compare takes two runs or more")
@@ -109,10 +110,10 @@ def run(request: Request) -> int:
     done: list[Continuation] = []
     try:
         if request.out is not None:
-            request.out.parent.mkdir(parents=True, exist_ok=True)  # what cannot be written is better known now
+            request.out.parent.mkdir(parents=True, exist_ok=True)  # fail before generating, not after
             if request.out.is_dir():
                 raise UnusableError(f"--out {request.out} is a directory: give a file")
-        with suppress(KeyboardInterrupt):  # while a run is loaded or reads: those before it are kept
+        with suppress(KeyboardInterrupt):  # Ctrl-C while a run loads or reads keeps the results of earlier runs
             for path in request.runs:
                 done.append(_continue(path, request))
                 if done[-1].stopped:
@@ -132,7 +133,7 @@ def run(request: Request) -> int:
 
 
 def _continue(path: Path, request: Request) -> Continuation:
-    """Load a run, read the prompt, write."""
+    """Load a run, read the prompt and generate."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     trained = load_model(path, *request.overrides, step=request.checkpoint, device=device)
     if trained.config.train.threads:
@@ -142,7 +143,7 @@ def _continue(path: Path, request: Request) -> Continuation:
     parts = writing_parts(trained.config, trained.tokenizer.vocab_size, num_samples=request.num_samples)
     refuse_what_cannot_fit(parts, trained.device)
     reading = read(trained, start(trained), [tokens])
-    facts: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "run": str(path),
         "checkpoint": str(trained.checkpoint.directory),
         "step": trained.checkpoint.manifest["step"],
@@ -152,36 +153,40 @@ def _continue(path: Path, request: Request) -> Continuation:
         "prompt_tokens": len(tokens),
     }
     print(f"{path}: prompt of {len(tokens):,} tokens read in {time.monotonic() - began:.1f} s", file=sys.stderr)
-    return _write(trained, select(reading, [0] * request.num_samples), request, facts)
+    return _write(trained, select(reading, [0] * request.num_samples), request, metadata)
 
 
 def _kind(memory: Mapping[str, Any]) -> str:
-    """As in the memory block: `infinite over lamemo`."""
+    """Return the kind of a memory with the memory below it: `infinite over lamemo`."""
     below = memory.get("over")
     return str(memory["kind"]) if not below or below["kind"] == "none" else f"{memory['kind']} over {_kind(below)}"
 
 
-def _write(trained: TrainedModel, reading: Reading, request: Request, facts: Mapping[str, Any]) -> Continuation:
-    """Write on in every lane; a single one as it comes. Ctrl-C ends it with the texts so far, and so does `| head`."""
+def _write(trained: TrainedModel, reading: Reading, request: Request, metadata: Mapping[str, Any]) -> Continuation:
+    """Generate in every lane, and print a single lane token by token.
+
+    Ctrl-C and a closed pipe, as of `| head`, end the generation; the texts generated so far are returned.
+    """
     writers = [TextWriter(trained.tokenizer) for _ in range(request.num_samples)]
     several = request.num_samples > 1
     is_read = True
     if request.compare and not several:
-        is_read = _say(f"\n== {facts['run']} ({facts['memory']}, T {facts['seg_len']}, M {facts['mem_len']})\n")
+        kind, seg_len, mem_len = metadata["memory"], metadata["seg_len"], metadata["mem_len"]
+        is_read = _print_now(f"\n== {metadata['run']} ({kind}, T {seg_len}, M {mem_len})\n")
     num_tokens, began = 0, time.monotonic()
-    with StopSignal([signal.SIGINT, signal.SIGTERM]) as stop:  # acted on between tokens, so that no text is lost
+    with StopSignal([signal.SIGINT, signal.SIGTERM]) as stop:  # checked between tokens, so that no text is lost
         for step in stream(trained, reading, num_tokens=request.num_tokens, sampling=request.sampling):
             parts = [writer.add(token) for writer, token in zip(writers, step.tokens.tolist(), strict=True)]
             num_tokens += 1
             if not several:
-                is_read = is_read and _say(parts[0])
+                is_read = is_read and _print_now(parts[0])
             if stop.received or not is_read:
                 break
     seconds = time.monotonic() - began
     ends = [writer.end() for writer in writers]
     texts = [writer.text for writer in writers]
     written = Continuation(
-        **facts,
+        **metadata,
         num_tokens=[num_tokens] * len(texts),
         seconds=seconds,
         texts=texts,
@@ -189,19 +194,19 @@ def _write(trained: TrainedModel, reading: Reading, request: Request, facts: Map
     )
     if several:
         for number, text in enumerate(texts):
-            _say(f"\n== {heading(written, number)}\n{text}\n")
+            _print_now(f"\n== {heading(written, number)}\n{text}\n")
     else:
-        _say(f"{ends[0]}\n")
+        _print_now(f"{ends[0]}\n")
     print(f"{'stopped; ' if written.stopped else ''}{written.pace}", file=sys.stderr)
     return written
 
 
-def _say(text: str) -> bool:
-    """Print, at once; returns whether anybody still reads, as `| head` no longer does when it has its lines."""
+def _print_now(text: str) -> bool:
+    """Print and flush; return whether standard output is still open, which `| head` closes when it has its lines."""
     try:
         sys.stdout.write(printable(text))
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is said from now on goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discard all further output
         return False
     return True

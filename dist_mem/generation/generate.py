@@ -1,4 +1,4 @@
-"""Tokens one by one: one forward a token, however much has been read before."""
+"""Generate text token by token, with one forward pass per token whatever the length of the text read before."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from dist_mem.generation.sampling import Sampling, choose
 
 
 class Step(NamedTuple):
-    """One token more in every lane that still writes."""
+    """One generation step: the next token of every lane that has not stopped."""
 
-    tokens: Tensor  # (B,) int64, on the CPU; what stands in a lane that does not write means nothing
+    tokens: Tensor  # (B,) int64, on the CPU; undefined in lanes that have stopped
     writing: Tensor  # (B,) bool, on the CPU: lanes that had not stopped before this token
-    reading: Reading  # with these tokens read
+    reading: Reading  # after reading these tokens
 
 
 class Generated(NamedTuple):
-    """What was written."""
+    """The result of `generate`."""
 
-    tokens: list[Tensor]  # of each lane (num_tokens,) int64, with the stop token that ended it
-    reading: Reading  # prompt and tokens read; to go on from
+    tokens: list[Tensor]  # (num_tokens,) int64 per lane, including the stop token that ended it
+    reading: Reading  # after the prompt and the tokens; generation can continue from it
 
 
 def stream(
@@ -40,15 +40,16 @@ def stream(
     streams: Sequence[int] | None = None,
     first_step: int = 0,
 ) -> Iterator[Step]:
-    """Write on in every lane, token by token, until `num_tokens` or a stop token.
+    """Generate token by token in every lane, until `num_tokens` or a stop token.
 
     Args:
-        stop_ids: a lane ends with the first of these; it is read too.
-        streams: random numbers of each lane, see `choose`; None: 0, 1, ..., so that lanes with one prompt differ.
-        first_step: number of the first draw; of a second call on the same streams, how many the first one made.
+        stop_ids: the first of these tokens ends a lane; the lane reads it too.
+        streams: random number stream of each lane, see `choose`; None: 0, 1, ..., so that lanes with the same prompt
+            differ.
+        first_step: index of the first draw; a second call on the same streams passes the number of draws of the first.
 
     Raises:
-        TypeError, ValueError: an argument; the message names it.
+        TypeError, ValueError: an argument is invalid; the message names it.
     """
     num_lanes = len(check_reading(trained, reading).open_len)
     check_int("num_tokens", num_tokens, least=0)
@@ -71,13 +72,13 @@ def _stream(
     stop_ids: Collection[int],
     streams: Sequence[int],
 ) -> Iterator[Step]:
-    log_probs_of_no_text = _no_text(trained, stop_ids)
+    mask = _text_mask(trained, stop_ids)
     numbers = torch.as_tensor(streams, dtype=torch.int64)
     stops = torch.tensor(sorted(stop_ids), dtype=torch.int64)
     writing = torch.ones(len(numbers), dtype=torch.bool)
     for step in steps:
         ahead = look_ahead(trained, reading)
-        allowed = ahead.log_probs + log_probs_of_no_text
+        allowed = ahead.log_probs + mask
         tokens = choose(allowed, sampling, stream=numbers, step=step)
         reading = append(reading, tokens, ahead, grows=writing)
         yield Step(tokens, writing, reading)
@@ -86,8 +87,8 @@ def _stream(
             return
 
 
-def _no_text(trained: TrainedModel, stop_ids: Collection[int]) -> Tensor:
-    """-inf for tokens without text that end nothing, as BOS, else 0, (V,): no document has them, so none is drawn."""
+def _text_mask(trained: TrainedModel, stop_ids: Collection[int]) -> Tensor:
+    """Return (V,): -inf for tokens without text that are no stop tokens, as BOS, which no document contains; else 0."""
     is_text = [bool(piece) or token in stop_ids for token, piece in enumerate(trained.tokenizer.pieces)]
     return torch.where(torch.tensor(is_text), 0.0, -math.inf).to(trained.device)
 
@@ -102,7 +103,7 @@ def generate(
     streams: Sequence[int] | None = None,
     first_step: int = 0,
 ) -> Generated:
-    """As `stream`, all at once."""
+    """Generate as `stream`, and return all tokens at once."""
     steps = stream(
         trained,
         reading,

@@ -1,4 +1,4 @@
-"""What `dist-mem generate` has written, by one run or by several with the same prompt: for people and for programs."""
+"""Output of `dist-mem generate`, for one run or several with the same prompt: tables, text, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from dist_mem.generation.sampling import Sampling
 from dist_mem.runtime.files import write_text
 
 FORMAT_VERSION = 1
-PROMPT_CHARS = 2000  # of the end of the prompt, in a file
+PROMPT_CHARS = 2000  # characters of the prompt's end that a file contains
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """What one run made of the prompt."""
+    """The texts that one run generated from the prompt."""
 
     run: str
     checkpoint: str
     step: int
-    memory: str  # its kind, and that of the memory below
+    memory: str  # its kind and the kind of the memory below
     seg_len: int  # T, tokens
     mem_len: int  # M, tokens; 0: no short-term memory
     prompt_tokens: int
-    num_tokens: list[int]  # of each text
-    seconds: float  # to write all texts, together, without reading the prompt
+    num_tokens: list[int]  # per text
+    seconds: float  # to generate all texts, without reading the prompt
     texts: list[str]
-    stopped: bool  # by Ctrl-C, or because nobody read on
+    stopped: bool  # by Ctrl-C or a closed pipe
 
     @property
     def title(self) -> str:
-        """The run and what it is, in one line."""
+        """The run and its settings, in one line."""
         return f"{self.run} ({self.memory}, T {self.seg_len}, M {self.mem_len}, step {self.step})"
 
     @property
     def pace(self) -> str:
-        """How fast it wrote."""
+        """The number of tokens and the speed of generation."""
         tokens = sum(self.num_tokens)
-        return f"{tokens:,} tokens, {tokens / self.seconds:.1f} a second" if tokens else "no tokens"
+        return f"{tokens:,} tokens, {tokens / self.seconds:.1f} per second" if tokens else "no tokens"
 
 
 def _shown(value: float | None) -> str:
@@ -49,7 +49,7 @@ def _shown(value: float | None) -> str:
 
 
 def _rows(continuations: Sequence[Continuation]) -> list[list[str]]:
-    """The table of repetition: a heading, then a row for each run."""
+    """Return the table of repetition: a heading, then a row per run."""
     heading = ["run", *(f"rep-{size}" for size in SIZES), *(f"distinct-{size}" for size in SIZES)]
     rows = [heading]
     for continuation in continuations:
@@ -60,7 +60,7 @@ def _rows(continuations: Sequence[Continuation]) -> list[list[str]]:
 
 
 def to_table(continuations: Sequence[Continuation]) -> str:
-    """Repetition of every run, for a terminal."""
+    """Return the repetition of every run as a table for a terminal."""
     columns = list(zip(*_rows(continuations), strict=True))
     widths = [max(map(len, column)) for column in columns]
     lines = zip(
@@ -70,7 +70,7 @@ def to_table(continuations: Sequence[Continuation]) -> str:
 
 
 def to_text(continuations: Sequence[Continuation]) -> str:
-    """Every text; under a heading where there are several."""
+    """Return all texts, each under a heading if there are several."""
     if len(continuations) == len(continuations[0].texts) == 1:
         return continuations[0].texts[0]
     parts = [
@@ -82,13 +82,13 @@ def to_text(continuations: Sequence[Continuation]) -> str:
 
 
 def heading(continuation: Continuation, number: int) -> str:
-    """The run, and which of its texts this is where it has several."""
+    """Return the title of the run, with the number of the text if it has several."""
     count = len(continuation.texts)
     return continuation.title + (f", text {number + 1} of {count}" if count > 1 else "")
 
 
 def to_markdown(continuations: Sequence[Continuation], prompt: str, sampling: Sampling) -> str:
-    """A page: how it was made, the repetition, the end of the prompt, every text."""
+    """Return a Markdown page: the settings, the repetition, the end of the prompt and all texts."""
     rows = [f"| {' | '.join(row)} |" for row in _rows(continuations)]
     rows.insert(1, f"|{'---|' * (len(SIZES) * 2 + 1)}")
     parts = [f"# The same prompt, continued\n\n{_settings(sampling)}\n\n" + "\n".join(rows)]
@@ -115,25 +115,25 @@ def _fenced(text: str) -> str:
 
 
 def to_json(continuations: Sequence[Continuation], prompt: str, sampling: Sampling) -> str:
-    """All that is known, for programs."""
+    """Return all settings, measures and texts as JSON."""
     described = [asdict(continuation) | _named(measure(continuation.texts)) for continuation in continuations]
-    facts: dict[str, Any] = {
+    content: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "sampling": asdict(sampling),
         "prompt": {"characters": len(prompt), "end": prompt[-PROMPT_CHARS:]},
         "continuations": described,
     }
-    return json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 
 def _named(repetition: Repetition) -> dict[str, float | None]:
-    """rep-1, ..., distinct-4."""
+    """Return the measures by name: rep-1, ..., distinct-4."""
     tables = repetition._asdict().items()
     return {f"{name}-{size}": value for name, table in tables for size, value in table.items()}
 
 
 def write(path: Path, continuations: Sequence[Continuation], prompt: str, sampling: Sampling) -> None:
-    """Write a file: .json and .md hold everything, any other name the texts alone."""
+    """Write a file: .json and .md contain everything, any other suffix only the texts."""
     if path.suffix == ".json":
         write_text(path, to_json(continuations, prompt, sampling))
     elif path.suffix == ".md":

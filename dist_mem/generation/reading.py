@@ -1,12 +1,12 @@
-"""Documents being read: the memory after the last complete segment, and the tokens of the open segment.
+"""The state of reading documents: the memory after the last complete segment, and the tokens of the open segment.
 
     reading = read(trained, start(trained), [trained.tokenizer.encode(prompt)])
     log_probs = next_log_probs(trained, reading)  # of the token after the prompt
 
-Only complete segments are remembered (rule 3 of the memory contract), so the open one is fed again with every token
-that is added to it. The result is that of reading the document anew from its start in segments of T. In blocks
-(`data.blocks`) no BOS stands before the document, so that one token has to be read before any can be written. A
-`Reading` is never changed: keep it, and read on from it in several ways. Shape letters: B lanes, T segment, V
+A memory holds only complete segments (rule 3 of the memory contract), so every added token feeds the open segment
+through the model again. The result equals reading the whole document from its start in segments of T. In blocks
+(`data.blocks`) no BOS precedes the document, so at least one token must be read before any can be generated. A
+`Reading` is immutable: several continuations can start from the same one. Shape letters: B lanes, T segment, V
 vocabulary.
 """
 
@@ -27,26 +27,27 @@ from dist_mem.model import LMState
 
 
 class Reading(NamedTuple):
-    """Documents being read, one a lane; a value: nothing changes it in place."""
+    """The state of reading one document per lane; no function changes it in place."""
 
     state: Any  # LMState after the last complete segment of each lane, on the model's device
-    open_tokens: Tensor  # (B, T) int64, on the CPU: inputs of the open segment, BOS first at a document's start, then 0
-    open_len: Tensor  # (B,) int64, on the CPU, 1..T: a complete one stays open until the next token; 0: nothing is read
+    # (B, T) int64, on the CPU: inputs of the open segment, padded with 0; BOS comes first at a document's start
+    open_tokens: Tensor
+    open_len: Tensor  # (B,) int64, on the CPU, 1..T; a complete segment stays open until the next token; 0: empty
 
 
 class Ahead(NamedTuple):
-    """What one forward tells of a reading."""
+    """The result of one forward pass over the open segments of a reading."""
 
-    log_probs: Tensor  # (B, V) float32 at least, of the token after the last one read, on the model's device
-    committed: Any  # LMState: with the open segment, of lanes where it is complete
+    log_probs: Tensor  # (B, V) float32 or wider, of the token after the last one read, on the model's device
+    committed: Any  # LMState with the open segment; valid for lanes where it is complete
 
 
 def check_reading(trained: TrainedModel, reading: Any, name: str = "reading") -> Reading:
-    """The argument `name`, if it is a reading by this model.
+    """Return the argument `name` if it is a reading of this model.
 
     Raises:
-        TypeError: it is something else.
-        ValueError: it was read in other segments.
+        TypeError: it is not a Reading.
+        ValueError: its segments have another length than the model's.
     """
     check_trained(trained)
     if isinstance(reading, LMState):
@@ -56,21 +57,23 @@ def check_reading(trained: TrainedModel, reading: Any, name: str = "reading") ->
         )
     if not isinstance(reading, Reading):
         raise wrong_type(name, reading, "a Reading, as dist_mem.start, dist_mem.read or scores.reading")
-    seg_len, own = trained.config.train.seg_len, reading.open_tokens.shape[1]
-    if own != seg_len:
-        raise ValueError(f"{name} is a reading in segments of {own} tokens, but this model reads segments of {seg_len}")
+    seg_len, found = trained.config.train.seg_len, reading.open_tokens.shape[1]
+    if found != seg_len:
+        raise ValueError(
+            f"{name} is a reading in segments of {found} tokens, but this model reads segments of {seg_len}"
+        )
     return reading
 
 
 def start(trained: TrainedModel, num_lanes: int = 1, document_ids: Sequence[int] | None = None) -> Reading:
-    """Documents of which nothing has been read: empty memories, and BOS, which blocks do without.
+    """Return the reading at the start of documents: empty memories and BOS, or no token with `data.blocks`.
 
     Args:
-        document_ids: what memories that draw random numbers count as the document, one a lane; None: 0 for all
-            `num_lanes` lanes, as `dist_mem.score` has it, so that a lane does not depend on those beside it.
+        document_ids: document number of each lane, used by memories that draw random numbers; None: 0 for all
+            `num_lanes` lanes, as in `dist_mem.score`, so that a lane does not depend on the other lanes.
 
     Raises:
-        TypeError, ValueError: an argument; the message names it.
+        TypeError, ValueError: an argument is invalid; the message names it.
     """
     check_trained(trained)
     check_int("num_lanes", num_lanes, least=1)
@@ -80,16 +83,16 @@ def start(trained: TrainedModel, num_lanes: int = 1, document_ids: Sequence[int]
 
 
 def start_from(trained: TrainedModel, state: LMState, last_tokens: Sequence[int] | Tensor | None = None) -> Reading:
-    """Documents of which only the memory is known, at the border of two segments.
+    """Return the reading of documents from their memory alone, at the border of two segments.
 
     Args:
         state: memories, as `dist_mem.read_lanes` returns them.
-        last_tokens: the token that each lane read last, one a lane: the next segment begins with it. BOS
-            (`trained.tokenizer.bos_id`) begins another document with the memory of this one. Left out in blocks
-            (`data.blocks`), where a segment begins with its own first token.
+        last_tokens: the last token each lane has read; the next segment begins with it. BOS
+            (`trained.tokenizer.bos_id`) begins another document with the memory of this one. Must be None with
+            `data.blocks`, where a segment begins with its own first token.
 
     Raises:
-        TypeError, ValueError: an argument; the message names it.
+        TypeError, ValueError: an argument is invalid; the message names it.
     """
     check_trained(trained)
     if not isinstance(state, LMState):
@@ -104,8 +107,8 @@ def start_from(trained: TrainedModel, state: LMState, last_tokens: Sequence[int]
         return _at_border(trained, state, None, num_lanes=num_lanes)
     if last_tokens is None:
         raise ValueError(
-            "last_tokens is missing: a segment of this model begins with the last token of the one before; give one a "
-            f"lane, or [{trained.tokenizer.bos_id}] (BOS) a lane for another document"
+            "last_tokens is missing: a segment of this model begins with the last token of the previous one; give one "
+            f"token per lane, or {trained.tokenizer.bos_id} (BOS) per lane for another document"
         )
     ids = id_row("last_tokens", last_tokens, trained.tokenizer.vocab_size)
     if len(ids) != num_lanes:
@@ -114,20 +117,20 @@ def start_from(trained: TrainedModel, state: LMState, last_tokens: Sequence[int]
 
 
 def _at_border(trained: TrainedModel, state: LMState, first: Tensor | None, *, num_lanes: int) -> Reading:
-    """The reading whose open segment has one input a lane, `first` (B,) int64, or none."""
+    """Return the reading whose open segment has one input per lane, `first` (B,) int64, or none."""
     rows = [torch.zeros(0, dtype=torch.int64)] * num_lanes if first is None else first[:, None]
     return with_open_segment(state, list(rows), seg_len=trained.config.train.seg_len)
 
 
 @torch.no_grad()
 def read(trained: TrainedModel, reading: Reading, tokens: Sequence[Sequence[int] | np.ndarray | Tensor]) -> Reading:
-    """Read on: any number of tokens in each lane, none too; all lanes' complete segments go through the model together.
+    """Read any number of further tokens in each lane, with one forward pass for a complete segment of all lanes.
 
     Args:
-        tokens: for each lane a row of ids of the model's vocabulary, (num_tokens,) of any integer type.
+        tokens: one row of token ids per lane, (num_tokens,) of any integer type; rows may be empty.
 
     Raises:
-        TypeError, ValueError: an argument; the message names it.
+        TypeError, ValueError: an argument is invalid; the message names it.
     """
     check_reading(trained, reading)
     num_lanes, seg_len = reading.open_tokens.shape
@@ -144,10 +147,10 @@ def read(trained: TrainedModel, reading: Reading, tokens: Sequence[Sequence[int]
 
 
 def with_open_segment(state: LMState, waiting: Sequence[Tensor], *, seg_len: int) -> Reading:
-    """The reading of lanes whose memory is `state`, with all but the last segment of their inputs in it.
+    """Return the reading of lanes whose memory `state` contains all but the last segment of their inputs.
 
     Args:
-        waiting: for each lane (num_tokens,) int64, its inputs; they begin at the border of a segment.
+        waiting: inputs of each lane, (num_tokens,) int64; they begin at the border of a segment.
     """
     open_len = torch.tensor([(len(inputs) - 1) % seg_len + 1 if len(inputs) else 0 for inputs in waiting])
     open_tokens = torch.zeros(len(waiting), seg_len, dtype=torch.int64)
@@ -157,7 +160,7 @@ def with_open_segment(state: LMState, waiting: Sequence[Tensor], *, seg_len: int
 
 
 def _commit(trained: TrainedModel, state: Any, rows: list[int], tokens: Tensor) -> Any:
-    """The state with one complete segment more in some lanes; tokens (len(rows), T)."""
+    """Return the state after one more complete segment in some lanes; tokens (len(rows), T)."""
     chosen = torch.tensor(rows, device=trained.device)
     full = torch.full((len(rows),), tokens.shape[1], device=trained.device)
     part = map_state(lambda tensor: tensor[chosen], state)
@@ -167,15 +170,15 @@ def _commit(trained: TrainedModel, state: Any, rows: list[int], tokens: Tensor) 
 
 @torch.no_grad()
 def look_ahead(trained: TrainedModel, reading: Reading) -> Ahead:
-    """The one forward that a token costs, for `next_log_probs` and `append`.
+    """Run the one forward pass that a token costs, for `next_log_probs` and `append`.
 
     Raises:
-        ValueError: nothing has been read in a lane, of a model that reads in blocks.
+        ValueError: a lane has read nothing, and the model reads in blocks.
     """
     if not reading.open_len.all():
         raise ValueError(
-            "nothing has been read that a text could go on from, and in blocks (data.blocks) no BOS stands before it: "
-            "give a prompt of at least one token, or set eval.blocks=false"
+            "nothing has been read, and in blocks (data.blocks) no BOS precedes a text: give a prompt of at least one "
+            "token, or set eval.blocks=false"
         )
     seg_len = reading.open_tokens.shape[1]
     rows = num_rows(trained.model, int(reading.open_len.max()), seg_len=seg_len)
@@ -183,25 +186,26 @@ def look_ahead(trained: TrainedModel, reading: Reading) -> Ahead:
     features = trained.model.features(tokens, open_len, state=reading.state)
     last = features.hidden.take_along_dim(
         (open_len - 1)[:, None, None], dim=1
-    )  # the softmax costs as much as it has rows
+    )  # the cost of the softmax is proportional to its rows
     return Ahead(trained.model.head.log_probs(last)[:, 0], features.state if rows == seg_len else reading.state)
 
 
 def next_log_probs(trained: TrainedModel, reading: Reading) -> Tensor:
-    """Log-probabilities of the token after the last one read: (B, V) float32 at least, on the model's device.
+    """Return log-probabilities of the token after the last one read: (B, V) float32 or wider, on the model's device.
 
     Raises:
-        TypeError, ValueError: an argument; the message names it.
+        TypeError, ValueError: an argument is invalid; the message names it.
     """
     check_reading(trained, reading)
     return look_ahead(trained, reading).log_probs
 
 
 def append(reading: Reading, tokens: Tensor, ahead: Ahead, *, grows: Tensor) -> Reading:
-    """As `read` of one token in the lanes that grow, without a forward of its own.
+    """Read one token in the lanes marked by `grows`, as `read` does, without another forward pass.
 
     Args:
-        tokens: (B,) int64.  ahead: of `look_ahead(trained, reading)`.  grows: (B,) bool. All but `ahead` on the CPU.
+        tokens: (B,) int64, on the CPU.  ahead: result of `look_ahead(trained, reading)`.
+        grows: (B,) bool, on the CPU.
     """
     seg_len = reading.open_tokens.shape[1]
     turns = grows & (reading.open_len == seg_len)
@@ -216,7 +220,7 @@ def append(reading: Reading, tokens: Tensor, ahead: Ahead, *, grows: Tensor) -> 
 
 
 def select(reading: Reading, lanes: Sequence[int]) -> Reading:
-    """Some lanes of a reading, in this order; a lane may come several times, to read it on in several ways."""
+    """Return the given lanes of a reading, in this order; a lane may be repeated, to continue it in several ways."""
     rows = torch.tensor(lanes, dtype=torch.int64)
 
     def chosen(part: Tensor) -> Tensor:

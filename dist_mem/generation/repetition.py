@@ -1,7 +1,7 @@
-"""How much a text repeats itself: rep-n and distinct-n.
+"""Measures of repetition in a text: rep-n and distinct-n.
 
-Both are counted in words, so that models with different tokenizers compare; the code of Su et al. does so too.
-Deviation: Welleck et al. count tokens of their model. Nothing but the continuation is counted, not the prompt.
+Both count words, as the code of Su et al. does, so that models with different tokenizers are comparable. Deviation:
+Welleck et al. count tokens of their model. Only the continuation is counted, not the prompt.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ SIZES = (1, 2, 3, 4)  # n
 
 
 class Repetition(NamedTuple):
-    """Of the continuations of one model; by n, None where no text has n words."""
+    """Repetition of the continuations of one model, by n; None where no text has n words."""
 
     rep: dict[int, float | None]
     distinct: dict[int, float | None]
 
 
 def ngrams(words: Sequence[str], size: int) -> list[tuple[str, ...]]:
-    """All runs of `size` words, in order."""
+    """Return all sequences of `size` consecutive words, in order."""
     return [tuple(words[begin : begin + size]) for begin in range(len(words) - size + 1)]
 
 
 def rep(text: str, size: int) -> float | None:
-    """Share of n-grams that have appeared before in the text: 1 - distinct n-grams / n-grams.
+    """Return the share of n-grams that occurred earlier in the text: 1 - distinct n-grams / n-grams.
 
     Source: Welleck et al. 2020, "Neural text generation with unlikelihood training" (seq-rep-n); Su et al. 2022, "A
     contrastive framework for neural text generation" (rep-n, there in per cent). Deviation: the code of Su et al.
@@ -36,7 +36,7 @@ def rep(text: str, size: int) -> float | None:
 
 
 def distinct(texts: Sequence[str], size: int) -> float | None:
-    """Distinct n-grams of all texts together / their words.
+    """Return the number of distinct n-grams of all texts together, divided by the number of their words.
 
     Source: Li et al. 2016, "A diversity-promoting objective function for neural conversation models", sec. 5.
     """
@@ -47,9 +47,9 @@ def distinct(texts: Sequence[str], size: int) -> float | None:
 
 
 def measure(texts: Sequence[str]) -> Repetition:
-    """rep-n as the mean over texts that have an n-gram, distinct-n of all together.
+    """Return rep-n as the mean over texts that have an n-gram, and distinct-n over all texts together.
 
-    The mean is that of Welleck et al.'s code; Su et al.'s adds up the n-grams of all texts before it divides.
+    The code of Welleck et al. takes the same mean; that of Su et al. sums the n-grams of all texts before it divides.
     """
     reps: dict[int, float | None] = {}
     for size in SIZES:

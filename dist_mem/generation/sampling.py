@@ -1,4 +1,4 @@
-"""Drawing the next token: greedy, by temperature, from the k likeliest (top-k) or from the nucleus (top-p)."""
+"""Sampling of the next token: greedy, by temperature, from the k likeliest (top-k) or from the nucleus (top-p)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dist_mem.memory.parts.counter_hash import uniform
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn: temperature first, then top-k, then top-p of what is left."""
+    """Sampling settings: temperature is applied first, then top-k, then top-p on the remaining tokens."""
 
     temperature: float = 1.0  # 0: always the likeliest token
     top_k: int | None = None  # only the k likeliest tokens; None: all
@@ -22,7 +22,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raise TypeError for what is no number, and ValueError for a value that has no meaning."""
+        """Raise TypeError for a value that is not a number, and ValueError for a number out of range."""
         for name, value in vars(self).items():
             if not (isinstance(value, int | float) or (value is None and name.startswith("top_"))):
                 raise TypeError(f"{name} is {value!r}, but must be a number")
@@ -37,29 +37,29 @@ class Sampling:
 
 
 def choose(log_probs: Tensor, sampling: Sampling, *, stream: Tensor, step: Tensor | int) -> Tensor:
-    """One token a lane, (B,) int64 on the CPU; (seed, stream, step) decide it, whatever other lanes there are.
+    """Draw one token per lane, (B,) int64 on the CPU; (seed, stream, step) determine it, independent of other lanes.
 
     Args:
-        log_probs: (B, V), of the next token; -inf where a token may not be drawn.
-        stream: (B,) int64, which sequence of random numbers each lane draws from.
-        step: which number of that sequence: (B,) int64, or an int for all lanes.
+        log_probs: (B, V), of the next token; -inf for tokens that must not be drawn.
+        stream: (B,) int64, random number stream of each lane.
+        step: index of the draw in the stream: (B,) int64, or an int for all lanes.
     """
     if sampling.temperature == 0.0:
         return log_probs.argmax(dim=-1).cpu()
     probs = kept_probabilities(log_probs, sampling)
     draw = uniform(1, sampling.seed, stream.to(probs.device), torch.as_tensor(step, device=probs.device))
-    # In the order of the vocabulary: in that of probabilities, a tie broken otherwise would change what a draw means.
+    # In vocabulary order: in order of probability, another tie-break would map the same draw to another token.
     total = probs.cumsum(dim=-1)
     token = torch.searchsorted(total, draw * total[:, -1:], right=True).squeeze(1)
-    last = probs.shape[-1] - 1 - (probs > 0).flip(-1).to(torch.uint8).argmax(dim=-1)  # rounding may step beyond it
+    last = probs.shape[-1] - 1 - (probs > 0).flip(-1).to(torch.uint8).argmax(dim=-1)  # rounding may exceed it
     return torch.minimum(token, last).cpu()
 
 
 def kept_probabilities(log_probs: Tensor, sampling: Sampling) -> Tensor:
-    """Probabilities of the tokens that may be drawn, 0 for the others: (B, V) float64, each row with sum 1.
+    """Return the probabilities of the tokens that may be drawn, 0 for the others: (B, V) float64, rows sum to 1.
 
     The nucleus is the smallest set of likeliest tokens whose probability is at least p (Holtzman et al. 2020, "The
-    curious case of neural text degeneration", sec. 3.1), so it holds the first token that reaches p.
+    curious case of neural text degeneration", sec. 3.1), so it includes the first token that reaches p.
     """
     scores = log_probs.to(torch.float64)
     scores = (scores - scores.amax(dim=-1, keepdim=True)) / sampling.temperature

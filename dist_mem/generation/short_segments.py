@@ -1,8 +1,8 @@
-"""How few rows of an open segment have to go through a model: padding to T costs about as much as T tokens.
+"""The smallest number of rows an open segment needs in a forward pass; padding it to T costs about as much as T tokens.
 
-An incomplete segment leaves nothing in a memory, so a memory that computes the outputs of fewer rows as well need not
-be given T. The memories here were tried (tests/generation/test_generation_short.py); all others are given T rows, as
-the memory contract says.
+An incomplete segment does not change a memory, so a memory that computes the same outputs from fewer rows does not need
+T rows. The memories in `FEWEST` are tested (tests/generation/test_generation_short.py); all others get T rows, as the
+memory contract requires.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dist_mem.memory.lamemo import LaMemo
 from dist_mem.memory.none import NoMemory
 from dist_mem.memory.transformer_xl import TransformerXL
 
-STEP = 16  # rows come in multiples of it, so that few shapes occur
-# The fewest rows that a memory takes, from its options. Compressive compresses what the rows would push out, even if
-# nothing keeps the result. Infinite hands its new rows on to the next segment, and takes T.
+STEP = 16  # the number of rows is a multiple of it, so that few shapes occur
+# The fewest rows each memory accepts, from its options. Compressive compresses the states that the rows would push out,
+# even if the result is not kept. Infinite passes its new rows on to the next segment and needs T.
 FEWEST: dict[type[Memory], Callable[[Any], int]] = {
     NoMemory: lambda options: 1,
     Causal: lambda options: 1,
@@ -32,7 +32,7 @@ FEWEST: dict[type[Memory], Callable[[Any], int]] = {
 
 
 def num_rows(model: nn.Module, longest: int, *, seg_len: int) -> int:
-    """How many rows to give a model for open segments of at most `longest` tokens; T where one of them is complete."""
+    """Return the number of rows to compute for open segments of at most `longest` tokens; T if one is complete."""
     memories = [module for module in model.modules() if isinstance(module, Memory)]
     if not memories or any(type(memory) not in FEWEST for memory in memories):
         return seg_len

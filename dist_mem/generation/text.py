@@ -1,4 +1,4 @@
-"""Tokens to text as they come: the bytes of a character that is not whole yet are held back."""
+"""Incremental decoding of tokens to text; bytes of an incomplete character are held back."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dist_mem.data.tokenizers.base import Tokenizer
 
 
 class TextWriter:
-    """The text of one lane, token by token."""
+    """Decodes the text of one lane token by token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.pieces = tokenizer.pieces
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # bytes that are no character become U+FFFD
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # invalid bytes become U+FFFD
         self.text = ""
 
     def add(self, token: int) -> str:
-        """What one token more completes of the text, which may be nothing."""
+        """Add a token and return the text it completes, which may be empty."""
         return self._written(self.decoder.decode(self.pieces[token]))
 
     def end(self) -> str:
-        """What is left: U+FFFD for a character that was cut."""
+        """Return the remaining text: U+FFFD for an incomplete character."""
         return self._written(self.decoder.decode(b"", final=True))
 
     def _written(self, part: str) -> str:
@@ -30,5 +30,5 @@ class TextWriter:
 
 
 def printable(text: str) -> str:
-    """Text without what would steer a terminal: control characters but newline and tab become U+FFFD."""
+    """Return the text with control characters, which could steer a terminal, as U+FFFD; newline and tab are kept."""
     return "".join("\ufffd" if unicodedata.category(char) == "Cc" and char not in "\n\t" else char for char in text)

@@ -1,11 +1,11 @@
-"""The negative log-likelihood of every token of a text, read with memory.
+"""Negative log-likelihood of every token of a text, read with memory.
 
     scores = score(trained, first_half)
     rest = score(trained, second_half, after=scores.reading)  # equals `score` of the whole text
 
-A memory holds complete segments only. What it takes to continue a text is a `Reading`: the memory, and the tokens of
-the segment that is still open. That segment is computed again with the tokens that follow. One memory gives the tokens
-of an open segment other scores than those of a complete one: `lamemo` with the published `window: segment`.
+A memory holds complete segments only. To continue a text takes a `Reading`: the memory and the tokens of the open
+segment. That segment is computed again with the tokens that follow. With one memory, `lamemo` with the published
+`window: segment`, a token's score in an open segment differs from its score in the complete one.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from dist_mem.model import LMState
 
 
 class Scores(NamedTuple):
-    """A text, scored."""
+    """The scores of a text."""
 
     tokens: np.ndarray  # (num_tokens,) ids; tokenizer.decode([id]) is a token's text
-    nll: Tensor  # (num_tokens,) float32, nats; nan for the first token of a block (data.blocks), which has none
-    reading: Reading  # the text, read: to be scored on (`after`), or written on (`generate`)
+    nll: Tensor  # (num_tokens,) float32, nats; nan for the first token of a block (data.blocks), which has no score
+    reading: Reading  # after the text, to continue scoring (`after`) or to generate
 
 
 @torch.no_grad()
 def score(
     trained: TrainedModel, text: str | Sequence[int] | np.ndarray | Tensor, *, after: Reading | None = None
 ) -> Scores:
-    """Negative log-likelihood of every token of a text, read segment after segment.
+    """Return the negative log-likelihood of every token of a text, read segment by segment.
 
     Args:
-        text: a str, or token ids (num_tokens,). A str that continues another one may be cut into other tokens than the
-            two together; ids are not.
-        after: what stands before the text, of one lane: `reading` of other scores, or of `read`. None: nothing, the
-            text is a document of its own.
+        text: a str, or token ids (num_tokens,). If the text continues another one, a str may be tokenized differently
+            than both texts together; ids avoid this.
+        after: the reading of the preceding text, with one lane, from earlier scores or from `read`. None: the text is
+            a separate document.
 
     Raises:
-        TypeError, ValueError: an argument; the message names it.
+        TypeError, ValueError: an argument is invalid; the message names it.
     """
     check_trained(trained)
     if isinstance(text, bytes):
@@ -57,11 +57,11 @@ def score(
     reading = start(trained) if after is None else check_reading(trained, after, "after")
     if len(reading.open_len) != 1:
         raise ValueError(
-            f"after has {counted(len(reading.open_len), 'lane')}, but a text continues one; take it with "
+            f"after has {counted(len(reading.open_len), 'lane')}, but a text continues one lane; select it with "
             "dist_mem.generation.reading.select(after, [LANE])"
         )
     open_len = int(reading.open_len)
-    waiting = torch.cat([reading.open_tokens[0, :open_len], ids])  # inputs since the last complete segment, and to come
+    waiting = torch.cat([reading.open_tokens[0, :open_len], ids])  # inputs after the last complete segment
     nll, state = _read_and_score(trained, waiting.numpy(), reading)
     return Scores(
         ids.numpy().astype(trained.tokenizer.dtype),
@@ -71,7 +71,7 @@ def score(
 
 
 def _read_and_score(trained: TrainedModel, waiting: np.ndarray, reading: Reading) -> tuple[Tensor, LMState]:
-    """The scores of inputs as the targets of those before them, and the memory before the segment of the last input.
+    """Return the score of each input given the inputs before it, and the memory before the last input's segment.
 
     Without blocks the first input has no score: it is BOS, or was scored before.
     """
@@ -85,6 +85,6 @@ def _read_and_score(trained: TrainedModel, waiting: np.ndarray, reading: Reading
         output = trained.model(batch.tokens, batch.targets, batch.valid_len, state=state)
         nll = output.nll[0, : len(segment.targets)].cpu()
         parts.append(torch.cat([torch.full((1,), torch.nan), nll[:-1]]) if blocks else nll)
-        if (index + 1) * seg_len < len(waiting):  # else this segment stays open
+        if (index + 1) * seg_len < len(waiting):  # otherwise this segment stays open
             state = output.state
     return torch.cat(parts), state

@@ -235,7 +235,7 @@ def test_conversations_are_read_whole_and_one_by_one_whatever_the_run_evaluates_
 
 @pytest.mark.usefixtures("single_process")
 def test_blocks_which_leave_out_tokens_of_replies_are_refused(run_dir: Path) -> None:
-    with pytest.raises(UnusableError, match=r"^eval\.blocks stands for true, .*: set eval\.blocks=false"):
+    with pytest.raises(UnusableError, match=r"^eval\.blocks is in effect true, .*: set eval\.blocks=false"):
         command.run(run_dir, Settings(split="test"), overrides=["tracking.mlflow=false", "eval.blocks=true"])
 
 

@@ -195,7 +195,7 @@ def test_what_cannot_be_read_is_refused() -> None:
     with pytest.raises(ValueError, match="tokens has rows for 1 lane, but the reading has 2"):
         read(trained, start(trained, 2), [np.array([1])])
     for ids in ([VOCAB], [-1]):
-        with pytest.raises(ValueError, match="ids of this model go from 0 to 10"):
+        with pytest.raises(ValueError, match="ids of this model range from 0 to 10"):
             read(trained, start(trained), [np.array(ids)])
     with pytest.raises((TypeError, ValueError), match="tokens"):
         read(trained, start(trained), [np.array([[1]])])

@@ -110,7 +110,7 @@ def test_a_bare_memory_without_its_last_token_is_refused() -> None:
 
 
 WRONG_TOKENS: list[tuple[Any, type[Exception], str]] = [
-    ("hello", TypeError, r"tokens is 'hello', but must be a list with one row of ids a lane, as \[trained\.tok"),
+    ("hello", TypeError, r"tokens is 'hello', but must be a list with one row of ids per lane, as \[trained\.tok"),
     (b"hello", TypeError, "tokens is b'hello', but must be a list with one row"),
     (3, TypeError, "tokens is 3, but must be a list with one row"),
     (["hello"], TypeError, r"tokens\[0\] is 'hello', but must be a row of ids"),
@@ -119,7 +119,7 @@ WRONG_TOKENS: list[tuple[Any, type[Exception], str]] = [
     ([[1], [2]], ValueError, "tokens has rows for 2 lanes, but the reading has 1"),
     ([], ValueError, "tokens has rows for 0 lanes, but the reading has 1"),
     ([[[1, 2]]], ValueError, r"tokens\[0\] has 2 dimensions, but must be a row of ids"),
-    ([[1, VOCAB]], ValueError, f"tokens\\[0\\] has the id {VOCAB}, but ids of this model go from 0 to {VOCAB - 1}"),
+    ([[1, VOCAB]], ValueError, f"tokens\\[0\\] has the id {VOCAB}, but ids of this model range from 0 to {VOCAB - 1}"),
     ([[-1]], ValueError, r"tokens\[0\] has the id -1, but ids"),
 ]
 
@@ -136,7 +136,7 @@ WRONG_CALLS: list[tuple[Any, type[Exception], str]] = [
     (lambda t: score(t, b"w1"), TypeError, "text is b'w1', but must be a str or a row of ids"),
     (lambda t: score(t, [VOCAB]), ValueError, f"text has the id {VOCAB}"),
     (lambda t: score(t, "w1", after=start(t, 2)), ValueError, r"after has 2 lanes, but a text .*select"),
-    (lambda t: score("runs/demo", "w1"), TypeError, "trained is 'runs/demo', but must be what load_model returns"),
+    (lambda t: score("runs/demo", "w1"), TypeError, "trained is 'runs/demo', but must be a model"),
     (lambda t: read(t, "w1", []), TypeError, "reading is 'w1', but must be a Reading"),
     (lambda t: start(t, "w1"), TypeError, "num_lanes is 'w1', but must be an int"),
     (lambda t: init_state(t, 3), TypeError, r"document_ids is 3, but must be a row of ints, as \[0\]"),
