@@ -1,1 +1,1 @@
-"""Evaluation: load a trained model, score documents, compare and plot runs, export."""
+"""Evaluation: load a trained model, score documents, compare and plot runs, export models."""

@@ -1,13 +1,13 @@
-"""Evaluations of several runs side by side: word-level perplexity, recall perplexity by distance, gain of the memory.
+"""Compare evaluations of several runs: word-level perplexity, recall perplexity by distance, gain of the memory.
 
-Where words are not known (blocks), token perplexity stands in their place.
+Token perplexity replaces word-level perplexity if words are not known (blocks).
 
     dist-mem compare runs/none runs/transformer_xl
 
-Bands of distance are the same for all: those of the run whose segment and short-term memory together reach farthest. A
-model without memory cannot know what stands before its segment, so a memory that works shows in the middle band. What a
-run gains over another one is the gain of other weights too; what its own memory gains is `memory_gain`, known where the
-run has been evaluated without memory too.
+All runs share the same bands of distance: those of the run whose segment and short-term memory together reach farthest.
+A model without memory cannot see the tokens before its segment, so the middle band shows whether a memory works. The
+gain of one run over another includes the effect of different weights; `memory_gain` measures the gain of a run's memory
+alone, and requires an evaluation of the run without memory.
 """
 
 from __future__ import annotations
@@ -30,44 +30,44 @@ _PREFERRED = ("test", "validation")
 
 
 class Entry(NamedTuple):
-    """One run in the comparison."""
+    """A run in the comparison."""
 
     name: str
     report: Report
-    without_memory: Report | None = None  # of the same checkpoint and protocol
-    config: Path | None = None  # config.yaml of the run; None: the report stands alone
+    without_memory: Report | None = None  # report of the same checkpoint and protocol without memory
+    config: Path | None = None  # config.yaml of the run; None: the report is not in a run directory
 
 
 class Row(NamedTuple):
-    """One run's figures, each with how many times lower it is than the first run's."""
+    """The figures of one run, each with the factor by which it is lower than the first run's."""
 
     name: str
-    perplexity: float  # word-level; of tokens where words are not known
-    gain: float  # first run's / this one's
-    accuracy: float  # nan where it is not known
-    memory: MemoryGain | None  # of its own memory; None where it has not been evaluated without
+    perplexity: float  # word-level; per token if words are not known
+    gain: float  # the first run's perplexity divided by this one's
+    accuracy: float  # nan if it is not known
+    memory: MemoryGain | None  # gain of its memory; None if it has not been evaluated without memory
     recall: dict[Band, tuple[float, float]]  # perplexity and gain
 
 
 def find_reports(paths: Sequence[Path], split: str | None) -> list[Entry]:
-    """The newest report of a split in each run directory, all of one protocol; a path may also be a report itself.
+    """Return the newest report of a split in each run directory, all of one protocol; a path may also be a report.
 
     Args:
         split: None: test if every run has it, else validation.
 
     Raises:
-        ValueError: a path is missing, a run has no report of the split, or they have no protocol in common; says how to
-            get one.
+        ValueError: a path is missing, a run has no report of the split, or the runs have no protocol in common; the
+            message explains how to get a report.
     """
     for path in paths:
         if not path.exists():
             raise ValueError(f"{path}: there is no such run directory or report")
     wanted = [split] if split else _PREFERRED
     found = {name: {path: _newest(path, name) for path in paths} for name in wanted}
-    chosen = max(wanted, key=lambda name: sum(map(bool, found[name].values())))  # the first of them if equally many
+    chosen = max(wanted, key=lambda name: sum(map(bool, found[name].values())))  # the first one on a tie
     missing = [path for path, reports in found[chosen].items() if not reports]
     if missing:
-        raise ValueError("; ".join(f"{path}: no evaluation of {chosen}{_ways(path, chosen)}" for path in missing))
+        raise ValueError("; ".join(f"{path}: no evaluation of {chosen}{_remedy(path, chosen)}" for path in missing))
     tag = _common_tag({path: reports for path, reports in found[chosen].items() if path.suffix != ".json"})
     return [
         _read_entry(path.resolve().name.removesuffix(".json"), reports.get(tag, path))
@@ -76,15 +76,15 @@ def find_reports(paths: Sequence[Path], split: str | None) -> list[Entry]:
 
 
 def _read_entry(name: str, path: Path) -> Entry:
-    """The report at `path`, and the one without memory where it is."""
+    """Read the report at `path`, and the one without memory if it exists."""
     other = None if is_without_memory(path) else counterpart(path)
     without_memory = read_report(other) if other is not None and other.exists() else None
     config = path.parent.parent / "config.yaml"
     return Entry(name, read_report(path), without_memory, config if config.exists() else None)
 
 
-def _ways(path: Path, split: str) -> str:
-    """How to get an evaluation of the split, or the evaluated one that was meant."""
+def _remedy(path: Path, split: str) -> str:
+    """Return how to get an evaluation of the split, or the evaluated split that was probably meant."""
     reports = [report for report in (path / "evaluations").glob("*-step-*.json") if not is_without_memory(report)]
     names = {report.name.partition("-step-")[0] for report in reports}
     evaluated = sorted(name for name in names if not name.startswith(("dialogue-", "inspect-")))
@@ -94,7 +94,7 @@ def _ways(path: Path, split: str) -> str:
 
 
 def _newest(path: Path, split: str) -> dict[str, Path]:
-    """The newest report of each protocol, by its tag (`protocol.tag_of`): "" as trained; none without memory."""
+    """Return the newest report of each protocol by its tag (`protocol.tag_of`), except those without memory."""
     if path.suffix == ".json":
         return {"": path}
     reports = sorted((path / "evaluations").glob(f"{split}-step-*.json"))  # steps are padded with zeros
@@ -106,22 +106,22 @@ def _newest(path: Path, split: str) -> dict[str, Path]:
 
 
 def _common_tag(found: Mapping[Path, Mapping[str, Path]]) -> str:
-    """As trained where every run has that, else the one other protocol that all have."""
+    """Return the tag "" (as trained) if every run has it, else that of the only other protocol that all runs have."""
     common = set.intersection(*(set(reports) for reports in found.values())) if found else {""}
     if "" in common or len(common) == 1:
         return "" if "" in common else common.pop()
-    told = [
+    protocols = [
         f"{path.name} {' and '.join(f'by {tag}' if tag else 'as trained' for tag in sorted(reports))}"
         for path, reports in found.items()
     ]
-    raise ValueError(f"{', '.join(told)}: evaluate them alike, or give the report files themselves")
+    raise ValueError(f"{', '.join(protocols)}: evaluate them with the same protocol, or give the report files")
 
 
 def compare(reports: Sequence[Entry]) -> list[Row]:
-    """The figures of every run over common bands; bands without recall tokens are left out.
+    """Return the figures of every run over common bands; bands without recall tokens are omitted.
 
     Raises:
-        ValueError: the reports are not of the same text, or differ in tokenizer where tokens are compared.
+        ValueError: the reports score different texts, or have different tokenizers while tokens are compared.
     """
     first = reports[0].report
     _check_text(reports)
@@ -129,8 +129,8 @@ def compare(reports: Sequence[Entry]) -> list[Row]:
     all_reports = [entry.report for entry in reports]
     others = [report for report in all_reports if report.tokenizer_fingerprint != first.tokenizer_fingerprint]
     if others and (not by_words or any(report.recall for report in others)):
-        what = "recall distances are" if by_words else "where words are not known, perplexity is"
-        raise ValueError(f"{what} in tokens, but the runs have different tokenizers: they do not compare")
+        what = "recall distances are" if by_words else "words are not known, so perplexity is"
+        raise ValueError(f"{what} in tokens, but the runs have different tokenizers: they are not comparable")
     widest = max(all_reports, key=lambda report: report.seg_len + report.mem_len)
     bands = [band for band in recall_bands(widest.seg_len, widest.mem_len).values() if first.recall_in(band)[1] > 0]
     values = [report.word_perplexity if by_words else report.token_perplexity for report in all_reports]
@@ -142,9 +142,9 @@ def compare(reports: Sequence[Entry]) -> list[Row]:
             entry.report.accuracy,
             None if entry.without_memory is None else memory_gain(entry.report, entry.without_memory),
             {
-                band: (own, first.recall_perplexity(band) / own)
+                band: (recall, first.recall_perplexity(band) / recall)
                 for band in bands
-                for own in [entry.report.recall_perplexity(band)]
+                for recall in [entry.report.recall_perplexity(band)]
             },
         )
         for entry, value in zip(reports, values, strict=True)
@@ -164,7 +164,7 @@ def _check_text(reports: Sequence[Entry]) -> None:
 
 
 def to_table(entries: Sequence[Entry], rows: Sequence[Row]) -> str:
-    """The comparison for a terminal: a table of all tokens, and one of recall tokens where there are any."""
+    """Return the comparison for a terminal: a table of all tokens, and one of recall tokens if there are any."""
     first = entries[0].report
     names = ["run", *(row.name for row in rows)]
     title = "token ppl" if first.num_words is None else "word ppl"
@@ -172,7 +172,7 @@ def to_table(entries: Sequence[Entry], rows: Sequence[Row]) -> str:
     if not all(math.isnan(row.accuracy) for row in rows):
         columns.append(["accuracy", *(shown(row.accuracy, ".2%") for row in rows)])
     if any(row.memory for row in rows):
-        columns.append(["own memory gains", *(_own_gain(row.memory) for row in rows)])
+        columns.append(["memory gain", *(_memory_cell(row.memory) for row in rows)])
     lines = [f"split {first.split}, {len(first.documents)} documents, {first.num_scored:,} tokens", *_aligned(columns)]
     if bands := list(rows[0].recall):
         counts = ", ".join(f"{band} {first.recall_in(band)[1]:,}" for band in bands)
@@ -183,26 +183,23 @@ def to_table(entries: Sequence[Entry], rows: Sequence[Row]) -> str:
 
 
 def _aligned(columns: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table, columns apart by two spaces."""
+    """Return the lines of a table whose columns are separated by two spaces."""
     padded = [[f"{text:<{max(map(len, column))}}" for text in column] for column in columns]
     return ["  ".join(line).rstrip() for line in zip(*padded, strict=True)]
 
 
-def _own_gain(gain: MemoryGain | None) -> str:
+def _memory_cell(gain: MemoryGain | None) -> str:
     if gain is None:
         return "not measured"
-    return f"{gain.nats:.4f} nats a token ({shown(gain.ratio)}x)"
+    return f"{gain.nats:.4f} nats per token ({shown(gain.ratio)}x)"
 
 
 def _hint(entries: Sequence[Entry], split: str) -> str | None:
-    """How to measure the gain of the memories for which it is not known; None if it is known of all."""
+    """Return how to measure the memory gains that are not known; None if all are known."""
     names = [entry.name for entry in entries if entry.without_memory is None]
     if not names:
         return None
-    return (
-        f"gain of the own memory not measured: {', '.join(names)}; run: "
-        f"dist-mem evaluate RUN --split {split} --without-memory"
-    )
+    return f"memory gain not measured: {', '.join(names)}; run: dist-mem evaluate RUN --split {split} --without-memory"
 
 
 def _cell(value: float, gain: float) -> str:
@@ -212,7 +209,10 @@ def _cell(value: float, gain: float) -> str:
 
 
 def run(paths: Sequence[Path], *, split: str | None = None, picture: Path | None = None) -> int:
-    """The command; `picture` is a file to draw the recall curves into. Returns the exit code of the process.
+    """Run the command and return the exit code of the process.
+
+    Args:
+        picture: file to draw the recall curves into.
 
     Raises:
         UnusableError: a path is missing, a run lacks the evaluation, or the evaluations cannot be compared.

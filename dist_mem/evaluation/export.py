@@ -1,18 +1,18 @@
-"""A trained model as a directory of its own, to be kept, moved and given away.
+"""Export a trained model as a self-contained directory.
 
     dist-mem export runs/demo --out models/demo
     dist-mem export runs/demo --out models/demo --checkpoint 400 --precision bf16
 
     DIR/
-        model.safetensors   the weights; those that layers share once
-        config.yaml         as the model was trained, without the places of the machine it was trained on
+        model.safetensors   the weights; weights shared by layers are stored once
+        config.yaml         the training configuration without paths and addresses of the training machine
         tokenizer.json ...  the tokenizer
-        memory/NAME.py      memories from outside the package, if it has any
-        README.md           what it is and how it is loaded
+        memory/NAME.py      memories from outside the package, if the model has any
+        README.md           description and loading instructions
         manifest.json       written last: size and SHA-256 of every file, as in a checkpoint
 
-`dist-mem evaluate` and `dist_mem.load_model` take it wherever they take a run. It is made of a checkpoint of any ZeRO
-stage, number of ranks and format, and holds data only; a memory from outside is the exception, because it is a program.
+`dist-mem evaluate` and `dist_mem.load_model` accept it in place of a run. It can be made from a checkpoint of any ZeRO
+stage, number of ranks and format. It contains only data, except a memory from outside the package, which is a program.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from dist_mem.evaluation.untrained_model import is_configuration, untrained_mode
 from dist_mem.memory.outside import kept_kinds
 from dist_mem.runtime.files import fsync_path, is_wrong_path, write_hashed, write_text
 
-_FACTS = ("step", "tokenizer_fingerprint", "data_fingerprint", "mlflow_run_id", "versions")  # of the checkpoint
+_METADATA = ("step", "tokenizer_fingerprint", "data_fingerprint", "mlflow_run_id", "versions")  # of the checkpoint
 
 _CARD = """# {name}
 
@@ -64,9 +64,10 @@ dist-mem evaluate {name} --split test data.path=FOLDER
 {trust}
 """
 _DATA_ONLY = "All files are data: loading runs no code from them. Each is compared with its SHA-256 in `manifest.json`."
-_CODE = """**What lies in `memory/` is a program**: this memory is no part of dist_mem. Loading the model has to run it,
-and does so only with `"eval.allow_code=true"` as a further argument: read it first. All other files are data. Each is
-compared with its SHA-256 in `manifest.json`."""
+_CODE = """\
+**`memory/` contains a program**: this memory is not part of dist_mem. Loading the model runs it, but only with
+`"eval.allow_code=true"` as a further argument: read it first. All other files are data. Each is compared with its
+SHA-256 in `manifest.json`."""
 
 
 def run(
@@ -78,18 +79,18 @@ def run(
     layout: str = "dist_mem",
     overrides: Sequence[str] = (),
 ) -> int:
-    """The command. Returns the exit code of the process.
+    """Run the command and return the exit code of the process.
 
     Args:
-        path: a run directory, one checkpoint in it, or a configuration: the model as a run of it would begin.
-        out: the directory to make.
+        path: a run directory, one checkpoint in it, or a configuration, which exports the initial model of its run.
+        out: the directory to create.
         checkpoint: step of the checkpoint; None: the newest that verifies.
         precision: of the weights, fp32 or bf16.
         layout: dist_mem, or transformers (export_transformers.py).
-        overrides: `key=value`; `data.path` says where the tokenizer is now.
+        overrides: `key=value`; `data.path` gives the present place of the tokenizer.
 
     Raises:
-        UnusableError: checkpoint or data cannot be used as they are, or `out` is there already.
+        UnusableError: the checkpoint or the data are unusable, or `out` exists.
     """
     if out.exists():
         raise UnusableError(f"--out {out} exists already; remove it, or give another name")
@@ -112,7 +113,7 @@ def _export(trained: TrainedModel, path: Path, out: Path, layout: str) -> int:
     try:
         with _whole_or_nothing(out) as staging:
             if layout == "transformers":
-                write_transformers(trained, staging, _settings_without_places(trained.checkpoint))
+                write_transformers(trained, staging, _portable_settings(trained.checkpoint))
             else:
                 write_export(trained, staging, name=out.absolute().name)
     except OSError as error:
@@ -125,25 +126,25 @@ def _export(trained: TrainedModel, path: Path, out: Path, layout: str) -> int:
 
 
 def write_export(trained: TrainedModel, directory: Path, *, name: str) -> None:
-    """Write a model with everything that loading it takes into an empty directory, durably; the manifest last."""
+    """Write a model and everything needed to load it into an empty directory, durably, with the manifest last."""
     checkpoint = trained.checkpoint
-    config = _settings_without_places(checkpoint)
+    config = _portable_settings(checkpoint)
     write_hashed(directory / WEIGHTS, safetensors_parts(_weights(trained.model)))
-    write_text(directory / "config.yaml", to_yaml(config, resolve=True))  # needs no variable of the environment
+    write_text(directory / "config.yaml", to_yaml(config, resolve=True))  # readable without environment variables
     save_tokenizer(trained.tokenizer, directory)
     for source in _sources(checkpoint):
         (directory / source).parent.mkdir(exist_ok=True)
         write_text(directory / source, (checkpoint.directory / source).read_text(encoding="utf-8"))
     write_text(directory / "README.md", _card(trained, config, name))
     manifest = checkpoint.manifest
-    facts = {key: manifest[key] for key in _FACTS if key in manifest}
+    metadata = {key: manifest[key] for key in _METADATA if key in manifest}
     files = {path.relative_to(directory).as_posix(): describe_file(path) for path in files_in(directory)}
-    write_manifest(directory, {**facts, "precision": trained.config.eval.precision, "files": files})
+    write_manifest(directory, {**metadata, "precision": trained.config.eval.precision, "files": files})
 
 
 @contextmanager
 def _whole_or_nothing(path: Path) -> Iterator[Path]:
-    """An empty directory that becomes `path`, durably, or leaves no trace if filling it fails."""
+    """Provide an empty directory that is durably renamed to `path`, or removed if filling it fails."""
     path = path.absolute()
     staging = path.with_name(f".{path.name}.{os.getpid()}.partial")
     staging.mkdir(parents=True)
@@ -159,16 +160,16 @@ def _whole_or_nothing(path: Path) -> Iterator[Path]:
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """What the model's state_dict has, each tensor under its first name only."""
+    """Return the tensors of the model's state_dict, each under its first name only."""
     names = model.state_dict().keys()
     tensors = chain(model.named_parameters(), model.named_buffers())
     return {name: tensor.detach().contiguous() for name, tensor in tensors if name in names}
 
 
-def _settings_without_places(checkpoint: Checkpoint) -> Config:
-    """The configuration of a checkpoint, without where run, data and MLflow were."""
+def _portable_settings(checkpoint: Checkpoint) -> Config:
+    """Return the configuration of a checkpoint without the places of run, data and MLflow."""
     path = checkpoint.directory / "config.yaml"
-    kept = kept_kinds(plain_block(load_config([str(path)]).memory), Path())  # memory/NAME.py, as seen from the export
+    kept = kept_kinds(plain_block(load_config([str(path)]).memory), Path())  # memory/NAME.py, relative to the export
     config, default = load_config([str(path), *kept]), Config()
     config.run_dir, config.resume, config.tracking = default.run_dir, default.resume, default.tracking
     config.launch, config.model.pretrained = default.launch, default.model.pretrained
@@ -178,12 +179,12 @@ def _settings_without_places(checkpoint: Checkpoint) -> Config:
 
 
 def _sources(checkpoint: Checkpoint) -> list[str]:
-    """Names of the memories from outside that a checkpoint holds."""
+    """Return the names of the memories from outside the package that a checkpoint contains."""
     return [name for name in checkpoint.manifest["files"] if name.startswith("memory/")]
 
 
 def _card(trained: TrainedModel, config: Config, name: str) -> str:
-    """What README.md says."""
+    """Return the text of README.md."""
     return _CARD.format(
         name=name,
         step=trained.checkpoint.manifest["step"],

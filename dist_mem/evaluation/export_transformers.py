@@ -1,15 +1,15 @@
-"""A GPT-2 as a folder that Hugging Face's transformers opens, and that `model.pretrained` takes.
+"""Export a GPT-2 as a folder that Hugging Face's transformers and `model.pretrained` can load.
 
     dist-mem export runs/gpt2_small --out models/gpt2 --format transformers
 
     DIR/
         config.json, model.safetensors   as `save_pretrained` of GPT2LMHeadModel writes them
-        vocab.json, merges.txt, ...      the tokenizer, if it is GPT-2's kind
-        config.yaml                      as the model was trained, without the places of that machine
-        modeling_dist_mem.py             of a model with memory: a program, which trust_remote_code=True runs
+        vocab.json, merges.txt, ...      the tokenizer, if it is of GPT-2's kind
+        config.yaml                      the training configuration without places of the training machine
+        modeling_dist_mem.py             only for a model with memory: a program that trust_remote_code=True runs
 
-A memory's weights stand in the same file, under names of their own: GPT2LMHeadModel passes them over with a warning and
-is the GPT-2 below the memory.
+The weights of a memory are in the same file under other names. GPT2LMHeadModel ignores them with a warning and loads
+the GPT-2 below the memory.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from dist_mem.gpt2.folder import CONFIG, WEIGHTS
 from dist_mem.gpt2.names import to_published
 from dist_mem.runtime.files import write_text
 
-MODELING = Path(gpt2.__file__).parent / "modeling_dist_mem.py"  # copied; a program that only transformers runs
+MODELING = Path(gpt2.__file__).parent / "modeling_dist_mem.py"  # copied into the export; only transformers runs it
 
 
 def published_config(trained: TrainedModel) -> dict[str, Any]:
-    """config.json."""
+    """Return the content of config.json."""
     model = trained.config.model
     return {
         "architectures": ["GPT2LMHeadModel"],
@@ -58,10 +58,13 @@ def published_config(trained: TrainedModel) -> dict[str, Any]:
 
 
 def write_transformers(trained: TrainedModel, directory: Path, settings: Config) -> None:
-    """Write the folder into an empty directory; `settings`: of the training, without places.
+    """Write the folder into an empty directory.
+
+    Args:
+        settings: the training configuration without places of the training machine.
 
     Raises:
-        UnusableError: the model is no GPT-2, or its attention is not GPT-2's.
+        UnusableError: the model is not a GPT-2, or its attention is not GPT-2's.
     """
     if trained.config.model.kind != "gpt2":
         raise UnusableError(
@@ -72,7 +75,7 @@ def write_transformers(trained: TrainedModel, directory: Path, settings: Config)
         weights = to_published(trained.model)
     except ValueError as error:
         raise UnusableError(f"--format transformers: {error}") from error
-    # Token types are carried from segment to segment, too.
+    # Token types are also carried from segment to segment.
     has_memory = trained.config.memory["kind"] != "causal" or bool(trained.config.model.token_types)
     if has_memory and any(name.startswith("memory/") for name in trained.checkpoint.manifest["files"]):
         raise UnusableError("--format transformers: a memory from outside the package cannot be part of such a folder")
@@ -85,6 +88,6 @@ def write_transformers(trained: TrainedModel, directory: Path, settings: Config)
     write_text(directory / "config.yaml", to_yaml(settings, resolve=True))
     if isinstance(trained.tokenizer, BytePairTokenizer):
         write_byte_pairs(trained.tokenizer, directory)
-        facts = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
-        facts["tokenizer_class"] = "GPT2Tokenizer"
-        write_text(directory / "tokenizer_config.json", json.dumps(facts, indent=1) + "\n")
+        settings_of_tokenizer = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+        settings_of_tokenizer["tokenizer_class"] = "GPT2Tokenizer"
+        write_text(directory / "tokenizer_config.json", json.dumps(settings_of_tokenizer, indent=1) + "\n")

@@ -1,7 +1,7 @@
-"""What of a split is scored, and its size in words and bytes, measured before the first forward.
+"""The scored part of a split, and its size in words and bytes, measured before the first forward pass.
 
-Every rank checks the documents it will read: one that is damaged stops all ranks here, not amid forwards, in which the
-others would wait.
+Every rank checks the documents it will read. A damaged document stops all ranks here, not during the forward passes,
+where the other ranks would wait.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dist_mem.data.shard import Index, ShardError, check_document, read_mask, re
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.runtime.distributed import World, agree_all_well, gather_objects
 
-LeftOut = Callable[[int], np.ndarray]  # document -> offsets of its tokens that are read and are no target
+LeftOut = Callable[[int], np.ndarray]  # document -> offsets of its tokens that are read but not scored
 
 
 def nothing_left_out(document: int) -> np.ndarray:
@@ -26,22 +26,22 @@ def nothing_left_out(document: int) -> np.ndarray:
 
 
 class Extent(NamedTuple):
-    """What of a split is scored, if the mask of the document has it too."""
+    """The part of a split that is scored, apart from the masks of its documents."""
 
-    lengths: np.ndarray  # (documents,) tokens read of each
+    lengths: np.ndarray  # (documents,) tokens read of each document
     left_out: LeftOut = nothing_left_out  # the first tokens of blocks
 
 
 class Share(NamedTuple):
-    """What one rank knows of its own documents before scoring."""
+    """Sizes of the documents of one rank, measured before scoring."""
 
-    words: Tensor  # (documents,) float64, of the scored tokens; nan where not known, 0 for documents of other ranks
-    bytes: Tensor  # (documents,) float64, likewise
-    max_distance: int  # largest recall distance, 0 where none is recorded
+    words: Tensor  # (documents,) float64, of the scored tokens; nan if not known, 0 for documents of other ranks
+    bytes: Tensor  # (documents,) float64, of the scored tokens; 0 for documents of other ranks
+    max_distance: int  # largest recall distance, 0 if none is recorded
 
 
 def agreed_share(index: Index, mine: Sequence[int], extent: Extent, tokenizer: Tokenizer, world: World) -> Share:
-    """Check and measure this rank's documents; all ranks stop here if any finds a damaged one, not amid forwards."""
+    """Check and measure this rank's documents; all ranks raise if any rank finds a damaged document."""
     share = _no_share(len(extent.lengths))
     error: ShardError | OSError | None = None
     try:
@@ -76,16 +76,16 @@ def _measure(index: Index, mine: Sequence[int], extent: Extent, tokenizer: Token
 
 
 def is_whole(index: Index, document: int, extent: Extent) -> bool:
-    """Whether every token of the document is scored."""
+    """Return whether every token of the document is scored."""
     entry = index.documents[document]
     is_cut = int(extent.lengths[document]) != entry.num_tokens
     return entry.mask_offset is None and not is_cut and not len(extent.left_out(document))
 
 
 def _text_size(index: Index, document: int, extent: Extent, tokenizer: Tokenizer) -> tuple[float, int]:
-    """Words and bytes of the scored tokens. The index knows them for whole documents, else the text is decoded.
+    """Return words and bytes of the scored tokens, from the index for whole documents, else from the decoded text.
 
-    Words are nan where blocks leave out tokens: these are parts of words as often as not.
+    Words are nan if blocks leave out tokens, since such a token is often only a part of a word.
     """
     entry, length = index.documents[document], int(extent.lengths[document])
     if is_whole(index, document, extent):
@@ -99,7 +99,7 @@ def _text_size(index: Index, document: int, extent: Extent, tokenizer: Tokenizer
     num_bytes = int(tokenizer.piece_bytes[tokens[scored].astype(np.int64)].sum())
     if loses:
         return math.nan, num_bytes
-    edges = np.flatnonzero(np.diff(scored)) + 1  # where runs of scored tokens begin and end
+    edges = np.flatnonzero(np.diff(scored)) + 1  # borders between scored and unscored tokens
     runs = [
         run for run, is_scored in zip(np.split(tokens, edges), np.split(scored, edges), strict=True) if is_scored[0]
     ]

@@ -1,7 +1,7 @@
-"""Labels of the runs in a picture: their memories, and whatever else differs between them; seeds are one line.
+"""Labels of the runs in a plot: their memories and other settings that differ between them.
 
-Runs whose configurations differ in nothing but seeds, names and what no figure depends on get the same label, and
-`draw_lines` makes them one line: the mean, with bars of half the range, as in the tables of `dist-mem reproduce`.
+Runs whose configurations differ only in seeds, names and keys that affect no figure get the same label. `draw_lines`
+draws them as one line: the mean, with error bars of half the range, as in the tables of `dist-mem reproduce`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ NO_FIGURE = {
     *("data.cache", "data.prefetch", "data.stage", "data.stage_dir"),
 }
 NO_FIGURE_BLOCKS = ("checkpoint.", "deepspeed.", "eval.", "launch.", "tracking.", "watchdog.")
-MAX_DIFFERENCES = 3  # keys in a label
-_LEGEND_ROW = 0.165  # inches, at its size of letters
+MAX_DIFFERENCES = 3  # most keys in a label
+_LEGEND_ROW = 0.165  # inches, at the legend's font size
 
 
 class Line(NamedTuple):
@@ -40,7 +40,7 @@ class Line(NamedTuple):
 
 
 def settings_of(config: Path) -> dict[str, Any]:
-    """The keys of a run's config.yaml that its figures depend on, but for seeds."""
+    """Return the keys of a run's config.yaml that affect its figures, except seeds."""
     keys = dict(_flat(OmegaConf.to_container(OmegaConf.load(config)), ""))
     return {
         key: value
@@ -58,23 +58,23 @@ def _flat(block: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def labels_of(names: Sequence[str], configs: Sequence[Path | None]) -> list[str]:
-    """A label for each run; runs of one configuration but for their seeds have the same.
+    """Return a label for each run; runs that differ only in their seeds get the same label.
 
     Args:
-        names: of the runs; a run that no other equals has its own in the label.
-        configs: config.yaml of each; None: not there, and the name is the label.
+        names: names of the runs; the label of a run with a unique configuration contains its name.
+        configs: config.yaml of each run; None: it does not exist, and the name is the label.
     """
     settings = [None if config is None else settings_of(config) for config in configs]
     labels = []
-    for name, own in zip(names, settings, strict=True):
-        if own is None:
+    for name, mine in zip(names, settings, strict=True):
+        if mine is None:
             labels.append(name)
             continue
-        alike = [other for other in settings if other is not None and memory_name(other) == memory_name(own)]
-        differing = sorted({key for other in alike for key in own.keys() | other if own.get(key) != other.get(key)})
+        alike = [other for other in settings if other is not None and memory_name(other) == memory_name(mine)]
+        differing = sorted({key for other in alike for key in mine.keys() | other if mine.get(key) != other.get(key)})
         shown = differing if len(differing) <= MAX_DIFFERENCES else []
-        parts = [memory_name(own), *(f"{key.rpartition('.')[2]} {own.get(key)}" for key in shown)]
-        seeds = [other for other, found in zip(names, settings, strict=True) if found == own]
+        parts = [memory_name(mine), *(f"{key.rpartition('.')[2]} {mine.get(key)}" for key in shown)]
+        seeds = [other for other, found in zip(names, settings, strict=True) if found == mine]
         if len(seeds) == 1 or len(differing) > MAX_DIFFERENCES:
             parts[-1] += f" ({seeds[0]})"
         labels.append(", ".join(parts))
@@ -82,7 +82,7 @@ def labels_of(names: Sequence[str], configs: Sequence[Path | None]) -> list[str]
 
 
 def memory_name(settings: Mapping[str, Any], block: str = "memory") -> str:
-    """The memory of a run, as its paper calls it: "infinity-former over Transformer-XL"."""
+    """Return the memory of a run by the name in its paper: "infinity-former over Transformer-XL"."""
     kind = str(settings[f"{block}.kind"])
     under = f"{block}.over"
     over = settings.get(f"{under}.kind", "none")
@@ -90,7 +90,7 @@ def memory_name(settings: Mapping[str, Any], block: str = "memory") -> str:
 
 
 def draw_lines(axes: Any, lines: Sequence[Line]) -> None:
-    """Draw a line for each label; of several runs the mean, with bars of half the range, as the legend says."""
+    """Draw a line per label; for several runs the mean with error bars of half the range, noted in the legend."""
     for label in dict.fromkeys(line.label for line in lines):
         runs = [line for line in lines if line.label == label]
         found: dict[float, list[float]] = {}
@@ -107,6 +107,6 @@ def draw_lines(axes: Any, lines: Sequence[Line]) -> None:
 
 
 def add_legend(figure: Any) -> None:
-    """The legend of a figure with constrained layout, below its axes: labels are long, and would hide the lines."""
+    """Add a legend below the axes of a figure with constrained layout; inside, long labels would hide the lines."""
     legend = figure.legend(loc="outside lower center", fontsize=8)
     figure.set_figheight(figure.get_figheight() + _LEGEND_ROW * len(legend.get_texts()))

@@ -1,10 +1,10 @@
-"""What the memory of a model is worth: nats a token that it gains over itself with the memory emptied at every segment.
+"""Gain of a model's memory, in nats per token, over the same model with its memory emptied at every segment.
 
     dist-mem evaluate runs/demo --split test
     dist-mem evaluate runs/demo --split test --without-memory
 
-Both evaluations score the same tokens with the same weights. A model that was trained without memory is another
-comparison: its weights have learnt to do without.
+Both evaluations score the same tokens with the same weights. A model trained without memory is a different comparison,
+because its weights have learned to predict without one.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from dist_mem.evaluation.report import MAX_EXPONENT, Band, Report, perplexity, r
 
 
 class MemoryGain(NamedTuple):
-    """What some tokens gain from the memory."""
+    """The gain of some tokens from the memory."""
 
     num_scored: int  # tokens; 0: the other figures are nan
-    nats: float  # a token; below 0: the memory does harm
-    with_memory: float  # token perplexity
-    without: float  # likewise
+    nats: float  # per token; negative if the memory does harm
+    with_memory: float  # token perplexity with memory
+    without: float  # token perplexity without memory
 
     @property
     def ratio(self) -> float:
-        """How many times higher the token perplexity is without memory."""
+        """Token perplexity without memory divided by that with memory."""
         return math.exp(self.nats) if self.nats < MAX_EXPONENT else math.inf
 
     def __str__(self) -> str:
-        change = f"{self.nats:.4f} nats a token, perplexity {shown(self.with_memory)} with memory"
+        change = f"{self.nats:.4f} nats per token, perplexity {shown(self.with_memory)} with memory"
         return f"{change}, {shown(self.without)} without ({shown(self.ratio)}x)"
 
 
 def memory_gain(with_memory: Report, without: Report, band: Band | None = None) -> MemoryGain:
-    """The gain over all scored tokens, or over the recall tokens of a band.
+    """Return the gain over all scored tokens, or over the recall tokens of a band.
 
     Raises:
         ValueError: the reports do not score the same tokens.
@@ -56,19 +56,19 @@ def memory_gain(with_memory: Report, without: Report, band: Band | None = None) 
 
 
 def is_without_memory(path: Path) -> bool:
-    """Whether this is the file of an evaluation without memory."""
+    """Return whether this is the file of an evaluation without memory."""
     return path.stem.endswith(f"-{WITHOUT_MEMORY}")
 
 
 def counterpart(path: Path) -> Path:
-    """Where the report of the same evaluation without memory is; of one without memory, that with it."""
+    """Return the path of the same evaluation's report without memory; for one without memory, that with memory."""
     if is_without_memory(path):
         return path.with_stem(path.stem.removesuffix(f"-{WITHOUT_MEMORY}"))
     return path.with_stem(report_name(path.stem, WITHOUT_MEMORY))
 
 
 def describe_gain(with_memory: Report, without: Report) -> str:
-    """Lines for a terminal: over all tokens, and by distance to the referent."""
+    """Return lines for a terminal: the gain over all tokens, and by distance to the referent."""
     lines = [f"gain of the memory: {memory_gain(with_memory, without)}"]
     for name, band in recall_bands(with_memory.seg_len, with_memory.mem_len).items():
         gain = memory_gain(with_memory, without, band)
@@ -78,7 +78,7 @@ def describe_gain(with_memory: Report, without: Report) -> str:
 
 
 def gain_beside(report: Report, path: Path) -> str | None:
-    """`describe_gain` of a report just written and its counterpart; None where that has not been made.
+    """Return `describe_gain` of a new report and its counterpart; None if the counterpart does not exist.
 
     Raises:
         ValueError: they do not score the same tokens.

@@ -1,4 +1,4 @@
-"""A picture of what runs remember: perplexity of recall tokens by the distance to what they refer to.
+"""Plot the recall of runs: perplexity of recall tokens by the distance to their referent.
 
 dist-mem compare runs/demo_none runs/demo --plot recall.png
 """
@@ -14,11 +14,11 @@ from dist_mem.evaluation.legend import Line, add_legend, draw_lines
 from dist_mem.evaluation.report import Band, Report, perplexity
 
 BINS_PER_OCTAVE = 2
-MIN_TOKENS = 50  # a bin with fewer recall tokens says little and is left out
+MIN_TOKENS = 50  # bins with fewer recall tokens are too noisy and are omitted
 
 
 def distance_bins(reports: Sequence[Report]) -> list[Band]:
-    """Bands of equal width on a log scale, from distance 1 to the farthest."""
+    """Return bands of equal width on a log scale, from distance 1 to the farthest."""
     farthest = max((score.distance for report in reports for score in report.recall), default=1)
     edges = [0]
     for power in range(math.ceil(math.log2(farthest) * BINS_PER_OCTAVE) + 1):
@@ -29,7 +29,7 @@ def distance_bins(reports: Sequence[Report]) -> list[Band]:
 
 
 def recall_curve(report: Report, bins: Sequence[Band]) -> tuple[list[float], list[float]]:
-    """Middle of each bin with enough recall tokens, and their perplexity there."""
+    """Return the middle of each bin with enough recall tokens, and their perplexity in it."""
     middles, values = [], []
     for band in bins:
         nll, count = report.recall_in(band)
@@ -40,10 +40,10 @@ def recall_curve(report: Report, bins: Sequence[Band]) -> tuple[list[float], lis
 
 
 def plot_recall(labelled_reports: Sequence[tuple[str, Report]], path: Path) -> None:
-    """Write the picture; the format follows the name's ending. Reports of equal labels are one line (`draw_lines`).
+    """Write the plot in the format of the file's suffix; reports with equal labels form one line (`draw_lines`).
 
     Raises:
-        ValueError: no report holds recall tokens, or enough of them in one bin.
+        ValueError: no report has recall tokens, or no bin has enough of them.
     """
     from matplotlib.figure import Figure  # takes a second to import
 

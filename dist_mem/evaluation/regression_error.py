@@ -1,12 +1,12 @@
-"""What an infinity-former's memory has kept of what it was given: `dist-mem inspect RUN`.
+"""The inspect command: the regression error of an infinity-former's long-term memory.
 
     dist-mem inspect runs/sorting --split test --limit 100
 
-While documents are read, one after another, the rows that enter each layer's signal are kept beside it. When the last
-segment reads, the signal is asked for each of them at the place to which the contractions have moved it. The error is
-the sum of squared differences over that of squares: 0 for a memory that has kept all, 1 for one that says 0. Martins et
-al. 2022 draw an error of the regression in figure 3, right; this definition is ours. Shape letters: E rows that enter
-at once, P rows in all, N basis functions, D model.
+Documents are read one after another, and the rows that enter each layer's signal are recorded. After the last segment,
+the signal is evaluated for each row at the position to which the contractions have moved it. The error is the sum of
+squared differences divided by the sum of squares: 0 for a perfect memory, 1 for one whose signal is 0. Martins et al.
+2022 plot an error of the regression in figure 3, right; this definition is ours. Shape letters: E rows that enter at
+once, P rows in all, N basis functions, D model.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ FORMAT_VERSION = 1
 
 
 class Errors(NamedTuple):
-    """One layer: relative errors over all documents."""
+    """Relative errors of one layer over all documents."""
 
     all_rows: float
-    newest: float  # of the rows that entered last, which nothing has contracted yet
-    num_documents: int  # those of which something has entered
+    newest: float  # of the rows that entered last and are not contracted yet
+    num_documents: int  # documents from which rows have entered
 
 
 class Watch:
-    """Follows the memory of one layer through one document at a time, a batch of one lane."""
+    """Record the rows that enter the memory of one layer, for one document at a time in a batch of one lane."""
 
     def __init__(self, memory: Infinite) -> None:
         self.memory = memory
         self.sums = torch.zeros(2, 2, dtype=torch.float64)  # all rows, newest; squared error, squares
         self.num_documents = 0
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.rows, self.places = torch.empty(0), torch.empty(0, dtype=torch.float64)  # (P, D), (P,)
         self.signal: Tensor | None = None  # (N, D)
 
     def __call__(self, _: Any, inputs: tuple[Any, State, Tensor], output: MemoryOutput) -> None:
-        """A forward hook of the memory: what this segment has appended."""
+        """Record the rows that this segment has appended; a forward hook of the memory."""
         state: State = inputs[1]
         if not state.has_pending[0]:
             return
@@ -81,7 +81,10 @@ class Watch:
         self.signal = output.state.coefficients[0]
 
     def _contracted(self, state: State) -> Tensor:
-        """Where the update has moved the rows to. Sampled elsewhere than evenly, to the samples nearest before them."""
+        """Return the positions to which the update has moved the rows.
+
+        Without even sampling, a row moves with the nearest sample before it.
+        """
         if self.memory.options.sampling == "linear":
             return self.memory.geometry.tau * self.places
         samples = self.memory.positions(state)[0].cpu()
@@ -92,13 +95,13 @@ class Watch:
         """Add the errors of the document to the sums."""
         if self.signal is not None:
             places = self.places.to(self.signal.device, self.signal.dtype)
-            told = evaluate_basis(places, **self.memory.basis) @ self.signal
-            true = self.rows.to(told)
-            error, size = (told - true).square().sum(dim=1).double().cpu(), true.square().sum(dim=1).double().cpu()
+            estimate = evaluate_basis(places, **self.memory.basis) @ self.signal
+            true = self.rows.to(estimate)
+            error, size = (estimate - true).square().sum(dim=1).double().cpu(), true.square().sum(dim=1).double().cpu()
             newest = slice(-self.memory.geometry.num_rows, None)
             self.sums += torch.stack([error.sum(), size.sum(), error[newest].sum(), size[newest].sum()]).view(2, 2)
             self.num_documents += 1
-        self._forget()
+        self._reset()
 
     def errors(self) -> Errors:
         all_rows, newest = (self.sums[:, 0] / self.sums[:, 1]).tolist()
@@ -107,7 +110,7 @@ class Watch:
 
 @contextmanager
 def watched(model: torch.nn.Module) -> Iterator[list[Watch]]:
-    """A watch on every infinite memory, the one nearest the embedding first."""
+    """Attach a Watch to every infinite memory, in order from the embedding."""
     watches = [Watch(module) for module in model.modules() if isinstance(module, Infinite)]
     hooks = [watch.memory.register_forward_hook(watch) for watch in watches]
     try:
@@ -119,7 +122,7 @@ def watched(model: torch.nn.Module) -> Iterator[list[Watch]]:
 
 @torch.no_grad()
 def regression_errors(trained: TrainedModel, documents: Documents) -> list[Errors]:
-    """The errors of every layer over whole documents.
+    """Return the errors of every layer over whole documents.
 
     Raises:
         ValueError: the model has no infinite memory, or no document is long enough for a row to enter it.
@@ -134,7 +137,7 @@ def regression_errors(trained: TrainedModel, documents: Documents) -> list[Error
                     watch.end_document()
     found = [watch.errors() for watch in watches]
     if not found[0].num_documents:
-        raise ValueError("no document is so long that anything enters the long-term memory: take longer ones")
+        raise ValueError("no document is long enough for rows to enter the long-term memory: use longer documents")
     return found
 
 
@@ -159,17 +162,17 @@ def run(
     overrides: Sequence[str] = (),
     early: StopSignal | None = None,
 ) -> int:
-    """The command, on one process. Returns its exit code.
+    """Run the command on one process and return its exit code.
 
     Args:
         path: a run directory, one checkpoint in it, or an export.
-        split: None: eval.split.  limit: documents, the first of the split.
+        split: None: eval.split.  limit: number of documents, from the start of the split.
         checkpoint: step of the checkpoint; None: the newest that verifies.
-        overrides: `key=value`, of the keys in `trained.OVERRIDABLE`.
+        overrides: `key=value`, for keys in `trained_model.OVERRIDABLE`.
         early: as in `evaluate.run`.
 
     Raises:
-        UnusableError: checkpoint, data or overrides cannot be used as they are.
+        UnusableError: the checkpoint, the data or the overrides are invalid.
     """
 
     def work(world: World, check: StopCheck) -> None:
@@ -190,7 +193,7 @@ def _run(
     if world.size > 1:
         raise ValueError(f"dist-mem inspect runs on one process, not on {world.size}")
     found = found_by_all(path, step, world)
-    settings = [*overrides, "eval.layout=documents"]  # whatever is evaluated otherwise
+    settings = [*overrides, "eval.layout=documents"]  # independent of the run's evaluations
     config = read_settings(found.directory, settings, reads_data=True)
     use_threads(config)
     protocol, tag = protocol_of(config), tag_of(config)
@@ -203,20 +206,20 @@ def _run(
     layers = regression_errors(trained, Documents(index, lengths, bos_id=trained.tokenizer.bos_id))
     step = int(found.manifest["step"])
     name = report_name(f"inspect-{split}-step-{step:08d}", tag)
-    facts = {"format_version": FORMAT_VERSION, "step": step, "limit": limit, "protocol": protocol._asdict()}
-    _publish(found.run_dir / "evaluations" / f"{name}.json", split, layers, facts)
+    metadata = {"format_version": FORMAT_VERSION, "step": step, "limit": limit, "protocol": protocol._asdict()}
+    _publish(found.run_dir / "evaluations" / f"{name}.json", split, layers, metadata)
 
 
-def _publish(target: Path, split: str, layers: list[Errors], facts: Mapping[str, object]) -> None:
+def _publish(target: Path, split: str, layers: list[Errors], metadata: Mapping[str, object]) -> None:
     mean = sum(layer.all_rows for layer in layers) / len(layers)
     newest = sum(layer.newest for layer in layers) / len(layers)
     print(f"{'layer':<8} {'all rows':>10} {'newest':>10}   relative squared error of the regression")
     for number, layer in enumerate(layers):
         print(f"{number:<8} {layer.all_rows:>10.4f} {layer.newest:>10.4f}")
-    total = f"{layers[0].num_documents} documents of {split}, step {facts['step']}"
+    total = f"{layers[0].num_documents} documents of {split}, step {metadata['step']}"
     print(f"{'all':<8} {mean:>10.4f} {newest:>10.4f}   {total}")
     content = {
-        **facts,
+        **metadata,
         "figures": {f"{split}/regression_error": mean, f"{split}/regression_error_newest": newest},
         "layers": [layer._asdict() for layer in layers],
     }

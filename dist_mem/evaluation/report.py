@@ -1,8 +1,8 @@
-"""What an evaluation found: per document and in all, with the perplexities of the papers; as a table, JSON and CSV.
+"""Evaluation reports: scores per document and in total, with the papers' perplexities, as a table, JSON and CSV.
 
-Word-level perplexity is exp(total NLL / words), whatever the tokens were (Rae et al. 2020, sec. 4.1), so that models
-with different tokenizers compare. Recall perplexity is that of tokens whose referent stood a known distance before
-them, kept by distance, so that any band can be read from a report later.
+Word-level perplexity is exp(total NLL / words), whatever the tokens are (Rae et al. 2020, sec. 4.1), so that models
+with different tokenizers are comparable. Recall perplexity is the perplexity of tokens whose referent is a known
+distance before them. It is stored by distance, so that it can be computed for any band later.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import NamedTuple
 
 from dist_mem.runtime.files import write_text
 
-FORMAT_VERSION = 3  # 1 had no hits, 2 knew all words
-TABLE_ROWS = 20  # documents shown; the files have all
-MAX_EXPONENT = 709.0  # of e, in float64
+FORMAT_VERSION = 3  # 1 had no hits, in 2 words were always known
+TABLE_ROWS = 20  # documents in the printed table; the files contain all
+MAX_EXPONENT = 709.0  # largest exponent of e in float64
 _TITLE_CHARS = 36
 _CSV_COLUMNS = ("id", "title", "num_scored", "words", "bytes", "nll", "hits")
 
 
 class Band(NamedTuple):
-    """Distances in tokens: above `low`, up to `high`."""
+    """Distances in tokens, above `low` and up to `high`."""
 
     low: int
     high: int | None  # None: no limit
@@ -36,7 +36,7 @@ class Band(NamedTuple):
 
 
 class RecallScore(NamedTuple):
-    """All recall tokens at one distance."""
+    """The score of all recall tokens at one distance."""
 
     distance: int  # tokens back to the referent
     nll: float  # nats, sum
@@ -45,20 +45,20 @@ class RecallScore(NamedTuple):
 
 @dataclass(frozen=True)
 class DocumentScore:
-    """One document; words and bytes are those of the scored tokens."""
+    """The score of one document; words and bytes count the scored tokens."""
 
     id: str
     title: str
     nll: float  # nats, sum
     num_scored: int
-    words: int | None  # None: not known, because a block's first token is not scored and may be a part of a word
+    words: int | None  # None: not known, because the unscored first token of a block may be a part of a word
     bytes: int
-    hits: int | None = None  # scored tokens that were the most probable ones; None: not known
+    hits: int | None = None  # scored tokens that were the most probable token; None: not known
 
 
 @dataclass(frozen=True)
 class Report:
-    """One split, scored."""
+    """The scores of one split."""
 
     split: str
     data_fingerprint: str
@@ -66,9 +66,9 @@ class Report:
     max_document_len: int | None  # tokens scored of each document; None: all
     seg_len: int  # T
     mem_len: int  # M, of the short-term memory; 0: none
-    num_words: int | None  # official count where the split is scored whole and has one, else that of all documents
+    num_words: int | None  # the official count if the whole split is scored and has one, else the sum over documents
     documents: list[DocumentScore]
-    recall: list[RecallScore]  # by growing distance; empty where the data records none
+    recall: list[RecallScore]  # by increasing distance; empty if the data records none
 
     @property
     def nll(self) -> float:
@@ -97,21 +97,21 @@ class Report:
 
     @property
     def accuracy(self) -> float:
-        """Share of the scored tokens that were the most probable of all; nan where that is not known."""
+        """Share of the scored tokens that were the most probable token; nan if not known."""
         hits = [document.hits for document in self.documents if document.hits is not None]
         return accuracy(sum(hits) if len(hits) == len(self.documents) else None, self.num_scored)
 
     def recall_in(self, band: Band) -> tuple[float, int]:
-        """Total NLL in nats, and number, of the recall tokens in a band."""
+        """Return the total NLL in nats and the number of the recall tokens in a band."""
         within = [score for score in self.recall if band.low < score.distance <= (band.high or math.inf)]
         return math.fsum(score.nll for score in within), sum(score.num_scored for score in within)
 
     def recall_perplexity(self, band: Band) -> float:
-        """nan where the band holds no recall token."""
+        """Return the perplexity of the recall tokens in a band; nan if there are none."""
         return perplexity(*self.recall_in(band))
 
     def figures(self) -> dict[str, float]:
-        """The figures to track, "validation/word_perplexity" and so on, without those that are not known (nan)."""
+        """Return the figures to track, "validation/word_perplexity" and so on, without unknown ones (nan)."""
         found = {
             "word_perplexity": self.word_perplexity,
             "token_perplexity": self.token_perplexity,
@@ -124,7 +124,7 @@ class Report:
 
 
 def recall_bands(seg_len: int, mem_len: int) -> dict[str, Band]:
-    """Referents within reach of the segment alone, of the short-term memory, and of neither."""
+    """Return the bands of referents within the segment, within the short-term memory, and beyond both."""
     bands = {
         "segment": Band(0, seg_len),
         "memory": Band(seg_len, seg_len + mem_len),
@@ -134,14 +134,14 @@ def recall_bands(seg_len: int, mem_len: int) -> dict[str, Band]:
 
 
 def total_words(documents: Iterable[DocumentScore]) -> int | None:
-    """Words of all documents; None if those of one are not known."""
+    """Return the number of words of all documents; None if it is not known for one of them."""
     counts = [document.words for document in documents]
     known = [words for words in counts if words is not None]
     return sum(known) if len(known) == len(counts) else None
 
 
 def perplexity(nll: float, count: int | None) -> float:
-    """exp(nll / count), nll in nats; nan for a count of 0 or none, inf where a float cannot hold it."""
+    """Return exp(nll / count), nll in nats; nan if count is 0 or None, inf on overflow."""
     if not count:
         return math.nan
     mean = nll / count
@@ -149,24 +149,24 @@ def perplexity(nll: float, count: int | None) -> float:
 
 
 def bits_per_byte(nll: float, num_bytes: int) -> float:
-    """nll in nats; nan without bytes."""
+    """Return the bits per byte, nll in nats; nan without bytes."""
     return nll / math.log(2) / num_bytes if num_bytes else math.nan
 
 
 def accuracy(hits: int | None, num_scored: int) -> float:
-    """nan without scored tokens, or where hits are not known."""
+    """Return hits / num_scored; nan without scored tokens or if hits are not known."""
     return math.nan if hits is None or num_scored == 0 else hits / num_scored
 
 
 def shown(value: float, form: str = ",.2f") -> str:
-    """A figure in at most ten characters; n/a for nan."""
+    """Format a figure in at most ten characters; n/a for nan."""
     if math.isnan(value):
         return "n/a"
     return f"{value:{form}}" if value < 1e6 else f"{value:.3e}"
 
 
 def to_table(report: Report, *, rows: int = TABLE_ROWS) -> str:
-    """The report for a terminal: up to `rows` documents, and all of them together."""
+    """Return the report as a table for a terminal: up to `rows` documents, and the total."""
     header = (
         f"{'document':<10} {'title':<{_TITLE_CHARS}} {'tokens':>11} {'words':>10} "
         f"{'word ppl':>10} {'token ppl':>10} {'bits/byte':>9} {'accuracy':>8}"
@@ -205,7 +205,7 @@ def _row(
 
 
 def to_csv(documents: Iterable[DocumentScore]) -> str:
-    """One line a document."""
+    """Return a CSV with one line per document."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*_CSV_COLUMNS, "word_perplexity", "token_perplexity", "bits_per_byte", "accuracy"])
@@ -222,7 +222,7 @@ def to_csv(documents: Iterable[DocumentScore]) -> str:
 
 
 def write_report(report: Report, directory: Path, name: str, *, facts: dict[str, object]) -> list[Path]:
-    """Write NAME.json and NAME.csv; `facts` go into the JSON beside the report. Returns the paths."""
+    """Write NAME.json and NAME.csv and return their paths; `facts` are added to the JSON."""
     directory.mkdir(parents=True, exist_ok=True)
     body = {
         "format_version": FORMAT_VERSION,
@@ -237,10 +237,10 @@ def write_report(report: Report, directory: Path, name: str, *, facts: dict[str,
 
 
 def read_report(path: Path) -> Report:
-    """The report that `write_report` wrote.
+    """Read a report that `write_report` wrote.
 
     Raises:
-        ValueError: not a report, or one of a newer format.
+        ValueError: the file is not a report, or has a newer format.
     """
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
@@ -249,7 +249,7 @@ def read_report(path: Path) -> Report:
         raise ValueError(f"{path}: not a report of `dist-mem evaluate` ({error}); evaluate again") from error
     if version > FORMAT_VERSION:
         raise ValueError(
-            f"{path}: format_version {version} is newer than {FORMAT_VERSION}, known here: update dist_mem"
+            f"{path}: format_version {version} is newer than {FORMAT_VERSION}, the newest known: update dist_mem"
         )
     documents = [DocumentScore(**document) for document in content.pop("documents")]
     recall = [RecallScore(*score) for score in content.pop("recall")]
@@ -257,7 +257,7 @@ def read_report(path: Path) -> Report:
 
 
 def same_text(reports: Sequence[Report]) -> bool:
-    """Whether all reports score the same documents to the same word; where words are not known, to the same byte."""
+    """Return whether all reports score the same documents with as many words, or bytes if words are not known."""
 
     def size(document: DocumentScore) -> tuple[str, int | None, int]:
         return document.id, document.words, document.bytes if document.words is None else 0

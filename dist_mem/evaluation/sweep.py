@@ -1,10 +1,10 @@
-"""One table of evaluations over a length: how far a memory reaches beyond the length it was trained with.
+"""Evaluate runs over a range of lengths: how far a memory reaches beyond the length it was trained with.
 
     dist-mem evaluate runs/txl --also runs/lamemo --split test eval.seg_len=64 --sweep mem_len=64,128,192,256
 
 is figure 5 of LaMemo (Ji et al. 2022: T = 64, M = 64 m for m = 1..10). It writes RUN/evaluations/sweep-SPLIT-LENGTH.csv
-and .png of the first run, a row for each run and length, and no reports. Both are written anew after each row, so what
-is stopped midway keeps what it has measured; the next call measures all of it again.
+and .png of the first run, with a row per run and length, and no reports. Both files are rewritten after each row, so an
+interrupted sweep keeps its measured rows; the next call measures all rows again.
 """
 
 from __future__ import annotations
@@ -35,35 +35,35 @@ FIGURES = ("word_perplexity", "token_perplexity", "bits_per_byte")
 
 
 class Sweep(NamedTuple):
-    """What is varied."""
+    """A length and its values."""
 
     key: str  # of `eval`
     values: list[int]
 
 
 class Row(NamedTuple):
-    """One evaluation."""
+    """One evaluation of a sweep."""
 
     run: str
     step: int
     split: str
     protocol: Protocol
     num_scored: int
-    figures: dict[str, float]  # FIGURES; nan: not known
+    figures: dict[str, float]  # by the names of FIGURES; nan: not known
 
 
 def parse_sweep(text: str) -> Sweep:
-    """`mem_len=64,128` as a Sweep.
+    """Parse `mem_len=64,128`.
 
     Raises:
-        ValueError: no such length can be varied, or a value is no number of tokens.
+        ValueError: the length is not in KEYS, or a value is not a number of tokens.
     """
     name, _, listed = text.removeprefix("eval.").partition("=")
     if name not in KEYS:
         raise ValueError(f"--sweep {text}: {name!r} must be one of {', '.join(KEYS)}, as in mem_len=64,128,192")
     values = listed.split(",")
     if not all(value.isdecimal() and int(value) for value in values):
-        raise ValueError(f"--sweep {text}: give numbers of tokens after the sign, as {name}=64,128,192")
+        raise ValueError(f"--sweep {text}: give numbers of tokens after the equals sign, as {name}=64,128,192")
     return Sweep(name, [int(value) for value in values])
 
 
@@ -76,55 +76,56 @@ def run(
     overrides: Sequence[str] = (),
     early: StopSignal | None = None,
 ) -> int:
-    """The command; `overrides` hold for all evaluations. Returns the exit code of the process.
+    """Run the command and return the exit code of the process.
 
     Args:
+        overrides: `key=value` for all evaluations.
         early: as in `evaluate.run`.
 
     Raises:
-        UnusableError: a checkpoint, the data, an override or a length cannot be used.
+        UnusableError: a checkpoint, the data, an override or a length is invalid.
     """
 
     def work(world: World, check: StopCheck) -> None:
-        asked = parse_sweep(sweep)
+        parsed = parse_sweep(sweep)
         found = [found_by_all(path, checkpoint, world) for path in paths]
-        for one in found:  # before hours are spent on the lengths that can be had
-            check_lengths(one, asked, overrides)
+        for one in found:  # fail before spending hours on the valid lengths
+            check_lengths(one, parsed, overrides)
         directory = found[0].run_dir / "evaluations"
         rows: list[Row] = []
         names = names_of(paths)
         labels = dict(zip(names, labels_of(names, [one.directory / "config.yaml" for one in found]), strict=True))
-        num_rows = len(found) * len(asked.values)
+        num_rows = len(found) * len(parsed.values)
         for one, name in zip(found, names, strict=True):
-            for value in asked.values:
+            for value in parsed.values:
                 if world.rank == 0:
-                    row = f"row {len(rows) + 1} of {num_rows}: {name}, eval.{asked.key}={value}"
+                    row = f"row {len(rows) + 1} of {num_rows}: {name}, eval.{parsed.key}={value}"
                     print(row, file=sys.stderr, flush=True)
-                settings = [*overrides, f"eval.{asked.key}={value}"]
+                settings = [*overrides, f"eval.{parsed.key}={value}"]
                 rows.append(evaluated(one, name, settings, split=split, world=world, check=check))
-                written_by_rank0(lambda: write_table(rows, asked, directory, labels), world, "writing the table")
+                written_by_rank0(lambda: write_table(rows, parsed, directory, labels), world, "writing the table")
         if world.rank == 0:
             print(to_markdown(rows))
-            print(f"written: {', '.join(str(path) for path in files_of(rows, asked, directory))}")
+            print(f"written: {', '.join(str(path) for path in files_of(rows, parsed, directory))}")
 
     return as_job(work, overrides, early)
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """Names of the runs: of their directories, and whole paths where two are alike."""
+    """Return the names of the runs: those of their directories, or whole paths if two are equal."""
     names = [path.resolve().name for path in paths]
     return names if len(set(names)) == len(names) else [str(path) for path in paths]
 
 
 def check_lengths(checkpoint: Checkpoint, sweep: Sweep, overrides: Sequence[str]) -> None:
-    """Raise ValueError if the checkpoint's memory cannot have one of the lengths."""
+    """Raise ValueError if the checkpoint's memory does not allow one of the lengths."""
     for value in sweep.values:
         config = read_settings(checkpoint.directory, [*overrides, f"eval.{sweep.key}={value}"])
         apply_protocol(config)
         adaptive = config.model.adaptive
         try:
             with torch.device("meta"):
-                MemoryLM(config, 1 + max(adaptive.cutoffs if adaptive else [0]))  # lengths do not ask for the real size
+                MemoryLM(config, 1 + max(adaptive.cutoffs if adaptive else [0]))  # any vocabulary size will do
         except ValueError as error:
             raise ValueError(in_terms_of_eval(str(error), config)) from error
 
@@ -138,7 +139,7 @@ def evaluated(
     world: World,
     check: StopCheck,
 ) -> Row:
-    """One row; every rank calls it."""
+    """Evaluate a checkpoint and return its row; collective, every rank calls it."""
     config = read_settings(checkpoint.directory, overrides, reads_data=True)
     use_threads(config)
     report = evaluate_checkpoint(checkpoint, config, split=split or config.eval.split, world=world, check=check)
@@ -151,17 +152,17 @@ def evaluated(
 
 
 def main_figure(rows: Sequence[Row]) -> str:
-    """The one that is told and drawn: word-level perplexity, of tokens where words are not known, as in blocks."""
+    """Return the figure to print and plot: word-level perplexity, or token perplexity if words are not known."""
     return "token_perplexity" if any(math.isnan(row.figures["word_perplexity"]) for row in rows) else "word_perplexity"
 
 
 def files_of(rows: Sequence[Row], sweep: Sweep, directory: Path) -> list[Path]:
-    """Where the table and its picture are."""
+    """Return the paths of the table and its plot."""
     return [directory / f"sweep-{rows[0].split}-{sweep.key}{ending}" for ending in (".csv", ".png")]
 
 
 def write_table(rows: Sequence[Row], sweep: Sweep, directory: Path, labels: Mapping[str, str]) -> None:
-    """Write the table and its picture, which has a label for each run."""
+    """Write the table and its plot; `labels` maps each run to its label in the plot."""
     directory.mkdir(parents=True, exist_ok=True)
     table, picture = files_of(rows, sweep, directory)
     write_text(table, to_csv(rows))
@@ -169,7 +170,7 @@ def write_table(rows: Sequence[Row], sweep: Sweep, directory: Path, labels: Mapp
 
 
 def to_markdown(rows: Sequence[Row]) -> str:
-    """The table for a terminal or a page."""
+    """Return the table for a terminal or a page."""
     with_clamp = len({row.protocol.clamp_len for row in rows}) > 1
     clamp, rule = (" clamp |", "---|") if with_clamp else ("", "")
     lines = [f"| run | step | T | M |{clamp} tokens | word ppl | token ppl | bits/byte |", f"{'|---' * 8}|{rule}"]
@@ -185,7 +186,7 @@ def to_markdown(rows: Sequence[Row]) -> str:
 
 
 def to_csv(rows: Sequence[Row]) -> str:
-    """One line a row, with the whole protocol."""
+    """Return a CSV with one line per row, including the whole protocol."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["run", "step", "split", *Protocol._fields, "num_scored", *FIGURES])
@@ -196,7 +197,7 @@ def to_csv(rows: Sequence[Row]) -> str:
 
 
 def plot_sweep(rows: Sequence[Row], sweep: Sweep, path: Path, labels: Mapping[str, str]) -> None:
-    """Perplexity by length, a line for each label of a run (`draw_lines`)."""
+    """Plot perplexity by length, with a line per label (`draw_lines`)."""
     from matplotlib.figure import Figure  # takes a second to import
 
     shown_figure = main_figure(rows)

@@ -1,14 +1,14 @@
-"""A trained model out of a checkpoint or an export: for `dist-mem evaluate`, and for a notebook.
+"""Load a trained model from a checkpoint or an export, for `dist-mem evaluate` and for notebooks.
 
     import dist_mem
 
     trained = dist_mem.load_model("runs/demo")
     scores = dist_mem.score(trained, Path("book.txt").read_text(encoding="utf-8"))
-    scores.nll  # of every token of the book, read with the memory of all that stands before it
+    scores.nll  # of every token of the book, read with the memory of the text before it
 
-It reads checkpoints of any ZeRO stage and number of ranks through their fp32 weights, and what export.py has made of
-them, and needs no process group. The package offers `load_model`, `init_state` and `read_lanes` as its own names
-(docs/start/python.md); `score` is in dist_mem/generation/text_scores.py.
+This module reads the fp32 weights of checkpoints of any ZeRO stage and number of ranks, and exports (export.py). It
+needs no process group. The package re-exports `load_model`, `init_state` and `read_lanes` (docs/start/python.md);
+`score` is in dist_mem/generation/text_scores.py.
 """
 
 from __future__ import annotations
@@ -61,21 +61,21 @@ log = logging.getLogger(__name__)
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint, or an export of one, whose files are what was written."""
+    """A verified checkpoint, or a verified export."""
 
     directory: Path
-    run_dir: Path  # of an export: itself
+    run_dir: Path  # for an export, its own directory
     manifest: dict[str, Any]
-    remarks: list[str]  # why newer ones were not taken
+    remarks: list[str]  # why newer checkpoints were not used
 
     @property
     def is_export(self) -> bool:
-        """Whether it holds weights only, and its tokenizer."""
+        """Whether this is an export, which has weights and a tokenizer but no training state."""
         return WEIGHTS in self.manifest["files"]
 
 
 class TrainedModel(NamedTuple):
-    """A model in evaluation mode, and what belongs to it."""
+    """A model in evaluation mode, with its tokenizer, configuration and checkpoint."""
 
     model: MemoryLM
     tokenizer: Tokenizer
@@ -86,7 +86,7 @@ class TrainedModel(NamedTuple):
 
 
 def find_checkpoint(path: Path, step: int | None = None) -> Checkpoint:
-    """The checkpoint or export at `path`, or in the run directory `path` the checkpoint of `step`.
+    """Return the checkpoint or export at `path`, or the checkpoint of `step` in the run directory `path`.
 
     Args:
         step: None: the newest that verifies.
@@ -121,38 +121,38 @@ def _described(directory: Path, manifest: dict[str, Any], remarks: list[str]) ->
 
 
 def read_settings(directory: Path, overrides: Sequence[str], *, reads_data: bool = False) -> Config:
-    """The configuration of a checkpoint or an export with what may be changed for an evaluation.
+    """Return the configuration of a checkpoint or an export with the overrides of an evaluation.
 
     Args:
-        reads_data: the data will be opened. A folder may come from anybody: a server, a command or, by an export, any
-            data are opened only if `overrides` name them.
+        reads_data: the data will be opened. A folder may come from an untrusted source, so data at a server or from a
+            command, and any data of an export, are opened only if `overrides` name them.
 
     Raises:
-        ConfigError: as `load_config`, or an override of a key that the weights depend on; data that only the folder
-            names; or a memory that is a program in the folder, without eval.allow_code.
+        ConfigError: as `load_config`; also for an override of a key that the weights depend on, for data that only
+            the folder names, and for a memory that is a program in the folder, without eval.allow_code.
     """
     for override in overrides:
         key = override.split("=")[0]
         if not key.startswith(OVERRIDABLE):
             allowed = ", ".join(f"{name}*" if name.endswith(".") else name for name in OVERRIDABLE)
             raise ConfigError([Problem(key, f"is fixed by the checkpoint; an evaluation may set {allowed}")])
-    # The run's: evaluation amid training, which allows no other eval.seg_len, and what is kept by it.
-    own = ["eval.every=null", "checkpoint.keep_best=null"]
+    # Evaluation during training allows no other eval.seg_len; keep_best depends on it.
+    no_training = ["eval.every=null", "checkpoint.keep_best=null"]
     path = directory / "config.yaml"
-    given = load_config([str(path), *own, *overrides])
+    given = load_config([str(path), *no_training, *overrides])
     is_named = any(override.startswith("data.path=") for override in overrides)
     if reads_data and not is_named and (is_remote(given.data.path) or (directory / WEIGHTS).exists()):
-        text = f"give data.path=FOLDER or its URL: servers and commands that only {path} names are not asked or run"
+        text = f"give data.path=FOLDER or its URL: servers and commands that only {path} names are not used"
         raise ConfigError([Problem("data.path", text)])
-    kept = kept_kinds(plain_block(given.memory), directory)  # as trained, whatever the file says now
+    kept = kept_kinds(plain_block(given.memory), directory)  # the program as trained, even if the original has changed
     _check_code(kept, directory, is_allowed=given.eval.allow_code)
-    config = load_config([str(path), *own, *kept, *overrides], memory_options=memory_options)
+    config = load_config([str(path), *no_training, *kept, *overrides], memory_options=memory_options)
     stop_on(_other_environment(config, directory))
     return config
 
 
 def _other_environment(config: Config, directory: Path) -> Iterator[Problem]:
-    """What the weights depend on and the environment has changed since, which config.yaml does not show."""
+    """Yield keys that the weights depend on and whose value from the environment has changed since training."""
     then = read_manifest(directory).get("environment", {})
     for key, found in from_environment(config).items():
         if key.startswith(("model.", "memory.")) and then.get(key) not in (None, checksum(key, found.value)):
@@ -160,7 +160,7 @@ def _other_environment(config: Config, directory: Path) -> Iterator[Problem]:
 
 
 def _check_code(kept: Sequence[str], directory: Path, *, is_allowed: bool) -> None:
-    """Raise ConfigError if the memory of a checkpoint or an export is a program, and nobody has allowed it."""
+    """Raise ConfigError if the memory of a checkpoint or an export is a program that may not be run."""
     if kept and not is_allowed:
         source = source_of(kept[0].partition("=")[2])
         text = f"{source} is a program, which loading {directory} would run: read it, then add eval.allow_code=true"
@@ -168,12 +168,12 @@ def _check_code(kept: Sequence[str], directory: Path, *, is_allowed: bool) -> No
 
 
 def has_tokenizer(checkpoint: Checkpoint) -> bool:
-    """Whether it holds its tokenizer; older ones do not."""
+    """Return whether a checkpoint contains its tokenizer; older ones do not."""
     return checkpoint.is_export or f"{TOKENIZER_DIR}/{JSON_NAME}" in checkpoint.manifest["files"]
 
 
 def tokenizer_of_checkpoint(checkpoint: Checkpoint, config: Config) -> Tokenizer:
-    """The tokenizer that a checkpoint or an export holds, of an older checkpoint that of `data.path`.
+    """Return the tokenizer in a checkpoint or an export, or for an older checkpoint the tokenizer of `data.path`.
 
     Raises:
         RemoteError: data.path is a URL, and its tokenizer cannot be fetched.
@@ -187,23 +187,23 @@ def tokenizer_of_checkpoint(checkpoint: Checkpoint, config: Config) -> Tokenizer
         return tokenizer_of_data(checkpoint, config)
     except ValueError as error:
         raise ValueError(
-            f"{directory} was saved by an older dist_mem and holds no tokenizer; that of the data cannot be used "
+            f"{directory} was saved by an older dist_mem and has no tokenizer; the data's tokenizer cannot be used "
             f"either: {error}. Name a folder that has the tokenizer files of the data: data.path=FOLDER"
         ) from error
 
 
 def tokenizer_of_data(checkpoint: Checkpoint, config: Config) -> Tokenizer:
-    """The tokenizer of `data.path`; where that is remote, after `refresh`.
+    """Return the tokenizer of `data.path`; if that is remote, `refresh` must be called first.
 
     Raises:
-        ValueError: data.path has no tokenizer, or another one than the model was trained with.
+        ValueError: data.path has no tokenizer, or one that differs from the model's.
     """
     tokenizer = open_tokenizer(config.data)
     if tokenizer.fingerprint != checkpoint.manifest["tokenizer_fingerprint"]:
         raise ValueError(
             f"data.path = {show(config.data.path)}: its tokenizer is {tokenizer.fingerprint[:12]}, but the model was "
-            f"trained with {checkpoint.manifest['tokenizer_fingerprint'][:12]}; point data.path at data made with that "
-            "one"
+            f"trained with {checkpoint.manifest['tokenizer_fingerprint'][:12]}; point data.path at data built with "
+            "that tokenizer"
         )
     return tokenizer
 
@@ -220,12 +220,12 @@ def _load_weights(model: MemoryLM, checkpoint: Checkpoint) -> None:
 
 
 def _take_weights(model: MemoryLM, weights: dict[str, Tensor], directory: Path) -> None:
-    """Load weights under the model's names. Raises CheckpointError if they are of another model."""
+    """Load weights by name into the model. Raises CheckpointError if names or shapes differ."""
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     for name in sorted(wanted.keys() | found.keys()):
         if wanted.get(name) != found.get(name):
-            has, wants = (shapes.get(name, "not there") for shapes in (found, wanted))
+            has, wants = (shapes.get(name, "missing") for shapes in (found, wanted))
             raise CheckpointError(f"{directory}: {name} is {has}, but in the model of its config.yaml {wants}")
     model.load_state_dict(weights)
 
@@ -238,13 +238,13 @@ def open_model(
     *,
     check: Callable[[Config, int], object] = lambda config, vocab_size: None,
 ) -> TrainedModel:
-    """The model of a checkpoint or an export, in `eval.precision` and with the lengths of `eval`.
+    """Load the model of a checkpoint or an export, in `eval.precision` and with the lengths of `eval`.
 
     Args:
         check: of the configuration with these lengths and the size of the vocabulary, before anything is allocated.
 
     Raises:
-        ValueError: the memory cannot have these lengths, or what `check` raises.
+        ValueError: the memory does not allow these lengths, or what `check` raises.
     """
     apply_protocol(config)
     device, dtype = torch.device(device), DTYPES[config.eval.precision]
@@ -263,21 +263,21 @@ def open_model(
 def load_model(
     path: Path | str, *overrides: str, step: int | None = None, device: torch.device | str = "cpu"
 ) -> TrainedModel:
-    """The model of a run, or of an export. It needs no data: the tokenizer is in the checkpoint.
+    """Load the model of a run or an export. No data are needed, because the checkpoint contains the tokenizer.
 
     Args:
         path: a run directory, one checkpoint in it, or an export.
-        overrides: `key=value`, of the keys in OVERRIDABLE: "eval.mem_len=384", "eval.precision=bf16".
-        step: of the checkpoint; None: the newest that verifies.
+        overrides: `key=value`, for keys in OVERRIDABLE: "eval.mem_len=384", "eval.precision=bf16".
+        step: step of the checkpoint; None: the newest that verifies.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
-        RemoteError: of an older checkpoint, whose tokenizer is that of data.path, a URL: it cannot be fetched.
-        TypeError: `path` is no path, or an override no string.
-        ValueError: an override cannot be used, or the data of an older checkpoint; the message says which and why.
+        RemoteError: an older checkpoint needs the tokenizer of data.path, a URL, and it cannot be fetched.
+        TypeError: `path` is not a path, or an override is not a string.
+        ValueError: an override, or the data of an older checkpoint, is invalid; the message gives the reason.
     """
     if not isinstance(path, str | Path):
-        raise TypeError(f"path is {path!r}, but must be that of a run, a checkpoint or an export")
+        raise TypeError(f"path is {path!r}, but must be the path of a run, a checkpoint or an export")
     for override in overrides:
         if not isinstance(override, str):
             raise TypeError(f"an override is {override!r}, but must be a str 'KEY=VALUE'; a step is given as step=400")
@@ -289,14 +289,14 @@ def load_model(
 
 
 def init_state(trained: TrainedModel, document_ids: Sequence[int] | Tensor = (0,)) -> LMState:
-    """Empty memories, one for each document; only memories that draw random numbers care which number it has."""
+    """Return empty memories, one per document; the ids matter only to memories that draw random numbers."""
     numbers = _row_of_ints("document_ids", document_ids)
     return trained.model.init_state(numbers.to(trained.device), trained.device, trained.dtype)
 
 
 def _row_of_ints(name: str, value: Any) -> Tensor:
-    """The argument `name` as (num,) int64. Raises TypeError if it is something else."""
-    with suppress(TypeError, ValueError):  # of what torch makes no tensor
+    """Return the argument `name` as a tensor (num,) int64. Raises TypeError if it is not a row of ints."""
+    with suppress(TypeError, ValueError):  # raised if torch cannot convert the value to a tensor
         row = torch.as_tensor(value)
         if row.dim() == 1 and not (row.is_floating_point() or row.dtype == torch.bool):
             return row.to(torch.int64)
@@ -304,15 +304,15 @@ def _row_of_ints(name: str, value: Any) -> Tensor:
 
 
 def read_lanes(trained: TrainedModel, lane_ids: Sequence[int]) -> LMState:
-    """The memories that these lanes of the training carried at the checkpoint, in the model's precision.
+    """Return the memories of these training lanes at the checkpoint, in the model's precision.
 
     Raises:
-        CheckpointError: no such lane, eval.seg_len has changed what a memory holds, or it is an export.
+        CheckpointError: there is no such lane, eval.seg_len changes the shape of a memory, or this is an export.
     """
     wanted = _row_of_ints("lane_ids", lane_ids)
     directory, _, manifest, _ = trained.checkpoint
     if trained.checkpoint.is_export:
-        raise CheckpointError(f"{directory}: an export holds weights and no memories of lanes; load the run itself")
+        raise CheckpointError(f"{directory}: an export has weights but no memories of lanes; load the run itself")
     saved_dtype = DTYPES[trained.config.train.precision]
     empty = trained.model.init_state(wanted, "cpu", saved_dtype)
     saved = read_saved_lanes(directory, manifest, wanted, [empty]).states[0]

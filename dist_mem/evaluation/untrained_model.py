@@ -1,4 +1,4 @@
-"""The model of a configuration as a run of it would begin: GPT-2 before any fine-tuning, to be scored as it is.
+"""Build the initial model of a configuration, for example to score GPT-2 before any fine-tuning.
 
 dist-mem export configs/papers/gpt2.yaml --out models/gpt2_zero_shot
 dist-mem evaluate models/gpt2_zero_shot --split test data.path=data/gpt2
@@ -23,21 +23,21 @@ from dist_mem.nn.layers import DTYPES
 
 
 def is_configuration(path: Path) -> bool:
-    """Whether this is the file of a configuration and no run."""
+    """Return whether this is a configuration file and not a run."""
     return path.suffix in (".yaml", ".yml")
 
 
 @contextmanager
 def untrained_model(path: Path, overrides: Sequence[str]) -> Iterator[TrainedModel]:
-    """The model of a configuration at step 0, with the weights of `model.pretrained`, and its tokenizer.
+    """Provide the model of a configuration at step 0, with the weights of `model.pretrained`, and its tokenizer.
 
     Raises:
-        ValueError: the configuration, the data or the weights cannot be used.
+        ValueError: the configuration, the data or the weights are invalid.
     """
     config = load_config([str(path), *overrides], memory_options=memory_options)
     refresh(config.data, [])
     tokenizer = open_tokenizer(config.data)
-    torch.manual_seed(config.train.seed)  # as a run draws its first weights
+    torch.manual_seed(config.train.seed)  # a run initialises its weights with the same seed
     model = MemoryLM(config, tokenizer.vocab_size)
     if config.model.pretrained is not None:
         load_pretrained(model, config, tokenizer.vocab_size)

@@ -111,7 +111,7 @@ def test_an_export_needs_neither_run_nor_data_nor_pickle(
     refuse_pickles(monkeypatch)
     trained = dist_mem.load_model("elsewhere")
     assert torch.equal(dist_mem.score(trained, TEXT).nll, dist_mem.score(dist_mem.load_model(exported), TEXT).nll)
-    with pytest.raises(CheckpointError, match="an export holds weights and no memories of lanes"):
+    with pytest.raises(CheckpointError, match="an export has weights but no memories of lanes"):
         dist_mem.read_lanes(trained, [0])
     assert main(["evaluate", str(moved)]) == 2
 
@@ -163,7 +163,7 @@ def test_a_memory_from_outside_goes_along_and_is_announced(
     shutil.rmtree(tmp_path / "run")
     moved = out.rename(tmp_path / "moved")
     assert torch.equal(dist_mem.score(dist_mem.load_model(moved, ALLOWED), TEXT).nll, text)
-    assert "What lies in `memory/` is a program" in (moved / "README.md").read_text()
+    assert "`memory/` contains a program" in (moved / "README.md").read_text()
     assert str(tmp_path) not in (moved / "config.yaml").read_text()
 
 

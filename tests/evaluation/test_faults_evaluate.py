@@ -53,7 +53,7 @@ UNUSABLE = {
     "no checkpoint": (no_checkpoint, "checkpoints: no checkpoint; give a run directory or one checkpoint in it"),
     "all damaged": (all_damaged, "no checkpoint verifies:"),
     "other step": (lambda run_dir: ["--checkpoint", "7"], "step-00000007: there is no such checkpoint; "),
-    "other tokenizer": (other_tokenizer, "point data.path at data made with that one"),
+    "other tokenizer": (other_tokenizer, "point data.path at data built with that tokenizer"),
     "no data": (lambda run_dir: ["data.path=nowhere"], "nowhere/tokenizer.json is missing"),
     "no split": (
         lambda run_dir: ["--split", "tset"],

@@ -117,14 +117,14 @@ def test_compare_shows_what_a_run_gains_by_its_own_memory(tmp_path: Path, capsys
     assert compare.run([plain, memory]) == 0
     output = capsys.readouterr()
     _, columns, first, second = output.out.splitlines()[:4]
-    assert re.split(" {2,}", columns) == ["run", "word ppl", "own memory gains"]
-    assert re.split(" {2,}", first) == ["none", "148.41", "0.0000 nats a token (1.00x)"]
+    assert re.split(" {2,}", columns) == ["run", "word ppl", "memory gain"]
+    assert re.split(" {2,}", first) == ["none", "148.41", "0.0000 nats per token (1.00x)"]
     assert re.split(" {2,}", second) == ["xl", "1,808.04 (12.18x higher)", "not measured"]
     assert "not measured: xl;" in output.err
     save_evaluation(memory, make_report(factor=2.0), step=12, tag="-without-memory")
     assert compare.run([plain, memory]) == 0
     output = capsys.readouterr()
-    assert "1.0000 nats a token (2.72x)" in output.out.splitlines()[3]  # 3750 and 5000 nats over 1250 tokens
+    assert "1.0000 nats per token (2.72x)" in output.out.splitlines()[3]  # 3750 and 5000 nats over 1250 tokens
     assert output.err == ""
     assert max(map(len, output.out.splitlines())) <= 120
 

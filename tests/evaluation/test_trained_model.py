@@ -108,7 +108,7 @@ def test_a_wrong_path_or_override_is_refused_by_name(run_dir: Path, tmp_path: Pa
         dist_mem.load_model(tmp_path / "nope")
     with pytest.raises(CheckpointError, match=r"checkpoints: no checkpoint; .* an export \(a folder with a manifest"):
         dist_mem.load_model(tmp_path)
-    with pytest.raises(TypeError, match="path is 3, but must be that of a run"):
+    with pytest.raises(TypeError, match="path is 3, but must be the path of a run"):
         dist_mem.load_model(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"an override is 400, but .* step=400"):
         dist_mem.load_model(run_dir, 400)  # type: ignore[arg-type]
@@ -143,7 +143,7 @@ def test_a_checkpoint_is_loaded_where_its_data_is_not(trained: TrainedModel, els
 
 def test_an_older_checkpoint_without_a_tokenizer_names_what_to_give(elsewhere: Path, run_dir: Path) -> None:
     list_files_anew(elsewhere, without="tokenizer")
-    with pytest.raises(ValueError, match=r"saved by an older dist_mem and holds no tokenizer.* data\.path=FOLDER"):
+    with pytest.raises(ValueError, match=r"saved by an older dist_mem and has no tokenizer.* data\.path=FOLDER"):
         dist_mem.load_model(elsewhere)
     data = run_dir.parent / "shards"
     assert dist_mem.load_model(elsewhere, f"data.path={data}").tokenizer.kind == "bytes"

@@ -129,10 +129,10 @@ def test_the_command_writes_apart_and_prints_the_gain(
     name = run_dir / "evaluations" / "test-step-00000003-M24"
     with_memory, without = (read_report(Path(f"{name}{ending}.json")) for ending in ("", "-without-memory"))
     gain = memory_gain(with_memory, without)
-    assert f"gain of the memory: {gain.nats:.4f} nats a token" in "\n".join(printed)
+    assert f"gain of the memory: {gain.nats:.4f} nats per token" in "\n".join(printed)
     assert any(line.startswith("recall, referent (8, 32] tokens back (memory): ") for line in printed)
     assert main([*command, "--without-memory"]) == EXIT_DONE
-    assert f"gain of the memory: {gain.nats:.4f} nats a token" in capsys.readouterr().out
+    assert f"gain of the memory: {gain.nats:.4f} nats per token" in capsys.readouterr().out
     assert json.loads(Path(f"{name}-without-memory.json").read_text())["protocol"]["without_memory"] is True
     assert told[0]["test-M24-without-memory/token_perplexity"] == without.token_perplexity
     assert told[1]["test-M24/token_perplexity"] == with_memory.token_perplexity
@@ -152,7 +152,7 @@ def test_a_report_of_other_tokens_is_named_and_no_gain_is_told(
     assert main([*command, "--without-memory"]) == EXIT_DONE
     output = capsys.readouterr()
     assert "do not score the same tokens" in output.err
-    assert "nats a token" not in output.out
+    assert "nats per token" not in output.out
 
 
 def test_it_is_no_sweep(capsys: pytest.CaptureFixture[str]) -> None:
