@@ -1,1 +1,1 @@
-"""The papers' tables and figures: train and evaluate every row, then set them side by side."""
+"""Reproduce the papers' tables and figures: train and evaluate every row, then write the table."""

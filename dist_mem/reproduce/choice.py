@@ -1,6 +1,6 @@
-"""Rows that are the best of others on the validation split, as a paper tunes what it compares with.
+"""Rows that show the best of several other rows on the validation split, as a paper tunes its baselines.
 
-Which one that is, is asked seed by seed and column by column; the figure told is that on the split of the column.
+The best row is chosen per seed and column; the reported figure is the one on the column's split.
 """
 
 from __future__ import annotations
@@ -11,22 +11,26 @@ from dataclasses import replace
 from dist_mem.reproduce.runs import Run, columns_of, read_result
 from dist_mem.reproduce.tables import Column, Scale, Table
 
-_GROWING = ("accuracy", "dialogue_f1", "dialogue_rouge", "dialogue_meteor")  # the more the better; others the less
+_GROWING = ("accuracy", "dialogue_f1", "dialogue_rouge", "dialogue_meteor")  # higher is better; for all others lower is
 
 
 def candidates(table: Table, scale: Scale, row: str, point: str | None = None) -> list[str]:
-    """The rows of this scale behind one of the table: itself, or those it is the best of; of a point, run there."""
+    """Return the rows of this scale behind a row of the table: itself, or those it is the best of.
+
+    Args:
+        point: return only the rows run at this point; None: all.
+    """
     without = [] if point is None else scale.points[point].without
     return [name for name in table.rows[row].best_of or [row] if name in scale.rows and name not in without]
 
 
 def shown_rows(table: Table, scale: Scale) -> list[str]:
-    """The rows of the table that have something to show at this scale."""
+    """Return the rows of the table that have a run at this scale."""
     return [row for row in table.rows if candidates(table, scale, row)]
 
 
 def measured(table: Table, scale: Scale, run: Run) -> dict[str, Column]:
-    """What is measured of a run: its columns, and for a row that another may choose first the same on validation."""
+    """Return the columns to measure for a run; for a candidate of a `best_of` row also each column on validation."""
     columns = columns_of(table, scale, run.point)
     if not any(run.row in row.best_of for row in table.rows.values()):
         return columns
@@ -34,7 +38,7 @@ def measured(table: Table, scale: Scale, run: Run) -> dict[str, Column]:
 
 
 def runs_behind(table: Table, scale: Scale, runs: Sequence[Run], row: str, name: str) -> list[Run]:
-    """The runs, one a seed, whose figure stands in a row and a column."""
+    """Return the runs, one per seed, whose figures a cell of the table shows."""
     column = columns_of(table, scale)[name]
     behind = candidates(table, scale, row, column.point)
     mine = [run for run in runs if run.row in behind and run.point == column.point]
@@ -45,7 +49,7 @@ def runs_behind(table: Table, scale: Scale, runs: Sequence[Run], row: str, name:
 
 
 def _best(runs: Sequence[Run], name: str, column: Column) -> Run:
-    """The best run of a seed's; while there is one that is not yet measured, that one, whether asked for or not."""
+    """Return the best run of one seed, or the first run that is not measured yet, even if it was not requested."""
     results = [read_result(run, _on_validation(name)) for run in runs]
     if None in results:
         return runs[results.index(None)]

@@ -1,4 +1,4 @@
-"""`dist-mem reproduce`: build, train, evaluate, and set side by side; what is done already is not done again."""
+"""The reproduce command: build data, train, evaluate and write the table; finished steps are not repeated."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ from dist_mem.tracking.refusals import brief
 
 
 class CommandError(RuntimeError):
-    """A command of the table has failed; what it said is in its log."""
+    """A command of the table has failed; its output is in its log."""
 
 
 class StoppedError(Exception):
-    """A signal has come; what runs has been told, and has saved."""
+    """A signal was received; the running command has received it, saved and ended."""
 
 
 @dataclass
 class Job:
-    """One call of the command."""
+    """The state of one call of the command."""
 
     table: Table
     scale: Scale
@@ -64,7 +64,7 @@ class Job:
     environment: dict[str, str] = field(default_factory=dict)
 
     def command(self, arguments: Sequence[str], log: str) -> int:
-        """Run a command, all it says into a log of its own; a signal to us is handed on to it."""
+        """Run a command with its output in a separate log, and forward a signal to it. Returns its exit code."""
         path = self.out / "logs" / f"{log}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as stream:
@@ -73,21 +73,21 @@ class Job:
             process = subprocess.Popen(
                 tied(arguments), stdout=stream, stderr=subprocess.STDOUT, env=with_environment(self.environment)
             )
-            told = False
+            has_forwarded = False
             while True:
                 try:
                     code = process.wait(timeout=0.5)
                     break
                 except subprocess.TimeoutExpired:
-                    if self.signal.received and not told:  # once: it may be a launcher, which each signal interrupts
+                    if self.signal.received and not has_forwarded:  # only once: each signal interrupts a launcher
                         process.terminate()
-                        told = True
+                        has_forwarded = True
         if self.signal.received:
             raise StoppedError
         return code
 
     def must(self, arguments: Sequence[str], log: str, *, also: Sequence[int] = ()) -> int:
-        """`command`, which has to succeed, or to end with a code in `also`. Raises CommandError."""
+        """Run a command as `command` does. Raises CommandError unless it succeeds or its exit code is in `also`."""
         code = self.command(arguments, log)
         if code not in (EXIT_DONE, *also):
             raise CommandError(f"{shlex.join(arguments)}: exit code {code}; see {self.out / 'logs' / log}.txt")
@@ -105,17 +105,17 @@ def run(
     extra: Sequence[str],
     only_check: bool = False,
 ) -> int:
-    """The command. Returns the exit code of the process.
+    """Run the command and return the exit code of the process.
 
     Args:
-        name: of the table, or the path of its file.  scale: as in its file: tiny, small, paper.
-        rows: keys of rows; none: all.  seeds: none: those of the scale.
-        ranks: processes of a training.
-        extra: key=value overrides for every training; those of eval and tracking for every evaluation too.
-        only_check: print the resolved settings of every row, and do no more.
+        name: name of the table, or path of its file.  scale: a scale of the table: tiny, small, paper.
+        rows: keys of rows; empty: all.  seeds: empty: those of the scale.
+        ranks: processes per training.
+        extra: key=value overrides for every training; those of eval and tracking also for every evaluation.
+        only_check: only print the resolved settings of every row.
 
     Raises:
-        UnusableError: table, scale, rows or configuration cannot be used as they are.
+        UnusableError: the table, the scale, the rows or the configuration are invalid.
     """
     table = load_table(name)
     name = Path(table.path).stem
@@ -125,27 +125,29 @@ def run(
     known = shown_rows(table, chosen)
     unknown = [row for row in rows if row not in known]
     if unknown:
-        raise UnusableError(f"{unknown[0]!r} is no row of {name} at scale {scale}; rows are: {', '.join(known)}")
+        raise UnusableError(f"{unknown[0]!r} is not a row of {name} at scale {scale}; rows are: {', '.join(known)}")
     if only_check:
         return check(table, chosen, rows=rows, seeds=seeds, ranks=ranks, extra=list(extra))
     out = out or Path("runs") / "reproduce" / f"{name}.{scale}"
-    asked = [one for row in rows or chosen.rows for one in candidates(table, chosen, row)]
-    runs = all_runs(chosen, out, seeds or chosen.seeds, asked)
-    with _held(out), StopSignal() as signal:
+    requested = [one for row in rows or chosen.rows for one in candidates(table, chosen, row)]
+    runs = all_runs(chosen, out, seeds or chosen.seeds, requested)
+    with _locked(out), StopSignal() as signal:
         keep_settings(table, chosen, out, extra)
         job = Job(table, chosen, out, runs, ranks, list(extra), signal)
         return _run(job, name=f"{name} ({scale})")
 
 
 @contextmanager
-def _held(out: Path) -> Iterator[None]:
-    """Have the folder for this process alone. Raises UnusableError: another call is at work in it."""
+def _locked(out: Path) -> Iterator[None]:
+    """Lock the folder for this process. Raises UnusableError if another call is using it."""
     out.mkdir(parents=True, exist_ok=True)
     with (out / "lock").open("w", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UnusableError(f"{out}: another call of the command works here; wait for it, or give --out") from error
+            raise UnusableError(
+                f"{out}: another call of the command uses this folder; wait for it, or give --out"
+            ) from error
         yield
 
 
@@ -157,13 +159,13 @@ def _run(job: Job, *, name: str) -> int:
             _one_run(job, item, progress=f"[{number}/{len(job.runs)}]")
         code, status = EXIT_DONE, "FINISHED"
     except StoppedError:
-        print(f"stopped; the same command goes on from here: {job.out}", file=sys.stderr)
+        print(f"stopped; the same command continues from here: {job.out}", file=sys.stderr)
         code, status = EXIT_REQUEUE, "KILLED"
     except (CommandError, UnusableError) as error:
         code = EXIT_USAGE if isinstance(error, UnusableError) else EXIT_FAILED
         print(f"error: {error}", file=sys.stderr)
     job.runs = with_done(job.table, job.scale, job.out, job.runs)
-    paths = write_results(job.table, job.scale, job.runs, job.out, _facts(job))
+    paths = write_results(job.table, job.scale, job.runs, job.out, _provenance(job))
     print(paths[0].read_text(encoding="utf-8"))
     print(f"written: {', '.join(str(path) for path in paths)}")
     if parent is not None:
@@ -172,39 +174,39 @@ def _run(job: Job, *, name: str) -> int:
 
 
 def _close(parent: ParentRun, job: Job, paths: Sequence[Path], status: str) -> None:
-    """Give MLflow the table; where it does not take it, say how to send it: what was measured stands in the files."""
+    """Send the table to MLflow; if that fails, print how to send it again, since the files have all results."""
     try:
         parent.close(_figures(job), paths, status=status)
     except Exception as error:  # any of the many libraries under MLflow's stores
-        print(f"MLflow does not have the table: {brief(error)}; the same command sends it again", file=sys.stderr)
+        print(f"MLflow did not receive the table: {brief(error)}; the same command sends it again", file=sys.stderr)
 
 
 def _one_run(job: Job, item: Run, *, progress: str) -> None:
-    """Build, train and evaluate, as far as it is still to be done."""
+    """Build, train and evaluate, except for finished steps."""
 
-    def told(text: str) -> None:
+    def report(text: str) -> None:
         print(f"{progress} {text}", flush=True)
 
     columns = measured(job.table, job.scale, item)
     missing = {name: column for name, column in columns.items() if read_result(item, name) is None}
     if not missing:
-        told(f"{item.name}: done before")
+        report(f"{item.name}: already done")
         return
-    _build(job, item, {"train", *(column.split for column in columns.values())}, told)
-    told(f"{item.name}: training")
+    _build(job, item, {"train", *(column.split for column in columns.values())}, report)
+    report(f"{item.name}: training")
     code = job.must(
         train_command(job.scale, item, ranks=job.ranks, extra=job.extra), f"{item.name}-train", also=[EXIT_DIVERGED]
     )
     for name in missing if code == EXIT_DIVERGED else ():
         keep_result(item, name, {"diverged": f"see logs/{item.name}-train.txt"})
-        told(f"{item.name}: {name} diverged")
+        report(f"{item.name}: {name} diverged")
     while left := [name for name in missing if read_result(item, name) is None]:
         for name, value in _measure(job, item, missing, left[0]).items():
-            told(f"{item.name}: {name} {'n/a' if value is None else f'{value:.4g}'}")
+            report(f"{item.name}: {name} {'n/a' if value is None else f'{value:.4g}'}")
 
 
-def _build(job: Job, item: Run, splits: set[str], told: Callable[[str], None]) -> None:
-    """Make the data of a run, where they are missing. Raises UnusableError: the table cannot make them."""
+def _build(job: Job, item: Run, splits: set[str], report: Callable[[str], None]) -> None:
+    """Build the data of a run if they are missing. Raises UnusableError if the table cannot build them."""
     path, point = Path(data_of(job.scale, item)), job.scale.points[item.point]
 
     def is_built() -> bool:
@@ -213,16 +215,16 @@ def _build(job: Job, item: Run, splits: set[str], told: Callable[[str], None]) -
     if is_built():
         return
     if point.build:
-        told(f"building {path}")
+        report(f"building {path}")
         for command in point.build:
             job.must([sys.executable if word == "python" else word for word in command], f"build-{path.name}")
     if not is_built():
-        how = f"make it by: {point.made_by}" if point.made_by else f"see {job.table.source}"
-        raise UnusableError(f"{path} is missing, and the table cannot make it; {how}")
+        how = f"build it with: {point.made_by}" if point.made_by else f"see {job.table.source}"
+        raise UnusableError(f"{path} is missing, and the table cannot build it; {how}")
 
 
 def _measure(job: Job, item: Run, columns: Mapping[str, Column], name: str) -> dict[str, float | None]:
-    """Run the command of a column, and keep its figure and those of others that the same command gives."""
+    """Run the command of a column, and store its figure and those of other columns with the same command."""
     first = columns[name]
     job.must(evaluate_command(item, first, job.extra), f"{item.name}-{name}")
     report = newest_report(item, first)
@@ -231,14 +233,14 @@ def _measure(job: Job, item: Run, columns: Mapping[str, Column], name: str) -> d
         if replace(column, figure=first.figure, band=first.band) != first:
             continue
         value, step = figure_of(report, column)
-        values[other] = value  # none where something it takes is missing, as WordNet for METEOR
+        values[other] = value  # None if a requirement is missing, as WordNet for METEOR
         measured = {"absent": f"{column.split}/{column.figure}"} if value is None else {"value": value}
         keep_result(item, other, {**measured, "step": step, "evaluate": list(column.evaluate)})
     return values
 
 
 def _parent(job: Job, name: str) -> ParentRun | None:
-    """The parent run in MLflow, whose children all trainings are; None where tracking is off."""
+    """Return the parent run of all trainings in MLflow; None if tracking is off or MLflow fails."""
     first = job.runs[0]
     command = train_command(job.scale, first, ranks=1, extra=job.extra)
     config = load_config(command[command.index("train") + 1 :])
@@ -247,9 +249,9 @@ def _parent(job: Job, name: str) -> ParentRun | None:
     tags = {**git_state().tags, **versions(), "dist_mem.table": name}
     try:
         parent = ParentRun(config, job.out, name=name, tags=tags)
-    except Exception as error:  # any of the many libraries under MLflow's stores; trainings keep what it does not take
+    except Exception as error:  # any of the many libraries under MLflow's stores; trainings buffer their own data
         print(
-            f"MLflow has no run for the table: {brief(error)}; its trainings will stand there without a parent",
+            f"MLflow has no run for the table: {brief(error)}; its trainings will have no parent there",
             file=sys.stderr,
         )
         return None
@@ -257,21 +259,21 @@ def _parent(job: Job, name: str) -> ParentRun | None:
     return parent
 
 
-def _facts(job: Job) -> dict[str, str]:
+def _provenance(job: Job) -> dict[str, str]:
     state = git_state()
     commit = state.tags.get("mlflow.source.git.commit", "unknown")[:12] + (
         " and uncommitted changes" if state.diff else ""
     )
     seeds = sorted({item.seed for item in job.runs})
-    facts = {"date": datetime.now(UTC).date().isoformat(), "commit": commit, "seeds": ", ".join(map(str, seeds))}
-    facts["every row"] = f"`{shlex.join(job.scale.train)}`"
+    provenance = {"date": datetime.now(UTC).date().isoformat(), "commit": commit, "seeds": ", ".join(map(str, seeds))}
+    provenance["every row"] = f"`{shlex.join(job.scale.train)}`"
     if job.extra:
-        facts["overrides"] = f"`{shlex.join(job.extra)}`"
-    return facts
+        provenance["overrides"] = f"`{shlex.join(job.extra)}`"
+    return provenance
 
 
 def _figures(job: Job) -> dict[str, float]:
-    """Means over seeds, for the parent run: "transformer_xl/test"."""
+    """Return means over seeds, for the parent run, by "row/column": "transformer_xl/test"."""
     found: dict[str, Any] = {}
     for name in columns_of(job.table, job.scale):
         for row in shown_rows(job.table, job.scale):

@@ -1,6 +1,6 @@
-"""What the figures in a folder were made from: figures of another definition must not stand beside them.
+"""Fingerprint of the inputs of a results folder, so that it never mixes figures of different definitions.
 
-`made_from.txt` has the hash of the table, the scale, the overrides, and a hash of every configuration file.
+`made_from.txt` contains the hash of the table, the scale, the overrides, and a hash of every configuration file.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ _NAME = "made_from.txt"
 
 
 def keep_settings(table: Table, scale: Scale, out: Path, extra: Sequence[str]) -> None:
-    """Note in the folder what it is made from.
+    """Check the folder's fingerprint, and write it.
 
     Args:
         extra: overrides for every training.
 
     Raises:
-        UnusableError: it holds figures that were made from something else, or a configuration file is missing.
+        UnusableError: the folder has figures made from other inputs, or a configuration file is missing.
     """
     head = [sha256_of(Path(table.path)), scale.name, shlex.join(extra)]
     lines = [*head, *_files(scale)]
     path = out / _NAME
-    is_used = (out / "runs").exists() or (out / RESULTS).exists()  # else an earlier call has come to nothing
+    is_used = (out / "runs").exists() or (out / RESULTS).exists()  # otherwise an earlier call produced nothing
     if is_used and path.exists():
         kept = path.read_text(encoding="utf-8").splitlines()
         if kept[: len(head)] != head:
             _refuse(out, Path(table.path).stem, "its definition, the scale or the overrides have changed since")
         changed = [line.partition(" ")[2] for line in lines[len(head) :] if line not in kept]
-        if changed and len(kept) > len(head):  # earlier versions have noted no files
+        if changed and len(kept) > len(head):  # earlier versions recorded no files
             has = "has" if len(changed) == 1 else "have"
             _refuse(out, Path(table.path).stem, f"{' and '.join(changed)} {has} changed since")
     write_text(path, "".join(f"{line}\n" for line in lines))
 
 
 def _files(scale: Scale) -> list[str]:
-    """A line for each configuration file of any row: the hash of its content without comments, and its path."""
+    """Return a line per configuration file of any row: the hash of its content without comments, and its path."""
     contents: dict[str, str] = {}
     for row in scale.rows.values():
         for point in scale.points.values():

@@ -1,4 +1,4 @@
-"""The parent of a table's runs in MLflow, under which their own runs stand, and which holds the table itself."""
+"""The parent run of a table in MLflow, which contains the table and groups the runs of its trainings."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dist_mem.tracking.mlflow_run import connect
 from dist_mem.tracking.stores import experiment_of, store_uri
 
 _FILE = "mlflow_run_id"
-# What MLflow's clients tag a run with: a run that is started with it has a parent. dist_mem asks MLflow for these tags.
+# Tags that MLflow's clients set on a run they start, here its parent. dist_mem asks MLflow for these tags.
 CONTEXT = "MLFLOW_RUN_CONTEXT"
 
 
 class ParentRun:
-    """A run in MLflow that only holds others, and the table."""
+    """A run in MLflow that contains the table and the runs of its trainings."""
 
     def __init__(self, config: Any, out: Path, *, name: str, tags: Mapping[str, str]) -> None:
-        """Take the run that an earlier call made, or make it. Raises whatever MLflow's client raises."""
+        """Reuse the run of an earlier call, or create one. Raises the exceptions of MLflow's client."""
         self._client = connect(store_uri(config))
         path = out / _FILE
         if path.exists():
@@ -40,11 +40,11 @@ class ParentRun:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the processes of its children are given."""
+        """Environment variables for the processes of its children."""
         return {CONTEXT: json.dumps({"mlflow.parentRunId": self.run_id})}
 
     def close(self, figures: Mapping[str, float], files: Sequence[Path], *, status: str) -> None:
-        """Keep the figures and files there; status FINISHED, KILLED or FAILED."""
+        """Log the figures and files and end the run with status FINISHED, KILLED or FAILED."""
         for name, value in figures.items():
             self._client.log_metric(self.run_id, name, value)
         for path in files:

@@ -1,7 +1,7 @@
-"""A table with our figures: Markdown, CSV with one line per run, and a picture.
+"""Write a reproduced table: Markdown, CSV with one line per run, and a plot.
 
-The paper's figures stand beside ours only at the scale of the paper. At any other, where data and sizes differ, the
-Markdown has them in a section of their own, and CSV and picture leave them out.
+The paper's figures appear beside ours only at the paper's scale. At other scales, where data and sizes differ, the
+Markdown has them in a separate section, and the CSV and the plot omit them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ NOT_GIVEN = "-"
 
 
 class Cell(NamedTuple):
-    """What the runs of one row say of one column."""
+    """The results of one row in one column."""
 
-    values: list[float]  # one a seed that has ended
-    diverged: int  # seeds that have not, because training diverged
+    values: list[float]  # one per evaluated seed
+    diverged: int  # seeds whose training diverged
     absent: int  # seeds whose evaluation has no such figure
-    missing: int  # seeds that are still to be run
+    missing: int  # seeds still to be run
 
     @property
     def mean(self) -> float | None:
@@ -49,7 +49,7 @@ class Cell(NamedTuple):
 
 
 def cell(runs: Sequence[Run], column: str) -> Cell:
-    """The figure of a column over the seeds of a row."""
+    """Return the results of a column over the runs of a row."""
     found = [read_result(run, column) for run in runs]
     values = [result["value"] for result in found if result is not None and "value" in result]
     diverged = sum(result is not None and "diverged" in result for result in found)
@@ -58,7 +58,7 @@ def cell(runs: Sequence[Run], column: str) -> Cell:
 
 
 def to_markdown(table: Table, scale: Scale, runs: Sequence[Run], facts: dict[str, str]) -> str:
-    """The table, its notes, and at another scale than the paper's a section with the paper's figures."""
+    """Return the table with its notes and, except at the paper's scale, a section with the paper's figures."""
     columns = columns_of(table, scale)
     beside = scale.is_papers and any(name in row.paper for row in table.rows.values() for name in columns)
     pairs = ([f"{name}, paper", f"{name}, ours"] if beside else [name] for name in columns)
@@ -87,7 +87,7 @@ def to_markdown(table: Table, scale: Scale, runs: Sequence[Run], facts: dict[str
 
 
 def _papers_section(table: Table) -> list[str]:
-    """The paper's own table, apart from ours; nothing where it prints no figure."""
+    """Return the paper's table as a separate section; empty if it prints no figure."""
     scales = [table.columns, *(scale.columns for scale in table.scales.values())]
     printed = {name for row in table.rows.values() for name in row.paper}
     names = [name for name in dict.fromkeys(name for columns in scales for name in columns) if name in printed]
@@ -106,12 +106,12 @@ def _number(value: float | None) -> str:
 
 
 def _chosen(table: Table, scale: Scale, runs: Sequence[Run], key: str) -> str:
-    """Which rows are the best on validation."""
-    told = []
+    """Return a line that names the rows chosen on validation."""
+    chosen = []
     for name in columns_of(table, scale):
         behind = [run for run in runs_behind(table, scale, runs, key, name) if read_result(run, name) is not None]
-        told += [f"{name}: {table.rows[run.row].name} (seed {run.seed})" for run in behind]
-    return f"- {table.rows[key].name}, chosen on validation: {'; '.join(told) or 'nothing yet'}"
+        chosen += [f"{name}: {table.rows[run.row].name} (seed {run.seed})" for run in behind]
+    return f"- {table.rows[key].name}, chosen on validation: {'; '.join(chosen) or 'nothing yet'}"
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -119,7 +119,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def to_csv(table: Table, scale: Scale, runs: Sequence[Run]) -> str:
-    """row, column, seed, our figure, step, and how it ended; at the paper's scale its figure too."""
+    """Return a CSV of row, column, seed, our figure, step and outcome; at the paper's scale also the paper's figure."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["row", "column", "seed", *(["paper"] if scale.is_papers else []), "value", "step", "ended"])
@@ -133,17 +133,17 @@ def to_csv(table: Table, scale: Scale, runs: Sequence[Run]) -> str:
 
 
 def draw(table: Table, scale: Scale, runs: Sequence[Run], path: Path) -> None:
-    """A figure as lines over its columns, a table as bars; one colour per row.
+    """Plot a paper's figure as lines over its columns, or a table as bars, with one colour per row.
 
-    Thin lines reach from the lowest to the highest of the seeds. The paper's figures, at its scale only, are dashed
-    lines or hollow points.
+    Thin lines span the lowest to the highest seed. The paper's figures, at its scale only, are dashed lines or hollow
+    points.
     """
     from matplotlib.figure import Figure  # takes a second to import
 
     columns = columns_of(table, scale)
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    others = {other for row in table.rows.values() for other in row.best_of}  # the best of them is drawn
+    others = {other for row in table.rows.values() for other in row.best_of}  # only the best of them is drawn
     found = {
         key: [cell(runs_behind(table, scale, runs, key, name), name).values for name in columns]
         for key in shown_rows(table, scale)
@@ -185,7 +185,7 @@ def _bar_places(num_columns: int, number: int, num_rows: int) -> list[float]:
 def _draw_row(
     axes: Any, places: Sequence[float], ours: Sequence[list[float]], paper: Sequence[float | None], style: _Style
 ) -> None:
-    """Means of the seeds with their range, and the paper's figures, at `places`."""
+    """Draw the means of the seeds with their range, and the paper's figures, at `places`."""
     seen = [(place, values) for place, values in zip(places, ours, strict=True) if values]
     xs, ys = [place for place, _ in seen], [statistics.fmean(values) for _, values in seen]
     published = [(place, value) for place, value in zip(places, paper, strict=True) if value is not None]
@@ -202,7 +202,7 @@ def _draw_row(
 
 
 def write_results(table: Table, scale: Scale, runs: Sequence[Run], out: Path, facts: dict[str, str]) -> list[Path]:
-    """Write table.md, table.csv and table.png; returns their paths."""
+    """Write table.md, table.csv and table.png and return their paths."""
     paths = [out / f"table.{ending}" for ending in ("md", "csv", "png")]
     write_text(paths[0], to_markdown(table, scale, runs, facts))
     write_text(paths[1], to_csv(table, scale, runs))

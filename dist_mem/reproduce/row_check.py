@@ -1,7 +1,7 @@
-"""`dist-mem reproduce TABLE --check`: the resolved settings of every row, without building or training anything.
+"""`dist-mem reproduce TABLE --check`: print the resolved settings of every row without building or training.
 
-What all rows share is printed once, then per row what differs, its size, its data and the paper's figures. Data and
-pretrained weights need not exist; where they do, the row is checked against them.
+Settings that all rows share are printed once, then per row its other settings, its size, its data and the paper's
+figures. Data and pretrained weights need not exist; if they do, the row is checked against them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dist_mem.reproduce.choice import candidates, shown_rows
 from dist_mem.reproduce.runs import Run, all_runs, train_command
 from dist_mem.reproduce.tables import Row, Scale, Table
 
-BLOCKS = ("data", "model", "memory", "train", "optimizer", "schedule", "eval")  # that bear on the figures
+BLOCKS = ("data", "model", "memory", "train", "optimizer", "schedule", "eval")  # blocks that affect the figures
 _APART = ("data.path", "data.seed", "train.seed")  # printed elsewhere
 _WIDTH = 120
 
@@ -33,21 +33,21 @@ Settings = dict[str, Any]  # dotted key -> resolved value
 
 
 class Checked(NamedTuple):
-    """One row at one point."""
+    """The checked settings of one row at one point."""
 
     run: Run
     settings: Settings
-    lines: list[tuple[str, str]]  # label and text, of what is not a setting
+    lines: list[tuple[str, str]]  # label and text: size, data, missing weights
 
 
 def check(
     table: Table, scale: Scale, *, rows: Sequence[str], seeds: Sequence[int], ranks: int, extra: list[str]
 ) -> int:
-    """Print the resolved settings. Returns the exit code: 2 where a row cannot be run as it is."""
+    """Print the resolved settings. Returns the exit code: 2 if a row cannot be run."""
     seeds = seeds or scale.seeds
-    asked = [one for row in rows or shown_rows(table, scale) for one in candidates(table, scale, row)]
+    requested = [one for row in rows or shown_rows(table, scale) for one in candidates(table, scale, row)]
     checked, refused = [], []
-    for run in all_runs(scale, Path("runs"), seeds[:1], asked):
+    for run in all_runs(scale, Path("runs"), seeds[:1], requested):
         try:
             checked.append(_check_run(scale, run, ranks=ranks, extra=extra))
         except ValueError as error:
@@ -71,7 +71,7 @@ def _title(table: Table, run: Run) -> str:
 
 
 def _check_run(scale: Scale, run: Run, *, ranks: int, extra: Sequence[str]) -> Checked:
-    """Resolve one row. Raises ValueError, of which UnusableError is one: it cannot be run as it is."""
+    """Resolve one row. Raises ValueError, for example UnusableError, if it cannot be run."""
     command = train_command(scale, run, ranks=1, extra=extra)
     config = load_config(command[command.index("train") + 1 :], memory_options=memory_options)
     tree = cast(dict[str, Any], OmegaConf.to_container(cast(Any, config), resolve=True))
@@ -88,18 +88,18 @@ def _check_run(scale: Scale, run: Run, *, ranks: int, extra: Sequence[str]) -> C
         text = f"{config.data.path}: not built yet{assumed}"
     lines = [*_size_lines(describe(config, vocab_size)), ("data", text)]
     if missing:
-        lines.append(("weights", f"{missing}: not there yet"))
+        lines.append(("weights", f"{missing}: does not exist yet"))
     return Checked(run, settings, lines)
 
 
 def _missing_weights(config: Config) -> str | None:
-    """`model.pretrained`, where it is named and does not exist."""
+    """Return `model.pretrained` if it is set and does not exist."""
     folder = config.model.pretrained
     return folder if folder is not None and not Path(folder).exists() else None
 
 
 def _read_plan(config: Config, ranks: int) -> str:
-    """What `dist-mem train --check` says of data that are built. Raises UnusableError: they do not fit."""
+    """Return the summary of `dist-mem train --check` for existing data. Raises UnusableError if they do not fit."""
     labelled = {line.split()[0]: " ".join(line.split()[1:]) for line in report(config, world_size=ranks).splitlines()}
     return f"{labelled['data']}; {labelled['training']}"
 
@@ -107,7 +107,7 @@ def _read_plan(config: Config, ranks: int) -> str:
 def _size_lines(sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     yield "parameters", f"{sizes['num_parameters']:,}"
     if "scoring_flops_per_token" in sizes:  # torch counts two for a multiply-add
-        yield "multiply_adds", f"{sizes['scoring_flops_per_token'] / 2e6:,.1f} M a predicted token"
+        yield "multiply_adds", f"{sizes['scoring_flops_per_token'] / 2e6:,.1f} M per predicted token"
 
 
 def _flat(key: str, node: Any) -> Iterator[tuple[str, Any]]:
@@ -119,42 +119,42 @@ def _flat(key: str, node: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _shared(many: Iterable[Settings]) -> Settings:
-    """The settings that all have, with the same value."""
+    """Return the settings that all have with the same value."""
     first, *rest = [dict(one) for one in many] or [{}]
     return {key: value for key, value in first.items() if all(key in one and one[key] == value for one in rest)}
 
 
 def _print_settings(settings: Settings) -> None:
-    """A paragraph per block: `model num_layers=16 d_model=410 ...`."""
+    """Print a paragraph per block: `model num_layers=16 d_model=410 ...`."""
     for name in BLOCKS:
-        own = {key.removeprefix(f"{name}."): value for key, value in settings.items() if key.startswith(f"{name}.")}
-        if own:
-            _print_labelled(name, " ".join(f"{key}={_value(value)}" for key, value in own.items()))
+        block = {key.removeprefix(f"{name}."): value for key, value in settings.items() if key.startswith(f"{name}.")}
+        if block:
+            _print_labelled(name, " ".join(f"{key}={_value(value)}" for key, value in block.items()))
 
 
 def _print_labelled(label: str, text: str) -> None:
-    """A paragraph whose lines begin under each other; no setting is torn apart."""
+    """Print a paragraph with aligned lines, without breaking a setting across lines."""
     begin = f"  {label:<14}"
     wrapper = textwrap.TextWrapper(_WIDTH, begin, " " * len(begin), break_long_words=False, break_on_hyphens=False)
     print(wrapper.fill(text))
 
 
 def _value(value: Any) -> str:
-    """As it is written in YAML, without blanks."""
+    """Return a value in YAML notation, without blanks."""
     text = {None: "null", True: "true", False: "false"}.get(value) if isinstance(value, bool | None) else str(value)
     return str(text).replace(" ", "")
 
 
 def _print_points(scale: Scale, checked: Sequence[Checked], shared: Settings) -> None:
-    """What the rows share at one point only, where there are several, and how data that are missing are made."""
+    """Print the settings that the rows share at one named point only, and how to build missing data."""
     for name, point in scale.points.items():
         mine = [one for one in checked if one.run.point == name]
         if name:
             print(f"\nat {name}:")
-            own = _shared(one.settings for one in mine)
-            _print_settings({key: value for key, value in own.items() if key not in shared})
+            here = _shared(one.settings for one in mine)
+            _print_settings({key: value for key, value in here.items() if key not in shared})
         if point.made_by and any("not built yet" in text for one in mine for _, text in one.lines):
-            _print_labelled("data made by", point.made_by)
+            _print_labelled("data built by", point.made_by)
 
 
 def _print_row(table: Table, scale: Scale, key: str, checked: Sequence[Checked], *, known: Settings) -> None:
@@ -164,8 +164,8 @@ def _print_row(table: Table, scale: Scale, key: str, checked: Sequence[Checked],
         for name in scale.points:
             behind = ", ".join(candidates(table, scale, key, name)) or "none"
             print(f"  best on validation{f' at {name}' if name else ''} of: {behind}")
-    own = _shared(one.settings for one in checked)
-    _print_settings({name: value for name, value in own.items() if name not in known})
+    settings = _shared(one.settings for one in checked)
+    _print_settings({name: value for name, value in settings.items() if name not in known})
     for one in checked:
         at = f"at {one.run.point}: " if one.run.point else ""
         for label, text in one.lines:

@@ -1,7 +1,7 @@
-"""From a table to commands: what is built, trained and evaluated, and how one knows that it is done.
+"""The runs of a table, their commands and their results.
 
-Everything is done by the commands a user has, in processes of their own. What is finished is known by its files, so the
-same call goes on where another was stopped.
+Every step is a command that a user can run, in a separate process. The files of a step show that it is finished, so a
+repeated call continues where an earlier one stopped.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from dist_mem.reproduce.tables import Column, Scale, Table
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.network_interface import free_port
 
-RESULTS = "results"  # folder of what was measured, one file a run and column
+RESULTS = "results"  # folder of the results, one file per run and column
 
 
 @dataclass(frozen=True)
 class Run:
-    """One row at one point with one seed."""
+    """A training: one row at one point with one seed."""
 
     row: str
     point: str
@@ -45,12 +45,12 @@ class Run:
         return self.out / "runs" / self.name
 
     def result(self, column: str) -> Path:
-        """Where its figure for a column is kept."""
+        """Return the path of its result for a column."""
         return self.out / RESULTS / f"{self.name}-{column}.json"
 
 
 def all_runs(scale: Scale, out: Path, seeds: Sequence[int], rows: Sequence[str]) -> list[Run]:
-    """Every run of a scale: seed by seed, so that a table is whole as early as can be."""
+    """Return every run of a scale, seed by seed, so that the table is complete as early as possible."""
     chosen = [row for row in scale.rows if row in rows]
     return [
         Run(row, name, seed, out)
@@ -62,13 +62,13 @@ def all_runs(scale: Scale, out: Path, seeds: Sequence[int], rows: Sequence[str])
 
 
 def data_of(scale: Scale, run: Run) -> str:
-    """The data directory of a run: its row's `data.path=`, else its point's."""
-    own = [word.partition("=")[2] for word in scale.rows[run.row] if word.startswith("data.path=")]
-    return own[-1] if own else scale.points[run.point].data
+    """Return the data directory of a run: its row's `data.path=`, else its point's."""
+    paths = [word.partition("=")[2] for word in scale.rows[run.row] if word.startswith("data.path=")]
+    return paths[-1] if paths else scale.points[run.point].data
 
 
 def with_done(table: Table, scale: Scale, out: Path, asked: Sequence[Run]) -> list[Run]:
-    """The runs that are asked for, and all others that earlier calls have measured: a table shows them too."""
+    """Return the requested runs and all others that earlier calls measured, since the table shows them too."""
     found = [re.search(r"seed(\d+)-", path.name) for path in (out / RESULTS).glob("*.json")]
     seeds = sorted({run.seed for run in asked} | {int(match[1]) for match in found if match})
     return [
@@ -79,13 +79,13 @@ def with_done(table: Table, scale: Scale, out: Path, asked: Sequence[Run]) -> li
 
 
 def columns_of(table: Table, scale: Scale, point: str | None = None) -> dict[str, Column]:
-    """The columns of a scale, or those measured at one point."""
+    """Return the columns of a scale, or those measured at one point."""
     columns = scale.columns or table.columns
     return {name: column for name, column in columns.items() if point is None or column.point == point}
 
 
 def train_command(scale: Scale, run: Run, *, ranks: int, extra: Sequence[str]) -> list[str]:
-    """The arguments of `dist-mem train`, or of a launcher for several ranks."""
+    """Return the arguments of `dist-mem train`, or of a launcher for several ranks."""
     point = scale.points[run.point]
     arguments = [
         *("train", *scale.train, *scale.rows[run.row], *point.train, f"data.path={data_of(scale, run)}"),
@@ -95,44 +95,46 @@ def train_command(scale: Scale, run: Run, *, ranks: int, extra: Sequence[str]) -
 
 
 def launcher(ranks: int) -> list[str]:
-    """What starts `dist_mem` on this machine, by the deepspeed launcher where there are several ranks.
+    """Return the command that starts `dist_mem` on this machine, through DeepSpeed's launcher for several ranks.
 
-    By that half of it which starts the ranks: the other one (`deepspeed`) hands on no signal, and would leave them
-    running.
+    It uses the part of the launcher that starts the ranks. The other part (`deepspeed`) does not forward signals and
+    would leave the ranks running.
     """
     if ranks == 1:
         return [sys.executable, "-m", "dist_mem"]
     world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
-    place = ["--master_addr=127.0.0.1", f"--master_port={free_port()}"]  # of its own: several tables may run here
+    place = ["--master_addr=127.0.0.1", f"--master_port={free_port()}"]  # a free port: several tables may run here
     options = [f"--world_info={world}", "--node_rank=0", *place, "--log_level=error", "--no_local_rank"]
     return [sys.executable, "-m", "deepspeed.launcher.launch", *options, "--module", "dist_mem"]
 
 
 def tied(arguments: Sequence[str]) -> list[str]:
-    """A command that gets SIGTERM, on which a training saves, when this process is gone, even by `kill -9`.
+    """Return a command that receives SIGTERM, on which training saves, when this process dies, even by `kill -9`.
 
-    setpriv (util-linux 2.33) asks the kernel for it and becomes the command. Without it only signals are handed on.
+    setpriv (util-linux 2.33) requests this from the kernel and then executes the command. Without setpriv only signals
+    are forwarded.
     """
     setpriv = shutil.which("setpriv")
     if setpriv is None:
         return list(arguments)
-    asks = [setpriv, "--pdeathsig", "TERM", "--"]
-    if subprocess.run([*asks, setpriv, "--version"], capture_output=True).returncode != 0:  # RHEL 8's, busybox's
+    prefix = [setpriv, "--pdeathsig", "TERM", "--"]
+    # The setpriv of RHEL 8 and busybox do not have the option.
+    if subprocess.run([*prefix, setpriv, "--version"], capture_output=True).returncode != 0:
         return list(arguments)
-    return [*asks, *arguments]
+    return [*prefix, *arguments]
 
 
 def evaluate_command(run: Run, column: Column, extra: Sequence[str]) -> list[str]:
-    """The arguments of `dist-mem evaluate`, or of what else measures the column."""
-    told = [text for text in extra if text.startswith(("eval.", "tracking."))]
-    return [*launcher(1), column.command, str(run.directory), "--split", column.split, *column.evaluate, *told]
+    """Return the arguments of `dist-mem evaluate`, or of the other command that measures the column."""
+    overrides = [text for text in extra if text.startswith(("eval.", "tracking."))]
+    return [*launcher(1), column.command, str(run.directory), "--split", column.split, *column.evaluate, *overrides]
 
 
 def newest_report(run: Run, column: Column) -> Path:
-    """The file of the measurement that has just ended.
+    """Return the report of the measurement that has just ended.
 
     Raises:
-        ValueError: it has written nothing.
+        ValueError: it has written no report.
     """
     pattern = f"{'' if column.command == 'evaluate' else f'{column.command}-'}{column.split}-*.json"
     folder = run.directory / "evaluations"
@@ -143,7 +145,7 @@ def newest_report(run: Run, column: Column) -> Path:
 
 
 def figure_of(path: Path, column: Column) -> tuple[float | None, int]:
-    """The figure of a column in a report, None where it has no such figure; and the step of the checkpoint."""
+    """Return the figure of a column in a report, None if the report has no such figure, and the checkpoint's step."""
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     value: float | None = content["figures"].get(f"{column.split}/{column.figure}")
     if column.band:
@@ -152,14 +154,14 @@ def figure_of(path: Path, column: Column) -> tuple[float | None, int]:
 
 
 def keep_result(run: Run, column: str, facts: dict[str, Any]) -> None:
-    """Keep what was measured, or why it was not: {"value": 1.5, "step": 100} or {"diverged": "..."}."""
+    """Write a result, or the reason there is none: {"value": 1.5, "step": 100} or {"diverged": "..."}."""
     path = run.result(column)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(facts, indent=1) + "\n")
 
 
 def read_result(run: Run, column: str) -> dict[str, Any] | None:
-    """What `keep_result` kept; None where there is nothing yet."""
+    """Read what `keep_result` wrote; None if there is no result yet."""
     try:
         content: dict[str, Any] = json.loads(run.result(column).read_text(encoding="utf-8"))
     except FileNotFoundError:

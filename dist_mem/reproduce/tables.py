@@ -1,8 +1,8 @@
-"""A table of a paper: its rows, its columns, the paper's figures, and how it is run at each scale.
+"""Definition of a paper's table: its rows, its columns, the paper's figures, and how to run it at each scale.
 
-One YAML file per table; the classes here are its keys. Tables of this project are in configs/tables; any other path
-works too. A run is one row at one point with one seed. A point is data and settings that the rows share, such as the
-length of the sequences in a figure; most tables have one.
+Each table is a YAML file; the classes here define its keys. Tables of this project are in configs/tables; any other
+path works too. A run is one row at one point with one seed. A point is data and settings that the rows share, such as
+the sequence length in a figure; most tables have one point.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from yaml import YAMLError
 from dist_mem.errors import UnusableError
 
 FOLDER = Path("configs") / "tables"
-_NAME = re.compile(r"\w[\w .:-]*")  # of files, and of figures in MLflow, which takes no others
+_NAME = re.compile(r"\w[\w .:-]*")  # names of files, and of figures in MLflow, which accepts no others
 PAPERS = "paper"  # name of the scale with the paper's data and sizes
 SIZES = ("parameters", "multiply_adds")  # of a model; multiply-adds per predicted token in scoring
 MEASURES = ("evaluate", "dialogue", "inspect")  # commands of dist-mem that measure a trained model
@@ -30,52 +30,52 @@ MEASURES = ("evaluate", "dialogue", "inspect")  # commands of dist-mem that meas
 class Row:
     """One system of the table."""
 
-    name: str = MISSING  # as the paper has it
-    paper: dict[str, float] = field(default_factory=dict)  # column -> the paper's figure, where it has one
-    sizes: dict[str, float] = field(default_factory=dict)  # the paper's, by names of SIZES
+    name: str = MISSING  # as in the paper
+    paper: dict[str, float] = field(default_factory=dict)  # column -> the paper's figure, if it has one
+    sizes: dict[str, float] = field(default_factory=dict)  # the paper's sizes, by the names in SIZES
     note: str | None = None
-    best_of: list[str] = field(default_factory=list)  # not run: what the best of these rows on validation has on test
+    best_of: list[str] = field(default_factory=list)  # not run; shows the test result of the best on validation
 
 
 @dataclass
 class Column:
     """One figure of every row."""
 
-    figure: str = MISSING  # as an evaluation reports it: word_perplexity, bits_per_byte, accuracy
-    band: list[int] = field(default_factory=list)  # of recall_perplexity: distances above the first, up to the second
+    figure: str = MISSING  # name in the evaluation's report: word_perplexity, bits_per_byte, accuracy
+    band: list[int] = field(default_factory=list)  # for recall_perplexity: distances above the first, up to the second
     split: str = "test"
-    point: str = ""  # at which it is measured; "": the only one
-    evaluate: list[str] = field(default_factory=list)  # key=value overrides of the evaluation, and options of it
-    command: str = "evaluate"  # of dist-mem, that measures it: evaluate | dialogue | inspect
+    point: str = ""  # where it is measured; "": the only point
+    evaluate: list[str] = field(default_factory=list)  # key=value overrides and options of the evaluation
+    command: str = "evaluate"  # the command that measures it: evaluate | dialogue | inspect
 
 
 @dataclass
 class Point:
-    """Data, and what else the rows share there."""
+    """Data and settings that the rows share."""
 
-    data: str = MISSING  # data directory; a row may set another one by data.path=
-    build: list[list[str]] = field(default_factory=list)  # commands that make it, where it is missing; none: users do
-    made_by: str | None = None  # where there is no `build`: the command that users run
-    vocab_size: int | None = None  # of the data, where known before they are built; for `--check`
+    data: str = MISSING  # data directory; a row may set another one with data.path=
+    build: list[list[str]] = field(default_factory=list)  # commands that build missing data; empty: users build it
+    made_by: str | None = None  # without `build`: the command that users run
+    vocab_size: int | None = None  # of the data, if known before they are built; for `--check`
     train: list[str] = field(default_factory=list)  # key=value overrides
     without: list[str] = field(default_factory=list)  # rows that are not run here
 
 
 @dataclass
 class Scale:
-    """How a table is run on machines of one kind."""
+    """The settings that run a table on one class of machine."""
 
-    about: str = MISSING  # what differs from the paper: data, sizes, steps
+    about: str = MISSING  # differences from the paper: data, sizes, steps
     train: list[str] = field(default_factory=list)  # configurations and overrides of all rows
-    rows: dict[str, list[str]] = field(default_factory=dict)  # row -> those of its own; rows not here are not run
+    rows: dict[str, list[str]] = field(default_factory=dict)  # row -> its configurations; rows not here are not run
     seeds: list[int] = field(default_factory=lambda: [0])
     points: dict[str, Point] = field(default_factory=dict)
-    columns: dict[str, Column] = field(default_factory=dict)  # in place of the table's
-    name: str = ""  # its key; `load_table` sets it
+    columns: dict[str, Column] = field(default_factory=dict)  # if given, replace the table's
+    name: str = ""  # its key; set by `load_table`
 
     @property
     def is_papers(self) -> bool:
-        """Whether data and sizes are the paper's, so that its figures may stand beside ours."""
+        """Whether data and sizes are the paper's, so that its figures are comparable with ours."""
         return self.name == PAPERS
 
 
@@ -83,11 +83,11 @@ class Scale:
 class Table:
     """A table or a figure of a paper."""
 
-    path: str = ""  # of its file; `load_table` sets it
+    path: str = ""  # of its file; set by `load_table`
 
     title: str = MISSING
-    source: str = MISSING  # paper, and number of the table in it
-    x_axis: str | None = None  # of a figure: what its columns are numbers of; None: a table
+    source: str = MISSING  # the paper and the number of the table in it
+    x_axis: str | None = None  # for a figure: label of the numbers that name its columns; None: a table
     y_axis: str | None = None
     rows: dict[str, Row] = field(default_factory=dict)
     columns: dict[str, Column] = field(default_factory=dict)
@@ -96,12 +96,12 @@ class Table:
 
 
 def table_names(folder: Path = FOLDER) -> list[str]:
-    """The tables there are, by name."""
+    """Return the names of all tables, sorted."""
     return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
 def table_path(name: str, folder: Path = FOLDER) -> Path:
-    """The file of a table: a name of this project's, or a path.
+    """Return the file of a table, given the name of a table of this project or a path.
 
     Raises:
         UnusableError: there is no such file.
@@ -120,10 +120,10 @@ def table_path(name: str, folder: Path = FOLDER) -> Path:
 def load_table(name: str, folder: Path = FOLDER) -> Table:
     """Read and check a table; `name` as in `table_path`.
 
-    Configurations it names are looked up in the working directory, then beside its file.
+    Configurations in it are looked up in the working directory, then beside its file.
 
     Raises:
-        UnusableError: there is none of this name, or its file does not fit; names the file and the key.
+        UnusableError: there is no such table, or its file is invalid; the message names the file and the key.
     """
     path = table_path(name, folder)
     try:
@@ -135,10 +135,10 @@ def load_table(name: str, folder: Path = FOLDER) -> Table:
         _check_name(name, where=f"{path}: row")
         unknown = [other for other in row.best_of if other not in table.rows]
         if unknown:
-            raise UnusableError(f"{path}: rows.{name}.best_of has {unknown[0]!r}, which is no row of the table")
+            raise UnusableError(f"{path}: rows.{name}.best_of has {unknown[0]!r}, which is not a row of the table")
         chosen = [other for other in row.best_of if table.rows[other].best_of]
         if chosen:
-            raise UnusableError(f"{path}: rows.{name}.best_of has {chosen[0]!r}, which is the best of others itself")
+            raise UnusableError(f"{path}: rows.{name}.best_of has {chosen[0]!r}, which has a best_of itself")
         odd = [size for size in row.sizes if size not in SIZES]
         if odd:
             raise UnusableError(f"{path}: rows.{name}.sizes has {odd[0]!r}, not one of {', '.join(SIZES)}")
@@ -150,7 +150,7 @@ def load_table(name: str, folder: Path = FOLDER) -> Table:
 
 
 def _find_configurations(scale: Scale, *, beside: Path) -> None:
-    """Write out the paths of configurations that are not in the working directory but beside the table."""
+    """Replace configurations that are beside the table, but not in the working directory, by their paths."""
     for arguments in (scale.train, *scale.rows.values(), *(point.train for point in scale.points.values())):
         arguments[:] = [
             str(beside / word) if not Path(word).is_file() and (beside / word).is_file() else word for word in arguments
@@ -173,7 +173,7 @@ def _is_number(text: str) -> bool:
 
 
 def _check_scale(table: Table, scale: Scale, *, where: str) -> None:
-    for name in filter(None, scale.points):  # "", the only one, is in no name
+    for name in filter(None, scale.points):  # "", the only point, is not part of any name
         _check_name(name, where=f"{where}: point")
     columns = scale.columns or table.columns
     for key, content in (("rows", scale.rows), ("columns", columns)):
@@ -181,17 +181,17 @@ def _check_scale(table: Table, scale: Scale, *, where: str) -> None:
             raise UnusableError(f"{where} has no {key}")
     unknown = [row for row in scale.rows if row not in table.rows]
     if unknown:
-        raise UnusableError(f"{where}.rows has {unknown[0]!r}, which is no row of the table")
+        raise UnusableError(f"{where}.rows has {unknown[0]!r}, which is not a row of the table")
     for name, point in scale.points.items():
         odd = [row for row in point.without if row not in scale.rows]
         if odd:
-            raise UnusableError(f"{where}.points.{name}.without has {odd[0]!r}, which is no row of this scale")
+            raise UnusableError(f"{where}.points.{name}.without has {odd[0]!r}, which is not a row of this scale")
     nowhere = [row for row in scale.rows if all(row in point.without for point in scale.points.values())]
     if nowhere and scale.points:
         raise UnusableError(f"{where}.rows has {nowhere[0]!r}, but {nowhere[0]!r} is run at no point")
     chosen = [row for row in scale.rows if table.rows[row].best_of]
     if chosen:
-        raise UnusableError(f"{where}.rows has {chosen[0]!r}, which is the best of other rows, and is not run itself")
+        raise UnusableError(f"{where}.rows has {chosen[0]!r}, which is the best of other rows and not run itself")
     for name, column in columns.items():
         _check_name(name, where=f"{where}: column")
         if column.command not in MEASURES:
@@ -202,9 +202,9 @@ def _check_scale(table: Table, scale: Scale, *, where: str) -> None:
             raise UnusableError(f"{where}.points lacks {column.point!r}, the point of column {name!r}")
         if column.band and (len(column.band) > 2 or column.figure != "recall_perplexity"):
             raise UnusableError(
-                f"{where}: column {name!r} has band {column.band}; one or two numbers are of recall_perplexity"
+                f"{where}: column {name!r} has band {column.band}; only recall_perplexity has one, of 1 or 2 numbers"
             )
         if table.x_axis is not None and not _is_number(name):
             raise UnusableError(
-                f"{where}: column {name!r} is no number; x_axis draws one: rename it or leave x_axis out"
+                f"{where}: column {name!r} is not a number, which x_axis requires: rename it or leave x_axis out"
             )

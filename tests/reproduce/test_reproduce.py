@@ -136,7 +136,7 @@ def test_a_killed_table_goes_on_and_ends_as_one_left_alone(folder: Path) -> None
             process.communicate()
     code, text, errors = finish(start(folder, "--out", "killed"))
     assert code == 0, errors
-    assert "none-seed0: done before" in text
+    assert "none-seed0: already done" in text
     assert values(folder, "killed") == values(folder, "whole")
     assert all(values(folder, "killed").values())
 
@@ -174,7 +174,7 @@ def test_a_row_that_diverges_is_a_row_that_says_so(folder: Path) -> None:
 def test_what_cannot_be_run_is_refused(folder: Path) -> None:
     code, _, errors = finish(start(folder, "--rows", "xll"))
     assert code == EXIT_USAGE
-    assert "'xll' is no row of two at scale tiny; rows are: none, xl" in errors
+    assert "'xll' is not a row of two at scale tiny; rows are: none, xl" in errors
     with pytest.raises(UnusableError, match=r"there is no table 'three'; there are: two"):
         load_table("three", folder / FOLDER)
     table = yaml.safe_load((folder / FOLDER / "two.yaml").read_text())
@@ -187,7 +187,7 @@ def test_what_cannot_be_run_is_refused(folder: Path) -> None:
         load_table("two", folder / FOLDER)
     table["scales"]["tiny"]["points"] = {"": {"data": "x"}}
     write_table(folder, {**table, "x_axis": "tokens"})
-    with pytest.raises(UnusableError, match=r"column 'dev' is no number; x_axis draws one"):
+    with pytest.raises(UnusableError, match=r"column 'dev' is not a number, which x_axis requires"):
         load_table("two", folder / FOLDER)
 
 
@@ -295,7 +295,7 @@ def test_what_is_measured_is_told_where_data_of_another_row_are_missing(
     assert reproduce() == EXIT_USAGE
     captured = capsys.readouterr()
     assert "| None | 2.5 | 2.5 |" in captured.out
-    assert "error: nowhere is missing, and the table cannot make it" in captured.err
+    assert "error: nowhere is missing, and the table cannot build it" in captured.err
 
 
 def test_without_mlflow_a_table_is_made_all_the_same(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -309,7 +309,7 @@ def test_without_mlflow_a_table_is_made_all_the_same(here: Path, capsys: pytest.
     parent.run_id, parent._client = "0", connect(uri)
     job = Job(load_table("two"), load_table("two").scales["tiny"], Path("out"), [], 1, [], StopSignal([]))
     close_parent(parent, job, [Path("out/table.md")], "FINISHED")
-    assert "MLflow does not have the table: MlflowException: " in capsys.readouterr().err
+    assert "MLflow did not receive the table: MlflowException: " in capsys.readouterr().err
 
 
 def test_mlflow_takes_the_figures_of_every_table(sqlite_uri: str, client: Any, tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_one_call_at_a_time_works_in_a_folder(here: Path) -> None:
     measured(here, ["none", "xl"])
     with (here / "out" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(UnusableError, match="another call of the command works here"):
+        with pytest.raises(UnusableError, match="another call of the command uses this folder"):
             reproduce()
     assert reproduce() == 0
 

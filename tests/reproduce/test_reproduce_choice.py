@@ -136,7 +136,7 @@ def test_what_a_table_cannot_mean_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnusableError, match=r"best\.best_of has 'smal'"):
         load(tmp_path, unknown)
     nested = {**TABLE, "rows": {**TABLE["rows"], "top": {"name": "Top", "best_of": ["xl", "best"]}}}
-    with pytest.raises(UnusableError, match=r"top\.best_of has 'best', which is the best of others itself"):
+    with pytest.raises(UnusableError, match=r"top\.best_of has 'best', which has a best_of itself"):
         load(tmp_path, nested)
     for nothing in ("rows", "columns"):
         with pytest.raises(UnusableError, match=f"scales.tiny has no {nothing}"):

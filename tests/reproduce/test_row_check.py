@@ -123,7 +123,7 @@ def test_a_row_may_have_data_of_its_own(own: Path, capsys: pytest.CaptureFixture
     assert main(["reproduce", "my/mine.yaml", "--check"]) == EXIT_DONE
     text = capsys.readouterr().out
     assert "elsewhere: not built yet" in text
-    assert "data made by  python shards/build_text.py" in text
+    assert "data built by python shards/build_text.py" in text
     assert main(["reproduce", "my/mine.yaml", "--rows", "none"]) == EXIT_USAGE
     assert "elsewhere is missing" in capsys.readouterr().err
 
