@@ -1,10 +1,10 @@
-"""`dist-mem doctor [CONFIG]`: every check a line, alone or on all ranks of a launcher.
+"""The doctor command: run all checks, on one process or on all ranks of a launcher, and print a line per finding.
 
     dist-mem doctor
     srun --ntasks-per-node 8 --gpus-per-node 8 dist-mem doctor configs/pg19_small.yaml
 
-Exit code 1, not 2, if anything failed: another node, or the same one after its repair, will do; 2 says that there is no
-such configuration, as of every command.
+The exit code is 1, not 2, if a check failed, because another node, or the same one after a repair, may pass. It is 2 if
+the configuration does not exist, as for every command.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from dist_mem.runtime.environment import node_name, read_ranks
 from dist_mem.runtime.findings import FAIL, WARNING, Finding, Place, fail, failed, lines
 from dist_mem.runtime.rendezvous import meet
 
-_PATIENCE = 120.0  # seconds that ranks wait for each other; somebody sits in front of this
+_TIMEOUT = 120.0  # seconds that ranks wait for each other; short, because the command is interactive
 
 
-def run(config: Any | None, *, seconds: float = _PATIENCE) -> int:
-    """Make all checks and print what they find; returns the exit code, the same on every rank.
+def run(config: Any | None, *, seconds: float = _TIMEOUT) -> int:
+    """Run all checks and print the findings; return the exit code, the same on every rank.
 
     Args:
-        config: None: look at machines and network only.
-        seconds: that the network may take, and ranks to come where `config` does not say.
+        config: None: check only machines and network.
+        seconds: for network checks, and for ranks to come where `config` does not say.
 
     Raises:
-        UnusableError: half of a launcher's variables.
+        UnusableError: the launcher's environment variables are incomplete.
     """
     began = time.monotonic()
     try:
@@ -40,24 +40,24 @@ def run(config: Any | None, *, seconds: float = _PATIENCE) -> int:
         meeting = meet(seconds=seconds if config is None else config.watchdog.join_seconds)
     except ValueError as error:
         raise UnusableError(str(error)) from error
-    is_alone = meeting.store is None and size > 1  # it has met nobody: nobody else tells what it has found
+    is_alone = meeting.store is None and size > 1  # it has met no other rank, so it prints its own findings
     findings = list(meeting.findings)
     _show(findings, if_=rank == 0 or is_alone)
     if failed(findings):
-        return _end(findings, began, is_told=rank == 0)
+        return _end(findings, began, prints=rank == 0)
     try:
         world = distributed.initialize(timeout_seconds=seconds)
         for found in examine(config, world, is_thorough=True):
             _show(found, if_=rank == 0)
             findings += found
         distributed.shut_down(agreed=True)
-    except RuntimeError as error:  # of torch: the others did not answer
+    except RuntimeError as error:  # raised by torch: the other ranks did not answer
         reason = str(error).partition("\n")[0]
         fix = "the firewall between nodes; NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME (launch.interface)"
         broken = fail("network", reason, fix, blames_node=True).at(Place(node_name(), rank))
         _show([broken], if_=True)
         findings.append(broken)
-    return _end(findings, began, is_told=rank == 0)
+    return _end(findings, began, prints=rank == 0)
 
 
 def _show(findings: Sequence[Finding], *, if_: bool) -> None:
@@ -65,10 +65,10 @@ def _show(findings: Sequence[Finding], *, if_: bool) -> None:
         print("\n".join(lines(findings)), flush=True)
 
 
-def _end(findings: Sequence[Finding], began: float, *, is_told: bool) -> int:
+def _end(findings: Sequence[Finding], began: float, *, prints: bool) -> int:
     num_failed = len(lines(failed(findings)))
     num_warnings = len(lines([finding for finding in findings if finding.level == WARNING]))
-    if is_told:
-        told = f"{num_failed} {FAIL}, {num_warnings} {WARNING}"
-        print(f"{told}, {time.monotonic() - began:.1f} s", file=sys.stderr if num_failed else sys.stdout)
+    if prints:
+        summary = f"{num_failed} {FAIL}, {num_warnings} {WARNING}"
+        print(f"{summary}, {time.monotonic() - began:.1f} s", file=sys.stderr if num_failed else sys.stdout)
     return EXIT_FAILED if num_failed else EXIT_DONE

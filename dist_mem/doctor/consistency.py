@@ -1,4 +1,4 @@
-"""Have all ranks the same code, configuration and data? Names those that differ from most."""
+"""Check that all ranks have the same code, configuration and data, and name those that differ from the majority."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from dist_mem.runtime.findings import Finding, Place, Remark, fail, ok, warning
 from dist_mem.tracking.provenance import PACKAGE, running_commit, versions
 
 MISSING = "missing"
-_PLACES = ("run_dir", "data.path", "data.cache", "data.stage_dir", "train.threads")  # may be others on other nodes
+_PLACES = ("run_dir", "data.path", "data.cache", "data.stage_dir", "train.threads")  # may differ between nodes
 
-Facts = dict[str, str]  # what is compared -> what this rank has
+Facts = dict[str, str]  # item -> value on this rank
 _FIXES = {
     "code": "install the same everywhere: one environment on a disk that all nodes share, or one image",
     "configuration": "give every rank the same files and overrides",
@@ -31,7 +31,7 @@ _FIXES = {
 
 
 def code_facts(*, with_commit: bool) -> Facts:
-    """Versions, a checksum of the package's sources and, on request, the commit, for which git is asked."""
+    """Return versions, a checksum of the package's sources and, if requested, the commit, for which git is run."""
     found = {name.removeprefix("version."): text for name, text in versions().items()}
     digest = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -43,27 +43,27 @@ def code_facts(*, with_commit: bool) -> Facts:
 
 
 def config_facts(config: Any) -> Facts:
-    """Every key and its value, as a checksum where it comes out of the environment: that may be a secret."""
+    """Return every key and its value, or a checksum of a value from the environment, which may be a secret."""
     written = flatten(OmegaConf.to_container(config, resolve=False))
     values = flatten(OmegaConf.to_container(config, resolve=True))
     found = {}
     for key, value in values.items():
-        is_open = "${" in str(written.get(key, "${"))
-        text = hashlib.sha256(str(value).encode()).hexdigest()[:12] if is_open else repr(value)
+        is_interpolated = "${" in str(written.get(key, "${"))
+        text = hashlib.sha256(str(value).encode()).hexdigest()[:12] if is_interpolated else repr(value)
         if key not in _PLACES:
             found[key] = text
     return found
 
 
 def config_hash(facts: Mapping[str, str]) -> str:
-    """Twelve digits for a whole configuration."""
+    """Return a hash of a whole configuration, of twelve digits."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def data_facts(config: Any) -> Facts:
-    """Checksums of tokenizer and indexes, and the sizes of all tars, as this node has them.
+    """Return checksums of tokenizer and indexes, and the sizes of all tars, on this node.
 
-    Of a URL nothing: what is fetched is compared with its checksum anyway; so are the tars where they are staged.
+    For a URL the result is empty, because fetched files are compared with their checksums anyway; so are staged tars.
     """
     data = config.data
     if is_remote(data.path):
@@ -82,28 +82,28 @@ def _fingerprint(path: Path) -> str:
 
 
 def check_tars(config: Any) -> Iterator[Remark]:
-    """Whether the tars of the training split are as long as its index says, on this node."""
+    """Check on this node that the tars of the training split have the sizes in its index."""
     data = config.data
     split_dir = local_dir(data) / data.train_split
     if is_remote(data.path) or data.stage != "none" or not (split_dir / INDEX_NAME).is_file():
-        return  # fetched or staged, and compared then, or missing: the job says so
+        return  # fetched or staged tars are compared later; the job reports a missing index
     for shard in read_index_metadata(split_dir / INDEX_NAME)["shards"]:
         path = split_dir / shard["name"]
         size = path.stat().st_size if path.exists() else None
         if size != shard["bytes"]:
             has = f"is {MISSING}" if size is None else f"has {size:,} bytes"
-            told = f"{path} {has}; it had {shard['bytes']:,} when it was built"
+            text = f"{path} {has}; it had {shard['bytes']:,} when it was built"
             if data.on_corrupt == "skip":
-                yield warning("data", f"{told}: its documents are skipped", _FIXES["data"])
+                yield warning("data", f"{text}: its documents are skipped", _FIXES["data"])
             else:
-                yield fail("data", told, _FIXES["data"], blames_node=True)
+                yield fail("data", text, _FIXES["data"], blames_node=True)
 
 
 def check_data(config: Any) -> Iterator[Remark]:
-    """Whether there are a tokenizer and the indexes that training opens; nothing of a URL is looked at.
+    """Check that the tokenizer and the indexes that training opens exist, unless data.path is a URL.
 
     Raises:
-        ValueError: one is missing or damaged; names the file and the fix.
+        ValueError: one is missing or damaged; the message names the file and the fix.
     """
     data = config.data
     if not is_remote(data.path):
@@ -118,28 +118,28 @@ def _splits(config: Any) -> list[str]:
 
 
 def compare(what: str, places: Sequence[Place], facts: Sequence[Facts]) -> Iterator[Finding]:
-    """Name the ranks, or whole nodes, that have something else than most; arguments in rank order.
+    """Yield the ranks, or whole nodes, that differ from the majority; arguments in rank order.
 
     Args:
         what: code, configuration or data.
     """
-    is_one = True
+    is_equal = True
     for name in sorted(set().union(*facts)):
-        values = [own.get(name, MISSING) for own in facts]
+        values = [of_rank.get(name, MISSING) for of_rank in facts]
         usual = max(values, key=lambda value: (values.count(value), -values.index(value)))
         for value in dict.fromkeys(values):
             if value != usual:
-                odd = [place for place, own in zip(places, values, strict=True) if own == value]
-                told = f"{name}: {value}, but {usual} on {values.count(usual)} of {len(values)} ranks"
-                is_one = False
+                odd = [place for place, other in zip(places, values, strict=True) if other == value]
+                text = f"{name}: {value}, but {usual} on {values.count(usual)} of {len(values)} ranks"
+                is_equal = False
                 for place in _whole_nodes(odd, places):
-                    yield fail(what, told, _FIXES[what], blames_node=what != "configuration").at(place)
-    if is_one and MISSING not in facts[0].values():
+                    yield fail(what, text, _FIXES[what], blames_node=what != "configuration").at(place)
+    if is_equal and MISSING not in facts[0].values():
         yield ok(what, _summary(what, facts[0])).at(None)
 
 
 def _whole_nodes(odd: Sequence[Place], places: Sequence[Place]) -> list[Place]:
-    """Ranks, but a node where all of its ranks are among them."""
+    """Return the ranks, with a node in place of its ranks if all of them are included."""
     found = []
     for place in odd:
         is_whole = all(other in odd for other in places if other.node == place.node)

@@ -1,4 +1,4 @@
-"""Disks: is the run directory the same everywhere, writable, roomy; do caches lie on the node."""
+"""Disk checks: the run directory is shared, writable and has room; caches are on the node."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dist_mem.runtime.findings import Remark, fail, ok, warning
 
 _FLEETING_TYPES = ("tmpfs", "ramfs", "overlay")  # gone with the node, or the container
 _RATE_BYTES, _BLOCK_BYTES = 64 << 20, 64 << 10
-_SEEING_SECONDS = 5.0  # NFS may not look at the server for a few seconds
+_SEEING_SECONDS = 5.0  # NFS clients may cache directory listings for a few seconds
 
 
 def device_of(path: Path) -> str:
-    """What is mounted where a path lies, as /dev/sda1 or server:/home."""
+    """Return the device mounted at a path, as /dev/sda1 or server:/home."""
     number = path.stat().st_dev
     wanted = f"{os.major(number)}:{os.minor(number)}"
     for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
@@ -29,17 +29,17 @@ def device_of(path: Path) -> str:
 
 
 def existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that is there."""
+    """Return the path, or its nearest parent that exists."""
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
 def check_caches() -> Iterator[Remark]:
-    """What compilers and the like write should lie on the node: thousands of ranks would lock and read it."""
+    """Check that compiler caches are on the node; on a shared disk thousands of ranks would lock and read them."""
     found = []
     for name, (path, variable) in compiler_caches().items():
         kind = file_system_of(path)
         if is_network_file_system(kind):
-            fix = "DIST_MEM_CACHES=/tmp, or another disk of the node: a folder of your own is made there"
+            fix = "DIST_MEM_CACHES=/tmp, or another disk of the node: a folder for your user is created there"
             fix = "TMPDIR=/tmp, or another disk of the node" if variable == "TMPDIR" else f"unset {variable}, {fix}"
             yield warning("caches", f"{name}: {path} is on {kind}", fix)
         else:
@@ -49,17 +49,17 @@ def check_caches() -> Iterator[Remark]:
 
 
 def check_run_dir_type(run_dir: Path) -> Iterator[Remark]:
-    """Which file system the run directory is on."""
+    """Check that the run directory is on a persistent file system."""
     kind = file_system_of(run_dir)
     if kind in _FLEETING_TYPES:
-        told = f"{run_dir} is on {kind}: it is gone with the node or the container"
-        yield warning("run directory", told, "set run_dir to a disk that stays")
+        text = f"{run_dir} is on {kind}: it disappears with the node or the container"
+        yield warning("run directory", text, "set run_dir to a persistent disk")
     else:
         yield ok("run directory", f"{run_dir} is on {kind}")
 
 
 def leave_probe(run_dir: Path, name: str) -> Remark | None:
-    """Write a file that the other ranks will look for; returns what kept it from being written."""
+    """Write a file that the other ranks will look for; return the problem if it cannot be written."""
     probe = run_dir / name
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -70,31 +70,31 @@ def leave_probe(run_dir: Path, name: str) -> Remark | None:
 
 
 def look_for_probe(run_dir: Path, name: str) -> Iterator[Remark]:
-    """Whether a node sees the file of rank 0, and may write beside it."""
-    probe, own = run_dir / name, run_dir / f"{name}.{os.getpid()}"
+    """Check that this node sees the file of rank 0 and can write beside it."""
+    probe, written = run_dir / name, run_dir / f"{name}.{os.getpid()}"
     deadline = time.monotonic() + _SEEING_SECONDS
     while not probe.exists():
         if time.monotonic() > deadline:
-            told = f"{run_dir} (on {file_system_of(run_dir)} here) is not the folder that rank 0 has"
+            text = f"{run_dir} (on {file_system_of(run_dir)} here) is not the folder that rank 0 has"
             fix = "set run_dir to a folder that all nodes share, and mount it on this node"
-            yield fail("run directory", told, fix, blames_node=True)
+            yield fail("run directory", text, fix, blames_node=True)
             return
         time.sleep(0.05)
     try:
-        own.write_text(name, encoding="utf-8")
-        own.unlink()
+        written.write_text(name, encoding="utf-8")
+        written.unlink()
     except OSError as error:
         yield cannot_write(error)
 
 
 def cannot_write(error: OSError) -> Remark:
-    """The run directory, of a node that cannot write there."""
+    """Return the finding that this node cannot write to the run directory."""
     fix = "make room there (quota, inodes), or the rights to write; or set run_dir to another disk"
     return fail("run directory", f"cannot be written: {error}", fix, blames_node=True)
 
 
 def check_room(run_dir: Path, *, num_bytes: int, num_files: int, kept: int) -> Iterator[Remark]:
-    """Whether the disk has bytes and inodes for the checkpoints that will be there at once.
+    """Check that the disk has bytes and inodes for the checkpoints that will exist at the same time.
 
     Args:
         num_bytes, num_files: of one checkpoint.
@@ -102,13 +102,13 @@ def check_room(run_dir: Path, *, num_bytes: int, num_files: int, kept: int) -> I
     """
     stat = os.statvfs(existing(run_dir))
     free, size = stat.f_bavail * stat.f_frsize, _size(num_bytes)
-    told = f"{_size(free)} free, {kept} checkpoints of {size} are to come"
+    text = f"{_size(free)} free, {kept} checkpoints of {size} are to come"
     fix = "make room, keep fewer (checkpoint.keep_last), or set run_dir to another disk"
     if free < num_bytes * kept:
-        yield fail("disk room", told, fix)
+        yield fail("disk room", text, fix)
     else:
-        yield ok("disk room", told)
-    is_counted = 0 <= stat.f_favail <= stat.f_files and stat.f_files > 0  # some file systems do not, or say -1
+        yield ok("disk room", text)
+    is_counted = 0 <= stat.f_favail <= stat.f_files and stat.f_files > 0  # some file systems do not count, or report -1
     if is_counted and stat.f_favail < num_files * kept:
         yield fail("inodes", f"{stat.f_favail:,} free, {kept} checkpoints have {num_files * kept:,} files", fix)
     elif is_counted:
@@ -116,19 +116,19 @@ def check_room(run_dir: Path, *, num_bytes: int, num_files: int, kept: int) -> I
 
 
 def check_quota(run_dir: Path, num_bytes: int) -> Iterator[Remark]:
-    """What the `quota` command tells of this user on the run directory's file system, if it tells anything.
+    """Check this user's quota on the run directory's file system, if the `quota` command reports one.
 
     Args:
-        num_bytes: that are to be written.
+        num_bytes: bytes to be written.
     """
     program, device = shutil.which("quota"), device_of(existing(run_dir))
     if program is None:
         return
     try:
-        told = subprocess.run([program, "-w", "-p"], capture_output=True, text=True, timeout=10)
+        output = subprocess.run([program, "-w", "-p"], capture_output=True, text=True, timeout=10).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return  # a server that does not answer: what counts is the writing, which is tried too
-    for line in told.stdout.splitlines():
+        return  # the quota server does not answer; the write test covers the important case
+    for line in output.splitlines():
         words = line.split()
         if words[:1] == [device] and len(words) >= 4:
             used, *limits = (int(word.rstrip("*")) * 1024 for word in words[1:4])
@@ -138,8 +138,9 @@ def check_quota(run_dir: Path, num_bytes: int) -> Iterator[Remark]:
 
 
 def _quota_remark(left: int, num_bytes: int) -> Remark:
-    told = f"{_size(max(left, 0))} of yours left, checkpoints take {_size(num_bytes)}"
-    return fail("quota", told, "delete, or ask for more; or set run_dir") if left < num_bytes else ok("quota", told)
+    text = f"{_size(max(left, 0))} of your quota left, checkpoints take {_size(num_bytes)}"
+    fix = "delete files, request a larger quota, or set run_dir"
+    return fail("quota", text, fix) if left < num_bytes else ok("quota", text)
 
 
 def _size(num_bytes: int) -> str:
@@ -147,10 +148,10 @@ def _size(num_bytes: int) -> str:
 
 
 def write_rate(run_dir: Path) -> float:
-    """Bytes a second that this process writes into the run directory, flushed: 64 MiB, or less on a disk that is full.
+    """Return the bytes per second of writing and flushing 64 MiB in the run directory, or less on a full disk.
 
     Raises:
-        OSError: it cannot: a quota is used up, say.
+        OSError: writing fails, for example because a quota is used up.
     """
     stat = os.statvfs(run_dir)
     num_blocks = max(1, min(_RATE_BYTES, stat.f_bavail * stat.f_frsize // 4) // _BLOCK_BYTES)

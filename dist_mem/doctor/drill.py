@@ -1,8 +1,8 @@
-"""`dist-mem doctor --drill`: a small job of two ranks, broken in every way that a cluster knows, and what survived.
+"""`dist-mem doctor --drill`: break a small job of two ranks in every way that occurs on a cluster, and resume it.
 
-    a job starts -> something happens to it -> exit codes, checkpoint -> the same command again -> 20 steps more
+    a job starts -> a fault is injected -> exit codes, checkpoint -> the same command again -> 20 more steps
 
-Last, a job that nothing has happened to makes the same steps: a broken one must have its losses, to the last bit.
+Finally, an undisturbed job makes the same steps: the losses of a resumed job must equal its losses to the last bit.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from dist_mem.runtime.signals import LEAST_SECONDS, STOP_FILE
 from dist_mem.runtime.watchdog import GATHER_SECONDS, REPORT_SECONDS
 from dist_mem.tracking.start import JOURNAL
 
-_BREAK_AT = SAVE_EVERY + 5  # steps: a checkpoint is there, and it is not of the last step
-_GO_ON = 20  # steps after the resume
+_BREAK_AT = SAVE_EVERY + 5  # steps: a checkpoint exists, but not of the last step
+_RESUMED_STEPS = 20  # steps after the resume
 _WATCHDOG_SECONDS = 5.0
-_MLFLOW_SECONDS = 10.0  # that the end of a job may take with a server that drops packets
+_MLFLOW_SECONDS = 10.0  # that the end of a job may take if the server drops packets
 _COLUMNS = ("broken by", "exit codes", "checkpoint", "resumed to", "survived")
 
 
 class Row(NamedTuple):
-    """What became of one job."""
+    """The outcome of one job."""
 
     name: str
     codes: str
@@ -51,7 +51,7 @@ def _by_signal(job: DrillJob) -> list[int]:
 
 
 def _by_file(job: DrillJob) -> list[int]:
-    """The file keeps the job from starting until it is removed."""
+    """Stop the job with the file RUN/STOP, which also prevents a start until it is removed."""
     job.start()
     job.wait_for_step(_BREAK_AT)
     (job.run_dir / STOP_FILE).touch()
@@ -63,7 +63,7 @@ def _by_file(job: DrillJob) -> list[int]:
 
 
 def _by_clock(job: DrillJob) -> list[int]:
-    """The end is told by DIST_MEM_JOB_END; how long a start takes here, the first job has shown."""
+    """Stop the job with DIST_MEM_JOB_END, set from the time that the first job took to start."""
     left = LEAST_SECONDS + 2 * job.usual_start + 3
     job.start(DIST_MEM_JOB_END=str(int(time.time() + left)))
     return _ended(job, [EXIT_REQUEUE] * RANKS)
@@ -77,7 +77,7 @@ def _by_death(job: DrillJob) -> list[int]:
 
 
 def _by_hang(job: DrillJob) -> list[int]:
-    """A stopped rank: the watchdog of the other one ends the job and names it."""
+    """Stop a rank with SIGSTOP; the watchdog of the other rank must end the job and name it."""
     job.start(f"watchdog.seconds={_WATCHDOG_SECONDS}")
     job.wait_for_step(_BREAK_AT)
     job.signal(1, signal.SIGSTOP)
@@ -95,9 +95,9 @@ def _by_hang(job: DrillJob) -> list[int]:
 
 
 def _by_dropped_packets(job: DrillJob) -> list[int]:
-    """An MLflow server that never answers: the job goes on, and keeps all points for later."""
+    """Use an MLflow server that never answers; the job must continue and keep all points for later."""
     with _silent_server() as port:
-        last = _BREAK_AT + _GO_ON
+        last = _BREAK_AT + _RESUMED_STEPS
         job.start(
             *("tracking.mlflow=true", f"tracking.uri=http://127.0.0.1:{port}", f"train.steps={last}"),
             **{"MLFLOW_RUN_ID": "", "no_proxy": "127.0.0.1"},
@@ -111,13 +111,13 @@ def _by_dropped_packets(job: DrillJob) -> list[int]:
     if kept != last:
         raise DrillError(f"{kept} of {last} points are kept for MLflow")
     if took > _MLFLOW_SECONDS:
-        raise DrillError(f"the end took {took:.1f} s, for a server that drops packets")
+        raise DrillError(f"the end took {took:.1f} s with a server that drops packets")
     return codes
 
 
 @contextmanager
 def _silent_server() -> Iterator[int]:
-    """A port of this machine that drops packets: its queue is full, and nobody takes from it."""
+    """Provide a local port that drops packets, because its queue is full and nothing accepts connections."""
     callers: list[socket.socket] = []
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -147,17 +147,17 @@ FAULTS: dict[str, Callable[[DrillJob], list[int]]] = {
 def _ended(job: DrillJob, expected: Sequence[int]) -> list[int]:
     codes = job.end()
     if codes != list(expected):
-        raise DrillError(f"exit codes {_text(codes)}, expected {_text(expected)}: {job.said()}")
+        raise DrillError(f"exit codes {_text(codes)}, expected {_text(expected)}: {job.last_error()}")
     return codes
 
 
 def run(arguments: Sequence[str] = ()) -> int:
-    """Break the job in every way and print a table; returns the exit code, 0 only if it survived all.
+    """Break the job in every way and print a table; return the exit code, 0 only if the job survived all faults.
 
-    Under a launcher its first rank does so, with ranks of its own; the others have nothing to do.
+    Under a launcher the first rank runs the drill and starts separate ranks for it; the other ranks do nothing.
 
     Args:
-        arguments: YAML files and overrides; the drill keeps their memory and their engine, and sets the sizes.
+        arguments: YAML files and overrides; the drill uses their memory and engine, and sets the sizes.
     """
     if not is_rank0():
         return EXIT_DONE
@@ -179,51 +179,51 @@ def run(arguments: Sequence[str] = ()) -> int:
     for name, problem in differing.items():
         print(f"{name:<22} NO: {problem}")
     survived = sum(row.problem is None and row.name not in differing for row in rows)
-    print(f"{survived} of {len(rows)} survived, with the losses of a run that nothing has happened to")
+    print(f"{survived} of {len(rows)} survived, with the losses of an undisturbed run")
     if survived == len(rows):
         shutil.rmtree(folder)
         return EXIT_DONE
-    print(f"kept for you to look at: {folder}")
+    print(f"kept for inspection: {folder}")
     return EXIT_FAILED
 
 
 def _try(name: str, fault: Callable[[DrillJob], list[int]], job: DrillJob) -> Row:
     """Break a job and resume it."""
     began = time.monotonic()
-    told = {"codes": "-", "checkpoint": "-", "resumed": "-"}
+    cells = {"codes": "-", "checkpoint": "-", "resumed": "-"}
     problem = None
     try:
-        told["codes"] = _text(fault(job))
+        cells["codes"] = _text(fault(job))
         step = job.newest_checkpoint()
-        told["checkpoint"] = f"step {step}"
+        cells["checkpoint"] = f"step {step}"
         job.kill()
-        job.start(f"train.steps={step + _GO_ON}")
+        job.start(f"train.steps={step + _RESUMED_STEPS}")
         _ended(job, [EXIT_DONE] * RANKS)
-        told["resumed"] = f"step {job.last_step()}"
-        if list(job.losses()) != list(range(1, step + _GO_ON + 1)):
+        cells["resumed"] = f"step {job.last_step()}"
+        if list(job.losses()) != list(range(1, step + _RESUMED_STEPS + 1)):
             problem = "not every step has one loss"
     except (DrillError, ValueError, OSError) as error:
         problem = str(error)
     finally:
         job.kill()
-    return Row(name, **told, problem=problem, seconds=time.monotonic() - began)
+    return Row(name, **cells, problem=problem, seconds=time.monotonic() - began)
 
 
 def _compare(undisturbed: DrillJob, rows: Sequence[Row], jobs: Mapping[str, DrillJob]) -> dict[str, str]:
-    """Which of the jobs that are well have other losses than one that makes all the steps in one go."""
-    well = [row.name for row in rows if row.problem is None]
-    last = max((jobs[name].last_step() for name in well), default=0)
+    """Return, by name, how the losses of survived jobs differ from those of one uninterrupted job."""
+    survived = [row.name for row in rows if row.problem is None]
+    last = max((jobs[name].last_step() for name in survived), default=0)
     if last == 0:
         return {}
     try:
         undisturbed.start(f"train.steps={last}")
         _ended(undisturbed, [EXIT_DONE] * RANKS)
     except DrillError as error:
-        return dict.fromkeys(well, f"nothing to compare it with: {error}")
+        return dict.fromkeys(survived, f"nothing to compare it with: {error}")
     finally:
         undisturbed.kill()
     right = undisturbed.losses()
-    wrong = {name: [step for step, loss in jobs[name].losses().items() if loss != right.get(step)] for name in well}
+    wrong = {name: [step for step, loss in jobs[name].losses().items() if loss != right.get(step)] for name in survived}
     return {name: f"its losses differ from step {steps[0]} on" for name, steps in wrong.items() if steps}
 
 

@@ -1,4 +1,4 @@
-"""The small job that the drill breaks: books, a configuration, two real ranks, and what it has left on the disk."""
+"""The small job that the drill breaks: books, a configuration, two real ranks, and their output files."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from dist_mem.tracking.sinks import METRICS_FILE
 
 RANKS = 2
 SAVE_EVERY = 20  # steps
-NO_END = 1_000_000  # steps: whoever breaks such a job need not hurry
-PATIENCE = 180.0  # seconds for anything; the first start compiles DeepSpeed's op
+NO_END = 1_000_000  # steps, more than a job makes before it is broken
+PATIENCE = 180.0  # timeout in seconds of every wait; the first start compiles DeepSpeed's op
 _SYLLABLES = ("ba", "ko", "mi", "ru", "ten", "sol", "qua", "ver")
 _CONFIG = {
     "model": {"num_layers": 2, "d_model": 16, "num_heads": 2, "d_inner": 32, "dropout": 0.1},
@@ -39,11 +39,11 @@ _CONFIG = {
 
 
 class DrillError(Exception):
-    """The job did not do what it should have; the message says what it did."""
+    """The job behaved unexpectedly; the message describes how."""
 
 
 def prepare(folder: Path) -> Path:
-    """Write books and configuration; returns the path of the latter."""
+    """Write books and configuration, and return the path of the configuration."""
     choose = random.Random(7)
     books = []
     for number in range(12):
@@ -56,7 +56,7 @@ def prepare(folder: Path) -> Path:
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
-    """Poll until it holds. Raises DrillError."""
+    """Poll until `condition` is true. Raises DrillError after PATIENCE seconds; `what` names the condition."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
         if time.monotonic() > deadline:
@@ -65,20 +65,24 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 
 
 class DrillJob:
-    """A run directory, and the ranks that train in it at the moment."""
+    """A run directory and the ranks that currently train in it."""
 
     def __init__(self, run_dir: Path, arguments: Sequence[str]) -> None:
-        """Take a run directory and the configuration of `prepare`, after what the user gave."""
+        """Create a job without starting it.
+
+        Args:
+            arguments: YAML files and overrides of the user, then the configuration of `prepare`.
+        """
         self.run_dir = run_dir
         self._arguments = [*arguments, f"run_dir={run_dir}", f"name={run_dir.name}"]
         self.processes: list[subprocess.Popen[bytes]] = []
         self._starts = 0
         self._began = 0.0
-        self.usual_start = 0.0  # seconds from a start to step `SAVE_EVERY`, as another job has taken
-        self.seconds_to_step = 0.0  # the same of this job's first start
+        self.usual_start = 0.0  # `seconds_to_step` of the drill's first job
+        self.seconds_to_step = 0.0  # seconds from this job's first start to the first step waited for
 
     def start(self, *overrides: str, **environment: str) -> None:
-        """Start all ranks, with more overrides and variables."""
+        """Start all ranks, with additional overrides and environment variables."""
         port = free_port()
         on_cpus = {} if torch.cuda.device_count() >= RANKS else {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
         more = {"OMP_NUM_THREADS": "1", **on_cpus, **environment}
@@ -96,12 +100,12 @@ class DrillJob:
         return self.run_dir.with_name(f"{self.run_dir.name}-start{self._starts}-rank{rank}.txt")
 
     def end(self) -> list[int]:
-        """Exit codes, once all ranks have ended by themselves. Raises DrillError if they do not."""
+        """Wait until all ranks have ended by themselves and return their exit codes. Raises DrillError on timeout."""
         wait_for(lambda: all(process.poll() is not None for process in self.processes), "the ranks to end")
         return [process.returncode for process in self.processes]
 
     def kill(self) -> None:
-        """End what is left of it, and what it has left in shared memory."""
+        """Kill the remaining ranks and remove their buffers in shared memory."""
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
@@ -114,30 +118,32 @@ class DrillJob:
         self.processes[rank].send_signal(number)
 
     def wait_for_step(self, step: int) -> None:
-        """Wait until a step is logged. Raises DrillError, also if the job ends before."""
+        """Wait until a step is logged. Raises DrillError on timeout or if the job ends before it."""
 
         def is_there() -> bool:
             if any(process.poll() is not None for process in self.processes) and self.last_step() < step:
-                raise DrillError(f"ended early with {[process.poll() for process in self.processes]}: {self.said()}")
+                raise DrillError(
+                    f"ended early with {[process.poll() for process in self.processes]}: {self.last_error()}"
+                )
             return self.last_step() >= step
 
         wait_for(is_there, f"step {step}")
         self.seconds_to_step = self.seconds_to_step or time.monotonic() - self._began
 
-    def said(self) -> str:
-        """The last line of the ranks that has something to tell."""
+    def last_error(self) -> str:
+        """Return the last line of the ranks' output that contains an error."""
         texts = [self._output(rank).read_text(encoding="utf-8", errors="replace") for rank in range(RANKS)]
-        told = [line for text in texts for line in text.splitlines() if "rror" in line]
-        return told[-1].strip() if told else "nothing was said"
+        errors = [line for text in texts for line in text.splitlines() if "rror" in line]
+        return errors[-1].strip() if errors else "no error was printed"
 
     def points(self) -> list[dict[str, object]]:
-        """Whole lines of metrics.jsonl."""
+        """Return the points in the complete lines of metrics.jsonl."""
         path = self.run_dir / METRICS_FILE
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def last_step(self) -> int:
-        """Newest step that is logged; 0 without one."""
+        """Return the newest logged step; 0 if there is none."""
         path = self.run_dir / METRICS_FILE
         if not path.exists():
             return 0
@@ -147,7 +153,7 @@ class DrillJob:
         return int(json.loads(whole[-1])["step"]) if whole else 0
 
     def losses(self) -> dict[int, float]:
-        """Training loss by step."""
+        """Return the training loss by step."""
         found = {}
         for point in self.points():
             metrics = point["metrics"]
@@ -157,7 +163,7 @@ class DrillJob:
         return found
 
     def newest_checkpoint(self) -> int:
-        """Step of the newest checkpoint, every byte of it verified. Raises ValueError if it is damaged."""
+        """Verify the newest checkpoint completely and return its step. Raises ValueError if it is damaged."""
         steps = list_steps(self.run_dir)
         if not steps:
             raise DrillError("there is no checkpoint")

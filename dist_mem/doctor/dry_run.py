@@ -1,7 +1,7 @@
-"""What a configuration amounts to, before anything is started: `dist-mem train CONFIG --check [--world N]`.
+"""Summary of a configuration without starting a job: `dist-mem train CONFIG --check [--world N]`.
 
-Sizes come from the model on torch's meta device, epochs from the index of the data where it is built already. Letters:
-G lanes of the whole job, T tokens of a segment, K segments of an update.
+Sizes come from the model on torch's meta device, epochs from the index of the data if it is built. Letters: G lanes of
+the whole job, T tokens of a segment, K segments of an update.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from dist_mem.errors import UnusableError
 from dist_mem.gpt2.folder import check_sizes
 from dist_mem.model import describe
 
-ASSUMED_VOCAB_SIZE = 32_000  # of the builders, where the data is not built yet
+ASSUMED_VOCAB_SIZE = 32_000  # the builders' default, used if the data is not built yet
 _LABEL_WIDTH = 11
 
 
 def idle_warning(config: Config, world_sizes: Iterable[int]) -> str | None:
-    """A line for the first of these numbers of ranks that wastes more than IDLE_LIMIT; None if none does.
+    """Return a warning for the first of these numbers of ranks that wastes more than IDLE_LIMIT; None if none does.
 
     Raises:
         UnusableError: the data has too few documents for the lanes.
@@ -48,7 +48,7 @@ def idle_warning(config: Config, world_sizes: Iterable[int]) -> str | None:
 
 
 def report(config: Config, *, world_size: int) -> str:
-    """The report, a line a subject.
+    """Return the summary, one line per subject.
 
     Raises:
         UnusableError: the model cannot be built, or the data is damaged or has too few documents for the lanes.
@@ -66,7 +66,7 @@ def report(config: Config, *, world_size: int) -> str:
 
 
 def _flops_text(sizes: Mapping[str, int]) -> str | None:
-    """The FLOPs that `describe` found, for people."""
+    """Format the FLOPs that `describe` found; None if it found none."""
     if "training_flops_per_token" not in sizes:
         return None
     training, scoring = sizes["training_flops_per_token"] / 1e6, sizes["scoring_flops_per_token"] / 1e6
@@ -78,17 +78,17 @@ def _data_is_built(config: Config) -> bool:
 
 
 def _described(memory: Mapping[str, Any]) -> str:
-    """A memory with its options, and the one it lies over."""
+    """Describe a memory with its options, and the memory under `over`."""
     options = ", ".join(f"{name} {value}" for name, value in memory.items() if name not in ("kind", "over"))
     over = f" over {_described(memory['over'])}" if "over" in memory else ""
     return f"{memory['kind']}{f' ({options})' if options else ''}{over}"
 
 
 def check_model(config: Config) -> dict[str, int]:
-    """`describe` of the configuration's model, with the vocabulary of the data where it is built.
+    """Return `describe` of the configuration's model, with the vocabulary of the data if it is built.
 
     Raises:
-        UnusableError: the model, or its memory, cannot be built so.
+        UnusableError: the model or its memory cannot be built with these settings.
     """
     try:
         return describe(config, _vocab_size(config))
@@ -139,7 +139,7 @@ def _batch_lines(config: Config, world_size: int, num_documents: int | None) -> 
 
 
 def _built_plan(config: Config) -> Plan | None:
-    """The order in which the training split is read; None: the data is not built yet."""
+    """Return the plan of the training split; None if the data is not built yet."""
     if not _data_is_built(config):
         return None
     data, train = config.data, config.train
@@ -153,9 +153,9 @@ def _built_plan(config: Config) -> Plan | None:
 def _data_lines(config: Config, plan: Plan | None) -> Iterator[tuple[str, str]]:
     data, train = config.data, config.train
     if plan is None:
-        asked, other = (train.steps, "epochs") if train.steps is not None else (train.epochs, "steps")
+        given, other = (train.steps, "epochs") if train.steps is not None else (train.epochs, "steps")
         yield "data", f"{data.path}: not built yet"
-        yield "training", f"{asked:,} {'steps' if other == 'epochs' else 'epochs'}; the data will tell how many {other}"
+        yield "training", f"{given:,} {'steps' if other == 'epochs' else 'epochs'}; the data will give the {other}"
         return
     num_tokens, per_epoch = int(plan.lengths.sum()), steps_per_epoch(train, plan)
     steps = total_steps(config, plan)

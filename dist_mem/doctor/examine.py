@@ -1,4 +1,4 @@
-"""All checks in their order, for `dist-mem doctor` and for the preflight: each rank alone, then the ranks together."""
+"""Run all checks in order, for `dist-mem doctor` and the preflight: first each rank alone, then the ranks together."""
 
 from __future__ import annotations
 
@@ -17,49 +17,48 @@ from dist_mem.runtime.findings import Finding, Place, Remark, fail
 
 
 class Plans(NamedTuple):
-    """What rank 0 says of the run."""
+    """What rank 0 finds out about the run."""
 
-    probe: str | None  # name of the file that it has left in the run directory; None: it could not
+    probe: str | None  # name of the file that it wrote into the run directory; None: it could not write
     checkpoint: sizes.Checkpoint | None  # None: the model cannot be built
 
 
-class Told(NamedTuple):
-    """What a rank tells the others of itself."""
+class LocalResult(NamedTuple):
+    """Result of the first round on one rank."""
 
     place: Place
     findings: list[Finding]
-    code: sameness.Facts
-    config: sameness.Facts
-    data: sameness.Facts | None  # of the first rank of a node, for its node
+    code: consistency.Facts
+    config: consistency.Facts
+    data: consistency.Facts | None  # only on the first rank of a node
     plans: Plans
 
 
 class Measured(NamedTuple):
-    """What a rank found out with the others."""
+    """Result of the second round on one rank, measured together with the others."""
 
     findings: list[Finding]
     wrong: list[int]
     clocks: list[network.Interval]
     pairs: list[network.PairSpeed]
-    write_rate: float | None  # bytes a second, of the first rank of a node
+    write_rate: float | None  # bytes per second; only on the first rank of a node
 
 
 def examine(config: Any | None, world: World, *, is_thorough: bool) -> Generator[list[Finding], None, None]:
-    """Make all checks, in two rounds; every rank calls it.
+    """Run all checks in two rounds; collective, every rank calls it.
 
     Args:
-        config: None: look at machines only.
-        is_thorough: also those that take seconds: speed of network and disk, git, quota.
+        config: None: check only machines.
+        is_thorough: also run checks that take seconds: speed of network and disk, git, quota.
 
     Yields:
-        What a round has found, the same on every rank. After a first one that is bad the second need not be asked for.
+        The findings of a round, the same on every rank. If the first round fails, the caller may skip the second.
     """
-    told: list[Told] = gather_objects(_look_around(config, world, is_thorough=is_thorough))
-    places, plans = [one.place for one in told], told[0].plans
+    results: list[LocalResult] = gather_objects(_look_around(config, world, is_thorough=is_thorough))
+    places, plans = [one.place for one in results], results[0].plans
     try:
-        yield [*(finding for one in told for finding in one.findings), *_compare(config, told)]
-        own = _measure(config, world, plans, is_thorough=is_thorough)
-        measured: list[Measured] = gather_objects(own)
+        yield [*(finding for one in results for finding in one.findings), *_compare(config, results)]
+        measured: list[Measured] = gather_objects(_measure(config, world, plans, is_thorough=is_thorough))
     finally:
         if config is not None and world.rank == 0 and plans.probe:
             with suppress(OSError):
@@ -68,19 +67,19 @@ def examine(config: Any | None, world: World, *, is_thorough: bool) -> Generator
 
 
 def _guarded(what: str, check: Callable[[], Iterable[Remark]]) -> list[Remark]:
-    """What a check finds; what it cannot look at is a finding too, for the other ranks wait for this one."""
+    """Return the remarks of a check; an exception becomes a remark, because the other ranks wait for this one."""
     try:
         return list(check())
     except ValueError as error:
-        return [fail(what, str(error), "mend it: dist-mem train CONFIG --check")]
-    except Exception as error:  # whatever it is: the other ranks wait for this one
-        told = f"cannot be looked at: {type(error).__name__}: {error}"
-        return [fail(what, told, "see to this node", blames_node=True)]
+        return [fail(what, str(error), "fix it: dist-mem train CONFIG --check")]
+    except Exception as error:  # any error: the other ranks wait for this one
+        text = f"cannot be checked: {type(error).__name__}: {error}"
+        return [fail(what, text, "repair this node", blames_node=True)]
 
 
-def _facts(collect: Callable[[], sameness.Facts], findings: list[Finding], place: Place) -> sameness.Facts:
-    """What is compared between ranks; a finding more where it cannot be told."""
-    facts: sameness.Facts = {}
+def _facts(collect: Callable[[], consistency.Facts], findings: list[Finding], place: Place) -> consistency.Facts:
+    """Return the facts to compare between ranks; on failure add a finding instead."""
+    facts: consistency.Facts = {}
 
     def look() -> Iterator[Remark]:
         facts.update(collect())
@@ -94,31 +93,33 @@ def _at(place: Place | None, remarks: Iterable[Remark]) -> list[Finding]:
     return [remark.at(place) for remark in remarks]
 
 
-def _look_around(config: Any | None, world: World, *, is_thorough: bool) -> Told:
-    """The first round: what a rank finds out alone."""
+def _look_around(config: Any | None, world: World, *, is_thorough: bool) -> LocalResult:
+    """Run the first round: the checks of a rank alone."""
     place, is_first = Place(node_name(), world.rank), world.local_rank == 0
     findings, plans = _at(place, _guarded("limits", lambda: machine.check_limits(world.size))), Plans(None, None)
     whole = Place(place.node)
     if is_first:
         findings += _at(whole, _guarded("machine", lambda: machine.check_machine(world)))
         findings += _at(whole, _guarded("caches", disks.check_caches))
-    code = _facts(lambda: sameness.code_facts(with_commit=is_thorough), findings, whole)
+    code = _facts(lambda: consistency.code_facts(with_commit=is_thorough), findings, whole)
     if config is None:
-        return Told(place, findings, code, {}, None, plans)
+        return LocalResult(place, findings, code, {}, None, plans)
     data = None
     if is_first:
-        data = _facts(lambda: sameness.data_facts(config), findings, whole)
-        findings += _at(whole, _guarded("data", lambda: sameness.check_tars(config)))
-        if is_thorough:  # else the job finds out, and says it better
-            findings += _at(whole, _guarded("data", lambda: sameness.check_data(config)))
+        data = _facts(lambda: consistency.data_facts(config), findings, whole)
+        findings += _at(whole, _guarded("data", lambda: consistency.check_tars(config)))
+        if is_thorough:  # otherwise the job reports it, with a better message
+            findings += _at(whole, _guarded("data", lambda: consistency.check_data(config)))
     if world.rank == 0:
         found, plans = _look_at_run(config, world, is_thorough=is_thorough)
         findings += found
-    return Told(place, findings, code, _facts(lambda: sameness.config_facts(config), findings, place), data, plans)
+    return LocalResult(
+        place, findings, code, _facts(lambda: consistency.config_facts(config), findings, place), data, plans
+    )
 
 
 def _look_at_run(config: Any, world: World, *, is_thorough: bool) -> tuple[list[Finding], Plans]:
-    """What rank 0 alone looks at."""
+    """Run the checks of rank 0 alone."""
     node, run_dir = Place(node_name()), Path(config.run_dir)
     checkpoint: list[sizes.Checkpoint] = []
 
@@ -136,18 +137,18 @@ def _look_at_run(config: Any, world: World, *, is_thorough: bool) -> tuple[list[
     return findings, Plans(None if problem else name, checkpoint[0] if checkpoint else None)
 
 
-def _compare(config: Any | None, told: Sequence[Told]) -> Iterator[Finding]:
-    places = [one.place for one in told]
-    yield from sameness.compare("code", places, [one.code for one in told])
+def _compare(config: Any | None, results: Sequence[LocalResult]) -> Iterator[Finding]:
+    places = [one.place for one in results]
+    yield from consistency.compare("code", places, [one.code for one in results])
     if config is None:
         return
-    yield from sameness.compare("configuration", places, [one.config for one in told])
-    nodes = {one.place.node: one.data for one in told if one.data is not None}
-    yield from sameness.compare("data", [Place(node) for node in nodes], list(nodes.values()))
+    yield from consistency.compare("configuration", places, [one.config for one in results])
+    nodes = {one.place.node: one.data for one in results if one.data is not None}
+    yield from consistency.compare("data", [Place(node) for node in nodes], list(nodes.values()))
 
 
 def _measure(config: Any | None, world: World, plans: Plans, *, is_thorough: bool) -> Measured:
-    """The second round: what takes the others."""
+    """Run the second round: the checks that need other ranks."""
     node, is_first = Place(node_name()), world.local_rank == 0
     findings: list[Finding] = []
     run_dir = None if config is None or plans.probe is None else Path(config.run_dir)

@@ -1,4 +1,4 @@
-"""What a rank finds on its own node, without a configuration: limits, rights, shared memory, compiler, time left."""
+"""Checks of a rank's node that need no configuration: limits, umask, shared memory, compiler, time left."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from dist_mem.runtime.distributed import World
 from dist_mem.runtime.environment import compiler_caches, cpp_compiler, job_end
 from dist_mem.runtime.findings import Remark, fail, ok, warning
 
-GOOD_OPEN_FILES = 4096  # what sites set for training; a rank of a large job needs hundreds
-_OWN_FILES, _FILES_A_PEER = 200, 4  # libraries and shards; the groups of gloo or NCCL have sockets to every rank
-GOOD_PROCESSES = 4096  # threads count too
-_SHM_BYTES_A_RANK = 80 * 2**20  # of DeepSpeed's buffer, 66 MiB, and of the readers' queues
+GOOD_OPEN_FILES = 4096  # the usual limit for training; a rank of a large job needs hundreds
+_BASE_FILES, _FILES_PER_PEER = 200, 4  # libraries and shards; the groups of gloo or NCCL have sockets to every rank
+GOOD_PROCESSES = 4096  # threads count as processes
+_SHM_BYTES_PER_RANK = 80 * 2**20  # DeepSpeed's buffer, 66 MiB, and the readers' queues
 _NEW_SECONDS = 60.0
 _SHORT_SECONDS = 600.0
 
 
 def check_machine(world: World) -> Iterator[Remark]:
-    """Checks of a node, for its first rank to make."""
+    """Run the checks of a node; only its first rank calls this."""
     yield _check_umask()
     yield from _check_shared_memory(world.local_size)
     if world.device.type == "cpu":
@@ -32,8 +32,8 @@ def check_machine(world: World) -> Iterator[Remark]:
 
 
 def check_limits(world_size: int) -> Iterator[Remark]:
-    """Limits of this process, for every rank to check; soft ones are raised where they may be."""
-    needed = _OWN_FILES + _FILES_A_PEER * world_size
+    """Check the limits of this process, after raising soft limits if allowed; every rank calls this."""
+    needed = _BASE_FILES + _FILES_PER_PEER * world_size
     files = _raised(resource.RLIMIT_NOFILE, max(GOOD_OPEN_FILES, needed))
     fix = f"ulimit -n {GOOD_OPEN_FILES} before the start, or nofile in /etc/security/limits.conf"
     if files < needed:
@@ -49,7 +49,7 @@ def check_limits(world_size: int) -> Iterator[Remark]:
 
 
 def _raised(kind: int, good: int) -> int:
-    """The soft limit, raised up to `good` as far as the hard one allows."""
+    """Raise the soft limit up to `good` as far as the hard limit allows, and return it."""
     soft, hard = resource.getrlimit(kind)
     soft, hard = (2**31 if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
     if soft < good and soft < hard:
@@ -74,21 +74,21 @@ def _check_shared_memory(local_size: int) -> Iterator[Remark]:
         yield fail("/dev/shm", "is missing", "mount a tmpfs there; containers: --ipc=host", blames_node=True)
         return
     stat = os.statvfs(SHM)
-    free, needed = stat.f_bavail * stat.f_frsize, _SHM_BYTES_A_RANK * local_size
+    free, needed = stat.f_bavail * stat.f_frsize, _SHM_BYTES_PER_RANK * local_size
     dead = [path for path in SHM.glob(f"{BUFFER}_*") if _is_dead(path)]
     if dead:
         num_bytes = sum(path.stat().st_size for path in dead)
-        told = f"{len(dead)} buffers of dead ranks hold {num_bytes / 2**20:,.0f} MiB of memory"
-        yield warning("/dev/shm", told, f"rm {' '.join(map(str, dead[:2]))}{' ...' if len(dead) > 2 else ''}")
+        text = f"{len(dead)} buffers of dead ranks hold {num_bytes / 2**20:,.0f} MiB of memory"
+        yield warning("/dev/shm", text, f"rm {' '.join(map(str, dead[:2]))}{' ...' if len(dead) > 2 else ''}")
     if free < needed:
-        told = f"{free / 2**20:,.0f} MiB free, {local_size} ranks want {needed / 2**20:,.0f}"
-        yield warning("/dev/shm", told, "mount it larger; containers: --shm-size=8g or --ipc=host")
+        text = f"{free / 2**20:,.0f} MiB free, {local_size} ranks need {needed / 2**20:,.0f}"
+        yield warning("/dev/shm", text, "mount it larger; containers: --shm-size=8g or --ipc=host")
     elif not dead:
         yield ok("/dev/shm", f"{free / 2**30:,.1f} GiB free")
 
 
 def _is_dead(path: Path) -> bool:
-    """Whether it is a file of this user's that no process seen from here uses; what is new may be mapped soon."""
+    """Return whether this user's file is unused by any visible process; a new file may still be mapped soon."""
     stat = path.stat()
     return stat.st_uid == os.getuid() and time.time() - stat.st_mtime > _NEW_SECONDS and not _is_mapped(path)
 
@@ -98,7 +98,7 @@ def _is_mapped(path: Path) -> bool:
         try:
             if str(path) in maps.read_text(encoding="utf-8", errors="replace"):
                 return True
-        except OSError:  # it has ended, or is somebody else's: then it does not hold our file
+        except OSError:  # the process has ended, or belongs to another user and cannot use the file
             continue
     return False
 
@@ -122,9 +122,9 @@ def _check_time_left() -> Iterator[Remark]:
         return
     left = end - time.time()
     if left <= 0:
-        told = f"DIST_MEM_JOB_END was {-left:,.0f} s ago by this node's clock"
-        yield fail("time left", told, "unset it outside of a job; else set the clock of this node", blames_node=True)
+        text = f"DIST_MEM_JOB_END was {-left:,.0f} s ago by this node's clock"
+        yield fail("time left", text, "unset it outside of a job; else set the clock of this node", blames_node=True)
     elif left < _SHORT_SECONDS:
-        yield warning("time left", f"{left:,.0f} s of this job", "ask for more: --time, launch.time")
+        yield warning("time left", f"{left:,.0f} s of this job", "request more: --time, launch.time")
     else:
         yield ok("time left", f"{left / 3600:,.1f} h of this job")

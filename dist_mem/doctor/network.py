@@ -1,4 +1,4 @@
-"""What only the ranks together can find out: right sums, speed, and whether the clocks of the nodes agree."""
+"""Checks that need all ranks: correct sums, network speed, and agreement of the nodes' clocks."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import torch.distributed as dist
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.findings import Finding, Place, Remark, fail, ok, warning
 
-SIZES = (1, 1000, 300_000)  # float32 numbers, so that every algorithm of a backend for small and large ones is tried
+SIZES = (1, 1000, 300_000)  # float32 numbers; covers a backend's algorithms for small and large messages
 _MEGABYTES = (1, 16, 64)
 _PAIR_BYTES = 16 << 20
-_SLOW_SHARE = 1 / 3  # of the usual speed, below which a pair is named
+_SLOW_SHARE = 1 / 3  # a pair slower than this share of the median speed is reported
 _SKEW_SECONDS = 5.0
 _ROUNDS = 5
 
-Interval = tuple[float, float]  # this node's time before and after something that all ranks did together
+Interval = tuple[float, float]  # this node's time before and after a collective operation
 
 
 def wrong_sums(world: World, sizes: Sequence[int] = SIZES) -> list[int]:
-    """All-reduce numbers of which the sum is known; every rank calls it.
+    """All-reduce numbers with a known sum; collective, every rank calls it.
 
-    Number i is `i % world size + 1` on the rank of that remainder and 0 on all others: a wrong one tells whose it is.
+    Number i is `i % world size + 1` on rank `i % world size` and 0 on all others, so a wrong sum identifies its rank.
 
     Returns:
-        The ranks whose numbers this rank got wrong.
+        The ranks whose numbers this rank received incorrectly.
     """
     wrong: set[int] = set()
     for size in sizes:
@@ -42,27 +42,27 @@ def wrong_sums(world: World, sizes: Sequence[int] = SIZES) -> list[int]:
 
 
 def check_sums(places: Sequence[Place], wrong: Sequence[Sequence[int]]) -> Iterator[Finding]:
-    """Name the rank that sent wrong numbers, or those that got them; arguments in rank order."""
+    """Yield the rank that sent wrong numbers, or those that received them; arguments in rank order."""
     if not any(wrong):
         largest = f"up to {SIZES[-1]:,} numbers"
         yield ok("all-reduce", f"sums over all {len(places)} ranks are right, {largest}").at(None)
         return
     senders = set.intersection(*map(set, wrong))
-    fix = "leave this node out: --exclude; NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 tell which path is at fault"
+    fix = "leave this node out: --exclude; NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 show which path is at fault"
     if len(senders) == 1:
-        told = "all ranks got a wrong sum of what this one sent"
-        yield fail("all-reduce", told, fix, blames_node=True).at(places[senders.pop()])
+        text = "all ranks got a wrong sum of the numbers of this rank"
+        yield fail("all-reduce", text, fix, blames_node=True).at(places[senders.pop()])
         return
     for place, ranks in zip(places, wrong, strict=True):
         if ranks:
-            told = f"got wrong sums of the numbers of {len(ranks)} of {len(places)} ranks"
-            yield fail("all-reduce", told, fix, blames_node=True).at(place)
+            text = f"got wrong sums of the numbers of {len(ranks)} of {len(places)} ranks"
+            yield fail("all-reduce", text, fix, blames_node=True).at(place)
 
 
 def read_clocks(world: World, clock: Callable[[], float] = time.time) -> list[Interval]:
-    """This rank's time before and after a few all-reduces; every rank calls it.
+    """Return this rank's time before and after a few all-reduces; collective, every rank calls it.
 
-    None ends before the last rank has begun it: so each "before" is earlier than every "after", whatever clocks say.
+    No all-reduce ends before the last rank has begun it, so each "before" precedes every "after", whatever the clocks.
     """
     intervals = []
     for _ in range(_ROUNDS):
@@ -74,9 +74,9 @@ def read_clocks(world: World, clock: Callable[[], float] = time.time) -> list[In
     return intervals
 
 
-def skew(own: Sequence[Interval], other: Sequence[Interval]) -> tuple[float, float]:
-    """By how many seconds the other clock is ahead of one's own, and how sure that is, plus or minus."""
-    bounds = [(there[0] - here[1], there[1] - here[0]) for here, there in zip(own, other, strict=True)]
+def skew(first: Sequence[Interval], other: Sequence[Interval]) -> tuple[float, float]:
+    """Return by how many seconds the other clock is ahead of the first, and the uncertainty (plus or minus)."""
+    bounds = [(there[0] - here[1], there[1] - here[0]) for here, there in zip(first, other, strict=True)]
     low, high = min(bounds, key=lambda bound: bound[1] - bound[0])
     return (low + high) / 2, (high - low) / 2
 
@@ -88,15 +88,15 @@ def check_clocks(places: Sequence[Place], clocks: Sequence[Sequence[Interval]]) 
         ahead, margin = skew(clocks[0], intervals)
         largest, unsure = max(largest, abs(ahead)), max(unsure, margin)
         if abs(ahead) > _SKEW_SECONDS + margin:
-            told = f"{abs(ahead):,.1f} s {'ahead of' if ahead > 0 else 'behind'} that of {places[0].node}"
-            fix = "chronyc makestep, or tell the site: the end of a job comes by the clock"
-            yield warning("clock", told, fix).at(Place(place.node))
+            text = f"{abs(ahead):,.1f} s {'ahead of' if ahead > 0 else 'behind'} that of {places[0].node}"
+            fix = "chronyc makestep, or inform the site: the clock determines the end of a job"
+            yield warning("clock", text, fix).at(Place(place.node))
     if len(places) > 1 and largest <= _SKEW_SECONDS:
         yield ok("clock", f"nodes differ by at most {largest * 1000:.1f} ms (+- {unsure * 1000:.1f})").at(None)
 
 
 def check_speed(world: World) -> Iterator[Remark]:
-    """Time all-reduces; every rank calls it, rank 0 tells."""
+    """Time all-reduces; every rank calls it, rank 0 yields the result."""
     times = [_timed(world, 1, repeats=20)]
     for megabytes in _MEGABYTES:
         times.append(_timed(world, megabytes << 18, repeats=3))
@@ -108,7 +108,7 @@ def check_speed(world: World) -> Iterator[Remark]:
 
 
 def _timed(world: World, size: int, *, repeats: int) -> float:
-    """Median seconds of an all-reduce of `size` float32 numbers."""
+    """Return the median seconds of an all-reduce of `size` float32 numbers."""
     numbers = torch.zeros(size, device=world.device)
     times = []
     for _ in range(repeats + 1):
@@ -116,20 +116,20 @@ def _timed(world: World, size: int, *, repeats: int) -> float:
         dist.all_reduce(numbers)
         numbers[0].item()
         times.append(time.perf_counter() - began)
-    return statistics.median(times[1:])  # the first one connects
+    return statistics.median(times[1:])  # the first one includes connecting
 
 
 class PairSpeed(NamedTuple):
-    """Bytes a second that two ranks exchanged."""
+    """The speed between two ranks."""
 
     ranks: tuple[int, int]
-    rate: float
+    rate: float  # bytes per second
 
 
 def measure_pairs(world: World) -> list[PairSpeed]:
-    """Exchange numbers with the ranks 1, 2, 4, ... away, all at once; every rank calls it.
+    """Exchange numbers with the ranks at distance 1, 2, 4, ... (XOR), all pairs in parallel; every rank calls it.
 
-    So in a few rounds each rank is measured with several others, and a slow one among them stands out.
+    A few rounds measure each rank with several others, so a slow rank can be identified.
     """
     found = []
     outgoing = torch.zeros(_PAIR_BYTES // 4, device=world.device)
@@ -155,15 +155,15 @@ def _exchange(outgoing: torch.Tensor, incoming: torch.Tensor, partner: int) -> f
     return time.perf_counter() - began
 
 
-def check_pairs(places: Sequence[Place], told: Sequence[Sequence[PairSpeed]]) -> Iterator[Finding]:
-    """Name the slowest pair, and the rank that is slow with all its partners; arguments in rank order.
+def check_pairs(places: Sequence[Place], measured: Sequence[Sequence[PairSpeed]]) -> Iterator[Finding]:
+    """Yield the slowest pair, and the rank of it that is slow with all its partners; arguments in rank order.
 
     Pairs on one node are compared with each other, pairs between nodes with each other.
     """
     for is_inside, what in ((True, "ranks of a node"), (False, "nodes")):
         speeds = {
             pair.ranks: pair.rate
-            for pairs in told
+            for pairs in measured
             for pair in pairs
             if (places[pair.ranks[0]].node == places[pair.ranks[1]].node) == is_inside
         }
@@ -174,14 +174,14 @@ def check_pairs(places: Sequence[Place], told: Sequence[Sequence[PairSpeed]]) ->
 def _judged(places: Sequence[Place], speeds: dict[tuple[int, int], float], what: str) -> Finding:
     usual = statistics.median(speeds.values())
     (first, second), slowest = min(speeds.items(), key=lambda item: item[1])
-    told = f"between {what}: {usual / 1e9:.2f} GB/s, slowest {slowest / 1e9:.2f}"
+    text = f"between {what}: {usual / 1e9:.2f} GB/s, slowest {slowest / 1e9:.2f}"
     if slowest >= usual * _SLOW_SHARE:
-        return ok("pairs", f"{told} (ranks {first} and {second})").at(None)
+        return ok("pairs", f"{text} (ranks {first} and {second})").at(None)
 
     def best(rank: int) -> float:
         return max(rate for pair, rate in speeds.items() if rank in pair)
 
     slow = first if best(first) < best(second) else second
     other = second if slow == first else first
-    fix = "look at its links and what else runs there, or leave the node out: --exclude"
-    return warning("pairs", f"{told} with {places[other]}", fix).at(places[slow])
+    fix = "check its links and other jobs there, or leave the node out: --exclude"
+    return warning("pairs", f"{text} with {places[other]}", fix).at(places[slow])

@@ -1,4 +1,4 @@
-"""What the checks find, and how it is told: one line a finding, alike ones of several nodes together.
+"""Findings of the checks and their format: one line per finding, with equal findings of several nodes merged.
 
 FAIL     open files      node2           64 may be open, ranks need 208 -> raise the limit: ulimit -n 4096
 """
@@ -11,14 +11,20 @@ from typing import NamedTuple
 from dist_mem.errors import UnfitError, UnusableError
 
 OK, WARNING, FAIL = "ok", "warning", "FAIL"
+<<<<<<< HEAD:dist_mem/runtime/findings.py
 MEETING = "meeting"  # what findings about ranks that do not come are of
 _PASSING = (MEETING, "accelerator", "disk room", "inodes", "time left", "all-reduce", "run directory")
 _NAMED = 4  # places in a line; a report of 60 nodes is to be read
 _SHOWN = 12  # lines in a refused start
+=======
+_PASSING = ("meeting", "accelerator", "disk room", "inodes", "time left", "all-reduce", "run directory")
+_NAMED = 4  # most places in a line, so that a report of 60 nodes stays readable
+_SHOWN = 12  # most lines in the message of a refused start
+>>>>>>> dbb1095 ([language] Plain English in doctor):dist_mem/doctor/findings.py
 
 
 class Place(NamedTuple):
-    """Where something was found; ranks in it are those of one node."""
+    """The node, and optionally the rank, where something was found."""
 
     node: str
     rank: int | None = None  # None: the whole node
@@ -31,18 +37,18 @@ class Remark(NamedTuple):
     """One finding of a check, without its place."""
 
     level: str  # OK, WARNING or FAIL
-    what: str  # that was looked at, in two words
+    what: str  # the subject of the check, in two words
     found: str
     fix: str = ""
-    blames_node: bool = False  # a start without this node may do
+    blames_node: bool = False  # a start without this node may succeed
 
     def at(self, place: Place | None) -> Finding:
-        """The finding, at its place; None: of the whole job."""
+        """Return the finding at its place; None: the whole job."""
         return Finding(place, *self)
 
 
 class Finding(NamedTuple):
-    """A `Remark` and where it holds."""
+    """A `Remark` with its place."""
 
     place: Place | None
     level: str
@@ -53,26 +59,26 @@ class Finding(NamedTuple):
 
 
 def ok(what: str, found: str) -> Remark:
-    """All is well."""
+    """Return a remark of level OK."""
     return Remark(OK, what, found)
 
 
 def warning(what: str, found: str, fix: str) -> Remark:
-    """Training will do, but not as well, or not for long."""
+    """Return a remark of level WARNING: training works, but not as well, or not for long."""
     return Remark(WARNING, what, found, fix)
 
 
 def fail(what: str, found: str, fix: str, *, blames_node: bool = False) -> Remark:
-    """Training would break, now or later, or be wrong."""
+    """Return a remark of level FAIL: training would break, now or later, or be wrong."""
     return Remark(FAIL, what, found, fix, blames_node)
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:
-    """A line for all findings that say the same of several places, in the order of the checks."""
+    """Return one line per finding, with equal findings of several places merged, in the order of the checks."""
     merged: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
-        told = (finding.what,) if finding.level == OK else (finding.what, finding.found, finding.fix)
-        merged.setdefault((finding.level, *told), []).append(finding)
+        key = (finding.what,) if finding.level == OK else (finding.what, finding.found, finding.fix)
+        merged.setdefault((finding.level, *key), []).append(finding)
     return [_line(alike) for alike in merged.values()]
 
 
@@ -94,18 +100,18 @@ def _where(places: Iterable[Place | None]) -> str:
 
 
 def failed(findings: Iterable[Finding]) -> list[Finding]:
-    """Those that keep a job from training."""
+    """Return the findings that prevent a job from training."""
     return [finding for finding in findings if finding.level == FAIL]
 
 
 def failed_nodes(findings: Iterable[Finding], nodes: Iterable[str]) -> list[str]:
-    """Nodes that a start may do without; none where all of them failed: there would be none left."""
+    """Return the nodes to leave out of the next start; empty if all nodes failed, since none would be left."""
     blamed = {finding.place.node for finding in failed(findings) if finding.blames_node and finding.place}
     return sorted(blamed) if set(nodes) - blamed else []
 
 
 def may_pass(findings: Sequence[Finding], nodes: Iterable[str]) -> bool:
-    """Whether all that failed is of some nodes only, or of now: another start may do, as it stands."""
+    """Return whether an unchanged restart may succeed: all failures are temporary or concern only some nodes."""
     of_nodes = bool(failed_nodes(findings, nodes))
     return all((finding.blames_node and of_nodes) or finding.what in _PASSING for finding in failed(findings))
 
@@ -125,6 +131,7 @@ def refuse(findings: Sequence[Finding], nodes: Iterable[str]) -> None:
 
 
 def refusal(findings: Sequence[Finding]) -> str:
+<<<<<<< HEAD:dist_mem/runtime/findings.py
     """The message of a job that does not start."""
     told = lines(failed(findings))
     more = [f"and {len(told) - _SHOWN} more: dist-mem doctor tells them all"] if len(told) > _SHOWN else []
@@ -132,3 +139,10 @@ def refusal(findings: Sequence[Finding]) -> str:
     if all(finding.what == MEETING for finding in failed(findings)):
         head = "the ranks have not come together:"
     return "\n".join([head, *told[:_SHOWN], *more])
+=======
+    """Return the message of a job that does not start."""
+    failures = lines(failed(findings))
+    more = [f"and {len(failures) - _SHOWN} more: dist-mem doctor lists them all"] if len(failures) > _SHOWN else []
+    head = "the preflight found problems that would break training (preflight=false skips it):"
+    return "\n".join([head, *failures[:_SHOWN], *more])
+>>>>>>> dbb1095 ([language] Plain English in doctor):dist_mem/doctor/findings.py

@@ -253,7 +253,7 @@ def test_check_tells_sizes_batch_and_steps(data_dir: Path) -> None:
 def test_check_without_data_says_so(tmp_path: Path) -> None:
     text = check(f"data.path={tmp_path / 'absent'}", "train.steps=7")
     assert "vocabulary  32,000 (assumed: the data is not built yet)" in text
-    assert "absent: not built yet\ntraining    7 steps; the data will tell how many epochs" in text
+    assert "absent: not built yet\ntraining    7 steps; the data will give the epochs" in text
 
 
 def test_check_refuses_more_lanes_than_documents(data_dir: Path) -> None:

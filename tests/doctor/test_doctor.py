@@ -254,7 +254,7 @@ def test_a_wrong_sum_names_the_rank_that_sent_it_or_got_it(rank_pool: Callable[[
     assert len(sent[0]) == 1
     assert sent[0][0].startswith(FAIL)
     assert "n rank 1 " in sent[0][0]
-    assert "what this one sent" in sent[0][0]
+    assert "the numbers of this rank" in sent[0][0]
     got = rank_pool(3).run(_get)
     assert len(got[0]) == 1
     assert "n rank 1 " in got[0][0]

@@ -245,7 +245,7 @@ def test_compare_mixes_no_protocols(tmp_path: Path) -> None:
     ]
     three = save_evaluation(tmp_path / "three", make_report(factor=8.0), tag="-M640-stream10")
     assert [entry.report.nll for entry in compare.find_reports([one, three], "test")] == [22500.0, 20000.0]
-    with pytest.raises(UnusableError, match=re.escape("two as trained, three by M640-stream10: evaluate them alike")):
+    with pytest.raises(UnusableError, match=re.escape("two as trained, three by M640-stream10: evaluate them with")):
         compare.run([two, three])
     report = three / "evaluations" / "test-step-00000005-M640-stream10.json"
     assert compare.run([two, report]) == 0  # as it was asked for
