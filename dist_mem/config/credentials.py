@@ -9,7 +9,7 @@ from typing import Any
 from dist_mem.config.check import Problem, flatten
 
 _FIXES = {
-    "data.path": "write ${oc.env:NAME} in their place, which no file resolves",
+    "data.path": "write ${oc.env:NAME} in their place, which files contain unresolved",
     "tracking.uri": (
         "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment; for a database write "
         "${oc.env:NAME} in their place, or set MLFLOW_TRACKING_URI"
@@ -26,7 +26,7 @@ def check_credentials(tree: Mapping[str, Any]) -> Iterator[Problem]:
     leaves = flatten(tree)
     for key, fix in _FIXES.items():
         if isinstance(address := leaves.get(key), str) and _has_credentials(address):
-            yield Problem(key, f"has a user or password in it, which files and lists of processes would show; {fix}")
+            yield Problem(key, f"contains a user or password, which files and lists of processes would show; {fix}")
 
 
 def _has_credentials(address: str) -> bool:

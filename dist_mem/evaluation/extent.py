@@ -26,7 +26,7 @@ def nothing_left_out(document: int) -> np.ndarray:
 
 
 class Extent(NamedTuple):
-    """The part of a split that is scored, apart from the masks of its documents."""
+    """The part of a split that is scored, further restricted by the masks of its documents."""
 
     lengths: np.ndarray  # (documents,) tokens read of each document
     left_out: LeftOut = nothing_left_out  # the first tokens of blocks

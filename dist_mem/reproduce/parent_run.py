@@ -12,7 +12,7 @@ from dist_mem.tracking.mlflow_run import connect
 from dist_mem.tracking.stores import experiment_of, store_uri
 
 _FILE = "mlflow_run_id"
-# Tags that MLflow's clients set on a run they start, here its parent. dist_mem asks MLflow for these tags.
+# Tags that MLflow's clients set on a run they start, here its parent. dist_mem gets them from MLflow.
 CONTEXT = "MLFLOW_RUN_CONTEXT"
 
 

@@ -67,14 +67,14 @@ def data_of(scale: Scale, run: Run) -> str:
     return paths[-1] if paths else scale.points[run.point].data
 
 
-def with_done(table: Table, scale: Scale, out: Path, asked: Sequence[Run]) -> list[Run]:
+def with_done(table: Table, scale: Scale, out: Path, requested: Sequence[Run]) -> list[Run]:
     """Return the requested runs and all others that earlier calls measured, since the table shows them too."""
     found = [re.search(r"seed(\d+)-", path.name) for path in (out / RESULTS).glob("*.json")]
-    seeds = sorted({run.seed for run in asked} | {int(match[1]) for match in found if match})
+    seeds = sorted({run.seed for run in requested} | {int(match[1]) for match in found if match})
     return [
         run
         for run in all_runs(scale, out, seeds, list(scale.rows))
-        if run in asked or any(run.result(name).exists() for name in columns_of(table, scale, run.point))
+        if run in requested or any(run.result(name).exists() for name in columns_of(table, scale, run.point))
     ]
 
 
