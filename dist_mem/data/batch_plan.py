@@ -12,21 +12,21 @@ from dist_mem.config import Config
 from dist_mem.config.bounds import MOST
 from dist_mem.data.plan import DocumentPlan, Plan, lanes_of_rank
 
-IDLE_LIMIT = 0.2  # of the work; a plan that wastes more is a warning
+IDLE_LIMIT = 0.2  # share of wasted work above which a warning is shown
 
 
 class BatchPlan(NamedTuple):
-    """How the lanes of the job are divided."""
+    """The division of the lanes of the job."""
 
     world_size: int
     lanes_per_rank: int  # idle ones included; the same on every rank
-    groups: int  # micro-batches in which a rank goes through its lanes once
-    accumulation: int  # forwards and backwards of one rank in one update: groups * K
-    idle_lanes: int  # of the whole job: they compute and are thrown away
+    groups: int  # micro-batches in which a rank processes its lanes once
+    accumulation: int  # forward and backward passes of one rank in one update: groups * K
+    idle_lanes: int  # of the whole job; their results are discarded
 
 
 class IdleWork(NamedTuple):
-    """Work that is done and thrown away, for people."""
+    """A message about computed but discarded work."""
 
     label: str  # "idle", or "warning" if it is more than IDLE_LIMIT
     text: str
@@ -34,13 +34,14 @@ class IdleWork(NamedTuple):
 
 def batch_plan(train: Any, world_size: int) -> BatchPlan:
     """Divide `train.lanes` among `world_size` ranks; `train` is a `TrainConfig`."""
-    held = len(lanes_of_rank(train.lanes, world_size=world_size, rank=0, micro_lanes=train.micro_lanes))
-    groups = held // train.micro_lanes
-    return BatchPlan(world_size, held, groups, groups * train.segments_per_update, held * world_size - train.lanes)
+    per_rank = len(lanes_of_rank(train.lanes, world_size=world_size, rank=0, micro_lanes=train.micro_lanes))
+    groups = per_rank // train.micro_lanes
+    accumulation, idle_lanes = groups * train.segments_per_update, per_rank * world_size - train.lanes
+    return BatchPlan(world_size, per_rank, groups, accumulation, idle_lanes)
 
 
 def best_micro_lanes(train: Any, world_size: int) -> int:
-    """The largest `train.micro_lanes`, not above the present one, that leaves the fewest idle lanes."""
+    """Return the largest `train.micro_lanes`, not above the present one, that leaves the fewest idle lanes."""
 
     def idle_lanes(micro_lanes: int) -> int:
         return -train.lanes % (world_size * micro_lanes)
@@ -49,10 +50,10 @@ def best_micro_lanes(train: Any, world_size: int) -> int:
 
 
 def idle_work(train: Any, world_size: int, *, num_documents: int | None = None) -> IdleWork | None:
-    """What is wasted where the ranks do not divide the lanes, and what fits better; None if nothing is.
+    """Return the work wasted if the ranks do not divide the lanes, with better settings; None if nothing is wasted.
 
     Args:
-        num_documents: that can be read side by side, which bounds `train.lanes`; None: not known, or not bounded.
+        num_documents: number that can be read in parallel, a bound of `train.lanes`; None: not known, or no bound.
     """
     batch = batch_plan(train, world_size)
     if not batch.idle_lanes:
@@ -75,24 +76,24 @@ def idle_work(train: Any, world_size: int, *, num_documents: int | None = None) 
 
 
 def num_readable(plan: Plan | None) -> int | None:
-    """How many documents lanes can read side by side, an upper bound of `train.lanes`; None: not known, or no bound."""
+    """Return how many documents can be read in parallel, a bound of `train.lanes`; None: not known, or no bound."""
     return len(plan.lengths) - len(plan.skipped) if isinstance(plan, DocumentPlan) else None
 
 
 def steps_per_epoch(train: Any, plan: Plan) -> float:
-    """Updates in which every document is read once; a segment that ends a document counts as a whole one."""
+    """Return the updates in which every document is read once; the last segment of a document counts as a full one."""
     return plan.num_segments / (train.lanes * train.segments_per_update)
 
 
 def total_steps(config: Config, plan: Plan) -> int:
-    """Updates of the whole run: `train.steps`, or what `train.epochs` come to, rounded up.
+    """Return the updates of the whole run: `train.steps`, or those of `train.epochs`, rounded up.
 
     Raises:
-        ValueError: they come to more than a run can have.
+        ValueError: they are more than a run can have.
     """
     if config.train.steps is not None:
         return config.train.steps
-    assert config.train.epochs is not None, "load_config sees to it"
+    assert config.train.epochs is not None, "load_config checks this"
     steps = max(1, math.ceil(config.train.epochs * steps_per_epoch(config.train, plan)))
     if steps > (most := MOST["train.steps"]):
         epochs = f"train.epochs is {config.train.epochs}, which the data make {steps:,} steps"

@@ -8,8 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dist_mem.doctor import consistency as sameness
-from dist_mem.doctor import disks, machine, network, sizes
+from dist_mem.doctor import consistency, disks, machine, network, sizes
 from dist_mem.doctor.mlflow_server import check_mlflow
 from dist_mem.runtime.distributed import World, gather_objects
 from dist_mem.runtime.environment import node_name

@@ -128,7 +128,7 @@ def _kept_names(block: Mapping[str, Any]) -> dict[Path, str]:
 
 
 def _files_of(block: Any, key: str = "memory") -> Iterator[tuple[str, str]]:
-    """Yield key and value of every kind that names a file, including memories below (`over`); no block is checked yet."""
+    """Yield key and value of every kind that names a file, also of memories below; blocks are unchecked."""
     if not isinstance(block, Mapping):
         return
     if isinstance(kind := block.get("kind"), str) and is_file(kind):

@@ -11,16 +11,10 @@ from typing import NamedTuple
 from dist_mem.errors import UnfitError, UnusableError
 
 OK, WARNING, FAIL = "ok", "warning", "FAIL"
-<<<<<<< HEAD:dist_mem/runtime/findings.py
-MEETING = "meeting"  # what findings about ranks that do not come are of
+MEETING = "meeting"  # findings about ranks that do not come
 _PASSING = (MEETING, "accelerator", "disk room", "inodes", "time left", "all-reduce", "run directory")
-_NAMED = 4  # places in a line; a report of 60 nodes is to be read
-_SHOWN = 12  # lines in a refused start
-=======
-_PASSING = ("meeting", "accelerator", "disk room", "inodes", "time left", "all-reduce", "run directory")
 _NAMED = 4  # most places in a line, so that a report of 60 nodes stays readable
 _SHOWN = 12  # most lines in the message of a refused start
->>>>>>> dbb1095 ([language] Plain English in doctor):dist_mem/doctor/findings.py
 
 
 class Place(NamedTuple):
@@ -131,18 +125,10 @@ def refuse(findings: Sequence[Finding], nodes: Iterable[str]) -> None:
 
 
 def refusal(findings: Sequence[Finding]) -> str:
-<<<<<<< HEAD:dist_mem/runtime/findings.py
-    """The message of a job that does not start."""
-    told = lines(failed(findings))
-    more = [f"and {len(told) - _SHOWN} more: dist-mem doctor tells them all"] if len(told) > _SHOWN else []
-    head = "the preflight found what training would break on (preflight=false goes without it):"
-    if all(finding.what == MEETING for finding in failed(findings)):
-        head = "the ranks have not come together:"
-    return "\n".join([head, *told[:_SHOWN], *more])
-=======
     """Return the message of a job that does not start."""
     failures = lines(failed(findings))
     more = [f"and {len(failures) - _SHOWN} more: dist-mem doctor lists them all"] if len(failures) > _SHOWN else []
     head = "the preflight found problems that would break training (preflight=false skips it):"
+    if all(finding.what == MEETING for finding in failed(findings)):
+        head = "the ranks have not come together:"
     return "\n".join([head, *failures[:_SHOWN], *more])
->>>>>>> dbb1095 ([language] Plain English in doctor):dist_mem/doctor/findings.py
