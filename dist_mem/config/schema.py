@@ -196,8 +196,8 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # the optimizer and its parameter groups
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # the learning rate by step
     eval: EvalConfig = field(default_factory=EvalConfig)  # scoring of documents, during and after training
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # checkpointing, see docs/howto/resume.md
-    divergence: DivergenceConfig = field(default_factory=DivergenceConfig)  # divergence, see docs/howto/divergence.md
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # see docs/howto/resume.md
+    divergence: DivergenceConfig = field(default_factory=DivergenceConfig)  # see docs/howto/divergence.md
     tracking: TrackingConfig = field(default_factory=TrackingConfig)  # run logging, see docs/howto/tracking.md
     preflight: bool = True  # check nodes, network and ranks before the first step, see docs/howto/cluster.md
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)  # handling of ranks that hang or are slow
