@@ -38,9 +38,7 @@ class TokenTypeConfig:
 
 @dataclass
 class ModelConfig:
-    kind: str = (
-        "transformer"  # transformer: relative positions, as Transformer-XL | gpt2: GPT-2, see docs/howto/gpt2.md
-    )
+    kind: str = "transformer"  # transformer: relative positions, as Transformer-XL | gpt2: see docs/howto/gpt2.md
     pretrained: str | None = None  # folder of a GPT-2 in Hugging Face's layout that provides the initial weights
     num_layers: int = 4  # blocks, each with its own memory
     d_model: int = 256  # D, width of the hidden states
@@ -55,9 +53,7 @@ class ModelConfig:
     tie_embeddings: bool = True  # the softmax shares the weights of the embedding
     adaptive: AdaptiveConfig | None = None  # narrower embeddings for rare tokens of large vocabularies; None: all equal
     num_positions: int = 1024  # gpt2 only: learned positions of a segment, at least train.seg_len
-    token_types: list[TokenTypeConfig] = field(
-        default_factory=list
-    )  # gpt2 only: the speakers, see docs/howto/dialogue.md
+    token_types: list[TokenTypeConfig] = field(default_factory=list)  # of gpt2: who speaks, see docs/howto/dialogue.md
     clamp_len: int | None = None  # tokens; larger distances are clamped to this one
     same_length: bool = False  # every query attends to exactly M keys once the memory is full
     init_std: float = 0.02  # standard deviation of the initial weights
