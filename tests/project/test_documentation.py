@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -68,6 +69,25 @@ def test_subcommands_named_in_the_text_exist(page: Path) -> None:
     functions = [name.replace("-", "_") for name in INLINE.findall(page.read_text(encoding="utf-8"))]
     missing = [name for name in functions if f"\ndef {name}(" not in known]
     assert not missing
+
+
+def test_functions_that_the_design_names_exist() -> None:
+    text = (ROOT / "docs" / "explanation" / "design.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([\w/]+\.py):([\w.]+)`", text)
+    assert len(named) > 20
+    missing = [f"{path}:{name}" for path, name in named if not defines(ROOT / "dist_mem" / path, name.split("."))]
+    assert not missing
+
+
+def defines(path: Path, names: list[str]) -> bool:
+    """Whether a module defines a function or class, or a class a method: the names lead from outside inwards."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body if path.exists() else []
+    for name in names:
+        found = [node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name]
+        if not found:
+            return False
+        body = found[0].body
+    return True
 
 
 def test_modules_in_the_file_tree_of_the_readme_exist() -> None:
