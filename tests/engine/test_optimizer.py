@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from dist_mem.config import ScheduleConfig
@@ -67,10 +68,18 @@ def test_freezing_everything_is_refused() -> None:
         grouped([{"match": "", "trainable": False}])
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adam", "sgd"])
-def test_optimizers_are_built(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam), ("sgd", torch.optim.SGD)]
+)
+def test_optimizer_is_of_the_kind_and_has_every_parameter_once(
+    kind: str, expected: type[torch.optim.Optimizer]
+) -> None:
     config = tiny_config({"optimizer": {"kind": kind}})
-    assert build_optimizer(MemoryLM(config, VOCAB), config.optimizer).param_groups
+    model = MemoryLM(config, VOCAB)
+    optimizer = build_optimizer(model, config.optimizer)
+    assert type(optimizer) is expected
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert sorted(map(id, held)) == sorted(map(id, model.parameters()))
 
 
 def test_warmup_rises_linearly_to_the_peak() -> None:
