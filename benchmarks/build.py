@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "shards"))
 from build_sample import SIZES
 from build_sample import write_split as write_library
 
-from dist_mem.data.build import source, workers
-from dist_mem.data.build.builder import build_dataset
-from dist_mem.data.build.source import SourceDocument
+from dist_mem.data.builders import source, workers
+from dist_mem.data.builders.builder import build_dataset
+from dist_mem.data.builders.source import SourceDocument
 from dist_mem.data.shard import TokenizedDocument, write_split
 from dist_mem.data.tokenizers import registry as tokenizer
 from dist_mem.data.verify import verify_dataset

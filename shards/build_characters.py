@@ -27,8 +27,8 @@ from pathlib import Path
 
 from builder_options import builder_parser, exit_code
 
-from dist_mem.data.build.builder import build_dataset
-from dist_mem.data.build.source import FileSlice, SourceDocument
+from dist_mem.data.builders.builder import build_dataset
+from dist_mem.data.builders.source import FileSlice, SourceDocument
 from dist_mem.runtime.files import sha256_of
 
 NUM_BYTES = 100_000_000  # of the file

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 from builder_options import builder_parser, exit_code, positive
 
-from dist_mem.data.build.builder import build_dataset
-from dist_mem.data.build.source import SourceDocument, read_text
+from dist_mem.data.builders.builder import build_dataset
+from dist_mem.data.builders.source import SourceDocument, read_text
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.tokenizers.sentencepiece import train_pieces

@@ -21,8 +21,8 @@ from typing import NamedTuple
 from builder_options import builder_parser, exit_code, positive
 from sample_library import Book, write_book
 
-from dist_mem.data.build.builder import build_dataset
-from dist_mem.data.build.source import SourceDocument
+from dist_mem.data.builders.builder import build_dataset
+from dist_mem.data.builders.source import SourceDocument
 from dist_mem.runtime.files import write_text
 
 

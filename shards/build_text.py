@@ -19,8 +19,8 @@ from pathlib import Path
 
 from builder_options import builder_parser, exit_code
 
-from dist_mem.data.build.builder import build_dataset
-from dist_mem.data.build.source import SourceDocument
+from dist_mem.data.builders.builder import build_dataset
+from dist_mem.data.builders.source import SourceDocument
 
 SPLITS = ("train", "validation", "test")
 MAX_ID_LEN = 80  # characters, of a name in a tar

@@ -29,8 +29,8 @@ from typing import NamedTuple
 from builder_options import builder_parser, exit_code
 from tqdm import tqdm
 
-from dist_mem.data.build.builder import build_dataset
-from dist_mem.data.build.source import FileSlice, SourceDocument
+from dist_mem.data.builders.builder import build_dataset
+from dist_mem.data.builders.source import FileSlice, SourceDocument
 from dist_mem.data.tokenizers.words import WordTokenizer, count_words
 from dist_mem.runtime.files import sha256_of
 

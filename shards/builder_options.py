@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from dist_mem.data.build.workers import WorkerKilledError
+from dist_mem.data.builders.workers import WorkerKilledError
 from dist_mem.data.remote.download import DownloadError
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from builder_options import exit_code, positive
 
-from dist_mem.data.build.source import read_text
+from dist_mem.data.builders.source import read_text
 from dist_mem.data.tokenizers.byte_pairs import read_byte_pairs, train_byte_pairs
 from dist_mem.data.tokenizers.registry import save_tokenizer
 

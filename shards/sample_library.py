@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from sample_words import HOMES, MATERIALS, NAMES, PAUSES, SURNAMES, THINGS, TIMES, TREASURES
 
-from dist_mem.data.build.source import RecallSpan
+from dist_mem.data.builders.source import RecallSpan
 
 
 class Gap(NamedTuple):

@@ -1,6 +1,6 @@
 """The shard format: a webdataset tar of tokenized documents, and an index with the place of every token.
 
-Data flow: builders (data/build/builder.py) -> write_split -> tars + index.json -> read_index, read_tokens -> the lanes.
+Data flow: builders/builder.py -> write_split -> tars + index.json -> read_index, read_tokens -> the lanes.
 
     <split>/<name>-<split>-00000.tar     <id>.json and <id>.tokens.npy of each document, where they exist <id>.mask.npy
                                          (which tokens are scored) and <id>.recall.npy (what tokens refer back to)

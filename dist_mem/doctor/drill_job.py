@@ -15,8 +15,8 @@ import torch
 from omegaconf import OmegaConf
 
 from dist_mem.checkpoint.manifest import list_steps, step_dir, verify
-from dist_mem.data.build.builder import build_dataset
-from dist_mem.data.build.source import SourceDocument
+from dist_mem.data.builders.builder import build_dataset
+from dist_mem.data.builders.source import SourceDocument
 from dist_mem.engine.shared_memory import BUFFER, SHM
 from dist_mem.runtime.environment import environment_of_rank
 from dist_mem.runtime.network_interface import free_port

@@ -10,14 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dist_mem.config import Config, deepspeed_block
-from dist_mem.data.batch_plan import (
-    batch_plan,
-    counted,
-    idle_work,
-    num_readable,
-    steps_per_epoch,
-    total_steps,
-)
+from dist_mem.data.batch_plan import batch_plan, counted, idle_work, num_readable, steps_per_epoch, total_steps
 from dist_mem.data.directory import local_dir, open_index, refresh
 from dist_mem.data.plan import Plan, cut_lengths, make_plan
 from dist_mem.data.remote.fetch import show

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_mem.data.build import builder as build
-from dist_mem.data.build.builder import build_dataset
-from dist_mem.data.build.source import RecallSpan, SourceDocument, recall_distances
-from dist_mem.data.build.workers import WorkerKilledError
+from dist_mem.data.builders import builder as build
+from dist_mem.data.builders.builder import build_dataset
+from dist_mem.data.builders.source import RecallSpan, SourceDocument, recall_distances
+from dist_mem.data.builders.workers import WorkerKilledError
 from dist_mem.data.shard import read_index, read_mask, read_recall, read_tokens
 from dist_mem.data.tokenizers.registry import load_tokenizer, train_sentencepiece
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer

@@ -14,8 +14,8 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_mem.data.build.builder import build_dataset
-from dist_mem.data.build.source import SourceDocument
+from dist_mem.data.builders.builder import build_dataset
+from dist_mem.data.builders.source import SourceDocument
 from dist_mem.data.documents import Documents
 from dist_mem.data.shard import read_index
 from dist_mem.data.tokenizers.byte_pairs import (

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dist_mem.data.build.builder import build_dataset
-from dist_mem.data.build.source import SourceDocument
+from dist_mem.data.builders.builder import build_dataset
+from dist_mem.data.builders.source import SourceDocument
 from dist_mem.data.shard import TokenizedDocument, _fingerprint, read_index, read_tokens, write_split
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import load_tokenizer, save_tokenizer, train_sentencepiece

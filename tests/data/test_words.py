@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dist_mem.data.build.builder import build_dataset
-from dist_mem.data.build.source import SourceDocument
+from dist_mem.data.builders.builder import build_dataset
+from dist_mem.data.builders.source import SourceDocument
 from dist_mem.data.shard import read_index, read_tokens
 from dist_mem.data.tokenizers.registry import load_tokenizer, save_tokenizer
 from dist_mem.data.tokenizers.words import WordTokenizer, count_words

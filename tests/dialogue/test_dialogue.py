@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from dist_mem.__main__ import main
-from dist_mem.data.build.builder import build_dataset
-from dist_mem.data.build.source import SourceDocument
+from dist_mem.data.builders.builder import build_dataset
+from dist_mem.data.builders.source import SourceDocument
 from dist_mem.data.shard import read_index
 from dist_mem.dialogue import command as command
 from dist_mem.dialogue.answer import Answer, answer_all

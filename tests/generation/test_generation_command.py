@@ -15,8 +15,8 @@ import pytest
 
 import dist_mem
 from dist_mem.__main__ import main
-from dist_mem.data.build.builder import build_dataset
-from dist_mem.data.build.source import SourceDocument
+from dist_mem.data.builders.builder import build_dataset
+from dist_mem.data.builders.source import SourceDocument
 from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.generation.command import read_prompt
 from dist_mem.generation.text import printable

@@ -11,8 +11,8 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from dist_mem.data.build.builder import build_dataset
-from dist_mem.data.build.source import SourceDocument
+from dist_mem.data.builders.builder import build_dataset
+from dist_mem.data.builders.source import SourceDocument
 from dist_mem.data.tokenizers.byte_pairs import train_byte_pairs
 from dist_mem.evaluation.export import run as export
 from dist_mem.evaluation.trained_model import load_model

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from dist_mem.data.build.source import SourceDocument, check_sources, encoded, recall_distances, scored_tokens
-from dist_mem.data.build.workers import map_unordered
+from dist_mem.data.builders.source import SourceDocument, check_sources, encoded, recall_distances, scored_tokens
+from dist_mem.data.builders.workers import map_unordered
 from dist_mem.data.metadata import ShardError
 from dist_mem.data.shard import INDEX_NAME, MAX_SHARD_BYTES, TokenizedDocument, check_names, read_index, write_split
 from dist_mem.data.tokenizers.base import Tokenizer
