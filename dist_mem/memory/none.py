@@ -2,48 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput
+from dist_mem.memory.base import LayerSpec, Memory
+from dist_mem.memory.parts.within_segment import WithinSegment
 from dist_mem.nn.flops import Flops, relative_attention
-from dist_mem.nn.layers import RelativeAttention, visible_keys
+from dist_mem.nn.layers import RelativeAttention
 
 
-class State(NamedTuple):
-    """An empty state: nothing is carried."""
-
-
-class NoMemory(Memory):
+class NoMemory(WithinSegment):
     """Relative attention within the segment."""
+
+    attention: RelativeAttention
 
     def __init__(self, spec: LayerSpec, options: Any) -> None:
         super().__init__(spec, options)
-        if spec.same_length:
-            raise ValueError("model.same_length needs a memory: set it to false, or memory.kind to another than none")
-        self.norm = nn.LayerNorm(spec.d_model) if spec.norm == "pre" else nn.Identity()
         self.attention = RelativeAttention(**spec.attention)
 
     def tie_parameters(self, first: Memory) -> None:
         assert isinstance(first, NoMemory)
         self.attention.share_biases(first.attention)
 
-    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
-        return State()
-
-    @property
-    def takes_short_first(self) -> bool:
-        return True
-
     def flops(self) -> Flops:
         return relative_attention(self.spec, context_len=0, context_learns=False)
-
-    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
-        no_context = x.new_empty(x.shape[0], 0, x.shape[2])
-        nothing = no_context.new_empty(x.shape[0], 0, dtype=torch.bool)
-        visible = visible_keys(nothing, x.shape[1], same_length=False)
-        y, query, _ = self.attention(self.norm(x), no_context, visible)
-        everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
-        return MemoryOutput(y, state, {}, query, everything)
