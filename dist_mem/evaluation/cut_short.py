@@ -1,6 +1,6 @@
-"""Stop an evaluation before its end: all ranks leave it before the same forward, about a second after the reason.
+"""Stop an evaluation early: all ranks leave it before the same forward, about a second after the reason arises.
 
-Whatever is written of an evaluation is written after its last forward, so a stop leaves nothing half written.
+An evaluation writes its files after its last forward, so a stop leaves no incomplete file.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 from dist_mem.errors import CutShortError
 from dist_mem.runtime.distributed import World, sum_over_ranks
 
-LOOK_SECONDS = 1.0  # between two agreements, about: one a forward would keep a GPU waiting for the host
+LOOK_SECONDS = 1.0  # between two agreements, about: one per forward would keep a GPU waiting for the host
 
-StopCheck = Callable[..., None]  # called before every forward, also as its hook; raises CutShortError
+StopCheck = Callable[..., None]  # called before every forward, possibly as a forward hook; raises CutShortError
 
 
 def stop_check(is_stopping: Callable[[], bool], world: World) -> StopCheck:
-    """A check that raises CutShortError on every rank, before the same forward, once `is_stopping` on any.
+    """Return a check that raises CutShortError on every rank, before the same forward, once any rank `is_stopping`.
 
-    Every rank makes as many forwards. How many lie between two agreements follows from the seconds that all ranks have
-    counted together, so all ranks find the same number.
+    All ranks run the same number of forwards. The number between two agreements follows from the time summed over all
+    ranks, so it is the same on every rank.
     """
     every = left = 1
     last = time.monotonic()

@@ -1,12 +1,12 @@
-"""Evaluation as a command, and of a split inside training.
+"""Evaluate a split: the command `dist-mem evaluate`, and the evaluation during training.
 
     dist-mem evaluate runs/demo --split test
     dist-mem evaluate runs/demo --split test --without-memory
     torchrun --nproc-per-node 4 -m dist_mem evaluate runs/demo/checkpoints/step-00001000 eval.lanes=32
 
 The command runs the plain model of a checkpoint or an export (trained_model.py) on any number of ranks, and writes
-RUN/evaluations/<split>-step-<step>.json and .csv; the figures join the run in MLflow, those of an export do not. The
-test split is opened here and nowhere else.
+RUN/evaluations/<split>-step-<step>.json and .csv; the metrics are added to the run in MLflow, except those of an
+export. The test split is opened here and nowhere else.
 """
 
 from __future__ import annotations
@@ -58,10 +58,11 @@ def evaluate_split(
     world: World,
     without_memory: bool = False,
 ) -> Report:
-    """Score a split as the configuration says; every rank calls it. Arguments and errors: `evaluate_documents`.
+    """Score a split with the settings of the configuration; every rank calls it.
 
-    The lengths are those that `config` has for its training, except `eval.seg_len`; `evaluate_checkpoint` puts others
-    there (`apply_protocol`). `eval.layout` and `eval.blocks` hold in any case.
+    The lengths are those that `config` has for training, except `eval.seg_len`; for `evaluate_checkpoint` they have
+    been replaced before (`apply_protocol`). `eval.layout` and `eval.blocks` always apply. Other arguments and errors
+    are those of `evaluate_documents`.
     """
     train, settings = config.train, config.eval
     lanes_per_rank = -(-settings.lanes // world.size)
@@ -92,7 +93,11 @@ def evaluate_checkpoint(
     check: StopCheck | None = None,
     without_memory: bool = False,
 ) -> Report:
-    """Score a split with the model of a checkpoint; every rank calls it. Raises CutShortError on all, as `check`."""
+    """Score a split with the model of a checkpoint; every rank calls it.
+
+    Raises:
+        CutShortError: on every rank; raised by `check`.
+    """
     refresh_on_all_ranks(config.data, [split])
     index = open_index(config.data, split)
 
@@ -126,15 +131,15 @@ def run(
     without_memory: bool = False,
     early: StopSignal | None = None,
 ) -> int:
-    """The command. Returns the exit code of the process.
+    """Run the command `dist-mem evaluate`; return the exit code of the process.
 
     Args:
         path: a run directory, one checkpoint in it, or an export.
         split: None: eval.split.
         checkpoint: step of the checkpoint; None: the newest that verifies.
-        overrides: `key=value`, of the keys in `trained.OVERRIDABLE`.
-        without_memory: empty the memory at every segment, and say what the memory gains.
-        early: has listened for a scheduler's signals until now.
+        overrides: `key=value`, of the keys in `trained_model.OVERRIDABLE`.
+        without_memory: empty the memory at every segment, and report the gain of the memory.
+        early: the handler that has received a scheduler's signals until now.
 
     Raises:
         UnusableError: checkpoint, data or overrides cannot be used as they are.
@@ -163,36 +168,37 @@ def run(
 
 
 def _join(overrides: Sequence[str]) -> World:
-    """Meet the other ranks; torch by itself would wait for one that does not come for half an hour in silence.
+    """Join the other ranks. Without the rendezvous, torch would wait half an hour for a missing rank without a message.
 
     Raises:
-        UnfitError, UnusableError: on every rank that came; names who did not, and nodes without a GPU.
+        UnfitError, UnusableError: on every rank present; names missing ranks, and nodes without a GPU.
     """
     given = [text for text in overrides if text.startswith("watchdog.")]
     seconds = load_config(["train.steps=1", *given]).watchdog.join_seconds
     try:
         with distributed.announced("waiting until all ranks have started"):
-            meeting = meet(seconds=seconds) if read_ranks()[1] > 1 else None  # rank 0 holds the store in it
+            meeting = meet(seconds=seconds) if read_ranks()[1] > 1 else None  # keeps rank 0's store alive
             if meeting is not None:
                 refuse(meeting.findings, meeting.nodes)
             return distributed.initialize()
-    except ValueError as error:  # half of a launcher's variables
+    except ValueError as error:  # a launcher's variables are incomplete
         raise UnusableError(str(error)) from error
 
 
 def as_job(
     work: Callable[[World, StopCheck], None], overrides: Sequence[str] = (), early: StopSignal | None = None
 ) -> int:
-    """Let every rank of this job do `work`; returns the exit code of the process.
+    """Run `work` on every rank of this job; return the exit code of the process.
 
     Args:
-        work: is given what it must call before every forward, as often on every rank.
-        overrides: of the command; `watchdog.join_seconds` is how long a rank may not come.
-        early: a signal of a scheduler on any rank ends the work on all of them, with exit code 85.
+        work: called with the world and a check; it must call the check before every forward, equally often on every
+            rank.
+        overrides: those of the command; `watchdog.join_seconds` is the time to wait for the next rank.
+        early: a scheduler's signal on any rank ends the work on all ranks, with exit code 85.
 
     Raises:
-        UnusableError: it was asked for what cannot be.
-        UnfitError: a rank has not come.
+        UnusableError: the request cannot be carried out as it is.
+        UnfitError: a rank is missing.
     """
     world = _join(overrides)
     code = EXIT_FAILED
@@ -202,9 +208,9 @@ def as_job(
     except UnusableError:
         raise
     except CutShortError:
-        told = gather_objects(f"{early.received} on rank {world.rank}" if early and early.received else None)
+        gathered = gather_objects(f"{early.received} on rank {world.rank}" if early and early.received else None)
         if world.rank == 0:
-            names = ", ".join([text for text in told if text][:3])
+            names = ", ".join([text for text in gathered if text][:3])
             print(f"stopped by {names}: no file is half written, the same command makes it again", file=sys.stderr)
         code = EXIT_REQUEUE
     except (OSError, ValueError) as error:
@@ -218,7 +224,7 @@ def as_job(
 
 
 def found_by_all(path: Path, step: int | None, world: World) -> Checkpoint:
-    """`find_checkpoint`, looked for by rank 0, which tells what there is to know of it."""
+    """Run `find_checkpoint` on rank 0, which also prints its remarks; return the checkpoint on every rank."""
     found = decided_by_rank0(lambda: find_checkpoint(path, step), CheckpointError)
     for remark in found.remarks if world.rank == 0 else ():
         print(remark, file=sys.stderr)
@@ -226,7 +232,7 @@ def found_by_all(path: Path, step: int | None, world: World) -> Checkpoint:
 
 
 def written_by_rank0(write: Callable[[], None], world: World, what: str) -> None:
-    """Let rank 0 write; where it cannot, all ranks stop with its message."""
+    """Call `write` on rank 0; if it fails with OSError, all ranks raise with its message."""
     unwritten: OSError | None = None
     try:
         if world.rank == 0:
@@ -237,7 +243,7 @@ def written_by_rank0(write: Callable[[], None], world: World, what: str) -> None
 
 
 def use_threads(config: Any) -> None:
-    """Take `train.threads`, known only now; `initialize` has divided the cores among the ranks."""
+    """Apply `train.threads`, which is known only now; `initialize` has divided the cores among the ranks."""
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
 
@@ -245,9 +251,9 @@ def use_threads(config: Any) -> None:
 def _publish(
     report: Report, checkpoint: Checkpoint, config: Any, protocol: Protocol, *, tag: str, overrides: Sequence[str] = ()
 ) -> Path:
-    """Print the report, write its files, and add its figures to the run in MLflow; returns the path of the JSON.
+    """Print the report, write its files, and add its metrics to the run in MLflow; return the path of the JSON.
 
-    `tag` goes into their names: lengths of another protocol must not take the place of the run's own.
+    `tag` is part of their names, so that results of another protocol do not replace those of the run's own.
     """
     step = checkpoint.manifest["step"]
     print(f"{checkpoint.directory}, split {report.split}, {protocol}")
@@ -269,10 +275,10 @@ def _publish(
 
 
 def _print_gain(report: Report, path: Path, command: str) -> None:
-    """Print what the memory gains where the evaluation with it and that without it have both been made.
+    """Print the gain of the memory if both evaluations, with and without memory, have been run.
 
     Args:
-        path: of the report's JSON.  command: that makes the report with memory.
+        path: the report's JSON file.  command: the command that evaluates with memory.
     """
     try:
         gain = gain_beside(report, path)

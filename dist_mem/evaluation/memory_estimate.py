@@ -1,9 +1,9 @@
-"""Whether a job can fit into the memory of its machines, known before anything is allocated.
+"""Estimate whether a job fits into the memory of its machines, before anything is allocated.
 
-What is counted is certain to be there at one time: weights, gradients and the optimizer's state, memories of all
-lanes, and of one forward what is easily counted, among it attention and logits. Libraries, buffers and fragments come
-on top: what is refused could not have run, and what is not refused may still not fit. Shape letters: B lanes of a
-micro-batch, T segment, M memory, D model, H heads, V vocabulary.
+The estimate is a lower bound of what is allocated at one time: weights, gradients and optimizer state, memories of all
+lanes, and the easily counted parts of one forward, such as attention and logits. Libraries, buffers and fragmentation
+come on top: a refused job could not have run, and a job that is not refused may still not fit. Shape letters: B lanes
+of a micro-batch, T segment, M memory, D model, H heads, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from dist_mem.model import MemoryLM
 from dist_mem.nn.layers import DTYPES
 from dist_mem.runtime.machine_memory import Limit, memory_limits
 
-_SHOWN = 0.1  # of the whole; smaller parts are not named
+_SHOWN = 0.1  # share of the total; smaller parts are not listed
 _WEIGHTS = ("model.num_layers", "model.d_model", "model.d_inner", "model.d_embed")
 _LENGTHS = ("memory.mem_len", "memory.cmem_len", "memory.num_basis", "memory.over.mem_len", "memory.over.cmem_len")
 
 
 class Part(NamedTuple):
-    """Bytes that one rank needs at one time, and the keys that decide how many."""
+    """Bytes that one rank needs at one time, and the keys that determine them."""
 
-    what: str
+    what: str  # description of the part
     num_bytes: int
     values: dict[str, Any]  # key, or option of the command line -> value
 
 
 class Sizes(NamedTuple):
-    """Of a model, as it would be built."""
+    """Sizes of a model as it would be built."""
 
-    parameters: int
-    trained: int
-    lane_bytes: int  # of the memories of a lane
+    parameters: int  # number of values
+    trained: int  # number of values that the optimizer updates
+    lane_bytes: int  # bytes of the memories of one lane
 
 
 def sizes_of(config: Config, vocab_size: int, dtype: torch.dtype) -> Sizes:
-    """Sizes of a model that is not allocated."""
+    """Return the sizes of a model without allocating it."""
     with torch.device("meta"):
         model = MemoryLM(config, vocab_size)
         state = model.init_state(torch.zeros(1, dtype=torch.int64), "meta", dtype)
@@ -61,31 +61,31 @@ def sizes_of(config: Config, vocab_size: int, dtype: torch.dtype) -> Sizes:
 def training_parts(
     config: Config, vocab_size: int, *, world_size: int, on_gpu: bool, eval_lanes: int = 0
 ) -> list[Part]:
-    """What a rank of a training needs on its device.
+    """Return what a rank needs on its device for training.
 
     Args:
-        eval_lanes: of the whole job, that an evaluation amid training reads at one time.
+        eval_lanes: lanes of the whole job that an evaluation during training reads at one time.
     """
     train, dtype = config.train, DTYPES[config.train.precision]
     sizes, batch = sizes_of(config, vocab_size, dtype), batch_plan(config.train, world_size)
-    # At the end of an update the memories before it are still there.
+    # At the end of an update, the memories from before it are still allocated.
     lanes = Part("memories of the lanes", 2 * sizes.lane_bytes * batch.lanes_per_rank, {"train.lanes": train.lanes})
     lanes = _with_keys(lanes, config, *_LENGTHS, *_WEIGHTS[:2])
     forward, logits = forward_parts(config, vocab_size, num_lanes=train.micro_lanes, num_rows=train.seg_len)
     num_bytes = _fixed_bytes(config, sizes, world_size, on_gpu)
-    if batch.accumulation == 1:  # gradients come as activations go
+    if batch.accumulation == 1:  # gradients are allocated as activations are freed
         gradients = DTYPES[train.precision].itemsize * sizes.trained
         num_bytes = max(0, num_bytes - min(gradients, forward.num_bytes + logits.num_bytes))
     fixed = _with_keys(Part("weights, gradients and optimizer", num_bytes, {}), config, *_WEIGHTS)
     scored = Part("memories of the evaluation's lanes", sizes.lane_bytes * (eval_lanes // world_size), {})
-    if scored.num_bytes > forward.num_bytes + logits.num_bytes:  # the one is over when the other begins
+    if scored.num_bytes > forward.num_bytes + logits.num_bytes:  # they are not allocated at the same time
         scored = _with_keys(scored, config, "eval.lanes", *_LENGTHS, *_WEIGHTS[:2])
         return [fixed, lanes._replace(num_bytes=lanes.num_bytes // 2), scored]
     return [fixed, lanes, forward, logits]
 
 
 def scoring_parts(config: Config, vocab_size: int, *, num_lanes: int, world_size: int = 1) -> list[Part]:
-    """What a rank of an evaluation needs; `num_lanes`: of the whole job, that are read at one time."""
+    """Return what a rank needs for an evaluation; `num_lanes`: lanes of the whole job that are read at one time."""
     dtype = DTYPES[config.eval.precision]
     sizes, held = sizes_of(config, vocab_size, dtype), num_lanes // world_size
     weights = Part("weights", dtype.itemsize * sizes.parameters, {})
@@ -96,14 +96,14 @@ def scoring_parts(config: Config, vocab_size: int, *, num_lanes: int, world_size
 
 
 def evaluated_lanes(config: Config, index: Index) -> int:
-    """How many lanes of the job an evaluation of a split reads at one time."""
+    """Return the number of lanes of the whole job that an evaluation of a split reads at one time."""
     if config.eval.layout == "stream":
         return config.eval.lanes
     return min(config.eval.lanes, sum(entry.num_tokens > 0 for entry in index.documents))
 
 
 def writing_parts(config: Config, vocab_size: int, *, num_samples: int) -> list[Part]:
-    """What writing on in so many lanes needs."""
+    """Return what generation of `num_samples` texts at one time needs."""
     dtype = DTYPES[config.eval.precision]
     sizes = sizes_of(config, vocab_size, dtype)
     weights = Part("weights", dtype.itemsize * sizes.parameters, {})
@@ -114,13 +114,16 @@ def writing_parts(config: Config, vocab_size: int, *, num_samples: int) -> list[
 
 
 def forward_parts(config: Config, vocab_size: int, *, num_lanes: int, num_rows: int, learns: bool = True) -> list[Part]:
-    """Of one forward: what its blocks keep for the backward, or one block has, and the logits."""
+    """Return what one forward needs: the activations that its blocks keep for the backward, and the logits.
+
+    Without training (`learns` False), activations are those of one block at a time.
+    """
     model, train = config.model, config.train
     size = DTYPES[train.precision if learns else config.eval.precision].itemsize
-    kept = size * model.d_model  # of a row, where the forward of a block is made again for its backward
+    kept = size * model.d_model  # bytes of a row, with activation checkpointing
     whole = size * (2 * model.d_model + model.d_inner)
     if config.memory["kind"] in memory_kinds():
-        # Attention probabilities; a memory from outside may attend otherwise.
+        # Attention probabilities; an external memory may attend in another way.
         whole += 4 * model.num_heads * (num_rows + short_term_len(config.memory))
     blocks = model.num_layers * whole if learns else whole
     if learns and train.activation_checkpointing:
@@ -128,7 +131,7 @@ def forward_parts(config: Config, vocab_size: int, *, num_lanes: int, num_rows: 
     columns = vocab_size if model.adaptive is None else int(model.adaptive.cutoffs[0])
     rows = num_lanes * num_rows
     forward = Part("activations of one micro-batch", rows * blocks, {})
-    # The probabilities are there, and their gradient.
+    # In training, both the probabilities and their gradient are allocated.
     logits = Part("logits of one micro-batch", (8 if learns else 4) * rows * columns, {"vocabulary": vocab_size})
     keys = ("train.micro_lanes", "train.seg_len")
     return [
@@ -138,7 +141,7 @@ def forward_parts(config: Config, vocab_size: int, *, num_lanes: int, num_rows: 
 
 
 def _fixed_bytes(config: Config, sizes: Sizes, world_size: int, on_gpu: bool) -> int:
-    """Weights, gradients, fp32 masters and moments, as DeepSpeed divides them among the ranks."""
+    """Return the bytes of weights, gradients, fp32 masters and moments, as DeepSpeed divides them among the ranks."""
     zero = deepspeed_block(config).get("zero_optimization") or {}
     stage = zero.get("stage", 0)
     size = DTYPES[config.train.precision].itemsize
@@ -161,20 +164,20 @@ def _with_keys(part: Part, config: Config, *keys: str) -> Part:
 def refuse_what_cannot_fit(
     parts: Sequence[Part], device: torch.device, *, gather: Callable[[Any], list[Any]] = lambda value: [value]
 ) -> None:
-    """See that no limit is passed by all the ranks that share it.
+    """Refuse the job if the ranks that share a memory limit together need more than it.
 
     Args:
         parts: what this rank needs.
-        gather: every rank's value on every rank; every rank calls this function then.
+        gather: returns every rank's value on every rank; if given, every rank must call this function.
 
     Raises:
-        UnusableError: on every rank.
+        UnusableError: on every rank; a limit is exceeded.
     """
-    told = gather((sum(part.num_bytes for part in parts), memory_limits(device)))
+    gathered = gather((sum(part.num_bytes for part in parts), memory_limits(device)))
     needs: dict[str, list[int]] = {}
     limits: dict[str, Limit] = {}
-    for num_bytes, of_rank in told:
-        for limit in of_rank:
+    for num_bytes, rank_limits in gathered:
+        for limit in rank_limits:
             needs.setdefault(limit.name, []).append(num_bytes)
             limits[limit.name] = limit
     for name, limit in limits.items():
@@ -183,7 +186,7 @@ def refuse_what_cannot_fit(
 
 
 def _refusal(parts: Sequence[Part], needs: Sequence[int], limit: Limit) -> str:
-    """The message: what is needed, what there is, and the largest parts with their keys."""
+    """Return the message: what is needed, what is available, and the largest parts with their keys."""
     ranks = "" if len(needs) == 1 else f" for {len(needs)} ranks"
     first = f"this needs at least {gibibytes(sum(needs))}{ranks}, but {limit.text} has {gibibytes(limit.num_bytes)}:"
     total, lines = sum(part.num_bytes for part in parts), []
@@ -195,5 +198,5 @@ def _refusal(parts: Sequence[Part], needs: Sequence[int], limit: Limit) -> str:
 
 
 def gibibytes(num_bytes: int) -> str:
-    """A number of bytes for people."""
+    """Format a number of bytes in GiB."""
     return f"{num_bytes / 2**30:,.1f} GiB"

@@ -1,9 +1,9 @@
-"""Score every token of whole documents once, inside training and as a command.
+"""Score every token of whole documents once, during training and as a command.
 
-Documents are dealt to lanes, longest first; each starts with an empty memory. A forward has a row only for lanes that
-still read, and every rank makes the same number of forwards (ZeRO needs it). What each rank found is summed per
-document in float64, so that the result depends neither on the number of ranks nor on that of lanes. Shape letters: B
-lanes of a micro-batch, T segment.
+Documents are assigned to lanes, longest first; each starts with an empty memory. A forward has rows only for lanes that
+still have text, and every rank runs the same number of forwards (ZeRO needs it). The scores of all ranks are summed per
+document in float64, so that the result depends neither on the number of ranks nor on the number of lanes. Shape
+letters: B lanes of a micro-batch, T segment.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ Step = Sequence[tuple[Batch, Tensor]]  # micro-batches, each with the document o
 
 
 class EvaluationError(RuntimeError):
-    """The scores cannot be right; raised on every rank."""
+    """The scores are not valid; raised on every rank."""
 
 
 class Tables(NamedTuple):
-    """What a rank adds up while it scores, float64; the documents of other ranks stay 0."""
+    """The sums of one rank, float64; the entries of other ranks' documents stay 0."""
 
     nll: Tensor  # (documents,) nats
     num_scored: Tensor  # (documents,) tokens
-    hits: Tensor  # (documents,) scored tokens that were the most probable; nan where that is not known
-    recall_nll: Tensor  # (max distance + 1,) nats by distance; row 0 holds what is no recall token
+    hits: Tensor  # (documents,) scored tokens that were the most probable; nan where unknown
+    recall_nll: Tensor  # (max distance + 1,) nats by distance; row 0 is for tokens that recall nothing
     recall_count: Tensor  # (max distance + 1,)
 
 
 class Sums(NamedTuple):
-    """The tables and measures of all ranks together, on the CPU."""
+    """The tables and document sizes, summed over all ranks, on the CPU."""
 
     nll: Tensor
     num_scored: Tensor
@@ -80,16 +80,16 @@ def evaluate_documents(
 
     Args:
         forward: the model or engine in evaluation mode.
-        num_lanes: of the whole job, at most.  micro_lanes: lanes of one forward of one rank, at most.
+        num_lanes: maximum for the whole job.  micro_lanes: maximum for one forward of one rank.
         mem_len: M of the short-term memory, for the recall bands; 0 for none.
         max_document_len: tokens; score only the beginning of each document.
-        blocks, cut: as in `data`; in blocks the first token of each segment is no target.
-        without_memory: every segment is read with an empty memory; the same tokens are scored.
+        blocks, cut: as in `data`; with blocks, the first token of each segment is not a target.
+        without_memory: read every segment with an empty memory; the same tokens are scored.
 
     Raises:
         ValueError: the shards were made with another tokenizer.
-        ShardError: on every rank: a document is damaged, or cannot be read.
-        EvaluationError: on every rank: a loss is not finite, not every token was scored once, or none was.
+        ShardError: on every rank; a document is damaged or cannot be read.
+        EvaluationError: on every rank; a loss is not finite, not every token was scored once, or none was.
     """
     check_scorable(index, tokenizer)
     lengths = cut_lengths([entry.num_tokens for entry in index.documents], max_document_len)
@@ -142,7 +142,7 @@ def make_report(index: Index, extent: Extent, sums: Sums, **settings: Any) -> Re
 
 
 def check_scorable(index: Index, tokenizer: Tokenizer) -> None:
-    """Raise ValueError unless the split was made with this tokenizer and holds a token: no score is no perplexity."""
+    """Raise ValueError unless the split was made with this tokenizer and has at least one token to score."""
     check_tokenizer(index, tokenizer)
     if not index.num_tokens:
         raise ValueError(f"{index.split_dir}: no document holds a token to score: set eval.split to a split with text")
@@ -155,7 +155,7 @@ def _document_scores(index: Index, sums: Sums) -> list[DocumentScore]:
 
 
 def _known(counts: Tensor) -> list[int | None]:
-    """Whole numbers; None for nan."""
+    """Convert counts to integers; nan becomes None."""
     return [None if math.isnan(count) else int(count) for count in counts.tolist()]
 
 
@@ -168,7 +168,7 @@ def _recall_scores(sums: Sums) -> list[RecallScore]:
 
 
 def scoring_progress(index: Index, lengths: np.ndarray, num_own: int, world: World) -> Progress:
-    """Progress over the tokens of a split, shown by rank 0; `num_own`: tokens that this rank reads."""
+    """Return the progress over the tokens of a split, shown by rank 0; `num_own`: tokens that this rank reads."""
     total = int(lengths.sum())
     return Progress(total, f"scoring {index.split}", shown=world.rank == 0, share=num_own / total)
 
@@ -187,16 +187,16 @@ def score_batches(
     """Add the scores of all micro-batches to `tables`, in place.
 
     The memory of each micro-batch is carried from step to step, unless `without_memory` empties it before every
-    segment. A lane keeps its row, and lanes run out from the end.
+    segment. A lane keeps its row; the lanes with the last rows end first.
     """
-    states: list[Any] = []  # one a micro-batch of a step
+    states: list[Any] = []  # one per micro-batch of a step
     for step in steps:
         for number, (host_batch, documents) in enumerate(step):
             batch = host_batch.to(device)
             if number == len(states):  # the first step
                 states.append(init_state(batch.document))
             state = first_lanes(states[number], len(batch.tokens))
-            if without_memory or host_batch.is_new_document.any():  # a CPU tensor: nothing waits for the device
+            if without_memory or host_batch.is_new_document.any():  # a CPU tensor: no synchronization with the device
                 fresh = init_state(batch.document)
                 state = reset_lanes(state, fresh, batch.is_new_document)
                 state = empty_memories(state, fresh) if without_memory else state
@@ -207,12 +207,12 @@ def score_batches(
 
 
 def first_lanes(state: Any, num_lanes: int) -> Any:
-    """The memories of the first lanes of a state, as views."""
+    """Return views of the memories of the first lanes of a state."""
     return map_state(lambda part: part[:num_lanes], state)
 
 
 def add_scores(tables: Tables, batch: Batch, documents: Tensor, output: LMOutput) -> None:
-    """Add the scores of one micro-batch; `documents`: of every row (B,), or of every target (B, T)."""
+    """Add the scores of one micro-batch; `documents`: number of the document of every row (B,) or target (B, T)."""
     scored, nll, hits = (batch.targets != IGNORE).double(), output.nll.double(), output.hits
     rows = documents.flatten().clamp(min=0)  # an idle lane adds zeros to document 0
 
@@ -234,7 +234,7 @@ def empty_tables(num_documents: int, max_distance: int, device: torch.device) ->
 
 
 def summed(parts: Sequence[Tensor], world: World) -> list[Tensor]:
-    """Each part summed over all ranks, on the CPU, in one all-reduce."""
+    """Sum each part over all ranks in one all-reduce; return the sums on the CPU."""
     joined = torch.cat([part.cpu() for part in parts])
     if world.size > 1:
         joined = sum_tensor(joined, world.device)
@@ -242,7 +242,7 @@ def summed(parts: Sequence[Tensor], world: World) -> list[Tensor]:
 
 
 def check_complete(index: Index, extent: Extent, sums: Sums) -> None:
-    """Compare with what the index promises, not with what the plan dealt."""
+    """Raise EvaluationError unless the scores match the index; the plan itself may be wrong."""
     for document, entry in enumerate(index.documents):
         where = f"{index.split_dir}: document {entry.id}"
         length, left_out = int(extent.lengths[document]), extent.left_out(document)

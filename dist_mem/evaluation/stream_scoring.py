@@ -1,10 +1,10 @@
 """Score a split as one stream of tokens, as the papers do with WikiText, enwik8 and text8.
 
-The documents stand end to end, cut into `eval.lanes` contiguous lanes; each lane begins with an empty memory and
-carries it over all borders. The published code never scores the first token of a lane and drops what is left after
-cutting (17 of the 245,569 words of WikiText-103's test split in 16 lanes); here every token is scored once, the first
-of a lane after the last token of the lane before. So the figures depend on the number of lanes, but not on that of
-ranks. Shape letters: B lanes of a micro-batch, T segment.
+The documents are concatenated and cut into `eval.lanes` contiguous lanes; each lane begins with an empty memory and
+carries it across document boundaries. The published code never scores the first token of a lane and drops the remainder
+of the cut (17 of the 245,569 words of WikiText-103's test split in 16 lanes); here every token is scored once, the
+first of a lane given the last token of the previous lane. So the metrics depend on the number of lanes, but not on the
+number of ranks. Shape letters: B lanes of a micro-batch, T segment.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def evaluate_stream(
     blocks: bool = False,
     without_memory: bool = False,
 ) -> Report:
-    """Score a split as a stream; arguments, errors and what every rank gets: `scoring.evaluate_documents`.
+    """Score a split as a stream; arguments, result and errors are those of `scoring.evaluate_documents`.
 
     Raises:
-        ValueError: besides, the split has fewer tokens than lanes.
+        ValueError: also if the split has fewer tokens than lanes.
     """
     scoring.check_scorable(index, tokenizer)
     lengths = stream_lengths(index, num_lanes=num_lanes, max_document_len=max_document_len)
@@ -72,7 +72,7 @@ def evaluate_stream(
 
 
 def stream_lengths(index: Index, *, num_lanes: int, max_document_len: int | None) -> np.ndarray:
-    """Tokens read of each document, (documents,). Raises ValueError if they are fewer than lanes."""
+    """Return the tokens read of each document, (documents,). Raise ValueError if their sum is less than the lanes."""
     lengths = cut_lengths([entry.num_tokens for entry in index.documents], max_document_len)
     if int(lengths.sum()) < num_lanes:
         raise ValueError(f"eval.lanes = {num_lanes}, but {index.split_dir} has {lengths.sum()} tokens: set fewer lanes")
@@ -80,7 +80,7 @@ def stream_lengths(index: Index, *, num_lanes: int, max_document_len: int | None
 
 
 def block_starts(plan: StreamPlan) -> LeftOut:
-    """Of any document, the offsets of the tokens with which a segment begins."""
+    """Return a function from a document to the offsets of its tokens that begin a segment."""
     positions = np.concatenate([np.arange(*plan.span(lane), plan.seg_len) for lane in range(plan.num_lanes)])
     bounds = np.searchsorted(positions, plan.starts)
     return lambda document: positions[bounds[document] : bounds[document + 1]] - plan.starts[document]
@@ -89,11 +89,11 @@ def block_starts(plan: StreamPlan) -> LeftOut:
 def share_of_lanes(
     index: Index, plan: StreamPlan, lane_ids: range, extent: Extent, tokenizer: Tokenizer, world: World
 ) -> Share:
-    """`agreed_share` of a rank: all documents that it reads are checked, and those measured that begin in its lanes."""
+    """Check all documents that this rank reads, and measure those that begin in its lanes, with `agreed_share`."""
     spans = [plan.span(lane) for lane in lane_ids if lane < plan.num_lanes]
     if not spans:
         return agreed_share(index, [], extent, tokenizer, world)
-    begin, end = spans[0][0], spans[-1][1]  # a rank's lanes are successive
+    begin, end = spans[0][0], spans[-1][1]  # a rank's lanes are contiguous
     starts, stops = plan.starts[:-1], plan.starts[1:]
     read = np.flatnonzero((starts < end) & (stops > begin) & (plan.lengths > 0)).tolist()
     share = agreed_share(index, read, extent, tokenizer, world)

@@ -1,4 +1,4 @@
-"""What is done to a job between its steps: record figures, evaluate, save, carry out what a divergence asks for."""
+"""Hooks of a job between its steps: record metrics, evaluate, save, and act on a divergence."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from dist_mem.training.resume import restore_into
 from dist_mem.training.run import Job
 from dist_mem.training.stopping import Stopping
 
-_UNWRITTEN = (OSError, TakenOverError)  # on rank 0 alone: the next step stops all ranks, and its save says why
+_UNWRITTEN = (OSError, TakenOverError)  # on rank 0 only: the next step stops all ranks, and its save reports why
 
 
 def record(job: Job, figures: Mapping[str, float]) -> Exception | None:
-    """Record figures of the present step; returns what kept them from being written."""
+    """Record metrics of the current step; return the error if they could not be written."""
     beat("recording")
     try:
         job.tracker.log(job.step, figures)
@@ -38,21 +38,24 @@ def record(job: Job, figures: Mapping[str, float]) -> Exception | None:
 
 
 def is_multiple(step: int, every: int | None) -> bool:
-    """Whether something that is done every so many steps is due; None: never."""
+    """Return whether something done every `every` steps is due at this step; None: never."""
     return every is not None and step % every == 0
 
 
 def owes_evaluation(job: Job) -> bool:
-    """Whether this step's evaluation is due and not made: a stop leaves it out, as it saves without delay."""
+    """Return whether this step's evaluation is due and not done yet: a stop skips it to save without delay."""
     is_made = job.validation is not None and job.validation["step"] == job.step
     return job.step > 0 and is_multiple(job.step, job.config.eval.every) and not is_made
 
 
 def evaluate_if_owed(job: Job, stopping: Stopping, *, is_saved: bool) -> Exception | None:
-    """Score the validation split if it is due, and record the figures, as `record`; a stop leaves it owed.
+    """Score the validation split if it is due, and `record` the metrics; a stop leaves the evaluation pending.
 
     Args:
-        is_saved: the present step; else what cannot be scored stops the run after a save.
+        is_saved: the current step is saved; if not, it is saved before an error in scoring is raised.
+
+    Returns:
+        The error if the metrics could not be recorded.
 
     Raises:
         EvaluationError, ShardError: on every rank.
@@ -71,13 +74,13 @@ def evaluate_if_owed(job: Job, stopping: Stopping, *, is_saved: bool) -> Excepti
 
 
 def save(job: Job) -> None:
-    """Save the present step, in the background or now; every rank calls it.
+    """Save the current step, in the background or synchronously; every rank calls it.
 
     Raises:
-        AgreedError: on every rank, if this save or the one before could not be written.
+        AgreedError: on every rank, if this save or the previous one could not be written.
     """
     beat("saving")
-    job.saver.wait()  # one in flight, and one copy in memory
+    job.saver.wait()  # at most one save in flight, and one copy in memory
     began = time.perf_counter()
     facts = {
         "time": time.time(),
@@ -87,7 +90,7 @@ def save(job: Job) -> None:
         "points": job.tracker.num_points,
         "data_fingerprint": job.index.fingerprint,
         "tokenizer_fingerprint": job.tokenizer.fingerprint,
-        "meter": job.meter.state(),  # the same sums on every rank; the times are rank 0's
+        "meter": job.meter.state(),  # the sums are equal on all ranks; the times are rank 0's
         "divergence": job.divergence.state(),
         "validation": job.validation,
         "environment": checksums_to_keep(job.config),
@@ -95,14 +98,14 @@ def save(job: Job) -> None:
     lanes = Lanes(job.lane_ids, job.cursors, job.states)
     texts = {"config.yaml": to_yaml(job.config), **job.sources}
     small_files = {name: text.encode() for name, text in texts.items()}
-    # In every checkpoint, not once a run: a checkpoint that is copied elsewhere can be loaded there.
+    # In every checkpoint, not once per run, so that a checkpoint copied elsewhere can be loaded there.
     small_files |= {f"{TOKENIZER_DIR}/{name}": content for name, content in tokenizer_files(job.tokenizer).items()}
     snapshot = take_snapshot(step=job.step, engine=job.engine, lanes=lanes, small_files=small_files, metadata=facts)
     job.saver.save(snapshot, began=began)
 
 
 def tell_saved(job: Job) -> None:
-    """Say which checkpoints have come to be on disk since the last step, and which are no longer there."""
+    """Report the checkpoints written since the last step, and those removed."""
     for saved in job.saver.finished():
         job.meter.note(saved.figures())
         for message in (str(saved), *saved.written.messages):
@@ -110,11 +113,11 @@ def tell_saved(job: Job) -> None:
 
 
 def end_saving(job: Job) -> None:
-    """Wait for what is being written when a run ends, for whatever reason; a failure does not hide that reason."""
+    """Wait for pending saves at the end of a run; a failure is reported, and does not hide why the run ends."""
     beat("saving")
     try:
         job.saver.close()
-    except TakenOverError:  # `run` tells it
+    except TakenOverError:  # `run` reports it
         return
     except RuntimeError as error:  # AgreedError, or the other ranks are gone
         job.tracker.message(f"error: {error}")
@@ -122,10 +125,10 @@ def end_saving(job: Job) -> None:
 
 
 def evaluate_now(job: Job, stopping: Stopping) -> dict[str, float]:
-    """Figures of the validation split, scored with fresh lanes; training goes on as if it had not happened.
+    """Return the metrics of the validation split, scored with fresh lanes; the state of the training is unaffected.
 
     Raises:
-        CutShortError: on every rank: there is a reason to stop.
+        CutShortError: on every rank; there is a reason to stop.
     """
     engine = job.engine
     beat("evaluating")
@@ -152,10 +155,10 @@ def evaluate_now(job: Job, stopping: Stopping) -> dict[str, float]:
 
 
 def carry_out(job: Job, decision: Decision) -> Exception | None:
-    """Do what was decided about a divergence, and tell it; returns what kept it from being recorded.
+    """Carry out and report the decision about a divergence; return the error if it could not be recorded.
 
     Raises:
-        DivergedError: on every rank: there is no checkpoint to roll back to.
+        DivergedError: on every rank; there is no checkpoint to roll back to.
     """
     job.tracker.message(decision.message)
     if decision.action == ROLLBACK:
@@ -163,7 +166,7 @@ def carry_out(job: Job, decision: Decision) -> Exception | None:
     try:
         if decision.action == ROLLBACK:
             job.tracker.rewind(job.step)
-        step = job.step if decision.action == ROLLBACK else job.step + 1  # the point of the update that is skipped
+        step = job.step if decision.action == ROLLBACK else job.step + 1  # else the step of the skipped update
         job.tracker.log(step, {METRICS[decision.action]: job.divergence.counts[decision.action]})
     except _UNWRITTEN as error:
         return error
@@ -171,7 +174,7 @@ def carry_out(job: Job, decision: Decision) -> Exception | None:
 
 
 def tag_divergence(job: Job, step: int, message: str) -> Exception | None:
-    """Keep with the run what happened at `step`; returns what kept it from being recorded."""
+    """Tag the run with a divergence at `step`; return the error if it could not be recorded."""
     try:
         job.tracker.log_tags({f"dist_mem.divergence.step_{step}": message})
     except _UNWRITTEN as error:
@@ -180,10 +183,10 @@ def tag_divergence(job: Job, step: int, message: str) -> Exception | None:
 
 
 def tell_stragglers(job: Job, slots: Sequence[float]) -> Exception | None:
-    """Name the ranks that have become slow, or are no more; returns what kept it from being recorded.
+    """Report ranks that became slow or recovered; return the error if it could not be recorded.
 
     Args:
-        slots: of `Stragglers.mine`, summed over all ranks.
+        slots: those of `Stragglers.mine`, summed over all ranks.
     """
     messages = job.stragglers.hear(slots)
     for message in messages:
@@ -199,7 +202,7 @@ def tell_stragglers(job: Job, slots: Sequence[float]) -> Exception | None:
 
 
 def _roll_back(job: Job, decision: Decision) -> None:
-    """Go back to the newest checkpoint that verifies. From there past the present update, segments are only read."""
+    """Roll back to the newest checkpoint that verifies. The segments up to the current update are read, not trained."""
     beat("restoring")
     job.saver.wait()
     choice = choose_checkpoint(AUTO, job.run_dir, job.world)

@@ -1,4 +1,4 @@
-"""The training loop: `run` starts a job, `train` is the loop.
+"""The training loop: `run` runs this process of a job, `train` is the loop.
 
 dist-mem train configs/demo.yaml
 RANKS=2 launch/local.sh configs/demo.yaml
@@ -52,9 +52,9 @@ from dist_mem.training.stopping import Stopping, refuse_if_told_to_stop
 
 
 def train(job: Job, stop_signal: StopSignal) -> int:
-    """Train to the last step, or to the step at which any rank was told to stop; returns the exit code."""
+    """Train to the last step, or until any rank is asked to stop; return the exit code."""
     stopping = Stopping(job, stop_signal)
-    trouble = evaluate_if_owed(job, stopping, is_saved=True)  # what kept rank 0 from recording: no rank raises alone
+    trouble = evaluate_if_owed(job, stopping, is_saved=True)  # rank 0's recording error: no rank may raise alone
     if owes_evaluation(job):
         return stopped(job, stopping)
     if job.step >= job.total_steps:
@@ -85,7 +85,7 @@ def train(job: Job, stop_signal: StopSignal) -> int:
         stops = outcome.flags.stop or owes_evaluation(job)
         is_last = stops or job.step == job.total_steps
         if outcome.flags.save_failed:
-            job.saver.wait()  # raises on all ranks
+            job.saver.wait()  # raises on all ranks, as the flag is agreed
         if is_last or outcome.flags.save or is_multiple(job.step, job.config.checkpoint.every):
             with job.meter.paused():
                 save(job)
@@ -103,13 +103,13 @@ def train(job: Job, stop_signal: StopSignal) -> int:
 
 
 def stopped(job: Job, stopping: Stopping) -> int:
-    """Say who stopped this run, whose present step is saved; returns the exit code."""
+    """Report why this run stopped, after its current step is saved; return the exit code."""
     job.tracker.message(f"step {job.step}: {stopping.told()}; all is saved, start the same command to go on")
     return EXIT_REQUEUE
 
 
 def step_until_no_overflow(job: Job, update: Update, num_scored: int, next_scored: int, flags: Flags) -> Outcome:
-    """`train_step`, as often as it takes until the loss scale of fp16 is small enough."""
+    """Repeat `train_step` until the loss scale of fp16 is small enough."""
     slots = job.stragglers.mine()
     while (outcome := train_step(job, update, num_scored, next_scored, flags, slots)).again:
         job.tracker.message(f"step {job.step}: fp16 overflow, the same segments again with a smaller loss scale")
@@ -117,15 +117,15 @@ def step_until_no_overflow(job: Job, update: Update, num_scored: int, next_score
 
 
 def first_update(job: Job) -> tuple[Update, int]:
-    """The first update of a reader, and how many targets it has on all ranks."""
-    # The first shards of all lanes may be fetched now; who fetches watches the transfer itself.
+    """Return the first update of the reader, and its number of scored targets on all ranks."""
+    # The first shards of all lanes may be fetched now; the fetch has its own time limits.
     beat(UNWATCHED if is_remote(job.config.data.path) else "reading data")
     update = agreed(read_ahead(job))
     return update, int(sum_over_ranks([update.num_scored], job.world.device)[0])
 
 
 def read_ahead(job: Job) -> Update | Exception:
-    """The update after the present one, or why there is none."""
+    """Return the next update, or the error if it cannot be read."""
     try:
         return job.meter.timed_next(job.reader)
     except (ShardError, OSError) as error:
@@ -136,7 +136,7 @@ ResultT = TypeVar("ResultT")
 
 
 def agreed(ahead: ResultT | Exception) -> ResultT:
-    """What the ranks go on with; every rank raises UnusableError if any rank has an error instead."""
+    """Return `ahead` if no rank has an error; otherwise every rank raises UnusableError."""
 
     def unwrap() -> ResultT:
         if isinstance(ahead, Exception):
@@ -147,7 +147,11 @@ def agreed(ahead: ResultT | Exception) -> ResultT:
 
 
 def hold_run_dir(run_dir: Path, world: World) -> Lease | None:
-    """Rank 0's lease on the run directory; every rank raises LeaseError when another job has it, or nobody can."""
+    """Return rank 0's lease on the run directory, None on other ranks.
+
+    Raises:
+        LeaseError: on every rank; another job holds the directory, or it cannot be used.
+    """
     lease, refusal = None, None
     if world.rank == 0:
         try:
@@ -163,13 +167,13 @@ def hold_run_dir(run_dir: Path, world: World) -> Lease | None:
 
 
 def _missing_folders(path: Path) -> list[Path]:
-    """The folders that have to be made for this one to be there, the innermost first."""
+    """Return the folders that must be created for this one to exist, innermost first."""
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 
 def _drop_empty(folders: Sequence[Path]) -> None:
-    """Remove folders that a refused start has made for nothing."""
-    with suppress(OSError):  # one that holds something, or is gone: then all around it stay too
+    """Remove the empty folders that a refused start created."""
+    with suppress(OSError):  # one is not empty, or does not exist: then those around it stay too
         for folder in folders:
             folder.rmdir()
 
@@ -178,7 +182,7 @@ _STATUS = {EXIT_DONE: "FINISHED", EXIT_REQUEUE: "KILLED", EXIT_DIVERGED: "FAILED
 
 
 def run_job(config: Any, world: World, stop_signal: StopSignal, allowed: Sequence[str] = ()) -> int:
-    """Open the run in `config.run_dir`, fresh or from a checkpoint, and train; returns the exit code."""
+    """Open the run in `config.run_dir`, new or from a checkpoint, and train; return the exit code."""
     refuse_if_told_to_stop(Path(config.run_dir), world)
     beat("restoring")
     with announced(f"verifying the checkpoints of {config.run_dir}"):
@@ -199,7 +203,7 @@ def run_job(config: Any, world: World, stop_signal: StopSignal, allowed: Sequenc
         for text in job.stragglers.summary():
             job.tracker.message(text)
         if code == EXIT_DONE and world.rank == 0:
-            with suppress(OSError):  # without the mark, the next start finds out by itself
+            with suppress(OSError):  # without the marker, the next start detects the end by itself
                 mark_finished(job.run_dir, job.step, config.train)
     except DivergedError as error:
         job.tracker.message(f"error: {error}")
@@ -217,7 +221,7 @@ def run_job(config: Any, world: World, stop_signal: StopSignal, allowed: Sequenc
 
 
 def _takeover(run_dir: Path) -> TakenOverError | None:
-    """Why rank 0 really ends: it stood still, another job has its run, and the other ranks are gone."""
+    """Return the error if another job took over the run while rank 0 was suspended and the other ranks ended."""
     try:
         refuse_if_taken_over(run_dir)
     except TakenOverError as error:
@@ -228,16 +232,16 @@ def _takeover(run_dir: Path) -> TakenOverError | None:
 
 
 def _collective_seconds(config: Any) -> float:
-    """After which a collective gives up by itself: later than the watchdog, which can say who it waits for."""
+    """Return the timeout of collectives: longer than the watchdog's, which can name the missing ranks."""
     return max(1800.0, 2 * PATIENCE * (config.watchdog.seconds or 0.0))
 
 
 def run(config: Any, *, allowed: Sequence[str] = (), early: StopSignal | None = None) -> int:
-    """A whole process of the job: join the others, train, leave cleanly; returns the exit code.
+    """Run this process of the job: join the other ranks, train, and shut down; return the exit code.
 
     Args:
         allowed: keys that may have changed since the checkpoint, given to `--allow`.
-        early: has listened for a scheduler's signals until now.
+        early: the handler that has received a scheduler's signals until now.
 
     Raises:
         UnusableError: on every rank; configuration, data, checkpoints or run directory cannot be used as they are.
@@ -246,9 +250,9 @@ def run(config: Any, *, allowed: Sequence[str] = (), early: StopSignal | None = 
     stop_signal.received = early.received if early is not None else None
     try:
         with announced("waiting until all ranks have started"):
-            meeting = before_joining(config)  # holds the store until all have joined
+            meeting = before_joining(config)  # keeps the store alive until all ranks have joined
             world = distributed.initialize(threads=config.train.threads, timeout_seconds=_collective_seconds(config))
-    except ValueError as error:  # half of a launcher's variables
+    except ValueError as error:  # a launcher's variables are incomplete
         raise UnusableError(str(error)) from error
     del meeting
     lease, new_folders = None, _missing_folders(Path(config.run_dir))

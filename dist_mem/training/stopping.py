@@ -1,10 +1,10 @@
-"""Who may stop a run before its last step: a signal, a file, or the clock. Each is enough by itself.
+"""Stop a run before its last step: on a signal, on a file, or by the clock. Any of the three is enough.
 
     a signal on any rank | RUN/STOP, which rank 0 looks for | the end of the job's time, by rank 0's clock
-        -> the flag `stop` in the step's all-reduce -> all ranks finish that step, save, and leave with exit code 85
-        -> amid an evaluation: all ranks leave it, save, and leave; the next start makes it from its beginning
+        -> the flag `stop` in the step's all-reduce -> all ranks finish that step, save, and exit with code 85
+        -> during an evaluation: all ranks abort it, save, and exit; the next start repeats it from its beginning
 
-Nothing is asked of the other ranks for it in a step: the flag travels with its sums.
+A step needs no extra communication for this: the flag is part of the step's all-reduce.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from dist_mem.runtime.signals import LEAST_SECONDS, STOP_FILE, StopSignal
 if TYPE_CHECKING:
     from dist_mem.training.run import Job
 
-_SAVES = 3.0  # one in flight, one of the last step, and one for a disk that is slow just then
-_LOOK_SECONDS = 1.0  # between two looks for the file: on a network file system each asks the server
+_SAVES = 3.0  # one in flight, one of the last step, and one as a margin for a disk that is temporarily slow
+_LOOK_SECONDS = 1.0  # between two checks for the file: on a network file system each is a request to the server
 
 
 def refuse_if_told_to_stop(run_dir: Path, world: World) -> None:
-    """Before anything is built: whether the run may start at all; every rank calls it.
+    """Check that nothing asks the run to stop before it starts; every rank calls it, before anything is built.
 
     Raises:
-        UnusableError: on every rank. RUN/STOP is there, or DIST_MEM_JOB_END is no time.
-        UnfitError: likewise; the job's time is over.
+        UnusableError: on every rank; RUN/STOP exists, or DIST_MEM_JOB_END is not a time.
+        UnfitError: on every rank; the job's time is over, or nearly so.
     """
 
     def look() -> None:
@@ -54,34 +54,34 @@ def _time_left(end: float) -> str:
 
 
 class Stopping:
-    """Asks the three sources once a step; every rank has one."""
+    """Checks the three stop sources once per step; every rank has one."""
 
     def __init__(self, job: Job, signal: StopSignal) -> None:
         self._job, self._signal = job, signal
         self._end = job_end() if job.world.rank == 0 else None
-        self._looked = -float("inf")  # for the file, monotonic seconds
+        self._looked = -float("inf")  # time of the last check for the file, monotonic seconds
         self._reason: str | None = None
         self._step_seconds = deque[float](maxlen=10)
         self._last = job.meter.training_seconds()
 
     def is_asked_for(self) -> bool:
-        """Whether this rank knows of a reason to stop after the present step; it may not be the only one that does."""
+        """Return whether this rank has a reason to stop after the current step; other ranks may have one too."""
         now = self._job.meter.training_seconds()
         self._step_seconds.append(now - self._last)
         self._last = now
         return self.has_reason()
 
     def has_reason(self) -> bool:
-        """As `is_asked_for`, amid an evaluation."""
+        """Return the same as `is_asked_for`, but without recording a step time; for use during an evaluation."""
         if self._reason is None:
             self._reason = self._by_signal() or self._by_file() or self._by_clock()
         return self._reason is not None
 
     def told(self) -> str:
-        """Who asked, of all ranks; every rank calls it once all have stopped."""
+        """Return a message with the stop reasons of all ranks; every rank calls it after all have stopped."""
         reasons = [reason for reason in gather_objects(self._reason) if reason is not None]
         more = f" and {len(reasons) - 3} more" if len(reasons) > 3 else ""
-        return "told to stop " + ", ".join(reasons[:3]) + more  # Slurm signals all of 512 ranks
+        return "told to stop " + ", ".join(reasons[:3]) + more  # Slurm may signal all of 512 ranks
 
     def _by_signal(self) -> str | None:
         name = self._signal.received
@@ -100,6 +100,6 @@ class Stopping:
         return f"by the clock: {_time_left(self._end)}, and to stop in time takes up to {needed:.0f} s"
 
     def seconds_needed(self) -> float:
-        """How long before the end of the job's time a stop has to be asked for: to end two steps, and to save."""
+        """Return the seconds that a stop needs before the end of the job's time: two steps, and the saves."""
         save = max(LEAST_SECONDS, _SAVES * self._job.saver.longest_seconds())
-        return save + 2 * max(self._step_seconds, default=0)  # a stop cuts an evaluation short
+        return save + 2 * max(self._step_seconds, default=0)  # no time for an evaluation: a stop cuts it short
