@@ -1,7 +1,7 @@
-"""Upper bounds of numbers: beyond them no machine could do it, or a format or library could not hold it.
+"""Upper bounds of numbers: the limits of machines, formats and libraries.
 
-They are refused before anything is allocated. Whether a model fits into the present machine they do not say. A test
-compares the table with the schema and the options of the memories.
+Larger values are refused before anything is allocated. The bounds do not ensure that a model fits into a machine. A
+test compares the table with the schema and the options of the memories.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dist_mem.config.check import Problem, shown
 _SEED = 2**63 - 1  # random numbers are hashes of signed integers of 64 bits
 _STEPS = 99_999_999  # the names of checkpoints have eight digits
 _WIDTH = 2**20  # 80 times the widest published models
-_TOKENS = 2**24  # of a segment or a memory; its attention is computed whole
+_TOKENS = 2**24  # of a segment or a memory; its attention is computed as one matrix
 _LANES = 2**20
-_TEXT = 2**40  # tokens of a document, or of any text there is
+_TEXT = 2**40  # tokens of a document; more than any existing text has
 _VOCABULARY = 2**31 - 1  # tokenizers count in 32 bits
 _TIME = 1_000_000  # libraries add it to a date
 
@@ -72,7 +72,7 @@ MOST: dict[str, int] = {
     "memory.mem_len": _TOKENS,
     "memory.cmem_len": _TOKENS,
     "memory.compression_rate": _TOKENS,
-    "memory.num_basis": 2_048,  # the eigenvalues of a matrix of its square take a minute
+    "memory.num_basis": 2_048,  # the eigenvalues of a square matrix of this size take a minute
     "memory.num_samples": 65_536,
     "memory.num_bins": 65_536,
     "memory.memory_threshold": _TEXT,
@@ -80,21 +80,21 @@ MOST: dict[str, int] = {
 
 
 def generic(key: str) -> str:
-    """A key as the tables have it: `optimizer.groups[].lr`, `memory.mem_len` also of a memory below another."""
+    """Return a key as in the tables: `optimizer.groups[].lr`; `memory.mem_len` also for a memory under `over`."""
     return re.sub(r"^memory(\.over)+\.", "memory.", re.sub(r"\[\d+\]", "[]", key))
 
 
 def check_bounds(leaves: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield the numbers beyond their upper bound, and of a memory's options also infinity and nan.
+    """Yield the numbers above their upper bound; for a memory's options also infinity and nan.
 
     Args:
-        leaves: full key -> value, as of `check.flatten`; a value of another type is another check's.
+        leaves: full key -> value, as from `check.flatten`; other checks handle values of other types.
     """
     for key, value in leaves.items():
         if not isinstance(value, int | float):
             continue
         most = MOST.get(generic(key))
-        if key.startswith("memory.") and not math.isfinite(value):  # rules.RANGES has the others
+        if key.startswith("memory.") and not math.isfinite(value):  # constraints.RANGES covers the other keys
             yield Problem(key, f"is {value}, but must be a finite number")
         elif most is not None and value > most:
             yield Problem(key, f"is {shown(value)}, but must be at most {most:,}")

@@ -1,4 +1,4 @@
-"""How lanes are divided among ranks, and how many steps the data make.
+"""Divide lanes among ranks, and count the steps of an epoch and of a run.
 
 Letters: G lanes of the whole job, T tokens of a segment, K segments of an update.
 """

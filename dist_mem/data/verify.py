@@ -1,9 +1,9 @@
-"""Does a data directory hold what its builder wrote? Finds missing, cut and altered files, and names the documents hit.
+"""Verify a data directory: find missing, truncated and altered files, and name the affected documents.
 
-`dist-mem prepare verify DIR` prints what is found here. Every byte is read: each tar is compared with the checksum in
-its index; those of a URL are fetched into the cache first. In a tar that differs, each document's arrays have a
-checksum of their own, and everything around them (tar headers, the .json, padding) is rewritten and compared. In one
-that does not, every document is decoded: a hash says that the bytes are what somebody wrote, not that they are text.
+`dist-mem prepare verify DIR` prints the problems found here. Every byte is read: each tar is compared with the checksum
+in its index; those of a URL are fetched into the cache first. If a tar differs, each document's arrays are compared
+with their own checksum, and everything around them (tar headers, the .json, padding) is regenerated and compared. If
+it does not, every document is decoded: a checksum shows that the bytes are unchanged, not that they are text.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ REBUILD = "build (--overwrite) the data again"
 
 
 class Problem(NamedTuple):
-    where: str  # the file, or the folder, relative to the data directory
-    document: str | None  # id of the (first) document hit; None: all of the file, or none
+    where: str  # the file or folder, relative to the data directory
+    document: str | None  # id of the (first) affected document; None: the whole file, or no document
     message: str
 
 
 def verify_dataset(
     path: Path | str, *, cache: str | None = None, splits: Sequence[str] = (), allow_pipe: bool = False
 ) -> list[Problem]:
-    """Everything that is wrong in a data directory: its tokenizer, and every folder that holds an index or tars.
+    """Return all problems of a data directory: of its tokenizer, and of every folder that has an index or tars.
 
     Args:
         path: as data.path.  cache: as data.cache.  allow_pipe: as data.allow_pipe.
-        splits: of a URL, which cannot be listed; none: those of USUAL_SPLITS that are there.
+        splits: the splits to verify; none: all, or for a URL, which cannot be listed, the existing USUAL_SPLITS.
 
     Raises:
         UnusableError: there is no such directory, or no such split in it.
@@ -94,7 +94,7 @@ def _local_splits(data_dir: Path) -> list[str]:
 
 
 def _remote_splits(data: DataConfig, asked: Sequence[str]) -> tuple[list[str], list[Problem]]:
-    """The splits whose index could be fetched, and why others could not."""
+    """Return the splits whose index could be fetched, and the problems of the others."""
     found, problems = [], []
     for split in asked or USUAL_SPLITS:
         try:
@@ -107,7 +107,7 @@ def _remote_splits(data: DataConfig, asked: Sequence[str]) -> tuple[list[str], l
 
 
 def verify_split(data: DataConfig, split: str, tokenizer: Tokenizer | None) -> list[Problem]:
-    """Everything that is wrong with one split; `tokenizer` None: do not compare tokenizers, nor read the text."""
+    """Return all problems of one split; `tokenizer` None: do not compare tokenizers or decode the text."""
     split_dir = local_dir(data) / split
     try:
         index = open_index(data, split)
@@ -161,7 +161,7 @@ def _verify_shard(index: Index, shard: ShardEntry, tokenizer: Tokenizer | None) 
 
 
 def _unreadable(index: Index, number: int, tokenizer: Tokenizer | None) -> str | None:
-    """Why a document of a tar with the right checksum is not the text that its index describes."""
+    """Return why a document of an unaltered tar is not the text that its index describes; None if it is."""
     entry = index.documents[number]
     try:
         check_document(index, number)
@@ -188,11 +188,11 @@ def _unreadable(index: Index, number: int, tokenizer: Tokenizer | None) -> str |
 
 
 def _without_cut_characters(text: bytes) -> bytes:
-    """The text without the parts of a character at its ends: a split of enwik8 begins and ends at any byte."""
+    """Return the text without incomplete characters at its ends: a split of enwik8 begins and ends at any byte."""
     first = next((place for place, byte in enumerate(text[:3]) if byte & 0xC0 != 0x80), 0)
     for cut in range(min(4, len(text) - first)):
         end = len(text) - cut
-        if cut == 0 or text[end] >= 0xC0:  # what is left out begins a character
+        if cut == 0 or text[end] >= 0xC0:  # the removed bytes begin a character
             with suppress(UnicodeDecodeError):
                 text[first:end].decode()
                 return text[first:end]
@@ -227,7 +227,7 @@ def _altered(index: Index, path: Path, where: str, numbers: list[int]) -> Iterat
 
 
 def _document_damage(index: Index, number: int, actual: np.ndarray, start: int) -> str | None:
-    """What is wrong with the bytes a document has in its tar, from byte `start` on."""
+    """Return how a document's bytes in its tar, from byte `start`, are altered; None if they are not."""
     try:
         check_document(index, number)
     except ShardError:
@@ -252,7 +252,7 @@ def _document_damage(index: Index, number: int, actual: np.ndarray, start: int) 
 
 
 def _end(entry: DocumentEntry) -> int:
-    """First byte after a document's arrays; its tokens come last."""
+    """Return the first byte after a document's arrays; its tokens come last."""
     return entry.tokens_offset + entry.num_tokens * np.dtype(entry.dtype).itemsize
 
 

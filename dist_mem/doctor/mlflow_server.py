@@ -1,4 +1,4 @@
-"""Would MLflow's server let this run in, and is it there? Rank 0 asks."""
+"""Check that the MLflow server answers and accepts this run; rank 0 does it."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _SECONDS = 2.5
 
 
 def check_mlflow(config: Any, *, is_patient: bool) -> Iterator[Remark]:
-    """What keeps MLflow from taking what this run will send.
+    """Yield the result of the MLflow checks: why it would not accept this run's data, or that it would.
 
     Args:
-        is_patient: also wait for a server that may not be there, which a run does not need.
+        is_patient: also wait for a server that may be down; a run itself does not need the server.
     """
     if not config.tracking.mlflow:
         return
     try:
         check_tracking(config, Path(config.run_dir))
     except UnusableError as error:
-        told, _, fix = str(error).partition("; ")
-        # A run that MLflow has taken before goes on, as it does when a token is revoked in its midst: all is kept.
+        problem, _, fix = str(error).partition("; ")
+        # A run that MLflow has accepted before continues, as when a token is revoked during a run: its data are kept.
         level = warning if (Path(config.run_dir) / JOURNAL).exists() else fail
-        yield level("MLflow", told, fix or "tracking.send=never goes without it")
+        yield level("MLflow", problem, fix or "tracking.send=never goes without it")
         return
     uri, sending = store_uri(config), choose_sending(config)
     if is_patient and is_server(uri) and sending.is_on and not _answers(uri):
@@ -45,16 +45,16 @@ def check_mlflow(config: Any, *, is_patient: bool) -> Iterator[Remark]:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Another host is not asked: the user has named this one."""
+    """Follows no redirect: the user has named this host, and no other is contacted."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 def _answers(uri: str) -> bool:
-    """Whether anything answers there, through the user's proxies; what it says does not matter.
+    """Return whether a server answers at the address, through the user's proxies, whatever its response.
 
-    Credentials in the address are left out: urllib would take them for a part of the host's name.
+    Credentials are removed from the address: urllib would parse them as a part of the host name.
     """
     parts = urllib.parse.urlsplit(uri)
     address = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

@@ -1,7 +1,7 @@
-"""The start of a job: a node that is not fit is named before the first step, and the job does not begin.
+"""Checks at the start of a job: name unfit nodes before the first step, and end the job on all ranks.
 
-before_joining   each rank leaves a note in the store: a node without its GPU is named before others wait for it
-preflight        each rank looks around, all compare: 0.05 s on two ranks. What fails ends the job on all ranks
+before_joining   each rank reports to the store: a node without its GPU is named before other ranks wait for it
+preflight        each rank checks its surroundings, and all compare: 0.05 s on two ranks
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ log = logging.getLogger(__name__)
 
 
 def before_joining(config: Any) -> Meeting:
-    """Wait for all ranks and see that each has its accelerator; called before `distributed.initialize`.
+    """Wait for all ranks and check that each has its accelerator; call it before `distributed.initialize`.
 
-    Without `preflight` only who has not come is a reason to end: torch would wait for half an hour in silence.
+    With `preflight` off, only missing ranks end the job: torch would wait for them for half an hour without a message.
 
-    Keep what it returns until that has been called: rank 0 holds the store in it.
+    Returns:
+        The meeting, which keeps rank 0's store alive: hold it until `distributed.initialize` has returned.
 
     Raises:
-        UnfitError: on every rank that came; names who did not come, and nodes without a GPU.
-        UnusableError: likewise; two ranks have one GPU.
-        ValueError: half of a launcher's variables.
+        UnfitError: on every rank present; names missing ranks, and nodes without a GPU.
+        UnusableError: on every rank present; two ranks have the same GPU.
+        ValueError: a launcher's variables are incomplete.
     """
     meeting = meet(seconds=config.watchdog.join_seconds)
     findings = [one for one in meeting.findings if config.preflight or one.what == MEETING]
@@ -42,14 +43,14 @@ def before_joining(config: Any) -> Meeting:
 
 
 def preflight(config: Any, world: World) -> list[str]:
-    """See that nodes and ranks are fit for this configuration; every rank calls it, once it has joined.
+    """Check that nodes and ranks are fit for this configuration; every rank calls it after joining.
 
     Returns:
-        Warnings, a line each; the same on every rank.
+        Warnings, one line each; the same on every rank.
 
     Raises:
         UnusableError: on every rank, with one message: what failed, where, and the fix.
-        UnfitError: likewise, if all that failed is of one machine, or of now.
+        UnfitError: likewise, if every failure is specific to a machine or temporary.
     """
     findings: list[Finding] = []
     with closing(examine(config, world, is_thorough=False)) as rounds:
@@ -67,11 +68,11 @@ def _refuse(config: Any, findings: Sequence[Finding], nodes: Sequence[str], *, i
 
 
 def note_failed_nodes(run_dir: Path, names: Iterable[str]) -> None:
-    """Add nodes to RUN/slurm/failed_nodes, which the next start may leave out."""
+    """Add nodes to RUN/slurm/failed_nodes; the next start may exclude them."""
     path = run_dir / FAILED_NODES
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         noted = path.read_text(encoding="utf-8").split() if path.exists() else []
         write_text(path, "".join(f"{name}\n" for name in dict.fromkeys([*noted, *names])))
-    except OSError as error:  # the job is refused anyway, for a reason that matters more
+    except OSError as error:  # the job is refused anyway, for a more important reason
         log.warning("%s: %s", path, error)

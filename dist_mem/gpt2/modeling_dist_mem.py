@@ -1,14 +1,14 @@
-"""A GPT-2 with memory for Hugging Face's transformers, which carries the memory in `generate()`.
+"""A GPT-2 with memory for Hugging Face's transformers; `generate()` carries the memory.
 
-A copy of this file lies in every folder that `dist-mem export --format transformers` makes of such a model; it needs
-dist_mem installed. Nothing of dist_mem imports it.
+`dist-mem export --format transformers` copies this file into every folder that it writes of such a model. The file
+needs dist_mem installed; no module of dist_mem imports it.
 
     model = AutoModelForCausalLM.from_pretrained("models/mine", trust_remote_code=True)
     ids = AutoTokenizer.from_pretrained("models/mine")("<|endoftext|>It was", return_tensors="pt").input_ids
     model.generate(ids, max_new_tokens=50)
 
-A text begins with the token of BOS, may be of any length, and is read in segments as in training. Shape letters: B
-lanes, T segment, L given tokens, V vocabulary.
+A text begins with the BOS token, may have any length, and is read in segments as in training. Shape letters: B lanes,
+T segment, L given tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from dist_mem.memory import memory_options
 from dist_mem.memory.outside import files_of
 from dist_mem.model import LMState, MemoryLM
 
-# What `from_pretrained` of an Auto class hands on, and means nothing here.
+# Options that `from_pretrained` of an Auto class passes on, and that are ignored here.
 _PASSED_OVER = {"adapter_kwargs", "code_revision", "trust_remote_code", "_commit_hash", "_from_auto", "dtype"}
 
 
 class Carried(NamedTuple):
-    """What has been read of every lane."""
+    """State between two calls of the model, for every lane."""
 
     state: LMState  # memories after the last complete segment
-    open_tokens: Tensor  # (B, less than T) int64, what was read after it
+    open_tokens: Tensor  # (B, less than T) int64, tokens read after it
 
 
 @dataclass
@@ -50,7 +50,7 @@ class MemoryOutput(ModelOutput):
 
 
 def _read_settings(path: Path) -> Config:
-    """The configuration in a folder; its memory is one that is installed, as in every folder that export makes."""
+    """Read the configuration of a folder; its memory must be an installed one, as in every exported folder."""
     for program in files_of(plain_block(load_config([str(path)]).memory)):
         raise ValueError(f"{path}: memory names {program}: it is a program, and not run; export the model again")
     return load_config([str(path)], memory_options=memory_options)
@@ -67,13 +67,13 @@ class MemoryGPT2(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]  # theirs names options that mean nothing here
+    def from_pretrained(  # type: ignore[override]  # the base class names options that have no meaning here
         cls, path: Any, *args: Any, config: Any = None, **options: Any
     ) -> MemoryGPT2:
-        """The model of a folder, in evaluation mode; of the options `dtype` counts.
+        """Load the model of a folder, in evaluation mode; only the option `dtype` has an effect.
 
         Raises:
-            ValueError: an option that is not known here, or weights that do not fit.
+            ValueError: an unknown option, or weights that do not fit the model.
         """
         unknown = {name for name, value in options.items() if value is not None} - _PASSED_OVER
         if unknown:
@@ -94,10 +94,10 @@ class MemoryGPT2(PreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         **_: Any,
     ) -> MemoryOutput:
-        """Read L more tokens of every lane, (B, L) int64.
+        """Read L more tokens of every lane, (B, L) int64, after those in `carried`.
 
         Raises:
-            ValueError: padding, which a memory would take for text.
+            ValueError: there is padding, which a memory would read as text.
         """
         if attention_mask is not None and not bool(attention_mask.all()):
             raise ValueError("a batch of texts of several lengths: a memory would take the padding for text")
@@ -116,7 +116,7 @@ class MemoryGPT2(PreTrainedModel, GenerationMixin):
         return MemoryOutput(loss, logits, Carried(state, tokens))
 
     def read(self, tokens: Tensor, state: LMState) -> tuple[Tensor, LMState]:
-        """One segment, complete or not: an incomplete one leaves the memory as it was."""
+        """Read one segment; an incomplete one leaves the memory unchanged."""
         length = tokens.shape[1]
         padded = F.pad(tokens, (0, self.seg_len - length))
         valid_len = torch.full((len(tokens),), length, device=tokens.device)
@@ -124,19 +124,19 @@ class MemoryGPT2(PreTrainedModel, GenerationMixin):
         return log_probs[:, :length], state
 
     def generate(self, *args: Any, **options: Any) -> Any:
-        """As theirs.
+        """Generate as the base class does.
 
         Raises:
-            ValueError: more than one beam, which theirs would read on with the memory of another.
+            ValueError: more than one beam; the base class would continue beams with each other's memories.
         """
         settings = options.get("generation_config") or self.generation_config
         num_beams = options.get("num_beams") or getattr(settings, "num_beams", None) or 1
         if num_beams != 1:
             raise ValueError(f"num_beams is {num_beams}, but a GPT-2 with memory takes 1: beams would swap memories")
-        return super().generate(*args, **options)  # type: ignore[misc]  # theirs asks for a protocol it defines
+        return super().generate(*args, **options)  # type: ignore[misc]  # transformers expects its own protocol
 
     def prepare_inputs_for_generation(self, input_ids: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """All tokens at first, also after what `carried` holds, then the newest; theirs looks for the name `kwargs`."""
+        """Return all tokens at first, even if `carried` is given, then the newest; transformers requires `kwargs`."""
         new = input_ids[:, -1:] if kwargs.get("prompt_is_read") else input_ids
         return {"input_ids": new, "carried": kwargs.get("carried"), "attention_mask": kwargs.get("attention_mask")}
 

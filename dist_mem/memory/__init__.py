@@ -1,6 +1,6 @@
-"""The registry of memories: `memory.kind: NAME` is the class in dist_mem/memory/NAME.py; there is no list to edit.
+"""The registry of memories: `memory.kind: NAME` selects the class in dist_mem/memory/NAME.py; there is no list to edit.
 
-What is not here is looked for outside of the package (dist_mem/memory/outside.py).
+Other kinds are looked up outside the package (dist_mem/memory/outside.py).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from dist_mem.memory.outside import is_file, load_from_file, load_offered, offer
 
 
 def memory_kinds() -> list[str]:
-    """Every built-in memory, by file name."""
+    """Return the kinds of all built-in memories, which are their file names, sorted."""
     names = {module.name for module in pkgutil.iter_modules(__path__)}
     return sorted(names - {"base", "outside", "parts"})
 
 
 def memory_class(kind: str, where: str = "memory") -> type[Memory]:
-    """The memory of that name, here or outside; `where` is the key of its block, for messages.
+    """Return the class of a memory, built-in or external; `where` is the key of its block, for messages.
 
     Raises:
-        ValueError: there is none; names the nearest one.
+        ValueError: there is no such memory; the message names the nearest one.
     """
     if is_file(kind):
         return load_from_file(kind, where)
@@ -46,8 +46,8 @@ def memory_class(kind: str, where: str = "memory") -> type[Memory]:
             f"{where}.kind is {kind!r}, but must be one of {', '.join(allowed)} or PATH.py:CLASS; did you mean {meant}?"
         )
     module = importlib.import_module(f"{__name__}.{kind}")
-    own = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
-    found = [value for value in own if isinstance(value, type) and issubclass(value, Memory)]
+    defined = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
+    found = [value for value in defined if isinstance(value, type) and issubclass(value, Memory)]
     if len(found) != 1:
         names = [found_class.__name__ for found_class in found]
         raise ValueError(f"{module.__file__} must define exactly one Memory, but defines {names}")
@@ -55,7 +55,7 @@ def memory_class(kind: str, where: str = "memory") -> type[Memory]:
 
 
 def described_memories() -> dict[str, tuple[str, type]]:
-    """Kind -> the first line of its file, and the dataclass of its options."""
+    """Return for each built-in kind the first line of its file, and the dataclass of its options."""
     described: dict[str, tuple[str, type]] = {}
     for kind in memory_kinds():
         chosen = memory_class(kind)
@@ -65,13 +65,13 @@ def described_memories() -> dict[str, tuple[str, type]]:
 
 
 def memory_options(block: Mapping[str, Any], where: str = "memory") -> tuple[str, Any]:
-    """Kind and typed options of a configuration's `memory` block, and of the blocks under its `over`, written out.
+    """Return the kind and the typed options of a configuration's `memory` block; `over` blocks get all their options.
 
     Args:
         where: key of the block in the configuration, for messages.
 
     Raises:
-        ValueError: an unknown kind or key (names the nearest known one), or a value of the wrong type.
+        ValueError: an unknown kind or key (the message names the nearest known one), or a value of the wrong type.
     """
     if not isinstance(block, Mapping) or not isinstance(block.get("kind"), str):
         kinds = ", ".join(memory_kinds())
@@ -88,7 +88,7 @@ def memory_options(block: Mapping[str, Any], where: str = "memory") -> tuple[str
 
 
 def build_memory(block: Mapping[str, Any], spec: LayerSpec) -> Memory:
-    """The memory layer of one block of the model; one with the option `over` is built over that memory."""
+    """Build the memory layer of one block of the model; one with the option `over` is built over that memory."""
     kind, options = memory_options(block)
     memory = _build(kind, options, spec)
     if spec.short_first and not memory.takes_short_first:
@@ -106,6 +106,6 @@ def _build(kind: str, options: Any, spec: LayerSpec) -> Memory:
     try:
         over = build_memory(options.over, spec)
         assert over.evicted_len, "asked here, where its refusal is told with the right key"
-    except ValueError as error:  # a memory does not know that it lies under another
+    except ValueError as error:  # a memory does not know that another one is built over it
         raise ValueError(re.sub(r"\bmemory\.(?=\w)", "memory.over.", str(error))) from None
     return build(spec, options, over)

@@ -1,7 +1,7 @@
-"""How much memory this process may use at most: of its machine or GPU, its control groups, its limits.
+"""Limits of the memory that this process may use: of its machine or GPU, its control groups, and its resource limits.
 
-Other processes may have taken a part of it; this is what there would be without them. A limit that several ranks share
-has one name on all of them.
+A limit is the total, not what other processes leave free. A limit that several ranks share has the same name on all of
+them.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 from dist_mem.runtime.environment import node_name
 
 _CGROUPS = Path("/sys/fs/cgroup")
-_NO_LIMIT = 2**60  # bytes; the first version of control groups writes a number near 2^63
+_NO_LIMIT = 2**60  # bytes; version 1 of control groups writes a number near 2^63 for no limit
 
 
 class Limit(NamedTuple):
-    """A bound on the bytes of all processes that have it."""
+    """A limit on the bytes of all processes that share it."""
 
-    name: str  # equal on two ranks that share it
-    text: str  # for people
+    name: str  # equal on all ranks that share the limit
+    text: str  # description for messages
     num_bytes: int
 
 
 def memory_limits(device: torch.device) -> list[Limit]:
-    """The limits of what is allocated on this device; none where the system does not say."""
+    """Return the limits of allocations on this device; empty if the system reports none."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         num_bytes = torch.cuda.mem_get_info(device)[1]
@@ -39,7 +39,7 @@ def memory_limits(device: torch.device) -> list[Limit]:
 
 
 def _machine() -> str:
-    """Name of the running system, the same in all its containers."""
+    """Return an identifier of the running system, the same in all its containers."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return node_name()
@@ -55,7 +55,7 @@ def _of_machine() -> Iterator[Limit]:
 
 
 def _of_control_groups() -> Iterator[Limit]:
-    """Of this process's group and those around it; Slurm and containers set them."""
+    """Yield the limits of this process's control group and its parents; Slurm and containers set them."""
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
@@ -68,7 +68,7 @@ def _of_control_groups() -> Iterator[Limit]:
 def _of_folders(root: Path, path: str, limit: str, swap: str | None) -> Iterator[Limit]:
     folder = root / path.lstrip("/")
     for group in (folder, *folder.parents):
-        with suppress(OSError):  # no such file: the root has none, and a container sees only a part
+        with suppress(OSError):  # no such file: the root group has none, and a container sees only some groups
             num_bytes = _bytes_of(group / limit) + (_bytes_of(group / swap) if swap else 0)
             if num_bytes < _NO_LIMIT:
                 yield Limit(f"{_machine()} group {group.stat().st_ino}", f"{group} ({limit})", num_bytes)

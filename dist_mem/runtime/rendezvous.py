@@ -1,8 +1,8 @@
-"""Before the ranks join: do all come, and has each its accelerator? Told by the store where they meet.
+"""Rendezvous of the ranks before they join: check that all are present and that each has its accelerator.
 
-A node that has lost its GPU would join with gloo while the others wait for it with NCCL, all of them for half an hour
-and without a word. So every rank first leaves a note of what it has in the store that torch will use too; rank 0 reads
-them and leaves its verdict.
+A node that has lost its GPU would join with gloo while the others wait for it with NCCL, for half an hour and without a
+message. So every rank first writes an entry with its node and GPU to the store that torch will use too; rank 0 reads
+the entries and writes its verdict.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from dist_mem.runtime.findings import MEETING, Finding, Place, fail, ok, warning
 
 _NO_CUDA = "built without CUDA"
 _LONG = timedelta(hours=1)
-_LOOK_SECONDS = 0.005  # between two looks for ranks that have come
-_KNOCK_SECONDS = 0.5  # between two looks for rank 0, at most: those of hundreds of ranks knock at one door
-_READING_SECONDS = 10.0  # for all ranks to read the verdict, before rank 0 may end and the store with it
+_LOOK_SECONDS = 0.005  # between two polls for new ranks
+_KNOCK_SECONDS = 0.5  # at most, between two attempts to reach rank 0: hundreds of ranks connect to one port
+_READING_SECONDS = 10.0  # for all ranks to read the verdict, before rank 0 may exit and the store with it
 
 
 class Seat(NamedTuple):
@@ -44,11 +44,11 @@ class Seat(NamedTuple):
     node: str
     rank: int
     local_rank: int
-    gpu: str | None  # what names one GPU of all there are; None: no GPU
-    model: str  # of the GPU; of a CPU ""
+    gpu: str | None  # unique identifier of the GPU; None: no GPU
+    model: str  # of the GPU; "" for a CPU
     num_bytes: int  # of the GPU's memory
     num_visible: int  # GPUs that this rank sees
-    missing: str | None  # why there should be a GPU, and what torch says, where there is none
+    missing: str | None  # without a GPU: why one is expected, and torch's message; None: none is expected
 
     @property
     def place(self) -> Place:
@@ -56,7 +56,7 @@ class Seat(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """What came of it; the store lives as long as this does."""
+    """Result of the rendezvous; it keeps the store alive."""
 
     findings: list[Finding]
     nodes: list[str]
@@ -64,7 +64,7 @@ class Meeting(NamedTuple):
 
 
 def own_seat() -> Seat:
-    """This rank's. The GPU is the one that `distributed.initialize` takes."""
+    """Return the seat of this rank. Its GPU is the one that `distributed.initialize` selects."""
     rank, _, local_rank, _ = read_ranks()
     place = (node_name(), rank, local_rank)
     if not torch.cuda.is_available():
@@ -75,19 +75,19 @@ def own_seat() -> Seat:
 
 
 def _why_gpu_is_missing() -> str | None:
-    """None where nobody has asked for one."""
+    """Return why a GPU is expected, with torch's message; None if none is expected."""
     if gpus_are_hidden():
         return None
     if slurm_gave_gpus():
-        asked = "Slurm has given this job GPUs"
+        reason = "Slurm has given this job GPUs"
     elif Path("/dev/nvidia0").exists():
-        asked = "this node has a GPU"
+        reason = "this node has a GPU"
     else:
         return None
-    return f"{asked}; torch: {_torch_says()}"
+    return f"{reason}; torch: {_torch_message()}"
 
 
-def _torch_says() -> str:
+def _torch_message() -> str:
     if torch.version.cuda is None:
         return _NO_CUDA
     try:
@@ -98,13 +98,13 @@ def _torch_says() -> str:
 
 
 def meet(*, seconds: float) -> Meeting:
-    """Wait for all ranks and compare what they have; every rank calls it, before `distributed.initialize`.
+    """Wait for all ranks and compare their accelerators; every rank calls it, before `distributed.initialize`.
 
     Args:
-        seconds: that no further rank may come while some are missing; likewise, how long the others look for rank 0.
+        seconds: how long to wait for the next rank while some are missing; also how long other ranks wait for rank 0.
 
     Raises:
-        ValueError: half of a launcher's variables.
+        ValueError: a launcher's variables are incomplete.
     """
     ranks = read_ranks()
     rank, size, _, _ = ranks
@@ -119,11 +119,11 @@ def meet(*, seconds: float) -> Meeting:
         store.add("doctor/seats", 1)
         if rank == 0:
             return _decide(store, size, seconds)
-        store.wait(["doctor/verdict"], _LONG)  # rank 0 knows who is still coming; if it ends, so does this
+        store.wait(["doctor/verdict"], _LONG)  # rank 0 decides how long to wait; if it exits, the wait fails
         verdict = _unpacked(store.get("doctor/verdict"), store)
         store.add("doctor/readers", 1)
         return verdict
-    except (RuntimeError, OSError) as error:  # torch's own, of the network, and ours
+    except (RuntimeError, OSError) as error:  # from torch, from the network, or from `_wait_until_there`
         reason = str(error).partition("\n")[0]
         fix = f"can {seat.node} reach {host} there? name resolution, firewall; another job's port: set MASTER_PORT"
         remark = fail(MEETING, f"no meeting at {host}:{port}: {reason}", fix, blames_node=rank != 0)
@@ -131,7 +131,7 @@ def meet(*, seconds: float) -> Meeting:
 
 
 def _open_store(host: str, port: int, *, rank: int, seconds: float) -> Any:
-    """The store that torch will meet in; torchrun keeps it, else rank 0 does, and torch shares it (`multi_tenant`)."""
+    """Open the store of torch's rendezvous; torchrun or else rank 0 hosts it, and torch shares it (`multi_tenant`)."""
     is_master = rank == 0 and not agent_keeps_store()
     _wait_until_there(host, port, is_listening=not is_master, seconds=seconds)
     store = dist.TCPStore(
@@ -146,10 +146,10 @@ def _open_store(host: str, port: int, *, rank: int, seconds: float) -> Any:
 
 
 def _wait_until_there(host: str, port: int, *, is_listening: bool, seconds: float) -> None:
-    """Wait until the name resolves, and somebody listens there: torch would print a C++ stack about it, twice.
+    """Wait until the host name resolves and a server listens there: torch would print a C++ stack trace, twice.
 
     Raises:
-        OSError: not in so many seconds.
+        OSError: it did not happen within `seconds`.
     """
     deadline, pause = time.monotonic() + seconds, _LOOK_SECONDS
     while True:
@@ -162,14 +162,14 @@ def _wait_until_there(host: str, port: int, *, is_listening: bool, seconds: floa
         except OSError as error:
             if time.monotonic() + pause > deadline:
                 who = "launcher" if agent_keeps_store() else "rank 0"
-                told = f"nobody answers for {seconds:g} s, where {who} is expected" if is_listening else "no such host"
-                raise OSError(f"{told} ({error.strerror or error})") from error
+                text = f"nobody answers for {seconds:g} s, where {who} is expected" if is_listening else "no such host"
+                raise OSError(f"{text} ({error.strerror or error})") from error
         time.sleep(pause)
         pause = min(2 * pause, _KNOCK_SECONDS)
 
 
 def _decide(store: Any, size: int, seconds: float) -> Meeting:
-    """Rank 0: read all seats, tell all."""
+    """Read all seats, check them, and write the verdict; rank 0 calls it."""
     present = _wait_for_seats(store, size, seconds)
     seats = [Seat(*json.loads(store.get(f"doctor/seat/{rank}"))) for rank in present]
     nodes = list(dict.fromkeys(seat.node for seat in seats))
@@ -182,7 +182,7 @@ def _decide(store: Any, size: int, seconds: float) -> Meeting:
 
 
 def _wait_for_seats(store: Any, size: int, seconds: float) -> list[int]:
-    """The ranks that have come, once all have, or none has for so many seconds."""
+    """Return the ranks present, when all are, or when no other has come for `seconds`."""
     num_seats, deadline = 0, time.monotonic() + seconds
     while num_seats < size and time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS)
@@ -197,7 +197,7 @@ def _unpacked(text: bytes, store: Any) -> Meeting:
 
 
 def _check_present(seats: Sequence[Seat], size: int, seconds: float) -> Iterator[Finding]:
-    """Name the ranks that have not come, and under Slurm the nodes from which none has."""
+    """Yield a finding about the missing ranks; under Slurm, one for each node from which no rank has come."""
     missing = sorted(set(range(size)) - {seat.rank for seat in seats})
     nodes = list(dict.fromkeys(seat.node for seat in seats))
     if not missing:
@@ -214,7 +214,7 @@ def _check_present(seats: Sequence[Seat], size: int, seconds: float) -> Iterator
 
 
 def check_accelerators(seats: Sequence[Seat]) -> Iterator[Finding]:
-    """A GPU each where any has one, none shared, all alike."""
+    """Check that all ranks have a GPU if any has one, that none is shared, and that all are of one model."""
     with_gpu = [seat for seat in seats if seat.gpu]
     if not with_gpu:
         yield from _check_cpus(seats)
@@ -272,7 +272,7 @@ def _check_shared(with_gpu: Sequence[Seat]) -> Iterator[Finding]:
 
 
 def _check_alike(with_gpu: Sequence[Seat]) -> Iterator[Finding]:
-    """Say which GPUs are not what most are."""
+    """Yield a warning for each GPU that differs from the most common one."""
     kinds = [(seat.model, seat.num_bytes) for seat in with_gpu]
     usual = max(kinds, key=kinds.count)
     for seat, kind in zip(with_gpu, kinds, strict=True):
