@@ -1,19 +1,20 @@
-"""enwik8 and text8 (Mahoney 2006, mattmahoney.net/dc) as shards: one token a byte, 90 / 5 / 5 million of them.
+"""Build shards of enwik8 and text8 (Mahoney 2006, mattmahoney.net/dc): one token per byte, 90 / 5 / 5 million tokens.
 
     curl -O http://mattmahoney.net/dc/enwik8.zip && unzip enwik8.zip
     python shards/build_characters.py --source enwik8 --out data/enwik8
     python shards/build_characters.py --source text8 --out data/text8
 
-What the file is, its content says: text8 has nothing but a to z and spaces. The splits are the published ones, each one
-document, for the layout `stream`; `dist-mem evaluate` gives bits per byte, which are bits per character in the papers.
+The content shows which file it is: text8 has only a to z and spaces. The splits are the published ones, each a single
+document, for the layout `stream`. `dist-mem evaluate` reports bits per byte, which the papers call bits per character.
 
-Published counts (LaMemo, table 4) are those of Transformer-XL's preparation, and the same here:
-- enwik8 88,982,818 / 4,945,742 / 4,943,417: its 1,128,023 newlines vanish, because it reads line by line and adds
-  nothing at line ends. `--newlines keep` keeps them: 90,000,000 / 5,000,000 / 5,000,000, as other papers have it.
+The published counts (LaMemo, table 4) are those of Transformer-XL's preparation, and the counts here are the same:
+- enwik8 88,982,818 / 4,945,742 / 4,943,417: the 1,128,023 newlines are lost, because that preparation reads line by
+  line and adds nothing at line ends. `--newlines keep` keeps them: 90,000,000 / 5,000,000 / 5,000,000, as in other
+  papers.
 - text8 89,999,999 / 4,999,999 / 5,000,000: spaces at the ends of a split are stripped, one in train and one in
   validation.
 
-There is no vocabulary to count: 256 bytes and BOS, where the published one has the 204 bytes and 27 letters that occur.
+The vocabulary is fixed: 256 bytes and BOS; the published ones have only the 204 bytes or 27 letters that occur.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ OFFICIAL_TOKENS = {  # LaMemo, table 4
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build, and say what went wrong; returns the exit code."""
+    """Build, report errors, and return the exit code."""
     options = parse_arguments(arguments)
     return exit_code(lambda: build(options), builder="build_characters", reads=[options.source])
 
 
 def build(options: argparse.Namespace) -> None:
-    """Look what the file is, cut it, compare counts with the published ones, and build."""
+    """Detect the corpus, split it, compare the counts with the published ones, and build."""
     content = read_whole(options.source)
     corpus = "enwik8" if content.translate(None, LETTERS) else "text8"
     without = b"\n" if corpus == "enwik8" and options.newlines == "drop" else b""
@@ -86,7 +87,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def read_whole(path: Path) -> bytes:
-    """The file. Raises ValueError if it cannot be one of the two."""
+    """Return the content of the file. Raise ValueError if it cannot be enwik8 or text8."""
     if path.is_dir():
         raise ValueError(f"--source {path} is a folder: give the file in it, enwik8 or text8")
     content = path.read_bytes()
@@ -98,7 +99,7 @@ def read_whole(path: Path) -> bytes:
 
 
 def split_bounds(content: bytes, *, strip: bool) -> dict[str, tuple[int, int]]:
-    """First byte of each split, and the one after its last; without the spaces at its ends if `strip`."""
+    """Return the first byte of each split and the one after its last; `strip`: without the spaces at its ends."""
     edges = [0, NUM_BYTES - 2 * HELD_OUT, NUM_BYTES - HELD_OUT, NUM_BYTES]
     bounds = {}
     for split, (start, stop) in zip(("train", "validation", "test"), pairwise(edges), strict=True):
@@ -111,7 +112,7 @@ def split_bounds(content: bytes, *, strip: bool) -> dict[str, tuple[int, int]]:
 
 
 def check_counts(corpus: str, splits: dict[str, list[SourceDocument]]) -> None:
-    """Raise ValueError if a split has not as many tokens as published."""
+    """Raise ValueError if the number of tokens of a split is not the published one."""
     for split, (document,) in splits.items():
         assert isinstance(document.source, FileSlice)
         found, published = len(document.source.read()), OFFICIAL_TOKENS[corpus][split]

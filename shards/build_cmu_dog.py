@@ -1,18 +1,18 @@
-"""CMU-DoG (Zhou et al. 2018): conversations about a film that has been read about, as shards; the replies are scored.
+"""Build shards of CMU-DoG (Zhou et al. 2018): conversations about a film and a text about it; the replies are scored.
 
     git clone https://github.com/festvox/datasets-CMU_DoG
     python shards/build_cmu_dog.py --source datasets-CMU_DoG --out data/cmu_dog
     python shards/build_cmu_dog.py --source datasets-CMU_DoG --out data/cmu_dog_released --splits released
     python shards/build_cmu_dog.py --source datasets-CMU_DoG --out data/cmu_dog_bare --no-document
 
-A document is one conversation: what Wikipedia has about the film, an empty line, then the turns, one a line, as
-"A: text" (user1) and "B: text" (user2). Scored is what a turn says, from the space after its tag to the end of its
-line, of both users. docs/howto/dialogue.md says what was decided and why.
+A document is one conversation: the Wikipedia text about the film, an empty line, then the turns, one per line, as
+"A: text" (user1) and "B: text" (user2). The scored part of a turn, of both users, is from the space after its tag to
+the end of its line. docs/howto/dialogue.md explains these choices.
 
-Some conversations of validation and test stand in the released train split too. By default these copies are left out
-of train; validation and test are whole either way. The titles of the leaked ones end in a mark, by which
-`dist-mem dialogue` reports them apart. The tokenizer is the same for all of these builds: it is trained on every film
-once, and on the turns of train without the copies. The data have no licence file: ask before you pass them on.
+Some conversations of validation and test are in the released train split too. By default these copies are removed from
+train; validation and test are always complete. The titles of the leaked conversations end in a mark, by which
+`dist-mem dialogue` reports them separately. The tokenizer is the same for all of these builds: it is trained on every
+film once, and on the turns of train without the copies. The data have no licence file: ask before redistributing them.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ SCENES = ("1", "2", "3")  # the other sections
 
 
 class Turn(NamedTuple):
-    """What one user says until the other does."""
+    """Successive messages of one user, until the other user writes."""
 
     user: str  # user1 | user2
     text: str  # one line, with no space around it
 
 
 class Conversation(NamedTuple):
-    id: str  # its file name, the same wherever a copy of it stands
+    id: str  # its file name, the same for all copies of it
     film: int  # wikiDocumentIdx
     turns: list[Turn]
 
@@ -70,7 +70,7 @@ class Film(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build, and say what went wrong; returns the exit code."""
+    """Build, report errors, and return the exit code."""
     options = parse_arguments(arguments)
     return exit_code(lambda: build(options), builder="build_cmu_dog", reads=[options.source, options.tokenizer_from])
 
@@ -100,7 +100,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def build(options: argparse.Namespace) -> None:
-    """Read, say how many conversations there are, and build."""
+    """Read the data, print the number of conversations, and build."""
     films = read_films(options.source / "WikiData")
     released = {
         split: read_conversations(options.source / "Conversations" / folder, films) for split, folder in FOLDERS.items()
@@ -135,7 +135,7 @@ def build(options: argparse.Namespace) -> None:
 def make_tokenizer(
     options: argparse.Namespace, films: Iterable[Film], conversations: Iterable[Conversation]
 ) -> Tokenizer:
-    """The tokenizer asked for; a film that a hundred conversations are about counts once in its training."""
+    """Load or train the chosen tokenizer; each film counts once in its training, however many conversations it has."""
     if options.tokenizer_from is not None:
         return load_tokenizer(options.tokenizer_from)
     if options.tokenizer == BytesTokenizer.kind:
@@ -147,7 +147,7 @@ def make_tokenizer(
 
 
 def source_document(conversation: Conversation, film: Film, *, with_document: bool, is_leaked: bool) -> SourceDocument:
-    """The text of a conversation, and where in it somebody speaks."""
+    """Return a conversation as a document, with the spans of the replies as its scored parts."""
     text = f"{film.text}\n" if with_document else ""
     spans = []
     for turn in conversation.turns:
@@ -160,12 +160,12 @@ def source_document(conversation: Conversation, film: Film, *, with_document: bo
 
 
 def read_films(folder: Path) -> dict[int, Film]:
-    """wikiDocumentIdx -> what there is to read about the film."""
+    """Return the films by wikiDocumentIdx."""
     return {facts["wikiDocumentIdx"]: film_of(facts, path) for path, facts in read_folder(folder)}
 
 
 def film_of(facts: dict[str, Any], path: Path) -> Film:
-    """One line for each fact of section 0 and each scene."""
+    """Return a film whose text has one line for each fact of section 0 and each scene."""
     try:
         lines = [f"{label}: {on_one_line(facts['0'][key])}" for key, label in FACTS.items()]
         lines += [f"Scene {scene}: {on_one_line(facts[scene])}" for scene in SCENES]
@@ -175,7 +175,7 @@ def film_of(facts: dict[str, Any], path: Path) -> Film:
 
 
 def read_conversations(folder: Path, films: dict[int, Film]) -> list[Conversation]:
-    """The conversations of a folder, in the order of their names."""
+    """Read the conversations of a folder, in the order of their names."""
     conversations = []
     for path, facts in read_folder(folder):
         try:
@@ -190,10 +190,10 @@ def read_conversations(folder: Path, films: dict[int, Film]) -> list[Conversatio
 
 
 def turns_of(messages: Iterable[tuple[str, str]]) -> list[Turn]:
-    """Successive messages of one user, joined by a space; empty ones are left out.
+    """Join successive messages of one user by spaces; omit empty ones.
 
     Raises:
-        KeyError: another user than user1 and user2.
+        KeyError: a user is neither user1 nor user2.
     """
     lines = [(user, line) for user, text in messages if (line := on_one_line(text))]
     turns = [Turn(user, " ".join(line for _, line in said)) for user, said in groupby(lines, key=lambda said: said[0])]
@@ -203,14 +203,14 @@ def turns_of(messages: Iterable[tuple[str, str]]) -> list[Turn]:
 
 
 def on_one_line(text: str | Sequence[str]) -> str:
-    """Text without line ends and outer spaces; a list is joined by semicolons."""
+    """Remove line ends and outer spaces; join a list by semicolons."""
     if not isinstance(text, str):
         return "; ".join(on_one_line(part) for part in text)
     return " ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
 def read_folder(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """The JSON files of a folder and their contents, by name."""
+    """Read the JSON files of a folder, sorted by name; return paths and contents."""
     paths = sorted(folder.glob("*.json"))
     if not paths:
         raise ValueError(f"{folder} has no .json files: check --source")
@@ -224,7 +224,7 @@ def read_folder(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def counts_table(released: dict[str, list[Conversation]], built: dict[str, list[Conversation]]) -> str:
-    """Conversations per split, released and built, and all that differ, beside the published number."""
+    """Return a table of the conversations per split, released and built, and of the distinct and published numbers."""
     ids = {split: {conversation.id for conversation in released[split]} for split in released}
     lines = [f"{'conversations':<14} {'released':>8} {'in train':>8} {'built':>8}"]
     for split in released:

@@ -1,11 +1,11 @@
-"""PG-19 (Rae et al. 2020), or any corpus laid out like it, as shards.
+"""Build shards of PG-19 (Rae et al. 2020), or of any corpus with its layout.
 
     python shards/build_pg19.py --source pg19 --out data/pg19 --download      # 11.7 GB
     python shards/build_pg19.py --source pg19 --out data/pg19 --vocab-size 8000 --workers 8
 
 The layout is the original one: <source>/{train,validation,test}/<id>.txt, UTF-8, and <source>/metadata.csv, whose rows
-are id, title, year, url, without a header. A document that metadata.csv does not name has its id as title and no year;
-there need be no metadata.csv, nor all three folders. Provenance and licences: shards/README.md.
+are id, title, year, url, without a header. A document that is not in metadata.csv has its id as title and no year.
+metadata.csv is optional, and so are single splits. Provenance and licences: shards/README.md.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ METADATA_NAME = "metadata.csv"
 
 class OfficialSplit(NamedTuple):
     num_documents: int
-    num_words: int  # what published word-level perplexities are divided by (README of github.com/google-deepmind/pg19)
-    ids_sha256: str  # of the sorted ids, one a line: tells the complete split from any other folder
+    num_words: int  # divisor of published word-level perplexities (README of github.com/google-deepmind/pg19)
+    ids_sha256: str  # of the sorted ids, one per line: identifies the complete split
 
 
 OFFICIAL_SPLITS = {
@@ -53,9 +53,9 @@ class Metadata(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build, and say what went wrong; returns the exit code."""
+    """Build, report errors, and return the exit code."""
     options = parse_arguments(arguments)
-    source = None if options.download else options.source  # which the download makes
+    source = None if options.download else options.source  # the download creates it
     return exit_code(lambda: build(options), builder="build_pg19", reads=[source, options.tokenizer_from])
 
 
@@ -110,7 +110,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def download(options: argparse.Namespace) -> None:
-    """Fetch metadata.csv and the documents that the other options choose."""
+    """Fetch metadata.csv and the documents that the other options select."""
     options.source.mkdir(parents=True, exist_ok=True)
     write_bytes(options.source / METADATA_NAME, fetch(f"{options.base_url.rstrip('/')}/{METADATA_NAME}"))
     metadata = read_metadata(options.source / METADATA_NAME)
@@ -125,10 +125,10 @@ def download(options: argparse.Namespace) -> None:
 
 
 def read_metadata(path: Path) -> dict[str, Metadata]:
-    """Document id -> its row; nothing if there is no such file.
+    """Return the rows by document id; empty if there is no such file.
 
     Raises:
-        ValueError: a row is not id, title, year, url, or an id comes twice.
+        ValueError: a row is not id, title, year, url, or an id is repeated.
     """
     if not path.exists():
         return {}
@@ -143,7 +143,7 @@ def read_metadata(path: Path) -> dict[str, Metadata]:
 
 
 def read_split(folder: Path, metadata: dict[str, Metadata], *, order: str, limit: int | None) -> list[SourceDocument]:
-    """The documents of a folder, in `order`, at most `limit`."""
+    """Return the documents of a folder, in `order`, at most `limit`."""
     chosen = choose((path.stem for path in folder.glob("*.txt")), metadata, order=order, limit=limit)
     if not chosen:
         raise ValueError(f"{folder} has no .txt files")
@@ -160,9 +160,10 @@ def read_split(folder: Path, metadata: dict[str, Metadata], *, order: str, limit
 
 
 def refuse_shared_books(splits: dict[str, list[SourceDocument]], metadata: dict[str, Metadata]) -> None:
-    """Raise ValueError for an id of two splits that means one book: the scores of a book trained on are worthless.
+    """Raise ValueError if two splits share a book: the scores of a book that was trained on are meaningless.
 
-    Ids that metadata.csv does not know may be mere numbers, begun anew in each split: there the texts decide.
+    Books are compared by id. Ids that are not in metadata.csv may be numbers that restart in each split, so for these
+    the texts are compared too.
     """
     for (split, documents), (other, others) in combinations(splits.items(), 2):
         sources = {document.id: document.source for document in documents}
@@ -176,15 +177,15 @@ def refuse_shared_books(splits: dict[str, list[SourceDocument]], metadata: dict[
 
 
 def same_text(one: Any, other: Any) -> bool:
-    """Whether two files of `read_split` hold the same bytes."""
+    """Return whether two files of `read_split` have the same bytes."""
     return filecmp.cmp(one, other, shallow=False)
 
 
 def choose(ids: Iterable[str], metadata: dict[str, Metadata], *, order: str, limit: int | None) -> list[str]:
-    """The first `limit` ids in an order that does not depend on the file system.
+    """Return the first `limit` ids in an order that does not depend on the file system.
 
     Raises:
-        ValueError: order is "metadata" and there is none.
+        ValueError: order is "metadata", but there is no metadata.
     """
     if order == "metadata" and not metadata:
         raise ValueError(f"--order metadata needs {METADATA_NAME} in --source; without it, order by id or text")
@@ -206,7 +207,7 @@ def split_limit(split: str, options: argparse.Namespace) -> int | None:
 
 
 def official_words(splits: dict[str, list[SourceDocument]]) -> dict[str, int]:
-    """Published word counts of the splits that are complete."""
+    """Return the published word counts of the complete splits."""
     counts = {}
     for split, documents in splits.items():
         ids = "\n".join(sorted(document.id for document in documents))

@@ -1,10 +1,10 @@
-"""The sample library (sample_library.py) as texts in the layout of PG-19, and as shards.
+"""Build the sample library (sample_library.py) as texts in the layout of PG-19, and as shards.
 
     python shards/build_sample.py --out data/sample
     python shards/build_sample.py --out data/sample --books 1000 --seed 1
 
-<out>/texts holds {train,validation,test}/<id>.txt and metadata.csv, as `build_pg19.py --source` reads them; the shards
-beside it hold the same books with their recall distances. The same options always give the same bytes.
+<out>/texts has {train,validation,test}/<id>.txt and metadata.csv, as `build_pg19.py --source` reads them; the shards in
+<out> have the same books with their recall distances. The same options always produce the same bytes.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ SIZES = {
     "demo": Size({"train": 320, "validation": 32, "test": 32}, shortest=2_000, longest=20_000),
     "tiny": Size({"train": 16, "validation": 4, "test": 4}, shortest=1_000, longest=2_000),
 }
-VOCAB_SIZE = 1280  # the smallest multiple of 256 at which every word that recalls something is one token
+VOCAB_SIZE = 1280  # the smallest multiple of 256 at which every recalled word is one token
 FIRST_IDS = {"train": 1001, "validation": 8001, "test": 9001}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build, and say what went wrong; returns the exit code."""
+    """Build, report errors, and return the exit code."""
     options = parse_arguments(arguments)
     return exit_code(lambda: build(options), builder="build_sample")
 
@@ -66,7 +66,7 @@ def build(options: argparse.Namespace) -> None:
         workers=options.workers,
         overwrite=options.overwrite,
     )
-    write_texts(library, options.out / "texts")  # last: not over another library's, which build_dataset refuses
+    write_texts(library, options.out / "texts")  # last: build_dataset first refuses to replace another library
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -80,7 +80,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def write_split(split: str, count: int, size: Size, *, seed: int) -> dict[str, Book]:
-    """Book id -> book. Book k of a split is the same in a library of any number of books."""
+    """Return the books of a split by id. Book k of a split does not depend on the number of books."""
     books = {}
     for number in range(FIRST_IDS[split], FIRST_IDS[split] + count):
         draw = random.Random(f"dist_mem sample library {seed} {split} {number}")
@@ -90,7 +90,7 @@ def write_split(split: str, count: int, size: Size, *, seed: int) -> dict[str, B
 
 
 def write_texts(library: dict[str, dict[str, Book]], folder: Path) -> None:
-    """{train,validation,test}/<id>.txt and metadata.csv, as in PG-19; no other book stays there."""
+    """Write {train,validation,test}/<id>.txt and metadata.csv, as in PG-19; remove other books."""
     rows = io.StringIO()
     metadata = csv.writer(rows, lineterminator="\n")
     for split, books in library.items():

@@ -1,11 +1,11 @@
-"""The sorting task (Martins et al. 2022, "infinity-former", sec. 4.1): which symbols of a long sequence are frequent?
+"""Build the sorting task (Martins et al. 2022, "infinity-former", sec. 4.1): rank the symbols of a long sequence.
 
     python shards/build_sorting.py --out data/sorting --lengths 4000 8000 16000
     python shards/build_sorting.py --out data/sorting --lengths 500 1000 --seed 1
 
 A document is a sequence of 20 symbols whose probabilities drift from one distribution to another, a separator, and the
-20 symbols again, the most frequent first: only these answers are scored. Each length is a data directory of its own,
-<out>/<length>. The same options always give the same bytes.
+20 symbols sorted by frequency, the most frequent first. Only these answers are scored. Each length has its own data
+directory, <out>/<length>. The same options always produce the same bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SPLITS = ("train", "validation", "test")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build, and say what went wrong; returns the exit code."""
+    """Build, report errors, and return the exit code."""
     options = parse_arguments(arguments)
     return exit_code(lambda: build(options), builder="build_sorting")
 
@@ -58,11 +58,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def build(options: argparse.Namespace) -> None:
-    """A data directory for each length."""
+    """Build a data directory for each length."""
     for length in options.lengths:
         out = options.out / str(length)
         for split in SPLITS if options.overwrite else ():
-            (out / split / INDEX_NAME).unlink(missing_ok=True)  # without it, a split is not there
+            (out / split / INDEX_NAME).unlink(missing_ok=True)  # without its index, a split does not exist
         tokenizer = sorting_tokenizer()
         if (out / JSON_NAME).exists() and not options.overwrite:
             _check_is_sorting(out, tokenizer)
@@ -73,17 +73,17 @@ def build(options: argparse.Namespace) -> None:
 
 
 def build_split(split_dir: Path, *, length: int, count: int, seed: int) -> None:
-    """Write a split, unless it is there already.
+    """Write a split, unless it exists already.
 
     Raises:
-        ValueError: another one is there.
+        ValueError: another one exists.
     """
     split, tokenizer = split_dir.name, sorting_tokenizer()
     recipe = f"sorting length {length} count {count} seed {seed}"
     if _is_built(split_dir, recipe):
         print(f"{length} {split}: already built, kept", flush=True)
         return
-    # Splits and lengths have random streams of their own; a split of more sequences begins with the same ones.
+    # Each split and length has its own random stream; a split of more sequences begins with the same ones.
     draw = np.random.RandomState([seed, length, SPLITS.index(split)])
     documents = (document(draw, length, number, tokenizer) for number in range(1, count + 1))
     bar = tqdm(documents, total=count, desc=f"{length} {split}", unit="doc", leave=False, disable=None)
@@ -92,7 +92,7 @@ def build_split(split_dir: Path, *, length: int, count: int, seed: int) -> None:
 
 
 def document(draw: np.random.RandomState, length: int, number: int, tokenizer: WordTokenizer) -> TokenizedDocument:
-    """The next sequence, with its answers as the only scored tokens."""
+    """Draw the next sequence; only its answers are scored."""
     sequence = draw_sequence(draw, length)
     tokens = np.concatenate([sequence, [SEPARATOR], answers(sequence)]).astype(tokenizer.dtype)
     return TokenizedDocument(
@@ -107,27 +107,33 @@ def document(draw: np.random.RandomState, length: int, number: int, tokenizer: W
 
 
 def sorting_tokenizer() -> WordTokenizer:
-    """Words "0" to "19" and "20", the separator; BOS stands before a sequence, where the paper has nothing."""
+    """Return a tokenizer of the words "0" to "19", and "20", the separator.
+
+    It adds BOS before a sequence; the paper has no such token.
+    """
     return WordTokenizer([str(symbol) for symbol in range(NUM_SYMBOLS + 1)])
 
 
 def draw_sequence(draw: np.random.RandomState, length: int) -> np.ndarray:
-    """One sequence as the published generator draws it, bit for bit: (length,) int64.
+    """Draw one sequence exactly as the published generator does, bit for bit: (length,) int64.
 
     Token j = 1, ..., T is drawn from (1 - j/T) p0 + (j/T) p1; p0 and p1 are 20 integers from 1 to 9 each, normalised.
-    (The paper, sec. 4.1, names the weight of p0 alpha and lets it grow; the generator lets it shrink.)
+    (The paper, sec. 4.1, calls the weight of p0 alpha and increases it; the published generator decreases it.)
     """
     first, last = draw.randint(1, 10, NUM_SYMBOLS), draw.randint(1, 10, NUM_SYMBOLS)
     progress = np.arange(1, length + 1)[:, None] / length
     probabilities = (1 - progress) * (first / first.sum()) + progress * (last / last.sum())
-    # As `RandomState.choice(20, p=...)`, token by token: one uniform number each, looked up in the cumulative sums.
+    # Equal to `RandomState.choice(20, p=...)` per token: one uniform number each, looked up in the cumulative sums.
     cumulative = probabilities.cumsum(axis=1)
     cumulative /= cumulative[:, -1:]
     return (cumulative <= draw.random_sample(length)[:, None]).sum(axis=1)
 
 
 def answers(sequence: np.ndarray) -> np.ndarray:
-    """The symbols by falling count, equal ones as they first appear, unseen ones last by number: (20,) int64."""
+    """Return the symbols by decreasing count: (20,) int64.
+
+    Symbols of equal count are in the order of their first appearance; unseen symbols come last, by number.
+    """
     counts = np.bincount(sequence, minlength=NUM_SYMBOLS)
     appearance = np.full(NUM_SYMBOLS, len(sequence))
     symbols, places = np.unique(sequence, return_index=True)

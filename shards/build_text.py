@@ -1,11 +1,12 @@
-"""Any folder of text as shards: one document a file, split by folders or by shares.
+"""Build shards of any folder of text: one document per file, split by folders or by shares.
 
     python shards/build_text.py --source corpus --out data/mine                      # corpus/{train,validation,test}
     python shards/build_text.py --source essays letters --out data/mine --validation 0.05 --test 0.05 --workers 8
 
-Files are UTF-8 and end with .txt; folders are searched at any depth. Without shares the folders directly under --source
-say what is train, validation and test. With shares a file's own name (its path under --source) decides by a checksum:
-it stays in its split whatever other files come or go, and on every machine. Shares are of files, about, not of bytes.
+Files are UTF-8 and end with .txt; folders are searched at any depth. Without shares, the folders directly under
+--source are the splits train, validation and test. With shares, a checksum of a file's name (its path under --source)
+determines its split, whatever other files are added or removed, and on every machine. Shares are approximate, and
+count files, not bytes.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ MAX_ID_LEN = 80  # characters, of a name in a tar
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build, and say what went wrong; returns the exit code."""
+    """Build, report errors, and return the exit code."""
     options = parse_arguments(arguments)
     return exit_code(lambda: build(options), builder="build_text", reads=[*options.source, options.tokenizer_from])
 
 
 def build(options: argparse.Namespace) -> None:
-    """Find the files, deal them to splits, and build."""
+    """Find the files, assign them to splits, and build."""
     files = find_files(options.source)
     if options.validation or options.test:
         splits = by_share(files, validation=options.validation, test=options.test)
@@ -70,7 +71,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def share(text: str) -> float:
-    """An option's value from 0 to less than 1."""
+    """Parse an option's value, from 0 to less than 1."""
     try:
         value = float(text)
     except ValueError:
@@ -81,10 +82,10 @@ def share(text: str) -> float:
 
 
 def find_files(sources: Sequence[Path]) -> dict[str, Path]:
-    """Path under its source, with slashes -> file, in the order of the names.
+    """Return the files by name, which is their path under the source with slashes, in the order of the names.
 
     Raises:
-        ValueError: a source is neither a folder nor a .txt file, none has any file, or two files have one name.
+        ValueError: a source is neither a folder nor a .txt file, there are no files, or two files have the same name.
     """
     found: dict[str, Path] = {}
     for source in sources:
@@ -104,10 +105,10 @@ def find_files(sources: Sequence[Path]) -> dict[str, Path]:
 
 
 def by_folder(files: dict[str, Path]) -> dict[str, dict[str, Path]]:
-    """The files of each split, named by their path under its folder.
+    """Return the files of each split, named by their path under its folder.
 
     Raises:
-        ValueError: a file lies in none of the three folders.
+        ValueError: a file is in none of the three folders.
     """
     splits: dict[str, dict[str, Path]] = {split: {} for split in SPLITS}
     for name, path in files.items():
@@ -122,10 +123,10 @@ def by_folder(files: dict[str, Path]) -> dict[str, dict[str, Path]]:
 
 
 def by_share(files: dict[str, Path], *, validation: float, test: float) -> dict[str, dict[str, Path]]:
-    """The files of each split, by a checksum of their names.
+    """Assign files to splits by a checksum of their names.
 
     Raises:
-        ValueError: no file falls to a split that is to have a share, or to train.
+        ValueError: train, or a split with a share, gets no file.
     """
     splits: dict[str, dict[str, Path]] = {split: {} for split in SPLITS}
     for name, path in files.items():
@@ -142,10 +143,10 @@ def by_share(files: dict[str, Path], *, validation: float, test: float) -> dict[
 
 
 def document(name: str, path: Path) -> SourceDocument:
-    """A file as a document: its name is the title and, as far as a tar allows, the id."""
+    """Return a file as a document: its name is the title and, as far as a tar allows, the id."""
     stem = name.removesuffix(".txt")
     plain = re.sub(r"[^0-9A-Za-z_-]+", "_", stem)
-    if plain != stem or len(plain) > MAX_ID_LEN:  # not alone any more: a checksum tells it from its like
+    if plain != stem or len(plain) > MAX_ID_LEN:  # maybe no longer unique: a checksum makes it so
         plain = f"{plain[: MAX_ID_LEN - 9]}-{hashlib.sha256(stem.encode()).hexdigest()[:8]}"
     return SourceDocument(plain, stem, path)
 

@@ -1,19 +1,19 @@
-"""WikiText-103 and WikiText-2 (Merity et al. 2016) as shards, from the official token files.
+"""Build shards of WikiText-103 and WikiText-2 (Merity et al. 2016) from the official token files.
 
     python shards/build_wikitext.py --source wikitext-103 --out data/wikitext103 --workers 8
     python shards/build_wikitext.py --source wikitext-103 --out data/wikitext103-pieces --tokenizer sentencepiece
     python shards/build_wikitext.py --source valid-and-test --out data/held-out --tokenizer-from data/wikitext103
 
-<source> holds wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens, or some of them. The vocabulary comes from the
-train file alone; without it --tokenizer-from takes that of another data directory.
+<source> has wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens, or some of them. The vocabulary is that of the
+train file; without this file, --tokenizer-from takes the tokenizer of another data directory.
 
-Words are counted as the papers count them: what stands between white space, and each line end, which is the word
-<eos>. That makes 217,646 in the validation file and 245,569 in the test file, by which word-level perplexity divides
-whatever the tokens are. With --tokenizer words (the most frequent first, as adaptive softmax wants it) tokens and words
-are the same; the published preparation has the same words, and <eos> first.
+Words are counted as in the papers: everything between white space, and each line end, which is the word <eos>. The
+validation file has 217,646 words and the test file 245,569. Word-level perplexity divides by these numbers, whatever
+the tokens are. With --tokenizer words (the most frequent first, as adaptive softmax requires), tokens and words are the
+same; the published preparation has the same words, but with <eos> first.
 
-An article is a document. In the layout `stream` documents stand end to end with nothing between them (BOS is read once,
-before the first token of all), so that tokens and counts are those of the papers. Provenance: shards/README.md.
+An article is a document. The layout `stream` concatenates documents with nothing between them (BOS is read once, before
+the first token), so that tokens and counts are those of the papers. Provenance: shards/README.md.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OFFICIAL_FILES = {
     "f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8": ("WikiText-2", "validation"),
     "d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0": ("WikiText-2", "test"),
 }
-HEADING = re.compile(r" = (?!=)(.*\S) = \n")  # of an article; those of its sections have more signs
+HEADING = re.compile(r" = (?!=)(.*\S) = \n")  # of an article; those of its sections have more equals signs
 
 
 class Article(NamedTuple):
@@ -58,15 +58,15 @@ class TokenFile(NamedTuple):
     """One of the files, read once."""
 
     path: Path
-    start: int  # byte where the text begins: after the mark (U+FEFF) that some editors put first
+    start: int  # byte where the text begins: after the byte order mark (U+FEFF) that some editors add
     num_bytes: int
-    num_words: int  # with line ends
+    num_words: int  # line ends included
     articles: list[Article]
     sha256: str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build, and say what went wrong; returns the exit code."""
+    """Build, report errors, and return the exit code."""
     options = parse_arguments(arguments)
     return exit_code(lambda: build(options), builder="build_wikitext", reads=[options.source, options.tokenizer_from])
 
@@ -122,7 +122,7 @@ def scan(path: Path) -> TokenFile:
     """Count the words of a file and find its articles: headings between blank lines.
 
     Raises:
-        ValueError: the file holds no line, or is not UTF-8.
+        ValueError: the file is empty or not UTF-8.
     """
     with path.open("rb") as stream:
         start = len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0
@@ -144,7 +144,7 @@ def scan(path: Path) -> TokenFile:
 
 
 def lines_of(path: Path) -> Iterator[str]:
-    """The lines of a file with their ends, without a mark before the first; only LF ends a line."""
+    """Yield the lines of a file with their ends, without a byte order mark; only LF ends a line."""
     try:
         with (
             path.open(encoding="utf-8-sig", newline="\n") as stream,
@@ -158,10 +158,10 @@ def lines_of(path: Path) -> Iterator[str]:
 
 
 def check_counts(files: dict[str, TokenFile]) -> None:
-    """Compare the counts with the published ones, where a file shows which corpus it is.
+    """Compare the counts with the published ones, if an official file identifies the corpus.
 
     Raises:
-        ValueError: files of two corpora lie together, or one has not as many words as published.
+        ValueError: the files are of two corpora, or the word count of one is not the published one.
     """
     corpora = {OFFICIAL_FILES[file.sha256][0] for file in files.values() if file.sha256 in OFFICIAL_FILES}
     if not corpora:
@@ -183,7 +183,7 @@ def check_counts(files: dict[str, TokenFile]) -> None:
 
 
 def documents_of(file: TokenFile, *, by: str) -> list[SourceDocument]:
-    """The articles of a file, or all of it as one; end to end they are its text, byte for byte."""
+    """Return a file as documents: its articles, or all of it as one. Concatenated, they are its text byte for byte."""
     articles = file.articles if by == "articles" and file.articles else [Article(file.start, file.path.name)]
     starts = [file.start, *(article.start for article in articles[1:]), file.num_bytes]
     return [
@@ -193,7 +193,7 @@ def documents_of(file: TokenFile, *, by: str) -> list[SourceDocument]:
 
 
 def count_vocabulary(path: Path) -> WordTokenizer:
-    """All words of the train file."""
+    """Return a tokenizer of all words of the train file."""
     tokenizer = count_words(line.removesuffix("\n") for line in lines_of(path))
     print(f"tokenizer: {len(tokenizer.words):,} words", flush=True)
     return tokenizer

@@ -1,4 +1,4 @@
-"""What all builders share: their options, and how they end."""
+"""Options and exit codes shared by all builders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dist_mem.data.remote.download import DownloadError
 
 
 def builder_parser(docstring: str | None, *, vocab_size: int | None) -> argparse.ArgumentParser:
-    """A parser with the options of every builder; its help is the builder's own docstring.
+    """Return a parser with the options of every builder; its help is the builder's module docstring.
 
     Args:
         vocab_size: default of --vocab-size; None: the builder has no such option.
@@ -31,11 +31,11 @@ def builder_parser(docstring: str | None, *, vocab_size: int | None) -> argparse
 
 
 def exit_code(build: Callable[[], None], *, builder: str, reads: Iterable[Path | None] = ()) -> int:
-    """Run a build, say what went wrong, and return the exit code: 2 to change something, 1 to look at the machine.
+    """Run a build, report errors, and return the exit code: 2 for the user's input, 1 for the machine.
 
     Args:
         builder: its name, for messages.
-        reads: files and folders that were given to read; None: an option that was left out.
+        reads: input files and folders, which must exist; None: an option that was not given.
     """
     try:
         for path in reads:
@@ -58,7 +58,7 @@ def exit_code(build: Callable[[], None], *, builder: str, reads: Iterable[Path |
 
 
 def positive(text: str) -> int:
-    """An option's value that must be 1 or more."""
+    """Parse an option's value that must be 1 or more."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)

@@ -1,10 +1,10 @@
-"""GPT-2's tokenizer, or one of its kind trained on text, for the builders' --tokenizer-from.
+"""Save GPT-2's tokenizer, or train one of its kind on text, for the builders' --tokenizer-from.
 
     python shards/gpt2_tokenizer.py gpt2 --out data/gpt2_tokenizer      # vocab.json and merges.txt, or tokenizer.json
     python shards/gpt2_tokenizer.py pg19/train --train --vocab-size 2000 --out data/small_tokenizer
     python shards/build_pg19.py --source pg19 --out data/pg19_gpt2 --tokenizer-from data/gpt2_tokenizer
 
-FOLDER is a model's folder in Hugging Face's layout; with --train, a folder of .txt files, all of which are read.
+FOLDER is a model's folder in Hugging Face's layout, or with --train a folder of .txt files, all of which are read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dist_mem.data.tokenizers.registry import save_tokenizer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make the directory, and say what went wrong; returns the exit code."""
+    """Create the directory, report errors, and return the exit code."""
     options = parse_arguments(arguments)
     return exit_code(lambda: make(options), builder="gpt2_tokenizer", reads=[options.folder])
 
@@ -52,7 +52,7 @@ def make(options: argparse.Namespace) -> None:
 
 
 def texts(folder: Path) -> Iterator[str]:
-    """The .txt files of a folder, by name."""
+    """Return the contents of the .txt files of a folder, sorted by name."""
     found = sorted(folder.glob("*.txt"))
     if not found:
         raise ValueError(f"{folder} has no .txt files")

@@ -1,15 +1,16 @@
-"""A procedural library of readable books whose words must be remembered from earlier pages.
+"""A procedural library of readable books, with words that are predictable only from earlier pages.
 
-Every book tells how one person keeps a promise. Each chapter has its own company, a few people, and its own things: one
-village, one inn, one beast and so on, all drawn anew. A thing that comes back ("fed the mule") and the surname after a
-first name can be predicted only by remembering their latest mention; so can the words of the promise, with which every
-chapter begins. The place of each such word and of that mention is recorded (`RecallSpan`).
+In every book, one person keeps a promise. Each chapter draws a few people and things: one village, one inn, one beast
+and so on. A thing that is mentioned again ("fed the mule") and the surname after a first name can be predicted only
+from their latest mention; so can the words of the promise, with which every chapter begins. The positions of each such
+word and of its latest mention are recorded (`RecallSpan`).
 
-After each mention the next one is due at a gap drawn from GAPS. So many words recall something within one segment of 64
-tokens, many something in a memory of 192 tokens before it, and many something farther away.
+After each mention, the gap to the next one is drawn from GAPS. So many words recall a mention within one segment of 64
+tokens, many one within a memory of the 192 tokens before it, and many one farther back.
 
-Nearly everything is drawn per chapter because a lane reads one book for many steps: what holds for a whole book is soon
-memorised in the weights, and the model never learns to use its memory (docs/explanation/log.md, 2026-11-20).
+Nearly everything is drawn per chapter because a lane reads one book for many steps: the weights would soon memorise
+what stays the same in a whole book, and the model would not learn to use its memory (docs/explanation/log.md,
+2026-11-20).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Person(NamedTuple):
 
 
 class Promise(NamedTuple):
-    """What a book is about, from its first page to its last."""
+    """The subject of a book, the same on all its pages."""
 
     hero: Person
     home: str
@@ -58,20 +59,20 @@ class Promise(NamedTuple):
 GAPS = (Gap(0.50, 6, 60), Gap(0.42, 66, 185), Gap(0.08, 260, 350))
 COMPANY_SIZE = 4  # people of a chapter
 CHAPTER_LEN = 560  # tokens, about
-PROMISE_GAP = 265  # tokens after which a chapter comes back to the promise: farther than a memory of 192 reaches
+PROMISE_GAP = 265  # tokens after which a chapter repeats the promise: beyond the reach of a memory of 192
 NUM_SENTENCES = (4, 6)  # of a paragraph
 NUM_DEEDS = (3, 4)  # of a sentence
-PAUSE_SHARE = 0.04  # of all sentences: those in which nothing is recalled
+PAUSE_SHARE = 0.04  # share of the sentences that recall nothing
 
 
 @dataclass
 class Page:
-    """Text under way; it knows its length and where each fact was last mentioned."""
+    """The text written so far, its length, and the latest mention of each fact."""
 
     parts: list[str] = field(default_factory=list)
     num_chars: int = 0
     num_tokens: int = 0  # words, marks and newlines
-    latest: dict[Hashable, int] = field(default_factory=dict)  # fact -> first character of the word that told it last
+    latest: dict[Hashable, int] = field(default_factory=dict)  # fact -> first character of its latest mention
     recall: list[RecallSpan] = field(default_factory=list)
 
     def write(self, text: str) -> None:
@@ -80,7 +81,7 @@ class Page:
         self.num_tokens += len(re.findall(r"\w+|[^\w ]", text))
 
     def mention(self, fact: Hashable, word: str) -> None:
-        """Write a space and the word that tells a fact; it is a recall if the fact was told before."""
+        """Write a space and the word of a fact; it is a recall if the fact was mentioned before."""
         start = self.num_chars + 1
         if fact in self.latest:
             self.recall.append(RecallSpan(start, start + len(word), self.latest[fact]))
@@ -89,15 +90,15 @@ class Page:
 
 
 class Schedule:
-    """When each of a chapter's people or things is to be mentioned next."""
+    """Schedule of the next mention of each of a chapter's people or things."""
 
     def __init__(self, keys: Iterable[str], draw: random.Random, *, start: int, num_resting: int) -> None:
         self.draw = draw
-        self.resting: deque[str] = deque(maxlen=num_resting)  # taken last; not to be taken again yet
+        self.resting: deque[str] = deque(maxlen=num_resting)  # taken most recently; may not be taken again yet
         self.due = {key: start + draw.randrange(GAPS[0].longest) for key in keys}  # in tokens of the page
 
     def take(self, position: int) -> str:
-        """The one that has been due longest, or will be soonest; `position` is the page's length now."""
+        """Take the key with the earliest due position; `position` is the current length of the page."""
         key = min((key for key in self.due if key not in self.resting), key=self.due.__getitem__)
         self.resting.append(key)
         gap = self.draw.choices(GAPS, [gap.share for gap in GAPS])[0]
@@ -106,7 +107,7 @@ class Schedule:
 
 
 def write_book(draw: random.Random, *, num_tokens: int) -> Book:
-    """A book of about `num_tokens` words, marks and newlines."""
+    """Write a book of about `num_tokens` words, punctuation marks and newlines."""
     people = _draw_people(draw, 2)
     homes = draw.sample(HOMES, 2)
     promise = Promise(people[0], homes[0], draw.choice(MATERIALS), draw.choice(TREASURES), people[1], homes[1])
@@ -128,7 +129,7 @@ def write_book(draw: random.Random, *, num_tokens: int) -> Book:
 
 
 def _draw_people(draw: random.Random, count: int, *, others: Iterable[Person] = ()) -> list[Person]:
-    """People whose names differ from each other's and from those of `others`."""
+    """Draw people whose names differ from each other's and from those of `others`."""
     names = [name for name in NAMES if all(name != other.name for other in others)]
     surnames = [surname for surname in SURNAMES if all(surname != other.surname for other in others)]
     return [Person(*pair) for pair in zip(draw.sample(names, count), draw.sample(surnames, count), strict=True)]
@@ -140,7 +141,7 @@ def _write_person(page: Page, person: Person, *, of: Hashable = "the book") -> N
 
 
 def _write_promise(page: Page, promise: Promise, opener: str, verb: str) -> None:
-    """Such as: Still Mara Holt of Dunwick meant to bring the copper lantern to Tom Reed of Poole."""
+    """Write, for example: Still Mara Holt of Dunwick meant to bring the copper lantern to Tom Reed of Poole."""
     page.write(opener)
     _write_person(page, promise.hero)
     page.write(" of")
@@ -168,7 +169,7 @@ def _write_chapter(page: Page, draw: random.Random, chapter: int, promise: Promi
         if page.num_tokens > middle:
             _write_promise(page, promise, "Still", "meant")
             middle = end
-        page.write(draw.choice(TIMES))  # so that no name begins a line: it would be another token there
+        page.write(draw.choice(TIMES))  # so that no name begins a line, where it would be another token
         for _ in range(draw.randint(*NUM_SENTENCES)):
             _write_person(page, company[people_due.take(page.num_tokens)], of=chapter)
             num_deeds = draw.randint(*NUM_DEEDS)
@@ -183,7 +184,7 @@ def _write_chapter(page: Page, draw: random.Random, chapter: int, promise: Promi
 
 
 def _joint(place: int, count: int) -> str:
-    """What stands before item `place` of an enumeration of `count`."""
+    """Return the separator before item `place` of an enumeration of `count`."""
     if place == 0:
         return ""
     return " and" if place == count - 1 else ","

@@ -1,8 +1,8 @@
 """The words of the sample library (sample_library.py).
 
-The pools are small and the words plain on purpose: each word is one token of a vocabulary of 1280 pieces, and is seen
-often enough for a small model to learn within minutes. A deed stands directly before its thing, and no deed shares a
-thing with another: so the thing can be looked up with what the last token says.
+The pools are small and the words plain on purpose: each word is one token of a vocabulary of 1280 pieces, and occurs
+often enough for a small model to learn it within minutes. A deed directly precedes its thing, and no two deeds share a
+thing, so the previous token is enough to look up the thing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-THINGS = {  # deed -> what it may be done to
+THINGS = {  # deed -> its possible objects
     "ate": _words("bacon bread cheese ham honey mutton pie plums porridge soup toast trout"),
     "built": _words("arches barns boats bridges huts kilns mills ovens sheds stairs towers walls"),
     "burned": _words("alder ash beech birch cedar elm hazel maple oak peat pine willow"),

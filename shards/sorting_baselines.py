@@ -1,9 +1,9 @@
-"""What a model of the sorting task reaches that counts only part of the sequence, or nothing.
+"""Baselines of the sorting task: the accuracy of counting only part of the sequence, or nothing.
 
     python shards/sorting_baselines.py data/sorting/4000/test --seg-len 1024
 
-The accuracy is the one that `dist-mem evaluate` reports: hits over the 20 answers, each told the right ones before it,
-so that symbols already shown are never guessed. Equal counts are ordered by chance: so all counts are not 100 %.
+The accuracy is the one that `dist-mem evaluate` reports: hits over the 20 answers, each given the right previous ones,
+so that no symbol is guessed twice. Equal counts are ordered by chance, so counting all symbols does not reach 100 %.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NUM_SYMBOLS = 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; returns the exit code."""
+    """Print the table and return the exit code."""
     options = parse_arguments(arguments)
     try:
         found = measure(options.split, seg_len=options.seg_len)
@@ -47,7 +47,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(split_dir: Path, *, seg_len: int) -> dict[str, float]:
-    """Accuracy of counting the last segment, one or two more, or all; "chance" counts nothing."""
+    """Return the accuracy of counting the last segment, one or two more, or all; "chance" counts nothing."""
     index = read_index(split_dir)
     draw = np.random.default_rng(0)
     found = {"chance": float((1 / np.arange(1, NUM_SYMBOLS + 1)).mean())}
@@ -66,12 +66,12 @@ def _share_of_hits(index: Index, seg_len: int, more: int | None, draw: np.random
 
 
 def first_input(num_tokens: int, *, seg_len: int) -> int:
-    """Index of the first token that the last segment reads; BOS is read before token 0."""
+    """Return the index of the first token that the last segment reads; BOS is read before token 0."""
     return max(0, (num_tokens - 1) // seg_len * seg_len - 1)
 
 
 def hits_of_counts(tokens: np.ndarray, *, first: int, draw: np.random.Generator) -> int:
-    """Answers that come out right by the counts of the sequence from token `first` on, equal ones by chance."""
+    """Return how many answers are right by the counts of the sequence from token `first`; ties are broken at random."""
     sequence, answers = tokens[first : -NUM_SYMBOLS - 1], tokens[-NUM_SYMBOLS:]
     scores = np.bincount(sequence, minlength=NUM_SYMBOLS) + draw.random(NUM_SYMBOLS)
     left = scores[answers]  # by rank; an answer is right if none after it scores more
