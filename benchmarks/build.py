@@ -1,9 +1,9 @@
-"""MB of text a second through every part of building a data directory, on this machine.
+"""Measure the speed of every part of building a data directory on this machine, in MB of text per second.
 
     python benchmarks/build.py                                                # the sample library, half a minute
     python benchmarks/build.py --source FOLDER --vocab-size 8000 --rounds 1   # every .txt of a folder, as one split
 
-Medians over the rounds. Encoding with workers includes starting them, as a build does.
+The table shows medians over the rounds. Encoding with workers includes starting them, as in a build.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from dist_mem.data.shard import TokenizedDocument, write_split
 from dist_mem.data.tokenizers import registry as tokenizer
 from dist_mem.data.verify import verify_dataset
 
-NUM_PIECES = 8  # of the text, one encoded by a worker at a time
+NUM_PIECES = 8  # pieces of the text; a worker encodes one at a time
 
 
 def read_documents(folder: Path | None) -> list[SourceDocument]:
-    """The books of the sample library, or the texts of a folder."""
+    """Return the books of the sample library, or the texts of a folder."""
     if folder is None:
         books = write_library("train", SIZES["demo"].books["train"], SIZES["demo"], seed=0)
         return [SourceDocument(id, book.title, book.text, book.year, book.recall) for id, book in books.items()]
@@ -42,21 +42,21 @@ def read_documents(folder: Path | None) -> list[SourceDocument]:
 
 
 def encode(piece: tuple[Path, list[str]]) -> int:
-    """Number of tokens of some texts."""
+    """Encode some texts; return the number of tokens."""
     data_dir, texts = piece
-    own = tokenizer.load_tokenizer(data_dir)
-    return sum(len(own.encode(text)) for text in texts)
+    loaded = tokenizer.load_tokenizer(data_dir)
+    return sum(len(loaded.encode(text)) for text in texts)
 
 
 def encode_all(data_dir: Path, texts: Sequence[str], *, num_workers: int) -> int:
-    """The same in worker processes."""
+    """Encode texts in worker processes; return the number of tokens."""
     pieces = [(data_dir, list(texts[first::NUM_PIECES])) for first in range(NUM_PIECES)]
     with workers.map_unordered(encode, pieces, workers=num_workers) as counts:
         return sum(counts)
 
 
 def seconds(function: Callable[[], Any]) -> float:
-    """Wall time of one call."""
+    """Return the wall time of one call."""
     began = time.perf_counter()
     function()
     return time.perf_counter() - began
@@ -75,8 +75,8 @@ def main() -> None:
     lines = [line for text in texts for line in text.split("\n")]
     with tempfile.TemporaryDirectory() as folder:
         data_dir = Path(folder) / "data"
-        own = tokenizer.train_sentencepiece(lines, data_dir, vocab_size=arguments.vocab_size)
-        encoded = [own.encode_with_offsets(text) for text in texts]
+        trained = tokenizer.train_sentencepiece(lines, data_dir, vocab_size=arguments.vocab_size)
+        encoded = [trained.encode_with_offsets(text) for text in texts]
         tokenized = [
             TokenizedDocument(document.id, "", None, len(text.split()), len(text.encode()), tokens)
             for document, text, (tokens, _) in zip(documents, texts, encoded, strict=True)
@@ -88,7 +88,7 @@ def main() -> None:
         ]
 
         def write() -> None:
-            facts = {"name": "bench", "split": "train", "tokenizer_fingerprint": own.fingerprint}
+            facts = {"name": "bench", "split": "train", "tokenizer_fingerprint": trained.fingerprint}
             write_split(tokenized, data_dir / "train", **facts)
 
         def build(num_workers: int) -> None:
@@ -99,7 +99,7 @@ def main() -> None:
             f"train SentencePiece, {arguments.vocab_size:,} pieces": lambda: tokenizer.train_sentencepiece(
                 lines, Path(folder) / "again", vocab_size=arguments.vocab_size
             ),
-            "encode": lambda: [own.encode(text) for text in texts],
+            "encode": lambda: [trained.encode(text) for text in texts],
             "encode, 1 worker, tokenizer loaded": lambda: encode_all(data_dir, texts, num_workers=1),
             "encode, 2 workers, started": lambda: encode_all(data_dir, texts, num_workers=2),
             "place recall spans": lambda: [source.recall_distances(*parts) for parts in recalling],

@@ -1,13 +1,13 @@
-"""Seconds that saving and restoring take, beside plain torch.save and torch.load of the same bytes and the disk itself.
+"""Measure the seconds of saving and restoring, compared with torch.save, torch.load and plain writes of the same bytes.
 
     python benchmarks/checkpoint.py                        # about three minutes, and 2 GB of disk while it runs
     python benchmarks/checkpoint.py --ranks 1 --folder /scratch
 
-A Transformer-XL of 23 million parameters under ZeRO-2 with AdamW in fp32 on the sample library, one CPU thread a rank.
-All is measured in turn within one run, round after round; medians. The ranks work at once and the slowest counts.
-"Plain" is every rank's share of the very same tensors, flushed to disk like ours; it neither hashes nor verifies nor
-commits. Ours and torch's files are read back from the operating system's cache. Beside a save in the background
-training goes on: what it loses is the stall, and what its steps are slower while they share the machine.
+The model is a Transformer-XL of 23 million parameters under ZeRO-2 with AdamW in fp32 on the sample library, with one
+CPU thread per rank. One run measures everything in turn, round after round, and prints medians. The ranks work at the
+same time, and the slowest counts. "Plain" writes every rank's share of the same tensors, flushed to disk as a
+checkpoint is, without hashing, verifying or committing. All files are read back from the operating system's cache.
+Training continues during a save in the background: its cost is the stall, and the slower steps meanwhile.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ def options(data: Path, run_dir: Path, num_steps: int) -> list[str]:
 
 
 def launch(command: list[str], num_ranks: int) -> list[subprocess.Popen[str]]:
-    """The command on every rank; what rank 0 prints is ours to read."""
+    """Start the command on every rank; only rank 0's output can be read."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     processes = []
     for rank in range(num_ranks):
         ranks = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": num_ranks}
-        told = {name: str(value) for name, value in ranks.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        extra = {name: str(value) for name, value in ranks.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-        processes.append(subprocess.Popen(command, env=os.environ | told, stdout=output, stderr=output, text=True))
+        processes.append(subprocess.Popen(command, env=os.environ | extra, stdout=output, stderr=output, text=True))
     return processes
 
 
@@ -75,7 +75,7 @@ class Bench:
         self.seconds: dict[str, list[float]] = {}
 
     def note(self, part: str, seconds: float) -> None:
-        """Add a measurement: that of the slowest rank."""
+        """Add the measurement of the slowest rank."""
         self.seconds.setdefault(part, []).append(max(self.distributed.gather_objects(seconds)))
 
     def timed(self, part: str, work: Callable[[], Any]) -> None:
@@ -86,7 +86,7 @@ class Bench:
         self.note(part, time.perf_counter() - began)
 
     def step(self) -> float:
-        """Train one step; returns its seconds."""
+        """Train one step and return its seconds."""
         from dist_mem.training.loop import read_ahead
         from dist_mem.training.step import Flags, train_step
 
@@ -99,7 +99,7 @@ class Bench:
         return time.perf_counter() - began
 
     def save(self, *, background: bool) -> Any:
-        """Save; train beside it until it is written on all ranks."""
+        """Save, and train until the checkpoint is written on all ranks."""
         from dist_mem.training.hooks import save
 
         self.job.config.checkpoint.background = background
@@ -117,7 +117,7 @@ class Bench:
         return saved[0]
 
     def plain(self, content: dict[str, Any]) -> None:
-        """The same tensors without us."""
+        """Write and read the same tensors with torch alone, and write as many zeros."""
         import torch
 
         from dist_mem.runtime.files import fsync_path
@@ -142,7 +142,7 @@ class Bench:
         path.unlink()
 
     def round(self) -> Any:
-        """Everything once."""
+        """Measure everything once."""
         from safetensors.torch import load_file
 
         from dist_mem.training.loop import first_update
@@ -164,9 +164,9 @@ class Bench:
 
 
 def measure_rank(folder: Path, num_rounds: int) -> None:
-    """In a process of its own; rank 0 prints all seconds as JSON."""
+    """Run all rounds in this process, which is one rank; rank 0 prints all seconds as JSON."""
     bench = Bench(folder)
-    bench.step()  # makes the optimizer's state
+    bench.step()  # creates the optimizer state
     saved = [bench.round() for _ in range(num_rounds)][-1]
     bench.job.reader.close()
     bench.job.saver.close()
@@ -178,7 +178,7 @@ def measure_rank(folder: Path, num_rounds: int) -> None:
 
 
 def seconds_to_step(step: int, data: Path, run_dir: Path, num_ranks: int) -> float:
-    """Seconds from the start of the processes of a job until it has made its last step, `step`; it saves that one."""
+    """Return the seconds from the start of a job's processes to the end of its last step, `step`, which it saves."""
     metrics = run_dir / "metrics.jsonl"
     began = time.time()
     command = [sys.executable, "-m", "dist_mem", "train", *options(data, run_dir, step)]

@@ -1,12 +1,12 @@
-"""Tokens a second into the same lanes: ours, webdataset, mosaicml-streaming and a raw memory map, in one run.
+"""Compare the tokens per second of lane readers: dist_mem, webdataset, mosaicml-streaming and a raw memory map.
 
     python benchmarks/data.py                                   # about a minute, 250 MB in a temporary folder
     python benchmarks/data.py --shapes 32x512 --rounds 15
 
-Every reader (lib/lane_readers.py) turns the same documents, synthetic, of book-like lengths, in the page cache, into
-the same kind of Batch: int64 inputs and targets of B lanes, BOS, no segment across two documents, padding. One process,
-one thread, rounds interleaved, medians. mosaicml-streaming is none of our requirements and wants an older numpy; in a
-place of its own:
+Every reader (lib/lane_readers.py) turns the same synthetic documents, of book-like lengths and in the page cache, into
+the same kind of Batch: int64 inputs and targets of B lanes, BOS, no segment across two documents, padding. The
+benchmark uses one process and one thread, interleaves the rounds, and prints medians. mosaicml-streaming is not a
+requirement of the project and needs an older numpy; install it in a separate environment:
 
     python3 -m venv /tmp/mds
     /tmp/mds/bin/pip install mosaicml-streaming webdataset==1.0.2 omegaconf==2.4.0 sentencepiece==0.2.3
@@ -33,11 +33,11 @@ from dist_mem.data.shard import TokenizedDocument, write_split
 from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 
-STEP_SECONDS = 0.0117  # 8x512 tokens, 151 M parameters, 6 FLOP each and token, 40 % of an H200's 790 bf16 TFLOP/s
+STEP_SECONDS = 0.0117  # 8 x 512 tokens x 151 M parameters x 6 FLOP, at 40 % of an H200's 790 bf16 TFLOP/s
 
 
 def write_data(folder: Path, num_tokens: int) -> None:
-    """The same documents as tars of ours, as one flat file, and as MDS shards."""
+    """Write the same documents as dist_mem's tars, as one flat file, and as MDS shards."""
     draw = np.random.default_rng(0)
     lengths = np.minimum(draw.lognormal(11.2, 0.9, size=num_tokens // 20_000), 2_000_000).astype(int)
     lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), num_tokens)) + 1]
@@ -61,7 +61,7 @@ def write_data(folder: Path, num_tokens: int) -> None:
 
 
 def rate(reader: Reader, num_batches: int, clock: Callable[[], float]) -> float:
-    """Tokens a second over some batches."""
+    """Return the tokens per second over `num_batches` batches."""
     with reader.during():
         began = clock()
         lengths = [batch.valid_len for batch in islice(reader.batches, num_batches)]
@@ -72,12 +72,12 @@ def rate(reader: Reader, num_batches: int, clock: Callable[[], float]) -> float:
 def compare(folder: Path, num_lanes: int, seg_len: int, arguments: argparse.Namespace) -> None:
     """Measure one shape and print its table."""
     readers = open_readers(folder, num_lanes, seg_len)
-    for reader in readers:  # warm up; and it must be the same kind of thing
+    for reader in readers:  # warm up, and check that all readers yield the same kind of batch
         batch = next(reader.batches)
         kinds = [(part.dtype, part.shape, part.is_contiguous()) for part in batch if part is not None]
         assert kinds == [(torch.int64, (num_lanes, seg_len), True)] * 2 + kinds[2:] and len(kinds) == 5, reader.name
     blocks = -(-int(arguments.round_tokens * 1e6) // (num_lanes * seg_len * BLOCK_UPDATES))
-    num_batches = max(2, blocks) * BLOCK_UPDATES  # ours come in blocks: count whole ones
+    num_batches = max(2, blocks) * BLOCK_UPDATES  # dist_mem reads in blocks: count whole ones
     rates: dict[str, list[float]] = {reader.name: [] for reader in readers}
     for _ in range(arguments.rounds):
         for reader in readers:
@@ -95,7 +95,7 @@ def compare(folder: Path, num_lanes: int, seg_len: int, arguments: argparse.Name
 
 
 def main() -> None:
-    """Print a table for every shape."""
+    """Measure every shape and print a table for it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=float, default=60, help="millions of tokens to write (default: 60)")
     parser.add_argument("--round-tokens", type=float, default=6, help="millions of tokens of one round (default: 6)")

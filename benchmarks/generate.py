@@ -1,11 +1,12 @@
-"""Tokens a second of generation with every memory, early and late in a document, beside reading it anew each time.
+"""Measure the tokens per second of generation with every memory, and of rereading the document for each token.
 
     python benchmarks/generate.py                    # the size of configs/demo.yaml: about two minutes on two cores
     python benchmarks/generate.py --lanes 16 --seg-len 128 --mem-len 128
 
-Each round writes one segment of T tokens, so that every length of the open segment is met, after 500 and after 5,000
-tokens of the document; "anew" reads all 5,000 from the start in segments of T, as generation without a carried memory
-would for every token. Rounds are interleaved and medians printed, so that a busy moment of the machine hits all alike.
+Each round generates one segment of T tokens, so that the open segment has every length once, after 500 and after 5,000
+tokens of the document. "anew" reads all 5,000 tokens from the start in segments of T, as generation without a carried
+memory would for every token. Rounds are interleaved and medians printed, so that a busy moment of the machine affects
+all cases alike.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SAMPLING = Sampling(top_p=0.95)
 
 
 def trained_model(memory: dict[str, Any], arguments: argparse.Namespace, device: torch.device) -> TrainedModel:
-    """First weights: what they are does not change what a token costs."""
+    """Return a model with initial weights: the speed does not depend on their values."""
     config = configuration(memory, arguments)
     torch.manual_seed(0)
     model = MemoryLM(config, arguments.vocab).to(device).eval()
@@ -42,7 +43,7 @@ def trained_model(memory: dict[str, Any], arguments: argparse.Namespace, device:
 
 
 def calls(trained: TrainedModel, arguments: argparse.Namespace) -> dict[str, Callable[[], Any]]:
-    """What is timed of one model."""
+    """Return the calls to time for one model."""
     document = np.random.default_rng(0).integers(1, arguments.vocab, LATE)
     documents = [document] * arguments.lanes
     early, late = (

@@ -1,11 +1,12 @@
-"""What a memory costs as a book goes on: bytes of state and time of a step after 2, 20 and 200 segments of it.
+"""Measure the cost of a memory in a long book: bytes of state and time of a step after 2, 20 and 200 segments.
 
     python benchmarks/long_book.py                 # a minute on two cores
     python benchmarks/long_book.py --segments 2 2000 --seg-len 256
 
-One process, one lane, forward and backward of whole segments, AdamW between them. The states after so many segments are
-kept, then a step from each is timed in turn, so that a busy moment of the machine hits all alike; medians are printed.
-The last columns are what the process holds (resident set) after a fifth of the segments of a run, and after all.
+One process with one lane runs forward and backward of whole segments, with AdamW steps between them. The states after
+so many segments are kept, then a step from each is timed in turn, so that a busy moment of the machine affects all
+alike; medians are printed. The last columns are the resident set of the process after a fifth of the segments of a run,
+and after all.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ VOCAB = 8192
 
 
 def memories(mem_len: int) -> dict[str, dict[str, Any]]:
-    """Every memory of M rows, and two compositions."""
+    """Return blocks of every memory with M rows, and of two compositions."""
     short = {"kind": "transformer_xl", "mem_len": mem_len}
     return {
         "none": {"kind": "none"},
@@ -44,13 +45,13 @@ def memories(mem_len: int) -> dict[str, dict[str, Any]]:
 
 
 def resident_megabytes() -> float:
-    """Memory of this process now."""
+    """Return the current resident set of this process."""
     pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
     return pages * resource.getpagesize() / 1e6
 
 
 class Book:
-    """One lane reading one book of random words without an end."""
+    """One lane that reads one endless book of random words."""
 
     def __init__(self, memory: dict[str, Any], seg_len: int) -> None:
         torch.manual_seed(0)
@@ -62,7 +63,7 @@ class Book:
         self.state = self.model.init_state(torch.zeros(1, dtype=torch.int64), "cpu", torch.float32)
 
     def read(self, state: LMState) -> LMState:
-        """Forward and backward of one segment; the state after it."""
+        """Run forward and backward of one segment; return the state after it."""
         tokens = torch.randint(VOCAB, (1, self.seg_len))
         output = self.model(tokens, tokens, torch.tensor([self.seg_len]), state=state)
         aux = sum(loss.mean() for loss in output.aux.values())
@@ -70,14 +71,14 @@ class Book:
         return output.state
 
     def train(self, num_segments: int) -> None:
-        """Go on by so many segments."""
+        """Train on the next `num_segments` segments."""
         for _ in range(num_segments):
             self.state = self.read(self.state)
             self.optimizer.step()
             self.optimizer.zero_grad()
 
     def seconds(self, state: LMState) -> float:
-        """Time of one step from a state, which stays as it is."""
+        """Return the time of one step from a state, which is not changed."""
         began = time.perf_counter()
         self.read(state)
         taken = time.perf_counter() - began
@@ -86,7 +87,7 @@ class Book:
 
 
 def measure(memory: dict[str, Any], arguments: argparse.Namespace) -> str:
-    """A line of the table."""
+    """Measure one memory; return its row of the table."""
     book, ages = Book(memory, arguments.seg_len), sorted(arguments.segments)
     states, resident, age = [], [], 0
     for target in ages:

@@ -1,11 +1,11 @@
-"""Training speed of every memory on this machine, beside the machine's own matrix-product rate in the same run.
+"""Measure the training speed of every memory on this machine, and the machine's matrix-product rate in the same run.
 
     python benchmarks/memory.py                    # 4 layers of 410, T = M = 150: under two minutes on two cores
     python benchmarks/memory.py --num-layers 2 --d-model 128 --num-heads 4 --d-head 32 --d-inner 512 --lanes 8
 
-One process, forward and backward on full segments with full memories, no dropout, no optimizer; then one layer of
-long-term memory alone. Rounds are interleaved and medians printed, so that a busy moment of the machine hits all alike.
-FLOPs are those of dist_mem/nn/flops.py.
+One process runs forward and backward on full segments with full memories, without dropout and optimizer, then one layer
+of long-term memory alone. Rounds are interleaved and medians printed, so that a busy moment of the machine affects all
+cases alike. FLOPs are those of dist_mem/nn/flops.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Step = Callable[[], Any]
 
 
 def memories(mem_len: int) -> dict[str, dict[str, Any]]:
-    """Every memory of M rows, and the infinity-former's composition; published widths of the basis."""
+    """Return blocks of every memory with M rows, and of the infinity-former's composition; the basis has its widths."""
     short = {"kind": "transformer_xl", "mem_len": mem_len}
     signal = {"kind": "infinite", "num_basis": mem_len, "num_samples": mem_len, "widths": [0.01, 0.05]}
     return {
@@ -46,7 +46,7 @@ def memories(mem_len: int) -> dict[str, dict[str, Any]]:
 
 
 def seconds(function: Step, device: torch.device) -> float:
-    """Wall time of one call."""
+    """Return the wall time of one call."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     began = time.perf_counter()
@@ -57,7 +57,7 @@ def seconds(function: Step, device: torch.device) -> float:
 
 
 def matrix_product(dtype: torch.dtype, device: torch.device) -> tuple[Step, int]:
-    """A square product large enough to reach the machine's limit, and its FLOPs."""
+    """Return a square matrix product large enough to reach the machine's limit, and its FLOPs."""
     size = 8192 if device.type == "cuda" else 1536
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return lambda: left @ right, 2 * size**3
@@ -73,7 +73,7 @@ def configuration(memory: dict[str, Any], arguments: argparse.Namespace) -> Any:
 def training_step(
     memory: dict[str, Any], dtype: torch.dtype, arguments: argparse.Namespace, device: torch.device
 ) -> tuple[Step, int]:
-    """Forward and backward of all lanes, and the FLOPs of both."""
+    """Return a function that runs forward and backward of all lanes, and the FLOPs of both."""
     lanes, seg_len = arguments.lanes, arguments.seg_len
     torch.manual_seed(0)
     model = MemoryLM(configuration(memory, arguments), arguments.vocab).to(device, dtype)
@@ -96,7 +96,7 @@ def training_step(
 
 
 def long_term_layer(sampling: str, dtype: torch.dtype, device: torch.device) -> Step:
-    """Forward and backward of one layer of long-term memory at GPT-2's size, T = N = S = 512, one lane."""
+    """Return forward and backward of one long-term memory layer of GPT-2's size, T = N = S = 512, one lane."""
     size = {"num_layers": 1, "d_model": 768, "num_heads": 12, "d_head": 64, "d_inner": 768, "seg_len": 512}
     block = {"kind": "infinite", "num_basis": 512, "num_samples": 512, "tau": 0.5, "sampling": sampling}
     torch.manual_seed(0)

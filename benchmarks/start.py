@@ -1,12 +1,13 @@
-"""Seconds from the start of a process to the end of its first training step, and what they go into.
+"""Measure the seconds from the start of a process to the end of its first training step, part by part.
 
     python benchmarks/start.py                 # about two minutes; one and two ranks on this machine's CPUs, MLflow on
 
-The sample library, the model of configs/demo.yaml, fresh run directories, an MLflow store that exists, one CPU thread a
-rank; medians. Ranks are started here, with a launcher's variables; what a launcher itself takes is measured apart. The
-parts are the job's own functions, timed from outside; those in which ranks wait for each other include the waiting, and
-"the rest" is what stands between them. DeepSpeed's communication op is compiled once a machine, in the first job, which
-is not timed; of that one comes the share of its steps in which training waits for data.
+The jobs use the sample library, the model of configs/demo.yaml, new run directories, an existing MLflow store, and one
+CPU thread per rank; the table shows medians. This program starts the ranks with a launcher's variables; the time of a
+launcher itself is measured separately. The parts are functions of the job, timed from outside. Those in which ranks
+wait for each other include the waiting; "the rest" is the time between the parts. DeepSpeed's communication op is
+compiled once per machine, in the first job, which is not timed; that job gives the share of its steps in which training
+waits for data.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ MODULES = {
     "import deepspeed": "dist_mem.engine.engine",
     "import the rest of dist_mem": "dist_mem.training.loop",
 }
-# what is timed: (module, name in it) -> part; a class stands for making one
+# Timed calls: (module, name in it) -> part; for a class, creating an instance is timed.
 PARTS = {
     ("dist_mem.cli.commands", "load_checked"): "read the configuration",
     ("dist_mem.runtime.distributed", "initialize"): "join the process group",
@@ -68,7 +69,7 @@ COMMANDS = {
 
 
 def timed(function: Callable[..., Any], part: str, seconds: dict[str, float], began: float) -> Callable[..., Any]:
-    """`function`, which also adds what it takes to its part; the first step's end is the process's."""
+    """Return `function` with its time added to a part; at the end of the first step, print all times and exit."""
 
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
@@ -78,14 +79,14 @@ def timed(function: Callable[..., Any], part: str, seconds: dict[str, float], be
         if part == FIRST_STEP:
             total = time.time() - began
             print(json.dumps({**seconds, REST: total - sum(seconds.values()), "total": total}), flush=True)
-            os._exit(0)  # nobody waits for MLflow
+            os._exit(0)  # without waiting for MLflow
         return result
 
     return call
 
 
 def measure_one_rank(began: float, arguments: list[str]) -> int:
-    """In a process of its own: start the job of the command line and print the seconds of its parts as JSON."""
+    """Run the job of the command line in this process, and print the seconds of its parts as JSON."""
     seconds = {"start the interpreter": time.time() - began}
     for part, module in MODULES.items():
         mark = time.time()
@@ -111,7 +112,7 @@ def job_options(data: Path, run_dir: Path) -> list[str]:
 
 
 def start_job(data: Path, run_dir: Path, num_ranks: int) -> dict[str, float]:
-    """Seconds of every part on rank 0 of a fresh job."""
+    """Start a new job; return the seconds of every part on rank 0."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -131,7 +132,7 @@ def start_job(data: Path, run_dir: Path, num_ranks: int) -> dict[str, float]:
 
 
 def first_job(data: Path, run_dir: Path) -> float:
-    """Train some steps on two ranks; returns the median share of time spent waiting for data."""
+    """Train some steps on two ranks; return the median share of time spent waiting for data."""
     options = ["train.steps=60", "schedule.warmup_steps=1", "tracking.every=10"]
     launcher = [str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2", "-m", "dist_mem", "train"]
     subprocess.run([*launcher, *job_options(data, run_dir), *options], check=True, capture_output=True)

@@ -1,9 +1,9 @@
-"""A memory of one's own, outside the package: the mean of every segment that left, and the last segment itself.
+"""An example of a memory outside the package: the means of evicted segments, and the last segment.
 
     dist-mem check-memory examples/averages.py:Averages
     dist-mem train configs/demo.yaml memory.kind=examples/averages.py:Averages
 
-Every block attends to the means of the last `num_means` segments, to the previous segment, and to the present one.
+Every block attends to the means of the last `num_means` segments, to the previous segment, and to the current one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dist_mem.nn.layers import RelativeAttention, newest_rows, visible_keys
 
 
 class State(NamedTuple):
-    means: Tensor  # (B, num_means, D), one row a segment, newest last
+    means: Tensor  # (B, num_means, D), one row per segment, newest last
     num_means: Tensor  # (B,) int64, how many of the newest rows are valid
     last: Tensor  # (B, T, D), block inputs of the last segment
     has_last: Tensor  # (B,) bool

@@ -1,12 +1,12 @@
-"""Infini-attention, a recurrent memory: one matrix a head, written once a segment, however long the document.
+"""Infini-attention, a recurrent memory: one matrix per head, updated once per segment, for documents of any length.
 
     dist-mem check-memory examples/infini_attention.py:InfiniAttention
     dist-mem train configs/demo.yaml memory.kind=examples/infini_attention.py:InfiniAttention
 
-Source: Munkhdalai et al. 2024, arXiv 2404.07143v2, eqs. 5 to 11. The contract has no gradient through time, so that a
-segment waits in the state: the next one writes it and reads it, and its keys and values learn from that reading.
-Deviations: the paper trains through all segments of an input; here, that is one segment deep. Local attention counts
-distances by ALiBi's slopes. 1e-10 keeps an empty memory from 0 / 0. Shape letters: B lanes, T segment, D model, H
+Source: Munkhdalai et al. 2024, arXiv 2404.07143v2, eqs. 5 to 11. The contract allows no gradient through time, so each
+segment waits in the state: the next segment writes it to the memory and reads it, and trains its keys and values.
+Deviations: the paper backpropagates through all segments of an input; here, through one segment. Local attention has
+ALiBi's bias for distances. 1e-10 prevents 0 / 0 in an empty memory. Shape letters: B lanes, T segment, D model, H
 heads, K head width.
 """
 
@@ -26,7 +26,7 @@ from dist_mem.nn.plain_attention import alibi_bias
 
 
 class State(NamedTuple):
-    matrix: Tensor  # (B, H, K, K) float32 at least: sigma(k)^T v, summed over all tokens that are written
+    matrix: Tensor  # (B, H, K, K) float32 at least: sigma(k)^T v, summed over all written tokens
     norm: Tensor  # (B, H, K) float32 at least: sigma(k), summed
     waiting: Tensor  # (B, T, D), block inputs of the last segment, not written yet
     has_waiting: Tensor  # (B,) bool
@@ -35,7 +35,7 @@ class State(NamedTuple):
 class InfiniAttention(Memory):
     @dataclass
     class Options:
-        delta: bool = True  # write what the memory does not hold yet (eq. 9), not all (eq. 8)
+        delta: bool = True  # write only what the memory does not contain yet (eq. 9), not everything (eq. 8)
         first_beta: float = 0.0  # sigmoid(beta) is the memory's share in a head's output
 
     def __init__(self, spec: LayerSpec, options: Any) -> None:
@@ -53,7 +53,7 @@ class InfiniAttention(Memory):
 
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
         lanes, heads, width = len(document_ids), self.spec.num_heads, self.spec.d_head
-        exact = torch.promote_types(dtype, torch.float32)  # sums that only grow: half precision would stop counting
+        exact = torch.promote_types(dtype, torch.float32)  # growing sums: half precision would lose small terms
         return State(
             torch.zeros(lanes, heads, width, width, device=device, dtype=exact),
             torch.zeros(lanes, heads, width, device=device, dtype=exact),
@@ -80,7 +80,7 @@ class InfiniAttention(Memory):
         return MemoryOutput(y, new_state, {}, query, evicted, logs={"share": share.mean()})
 
     def written(self, state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Matrix and norm with the waiting segment in them, with a gradient for its keys and values."""
+        """Return matrix and norm after writing the waiting segment, with gradients for its keys and values."""
         pair = split_heads(self.key_value(self.input_norm(state.waiting.to(dtype))), 2 * self.spec.num_heads)
         key, value = pair.transpose(0, 1).chunk(2, dim=1)  # (B, H, T, K)
         key, value = sigma(key, state.norm.dtype), value.to(state.matrix.dtype)
@@ -91,10 +91,10 @@ class InfiniAttention(Memory):
 
 
 def sigma(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """ELU + 1: positive features of queries and keys."""
+    """Return positive features of queries or keys: ELU + 1."""
     return F.elu(rows.to(dtype)) + 1.0
 
 
 def recall(features: Tensor, matrix: Tensor, norm: Tensor) -> Tensor:
-    """What features (B, H, T, K) of queries or keys find in the memory (eq. 7): (B, H, T, K)."""
+    """Read the memory with features (B, H, T, K) of queries or keys (eq. 7): (B, H, T, K)."""
     return features @ matrix / (features @ norm[..., None]).clamp(min=1e-10)
