@@ -1,4 +1,4 @@
-"""Commands of a warm `dist-mem` (warm_programs.py), each in an empty folder: how they end, and what they leave."""
+"""Run commands of a warm `dist-mem` (warm_programs.py) in empty folders; return exit codes, output and files."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from typing import NamedTuple
 from tests.support.ranks import free_port, launcher_environment
 from tests.support.warm_programs import running_server
 
-_ADDRESS_SPACE = 16 << 30  # bytes: what asks for more fails, instead of taking the machine down
+_ADDRESS_SPACE = 16 << 30  # bytes: a larger allocation fails instead of taking the machine down
 
 
 class Answer(NamedTuple):
-    """How a command ended."""
+    """Result of a command."""
 
-    code: int  # negative: the signal that killed it
+    code: int  # exit code; negative: the signal that killed it
     text: str  # standard output and standard error
-    left: list[str]  # what it made in its folder
+    left: list[str]  # files and folders that it created
     seconds: float
 
 
@@ -32,7 +32,7 @@ class Asked:
     """Runs commands one after another.
 
     Args:
-        address: of the server.  folder: for the empty folders.
+        address: socket of the server.  folder: parent of the empty folders.
     """
 
     def __init__(self, address: Path, folder: Path) -> None:
@@ -40,7 +40,7 @@ class Asked:
         self._folder = folder
 
     def __call__(self, arguments: Sequence[str], *, timeout: float = 60.0, **environment: str) -> Answer:
-        """The answer to `dist-mem ARGUMENTS`. Raises TimeoutError where none comes."""
+        """Run `dist-mem ARGUMENTS` and return its result. Raise TimeoutError if it does not end in time."""
         here = Path(tempfile.mkdtemp(dir=self._folder))
         began = time.monotonic()
         with tempfile.TemporaryFile() as output:
@@ -66,7 +66,7 @@ class Asked:
 
 @contextmanager
 def running_programs(folder: Path) -> Iterator[Asked]:
-    """`dist-mem` for as long as the context lasts; a command that asks for more than 16 GiB does not get them."""
+    """Provide `dist-mem` within the context; a command cannot allocate more than 16 GiB."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE, before[1]))
     try:

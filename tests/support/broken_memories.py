@@ -1,4 +1,4 @@
-"""Memories with one bug each, for tests/contract/test_check_memory.py: every one is Transformer-XL but for that."""
+"""Memories with one bug each, for tests/contract/test_check_memory.py; apart from its bug, each is Transformer-XL."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LaneMixing(TransformerXL):
 
 
 class ForgottenReset(TransformerXL):
-    """Part of the memory lives in the module, where no reset reaches it."""
+    """Keeps part of the memory in the module, which is never reset."""
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         before = getattr(self, "kept", torch.zeros_like(x))
@@ -53,7 +53,7 @@ class ForgottenReset(TransformerXL):
 
 
 class NotEmptyAtFirst(TransformerXL):
-    """An empty memory that differs from call to call: a reset lane is not like a fresh one."""
+    """Returns another empty memory on every call: a reset lane differs from a new one."""
 
     calls = 0
 
@@ -114,7 +114,7 @@ class WeightElsewhere(TransformerXL):
 
 
 class UnusedParameter(TransformerXL):
-    """A parameter that only a filled memory reaches."""
+    """Has a parameter that gets no gradient."""
 
     def __init__(self, spec: Any, options: Any) -> None:
         super().__init__(spec, options)
@@ -128,7 +128,7 @@ class UnusedParameter(TransformerXL):
 
 
 class WritesGetNoGradient(TransformerXL):
-    """What is written has weights of its own, and the state is a constant to whoever reads it."""
+    """Writes with separate weights, which get no gradient, as the state is a constant to its readers."""
 
     def __init__(self, spec: Any, options: Any) -> None:
         super().__init__(spec, options)
@@ -152,7 +152,7 @@ class ForgetsEverything(TransformerXL):
 
 
 class ReadsInvalidRows(TransformerXL):
-    """Rows that were never filled are attended to, but only those of other lanes' lengths: lanes are mixed."""
+    """Attends to invalid rows, up to the longest lane's length: lanes are mixed."""
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         longest = state.length.amax().expand_as(state.length)

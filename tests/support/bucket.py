@@ -1,4 +1,4 @@
-"""A stand-in for a public Google Cloud Storage bucket, for the tests of the download."""
+"""A fake of a public Google Cloud Storage bucket, for the tests of the download."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ LISTING = "/storage/v1/b/books/o"
 
 
 class Bucket(ThreadingHTTPServer):
-    """A Google Cloud Storage bucket "books" on the loopback: its listing, in pages of two, and its files."""
+    """Serves a bucket "books" on the loopback: its listing, in pages of two, and its files."""
 
     daemon_threads = True
 
     def __init__(self, root: Path) -> None:
         super().__init__(("127.0.0.1", 0), BucketHandler)
         self.root = root
-        self.asked: Counter[str] = Counter()  # path -> requests
-        self.failures: dict[str, list[int]] = {}  # path -> statuses to answer with first
-        self.altered: dict[str, bytes] = {}  # path -> content that is not what the listing says
+        self.asked: Counter[str] = Counter()  # path -> number of requests
+        self.failures: dict[str, list[int]] = {}  # path -> HTTP statuses of the first responses
+        self.altered: dict[str, bytes] = {}  # path -> content that differs from the listing
         self.url = f"http://127.0.0.1:{self.server_port}/books"
 
 
@@ -71,4 +71,4 @@ class BucketHandler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, *arguments: object) -> None:
-        """Say nothing: the output of tests is for failures."""
+        """Print nothing: the output of tests is for failures."""

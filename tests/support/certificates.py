@@ -1,4 +1,4 @@
-"""A certificate authority for tests, and what it signs: a server at 127.0.0.1, or localhost, a client."""
+"""A certificate authority for tests, with certificates for a server at 127.0.0.1 or localhost, and for a client."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _sign(
 
 
 def write_certificates(folder: Path) -> None:
-    """ca.pem, which is to be trusted, server.pem and client.pem: each a key and a certificate of that CA."""
+    """Write ca.pem, to be trusted, server.pem and client.pem, each with a key and a certificate signed by that CA."""
     keys = {name: ec.generate_private_key(ec.SECP256R1()) for name in ("ca", "server", "client")}
     for name, key in keys.items():
         _save(folder / f"{name}.pem", key, _sign(name, key, "ca", keys["ca"]))

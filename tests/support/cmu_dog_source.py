@@ -1,4 +1,4 @@
-"""Folders as the authors of CMU-DoG hand them out: films, and conversations about them."""
+"""Write folders in the published layout of CMU-DoG: films, and conversations about them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def write_conversation(source: Path, folder: str, name: str, messages: list[tupl
 
 
 def write_film(source: Path) -> None:
-    """The one film of all conversations."""
+    """Write the film that all conversations are about."""
     facts = {
         "movieName": "Jaws",
         "year": "1975",

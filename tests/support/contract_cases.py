@@ -1,4 +1,4 @@
-"""Every memory, variant and composition that the tests of the memory contract know, in a small size."""
+"""Small instances of every memory, variant and composition, for the tests of the memory contract."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SIZE = Size(lanes=LANES, seg_len=SEG_LEN, segments=4, layers=3)
 
 
 def small_block(kind: str, **options: Any) -> dict[str, Any]:
-    """The `memory:` block of a memory that fits the segments here."""
+    """Return a small `memory:` block that fits segments of SEG_LEN."""
     return {"kind": kind, **memory_class(kind).small_options(SEG_LEN), **options}
 
 
-# Every memory of the package by its file name, and what is tested besides: variants and compositions.
+# Every memory of the package by its file name, and further variants and compositions.
 CASES: dict[str, dict[str, Any]] = {
     **{kind: small_block(kind) for kind in memory_kinds()},
     "compressive, dilated": small_block("compressive", compression="dilated", compression_loss="autoencoder"),
@@ -48,12 +48,12 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def takes_short_first(case: str) -> bool:
-    """Whether the memory of the first block may be given documents that are cut from their end."""
+    """Return whether the memory of the first layer accepts documents that are cut from their end."""
     return small_model(case).memories()[0].takes_short_first
 
 
 def subject(case: str, norm: str = "pre", cut: str = "start") -> Subject:
-    """What the rules are applied to."""
+    """Return the subject of the contract's rules for a case."""
     return Subject(lambda _: CASES[case], SIZE, norm, cut)
 
 
@@ -62,7 +62,7 @@ def small_model(case: str, *, norm: str = "pre", cut: str = "start") -> MemoryLM
 
 
 def random_segments(seed: int = 0) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of tokens and targets, each (LANES, SEG_LEN)."""
+    """Return pairs of random tokens and targets, each (LANES, SEG_LEN)."""
     return subject("none").segments(seed)
 
 
@@ -75,5 +75,5 @@ def fresh_state(model: MemoryLM, dtype: torch.dtype = torch.float32) -> LMState:
 
 
 def read(model: MemoryLM, segments: list[tuple[Tensor, Tensor]], state: LMState) -> Iterator[LMOutput]:
-    """Complete segments, one after the other."""
+    """Read complete segments one after the other; yield the output of each."""
     return subject("none").read(model, segments, state)

@@ -1,4 +1,4 @@
-"""Engines for tests: a small one under any ZeRO block, its files in a checkpoint, and what all ranks hold of it."""
+"""Small engines for tests under any ZeRO block: create, save and restore them, and gather their state of all ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ADAMW = {"kind": "adamw", "lr": 2e-3, "weight_decay": 0.1, "groups": GROUPS}  # 
 
 
 def engine_job(world: World, stage: int, *overrides: dict[str, Any], **zero: Any) -> Any:
-    """A `tiny_job` of odd sizes, in four parameter groups and small sub-groups, that two ranks do not divide."""
+    """Return a `tiny_job` with four parameter groups, small sub-groups, and sizes that two ranks do not divide."""
     config = tiny_config(
         {"model": {"d_inner": 37}, "optimizer": ADAMW, "train": {"micro_lanes": 8 // world.size // 2 or 1}}, *overrides
     )
@@ -39,13 +39,13 @@ def engine_job(world: World, stage: int, *overrides: dict[str, Any], **zero: Any
 
 
 def next_losses(job: Any, num_steps: int) -> list[float]:
-    """Mean loss of each of the next updates."""
+    """Run the next updates; return the mean loss of each."""
     outcomes = run_steps(job, first=job.step, last=job.step + num_steps)
     return [outcome.totals.nll / outcome.totals.num_scored for outcome in outcomes]
 
 
 def save_engine(job: Any, directory: Path) -> None:
-    """The engine's files of a checkpoint; every rank calls it."""
+    """Write the engine's files of a checkpoint; every rank calls it."""
     rank, owned = dist.get_rank(), job.engine.owned()
     path = rank_file(directory, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,15 +57,15 @@ def save_engine(job: Any, directory: Path) -> None:
 
 
 def restore_engine(job: Any, directory: Path) -> None:
-    """From such files; every rank calls it."""
+    """Restore the engine from the files of `save_engine`; every rank calls it."""
     reader = EngineReader(directory)
     job.engine.restore(reader.read, reader.counters)
 
 
 def gathered(job: Any) -> dict[str, Tensor]:
-    """KIND/NAME -> what the ranks own of it together, whole; a figure that holds for all of it as it is.
+    """Return the engine's full tensors by KIND/NAME, gathered from all ranks; scalars are returned as they are.
 
-    Every rank calls it, and has all of it.
+    Every rank calls it, and gets all tensors.
     """
     sizes = {name: torch.Size(shape).numel() for name, shape in job.engine.facts()["shapes"].items()}
     covered = {name: torch.zeros(size) for name, size in sizes.items()}
@@ -86,12 +86,12 @@ def gathered(job: Any) -> dict[str, Tensor]:
 
 
 def clones(parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in memory of their own: a pickled view brings all of what it views."""
+    """Copy tensors into separate memory: pickling a view would include its whole storage."""
     return {kind: part.clone() for kind, part in parts.items()}
 
 
 def masters(job: Any) -> dict[str, Tensor]:
-    """What the optimizer trains, whole, and what is frozen, as DeepSpeed tells; under each parameter's first name."""
+    """Return the full fp32 parameters, trained and frozen, as DeepSpeed reports them, by each one's first name."""
     optimizer = job.engine.optimizer
     known: dict[int, Tensor] = {}
     if job.engine.stage == 0 and hasattr(optimizer, "fp32_groups"):
@@ -111,11 +111,11 @@ DEEPSPEEDS = "engine"  # folder of DeepSpeed's own files
 
 
 def save_as_deepspeed(job: Any, directory: Path) -> None:
-    """What DeepSpeed itself would write; every rank calls it."""
+    """Save with DeepSpeed's own checkpointing; every rank calls it."""
     job.engine._engine.save_checkpoint(str(directory), tag=DEEPSPEEDS, save_latest=False)
 
 
 def load_as_deepspeed(job: Any, directory: Path) -> None:
-    """As DeepSpeed itself would go on, at the same stage and number of ranks."""
+    """Load with DeepSpeed's own checkpointing, at the same stage and number of ranks."""
     found, _ = job.engine._engine.load_checkpoint(str(directory), tag=DEEPSPEEDS, load_lr_scheduler_states=False)
     assert found is not None

@@ -15,7 +15,7 @@ PAGE = (ROOT / "docs" / "reference" / "faults.md").read_text(encoding="utf-8")
 
 
 def assert_told(text: str, *phrases: str) -> None:
-    """What a user sees says these things, no program's insides, and the page of faults has them too."""
+    """Assert that a message has these phrases and no traceback, and that the page of faults has the phrases too."""
     for phrase in phrases:
         assert phrase in text
         assert phrase in PAGE, f"docs/reference/faults.md does not have {phrase!r}"
@@ -31,7 +31,7 @@ def flip(path: Path, position: int, bits: int = 1) -> None:
 
 @contextmanager
 def small_disk(folder: Path, options: str) -> Iterator[Path]:
-    """A file system in memory of its own; skips where mounting is not allowed (it takes root)."""
+    """Mount a separate file system in memory; skip the test where mounting is not allowed (it needs root)."""
     folder.mkdir(parents=True)
     command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
     mounted = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -44,11 +44,11 @@ def small_disk(folder: Path, options: str) -> Iterator[Path]:
 
 
 def remount(folder: Path, options: str) -> None:
-    """Give a small disk another size, or make it read-only."""
+    """Change the size of a small disk, or make it read-only."""
     subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True)
 
 
 def used_kilobytes(folder: Path) -> int:
-    """What lies in a folder, in pages of memory, as tmpfs counts."""
+    """Return the size of a folder in kilobytes; tmpfs counts whole pages of memory."""
     counted = subprocess.run(["du", "-sk", str(folder)], capture_output=True, text=True, check=True)
     return int(counted.stdout.split()[0])

@@ -22,23 +22,23 @@ from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from tests.support.lane_corpus import make_split
 
 SHARD = "train/tiny-train-00000.tar"  # of `served_split`
-ENDLESS_BYTES = 2**28  # a client that has not hung up by then takes anything
+ENDLESS_BYTES = 2**28  # limit of `endless` bodies: a client that has not hung up by then never will
 PAGE = b"<!DOCTYPE html><html><body>Please log in.</body></html>"
 
 
 class FileServer(ThreadingHTTPServer):
-    """The files under `root`; `faults` says how requests go wrong.
+    """Serves the files under `root`, with the faults in `faults`.
 
     A fault is an HTTP status, or `silent` (nothing is sent), `stalled` (half of the body, then nothing), `cut` (half of
-    the body, then the end), `short` (the same, and nobody said how long it was to be), `page` (a web page), `slow`,
-    `endless` (the body, and more until the client hangs up), or a URL, to which the client is redirected.
+    the body, then the end), `short` (as `cut`, without a Content-Length), `page` (a web page), `slow`, `endless` (the
+    body, and more until the client hangs up), or a URL, to which the client is redirected.
     """
 
     daemon_threads = True
     block_on_close = False
 
     def __init__(self, root: Path, *, certificate: Path | None = None) -> None:
-        """Answer over https if there is a certificate (with its key)."""
+        """Listen on a free port; use https if there is a certificate (with its key)."""
         super().__init__(("127.0.0.1", 0), FileHandler)
         self.root = root
         self.url = f"http{'s' if certificate else ''}://127.0.0.1:{self.server_port}"
@@ -46,18 +46,18 @@ class FileServer(ThreadingHTTPServer):
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(certificate)
             self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
-        self.asked: Counter[str] = Counter()  # path -> requests
-        self.credentials: set[str | None] = set()  # the Authorization headers that came
-        self.num_sent = 0  # bytes of `endless` bodies
+        self.asked: Counter[str] = Counter()  # path -> number of requests
+        self.credentials: set[str | None] = set()  # the Authorization headers received
+        self.num_sent = 0  # bytes of `endless` bodies sent
         self.faults: defaultdict[str, list[int | str]] = defaultdict(
             list
-        )  # path -> of the next requests; the last stays
-        self.stalls = threading.Event()  # a request hangs
-        self.released = threading.Event()  # and goes on
+        )  # path -> faults of the next requests; the last one repeats
+        self.stalls = threading.Event()  # set when a request hangs
+        self.released = threading.Event()  # set to release hanging requests
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     def close(self) -> None:
-        """Stop, and refuse connections from now on."""
+        """Stop the server and refuse further connections."""
         self.released.set()
         self.shutdown()
         self.server_close()
@@ -113,7 +113,7 @@ class FileHandler(BaseHTTPRequestHandler):
 
 @contextmanager
 def served_split(root: Path) -> Iterator[FileServer]:
-    """The corpus of lane_corpus.py in some small tars, and a tokenizer, at a URL."""
+    """Serve the corpus of lane_corpus.py in small tars, with a tokenizer."""
     save_tokenizer(BytesTokenizer(), root)
     make_split(root / "train", with_extras=True, max_shard_bytes=60)
     server = FileServer(root)
@@ -122,13 +122,13 @@ def served_split(root: Path) -> Iterator[FileServer]:
 
 
 def opened(data: DataConfig) -> Index:
-    """The training split, as a job opens it."""
+    """Open the training split as a job does."""
     refresh(data, ["train"])
     return open_index(data, "train")
 
 
 def be_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give up early, and after three attempts, in this process."""
-    monkeypatch.setattr(remote, "STALL_SECONDS", 20.0)  # tests of stalls take less; a busy machine starts curl slowly
+    """Shorten the time limits of downloads in this process, and allow three attempts."""
+    monkeypatch.setattr(remote, "STALL_SECONDS", 20.0)  # tests of stalls set less; a busy machine starts curl slowly
     monkeypatch.setattr(remote, "RETRY_PAUSES", (0.01, 0.01))
     monkeypatch.setattr(remote, "POLL_SECONDS", 0.02)

@@ -1,6 +1,7 @@
-"""Ranks that may die at any instant, forked from a process that has imported everything already.
+"""Ranks that tests may kill at any time, forked from a process that has already imported everything.
 
-The ranks of a pool are expected to live, and `dist-mem train` takes seconds to start; a job of these takes one or two.
+The ranks of a pool must survive, and `dist-mem train` takes long to start; a job of forked ranks takes one or two
+seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dist_mem.runtime.distributed import choose_accelerator
 from tests.support.ranks import free_port, launcher_environment
 
 SIGKILLED = -9  # as an exit code
-_IMPORTED = [  # what a job imports only when it needs it is here too
+_IMPORTED = [  # includes modules that a job imports lazily
     "dist_mem.__main__",
     "dist_mem.training.loop",
     "dist_mem.memory.transformer_xl",
@@ -30,15 +31,15 @@ _IMPORTED = [  # what a job imports only when it needs it is here too
 
 
 class Ended(NamedTuple):
-    """How a job of forked ranks ended."""
+    """Result of a job of forked ranks."""
 
-    codes: list[int]  # by rank; negative: the signal that killed it
+    codes: list[int]  # exit code of each rank; negative: the signal that killed it
     texts: list[str]  # what each rank printed
 
 
 @cache
 def fork_server() -> Any:
-    """The context of the process that ranks are forked from, begun early so that it imports meanwhile."""
+    """Start the process that ranks are forked from, early, so that it can import in parallel; return its context."""
     from multiprocessing.forkserver import ensure_running
 
     choose_accelerator()
@@ -52,7 +53,7 @@ class Ranks:
     """The processes of one job, running `function(*arguments[rank])`, which returns the exit code.
 
     Args:
-        folder: for what the ranks print.
+        folder: where the output of the ranks is stored.
     """
 
     def __init__(self, function: Callable[..., int], arguments: Sequence[Sequence[Any]], *, folder: Path) -> None:
@@ -63,14 +64,14 @@ class Ranks:
             for rank, (own, log) in enumerate(zip(arguments, self._logs, strict=True))
         ]
         for process, log in zip(self.processes, self._logs, strict=True):
-            log.touch()  # it may die before it prints
+            log.touch()  # a rank may die before it prints
             process.start()
 
     def finish(self, *, patience: float = 5.0, timeout: float = 120.0) -> Ended:
-        """How it ended.
+        """Wait for the end of the job and return its result.
 
         Args:
-            patience: seconds after the first death until the ranks that are left are killed, as launchers do.
+            patience: seconds from the first failure until the remaining ranks are killed, as launchers do.
         """
         deadline = time.monotonic() + timeout
         for process in self.processes:
@@ -85,7 +86,7 @@ class Ranks:
 
 
 def run_forked(function: Callable[..., int], arguments: Sequence[Sequence[Any]], *, folder: Path) -> Ended:
-    """Start and finish."""
+    """Start a job of forked ranks, and wait for its end."""
     return Ranks(function, arguments, folder=folder).finish()
 
 

@@ -1,4 +1,4 @@
-"""What may stand between a job and MLflow: a gateway that asks for tokens or client certificates, a proxy."""
+"""Servers between a job and MLflow: a gateway that requires tokens or client certificates, and a proxy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 
 class Gateway(ThreadingHTTPServer):
-    """HTTPS before HTTPS: hands on, as one user, what comes with one of `tokens`; 401 for the rest."""
+    """HTTPS gateway to an HTTPS server: forwards requests with one of `tokens` as one user; answers 401 to others."""
 
     daemon_threads = True
 
@@ -37,7 +37,7 @@ class Gateway(ThreadingHTTPServer):
         self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients that do not trust us hang up; those that we do not trust are listened to until they have read why."""
+        """Read until the client hangs up, so that a client whose certificate is refused can read the reason."""
         with suppress(OSError), socket.socket(fileno=request.detach()) as plain:
             plain.settimeout(5)
             while plain.recv(65536):
@@ -70,11 +70,11 @@ class _GatewayHandler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Nothing on the terminal."""
+        """Print nothing."""
 
 
 class Proxy(socketserver.ThreadingTCPServer):
-    """An HTTP proxy that notes where its clients want to go, and lets them, if it is to `allowed`."""
+    """An HTTP proxy that records the targets of its clients, and forwards only to `allowed`."""
 
     daemon_threads = True
 
@@ -110,7 +110,7 @@ class _ProxyHandler(socketserver.BaseRequestHandler):
 
 @contextmanager
 def serving(server: Any) -> Iterator[Any]:
-    """The server, answering in a thread."""
+    """Run the server in a thread within the context."""
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield server

@@ -17,7 +17,7 @@ LTM = {"kind": "infinite", "num_basis": 8, "widths": [0.1, 0.2], "num_samples": 
 
 
 def gpt2_config(memory: dict[str, Any] | None = None, **blocks: dict[str, Any]) -> Any:
-    """A configuration of a small GPT-2, plain unless a memory is given."""
+    """Return the configuration of a small GPT-2, without memory unless one is given."""
     base = {
         "model": {"kind": "gpt2", **SIZES, "dropout": 0.0},
         "memory": memory or {"kind": "causal"},
@@ -36,7 +36,7 @@ def fresh(model: MemoryLM, lanes: int, dtype: torch.dtype = torch.float32) -> LM
 
 
 def save_random_gpt2(folder: Path, *, vocab_size: int = VOCAB, std: float = 0.3, **changes: Any) -> Any:
-    """A GPT2LMHeadModel with random weights, biases too, saved by `save_pretrained`; returns it."""
+    """Save a GPT2LMHeadModel with random weights and biases by `save_pretrained`; return it."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"n_layer": 3, "n_embd": 24, "n_head": 3, "n_positions": 16, "vocab_size": vocab_size}

@@ -1,4 +1,4 @@
-"""Whole training jobs for tests: data on disk, real `dist-mem train` processes, checkpoints compared bit by bit."""
+"""Training jobs for tests: data on disk, real `dist-mem train` processes, bitwise comparison of checkpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SYLLABLES = ["ba", "ko", "mi", "ru", "ten", "sol", "qua", "ver"]
 
 
 def build_books(out: Path, **options: Any) -> Path:
-    """A byte-tokenized corpus of a dozen small books: train, validation and test; `options` of `build_dataset`."""
+    """Build a byte-tokenized corpus of 12 / 4 / 3 small books per split; `options` are those of `build_dataset`."""
     choose = random.Random(7)
 
     def book(split: str, number: int) -> SourceDocument:
@@ -46,7 +46,7 @@ def build_books(out: Path, **options: Any) -> Path:
 
 
 def write_config(path: Path, data: Path, run_dir: Path, *overrides: dict[str, Any]) -> Path:
-    """The YAML of a job of a few milliseconds a step: dropout on, accumulation 2."""
+    """Write the YAML of a job with steps of a few milliseconds, with dropout, and accumulation 2 on two ranks."""
     base = {
         "name": run_dir.name,
         "run_dir": str(run_dir),
@@ -64,7 +64,7 @@ def write_config(path: Path, data: Path, run_dir: Path, *overrides: dict[str, An
 
 
 def start_ranks(arguments: list[str], *, world_size: int, cwd: Path) -> list[subprocess.Popen[str]]:
-    """`dist-mem ARGUMENTS` on every rank, as a launcher would start them."""
+    """Start `dist-mem ARGUMENTS` on every rank, as a launcher does."""
     port = free_port()
     command = [sys.executable, "-m", "dist_mem", *arguments]
     return [
@@ -81,18 +81,18 @@ def start_ranks(arguments: list[str], *, world_size: int, cwd: Path) -> list[sub
 
 
 def finish(processes: list[subprocess.Popen[str]], *, timeout: float = 120) -> tuple[list[int], str]:
-    """Exit codes and everything printed, once all ranks have ended."""
+    """Wait for all ranks to end; return their exit codes and output."""
     texts = [process.communicate(timeout=timeout)[0] for process in processes]
     return [process.returncode for process in processes], "\n".join(texts)
 
 
 def run_ranks(arguments: list[str], *, world_size: int, cwd: Path) -> tuple[list[int], str]:
-    """Start and finish."""
+    """Start all ranks, and wait for their end."""
     return finish(start_ranks(arguments, world_size=world_size, cwd=cwd))
 
 
 def train_here(world: World, config_file: Path, changes: Sequence[str] = ()) -> int:
-    """The training of `dist-mem train`, in ranks that are already there."""
+    """Run the training of `dist-mem train` in existing ranks."""
     stop_signal = StopSignal()
     try:
         config = load_config([str(config_file), *changes], memory_options=memory_options)
@@ -102,7 +102,7 @@ def train_here(world: World, config_file: Path, changes: Sequence[str] = ()) -> 
 
 
 def logged_steps(run_dir: Path) -> list[int]:
-    """Steps in metrics.jsonl; a line being written right now is left out."""
+    """Return the steps in metrics.jsonl, without an incomplete last line."""
     path = run_dir / "metrics.jsonl"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line)["step"] for line in text.splitlines(keepends=True) if line.endswith("\n")]
@@ -117,14 +117,14 @@ def wait_for(condition: Callable[[], bool], what: str, *, seconds: float = 90) -
 
 
 def losses(run_dir: Path) -> list[float]:
-    """Training loss of every step."""
+    """Return the training loss of every step."""
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     points = [json.loads(line) for line in lines]
     return [point["metrics"]["loss"] for point in points if "loss" in point["metrics"]]
 
 
 def difference(first: Any, second: Any, where: str = "") -> str | None:
-    """Where two nested structures of tensors and plain values differ by a single bit; None if nowhere."""
+    """Return where two nested structures of tensors and plain values first differ bitwise; None if they are equal."""
     if isinstance(first, torch.Tensor):
         same = isinstance(second, torch.Tensor) and first.dtype == second.dtype and torch.equal(first, second)
         return None if same else where
@@ -139,13 +139,13 @@ def difference(first: Any, second: Any, where: str = "") -> str | None:
         return next((found for index, (a, b) in parts if (found := difference(a, b, f"{where}/{index}"))), None)
     if type(first) is not type(second):
         return where
-    if hasattr(first, "__dict__"):  # DeepSpeed pickles its loss scaler whole
+    if hasattr(first, "__dict__"):  # DeepSpeed pickles its loss scaler as an object
         return difference(vars(first), vars(second), f"{where}.{type(first).__name__}")
     return None if first == second else where
 
 
 def checkpoint_content(directory: Path) -> dict[str, Any]:
-    """Everything in a checkpoint that decides how the run goes on."""
+    """Return all tensors of a checkpoint that determine the resumed run."""
     content: dict[str, Any] = {}
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
@@ -158,7 +158,7 @@ def checkpoint_content(directory: Path) -> dict[str, Any]:
 
 
 def _clear_padding(content: dict[str, Any]) -> None:
-    """ZeRO-3 fills up the last rank's share of a parameter that the ranks do not divide, with memory as it finds it."""
+    """Zero the padding of ZeRO-3: the last share of a parameter that the ranks do not divide ends in undefined values."""
     for name, saved in content.items():
         states = content.get(name.replace("bf16_zero", "zero").replace("optim", "model"), {})
         if name.endswith("optim_states.pt") and "zero_pp_rank" in name and "param_shapes" in states:

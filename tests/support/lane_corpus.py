@@ -1,4 +1,4 @@
-"""A tiny corpus whose tokens say where they came from, and readers of it, for the tests of the lanes."""
+"""A tiny corpus whose tokens are their own positions, and readers of it, for the tests of the lanes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_split(
     dtype: type = np.uint16,
     **options: Any,
 ) -> Index:
-    """Documents whose tokens are their positions in the corpus, so that a token says where it came from.
+    """Write documents whose tokens are their positions in the corpus, so that a token identifies its origin.
 
     `with_extras`: every third document has a mask without its even tokens, every second recall distances 0, 1, 2, ...
     """
@@ -102,7 +102,7 @@ def first_updates(index: Index, count: int, **options: Any) -> list[Update]:
 
 
 def global_segments(updates: Sequence[Update], num_lanes: int) -> list[Batch]:
-    """All G lanes in one Batch for each segment of an update, from the updates of all ranks; idle lanes are empty."""
+    """Join the updates of all ranks into one Batch of all G lanes per segment; assert that idle lanes are empty."""
     segments = len(updates[0].batches)
     assert {len(update.batches) for update in updates} == {segments}
     groups = segments // SEGMENTS
@@ -133,14 +133,14 @@ def assert_equal_updates(first: Update, second: Update) -> None:
 
 
 def global_steps(index: Index, count: int, *, num_lanes: int, world_size: int, **options: Any) -> list[list[Batch]]:
-    """Of each of the first updates, of all ranks together, the SEGMENTS batches of all lanes."""
+    """Return the SEGMENTS batches of all lanes for each of the first updates, joined over all ranks."""
     options |= {"num_lanes": num_lanes, "world_size": world_size, "segments_per_update": SEGMENTS}
     ranks = [first_updates(index, count, rank=rank, **options) for rank in range(world_size)]
     return [global_segments(updates, num_lanes) for updates in zip(*ranks, strict=True)]
 
 
 def assert_resumes_everywhere(index: Index, num_updates: int, **options: Any) -> None:
-    """From every position of a straight run, a resumed reader gives the same next updates to the bit."""
+    """Assert that a reader resumed at any position of an uninterrupted run yields the same next updates bit for bit."""
     straight = first_updates(index, num_updates, **options)
     assert straight[-1].epoch > 2
     for position, before in enumerate(straight[:-1]):

@@ -1,4 +1,4 @@
-"""A memory that logs, for tests/memory/test_memory_logs.py: Transformer-XL but for that."""
+"""A memory that logs, for tests/memory/test_memory_logs.py; otherwise it is Transformer-XL."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dist_mem.memory.transformer_xl import State, TransformerXL
 class Logging(TransformerXL):
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         logs = {
-            "tokens": torch.where(valid_len > 0, valid_len, torch.nan),  # of an idle lane there is nothing to say
+            "tokens": torch.where(valid_len > 0, valid_len, torch.nan),  # an idle lane has no value
             "layer": x.new_full((), self.spec.layer_index),
             "size": x.square().mean((1, 2)),
         }

@@ -1,4 +1,4 @@
-"""Real MLflow for tests: a server that can be killed and started again, addresses that never answer, what a run has."""
+"""Real MLflow for tests: a server that can be killed and restarted, addresses that never answer, points of a run."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def wait_until(condition: Callable[[], bool], what: str, *, seconds: float = 180
 
 @contextmanager
 def silent_address(*, accepting: bool) -> Iterator[str]:
-    """The URI of a listener that never answers: it accepts connections and says nothing, or drops every SYN."""
+    """Yield the URI of a listener that never answers: it accepts connections and sends nothing, or drops every SYN."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(100 if accepting else 0)
         host, port = listener.getsockname()
         fillers = []
-        for _ in range(0 if accepting else 8):  # the queue takes one or two; from then on Linux drops what comes
+        for _ in range(0 if accepting else 8):  # the queue holds one or two; Linux drops further connections
             filler = socket.socket()
             filler.setblocking(False)
             with suppress(BlockingIOError):
@@ -50,7 +50,7 @@ def silent_address(*, accepting: bool) -> Iterator[str]:
 
 
 def points_of(client: Any, run_id: str) -> Points:
-    """Every point that MLflow has of a run."""
+    """Return every point that MLflow has of a run."""
     names = client.get_run(run_id).data.metrics
     return Counter(
         (name, point.step, point.timestamp, point.value)
@@ -60,7 +60,7 @@ def points_of(client: Any, run_id: str) -> Points:
 
 
 class MlflowServer:
-    """`mlflow server` on one loopback port, over an SQLite file that outlives it."""
+    """`mlflow server` on a loopback port, with an SQLite file that survives it."""
 
     def __init__(
         self,
@@ -70,21 +70,22 @@ class MlflowServer:
         environment: Mapping[str, str] | None = None,
         trust: ssl.SSLContext | None = None,
     ) -> None:
-        """
+        """Choose a port; the server is not started.
+
         Args:
-            options: more of `mlflow server`.
-            trust: how to trust its certificate, if the options give it one.
+            options: further options of `mlflow server`.
+            trust: context that trusts the server's certificate, if the options set one.
         """
         self.uri = f"{'https' if trust else 'http'}://127.0.0.1:{free_port()}"
         self.folder = folder
         self._options = options
-        self._environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # six processes, of no use
+        self._environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # saves six processes
         self._environment |= environment or {}
         self._trust = trust
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Return when it answers."""
+        """Start the server; return when it answers."""
         port = self.uri.rsplit(":", 1)[1]
         command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", port, "--workers", "1"]
         command += ["--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db"]
@@ -99,14 +100,14 @@ class MlflowServer:
         assert process.poll() is None, (self.folder / "log").read_text()
 
     def kill(self) -> None:
-        """SIGKILL to the session that `start` began: the server and its worker."""
+        """Send SIGKILL to the server and its worker, which are the session of `start`."""
         assert self._process is not None
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._process = None
 
     def close(self) -> None:
-        """Kill it if it runs."""
+        """Kill the server if it is running."""
         if self._process is not None:
             self.kill()
 

@@ -1,4 +1,4 @@
-"""The commands and programs of a page, in its order: what its `sh` and `python` blocks and its indented blocks hold."""
+"""Extract the commands and programs of a page, in order: from `sh` and `python` blocks, and from indented blocks."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ PLACES = ("*.md", "docs/**/*.md", "shards/*.md", "launch/*.md")
 PAGES = sorted(path for place in PLACES for path in ROOT.glob(place))
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 PROGRAMS = "dist-mem|python3?|torchrun|deepspeed|srun|sbatch|make|launch/local.sh|pip|mlflow|git|cd|apt-get|bash"
-# In an indented block, a docstring or a comment; the program may stand in .venv/bin and be told variables.
+# In an indented block, a docstring or a comment; the program may be in .venv/bin and follow environment variables.
 COMMAND = re.compile(rf"^(?:#   | {{4}})((?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:{PROGRAMS}) .*)$", re.MULTILINE)
 LOOP = re.compile(r"^for .*?^done.*?$", re.MULTILINE | re.DOTALL)
 
 
 class Item(NamedTuple):
-    """One thing that a page asks its reader to run."""
+    """A command or program that a page shows."""
 
     text: str
     is_python: bool = False
 
 
 def items_of(page: Path) -> Iterator[Item]:
-    """Every command, and every Python program, of a Markdown page; Python blocks without a command between are one."""
+    """Yield every command and every Python program of a Markdown page; successive Python blocks are one program."""
     program = ""
     for item in _pieces_of(page):
         if item.is_python:
@@ -55,7 +55,7 @@ def _pieces_of(page: Path) -> Iterator[Item]:
 
 
 def commands_in(block: str) -> Iterator[str]:
-    """The commands of a shell script: a line each, or a loop."""
+    """Yield the commands of a shell script, each a line or a loop."""
     start = 0
     for loop in LOOP.finditer(block):
         yield from _lines(block[start : loop.start()])
@@ -69,7 +69,7 @@ def _lines(block: str) -> Iterator[str]:
 
 
 def commands_of(path: Path) -> Iterator[str]:
-    """Every command of a page, a program's docstring, or a configuration's comments."""
+    """Yield every command of a page, of a program's docstring, or of a configuration's comments."""
     if path.suffix == ".md":
         yield from (item.text for item in items_of(path) if not item.is_python)
     else:

@@ -1,7 +1,8 @@
-"""A disk whose power is cut: what was not flushed is gone, as ext4 itself loses it.
+"""A disk whose power can be cut: data that was not flushed are lost, as ext4 itself loses them.
 
-The disk is a file with an ext4 on it, mounted; the cut is ext4's own (EXT4_IOC_SHUTDOWN without flushing its journal),
-and the next mount replays the journal as after a crash. ext4 writes nothing by itself before `COMMIT_SECONDS`.
+The disk is a mounted file with an ext4 file system. The cut is ext4's own (EXT4_IOC_SHUTDOWN without flushing the
+journal), and the next mount replays the journal as after a crash. ext4 writes nothing by itself before
+`COMMIT_SECONDS`.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from pathlib import Path
 
 import pytest
 
-COMMIT_SECONDS = 300  # Linux writes data that nobody flushes after 30 s: a test is to cut before
+COMMIT_SECONDS = 300  # Linux writes unflushed data after 30 s: a test must cut before
 _SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN
 _NO_LOG_FLUSH = 2
 
 
 class Disk:
-    """A file system of its own at `folder`."""
+    """A separate file system, mounted at `folder`."""
 
     def __init__(self, folder: Path, image: Path) -> None:
         self.folder, self._image = folder, image
 
     def mount(self) -> None:
-        """Make its files visible; skips where mounting is not allowed (it takes root and a loop device)."""
+        """Mount the disk; skip the test where this is not allowed (it needs root and a loop device)."""
         options = f"loop,commit={COMMIT_SECONDS}"
         command = ["mount", "-t", "ext4", "-o", options, str(self._image), str(self.folder)]
         mounted = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -37,11 +38,11 @@ class Disk:
             pytest.skip(f"a disk cannot be mounted here: {mounted.stderr.strip()}")
 
     def unmount(self) -> None:
-        """Not while a process has a file open there."""
+        """Unmount the disk; no process may have a file open there."""
         subprocess.run(["umount", str(self.folder)], check=True)
 
     def cut(self) -> None:
-        """From now on nothing reaches the disk, and every call fails."""
+        """Cut the power: nothing more reaches the disk, and every call fails."""
         descriptor = os.open(self.folder, os.O_RDONLY)
         try:
             fcntl.ioctl(descriptor, _SHUTDOWN, struct.pack("I", _NO_LOG_FLUSH))
@@ -49,14 +50,14 @@ class Disk:
             os.close(descriptor)
 
     def restart(self) -> None:
-        """What the machine finds when its power is back."""
+        """Restore the power: mount the disk with what had reached it."""
         self.unmount()
         self.mount()
 
 
 @contextmanager
 def disk_without_power(folder: Path, *, megabytes: int = 64) -> Iterator[Disk]:
-    """A new, empty disk."""
+    """Create and mount a new, empty disk."""
     if shutil.which("mkfs.ext4") is None:
         pytest.skip("a disk cannot be made here: mkfs.ext4 is not installed")
     folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Whether programs take the arguments that a page shows, without running them: parsers, configuration keys, files."""
+"""Check the arguments of commands on a page without running them: parsers, configuration keys, files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAUNCHED = ("dist-mem", "dist_mem")  # directly, or through `python -m`, torchru
 
 
 def check_arguments(command: str) -> None:
-    """Raise AssertionError, or exit as the parsers do, if a program of the command does not take its arguments."""
+    """Raise AssertionError, or exit as the parsers do, if a program of the command does not accept its arguments."""
     if command.startswith("for "):
         return  # test_documented_commands.py runs the loop
     command = re.sub(r"^\w+=\$\((.*)\)$", r"\1", command)
@@ -38,7 +38,7 @@ def check_arguments(command: str) -> None:
 
 
 def check_dist_mem(arguments: list[str]) -> None:
-    """The real parser takes the arguments, and the configuration knows every file and key."""
+    """Assert that the real parser accepts the arguments, and that the configuration has every file and key."""
     options = parse(arguments)
     if options.command == "train":
         load_config(options.config)
@@ -47,7 +47,7 @@ def check_dist_mem(arguments: list[str]) -> None:
 
 
 def check_make(targets: list[str]) -> None:
-    """The Makefile has the targets."""
+    """Assert that the Makefile has the targets."""
     known = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert set(targets) <= set(known), targets
 

@@ -1,6 +1,6 @@
 """Real ranks for tests: processes joined by gloo that stay alive and run one function after another.
 
-Importing torch and DeepSpeed takes seconds; a pool pays that once per world size instead of once per test.
+Importing torch and DeepSpeed takes seconds; a pool does so once per world size instead of once per test.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on right now."""
+    """Return a TCP port that is currently free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def launcher_environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """What torchrun or the deepspeed launcher would set for this rank on one node."""
+    """Return the variables that torchrun or the deepspeed launcher sets for this rank on one node."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -64,7 +64,7 @@ class RankPool:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """`function(world, *arguments)` on every rank at once; results in rank order. Raises if any rank raised."""
+        """Run `function(world, *arguments)` on all ranks; return the results by rank. Raise if any rank raises."""
         for pipe in self._pipes:
             pipe.send((function, arguments))
         answers = [pipe.recv() for pipe in self._pipes]
@@ -74,7 +74,7 @@ class RankPool:
         return [result for _, result in answers]
 
     def close(self) -> None:
-        """Let the ranks leave."""
+        """End the ranks."""
         for pipe in self._pipes:
             pipe.send(None)
         for process in self._processes:

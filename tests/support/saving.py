@@ -1,4 +1,4 @@
-"""What the tests of saving share: faults at the writing of a file, and what lies among the checkpoints."""
+"""Helpers of the tests of saving: faults when a file is written, and the names of the checkpoints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def names(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
-# What every manifest of a checkpoint has besides its step and files.
+# Entries of every checkpoint manifest besides its step and files.
 FACTS: dict[str, Any] = {
     "world_size": 1,
     "zero_stage": 0,

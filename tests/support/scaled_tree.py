@@ -1,9 +1,9 @@
-"""A fresh tree of the project in which its pages' commands run in seconds: the same files, with small configurations.
+"""A copy of the project in which the commands of its pages run in seconds: the same files, with small configurations.
 
-The commands of the pages are not changed for that, but for what stands in `STAND_INS`. What is smaller than a user's:
+The commands of the pages are changed only by `STAND_INS` and in their step numbers. Differences from a user's tree:
 
 - `SMALLER`: models of one layer of 16, and few steps, in the copies of the configurations;
-- step numbers in commands (`--checkpoint 400`, `train.steps=2000`) are a fiftieth, as the demo's steps are;
+- step numbers in commands (`--checkpoint 400`, `train.steps=2000`) are divided by 50, as the demo's steps are;
 - `dist-mem` and `python -m dist_mem` are forked from a process that has imported everything (warm_programs.py).
 """
 
@@ -25,7 +25,7 @@ from tests.support.page_commands import ROOT
 from tests.support.ranks import free_port
 from tests.support.warm_programs import write_programs
 
-STEPS = 50  # of a page for one of here
+STEPS = 50  # steps on a page for one step in the tree
 _MODEL = ["model.num_layers=1", "model.d_model=16", "model.num_heads=2", "model.d_inner=16"]
 _FEW = ["train.threads=1", "train.steps=4", "checkpoint.every=2", "schedule.warmup_steps=1"]
 SMALLER: dict[str, Sequence[str]] = {
@@ -42,7 +42,7 @@ SMALLER: dict[str, Sequence[str]] = {
     "papers/gpt2.yaml": [*_MODEL, "model.d_inner=64", "train.threads=1"],
     "papers/gpt2_infinite.yaml": ["memory.num_basis=16", "memory.num_samples=16"],
 }
-# On the page -> here: the user's own places, and sizes that are no configuration's.
+# Text on a page -> replacement: the user's own folders, and sizes that are not set in a configuration.
 STAND_INS = {
     "/new/place": "new_place",
     "/local/$USER": "local",
@@ -57,7 +57,7 @@ _STEP = re.compile(r"(--checkpoint |\btrain\.steps=)(\d+)")
 
 
 class Tree:
-    """A folder with all that a clone of the project has, and an environment in `.venv`."""
+    """A folder with everything that a clone of the project has, and an environment in `.venv`."""
 
     def __init__(self, folder: Path, warm_address: Path) -> None:
         self.folder = folder
@@ -70,10 +70,10 @@ class Tree:
         for name, changes in SMALLER.items():
             _change(folder / "configs" / name, changes)
         self._write_environment(warm_address)
-        self.cloned = {path.name for path in folder.iterdir()}  # what is here before any command has run
+        self.cloned = {path.name for path in folder.iterdir()}  # entries that exist before any command has run
 
     def _write_environment(self, warm_address: Path) -> None:
-        """The programs of the environment that the tests run in, but for those of warm_programs.py."""
+        """Link the programs of the tests' environment, and write those of warm_programs.py."""
         programs = self.folder / ".venv" / "bin"
         programs.mkdir(parents=True)
         for path in Path(sys.executable).parent.iterdir():
@@ -83,7 +83,7 @@ class Tree:
         (self.folder / ".venv" / ".ready").touch()
 
     def run(self, command: str, *, timeout: float = 600) -> tuple[int, str]:
-        """Exit code and output of a command of a page, in bash."""
+        """Run a command of a page in bash; return its exit code and output."""
         for on_page, here in STAND_INS.items():
             command = command.replace(on_page, here)
         command = _STEP.sub(lambda found: f"{found[1]}{max(1, int(found[2]) // STEPS)}", command)
@@ -99,20 +99,20 @@ class Tree:
             start_new_session=True,
         )
         try:
-            told = running.communicate(timeout=timeout)[0]
+            output = running.communicate(timeout=timeout)[0]
         except subprocess.TimeoutExpired:
             os.killpg(running.pid, signal.SIGKILL)  # the ranks too
-            told = f"{running.communicate()[0]}\nended after {timeout} s"
-        return running.returncode, told
+            output = f"{running.communicate()[0]}\nended after {timeout} s"
+        return running.returncode, output
 
     def must(self, command: str) -> str:
-        """Output of a command, which must succeed."""
-        code, told = self.run(command)
-        assert code == 0, f"$ {command}\nexit code {code}\n{told[-4000:]}"
-        return told
+        """Run a command, assert that it succeeds, and return its output."""
+        code, output = self.run(command)
+        assert code == 0, f"$ {command}\nexit code {code}\n{output[-4000:]}"
+        return output
 
     def take_over(self, other: Tree) -> None:
-        """Copy what the commands of another tree have made there."""
+        """Copy what commands have created in another tree."""
         for path in other.folder.iterdir():
             if path.name not in other.cloned:
                 copy = shutil.copytree if path.is_dir() else shutil.copy2
@@ -146,12 +146,12 @@ _WORDS = [first + second for first in _SYLLABLES for second in ("", *_SYLLABLES[
 
 
 def draw_words(draw: random.Random, count: int) -> str:
-    """Words of a vocabulary of several thousand."""
+    """Draw words from a vocabulary of several thousand."""
     return " ".join(draw.choices(_WORDS, k=count))
 
 
 def write_texts(folder: Path, counts: dict[str, int], *, num_words: int = 2_000) -> None:
-    """Folders of .txt files, a book each."""
+    """Write a folder of .txt files for each split, one book per file."""
     draw = random.Random(7)
     for split, count in counts.items():
         (folder / split).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A small library to score, a small model, and what it means that two reports agree."""
+"""A small library to score, a small model, and a comparison of two reports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.saving import FACTS
 SEG_LEN, MEM_LEN = 8, 16
 TOKENIZER = BytesTokenizer()
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
-LENGTHS = (100, 0, 7, 8, 1, 41, 64, 16, 23)  # among them none, one, exactly one segment, one token more than five
+LENGTHS = (100, 0, 7, 8, 1, 41, 64, 16, 23)  # include 0, 1, exactly one segment, and five segments and one token
 
 
 def make_document(number: int, length: int) -> TokenizedDocument:
@@ -49,7 +49,7 @@ def make_document(number: int, length: int) -> TokenizedDocument:
 
 
 def write_library(folder: Path) -> Path:
-    """A data directory with a split `test` of nine small documents."""
+    """Write a data directory with a split `test` of nine small documents."""
     save_tokenizer(TOKENIZER, folder)
     documents = [make_document(number, length) for number, length in enumerate(LENGTHS)]
     write_split(documents, folder / "test", name="tiny", split="test", tokenizer_fingerprint=TOKENIZER.fingerprint)
@@ -75,7 +75,7 @@ def make_model() -> MemoryLM:
 
 
 def save_weights(run_dir: Path, model: MemoryLM, config: Any, *, step: int) -> Path:
-    """A checkpoint as far as evaluation reads it, of one rank."""
+    """Write the part of a checkpoint that evaluation reads, of one rank."""
     directory = step_dir(run_dir, step)
     (directory / "engine").mkdir(parents=True)
     weights = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
@@ -91,7 +91,7 @@ def save_weights(run_dir: Path, model: MemoryLM, config: Any, *, step: int) -> P
 
 
 def score(index: Index, model: MemoryLM, *, num_lanes: int = 3, micro_lanes: int = 2, **overrides: Any) -> Report:
-    """The report of a split, on this process alone unless `world` says otherwise."""
+    """Score a split and return the report; on this process alone unless `world` is given."""
     given = {"seg_len": SEG_LEN, "mem_len": MEM_LEN, "world": ALONE, **overrides}
     return evaluate_documents(
         model,
@@ -105,7 +105,7 @@ def score(index: Index, model: MemoryLM, *, num_lanes: int = 3, micro_lanes: int
 
 
 def assert_same(found: Report, expected: Report) -> None:
-    """The same counts, and every figure the same to 1e-6: in all, by document, by distance."""
+    """Assert equal counts, and metrics equal to 1e-6: in total, by document, and by distance."""
     assert counts(found) == counts(expected)
     assert found.figures() == pytest.approx(expected.figures(), rel=1e-6, abs=0)
     for part in ("documents", "recall"):

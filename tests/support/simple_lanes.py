@@ -1,4 +1,4 @@
-"""Training lanes the simple way, one segment of one lane at a time: spans.py and chunks.py must equal it."""
+"""Reference reader of training lanes, one segment of one lane at a time; spans.py and chunks.py must equal it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dist_mem.data.segments import IDLE, Segment, collate_groups, document_segme
 
 
 class Read(NamedTuple):
-    """One segment of a lane, and what reading it amounted to."""
+    """One segment of a lane, with its position and document counts."""
 
     segment: Segment
     after: Cursor
-    started: int = 0  # documents whose first token is a target here
-    skipped: int = 0  # damaged documents passed over on the way here
+    started: int = 0  # documents whose first token is a target of this segment
+    skipped: int = 0  # damaged documents skipped before this segment
 
 
 def simple_updates(
@@ -34,7 +34,7 @@ def simple_updates(
     cursors: Sequence[Cursor] | None = None,
     blocks: bool = False,
 ) -> Iterator[Update]:
-    """What a LaneReader of the same arguments yields."""
+    """Yield the same updates as a LaneReader with the same arguments."""
     starts = cursors or [START] * len(lane_ids)
     lanes = [
         open_lane(documents, plan, lane, cursor, blocks=blocks) for lane, cursor in zip(lane_ids, starts, strict=True)
@@ -91,8 +91,8 @@ def document_lane(
             for segment, stop in parts:
                 if blocks:
                     begin = stop - len(segment.inputs)
-                    own = [part_of(document, place) for place in range(begin, stop)]
-                    segment = block(own, document.number, is_new_document=begin == 0)
+                    parts_read = [part_of(document, place) for place in range(begin, stop)]
+                    segment = block(parts_read, document.number, is_new_document=begin == 0)
                 after = Cursor(epoch, place, stop) if stop < len(document.tokens) else Cursor(epoch, place + 1, 0)
                 yield Read(segment, after, int(segment.is_new_document), skipped)
                 skipped = 0
@@ -101,7 +101,7 @@ def document_lane(
 
 
 def stream_lane(documents: Documents, plan: StreamPlan, lane: int, cursor: Cursor, *, blocks: bool) -> Iterator[Read]:
-    """Position by position."""
+    """Read a lane of the stream position by position."""
     first, stop = plan.span(lane)
     epoch, _, offset = cursor
     while True:
@@ -127,7 +127,7 @@ def stream_lane(documents: Documents, plan: StreamPlan, lane: int, cursor: Curso
 
 
 def token_at(documents: Documents, plan: StreamPlan, position: int) -> tuple[int, bool, int]:
-    """The token at a position of the stream, whether it is scored, and its recall distance; BOS before the first."""
+    """Return the token at a position of the stream, whether it is scored, and its recall distance; BOS at -1."""
     if position < 0:
         return documents.bos_id, False, 0
     number = int(np.searchsorted(plan.starts, position, side="right")) - 1
@@ -138,13 +138,13 @@ def token_at(documents: Documents, plan: StreamPlan, position: int) -> tuple[int
 
 
 def part_of(document: Document, offset: int) -> tuple[int, bool, int]:
-    """As `token_at`."""
+    """Return the same as `token_at`, at an offset in a document."""
     _, tokens, scored, recall = document
     return int(tokens[offset]), scored is None or bool(scored[offset]), 0 if recall is None else int(recall[offset])
 
 
 def block(own: Sequence[tuple[int, bool, int]], document: int, *, is_new_document: bool) -> Segment:
-    """A segment whose inputs are its own tokens: targets are the next ones in it, and after the last stands none."""
+    """Return a segment whose inputs are its own tokens; the targets are the next ones, and the last has no target."""
     following = [*own[1:], (0, False, 0)]
     tokens, scored, recall = (np.array(part) for part in zip(*following, strict=True))
     return Segment(np.array([token for token, _, _ in own]), tokens, scored, recall, document, is_new_document)

@@ -1,6 +1,6 @@
-"""A real Slurm of two nodes on this machine: its own munge, controller and two daemons, all in one folder.
+"""A real Slurm cluster of two nodes on this machine: a private munge, a controller and two daemons, in one folder.
 
-Debian's slurm-wlm and munge, as root, without systemd or cgroups. Nothing outside of the folder is touched.
+It needs Debian's slurm-wlm and munge, and root, but neither systemd nor cgroups. It changes nothing outside the folder.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ PartitionName=urgent Nodes=node[1-2] State=UP PriorityTier=9
 
 
 def why_not() -> str | None:
-    """Why no cluster can be started here; None if one can."""
+    """Return why no cluster can be started on this machine; None if one can."""
     missing = [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
     if missing:
         return f"no Slurm here ({', '.join(missing)} missing): apt-get install slurm-wlm munge"
@@ -80,7 +80,7 @@ class Cluster:
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        """Start the daemons; returns when both nodes are idle."""
+        """Start the daemons; return when both nodes are idle."""
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
@@ -88,7 +88,7 @@ class Cluster:
             (self.folder / name).mkdir()
         first = free_port()
         second = next(port for port in iter(free_port, None) if port != first)
-        # Ports of a node range must be in a row; each node gets a line of its own instead.
+        # The ports of a node range must be consecutive; each node has its own line instead.
         text = CONFIG.format(folder=self.folder, controller_port=free_port(), ports="{ports}")
         template = next(line for line in text.splitlines() if line.startswith("NodeName="))
         nodes = [
@@ -128,7 +128,7 @@ class Cluster:
                 daemon.wait()
 
     def call(self, *command: str, check: bool = True, **environment: str) -> str:
-        """Output of a command."""
+        """Run a command and return its output."""
         done = subprocess.run(
             command, env={**self.environment, **environment}, capture_output=True, text=True, timeout=60, check=False
         )
@@ -137,19 +137,19 @@ class Cluster:
         return done.stdout.strip()
 
     def node_states(self) -> list[str]:
-        """Of every node, as sinfo says it."""
+        """Return the state of every node, as sinfo reports it."""
         return self.call("sinfo", "--noheader", "--partition=debug", "--Node", "--format=%T", check=False).split()
 
     def submit(self, *arguments: str, **environment: str) -> str:
-        """Number of the job."""
+        """Submit a job; return its number."""
         return self.call("sbatch", "--parsable", *arguments, **environment)
 
     def state(self, job: str) -> str:
-        """JobState of a job, as PENDING."""
+        """Return the JobState of a job, such as PENDING."""
         return self.facts(job).get("JobState", "gone")
 
     def facts(self, job: str) -> dict[str, str]:
-        """What scontrol knows of a job."""
+        """Return the fields that scontrol shows for a job."""
         text = self.call("scontrol", "show", "job", job, "--oneliner", check=False)
         return dict(part.split("=", 1) for part in text.split() if "=" in part)
 
@@ -161,20 +161,20 @@ class Cluster:
             time.sleep(0.1)
 
     def wait_for_state(self, job: str, *states: str, seconds: float = 180) -> str:
-        """The first of the states that the job has."""
+        """Wait until the job is in one of the states; return its state."""
         self.wait(lambda: self.state(job) in states, f"job {job} to be {' or '.join(states)}", seconds=seconds)
         return self.state(job)
 
     def told(self) -> str:
-        """The ends of the daemons' logs."""
+        """Return the last lines of the daemons' logs."""
         logs = sorted(self.folder.glob("*.log")) + sorted(self.folder.glob("*.out"))
         return "\n".join(f"== {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)
 
 
 @contextmanager
 def running_cluster() -> Iterator[Cluster]:
-    """A cluster for as long as the context lasts."""
-    folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # a short path: a socket's name has 107 characters at most
+    """Run a cluster within the context."""
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # a short path: the path of a socket is limited to 107 characters
     cluster = Cluster(folder)
     try:
         cluster.start()

@@ -28,17 +28,17 @@ TINY = {
 
 
 def tiny_config(*overrides: dict[str, Any]) -> Any:
-    """A configuration of a model that trains in milliseconds."""
+    """Return the configuration of a model that trains in milliseconds."""
     return OmegaConf.merge(OmegaConf.structured(Config), TINY, *overrides)
 
 
 def zero_block(stage: int) -> dict[str, Any]:
-    """ZeRO with nothing kept gathered: a small model hides the bugs of stage 3 otherwise."""
+    """Return a ZeRO block that keeps no parameter gathered: otherwise a small model hides bugs of stage 3."""
     return {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
 
 
 def ragged_segments(config: Any, *, step: int) -> list[Batch]:
-    """The global batch of one step, one Batch of all G lanes for each of its segments: documents of all lengths."""
+    """Return the global batch of one step, a Batch of all G lanes per segment, with documents of all lengths."""
     train = config.train
     generator = torch.Generator().manual_seed(1000 + step)
     segments = []
@@ -47,7 +47,7 @@ def ragged_segments(config: Any, *, step: int) -> list[Batch]:
         tokens = torch.randint(1, VOCAB, shape, generator=generator)
         targets = torch.randint(1, VOCAB, shape, generator=generator)
         valid_len = torch.randint(1, train.seg_len + 1, (train.lanes,), generator=generator)
-        valid_len[:: 2 + part] = train.seg_len  # some lanes are complete and remember
+        valid_len[:: 2 + part] = train.seg_len  # some lanes have complete segments, which enter the memory
         targets[torch.arange(train.seg_len) >= valid_len[:, None]] = IGNORE
         is_new = torch.rand(train.lanes, generator=generator) < 0.3
         document = torch.arange(train.lanes)
@@ -56,7 +56,7 @@ def ragged_segments(config: Any, *, step: int) -> list[Batch]:
 
 
 def _idle_rows(batch: Batch, count: int) -> Batch:
-    """`count` idle lanes appended."""
+    """Append `count` idle lanes to a batch."""
     if count <= 0:
         return batch
     seg_len = batch.tokens.shape[1]
@@ -71,7 +71,7 @@ def _idle_rows(batch: Batch, count: int) -> Batch:
 
 
 def update_of_rank(config: Any, world: World, *, step: int) -> Update:
-    """This rank's share of `ragged_segments`, in micro-batches."""
+    """Return this rank's share of `ragged_segments`, in micro-batches."""
     train = config.train
     lanes = lanes_of_rank(train.lanes, world_size=world.size, rank=world.rank, micro_lanes=train.micro_lanes)
     batches: list[Batch] = []
@@ -86,7 +86,7 @@ def update_of_rank(config: Any, world: World, *, step: int) -> Update:
 
 
 def tiny_job(config: Any, world: World, *, stage: int, block: dict[str, Any] | None = None) -> Any:
-    """What `train_step` touches of a Job, with a real engine on a freshly seeded model."""
+    """Return the parts of a Job that `train_step` uses, with a real engine on a newly seeded model."""
     train = config.train
     torch.manual_seed(train.seed)
     model = MemoryLM(config, VOCAB)
@@ -106,7 +106,7 @@ def tiny_job(config: Any, world: World, *, stage: int, block: dict[str, Any] | N
 
 
 def run_steps(job: Any, *, first: int, last: int) -> list[Outcome]:
-    """Real training steps over `ragged_segments`."""
+    """Run real training steps over `ragged_segments`."""
     from dist_mem.runtime.distributed import sum_over_ranks
 
     outcomes = []
@@ -119,7 +119,7 @@ def run_steps(job: Any, *, first: int, last: int) -> list[Outcome]:
 
 
 def full_parameters(job: Any) -> dict[str, torch.Tensor]:
-    """Every parameter whole, on every rank."""
+    """Return every full parameter, on every rank."""
     import deepspeed
 
     found = {}

@@ -1,4 +1,4 @@
-"""Tracked jobs for tests, without training: what they log, and what MLflow has of it."""
+"""Tracked jobs for tests, without training: log losses, and read them back from MLflow."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def start(config: Any, run_dir: Path, *, run_id: str | None = None, first_step: 
 
 
 def job(config: Any, run_dir: Path, losses: dict[int, float], *, status: str = "KILLED", **options: Any) -> Tracker:
-    """A job from start to end that logs these losses."""
+    """Run a job from start to end that logs these losses."""
     tracker = start(config, run_dir, **options)
     for step, loss in losses.items():
         tracker.log(step, {"loss": loss, "seconds": time.perf_counter()})
@@ -39,7 +39,7 @@ def job(config: Any, run_dir: Path, losses: dict[int, float], *, status: str = "
 
 
 def history(client: Any, run_id: str | None, name: str) -> list[tuple[int, float]]:
-    """(step, value), in the order in which MLflow took them."""
+    """Return the points (step, value) of a metric, in the order of MLflow's history."""
     return [(point.step, point.value) for point in client.get_metric_history(run_id, name)]
 
 

@@ -4,8 +4,8 @@
         process = first.start([sys.executable, "-m", "dist_mem", ...], env={...})
         pull_the_cable(first)
 
-They share all file systems, as the nodes of a cluster share some. Between them is nothing but the cable (a veth pair),
-so every pair has the same addresses, and tests that run side by side do not meet.
+They share all file systems, as the nodes of a cluster share some. Only the cable (a veth pair) connects them, so every
+pair can have the same addresses, and tests that run in parallel do not interfere.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ import pytest
 
 INTERFACE = "cable"
 NOBODY = "02:00:00:00:00:99"  # a hardware address that neither host has
-# A host has its own name; a command replaces the shell, so that a signal to the process reaches the command.
+# Set the host name; `exec` replaces the shell, so that a signal to the process reaches the command.
 AS_HOST = 'hostname "$0" && exec "$@"'
 
 
 class Host(NamedTuple):
-    """One of the two."""
+    """One of the two hosts."""
 
-    name: str  # of the namespace, and what the host calls itself
+    name: str  # of the namespace and of the host
     address: str
-    peer: str  # address of the other one
+    peer: str  # address of the other host
 
     def command(self, arguments: Sequence[str]) -> list[str]:
-        """The command line that runs `arguments` on this host, in the same process."""
+        """Return the command line that runs `arguments` on this host, without a child process."""
         shell = ["unshare", "--uts", "sh", "-c", AS_HOST, self.name]
         return ["ip", "netns", "exec", self.name, *shell, *arguments]
 
     def start(self, arguments: Sequence[str], *, env: dict[str, str], **options: Any) -> subprocess.Popen[str]:
-        """A process of this host; both its outputs in one pipe."""
+        """Start a process on this host, with standard output and error in one pipe."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "GLOO_"))}
         return subprocess.Popen(
             self.command(arguments),
@@ -55,7 +55,7 @@ class Host(NamedTuple):
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Two hosts that reach each other; skips where they cannot be had. Nothing of them is left at the end."""
+    """Create two hosts that reach each other, and remove them at the end; skip the test where this is impossible."""
     _skip_if_impossible()
     family = f"dm{uuid.uuid4().hex[:8]}"
     hosts = (Host(f"{family}a", "10.77.0.1", "10.77.0.2"), Host(f"{family}b", "10.77.0.2", "10.77.0.1"))
@@ -72,43 +72,43 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
     finally:
         for host in hosts:
             if Path(f"/run/netns/{host.name}").exists():
-                _ip("netns", "del", host.name)  # and the cable with it
+                _ip("netns", "del", host.name)  # this also deletes the cable
 
 
 def pull_the_cable(host: Host) -> None:
-    """Both hosts can see that the link is down; their connections stay as they are."""
+    """Set the link down, which both hosts can see; their connections stay open."""
     _ip("-n", host.name, "link", "set", INTERFACE, "down")
 
 
 def plug_the_cable_in(host: Host) -> None:
-    """Mend `pull_the_cable`."""
+    """Undo `pull_the_cable`."""
     _ip("-n", host.name, "link", "set", INTERFACE, "up")
 
 
 def lose_packets(host: Host) -> None:
-    """What this host sends arrives nowhere, and nobody is told: it is addressed to hardware that does not exist."""
+    """Lose all packets of this host without an error: they are addressed to hardware that does not exist."""
     _ip("-n", host.name, "neigh", "replace", host.peer, "lladdr", NOBODY, "nud", "permanent", "dev", INTERFACE)
 
 
 def stop_losing_packets(host: Host) -> None:
-    """Mend `lose_packets`."""
+    """Undo `lose_packets`."""
     _ip("-n", host.name, "neigh", "del", host.peer, "dev", INTERFACE)
 
 
 def ranks_on(
     hosts: Sequence[Host], arguments: Sequence[str], *, port: int, cwd: Path, interface: str | None = INTERFACE
 ) -> list[subprocess.Popen[str]]:
-    """`dist-mem ARGUMENTS` as one rank on each host, meeting at the first; `interface` is what gloo is told."""
+    """Start `dist-mem ARGUMENTS` as one rank on each host, with the first as master; `interface` is set for gloo."""
     command = [sys.executable, "-m", "dist_mem", *arguments]
-    told = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+    gloo = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     return [
-        host.start(command, env={**rank_environment(rank, hosts, port), **told}, cwd=cwd)
+        host.start(command, env={**rank_environment(rank, hosts, port), **gloo}, cwd=cwd)
         for rank, host in enumerate(hosts)
     ]
 
 
 def rank_environment(rank: int, hosts: Sequence[Host], port: int) -> dict[str, str]:
-    """What a launcher sets for the only rank of a host."""
+    """Return the variables that a launcher sets for the only rank of a host."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": "0",

@@ -1,7 +1,7 @@
 """`dist-mem` in milliseconds: each call runs in a process forked from one that has imported everything.
 
-The call is the real one in all that matters to a user: its own process, folder, environment, arguments, streams and
-exit code. `running_server` starts the process that is forked; `write_programs` writes the programs that call it.
+A call has its own process, folder, environment, arguments, streams and exit code, as a user's does. `running_server`
+starts the process that is forked; `write_programs` writes the programs that call it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ os._exit(code)
 
 @contextmanager
 def running_server(folder: Path) -> Iterator[Path]:
-    """The address of a server that has imported everything, for as long as the context lasts."""
+    """Run a server that has imported everything; yield its address."""
     address = folder / "warm"
     with (folder / "warm.log").open("wb") as log:
         server = subprocess.Popen(
@@ -61,7 +61,7 @@ def running_server(folder: Path) -> Iterator[Path]:
             stderr=log,
             start_new_session=True,
             cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},  # no threads: they do not fork
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},  # no threads: a fork loses them
         )
     deadline = time.monotonic() + 120
     try:
@@ -76,7 +76,7 @@ def running_server(folder: Path) -> Iterator[Path]:
 
 
 def write_programs(folder: Path, address: Path) -> None:
-    """`dist-mem`, and a `python` whose `-m dist_mem` is the same; other programs of Python run as always."""
+    """Write `dist-mem`, and a `python` that runs it for `-m dist_mem`, and is the real Python otherwise."""
     client = folder / "dist-mem"
     client.write_text(_CLIENT.format(python=sys.executable, address=str(address)), encoding="utf-8")
     warm, real = shlex.quote(str(client)), shlex.quote(sys.executable)
@@ -90,20 +90,20 @@ def write_programs(folder: Path, address: Path) -> None:
 
 
 def _serve(address: str) -> None:
-    """Fork a process for each call, for as long as the parent lives."""
+    """Fork a process for each call, as long as the parent lives."""
     parent = os.getppid()
     from dist_mem.runtime.distributed import choose_accelerator
 
     choose_accelerator()
     for name in _IMPORTED:
         importlib.import_module(name)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who attend
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the processes of `_attend` are not waited for
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{address}.new")
         listener.listen(16)
         listener.settimeout(1.0)
         Path(f"{address}.new").rename(address)
-        while os.getppid() == parent:  # it may be killed without a word
+        while os.getppid() == parent:  # the parent may be killed without ending this process
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
@@ -115,7 +115,7 @@ def _serve(address: str) -> None:
 
 
 def _attend(connection: socket.socket) -> NoReturn:
-    """Run one call in a process of its own, and answer with its exit code; a signal is negative."""
+    """Run one call in a child process, and reply with its exit code, which is negative for a signal."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _, streams, _, _ = socket.recv_fds(connection, 1, 3)
     with connection.makefile("rb") as lines:
@@ -137,7 +137,7 @@ def _run(arguments: Sequence[str], folder: str, environment: dict[str, str], str
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["dist-mem", *arguments]
-    sys.executable = str(Path(environment["WARM_PROGRAMS"]) / "python")  # for commands that run others
+    sys.executable = str(Path(environment["WARM_PROGRAMS"]) / "python")  # for commands that run other commands
     from dist_mem.__main__ import entry
 
     entry()

@@ -1,4 +1,4 @@
-"""Every call of a process that changes files under a directory, and the death of the process at one of them."""
+"""Record all calls of a process that change files under a directory, and kill the process at one of them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 class WritePoints:
-    """Notes the calls of this process from now on, as `mkdir PATH`, and kills it at one of them.
+    """Records the calls of this process from now on, as `mkdir PATH`, and kills it at one of them.
 
-    They are those that Python reports to audit hooks, before they happen, in any thread, and `os.fsync`. Death at the
-    flushing of a file takes half of the file with it, as a power loss may.
+    The calls are those that Python reports to audit hooks, before they happen, in any thread, and `os.fsync`. A kill at
+    the fsync of a file first truncates the file to half, as a power loss may.
     """
 
     def __init__(self, directory: Path, deadly: int | None = None) -> None:
-        """Watch `directory`; `deadly` is the number of the call, from 0, that is not to be survived."""
+        """Watch `directory`; `deadly` is the index of the call at which the process is killed, from 0."""
         self.met: list[str] = []
         self._directory, self._deadly = directory, deadly
         self._fsync = os.fsync
