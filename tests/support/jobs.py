@@ -158,7 +158,7 @@ def checkpoint_content(directory: Path) -> dict[str, Any]:
 
 
 def _clear_padding(content: dict[str, Any]) -> None:
-    """Zero the padding of ZeRO-3: the last share of a parameter that the ranks do not divide ends in undefined values."""
+    """Zero the padding of ZeRO-3: undefined values in the last share of a parameter that the ranks do not divide."""
     for name, saved in content.items():
         states = content.get(name.replace("bf16_zero", "zero").replace("optim", "model"), {})
         if name.endswith("optim_states.pt") and "zero_pp_rank" in name and "param_shapes" in states:
