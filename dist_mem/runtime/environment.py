@@ -1,7 +1,7 @@
 """The only reader and writer of environment variables: ranks, caches, MLflow, Slurm, git. Imports no torch.
 
 Ranks come from RANK, LOCAL_RANK, WORLD_SIZE (torchrun, the deepspeed launcher), else from SLURM_* when this process
-runs inside a job step, else this is a single process. SLURM_PROCID also stands in the batch script's environment, where
+runs inside a job step, else this is a single process. SLURM_PROCID is also set in the batch script's environment, where
 it means nothing.
 """
 
@@ -32,18 +32,18 @@ _LARGEST_STEP_ID = 4_294_967_000  # Slurm numbers the batch, extern and interact
 
 
 def is_set(name: str) -> bool:
-    """Whether there is a variable of this name."""
+    """Return whether a variable of this name is set."""
     return name in os.environ
 
 
 def in_job_step(environ: Mapping[str, str]) -> bool:
-    """Whether Slurm started this very process as one task of a step (and not as the batch script)."""
+    """Return whether Slurm started this process as a task of a job step, not as the batch script."""
     step = environ.get("SLURM_STEP_ID", "")
     return "SLURM_PROCID" in environ and step.isdigit() and int(step) < _LARGEST_STEP_ID
 
 
 def read_ranks(environ: Mapping[str, str] = os.environ) -> tuple[int, int, int, int]:
-    """(rank, world size, local rank, local size) from the launcher's variables; (0, 1, 0, 1) without a launcher."""
+    """Return (rank, world size, local rank, local size), as the launcher sets them; (0, 1, 0, 1) without a launcher."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
         missing = [name for name in ("RANK", "WORLD_SIZE") if name not in environ]
         if missing:
@@ -59,24 +59,24 @@ def read_ranks(environ: Mapping[str, str] = os.environ) -> tuple[int, int, int, 
 
 
 def is_rank0() -> bool:
-    """Whether this process speaks for its job, known before anything is initialized."""
+    """Return whether this is rank 0, which prints for the job; works before anything is initialized."""
     return _is_first(0)
 
 
 def is_first_on_node() -> bool:
-    """Whether this process speaks for its node, likewise."""
+    """Return whether this is the first rank of its node, which prints for the node; works as early as `is_rank0`."""
     return _is_first(2)
 
 
 def _is_first(index: int) -> bool:
     try:
         return read_ranks()[index] == 0
-    except ValueError:  # half of a launcher's variables: reported later
+    except ValueError:  # only half of a launcher's variables: reported later
         return True
 
 
 def _first_node(environ: Mapping[str, str]) -> str:
-    """The first node of the step: its name or, where that does not resolve, its address."""
+    """Return the first node of the step: its name or, if that does not resolve, its address."""
     nodes = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "localhost"))
     host = _scontrol("hostnames", nodes).split()[0]
     try:
@@ -92,7 +92,7 @@ def _scontrol(*words: str) -> str:
 
 
 def export_for_libraries(rank: int, size: int, local_rank: int, local_size: int) -> None:
-    """Tell torch and DeepSpeed what we found, and keep libraries quiet and private."""
+    """Export the ranks, the rendezvous address, gloo's interface and the extension cache for torch and DeepSpeed."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if size > 1 and missing:
         if not in_job_step(os.environ):
@@ -116,23 +116,24 @@ def export_for_libraries(rank: int, size: int, local_rank: int, local_size: int)
 
 
 def use_cpu_accelerator() -> None:
-    """Tell DeepSpeed, before it is imported, that there is no GPU, unless the user has told it something."""
+    """Set DS_ACCELERATOR=cpu, unless the user has set it; call this before DeepSpeed is imported."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def note_exit_code(code: int) -> None:
-    """Tell the batch script how the job has ended, if it asked for it (DIST_MEM_EXIT_CODE, a file) and this is rank 0.
+    """Write the exit code of the job to the file that DIST_MEM_EXIT_CODE names, if it is set and this is rank 0.
 
-    srun tells the highest code of all ranks: that of one it has terminated, because another had ended before.
+    The batch script reads it. srun reports the highest code of all ranks, which may be that of a rank that srun
+    terminated because another one had ended.
     """
     path = os.environ.get("DIST_MEM_EXIT_CODE")
-    with suppress(ValueError, OSError):  # wrong variables, told before; a full disk: the batch script has srun's code
+    with suppress(ValueError, OSError):  # wrong variables: reported before; a full disk: srun's code is left
         if path and read_ranks()[0] == 0:
             Path(path).write_text(f"{code}\n", encoding="ascii")
 
 
 def find_own_tools() -> None:
-    """Put this environment's programs first on PATH: DeepSpeed compiles with `ninja`, activated environment or not."""
+    """Put this environment's programs first on PATH: DeepSpeed needs `ninja` even if no environment is activated."""
     own = sysconfig.get_path("scripts")
     found = os.environ.get("PATH", "").split(os.pathsep)
     if found[0] != own:
@@ -140,27 +141,27 @@ def find_own_tools() -> None:
 
 
 def quiet_tracking_environment() -> None:
-    """Before mlflow is imported: no usage figures home, no demand for git, no patience, no prints between ours."""
+    """Configure MLflow before its import: no telemetry, no need for git, no retries, no prints of its own."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
-    # Our own thread tries again (delivery.py); MLflow would keep one call for four minutes, and log every attempt.
+    # The delivery thread retries (delivery.py); MLflow would spend four minutes on one call, and log every attempt.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")  # seconds; 120 by default
-    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # our own message has it
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # our own message contains it
 
 
 def user_cache_dir() -> Path:
-    """Where this user's caches lie: XDG_CACHE_HOME, else ~/.cache."""
+    """Return the folder of this user's caches: XDG_CACHE_HOME, else ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
 
 
 def temporary_dir() -> Path:
-    """This node's disk for what need not last: TMPDIR, which a cluster may set for each job, else /tmp."""
+    """Return this node's folder for temporary files: TMPDIR, which a cluster may set for each job, else /tmp."""
     return Path(os.environ.get("TMPDIR") or "/tmp")
 
 
 class MlflowEnvironment(NamedTuple):
-    """What MLflow users set: the store, the run to log to, the experiment."""
+    """MLflow's variables: the store, the run to log to, the experiment."""
 
     uri: str | None
     run_id: str | None
@@ -169,21 +170,21 @@ class MlflowEnvironment(NamedTuple):
 
 
 def mlflow_environment() -> MlflowEnvironment:
-    """MLFLOW_TRACKING_URI, MLFLOW_RUN_ID, MLFLOW_EXPERIMENT_NAME, MLFLOW_EXPERIMENT_ID; None where unset or empty."""
+    """Read MLFLOW_TRACKING_URI, MLFLOW_RUN_ID, MLFLOW_EXPERIMENT_NAME, MLFLOW_EXPERIMENT_ID; None if unset or empty."""
     names = ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID")
     return MlflowEnvironment(*(os.environ.get(name) or None for name in names))
 
 
 def mlflow_credentials_set() -> list[str]:
-    """Names of those variables with credentials for MLflow that are set; their values nobody here reads."""
+    """Return the names, but not the values, of the variables with MLflow credentials that are set."""
     names = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
     return [name for name in names if os.environ.get(name)]
 
 
 def slurm_job() -> dict[str, str]:
-    """Which Slurm job this is: SLURM_JOB_ID, _JOB_NODELIST, _RESTART_COUNT, _ARRAY_JOB_ID, _ARRAY_TASK_ID; or nothing.
+    """Return SLURM_JOB_ID, _JOB_NODELIST, _RESTART_COUNT, _ARRAY_JOB_ID, _ARRAY_TASK_ID; an empty dict outside Slurm.
 
-    Slurm sets the count from the first restart on, and the last two in an array only.
+    Slurm sets the restart count only after the first restart, and the last two only in an array.
     """
     if "SLURM_JOB_ID" not in os.environ:
         return {}
@@ -193,7 +194,7 @@ def slurm_job() -> dict[str, str]:
 
 
 def user_name() -> str | None:
-    """Who runs this process; None where nobody knows, as in a container without a list of users."""
+    """Return the user of this process; None if unknown, as in a container without a list of users."""
     try:
         return getpass.getuser()
     except (OSError, KeyError):
@@ -204,7 +205,7 @@ SNAPSHOT_FILES = "files"  # in the folder that DIST_MEM_SNAPSHOT names
 
 
 def as_submitted(path: Path) -> Path:
-    """A file as it was when its job began: its copy under DIST_MEM_SNAPSHOT; the path itself where there is none."""
+    """Return the path of a file's copy in the job's snapshot, DIST_MEM_SNAPSHOT; the path itself if there is none."""
     folder = os.environ.get("DIST_MEM_SNAPSHOT")
     if not folder:
         return path
@@ -213,15 +214,15 @@ def as_submitted(path: Path) -> Path:
 
 
 def node_name() -> str:
-    """What this node is called: by Slurm, which may run several on one host, else by itself."""
+    """Return the name of this node: Slurm's, which may run several nodes on one host, else the host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def job_end() -> float | None:
-    """DIST_MEM_JOB_END, when the time of this job is over, seconds since 1970; None where it is not set.
+    """Return DIST_MEM_JOB_END, the end of this job's time in seconds since 1970; None if it is not set.
 
     Raises:
-        ValueError: it is no such time.
+        ValueError: it is not a finite number.
     """
     text = os.environ.get("DIST_MEM_JOB_END")
     if not text:
@@ -239,7 +240,7 @@ def job_end() -> float | None:
 
 
 def system_metrics_interval() -> float:
-    """MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL, seconds; 10 without it, as in MLflow."""
+    """Return MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL in seconds; 10 if it is not set, as in MLflow."""
     name = "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL"
     text = os.environ.get(name) or "10"
     try:
@@ -252,65 +253,65 @@ def system_metrics_interval() -> float:
 
 
 def environment_of_git() -> dict[str, str]:
-    """The environment without what a git hook sets to make every git command speak of its repository."""
+    """Return the environment without the variables by which a git hook directs all git commands to its repository."""
     named = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX")
     return {**{name: value for name, value in os.environ.items() if name not in named}, "LC_ALL": "C"}
 
 
 def environment_of_slurm() -> dict[str, str]:
-    """The environment for Slurm's commands without what changes what they show or ask: SQUEUE_*, SCANCEL_*."""
+    """Return the environment for Slurm's commands, without SQUEUE_* and SCANCEL_*, which change output and prompts."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SQUEUE_", "SCANCEL_"))}
     return {**kept, "SLURM_TIME_FORMAT": "standard"}
 
 
 def with_environment(added: Mapping[str, str]) -> dict[str, str]:
-    """The environment of this process, for one it starts, and more."""
+    """Return the environment of this process with `added`, for a child process."""
     return {**os.environ, **added}
 
 
 def meeting_point() -> tuple[str, int]:
-    """MASTER_ADDR and MASTER_PORT, after `export_for_libraries`."""
+    """Return MASTER_ADDR and MASTER_PORT; call `export_for_libraries` first."""
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
 def agent_keeps_store() -> bool:
-    """Whether the launcher holds the store at the meeting point, as torchrun does; else rank 0 does."""
+    """Return whether the launcher hosts the store of the rendezvous, as torchrun does; else rank 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def launcher_restarts() -> int:
-    """How often torchrun has started all ranks anew."""
+    """Return how often torchrun has restarted all ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def gpus_are_hidden() -> bool:
-    """Whether the user has said that CPUs are meant: CUDA_VISIBLE_DEVICES is set and empty."""
+    """Return whether the user has chosen CPUs: CUDA_VISIBLE_DEVICES is set and empty."""
     return os.environ.get("CUDA_VISIBLE_DEVICES") == ""
 
 
 def slurm_gave_gpus() -> bool:
-    """Whether Slurm has given this job GPUs on this node."""
+    """Return whether Slurm has allocated GPUs on this node to this job."""
     return any(os.environ.get(name, "0") != "0" for name in ("SLURM_GPUS_ON_NODE", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS"))
 
 
 def slurm_nodes() -> list[str]:
-    """Nodes of this Slurm job step; none outside of one, or where Slurm does not tell."""
+    """Return the nodes of this Slurm job step; none outside of one, or if scontrol does not answer."""
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
     if not nodes:
         return []
     try:
-        told = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=10)
+        listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return told.stdout.split()
+    return listed.stdout.split()
 
 
 def extension_cache() -> Path:
-    """Where the ops of this environment are compiled, unless TORCH_EXTENSIONS_DIR is set.
+    """Return the folder in which this environment's ops are compiled, unless TORCH_EXTENSIONS_DIR is set.
 
-    torch keys its directory by Python's version and by CUDA's. Two environments would share it, and each would compile
-    again after the other: the command that ninja compares has the paths of torch, of DeepSpeed's sources and of
-    Python's headers in it.
+    torch's own folder depends on the versions of Python and CUDA only. Two environments would share it, and each would
+    recompile after the other: the command that ninja compares contains the paths of torch, of DeepSpeed's sources and
+    of Python's headers.
     """
     packages = [find_spec(name) for name in ("torch", "deepspeed")]
     places = [sysconfig.get_path("include"), *(str(spec.origin) for spec in packages if spec is not None)]
@@ -319,7 +320,7 @@ def extension_cache() -> Path:
 
 
 def compiler_caches() -> dict[str, tuple[Path, str]]:
-    """Where compilers keep what they make: name -> its directory, and the variable that moves it."""
+    """Return the cache of each compiler: name -> its directory, and the variable that moves it."""
     temporary = Path(tempfile.gettempdir())
     triton_home = Path(os.environ.get("TRITON_HOME") or "~").expanduser()
     inductor = temporary / f"torchinductor_{os.environ.get('USER', '')}"
@@ -341,10 +342,10 @@ _NODE_CACHES = {
 
 
 def use_node_caches() -> None:
-    """Keep what compilers make in the place that DIST_MEM_CACHES names, a disk of this node; nothing if it is not set.
+    """Move the compilers' caches to DIST_MEM_CACHES, a disk of this node; do nothing if it is not set.
 
-    Compiled code is loaded from there, and everybody may write to such a place: the folder in it must be this user's
-    own. If it is not, the user's cache directory serves, with a folder for this node.
+    Compiled code is loaded from there, and everybody may write to such a disk, so only this user may be able to write
+    to the folder in it. Otherwise the caches go to a folder for this node in the user's cache directory.
     """
     place = os.environ.get("DIST_MEM_CACHES")
     if not place:
@@ -361,24 +362,24 @@ def use_node_caches() -> None:
 
 
 def allotted_threads(environ: Mapping[str, str] = os.environ) -> int | None:
-    """CPU threads that a rank may use: OMP_NUM_THREADS, else SLURM_CPUS_PER_TASK; None where neither says."""
+    """Return the CPU threads of a rank: OMP_NUM_THREADS, else SLURM_CPUS_PER_TASK; None if neither is set."""
     for name in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK"):
-        number = environ.get(name, "").partition(",")[0].strip()  # OpenMP takes one for each level
+        number = environ.get(name, "").partition(",")[0].strip()  # OpenMP accepts one number per nesting level
         if name == "OMP_NUM_THREADS" and number == "1" and "TORCHELASTIC_RUN_ID" in environ:
-            continue  # torchrun sets it where the user has not
+            continue  # torchrun sets it if the user has not
         if number.isdecimal() and int(number) > 0:
             return int(number)
     return None
 
 
 def cpp_compiler() -> str | None:
-    """The C++ compiler that torch's extension builder takes: CXX, else c++ or g++; None if there is none."""
-    wished = os.environ.get("CXX")
-    return shutil.which(wished) if wished else shutil.which("c++") or shutil.which("g++")
+    """Return the C++ compiler that torch's extension builder uses: CXX, else c++ or g++; None if there is none."""
+    requested = os.environ.get("CXX")
+    return shutil.which(requested) if requested else shutil.which("c++") or shutil.which("g++")
 
 
 def environment_of_rank(rank: int, size: int, port: int, more: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a rank on this node, as torchrun would set it, without what a scheduler has set."""
+    """Return the environment of a rank on this node, as torchrun sets it, without the scheduler's variables."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCHELASTIC_"))}
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     kept.pop("DIST_MEM_JOB_END", None)

@@ -1,10 +1,10 @@
-"""Which keys and values a JSON file must have, checked once, when it is read: all readers behind may rely on it.
+"""Schemas of JSON files: keys and values are checked once, when a file is read, so later code can rely on them.
 
     ENTRY = record({"name": plain_name, "bytes": integer(low=0)})
     body = read_json(path, ShardError)
     check(body, record({"shards": rows(ENTRY)}), path, ShardError)
 
-A hash in a file says that it is what somebody wrote; not that whoever wrote it knew the format, or meant well.
+A hash in a file shows that the content is as written, not that its writer knew the format or meant well.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dist_mem.errors import UnusableError
 from dist_mem.runtime.names import PLAIN, is_plain, is_plain_path
 
 MAX_INTEGER = 2**63 - 1
-Schema = Callable[[str, Any], Iterator[str]]  # (key, value) -> what is wrong with it, one line each
+Schema = Callable[[str, Any], Iterator[str]]  # (key, value) -> its problems, one line each
 
 
 def read_json(path: Path, error: type[UnusableError]) -> Any:
-    """The content of a JSON file. Raises OSError, and `error` where it is not JSON."""
+    """Return the content of a JSON file. Raises OSError, and `error` if the file is not JSON."""
     try:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as caught:
@@ -32,14 +32,14 @@ def read_json(path: Path, error: type[UnusableError]) -> Any:
 
 
 def check(body: Any, schema: Schema, path: Path, error: type[UnusableError], remedy: str = "") -> None:
-    """Raise `error`, with the first thing that is wrong in the content of the file at `path`."""
+    """Raise `error`, with the first problem, if the content of the file at `path` does not match the schema."""
     problem = next(schema("", body), None)
     if problem is not None:
         raise error(f"{path} is damaged ({problem}){remedy}")
 
 
 def leaf(must_be: str, fits: Callable[[Any], bool]) -> Schema:
-    """A single value."""
+    """Return the schema of a single value that `fits`; `must_be` describes it in messages."""
 
     def find(key: str, value: Any) -> Iterator[str]:
         if not fits(value):
@@ -54,21 +54,21 @@ def _shown(value: Any) -> str:
 
 
 def integer(low: int = 0, high: int = MAX_INTEGER) -> Schema:
-    """An integer of this range."""
+    """Return the schema of an integer from `low` to `high`."""
     return leaf(f"an integer from {low} to {high}", lambda value: type(value) is int and low <= value <= high)
 
 
 def one_of(*values: str) -> Schema:
-    """One of these texts."""
+    """Return the schema of a text that is one of `values`."""
     return leaf(f"one of {', '.join(values)}", lambda value: isinstance(value, str) and value in values)
 
 
 def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)  # of half a character; cannot be written
+    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)  # a lone surrogate; cannot be encoded
 
 
 number = leaf("a finite number", lambda value: type(value) is int or (type(value) is float and isfinite(value)))
-figure = leaf("a number", lambda value: type(value) in (int, float))  # of a run, which may diverge
+figure = leaf("a number", lambda value: type(value) in (int, float))  # of a run, which may diverge to NaN or infinity
 text = leaf("text", _is_text)
 sha256 = leaf("a SHA-256", lambda value: isinstance(value, str) and bool(re.fullmatch("[0-9a-f]{64}", value)))
 plain_name = leaf(PLAIN, is_plain)
@@ -76,12 +76,12 @@ plain_path = leaf("a path of plain names below this folder", is_plain_path)
 
 
 def optional(schema: Schema) -> Schema:
-    """A value, or null."""
+    """Return the schema of a value or null."""
     return lambda key, value: iter(()) if value is None else schema(key, value)
 
 
 def rows(item: Schema, *, low: int = 0, high: int | None = None) -> Schema:
-    """A list; `low` to `high` items (None: any number)."""
+    """Return the schema of a list of `low` to `high` items (None: any number)."""
 
     def find(key: str, value: Any) -> Iterator[str]:
         if not isinstance(value, list) or len(value) < low or (high is not None and len(value) > high):
@@ -94,7 +94,7 @@ def rows(item: Schema, *, low: int = 0, high: int | None = None) -> Schema:
 
 
 def table(value_schema: Schema, *, keys: Schema = text) -> Schema:
-    """An object whose keys are data too."""
+    """Return the schema of an object whose keys are data too."""
 
     def find(key: str, value: Any) -> Iterator[str]:
         if not isinstance(value, dict):
@@ -108,7 +108,7 @@ def table(value_schema: Schema, *, keys: Schema = text) -> Schema:
 
 
 def record(required: Mapping[str, Schema], further: Mapping[str, Schema] | None = None, *, is_open: bool) -> Schema:
-    """An object of known keys; `further` may be missing, and `is_open` allows others besides."""
+    """Return the schema of an object with `required` keys; `further` may be missing, `is_open` allows any others."""
     known = {**required, **(further or {})}
 
     def find(key: str, value: Any) -> Iterator[str]:

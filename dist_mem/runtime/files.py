@@ -1,4 +1,4 @@
-"""Writing files so that a crash leaves the old one or the new one, never half of one."""
+"""Durable, atomic file writes: a crash leaves the old file or the new one, never half of one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CHUNK = 1 << 20  # bytes; written and hashed while they are in the processor's 
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file, or a directory's list of names, to the disk."""
+    """Flush a file, or the list of names of a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -34,15 +34,15 @@ def fsync_path(path: Path) -> None:
 
 
 class NotOwnError(Exception):
-    """Others could have put something into a folder that must be this user's."""
+    """Others could have put files into a folder that must belong to this user alone."""
 
 
 def make_own(folder: Path) -> None:
-    """Make a folder into which nobody else can write, in a place where everybody may.
+    """Make a folder to which only this user can write, inside one to which everybody can.
 
     Raises:
-        NotOwnError: what is there belongs to another user, is open to others, or is a link.
-        OSError: it cannot be made.
+        NotOwnError: the path exists and belongs to another user, is writable by others, or is not a folder.
+        OSError: the folder cannot be made.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
@@ -51,7 +51,7 @@ def make_own(folder: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a directory and those above it that are missing, durably; one that is there already is no error."""
+    """Make a directory and its missing parents, durably; an existing directory is no error."""
     missing = list(takewhile(lambda folder: not folder.exists(), [path, *path.parents]))
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -59,33 +59,33 @@ def make_folder(path: Path) -> None:
 
 
 def is_file(path: Path) -> bool:
-    """Whether a file is there; false also for what no file can be called: a name too long, or with a zero byte."""
+    """Return whether a file exists; False also for an impossible name: too long, or with a zero byte."""
     with suppress(OSError, ValueError):
         return path.is_file()
     return False
 
 
 def is_dir(path: Path) -> bool:
-    """As `is_file`, of a folder."""
+    """Return whether a folder exists; False also for an impossible name, as in `is_file`."""
     with suppress(OSError, ValueError):
         return path.is_dir()
     return False
 
 
 def is_wrong_path(error: OSError) -> bool:
-    """Whether a path cannot be what was given: another one may do, and no room or repair makes this one fit."""
+    """Return whether the path itself is wrong: another path may work, but neither free space nor a repair helps."""
     return error.errno in _WRONG_PATH
 
 
 def free_name(path: Path) -> Path:
-    """The path, or the first of PATH-2, PATH-3, ... that nothing has."""
+    """Return the path, or the first of PATH-2, PATH-3, ..., that does not exist."""
     numbered = (path.with_name(f"{path.name}-{number}") for number in count(2))
     return next(name for name in chain([path], numbered) if not name.exists())
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Give an OSError the name of the file; a full disk does not say where it is full."""
+    """Add the name of the file to an OSError without one; the error of a full disk has none."""
     try:
         yield
     except OSError as error:
@@ -95,7 +95,7 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write into that takes the place of `path` at the end, durably, or leaves no trace if that fails."""
+    """Open a temporary file that durably replaces `path` at the end of the block, and is deleted after an error."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with naming(path), partial.open("wb") as file:
@@ -104,29 +104,29 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             os.fsync(file.fileno())
         partial.replace(path)
     except BaseException:
-        partial.unlink(missing_ok=True)  # on a full disk it would take the room of the next attempt
+        partial.unlink(missing_ok=True)  # on a full disk it would take the space of the next attempt
         raise
     fsync_path(path.parent)
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace `path` by a file holding `content`, atomically and durably."""
+    """Replace `path` with a file of this content, atomically and durably."""
     with replacing(path) as file:
         file.write(content)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` by a file holding `text` as UTF-8, atomically and durably."""
+    """Replace `path` with a file of this text in UTF-8, atomically and durably."""
     write_bytes(path, text.encode())
 
 
 def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Write a new file durably, hashing it on the way; returns its {"bytes", "sha256"}.
+    """Write a new file durably and hash it meanwhile; return its {"bytes", "sha256"}.
 
-    A crash may leave half of it: for files in a directory that is renamed when all are whole.
+    A crash may leave half a file, so use this in a directory that is renamed once all its files are complete.
 
     Raises:
-        OSError: naming the file.
+        OSError: the file cannot be written; the error names it.
     """
     digest, size = hashlib.sha256(), 0
     with naming(path), path.open("xb") as file:
@@ -143,32 +143,32 @@ def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, A
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
+    """Return the SHA-256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def file_system_of(path: Path) -> str:
-    """Type of the file system that holds a path, which need not exist yet: ext4, nfs4, lustre, fuse.sshfs.
+    """Return the type of the file system of a path, which need not exist yet: ext4, nfs4, lustre, fuse.sshfs.
 
-    Empty where the kernel does not tell, as on other systems than Linux.
+    Return an empty text if the kernel does not list its mounts, as on systems other than Linux.
     """
-    folders = [path.resolve(), *path.resolve().parents]  # first: looking at it is what mounts it, with autofs
+    folders = [path.resolve(), *path.resolve().parents]  # first: with autofs, this access mounts it
     try:
         mounts = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return ""
     found = [(len(mounted.parts), kind) for mounted, kind in map(_mount, mounts) if mounted in folders]
     deepest = max((depth for depth, _ in found), default=0)
-    return next((kind for depth, kind in reversed(found) if depth == deepest), "")  # the last one hides the others
+    return next((kind for depth, kind in reversed(found) if depth == deepest), "")  # a later mount hides earlier ones
 
 
 def _mount(line: str) -> tuple[Path, str]:
-    """Folder and type of a line of /proc/self/mounts, where a blank is written as \\040."""
+    """Return folder and type from a line of /proc/self/mounts, in which \\040 is a blank."""
     folder, kind = line.split(" ")[1:3]
     return Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), folder)), kind
 
 
 def is_network_file_system(kind: str) -> bool:
-    """Whether files of such a file system are another machine's, where locks are slow or missing: SQLite breaks."""
+    """Return whether another machine serves such files: locks are slow or missing there, which breaks SQLite."""
     return kind in _NETWORK_FILE_SYSTEMS or kind.startswith("fuse.")

@@ -11,9 +11,9 @@ from typing import NamedTuple
 from dist_mem.errors import UnfitError, UnusableError
 
 OK, WARNING, FAIL = "ok", "warning", "FAIL"
-MEETING = "meeting"  # findings about ranks that do not come
+MEETING = "meeting"  # findings about ranks that do not join
 _PASSING = (MEETING, "accelerator", "disk room", "inodes", "time left", "all-reduce", "run directory")
-_NAMED = 4  # most places in a line, so that a report of 60 nodes stays readable
+_NAMED = 4  # most places in a line: a report of 60 nodes must stay readable
 _SHOWN = 12  # most lines in the message of a refused start
 
 
@@ -111,14 +111,14 @@ def may_pass(findings: Sequence[Finding], nodes: Iterable[str]) -> bool:
 
 
 def refuse(findings: Sequence[Finding], nodes: Iterable[str]) -> None:
-    """End a start in which anything failed.
+    """Raise an error if any finding prevents a job from training.
 
     Args:
         nodes: of all ranks.
 
     Raises:
-        UnfitError: all that failed is of some nodes only, or of now.
-        UnusableError: another start would fail on it too.
+        UnfitError: all failures concern only some nodes, or are temporary.
+        UnusableError: another start would fail too.
     """
     if failed(findings):
         raise (UnfitError if may_pass(findings, nodes) else UnusableError)(refusal(findings))

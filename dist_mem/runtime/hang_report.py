@@ -1,10 +1,10 @@
-"""What ranks write of themselves when nothing moves any more, and what is concluded from it: who is suspected.
+"""Hang reports: when nothing moves any more, each rank writes its position; the report names the suspected ranks.
 
-    RUN/hangs/20261120T101500Z/rank-00003.txt   where rank 3 stands, and the stacks of all its threads
-    RUN/hangs/20261120T101500Z/report.txt       which ranks and nodes are suspected, and where the others wait
-    RUN/slurm/failed_nodes                      the suspected nodes, one a line, for the next start
+    RUN/hangs/20261120T101500Z/rank-00003.txt   the position of rank 3, and the stacks of all its threads
+    RUN/hangs/20261120T101500Z/report.txt       the suspected ranks and nodes, and where the others wait
+    RUN/slurm/failed_nodes                      the suspected nodes, one per line, for the next start
 
-The file system is the only thing that ranks share for certain when their collectives hang.
+When collectives hang, the file system is the only channel that the ranks share for certain.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ FAILED_NODES = Path("slurm") / "failed_nodes"  # in the run directory
 
 
 class Standing(NamedTuple):
-    """Where a rank stands."""
+    """The position of a rank in the training."""
 
     rank: int
     node: str
     pid: int
     step: int | None  # None: before the first
     phase: str
-    beats: int  # how many marks its main thread has passed: all ranks pass the same ones
-    idle: float  # seconds since the last one
+    beats: int  # calls of `beat` by its main thread; all ranks make the same calls
+    idle: float  # seconds since the last beat
 
     @property
     def place(self) -> str:
-        """In words."""
+        """The position as text: step and phase."""
         return self.phase if self.step is None else f"step {self.step}, {self.phase}"
 
 
 def write_standing(folder: Path, standing: Standing) -> bool:
-    """Write the file of one rank, with the stacks of all threads; it is there whole or not at all."""
+    """Write the file of one rank, with the stacks of all threads, atomically. Return True."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{standing.rank:05d}.txt"
     partial = path.with_suffix(".partial")
@@ -55,45 +55,45 @@ def write_standing(folder: Path, standing: Standing) -> bool:
 
 
 def read_standings(folder: Path) -> list[Standing]:
-    """What the ranks have written of themselves, by rank."""
+    """Return the positions that the ranks have written, sorted by rank."""
     found = []
     for path in sorted(folder.glob("rank-*.txt")):
         head = path.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
-        told = dict(line.split(": ", 1) for line in head.splitlines())
+        fields = dict(line.split(": ", 1) for line in head.splitlines())
         found.append(
             Standing(
-                rank=int(told["rank"]),
-                node=told["node"],
-                pid=int(told["pid"]),
-                step=None if told["step"] == "-" else int(told["step"]),
-                phase=told["phase"],
-                beats=int(told["beats"]),
-                idle=float(told["idle"]),
+                rank=int(fields["rank"]),
+                node=fields["node"],
+                pid=int(fields["pid"]),
+                step=None if fields["step"] == "-" else int(fields["step"]),
+                phase=fields["phase"],
+                beats=int(fields["beats"]),
+                idle=float(fields["idle"]),
             )
         )
     return found
 
 
 def suspects(standings: Sequence[Standing], nodes: Sequence[str]) -> dict[int, str]:
-    """The suspected ranks, and why; none where all wait for each other.
+    """Return the suspected ranks, each with the reason; none if all ranks wait for each other.
 
     Args:
-        standings: of the ranks that have told.
+        standings: of the ranks that have reported.
         nodes: of all ranks.
     """
-    told = {standing.rank for standing in standings}
-    silent = [rank for rank in range(len(nodes)) if rank not in told]
+    known_ranks = {standing.rank for standing in standings}
+    silent = [rank for rank in range(len(nodes)) if rank not in known_ranks]
     if silent:
         return dict.fromkeys(silent, "has reported nothing: it is stopped or dead, or its node is")
     foremost = max(standing.beats for standing in standings)
     behind = [standing for standing in standings if standing.beats < foremost]
-    if len(behind) > len(nodes) / 2:  # most wait for something that a few have got
+    if len(behind) > len(nodes) / 2:  # most ranks wait for something that only a few have received
         return {}
     return {standing.rank: f"is behind the others: {standing.place}" for standing in behind}
 
 
 def report(standings: Sequence[Standing], nodes: Sequence[str], *, seconds: float, folder: Path) -> str:
-    """The text for the user; arguments as in `suspects`."""
+    """Return the report for the user; arguments as in `suspects`."""
     idle = max(standing.idle for standing in standings)
     lines = [f"hang: nothing has moved for {idle:.0f} s (watchdog.seconds = {seconds:g})"]
     found = suspects(standings, nodes)
@@ -118,7 +118,7 @@ def failed_nodes(run_dir: Path, standings: Sequence[Standing], nodes: Sequence[s
     path = run_dir / FAILED_NODES
     named = dict.fromkeys(nodes[rank] for rank in suspects(standings, nodes))
     if len(named) > max(1, len(set(nodes)) // 4):
-        return  # rather the network, or the file system, than so many nodes
+        return  # the network or the file system is a likelier cause than so many nodes
     known = path.read_text(encoding="utf-8").split() if path.exists() else []
     new = [node for node in named if node not in known]
     if new:
@@ -133,7 +133,7 @@ def _names(nodes: Sequence[str]) -> str:
 
 
 def _spans(ranks: Sequence[int]) -> str:
-    """Growing numbers as "0-2, 5"."""
+    """Return ascending numbers as text, with ranges, as "0-2, 5"."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:

@@ -1,13 +1,13 @@
 """One job per run directory: a lease file with a heartbeat.
 
-Two jobs that write the same checkpoints destroy each other's. The first takes `RUN/lease.json` (created exclusively)
-and touches it every few seconds; a second one is refused at the next touch it sees. A lease whose job is dead is taken
-over: at once where the process can be seen to be gone (same host), else after watching it for `STALE_SECONDS` without a
-touch. No two clocks are compared: those of hosts and file servers differ, by hours where nobody looks.
+Two jobs that write the same checkpoints destroy each other's. The first job creates `RUN/lease.json` exclusively and
+touches it every few seconds; a second job is refused as soon as it sees a touch. The lease of a dead job is taken over:
+at once if its process is visibly gone (same host), else after `STALE_SECONDS` without a touch. No two clocks are
+compared: those of hosts and file servers differ, by hours on unattended machines.
 
-Of several jobs that find the same dead lease, one may take it: who creates its claim, a file named after the lease's
-content. The claim then replaces the lease; a live one is never moved. If the job that claims dies as well, there is a
-claim to its claim, and so on. No locks are used: not every file system of a cluster has them.
+If several jobs find the same dead lease, the one that creates its claim, a file named after the lease's content, takes
+it. The claim then replaces the lease; a live lease is never moved. If the claiming job dies too, the next job claims
+its claim, and so on. No locks are used: not every file system of a cluster has them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from dist_mem.runtime.files import fsync_path, make_folder
 
 HEARTBEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0
-_LOOK_SECONDS = 1.0  # between two looks at a lease by who writes often: on a network file system each asks the server
+_LOOK_SECONDS = 1.0  # between two checks by a frequent writer: on a network file system each check asks the server
 FORMAT_VERSION = 1
-_ATTEMPTS = 4  # at a lease that changes hands while it is looked at
+_ATTEMPTS = 4  # to take a lease that changes hands meanwhile
 
 log = logging.getLogger(__name__)
 
@@ -39,20 +39,20 @@ class LeaseError(UnusableError):
     """Another job holds the run directory."""
 
 
-def _kernel_facts(pid: int) -> tuple[str, str]:
-    """State letter and start of a process, in ticks since boot, as Linux tells them; empty where it does not."""
+def _process_stat(pid: int) -> tuple[str, str]:
+    """Return state letter and start of a process, in ticks since boot, from Linux's /proc; empty without it."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")  # a name may be any bytes
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")  # its name may be any bytes
     except OSError:
         return "", ""
-    fields = stat.rpartition(")")[2].split()  # the name before may hold blanks
+    fields = stat.rpartition(")")[2].split()  # the name before may contain blanks
     return fields[0], fields[19]
 
 
-def _sight() -> str:
-    """Which processes this one sees by number: those of its host since the boot, and of its container if it is in one.
+def _pid_scope() -> str:
+    """Return an identifier of the processes this one sees by pid: of this boot of the host, and of its container.
 
-    Containers often have the name of their host, and hosts may all have the same name.
+    Host names do not suffice: containers often have that of their host, and hosts may all have the same one.
     """
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -60,29 +60,29 @@ def _sight() -> str:
     return ""
 
 
-def _seen_pid(holder: dict[str, Any]) -> int | None:
-    """The process of a lease, if it can be looked at from here."""
+def _visible_pid(holder: dict[str, Any]) -> int | None:
+    """Return the pid of a lease's holder if this process can check it, else None."""
     pid = holder.get("pid")
-    is_seen = holder.get("host") == socket.gethostname() and holder.get("sight", _sight()) == _sight()
-    return pid if is_seen and isinstance(pid, int) and 0 < pid < 1 << 31 else None
+    is_visible = holder.get("host") == socket.gethostname() and holder.get("sight", _pid_scope()) == _pid_scope()
+    return pid if is_visible and isinstance(pid, int) and 0 < pid < 1 << 31 else None
 
 
 def _process_lives(pid: int, ticks: str) -> bool:
-    """Whether the process that wrote `ticks` is still there: neither a zombie nor another one with its number."""
+    """Return whether the process that started at `ticks` is alive: no zombie, and no other process with its pid."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
         pass
-    state, present_ticks = _kernel_facts(pid)
+    state, present_ticks = _process_stat(pid)
     return state not in ("Z", "X") and (not ticks or not present_ticks or ticks == present_ticks)
 
 
 def _is_abandoned(path: Path, text: str) -> bool:
-    """Whether the job that wrote `text` is dead. Raises FileNotFoundError if the lease is given back meanwhile."""
+    """Return whether the job that wrote `text` is dead. Raises FileNotFoundError if it releases the lease meanwhile."""
     holder = _read_holder(text)
-    pid = _seen_pid(holder)
+    pid = _visible_pid(holder)
     if pid is not None:
         return not _process_lives(pid, holder.get("started_ticks", ""))
     log.warning("%s: waiting up to %.0f s for a sign of life of %s", path, STALE_SECONDS, _name(holder))
@@ -96,21 +96,21 @@ def _is_abandoned(path: Path, text: str) -> bool:
 
 
 def sign_of_life(run_dir: Path) -> str | None:
-    """The process that holds a run directory, in words; None if nobody does, as far as one look can say.
+    """Return a description of the process that holds a run directory; None if, from one look, none does.
 
-    A process of another host counts as alive for `STALE_SECONDS` after its last touch, by this host's clock.
+    A process on another host counts as alive for `STALE_SECONDS` after its last touch, by this host's clock.
     """
     path = run_dir / "lease.json"
     with suppress(OSError):
         holder = _read_holder(_read(path))
-        pid, age = _seen_pid(holder), max(0.0, time.time() - _last_touch(path) / 1e9)
+        pid, age = _visible_pid(holder), max(0.0, time.time() - _last_touch(path) / 1e9)
         alive = age < STALE_SECONDS if pid is None else _process_lives(pid, holder.get("started_ticks", ""))
         return f"{_name(holder)}, last sign of life {age:.0f} s ago" if alive else None
     return None
 
 
 def _last_touch(path: Path) -> int:
-    with path.open("rb") as file:  # opened anew each time, or NFS answers from its cache
+    with path.open("rb") as file:  # reopened each time, or NFS answers from its cache
         return os.fstat(file.fileno()).st_mtime_ns
 
 
@@ -119,12 +119,12 @@ def _name(holder: dict[str, Any]) -> str:
 
 
 def _read(path: Path) -> str:
-    """What stands in a lease, also one that a broken disk has made rubbish of: rank 0 must not fail alone at it."""
+    """Return the text of a lease, even one that a broken disk has corrupted: rank 0 must not fail on it alone."""
     return path.read_text(encoding="utf-8", errors="replace")
 
 
 def _read_holder(text: str) -> dict[str, Any]:
-    """What a lease says; nothing while it is being written, or if its writer died in the middle."""
+    """Return the content of a lease; {} while it is being written, or if its writer died in the middle."""
     try:
         holder = json.loads(text)
     except ValueError:
@@ -132,34 +132,34 @@ def _read_holder(text: str) -> dict[str, Any]:
     return holder if isinstance(holder, dict) else {}
 
 
-_held: dict[Path, str] = {}  # what stands in the leases that this process has taken, by path
-_looked: dict[Path, float] = {}  # when they were last seen to be there, by `_now`
+_held: dict[Path, str] = {}  # text of each lease that this process holds, by path
+_looked: dict[Path, float] = {}  # time of the last successful check of each, by `_now`
 
 
 def _now() -> float:
-    """Seconds that go on while this process, or its whole machine, stands still."""
+    """Return seconds of a clock that also runs while this process, or its whole machine, is suspended."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def refuse_if_stood_still(run_dir: Path) -> None:
-    """As `refuse_if_taken_over`, once a second at most: for whatever is written again and again."""
+    """Call `refuse_if_taken_over`, at most once a second; for callers that write frequently."""
     path = (run_dir / "lease.json").resolve()
     if path not in _held or _now() < _looked.get(path, -_LOOK_SECONDS) + _LOOK_SECONDS:
         return
     now = _now()
-    with suppress(OSError):  # a file system that stumbles once; the next look is at the next write
+    with suppress(OSError):  # a transient error of the file system; the next write checks again
         refuse_if_taken_over(run_dir)
         _looked[path] = now
 
 
 def refuse_if_taken_over(run_dir: Path) -> None:
-    """Raise TakenOverError if the lease that this process took is not its own by now: it stood still for too long.
+    """Raise TakenOverError if another job has taken over this process's lease, after a suspension that was too long.
 
-    A lease that is gone is not either: the other job may have ended already.
+    A missing lease counts as taken over: the other job may have ended already.
     """
     path = run_dir / "lease.json"
-    mine = _held.get(path.resolve())
-    if mine is None:
+    held_text = _held.get(path.resolve())
+    if held_text is None:
         return
     try:
         text = _read(path)
@@ -168,35 +168,35 @@ def refuse_if_taken_over(run_dir: Path) -> None:
             f"{path} is gone: another job has taken the run directory over and ended, or somebody has removed the "
             "file. Start the same command again"
         ) from None
-    if text != mine:
+    if text != held_text:
         raise TakenOverError(
             f"{run_dir}: {_name(_read_holder(text))} has taken the run directory over; leave it to that job"
         )
 
 
-def _line(path: Path) -> list[tuple[Path, str]]:
-    """A lease with what stands in it, the claim to it, the claim to that claim, and so on."""
-    line: list[tuple[Path, str]] = []
+def _claim_chain(path: Path) -> list[tuple[Path, str]]:
+    """Return the chain of claims with their texts: the lease, its claim, the claim to that claim, and so on."""
+    chain: list[tuple[Path, str]] = []
     heir = path
     with suppress(FileNotFoundError):
         while True:
             text = _read(heir)
-            line.append((heir, text))
+            chain.append((heir, text))
             heir = _claim(heir, text)
-    return line
+    return chain
 
 
 def _claim(path: Path, text: str) -> Path:
-    """Where a job that takes over from the one that wrote `text` into `path` says so; only one can create it."""
+    """Return the path by which a job claims the lease with this text; only one job can create it."""
     digest = hashlib.sha256(f"{path.name} {text}".encode()).hexdigest()
     return path.with_name(f"lease.json.{digest[:16]}")
 
 
 class Lease:
-    """Held from construction to `release`.
+    """The lease on a run directory, held from construction to `release`.
 
     Raises:
-        LeaseError: another live job holds the directory; names its host and process.
+        LeaseError: another live job holds the directory; the message names its host and process.
         OSError: the directory cannot be written.
     """
 
@@ -210,20 +210,20 @@ class Lease:
         self._heart.start()
 
     def _take(self) -> None:
-        me = {
+        holder = {
             "format_version": FORMAT_VERSION,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "started": time.time(),
-            "started_ticks": _kernel_facts(os.getpid())[1],
-            "sight": _sight(),
+            "started_ticks": _process_stat(os.getpid())[1],
+            "sight": _pid_scope(),
         }
-        self._text = json.dumps(me)
+        self._text = json.dumps(holder)
         for _ in range(_ATTEMPTS):
-            with suppress(FileExistsError, FileNotFoundError):  # another job was faster: look who has it
-                line = _line(self.path)
-                is_mine = self._take_over(line) if line else self._create(self.path)
-                if is_mine:
+            with suppress(FileExistsError, FileNotFoundError):  # another job was faster: read the chain again
+                chain = _claim_chain(self.path)
+                is_taken = self._take_over(chain) if chain else self._create(self.path)
+                if is_taken:
                     return
         raise LeaseError(f"{self.path}: another job took the run directory at the same moment; start one of them again")
 
@@ -232,20 +232,20 @@ class Lease:
             try:
                 file.write(self._text)
                 file.flush()
-                os.fsync(file.fileno())  # and its name: an empty lease would keep the next job waiting
+                os.fsync(file.fileno())  # with its name: an empty lease would make the next job wait
                 fsync_path(path.parent)
             except OSError:  # a full disk
                 path.unlink()
                 raise
         return True
 
-    def _take_over(self, line: list[tuple[Path, str]]) -> bool:
-        """Claim what the last of the line has left, and put the claim in the place of the lease.
+    def _take_over(self, chain: list[tuple[Path, str]]) -> bool:
+        """Claim the last entry of the chain, and replace the lease with the claim.
 
         Returns:
-            False if the line has become another one meanwhile: its last one was not the holder any more.
+            False if the chain has changed meanwhile: its last entry was no longer the holder's.
         """
-        last, text = line[-1]
+        last, text = chain[-1]
         if not _is_abandoned(last, text):
             raise LeaseError(
                 f"{self.path}: {_name(_read_holder(text))} is using this run directory. Stop that job, or give "
@@ -253,13 +253,13 @@ class Lease:
             )
         claim = _claim(last, text)
         self._create(claim)
-        if _line(self.path) != [*line, (claim, self._text)]:
+        if _claim_chain(self.path) != [*chain, (claim, self._text)]:
             claim.unlink(missing_ok=True)
             return False
         claim.replace(self.path)
         fsync_path(self.path.parent)
-        for settled in self.path.parent.glob(f"{self.path.name}.*"):
-            settled.unlink(missing_ok=True)
+        for obsolete in self.path.parent.glob(f"{self.path.name}.*"):
+            obsolete.unlink(missing_ok=True)
         return True
 
     def _is_mine(self) -> bool:
@@ -270,15 +270,15 @@ class Lease:
 
     def _beat(self) -> None:
         while not self._released.wait(HEARTBEAT_SECONDS):
-            with suppress(OSError):  # a file system that stumbles once must not end the heartbeat
+            with suppress(OSError):  # a transient error of the file system must not end the heartbeat
                 if self._is_mine():
                     os.utime(self.path)
 
     def release(self) -> None:
-        """Give the run directory back, unless another job has taken it over from this one, held up for too long."""
+        """Delete the lease, unless another job has taken it over because this one was suspended for too long."""
         self._released.set()
         self._heart.join()
         _held.pop(self.path.resolve(), None)
-        with suppress(OSError):  # the disk has gone away: the next job finds the lease of a dead process
+        with suppress(OSError):  # the disk is gone: the next job finds the lease of a dead process
             if self._is_mine():
                 self.path.unlink()

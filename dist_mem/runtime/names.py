@@ -1,4 +1,4 @@
-"""Names that come from a file, a server or a user and become part of a path: the one place that says which may.
+"""The only check of names that come from a file, a server or a user and become part of a path.
 
 A plain name is one component of a path: it cannot lead out of its folder, hide a file, or break a line of a message.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dist_mem.errors import UnusableError
 
-MAX_BYTES = 230  # file systems take 255; what is being written has a suffix besides
+MAX_BYTES = 230  # file systems allow 255; a file that is being written also has a suffix
 PLAIN = "one plain name: printable, without / and \\, without a dot in front, at most 230 bytes long"
 
 
 def is_plain(name: object) -> bool:
-    """Whether this is a plain name."""
+    """Return whether a name is plain."""
     return (
         isinstance(name, str)
         and name.isprintable()
@@ -23,11 +23,11 @@ def is_plain(name: object) -> bool:
 
 
 def is_plain_path(path: object) -> bool:
-    """Whether this is plain names with / between them: a path that stays below the folder it is joined to."""
+    """Return whether a path is plain names joined by /: it stays below the folder it is joined to."""
     return isinstance(path, str) and all(map(is_plain, path.split("/")))
 
 
 def check_plain(name: object, what: str) -> None:
-    """Refuse what is no plain name; `what` begins the message. Raises UnusableError."""
+    """Raise UnusableError if a name is not plain; `what` begins the message."""
     if not is_plain(name):
         raise UnusableError(f"{what} is {str(name)[:80]!r}, but must be {PLAIN}")

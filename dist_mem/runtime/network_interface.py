@@ -1,7 +1,7 @@
-"""Which network interface leads to another host. gloo asks nobody: it takes that of the host's own name.
+"""The network interface that leads to another host. By default, gloo takes that of the host's own name.
 
-On many machines that name is 127.0.1.1 (/etc/hosts of Debian), or nothing at all; then gloo waits on the loopback, and
-the ranks of two nodes never meet. NCCL finds its interfaces by itself.
+On many machines that name resolves to 127.0.1.1 (/etc/hosts of Debian), or not at all; gloo then listens on the
+loopback, and the ranks of two nodes never connect. NCCL finds its interfaces itself.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 def free_port() -> int:
-    """A TCP port of this host that nobody listens on right now."""
+    """Return a TCP port of this host on which nothing listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def own_name_is_loopback() -> bool:
-    """Whether other hosts cannot reach this one by the address that it has for its own name."""
+    """Return whether this host's name resolves to the loopback, or not at all: other hosts cannot reach it there."""
     try:
         return socket.gethostbyname(socket.gethostname()).startswith("127.")
     except OSError:
@@ -30,20 +30,20 @@ def own_name_is_loopback() -> bool:
 
 
 def interface_towards(address: str) -> str | None:
-    """Name of the interface by which packets to a host leave this one; None if it cannot be told.
+    """Return the name of the interface by which packets to a host leave this one; None if it is unknown.
 
     Args:
         address: name or IPv4 address of the host; may be this one.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((address, 9))  # UDP: nothing is sent, the kernel only chooses the way
+            probe.connect((address, 9))  # UDP: nothing is sent, the kernel only chooses the route
         except OSError:
             return None
-        own = probe.getsockname()[0]
+        source = probe.getsockname()[0]
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an IPv4 address
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(answer[20:24]) == own:
+                if socket.inet_ntoa(answer[20:24]) == source:
                     return name
     return None

@@ -1,4 +1,4 @@
-"""Signals, and the file, that ask a run to stop. No torch in here: they are listened to before it is imported."""
+"""The signals, and the file, that stop a run. Imports no torch: signals are handled before torch is imported."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
-STOP_FILE = "STOP"  # in the run directory; it stays there, and keeps the run from being started, until it is removed
-LEAST_SECONDS = 30.0  # that are kept free before the end of the job's time, however fast saving is
+STOP_FILE = "STOP"  # in the run directory; it stays, and prevents a start of the run, until the user removes it
+LEAST_SECONDS = 30.0  # least time left for saving before the end of the job's time, however fast saving is
 OF_SCHEDULERS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGUSR1)
 
 
 class StopSignal:
-    """SIGTERM, SIGINT, SIGUSR2 and SIGUSR1 set a flag; the loop acts on it at a step boundary, when all ranks know.
+    """A flag set by SIGTERM, SIGINT, SIGUSR2 and SIGUSR1; the loop acts on it at a step boundary, on all ranks at once.
 
-    Ask for USR2 where there is a choice: NCCL may catch USR1. A second signal changes nothing, so it cannot hurt a save
+    Prefer USR2 where there is a choice: NCCL may catch USR1. A second signal changes nothing, so it cannot harm a save
     in progress.
     """
 
@@ -33,7 +33,7 @@ class StopSignal:
         self.restore()
 
     def restore(self) -> None:
-        """Put the previous handlers back."""
+        """Restore the previous handlers."""
         for number, handler in self._previous.items():
-            with suppress(TypeError):  # a handler installed from C reads as None and cannot be put back
+            with suppress(TypeError):  # a handler installed from C reads as None and cannot be restored
                 signal.signal(number, handler)

@@ -1,10 +1,10 @@
-"""Stragglers: ranks whose forwards take longer than those of the others, for all of which all ranks wait.
+"""Stragglers: ranks whose forwards take longer than those of the others, so that all ranks wait for them.
 
-    hooks time the forwards of an update -> each rank fills its slot of numbers in the next step's all-reduce
+    hooks time the forwards of an update -> each rank fills its slot in the next step's all-reduce
         -> rank 0 compares the medians of the last steps -> log, MLflow
 
-A forward is the part of a step in which a rank works alone, at ZeRO stages 0 to 2: backward and update wait for the
-slowest one on all ranks alike. At stage 3 forwards gather parameters, and so wait too: nothing is compared there.
+At ZeRO stages 0 to 2, a rank works alone only in the forward: in backward and update, all ranks wait for the slowest.
+At stage 3 the forward gathers parameters, so it waits too, and nothing is compared.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import numpy as np
 import torch
 from torch import nn
 
-# Steps; a rank that is slow from now on is named when more than half of them are. Odd: the median is one of them.
+# Steps to compare; a rank that becomes slow is reported once over half of them are slow. Odd: one is the median.
 WINDOW = 13
-# By which it must be slower, too: a few time slices of a busy machine, of which shorter forwards get one more or less.
+# Least excess of a slow rank: a few time slices of a busy machine, of which shorter forwards get one more or less.
 LEAST_SECONDS = 0.02
-_CALM = 0.5  # an episode is over when the excess has fallen to this share of what begins one
+_CALM = 0.5  # an episode ends when the excess falls to this share of the excess that begins one
 
 
 class ForwardTimer:
-    """How long the forwards of a module in training take this rank; on a GPU by events, nothing waits for them."""
+    """Timer of a module's forwards in training on this rank; on a GPU it uses events, so that nothing waits."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -51,7 +51,7 @@ class ForwardTimer:
             self._spans.append((self._began, self._now()))
 
     def take(self) -> float:
-        """Seconds of the forwards since the last call; only when the device has done them, as after a step."""
+        """Return the seconds of the forwards since the last call; the device must have finished, as after a step."""
         spans, self._spans = self._spans, []
         if self._is_cuda:
             return sum(began.elapsed_time(ended) for began, ended in spans) / 1000
@@ -59,20 +59,25 @@ class ForwardTimer:
 
 
 class Stragglers:
-    """Compares ranks; every rank has one, and rank 0's judges."""
+    """Comparison of the ranks' forward times. Every rank has one; that of rank 0 judges."""
 
     def __init__(self, timer: ForwardTimer | None, *, rank: int, nodes: Sequence[str], threshold: float) -> None:
-        """`nodes`: of all ranks. `threshold`: times as slow as the others. `timer` None: nothing is compared."""
+        """Compare the times of `timer`; None: compare nothing.
+
+        Args:
+            nodes: of all ranks.
+            threshold: a rank is slow if it takes more than this many times as long as the others.
+        """
         self._timer, self._rank, self._nodes, self._threshold = timer, rank, nodes, threshold
         self._seconds = np.zeros((WINDOW, len(nodes)))
-        self._count = -1  # the first step compiles, and loads
+        self._count = -1  # leaves out the first step, which compiles and loads
         self._slow: set[int] = set()  # ranks that are slow now
         self._episodes: Counter[int] = Counter()  # how often each rank has become slow
         self._slow_steps: Counter[int] = Counter()
-        self.worst: float | None = None  # the largest ratio of the last steps
+        self.worst: float | None = None  # largest ratio in the last steps
 
     def mine(self) -> list[float]:
-        """What this rank tells in the step's all-reduce: a slot for each rank, its own filled for the last step."""
+        """Return this rank's part of the step's all-reduce: a slot per rank, with its own time of the last step."""
         if self._timer is None:
             return []
         slots = [0.0] * len(self._nodes)
@@ -80,10 +85,10 @@ class Stragglers:
         return slots
 
     def hear(self, slots: Sequence[float]) -> list[str]:
-        """Take the slots of all ranks; what there is to say, on rank 0."""
+        """Take the slots of all ranks; return the messages to log, on rank 0."""
         if not slots or self._rank != 0:
             return []
-        if 0.0 in slots:  # the first step of this start: there was none before
+        if 0.0 in slots:  # first step of this start: it has no previous step
             return []
         self._count += 1
         self._seconds[self._count % WINDOW] = slots
@@ -101,7 +106,7 @@ class Stragglers:
             if rank not in self._slow:
                 self._slow.add(rank)
                 self._episodes[rank] += 1
-                messages += self._begun(rank, float(ratios[rank]))
+                messages += self._describe_start(rank, float(ratios[rank]))
         for rank in [rank for rank in sorted(self._slow) if is_calm[rank]]:
             self._slow.remove(rank)
             if self._episodes[rank] == 1:
@@ -109,8 +114,8 @@ class Stragglers:
         self._slow_steps.update(self._slow)
         return messages
 
-    def _begun(self, rank: int, ratio: float) -> list[str]:
-        """The first episode of a rank is reported, then the 2nd, 4th, 8th, ..., with a count."""
+    def _describe_start(self, rank: int, ratio: float) -> list[str]:
+        """Return the message for a new episode: for a rank's first, then its 2nd, 4th, 8th, ..., with a count."""
         number = self._episodes[rank]
         report = f"{self._name(rank)} takes {ratio:.1f} times as long as the others"
         if number == 1:
@@ -123,7 +128,7 @@ class Stragglers:
         ]
 
     def summary(self) -> list[str]:
-        """At the end of a run: the ranks that were slow more than once."""
+        """Return messages on the ranks that were slow more than once, for the end of a run."""
         return [
             f"{self._name(rank)} was slow {number:,} times, in {self._slow_steps[rank]:,} of {self._count:,} steps"
             for rank, number in sorted(self._episodes.items())
@@ -135,9 +140,9 @@ class Stragglers:
 
 
 def _median_of_others(values: np.ndarray) -> np.ndarray:
-    """For each value the median of all the others, (ranks,): taking one of n sorted values out moves the median."""
+    """Return for each value the median of the others, (ranks,): removing one of n sorted values moves the median."""
     order = np.sort(values)
     number = len(values) - 1  # of the others
     low, high = (number - 1) // 2, number // 2
-    place = np.searchsorted(order, values)  # of a value that is taken out; those behind it move up
+    place = np.searchsorted(order, values)  # of the removed value; later values move up
     return (order[low + (place <= low)] + order[high + (place <= high)]) / 2

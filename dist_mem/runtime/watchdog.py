@@ -1,13 +1,13 @@
-"""The watchdog: a job in which nothing moves tells where every rank stands, and ends. See docs/howto/hangs.md.
+"""The watchdog: if nothing moves in a job, it reports the position of every rank and ends. See docs/howto/hangs.md.
 
-    the training marks its progress: beat("forward") -> a thread of every rank sees the marks stand still
+    the training marks its progress: beat("forward") -> a thread of every rank sees the marks stop
         -> RUN/hangs/<start>/rank-00003.txt, with all stacks -> the lowest live rank names the suspects in report.txt
         -> exit code 86
 
-Collectives are what hangs, so the ranks meet in the run directory; that a watchdog has decided they learn from the
-store of the process group as well. From then on no other error decides the exit code: a rank whose connections break,
-because another one has ended for the hang, ends for the hang. Time is counted in ticks of the thread: a job that was
-suspended as a whole, while all clocks went on, has not hung.
+Since collectives hang, the ranks communicate through the run directory; the store of the process group also announces
+that a watchdog has decided. From then on no other error decides the exit code: a rank whose connections break because
+another rank ended for the hang also ends for the hang. Time is counted in ticks of the thread: a job that was
+suspended as a whole, while all clocks ran on, has not hung.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from dist_mem.runtime.environment import node_name, note_exit_code
 from dist_mem.runtime.hang_report import Standing, failed_nodes, read_standings, report, write_standing
 
 TICK = 0.5  # seconds
-GATHER_SECONDS = 2.5  # how long the others' files are waited for
-REPORT_SECONDS = 1.5  # and then the report, and MLflow
-PATIENCE = 3.0  # times `watchdog.seconds`, in the phases of `_PATIENT` and until the first step is made
+GATHER_SECONDS = 2.5  # longest wait for the files of the other ranks
+REPORT_SECONDS = 1.5  # then for the report and MLflow
+PATIENCE = 3.0  # times `watchdog.seconds`, in the phases of `_PATIENT` and until the first step is done
 _PATIENT = frozenset({"opening", "restoring", "evaluating", "saving", "ending"})
-OPENING_SECONDS = 180.0  # the least for "opening": DeepSpeed may compile, or wait for a job that does on the same node
-HEAR_SECONDS = 2.0  # after which a rank that does not move asks whether another one has decided
-UNWATCHED = "fetching data"  # as long as it takes; who fetches watches the transfer itself
+OPENING_SECONDS = 180.0  # least limit for "opening": DeepSpeed may compile, or wait for a job on the node that does
+HEAR_SECONDS = 2.0  # after which an idle rank asks whether another one has decided
+UNWATCHED = "fetching data"  # has no limit: the fetch watches its transfer itself
 
 
 class _Progress:
-    """Where the main thread of this process stands. One a process, as there is one main thread."""
+    """The progress of the main thread. There is one per process, as there is one main thread."""
 
     beats = 0
     phase = "opening"
     step: int | None = None
-    is_warm = False  # a whole step has been made: all is compiled and loaded
+    is_warm = False  # a whole step is done: everything is compiled and loaded
     before_end: Callable[[], None] | None = None
     watchdog: Watchdog | None = None
 
@@ -52,38 +52,38 @@ _progress = _Progress()
 
 
 def beat(phase: str) -> None:
-    """Mark that the main thread has come to `phase`; a fifth of a microsecond.
+    """Mark that the main thread has reached `phase`; takes a fifth of a microsecond.
 
-    All ranks call it at the same places in the same order, so that who has fewer beats is behind.
+    All ranks call it at the same places in the same order, so a rank with fewer beats is behind.
     """
     _progress.beats += 1
     _progress.phase = phase
 
 
 def begin_step(step: int) -> None:
-    """Mark that a step of the training begins, with reading the data of the next one."""
+    """Mark the beginning of a training step, which first reads the data of the next one."""
     _progress.is_warm = _progress.step is not None
     _progress.step = step
     beat("reading data")
 
 
 def before_end(work: Callable[[], None] | None) -> None:
-    """What the thread does before it ends a process that hangs, as far as there is time: telling MLflow."""
+    """Set the work that the thread does before it ends a hanging process, if time allows: a report to MLflow."""
     _progress.before_end = work
 
 
 def end_if_hung() -> None:
-    """After any error: do not return if a watchdog has decided. The error came of another rank's end."""
+    """Call this after any error: it does not return if a watchdog has decided, as another rank's end caused it."""
     if _progress.watchdog is not None:
         _progress.watchdog.end_if_told()
 
 
 @contextmanager
 def watched(run_dir: Path, world: World, seconds: float | None) -> Iterator[None]:
-    """Watch this process meanwhile; every rank enters it.
+    """Watch this process during the block; every rank enters it.
 
     Args:
-        seconds: that nothing may move; None: no watchdog.
+        seconds: longest time without progress; None: no watchdog.
     """
     if seconds is None:
         yield
@@ -101,16 +101,16 @@ def watched(run_dir: Path, world: World, seconds: float | None) -> Iterator[None
 
 
 class Watchdog:
-    """The thread of one rank."""
+    """The watchdog thread of one rank."""
 
     def __init__(self, run_dir: Path, world: World, seconds: float) -> None:
-        told = gather_objects((node_name(), time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())))
-        self._nodes = [node for node, _ in told]  # also of ranks that will be silent
+        gathered = gather_objects((node_name(), time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())))
+        self._nodes = [node for node, _ in gathered]  # also of ranks that will not report
         self._run_dir, self._world, self._seconds = run_dir, world, seconds
-        self._folder = run_dir / "hangs" / told[0][1]
-        self._note = f"dist_mem/hang/{told[0][1]}"
-        self._idle = 0.0  # seconds in which nothing has moved
-        self._was_heard = False  # that another rank's watchdog has decided
+        self._folder = run_dir / "hangs" / gathered[0][1]
+        self._note = f"dist_mem/hang/{gathered[0][1]}"
+        self._idle = 0.0  # seconds without progress
+        self._is_announced = False  # whether the store announces that a watchdog has decided
         _progress.__dict__.clear()  # of an earlier job of this process
         _progress.watchdog = self
         self._lock = threading.Lock()
@@ -121,15 +121,15 @@ class Watchdog:
         self._thread.start()
 
     def close(self) -> None:
-        """Watch no more. Does not return once the thread ends the process: others are still to read from this one."""
+        """Stop watching. Does not return if the thread is ending the process: other ranks still read from this one."""
         with self._lock:
             self._is_closed = not self._ends
         self._wake.set()
         self._thread.join()
 
     def end_if_told(self) -> None:
-        """End the process if any rank's watchdog has decided; else return, in a second at most."""
-        if not (self._hears() or quickly(self._others_have_told, TICK) is True):
+        """End the process if any rank's watchdog has decided; else return within a second."""
+        if not (self._store_announces() or quickly(self._others_have_reported, TICK) is True):
             return
         with self._lock:
             is_first, self._ends = not self._ends, True
@@ -137,15 +137,15 @@ class Watchdog:
             self._end()
         self._thread.join()
 
-    def _hears(self) -> bool:
-        self._was_heard = self._was_heard or quickly(lambda: has_note(self._note), TICK) is True
-        return self._was_heard
+    def _store_announces(self) -> bool:
+        self._is_announced = self._is_announced or quickly(lambda: has_note(self._note), TICK) is True
+        return self._is_announced
 
     def _watch(self) -> None:
         last_beats, last_time = -1, time.monotonic()
         while not self._wake.wait(TICK):
             now = time.monotonic()
-            self._idle += min(now - last_time, 2 * TICK)  # more has passed only if this process was stopped
+            self._idle += min(now - last_time, 2 * TICK)  # more time passes only if this process is stopped
             last_time = now
             if _progress.beats != last_beats or _progress.phase == UNWATCHED:
                 self._idle, last_beats = 0.0, _progress.beats
@@ -157,39 +157,39 @@ class Watchdog:
                 self._end()
 
     def _has_hung(self, idle: float) -> bool:
-        """Whether nothing has moved for too long, here or, if not for half as long here, on a rank that has told it."""
+        """Return whether nothing has moved here for the limit, or for half of it while another rank reports a hang."""
         limit = self._seconds
         if _progress.phase in _PATIENT or not _progress.is_warm:
             limit *= PATIENCE
         if _progress.phase == "opening":
             limit = max(limit, OPENING_SECONDS)
-        is_told = idle >= HEAR_SECONDS and self._hears()  # rank 0 has the store, and may be gone when it is needed
+        is_reported = idle >= HEAR_SECONDS and self._store_announces()  # early: rank 0, with the store, may end
         if idle >= limit / 2:
-            is_told = is_told or quickly(self._others_have_told, TICK) is True
-        return idle >= limit or (idle >= limit / 2 and is_told)
+            is_reported = is_reported or quickly(self._others_have_reported, TICK) is True
+        return idle >= limit or (idle >= limit / 2 and is_reported)
 
-    def _others_have_told(self) -> bool:
+    def _others_have_reported(self) -> bool:
         for folder in (self._run_dir, self._folder.parent):
             if folder.is_dir():
-                _look_anew(folder, self._world.rank)
+                _refresh(folder, self._world.rank)
         return self._folder.exists()
 
     def _end(self) -> None:
-        """Tell, and end the process. A dead file system, or whatever else, must not keep it."""
+        """Report, and end the process. Nothing may prevent its end, such as a dead file system."""
         quickly(lambda: leave_note(self._note), TICK)
-        farewell = _in_background(_progress.before_end or (lambda: None))
+        final_work = _in_background(_progress.before_end or (lambda: None))
         deadline = time.monotonic() + GATHER_SECONDS + REPORT_SECONDS
         try:
-            self._tell()
-        except Exception as error:  # whatever it is, the process ends
+            self._write_report()
+        except Exception as error:  # of any type: the process ends
             print(f"watchdog: {type(error).__name__}: {error}", file=sys.stderr)
         finally:
-            farewell.join(max(0.0, deadline - time.monotonic()))
+            final_work.join(max(0.0, deadline - time.monotonic()))
             quickly(lambda: note_exit_code(EXIT_HUNG), TICK)
             quickly(sys.stderr.flush, TICK)
             os._exit(EXIT_HUNG)
 
-    def _tell(self) -> None:
+    def _write_report(self) -> None:
         mine = Standing(
             rank=self._world.rank,
             node=self._nodes[self._world.rank],
@@ -202,20 +202,20 @@ class Watchdog:
         if not quickly(lambda: write_standing(self._folder, mine), TICK * 2):
             print(f"watchdog: {self._folder} cannot be written; rank {mine.rank} stands here:", file=sys.stderr)
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
-            time.sleep(3 * TICK)  # the others cannot read it there: until each has looked at the store
+            time.sleep(3 * TICK)  # the others cannot read the file: wait until each has checked the store
         standings = quickly(self._gather, GATHER_SECONDS + TICK) or [mine]
         if standings[0].rank == mine.rank:
             text = report(standings, self._nodes, seconds=self._seconds, folder=self._folder)
             print(text, file=sys.stderr, flush=True)
             quickly(lambda: self._publish(text, standings), TICK * 2)
-        else:  # it reads from this process's connections, and would fail where it hangs if this one ended first
+        else:  # that rank reads from this process's connections: if this one ended first, it would fail
             quickly(lambda: _wait_for(lambda: (self._folder / "report.txt").exists(), REPORT_SECONDS), REPORT_SECONDS)
 
     def _gather(self) -> list[Standing]:
-        """What the ranks have told, the lowest first, once all have, or when waiting for more is over."""
+        """Return the standings of the ranks, lowest rank first, once all have reported or the wait is over."""
 
         def all_are_there() -> bool:
-            _look_anew(self._folder, self._world.rank)
+            _refresh(self._folder, self._world.rank)
             return len(list(self._folder.glob("rank-*.txt"))) == self._world.size
 
         _wait_for(all_are_there, GATHER_SECONDS)
@@ -225,11 +225,11 @@ class Watchdog:
         partial = self._folder / f"report.{self._world.rank}.partial"
         partial.write_text(text + "\n", encoding="utf-8")
         failed_nodes(self._run_dir, standings, self._nodes)
-        partial.replace(self._folder / "report.txt")  # last: the others end when they see it
+        partial.replace(self._folder / "report.txt")  # last: the others end once it exists
 
 
-def _look_anew(folder: Path, rank: int) -> None:
-    """Make a name and remove it: after it the client of a network file system looks at the folder anew."""
+def _refresh(folder: Path, rank: int) -> None:
+    """Create and remove a file, which makes the client of a network file system read the folder again."""
     probe = folder / f".watchdog-{rank}"
     probe.touch()
     probe.unlink()
@@ -252,7 +252,7 @@ def _in_background(work: Callable[[], Any]) -> threading.Thread:
 
 
 def quickly(work: Callable[[], Any], seconds: float) -> Any:
-    """What `work` returns, or None if it fails or takes longer: it may touch a file system that does not answer."""
+    """Return the result of `work`; None if it fails or takes longer: it may use a file system that does not answer."""
     result: list[Any] = []
     _in_background(lambda: result.append(work())).join(seconds)
     return result[0] if result else None
