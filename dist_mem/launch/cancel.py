@@ -1,8 +1,8 @@
 """`dist-mem cancel`: end the jobs of a run for good, whatever their `launch.restart`.
 
-A job that runs gets the signal of its time limit: all ranks save, and end with exit code 85. job.sh finds the job in
-RUN/slurm/cancelled and neither requeues nor resubmits it. A requeue or a resubmission that was on its way is seen at
-the next look, and cancelled as well.
+A running job gets the signal of its time limit: all ranks save and end with exit code 85. job.sh finds the job in
+RUN/slurm/cancelled and neither requeues nor resubmits it. The next look at the queue finds a requeue or resubmission
+that was under way, and cancels it too.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from dist_mem.launch import queue
 from dist_mem.launch.queue import Job
 
 _LOOK_SECONDS = 2.0
-_SIGNAL_SECONDS = 15.0  # until the signal is sent again: the first may come before the ranks have started
+_SIGNAL_SECONDS = 15.0  # until the signal is sent again: the first may arrive before the ranks have started
 
 
 def run(run_dir: Path, *, now: bool) -> int:
     """Cancel all queued and running jobs of a run, and wait until they have ended.
 
     Args:
-        now: without a checkpoint.
+        now: do not save a checkpoint first.
 
     Raises:
-        UnusableError: there is no Slurm, or no job to cancel, or it is the job of somebody else.
+        UnusableError: there is no Slurm or no job to cancel, or the job belongs to another user.
         UnfitError: Slurm does not answer.
     """
     jobs = _find(run_dir)
@@ -72,7 +72,7 @@ def _read_marks(run_dir: Path) -> list[str]:
 
 
 def _end(run_dir: Path, jobs: Sequence[Job], signalled: dict[str, float], *, now: bool) -> None:
-    """Take queued jobs out of the queue, and signal those that run."""
+    """Cancel queued jobs, and signal running ones."""
     numbers = queue.numbers_here(run_dir)
     if any(job.waits for job in jobs):
         queue.scancel("--state=PENDING", *numbers)
@@ -80,9 +80,9 @@ def _end(run_dir: Path, jobs: Sequence[Job], signalled: dict[str, float], *, now
         if job.waits or job.state == "COMPLETING":
             continue
         if now and job.number in signalled:
-            queue.scancel(job.number)  # what is still there after the signal
+            queue.scancel(job.number)  # still running after the signal
         elif now:
-            queue.scancel("--signal=HUP", job.number)  # ends ranks at once; Slurm sends SIGTERM before SIGKILL: a save
+            queue.scancel("--signal=HUP", job.number)  # ends ranks at once; a plain scancel sends SIGTERM first: a save
             signalled[job.number] = time.monotonic()
         elif time.monotonic() - signalled.get(job.number, -_SIGNAL_SECONDS) >= _SIGNAL_SECONDS:
             queue.scancel("--signal=USR2", job.number)

@@ -1,11 +1,11 @@
-"""A copy of the code and of the files of a configuration, from which every start of a job runs.
+"""A snapshot of the code and of the files of a configuration, from which every start of a job runs.
 
-    RUN/slurm/JOB/snapshot/code/dist_mem     the package; PYTHONPATH leads there
-                          /code/git.json     what git said of it: a copy is no checkout
-                          /files/home/...    YAML, ds_config.json, files of memories; DIST_MEM_SNAPSHOT leads there
+    RUN/slurm/JOB/snapshot/code/dist_mem     the package; PYTHONPATH names code/
+                          /code/git.json     git's description of it, as a copy is no checkout
+                          /files/home/...    YAML, ds_config.json, files of memories; DIST_MEM_SNAPSHOT names snapshot/
 
-So an edit of either enters with the next job that is submitted, not with the next restart of this one. Data, weights
-and the Python environment are not copied.
+So an edit of either takes effect in the next submitted job, not at the next restart of this one. Data, weights and the
+Python environment are not copied.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ PACKAGE = Path(__file__).parent.parent
 
 
 def make(folder: Path, files: Iterable[Path], git: Mapping[str, Any]) -> None:
-    """Copy the running package and some files; the folder appears when all of it is there.
+    """Copy the running package and some files; the folder appears once it is complete.
 
     Args:
-        folder: must not exist; nothing is done if it does.
+        folder: the snapshot; if it exists, nothing is done.
         files: of the configuration.
-        git: of the running code.
+        git: git's description of the running code.
 
     Raises:
-        UnusableError: it cannot be written.
+        UnusableError: the folder cannot be written.
     """
     if folder.is_dir():
         return

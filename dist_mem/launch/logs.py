@@ -1,6 +1,6 @@
-"""`dist-mem logs`: the end of the newest job's log, of the batch script and of the ranks of each node.
+"""`dist-mem logs`: print the end of the newest job's logs: of its batch script and of the ranks of each node.
 
-Where the watchdog has ended the run, its newest report follows.
+If the watchdog has ended the run, its newest report follows.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from dist_mem.errors import EXIT_DONE, UnusableError
 from dist_mem.launch import queue
 from dist_mem.launch.status import check_run_dir
 
-_CHUNK = 1 << 20  # bytes: as much of a log's end is searched for lines
+_CHUNK = 1 << 20  # bytes at the end of a log that are searched for lines
 _POLL_SECONDS = 0.5
-_LOOK_SECONDS = 5.0  # between two questions to Slurm whether the job goes on
+_LOOK_SECONDS = 5.0  # between two queries to Slurm whether a job still runs
 
 
 def run(run_dir: Path, *, num_lines: int, follow: bool) -> int:
-    """Print the last lines of each log; `follow`: and what comes after, until no job of the run is queued or running.
+    """Print the last lines of each log; with `follow`, also new lines until no job of the run is queued or running.
 
     Raises:
-        UnusableError: there is no run directory, or no log in it.
+        UnusableError: there is no run directory, or it contains no log.
         UnfitError: Slurm does not answer.
     """
     check_run_dir(run_dir)
     paths = files_of(run_dir)
-    if not paths and not (follow and _goes_on(run_dir)):
-        raise UnusableError(_where_instead(run_dir))
+    if not paths and not (follow and _may_have_jobs(run_dir)):
+        raise UnusableError(_describe_missing_logs(run_dir))
     offsets: dict[Path, int] = {}
     for path in paths:
         text, offsets[path] = _end_of(path, num_lines)
@@ -42,20 +42,20 @@ def run(run_dir: Path, *, num_lines: int, follow: bool) -> int:
 
 
 def files_of(run_dir: Path) -> list[Path]:
-    """The logs of the newest job that has begun: of its batch script, then one a node; else RUN/*.log."""
+    """Return the logs of the newest job that has begun: its batch script's, then one per node; else RUN/*.log."""
     folders = [path for path in run_dir.glob("slurm/*") if (path / "output").is_symlink() or any(path.glob("*.log"))]
     if folders:
         newest = max(folders, key=lambda path: path.stat().st_mtime)
         output = (newest / "output").resolve()
         return [*([output] if output.is_file() else []), *sorted(newest.glob("*.log"))]
     if queue.recorded(run_dir) and queue.is_here() and (numbers := queue.numbers_here(run_dir)):
-        output_of_job = queue.log_of(numbers[-1])  # it ended before it knew the run directory
+        output_of_job = queue.log_of(numbers[-1])  # the job ended before it knew the run directory
         if output_of_job is not None and output_of_job.is_file():
             return [output_of_job]
     return sorted(run_dir.glob("*.log"))
 
 
-def _where_instead(run_dir: Path) -> str:
+def _describe_missing_logs(run_dir: Path) -> str:
     if recorded := queue.recorded(run_dir):
         number = recorded[-1].partition(" ")[0]
         return f"{run_dir}: job {number} has no log yet; `dist-mem status {run_dir}` shows whether it is queued"
@@ -66,7 +66,7 @@ def _where_instead(run_dir: Path) -> str:
 
 
 def _end_of(path: Path, num_lines: int) -> tuple[str, int]:
-    """The last lines of a file, and where it ends."""
+    """Return the last lines of a file, and its size."""
     with path.open("rb") as file:
         size = path.stat().st_size
         file.seek(max(0, size - _CHUNK))
@@ -74,17 +74,17 @@ def _end_of(path: Path, num_lines: int) -> tuple[str, int]:
     return "".join(lines[-num_lines:]), size
 
 
-def _goes_on(run_dir: Path) -> bool:
-    """Whether a job of the run is queued or running; True where nobody knows: then Ctrl-C ends the command."""
+def _may_have_jobs(run_dir: Path) -> bool:
+    """Return whether a job of the run is queued or running; True if unknown: Ctrl-C then ends the command."""
     return not queue.recorded(run_dir) or not queue.is_here() or bool(queue.live(run_dir))
 
 
 def _follow(run_dir: Path, offsets: dict[Path, int]) -> None:
     last = next(reversed(offsets), None)
-    looked, goes_on = time.monotonic(), True
-    while goes_on:
+    looked, has_jobs = time.monotonic(), True
+    while has_jobs:
         if time.monotonic() - looked >= _LOOK_SECONDS:
-            looked, goes_on = time.monotonic(), _goes_on(run_dir)
+            looked, has_jobs = time.monotonic(), _may_have_jobs(run_dir)
         for path in files_of_or_none(run_dir):
             text = _new_text(path, offsets)
             if text and path != last:
@@ -92,16 +92,16 @@ def _follow(run_dir: Path, offsets: dict[Path, int]) -> None:
                 last = path
             sys.stdout.write(text)
         sys.stdout.flush()
-        time.sleep(_POLL_SECONDS if goes_on else 0)
+        time.sleep(_POLL_SECONDS if has_jobs else 0)
 
 
 def files_of_or_none(run_dir: Path) -> Sequence[Path]:
-    """As `files_of`, of jobs that have begun; Slurm is not asked twice a second."""
+    """Return `files_of` if a job has begun, else nothing: Slurm must not be asked twice a second."""
     return files_of(run_dir) if any(run_dir.glob("slurm/*/output")) else []
 
 
 def _new_text(path: Path, offsets: dict[Path, int]) -> str:
-    """What a file has got since the last time."""
+    """Return the text that was appended to a file since the last call."""
     with path.open("rb") as file:
         file.seek(offsets.get(path, 0))
         new = file.read()

@@ -1,9 +1,9 @@
-"""The jobs of a run, and what Slurm says of them.
+"""The jobs of a run, and their state in Slurm.
 
-    RUN/slurm/jobs        a line for each: its number (an array's is that of the whole) and its cluster, oldest first
-    RUN/slurm/cancelled   likewise, those that `dist-mem cancel` ends: job.sh starts none of them again
+    RUN/slurm/jobs        one line per job: its number (for an array, that of the whole) and its cluster, oldest first
+    RUN/slurm/cancelled   the same, for the jobs that `dist-mem cancel` ends: job.sh starts none of them again
 
-`dist-mem launch` writes the first line; job.sh those of jobs that were submitted otherwise, and of those it resubmits.
+`dist-mem launch` writes the first line; job.sh adds the jobs submitted otherwise, and those that it resubmits.
 """
 
 from __future__ import annotations
@@ -29,42 +29,42 @@ _ENDED = {
 }
 _GONE = re.compile(r"Invalid job id|already complet(ing|ed)", re.IGNORECASE)
 _DENIED = re.compile(r"denied|permission", re.IGNORECASE)
-_SECONDS = 120.0  # a busy controller takes its time; squeue itself gives up earlier
+_SECONDS = 120.0  # a busy controller is slow; squeue itself gives up earlier
 
 
 class Job(NamedTuple):
-    """A job, or some tasks of an array, as squeue shows it."""
+    """A job, or some tasks of an array, as squeue lists it."""
 
     number: str  # as 12, 12_3, 12_[4-10%1]
     state: str  # as PENDING, RUNNING, COMPLETING, FAILED
-    since: str  # when it started, or is to start; N/A: not known
+    since: str  # actual or expected start; N/A: unknown
     nodes: str  # as node[1-2]; empty before the start
-    reason: str  # why it waits
+    reason: str  # why it is pending
 
     @property
     def has_ended(self) -> bool:
-        """Whether Slurm is done with it."""
+        """Whether the job is in a final state."""
         return self.state in _ENDED
 
     @property
     def waits(self) -> bool:
-        """Whether it is queued."""
+        """Whether the job is queued."""
         return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
 
 
 def is_here() -> bool:
-    """Whether this machine has Slurm's commands."""
+    """Return whether this machine has Slurm's commands."""
     return shutil.which("squeue") is not None
 
 
 def record(run_dir: Path, job: str) -> None:
-    """Note a job that was submitted. Raises OSError."""
+    """Append a submitted job to `JOBS`. Raises OSError."""
     with (run_dir / JOBS).open("a", encoding="utf-8") as file:
         file.write(f"{job} {cluster()}\n")
 
 
 def recorded(run_dir: Path) -> list[str]:
-    """Lines of `JOBS`, each once, oldest first; none without the file."""
+    """Return the lines of `JOBS`, each once, oldest first; none without the file."""
     try:
         lines = (run_dir / JOBS).read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
@@ -73,10 +73,10 @@ def recorded(run_dir: Path) -> list[str]:
 
 
 def recorded_here(run_dir: Path) -> list[str]:
-    """Lines of `recorded` that are of this cluster; a number of another one may be an unrelated job here.
+    """Return the lines of `recorded` for this cluster; a number from another one may be an unrelated job here.
 
     Raises:
-        UnusableError: all are of other clusters.
+        UnusableError: all jobs are of other clusters.
     """
     lines = recorded(run_dir)
     here = [line for line in lines if line.partition(" ")[2] == cluster()]
@@ -89,19 +89,19 @@ def recorded_here(run_dir: Path) -> list[str]:
 
 
 def numbers_here(run_dir: Path) -> list[str]:
-    """The numbers of `recorded_here`."""
+    """Return the job numbers of `recorded_here`."""
     return [line.partition(" ")[0] for line in recorded_here(run_dir)]
 
 
 @cache
 def cluster() -> str:
-    """The cluster's name, as SLURM_CLUSTER_NAME in its jobs."""
+    """Return the cluster's name, which its jobs see as SLURM_CLUSTER_NAME."""
     found = re.search(r"^ClusterName\s*=\s*(\S+)", _ask("scontrol", "show", "config"), re.MULTILINE)
     return found[1] if found else ""
 
 
 def look(numbers: Iterable[str]) -> list[Job]:
-    """What squeue says of these jobs; those that Slurm has forgotten, minutes after their end, are left out."""
+    """Return these jobs as squeue lists them, without those that Slurm has forgotten, minutes after their end."""
     wanted = ",".join(numbers)
     if not wanted:
         return []
@@ -110,34 +110,34 @@ def look(numbers: Iterable[str]) -> list[Job]:
 
 
 def live(run_dir: Path) -> list[Job]:
-    """The jobs of a run that are queued or running here."""
+    """Return the jobs of a run that are queued or running on this cluster."""
     return [job for job in look(numbers_here(run_dir)) if not job.has_ended]
 
 
 def log_of(number: str) -> Path | None:
-    """Where the batch script of a job writes; None where Slurm has forgotten the job."""
+    """Return the log of a job's batch script; None if Slurm has forgotten the job."""
     text = _ask("scontrol", "show", "job", number, "--oneliner")
     found = re.search(r" StdOut=(.*?)(?: [A-Z]\w*=|$)", text, re.MULTILINE)
     return Path(found[1]) if found else None
 
 
 def mark_cancelled(run_dir: Path, lines: Iterable[str]) -> None:
-    """Let job.sh start none of these again; lines as in `JOBS`."""
+    """Write `CANCELLED`, so that job.sh starts none of these jobs again; lines as in `JOBS`."""
     write_text(run_dir / CANCELLED, "".join(f"{line}\n" for line in lines))
 
 
 def scancel(*options: str) -> None:
-    """Call scancel; that a job has ended already is no error.
+    """Call scancel; a job that has already ended is no error.
 
     Raises:
-        UnusableError: it is the job of somebody else.
+        UnusableError: the job belongs to another user.
         UnfitError: Slurm does not answer.
     """
     _ask("scancel", *options)
 
 
 def _ask(*command: str) -> str:
-    """Output of a command of Slurm; empty where it does not know the job any more."""
+    """Return the output of a Slurm command; empty if Slurm no longer knows the job."""
     if shutil.which(command[0]) is None:
         raise UnusableError(f"there is no {command[0]} here; use a login node of the cluster")
     try:

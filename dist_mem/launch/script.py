@@ -1,4 +1,4 @@
-"""The batch script of a job: job.sh with the directives and the settings of a site filled in."""
+"""The batch script of a job: job.sh, filled in with the directives and the settings of a site."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from dist_mem.errors import UnusableError
 
-ARRAY = "array"  # one job of many, each with the line of a file as its arguments
+ARRAY = "array"  # an array of jobs, each with one line of a file as its arguments
 _TRAIN_HEAD = """\
 # Train on a Slurm cluster until it is done: through time limits, preemptions and dead nodes. See launch/README.md.
 #
@@ -37,17 +37,16 @@ mapfile -t arguments < <(xargs -n 1 printf '%s\\n' <<<"$line") # of dist-mem tra
 def render(
     launch: Any, *, job_name: str, kind: str = "train", arguments: str | None = None, snapshot: Path | None = None
 ) -> str:
-    """The script.
+    """Return the batch script.
 
     Args:
         launch: a resolved `LaunchConfig`.
         kind: train, or array.
-        arguments: of `dist-mem train`, quoted for a shell, if they stand in the script; None: they are the script's.
-
+        arguments: of `dist-mem train`, quoted for a shell, for the script to contain; None: the script takes them.
         snapshot: of code and configuration, made at the submission; None: the first start makes one.
 
     Raises:
-        UnusableError: an array that shall be a chain.
+        UnusableError: `kind` is array, and `launch.restart` is chain.
     """
     head = _ARRAY_HEAD if kind == ARRAY else _TRAIN_HEAD
     log = "%x-%A_%a.log" if kind == ARRAY or launch.restart == "chain" else "%x-%j.log"
@@ -69,7 +68,7 @@ def render(
 
 
 def _filled(template: str, parts: Mapping[str, list[str]]) -> str:
-    """The template with each line `#@name` replaced by the lines of that part."""
+    """Return the template with each line `#@name` replaced by the lines of that part."""
     lines: list[str] = []
     for line in template.splitlines():
         lines += parts[line.removeprefix("#@")] if line.startswith("#@") else [line]
@@ -77,7 +76,7 @@ def _filled(template: str, parts: Mapping[str, list[str]]) -> str:
 
 
 def numbers_of_ranks(launch: Any) -> list[int]:
-    """Of the whole job: one number, or the least and the most where `launch.nodes` is a range."""
+    """Return the ranks of the whole job: one number, or the least and the most if `launch.nodes` is a range."""
     return [int(nodes) * _ranks_per_node(launch) for nodes in dict.fromkeys(launch.nodes.split("-"))]
 
 
@@ -86,15 +85,15 @@ def _ranks_per_node(launch: Any) -> int:
 
 
 def num_gpus(launch: Any) -> int:
-    """Of a node: those of a --gres among the directives, else `launch.gpus_per_node`."""
+    """Return the GPUs per node: those of a --gres among the directives, else `launch.gpus_per_node`."""
     gres = asked_by_gres(launch)
     asked = launch.gpus_per_node if gres is None else gres
     last = asked.rpartition(":")[2]
-    return int(last) if last.isdecimal() else 1  # gpu:a100 is one
+    return int(last) if last.isdecimal() else 1  # gpu:a100 means one
 
 
 def asked_by_gres(launch: Any) -> str | None:
-    """GPUs that a directive asks for with --gres, as gpu:a100:4; None if none does."""
+    """Return the GPUs that a directive requests with --gres, as gpu:a100:4; None if none does."""
     for option in launch.directives:
         if found := re.match(r"--gres[=\s]\s*(?:.*,)?(gpu\b[^,]*)", option):
             return found[1].strip()
@@ -124,7 +123,7 @@ def _directives(launch: Any, job_name: str, log: str) -> Iterator[str]:
 
 
 def _to_fill_in(launch: Any) -> Iterator[str]:
-    """Comments where many clusters want something that is not known here."""
+    """Yield commented-out directives for options that many clusters require and that are not set."""
     options = {
         "partition=NAME": launch.partition,
         "account=NAME": launch.account,
@@ -136,11 +135,11 @@ def _to_fill_in(launch: Any) -> Iterator[str]:
 
 
 def _site(launch: Any, snapshot: Path | None) -> Iterator[str]:
-    """Shell lines: variables, modules, and what runs a command in the image."""
+    """Yield shell lines: variables, modules, and what runs a command in the image."""
     yield f"restart=${{DIST_MEM_RESTART:-{launch.restart}}} # requeue | resubmit | chain | none"
     yield f"max_stalled={launch.max_stalled} # starts without a new checkpoint after which it is not started again"
     yield f"take_snapshot={'true' if launch.snapshot else 'false'} # of code and configuration, for all starts"
-    # A resubmitted script has it filled in too. It is resolved where the job runs, as the run directory is.
+    # A resubmitted script also contains the path. It is resolved where the job runs, as the run directory is.
     yield "snapshot=" + ("" if snapshot is None else f"$(realpath {shlex.quote(str(snapshot))})")
     yield f"exclude_failed={'true' if launch.exclude_failed else 'false'}"
     yield "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
@@ -162,12 +161,12 @@ def _site(launch: Any, snapshot: Path | None) -> Iterator[str]:
 
 
 def _in_shell(text: str) -> str:
-    """The text in double quotes: the shell expands $NAME and ${NAME} in it, and nothing else."""
+    """Return the text in double quotes, in which the shell expands only $NAME and ${NAME}."""
     return '"' + re.sub(r'[\\"`]|\$(?![A-Za-z_]|\{\w+\})', r"\\\g<0>", text) + '"'
 
 
 def _container(launch: Any) -> Iterator[str]:
-    """`in_image`: options of srun, and the program that runs a rank; `alone`: runs a command on this node."""
+    """Yield `in_image`: srun options, and the program that runs a rank; and `alone`: runs a command on this node."""
     if launch.container == "apptainer":
         binds = "".join(f" --bind {_in_shell(mount)}" for mount in launch.mounts)
         gpus = " --nv" if num_gpus(launch) else ""

@@ -1,7 +1,7 @@
-"""`dist-mem status`: where a run stands, from its directory and from Slurm.
+"""`dist-mem status`: show the state of runs, from their directories and from Slurm.
 
-Nothing is changed, and nothing of torch is loaded. Each figure comes from what the run itself writes: metrics.jsonl,
-checkpoints, the lease, the exit codes that the batch script keeps in RUN/slurm/JOB/exit_code.
+The command changes nothing and does not load torch. Each figure comes from what the run itself writes: metrics.jsonl,
+checkpoints, the lease, and the exit codes that the batch script writes to RUN/slurm/JOB/exit_code.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from dist_mem.tracking.provenance import without_credentials
 from dist_mem.tracking.run_id import RUN_ID_FILE
 from dist_mem.tracking.sinks import METRICS_FILE
 
-_TAIL = 1 << 18  # bytes of metrics.jsonl that are read
-_MADE = ("config.yaml", METRICS_FILE, "checkpoints", "slurm", "lease.json")  # any of them makes a folder a run's
+_TAIL = 1 << 18  # bytes read from the end of metrics.jsonl
+_MARKERS = ("config.yaml", METRICS_FILE, "checkpoints", "slurm", "lease.json")  # any of them marks a run directory
 _MEANINGS = {
     0: "done",
     1: "something broke on the way: a disk, a network, a rank, an unfit node",
@@ -41,10 +41,10 @@ _MEANINGS = {
 
 
 def run(run_dirs: Sequence[Path], *, as_json: bool) -> int:
-    """Print where the runs stand; as JSON: one object a line, with the keys of `facts_of`.
+    """Print the state of the runs; as JSON: one object per line, with the keys of `facts_of`.
 
     Raises:
-        UnusableError: one is no run directory.
+        UnusableError: a folder is not a run directory.
         UnfitError: Slurm does not answer.
     """
     found = [facts_of(run_dir) for run_dir in run_dirs]
@@ -55,13 +55,13 @@ def run(run_dirs: Sequence[Path], *, as_json: bool) -> int:
 
 
 def check_run_dir(run_dir: Path) -> None:
-    """Raise UnusableError if a folder is no run directory."""
-    if not any((run_dir / name).exists() for name in _MADE):
-        raise UnusableError(f"{run_dir}: no run directory: it has none of {', '.join(_MADE)}")
+    """Raise UnusableError if a folder is not a run directory."""
+    if not any((run_dir / name).exists() for name in _MARKERS):
+        raise UnusableError(f"{run_dir}: no run directory: it has none of {', '.join(_MARKERS)}")
 
 
 def facts_of(run_dir: Path) -> dict[str, Any]:
-    """What is known of a run; None where something is not.
+    """Return the state of a run; a value is None if it is unknown.
 
     Returns:
         run, state (running, queued, finished, stopped), jobs (number, state, since, nodes, reason of each), process
@@ -100,7 +100,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _config(run_dir: Path, key: str) -> Any:
-    """A value of the run's configuration; None where it is not there, or needs an environment that is not here."""
+    """Return a value of the run's configuration; None if it is missing, or uses a variable that is not set here."""
     with suppress(OSError, ValueError, YAMLError, OmegaConfBaseException):
         found = OmegaConf.select(OmegaConf.load(run_dir / "config.yaml"), key)
         return OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
@@ -108,7 +108,7 @@ def _config(run_dir: Path, key: str) -> Any:
 
 
 def _progress(run_dir: Path, steps: int | None) -> dict[str, Any]:
-    """Figures of the last logged step of training."""
+    """Return the figures of the last logged step of training."""
     step, metrics = _last_point(run_dir / METRICS_FILE)
     seconds = metrics.get("step_seconds")
     left = None if steps is None or step is None or not seconds else max(0, steps - step) * seconds
@@ -123,7 +123,7 @@ def _progress(run_dir: Path, steps: int | None) -> dict[str, Any]:
 
 
 def _last_point(path: Path) -> tuple[int | None, dict[str, float]]:
-    """The last point with a loss in the end of metrics.jsonl; a line that is being written is left out."""
+    """Return the last point with a loss at the end of metrics.jsonl; a line that is being written is left out."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL))
@@ -147,7 +147,7 @@ def _checkpoint(run_dir: Path) -> dict[str, Any] | None:
 
 
 def _last_end(run_dir: Path) -> dict[str, Any] | None:
-    """How the newest start that has ended did; one whose batch script was killed leaves no code."""
+    """Return how the newest finished start ended; a start whose batch script was killed leaves no exit code."""
     codes = [(path.stat().st_mtime, path) for path in run_dir.glob("slurm/*/exit_code")]
     for _, path in sorted(codes, reverse=True):
         with suppress(OSError, ValueError):
@@ -157,7 +157,7 @@ def _last_end(run_dir: Path) -> dict[str, Any] | None:
 
 
 def meaning_of(code: int) -> str:
-    """What an exit code says, as the table of launch/README.md has it."""
+    """Return the meaning of an exit code, as in the table of launch/README.md."""
     if code in _MEANINGS:
         return _MEANINGS[code]
     with suppress(ValueError):
@@ -174,7 +174,7 @@ def _mlflow(run_dir: Path) -> dict[str, str | None] | None:
 
 
 def _described(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Labels and texts, for people."""
+    """Yield labels and texts for the terminal."""
     yield "state", facts["state"] + (f": {facts['process']}" if facts["process"] else "")
     for job in facts["jobs"]:
         where, start = (f" on {job['nodes']}", "started") if job["nodes"] else (f" ({job['reason']})", "to start")

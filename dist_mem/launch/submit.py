@@ -1,7 +1,7 @@
 """`dist-mem launch`: write the batch script of a job and submit it to Slurm.
 
 dist-mem launch configs/pg19_small.yaml launch/sites/generic.yaml --nodes 4 --time 12:00:00
-dist-mem launch configs/pg19_small.yaml --dry-run          # the script, and nothing is submitted
+dist-mem launch configs/pg19_small.yaml --dry-run          # print the script, submit nothing
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from dist_mem.runtime.files import free_name, write_text
 
 
 def run(config: Any, arguments: Sequence[str], *, dry_run: bool, make_snapshot: Callable[[Path], None]) -> int:
-    """Submit a job that trains `config`. Returns the exit code of the process.
+    """Submit a job that trains `config`, and return the exit code of the process.
 
     Args:
-        config: resolved, of `arguments`, which the ranks will read again.
+        config: resolved from `arguments`, which the ranks read again.
         make_snapshot: copies code and configuration into a folder that does not exist yet.
 
     Raises:
-        UnusableError: the script cannot be made or submitted; nothing is ever trained here instead.
+        UnusableError: the script cannot be made or submitted; this command never trains here instead.
     """
     check(config)
 
@@ -71,28 +71,31 @@ def run(config: Any, arguments: Sequence[str], *, dry_run: bool, make_snapshot: 
 
 
 def _can_copy_here(launch: Any) -> bool:
-    """Whether this process sees the code and the folders that the job will: else its first start makes the snapshot."""
+    """Return whether to copy here: this process sees the job's code and folders. Else its first start copies them."""
     moves = any(re.match(r"--chdir\b|-D", option) for option in launch.directives)
     return launch.snapshot and launch.container == "none" and not moves
 
 
 def _submit(path: Path, launch: Any) -> str:
-    """Number of the job; a dependency is this submission's alone: a requeue or resubmission must not wait again."""
+    """Submit the script and return the job's number.
+
+    A dependency applies to this submission only: a requeue or resubmission must not wait again.
+    """
     waits = [] if launch.dependency is None else [f"--dependency={launch.dependency}"]
     done = subprocess.run(["sbatch", "--parsable", *waits, str(path)], capture_output=True, text=True, check=False)
     if done.returncode:
-        said = (done.stderr or done.stdout).strip()
-        raise UnusableError(f"sbatch refuses {path} (exit code {done.returncode}): {said}")
-    return done.stdout.partition(";")[0].strip()  # after it comes the cluster, where there are several
+        output = (done.stderr or done.stdout).strip()
+        raise UnusableError(f"sbatch refuses {path} (exit code {done.returncode}): {output}")
+    return done.stdout.partition(";")[0].strip()  # the cluster follows it, if there are several
 
 
 def show_script(config: Any, *, kind: str) -> int:
-    """Print the script that takes its arguments from sbatch: launch/train.sbatch, launch/array.sbatch."""
+    """Print the script that takes its arguments from sbatch: launch/train.sbatch or launch/array.sbatch."""
     check(config)
     print(render(config.launch, job_name="dist_mem", kind=kind), end="")
     return EXIT_DONE
 
 
 def _job_name(name: str) -> str:
-    """The name of the run, without what Slurm would take apart."""
+    """Return the name of the run, without characters at which Slurm would split it."""
     return re.sub(r"[^\w.+-]+", "_", name)

@@ -1,4 +1,4 @@
-"""What is wrong with a `launch:` block and shows only where a script is made of it: all at once, each with its key."""
+"""Checks of a `launch:` block when a script is made of it; all problems are reported at once, each with its key."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from omegaconf import OmegaConf
 
 from dist_mem.config.check import Problem, flatten, shown, stop_on
 
-_MOST_NODES = 200_000  # more than any machine has
-_MOST_GPUS = 1_024  # of a node
+_MOST_NODES = 200_000  # more than any cluster has
+_MOST_GPUS = 1_024  # per node
 _WORDS = ("memory", "partition", "account", "qos", "interface")
-# Options of sbatch that are keys: what stands twice would one day differ.
+# Options of sbatch that are keys: the same value in two places would one day differ.
 _KEYS = {
     **dict.fromkeys(("nodes", "N"), "launch.nodes"),
     **dict.fromkeys(("ntasks", "n", "ntasks-per-node"), "launch.tasks_per_node"),
@@ -29,21 +29,21 @@ _KEYS = {
     "mem": "launch.memory",
     "signal": "launch.signal_seconds",
 }
-# A condition is as afterok:12:13_4, after:12+30 (minutes) or singleton; `,`: all must hold, `?`: one of them.
+# A condition is like afterok:12:13_4, after:12+30 (minutes) or singleton; `,`: all must hold, `?`: any of them.
 _JOB = r"\d+(?:_\d+)?"
 _CONDITION = rf"(?:after(?:any|ok|notok|corr|burstbuffer)(?::{_JOB})+|after(?::{_JOB}(?:\+\d+)?)+|singleton)"
 _DEPENDENCY = re.compile(rf"{_CONDITION}(?:(?:,{_CONDITION})*|(?:\?{_CONDITION})*)", re.ASCII)
 
 
 def check(config: Any) -> None:
-    """Raise ConfigError if no script can be made of `config.launch`."""
-    stop_on(_from_environment(config))  # first: the others show values
+    """Raise ConfigError if no script can be made from `config.launch`."""
+    stop_on(_from_environment(config))  # first: the other messages show values
     launch = config.launch
     stop_on([*_sizes(launch), *_texts(launch), *_restart(launch)])
 
 
 def _from_environment(config: Any) -> Iterator[Problem]:
-    """Everybody can read a script, in the run directory and in Slurm: nothing of the environment gets in."""
+    """Refuse values from the environment: everybody can read the script, in the run directory and in Slurm."""
     leaves = flatten(OmegaConf.to_container(config, resolve=False))
     fix = (
         "write $NAME in its place in env, setup, image and mounts: the shell of the job expands it, with the "
@@ -55,7 +55,7 @@ def _from_environment(config: Any) -> Iterator[Problem]:
 
 
 def _reads_environment(value: Any, leaves: Mapping[str, Any]) -> bool:
-    """Whether a text is, or refers to a text that is, of the environment."""
+    """Return whether a text reads the environment, or refers to a text that does."""
     names = re.findall(r"\$\{([\w.\[\]]+)\}", str(value))
     return "oc.env" in str(value) or any(_reads_environment(leaves.get(name.lstrip(".")), leaves) for name in names)
 
@@ -81,7 +81,7 @@ def _sizes(launch: Any) -> Iterator[Problem]:
 
 
 def _seconds(time: str) -> int:
-    """Of a duration as Slurm takes it: MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS[:MINUTES[:SECONDS]]."""
+    """Return a Slurm time in seconds: MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS[:MINUTES[:SECONDS]]."""
     days, dash, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     parts = [*parts, *[0] * (3 - len(parts))] if dash else [*[0] * (3 - len(parts)), *parts]
@@ -110,8 +110,8 @@ def _directive(key: str, option: str) -> Iterator[Problem]:
     name = re.match(r"--([\w-]+)|-(\w)", option)
     if not name or "\n" in option:
         yield Problem(key, f"is {option!r}, but must be one option of sbatch, as --constraint=a100")
-    elif own := _KEYS.get(name[1] or name[2]):
-        yield Problem(key, f"is {option!r}, which is a key of its own: set {own}")
+    elif config_key := _KEYS.get(name[1] or name[2]):
+        yield Problem(key, f"is {option!r}, which is a key of its own: set {config_key}")
 
 
 def _restart(launch: Any) -> Iterator[Problem]:
