@@ -18,7 +18,7 @@
     dist-mem check-memory examples/averages.py:Averages
     dist-mem config configs/demo.yaml
 
-What the commands do: cli/commands.py.
+The functions of the commands are in cli/commands.py and cli/launch.py.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from dist_mem.runtime.environment import is_first_on_node, use_node_caches
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+    """Return the parser of the whole command line."""
     parser = argparse.ArgumentParser(prog="dist-mem", description="Train transformers that remember whole books.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_train(commands)
@@ -238,19 +238,19 @@ def _add_config(commands: argparse._SubParsersAction) -> None:
 
 
 def _commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The parser of each command, by its name."""
+    """Return the parser of each command, by name."""
     actions = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     return next(actions).choices
 
 
 def _memory_options() -> set[str]:
-    from dist_mem.memory import described_memories  # takes torch
+    from dist_mem.memory import described_memories  # imports torch
 
     return {field.name for _, options in described_memories().values() for field in fields(options)}
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse, with overrides allowed after options too, which argparse's `*` does not see."""
+    """Parse the command line; overrides may also follow options, which argparse's `*` does not allow."""
     parser = build_parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
     commands = _commands_of(parser)
@@ -271,22 +271,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _is_told_elsewhere(options: argparse.Namespace) -> bool:
-    """Whether another rank prints the same error; each node tells its own, for its files may differ."""
+def _is_reported_elsewhere(options: argparse.Namespace) -> bool:
+    """Return whether another rank prints the same error. One rank per node prints, as files may differ by node."""
     if options.command not in ("train", "evaluate") or getattr(options, "check", False):
         return False
     return not is_first_on_node()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command and return the exit code."""
     options = parse(arguments)
     use_node_caches()
     try:
         return options.function(options)
     except (UnusableError, UnfitError) as error:
-        if _is_told_elsewhere(options):
-            time.sleep(2.0)  # torchrun ends all ranks as soon as one has ended: the one that tells may be slower
+        if _is_reported_elsewhere(options):
+            time.sleep(2.0)  # torchrun ends all ranks as soon as one has ended: the one that prints may be slower
         else:
             print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, UnusableError) else EXIT_FAILED
@@ -301,29 +301,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """`main`, then the end of this process, with everything it has said on its way, an unexpected error too.
+    """Run `main`, print an unexpected error, flush all output, and end this process.
 
-    Not by `sys.exit`: when the interpreter tears down gloo's threads, now and then (seen after barrier and
+    `sys.exit` is not used: when the interpreter tears down gloo's threads, sometimes (seen after barrier and
     destroy_process_group, in a warm run of two ranks) one of them aborts a process that has succeeded, or hides the
     exit code of one that has not.
     """
     output = watch_standard_streams()
-    output.tells = sys.argv[1:2] == ["generate"]  # what it writes is its work: generation/command.py ends it
+    output.tells = sys.argv[1:2] == ["generate"]  # its output is its work: generation/command.py ends it
     sys.stderr = cast(TextIO, HidingStream(sys.stderr))
-    if sys.argv[1:2] not in (["generate"], ["config"], ["launch"]):  # programs read what these write
+    if sys.argv[1:2] not in (["generate"], ["config"], ["launch"]):  # programs read the output of these
         sys.stdout = cast(TextIO, HidingStream(sys.stdout))
     try:
         code = main()
-    except SystemExit as ended:  # argparse has said all there is to say
+    except SystemExit as ended:  # argparse has already printed its message
         code = int(ended.code or 0)
     except Exception:
         sys.excepthook(*sys.exc_info())
         code = EXIT_FAILED
-    with suppress(BrokenPipeError):  # that of `tells`
+    with suppress(BrokenPipeError):  # raised because of `tells`
         sys.stdout.flush()
     sys.stderr.flush()
     if code == 0 and not output.is_read and not output.tells and sys.argv[1:2] != ["train"]:
-        # As shells tell it of what this signal has ended. Not of a training: launchers start anew what has failed.
+        # As shells report a process that this signal ended. Not for a training: launchers restart what has failed.
         code = 128 + signal.SIGPIPE
     os._exit(code)
 

@@ -1,4 +1,4 @@
-"""Arguments of the command line: types of options, and what was meant by a command, an option or a key it lacks."""
+"""Arguments of the command line: types of options, and suggestions for unknown commands, options and keys."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from dist_mem.config.check import nearest, shown
 from dist_mem.config.load import known_keys
 
 CONFIG_HELP = "YAML files, merged left to right, and key=value overrides"
-_SURE = 0.7  # similarity from which an option or a key is taken for the one that was meant
+_SURE = 0.7  # least similarity at which an option or a key is suggested
 _MOST_COUNT = 1_000_000
 _MOST_SAMPLES = 10_000  # they share one batch
-_SHOWN = 3  # keys with the same last part
+_SHOWN = 3  # most suggestions
 
 
 def unknown_command(name: str, commands: Sequence[str]) -> str:
-    """The message for a command that does not exist."""
+    """Return the message for a command that does not exist."""
     close = nearest(name, commands)
     meant = f"did you mean {close}? " if close else ""
     return f"there is no command {name!r}: {meant}commands are {', '.join(commands)}"
 
 
 def unknown_option(option: str, given: Sequence[str], *, options: Sequence[str], keys: Sequence[str]) -> str:
-    """The message for an option that the command does not have.
+    """Return the message for an option that the command does not have.
 
     Args:
-        given: the whole command line, from which the value of the option is taken.
-        options: those that the command has.
-        keys: configuration keys that it takes as key=value; none: it takes no configuration.
+        given: the whole command line, which contains the value of the option.
+        options: all options of the command.
+        keys: configuration keys that the command takes as key=value; none if it takes no configuration.
     """
     name, _, value = option.partition("=")
     meant = [f"{key}={value or _value_after(option, given)}" for key in _keys_named(name, keys)]
@@ -45,10 +45,10 @@ def unknown_option(option: str, given: Sequence[str], *, options: Sequence[str],
 
 
 def keys_of(command: str, memory_options: Collection[str]) -> list[str]:
-    """The keys that a command takes, the likely ones first; items of lists are left out.
+    """Return the keys that a command takes, the likely ones first, without items of lists.
 
     Args:
-        memory_options: names of the options of all memories, which the schema does not have.
+        memory_options: names of the options of all memories, which the schema does not contain.
     """
     keys = [key for key in known_keys() if "[" not in key] + [f"memory.{name}" for name in sorted(memory_options)]
     trains = command in ("train", "launch", "reproduce", "config", "doctor")
@@ -62,7 +62,7 @@ def keys_of(command: str, memory_options: Collection[str]) -> list[str]:
 
 
 def _keys_named(option: str, keys: Sequence[str]) -> list[str]:
-    """The keys whose full name or last part is the option's name; DeepSpeed's only where no other is."""
+    """Return the keys whose full name or last part is the option's name; DeepSpeed's only if no other key matches."""
     name = option.lstrip("-").replace("-", "_")
     if name in keys:
         return [name]
@@ -85,8 +85,8 @@ def _value_after(option: str, given: Sequence[str]) -> str:
 
 
 def count(text: str, *, least: int = 1, most: int = _MOST_COUNT) -> int:
-    """A number of 1 or more, as of tokens or processes."""
-    if not re.fullmatch(r"-?\d{1,4000}", text):  # Python reads no longer ones
+    """Parse a whole number from `least` to `most`, as of tokens or processes."""
+    if not re.fullmatch(r"-?\d{1,4000}", text):  # Python does not parse longer ones
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a whole number")
     if int(text) < least:
         raise argparse.ArgumentTypeError(f"{text} must be at least {least}")
@@ -96,17 +96,17 @@ def count(text: str, *, least: int = 1, most: int = _MOST_COUNT) -> int:
 
 
 def samples(text: str) -> int:
-    """How many texts are written side by side."""
+    """Parse the number of texts in one batch."""
     return count(text, most=_MOST_SAMPLES)
 
 
 def seed(text: str) -> int:
-    """A seed, as `train.seed`."""
+    """Parse a seed, with the bounds of `train.seed`."""
     return count(text, least=0, most=MOST["train.seed"])
 
 
 def step(text: str) -> int:
-    """The step of a checkpoint."""
+    """Parse the step of a checkpoint."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(
             f"{shown(text)} is no step: give a number, as 400, or leave --checkpoint out for the newest that verifies"
@@ -115,19 +115,19 @@ def step(text: str) -> int:
 
 
 def split(text: str) -> str:
-    """The name of a split: of one folder."""
+    """Parse the name of a split, which is the name of one folder."""
     if not text or "/" in text or text in (".", ".."):
         raise argparse.ArgumentTypeError(f"{shown(text)} is no name of a split: give one, as test")
     return text
 
 
 def names(text: str) -> list[str]:
-    """Names with commas between them."""
+    """Parse names separated by commas."""
     return [name for name in text.split(",") if name]
 
 
 def seeds(text: str) -> list[int]:
-    """Different whole numbers with commas between them."""
+    """Parse distinct whole numbers separated by commas."""
     if not all(name.isdecimal() for name in names(text)):
         raise argparse.ArgumentTypeError(f"{shown(text)} is no list of numbers, as 0,1,2")
     numbers = [seed(name) for name in names(text)]

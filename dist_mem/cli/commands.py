@@ -1,6 +1,6 @@
-"""What each command does: one function a command, which imports what it needs when it runs.
+"""The commands: one function per command, which imports what it needs when it runs.
 
-So help and mistakes are answered at once. The docstrings are what `dist-mem --help` says.
+So help and error messages appear at once. The docstrings are the texts of `dist-mem --help`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
 
 
 def load_checked(arguments: Sequence[str], *, builds_model: bool = False) -> Config:
-    """`load_config` with the memory block checked too, which takes torch, and so comes last.
+    """Load a configuration and check its memory block too, which needs torch and so comes last.
 
     Args:
-        builds_model: also build the model, without allocating it: what it or its memory refuses is known before
+        builds_model: also build the model, without allocating it: errors of the model or its memory appear before
             anything is made.
 
     Raises:
-        UnusableError: as `load_config`, or data.path is a command, and nobody has allowed it.
+        UnusableError: as `load_config`, or data.path is a command that nobody has allowed.
     """
-    from dist_mem.data.directory import check_allowed  # numpy, which help need not wait for
+    from dist_mem.data.directory import check_allowed  # imports numpy, which help need not wait for
 
     def memory_options(block: Any) -> tuple[str, Any]:
         from dist_mem.memory import memory_options as check
@@ -72,7 +72,7 @@ def train(options: argparse.Namespace) -> int:
             if is_rank0():
                 print(stopped, file=sys.stderr)
         finally:
-            note_exit_code(code)  # while signals are listened to: srun sends one as soon as another rank has ended
+            note_exit_code(code)  # while signals are handled: srun sends one as soon as another rank has ended
         return code
 
 
@@ -99,7 +99,7 @@ def _train(options: argparse.Namespace, early: StopSignal) -> int:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Look whether machines, network and ranks are fit to train, and say what to mend."""
+    """Check whether machines, network and ranks are fit to train, and print what to fix."""
     if options.drill:
         from dist_mem.doctor import drill
 
@@ -131,7 +131,7 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def export(options: argparse.Namespace) -> int:
-    """Make a directory of the weights of a checkpoint and all that loading them takes."""
+    """Make a directory with the weights of a checkpoint and all that is needed to load them."""
     from dist_mem.runtime.distributed import choose_accelerator
 
     choose_accelerator()
@@ -162,7 +162,7 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def generate(options: argparse.Namespace) -> int:
-    """Write on from a prompt, read with memory; or let several runs do so from the same one."""
+    """Continue a prompt, read with memory; or compare how several runs continue it."""
     from dist_mem.runtime.distributed import choose_accelerator
 
     choose_accelerator()
@@ -234,7 +234,7 @@ def prepare(options: argparse.Namespace) -> int:
 
 
 def track(options: argparse.Namespace) -> int:
-    """Send MLflow what it could not take while a run was going on."""
+    """Send MLflow the data that it could not receive during a run."""
     from dist_mem.tracking.sync import run
 
     overrides = [text for text in options.runs if text.startswith("tracking.")]
@@ -268,7 +268,7 @@ def config(options: argparse.Namespace) -> int:
 
 
 def make_snapshot(folder: Path, arguments: Sequence[str]) -> None:
-    """Copy the package and the files of a configuration; raises UnusableError, see launch/code_snapshot.py."""
+    """Copy the package and the files of a configuration; see launch/code_snapshot.py. Raises UnusableError."""
     from dist_mem.config.sources import files_of
     from dist_mem.launch import code_snapshot as snapshot
     from dist_mem.memory.outside import files_of as files_of_memory

@@ -1,4 +1,4 @@
-"""The commands about jobs: `dist-mem launch`, `status`, `logs`, `cancel`; their arguments, and what they call."""
+"""The job commands `dist-mem launch`, `status`, `logs` and `cancel`: their arguments and functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RUN_HELP = "a run directory"
 
 
 def add_commands(add: Callable[[Command], argparse.ArgumentParser]) -> None:
-    """Add the parsers; `add` makes that of one command from its function."""
+    """Add the parsers; `add` makes the parser of a command from its function."""
     _add_launch(add(launch))
     status_parser = add(status)
     status_parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
