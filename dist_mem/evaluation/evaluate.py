@@ -99,6 +99,7 @@ def evaluate_checkpoint(
         CutShortError: on every rank; raised by `check`.
     """
     refresh_on_all_ranks(config.data, [split])
+    tokenizer = tokenizer_of_data(checkpoint, config)
     index = open_index(config.data, split)
 
     def see_that_it_fits(config: Config, vocab_size: int) -> None:
@@ -107,7 +108,6 @@ def evaluate_checkpoint(
         gather = gather_objects if world.size > 1 else lambda value: [value]  # a notebook has no process group
         refuse_what_cannot_fit(parts, world.device, gather=gather)
 
-    tokenizer = tokenizer_of_data(checkpoint, config)
     trained = open_model(checkpoint, config, tokenizer, world.device, check=see_that_it_fits)
     if check is not None:
         trained.model.register_forward_pre_hook(check)

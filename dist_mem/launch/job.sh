@@ -126,7 +126,7 @@ say "the ranks have ended with exit code $code"
 # ---- what comes after it --------------------------------------------------------------------------------------------
 # 0: done; 2, 3: starting again will not help; all others, 85 (stopped, all saved) first: start again.
 resubmit() ( # in a shell of its own, which forgets this job
-  script=$run_dir/slurm/$number.sbatch exclude="" options=() next
+  script=$run_dir/slurm/$number.sbatch exclude="" options=() next=""
   sed "s|^snapshot=.*|snapshot=$(printf %q "$snapshot" | sed 's/[\\&|]/\\&/g')|" "$0" >"$script" || return
   for name in partition:Partition account:Account qos:QOS time:TimeLimit; do # as this job, however given
     value=$(fact "${name#*:}")

@@ -17,6 +17,9 @@ MISSING = "nowhere/absent"
 CALLS: dict[str, list[list[str]]] = {
     "train": [[f"{MISSING}.yaml"], [f"{MISSING}.yaml", "--check"], ["train.steps=1", f"deepspeed={MISSING}.json"]],
     "launch": [[f"{MISSING}.yaml"], [f"{MISSING}.yaml", "--dry-run"], [f"{MISSING}.yaml", "--script", "train"]],
+    "status": [[MISSING], [MISSING, "--json"]],
+    "logs": [[MISSING]],
+    "cancel": [[MISSING], [MISSING, "--now"]],
     "doctor": [[f"{MISSING}.yaml"], ["--drill", f"{MISSING}.yaml"]],
     "evaluate": [[MISSING], [MISSING, "--checkpoint", "5"], [MISSING, "--sweep", "mem_len=1", "--also", "other"]],
     "export": [[MISSING, "--out", "out"], [f"{MISSING}.yaml", "--out", "out"]],
@@ -36,10 +39,7 @@ CALLS: dict[str, list[list[str]]] = {
     "config": [[f"{MISSING}.yaml"], [f"{MISSING}.yaml", "--get", "run_dir"]],
 }
 WRITTEN = {("export", "out"), ("generate", "out"), ("compare", "plot"), ("reproduce", "out"), ("config", "snapshot")}
-ELSEWHERE = {
-    ("evaluate", "also"),
-    ("dialogue", "wordnet"),
-}  # looked for after the run, see test_evaluate.py, ...
+ELSEWHERE = {("evaluate", "also"), ("dialogue", "wordnet")}  # looked for after the run, see test_evaluate.py, ...
 
 
 @pytest.fixture(autouse=True)

@@ -104,8 +104,8 @@ def test_edits_while_queued_and_in_mid_run_do_not_enter(make_run: Callable[..., 
     assert f"job {job} has no log yet" in run.call("logs", "run", code=2)[1]
 
     code = run.folder / "code" / "dist_mem"
-    good = (code / "train.py").read_text()
-    (code / "train.py").write_text("raise SystemExit('an edit has entered')\n")
+    good = (code / "model.py").read_text()
+    (code / "model.py").write_text("raise SystemExit('an edit has entered')\n")
     text = (run.folder / "job.yaml").read_text()
     (run.folder / "job.yaml").write_text("run_dir: other\ntrain: {steps: 7}\n")
     full()
@@ -122,7 +122,7 @@ def test_edits_while_queued_and_in_mid_run_do_not_enter(make_run: Callable[..., 
     assert not list(run.directory.glob("slurm/*/snapshot")), "none of the first start"
 
     shutil.copy(ROOT / "dist_mem" / "__init__.py", code / "__init__.py")
-    (code / "train.py").write_text(good)
+    (code / "model.py").write_text(good)
     (run.folder / "job.yaml").write_text(text)
     ended = run.status()
     assert (ended["state"], ended["step"], ended["steps"]) == ("finished", 150, 150)

@@ -277,7 +277,7 @@ def test_nothing_is_lost_whatever_happens(
     event.happen(slurm, handed)
     assert slurm.wait_for_state(handed.job, *ENDED, seconds=400) == event.state, handed.log()
     assert slurm.facts(handed.job)["Restarts"] == str(event.restarts)
-    if event.state == "CANCELLED":  # handed in again, it goes on
+    if event.state == "CANCELLED":  # resubmitted, it goes on
         slurm.wait(lambda: "Slurm itself is ending" in handed.log(), "the script to end")
         assert newest(handed.run).name > "step-00000119"
         second = hand_in(slurm, tmp_path / "slurm", config)

@@ -215,7 +215,7 @@ def test_every_file_of_the_package_is_a_memory() -> None:
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        ({}, "memory.kind"),
+        ({}, "memory is {}, but must be a block whose kind is one of"),
         ({"kind": "transfomer_xl"}, "did you mean transformer_xl"),
         ({"kind": "transformer_xl", "mem_length": 5}, "memory.mem_len"),
         ({"kind": "transformer_xl", "mem_len": "many"}, "memory.mem_len"),

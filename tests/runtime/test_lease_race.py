@@ -46,8 +46,11 @@ def contend(run_dir: Path, together: Any) -> None:
     os._exit(code)
 
 
+RENAME, REMOVAL = 4, 6  # of taking over: mkdir, the claim, two fsyncs, its rename, an fsync, removals
+
+
 def die_taking(run_dir: Path, deadly: int) -> None:
-    """Die at write number `deadly` of taking the lease; of one that is there: mkdir, claim, rename, removals."""
+    """Take the lease and die at write number `deadly`."""
     WritePoints(run_dir, deadly)
     Lease(run_dir)
     os._exit(EXIT_DONE)
@@ -81,11 +84,11 @@ def test_a_job_killed_while_it_takes_over_is_taken_over_itself(tmp_path: Path) -
     assert exit_codes(die_taking, run_dir, 99) == [EXIT_DONE]
     assert exit_codes(die_taking, run_dir, 0) == [SIGKILLED]
     for deaths in (1, 2):
-        assert exit_codes(die_taking, run_dir, 2) == [SIGKILLED]
+        assert exit_codes(die_taking, run_dir, RENAME) == [SIGKILLED]
         assert len(list(run_dir.iterdir())) == 1 + deaths
     shutil.copytree(run_dir, tmp_path / "again")
     assert_one_gets_it(run_dir, rounds=1)
-    assert exit_codes(die_taking, tmp_path / "again", 3) == [SIGKILLED], "between taking over and cleaning up"
+    assert exit_codes(die_taking, tmp_path / "again", REMOVAL) == [SIGKILLED], "between taking over and cleaning up"
     assert_one_gets_it(tmp_path / "again", rounds=1)
 
 
