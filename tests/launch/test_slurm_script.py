@@ -39,6 +39,14 @@ for _ in $(seq 200); do [ -s "$DIST_MEM_EXIT_CODE" ] && exit "$(cat "$DIST_MEM_E
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
+# Functions, and a variable that a batch job does not have, as in the scripts of conda, which set -u would end.
+CONDA = [
+    'conda() { "__conda_$1" "$2"; }',
+    '__conda_activate() { PS1="($1) $PS1"; export CONDA_DEFAULT_ENV=$1; }',
+    'conda activate books && echo "activated $CONDA_DEFAULT_ENV"',
+]
+
+
 class Case(NamedTuple):
     """A job, and what is to come of it."""
 
@@ -68,6 +76,7 @@ CASES = {
     "exclude": Case("86+ 0", {"exclude_failed": True, "nodes": "1"}, 2, "FAILED", 86, "resubmitted"),
     "unfit node": Case("1 0", {"exclude_failed": True, "nodes": "1"}, 2, "FAILED", 1, "resubmitted"),
     "chain": Case("85+ 0 0", {"restart": "chain", "chain": 3}, 2, "FAILED", 85, "the next job of the chain resumes"),
+    "setup as conda's": Case("0", {"setup": CONDA}, 1, "COMPLETED", 0, "activated books"),
     "range of nodes": Case("0", {"nodes": "1-2"}, 1, "COMPLETED", 0, ""),
 }
 
