@@ -125,9 +125,9 @@ def evaluate(options: argparse.Namespace) -> int:
             from dist_mem.evaluation import sweep
 
             return sweep.run([options.run, *options.also], options.sweep, early=early, **settings)
-        from dist_mem.evaluation import evaluate
+        from dist_mem.evaluation.evaluate import run
 
-        return evaluate.run(options.run, without_memory=options.without_memory, early=early, **settings)
+        return run(options.run, without_memory=options.without_memory, early=early, **settings)
 
 
 def export(options: argparse.Namespace) -> int:
