@@ -132,14 +132,10 @@ def is_optional(schema: Any) -> bool:
     return type(None) in get_args(schema)
 
 
-def optional_keys(schema: Any, key: str = "") -> set[str]:
-    """Return the full dotted keys that may be null, in the notation of `all_keys`."""
-    found = {key} if is_optional(schema) else set()
-    if (item := item_schema(schema)) is not None:
-        found |= optional_keys(item, f"{key}[]")
-    for name, child in (fields_of(schema) or {}).items():
-        found |= optional_keys(child, join(key, name))
-    return found
+def block_of(schema: Any) -> type | None:
+    """Return the dataclass X of `X`, `X | None` or `list[X]`; None if there is none."""
+    schema = item_schema(schema) or schema
+    return next((part for part in (schema, *get_args(schema)) if isinstance(part, type) and is_dataclass(part)), None)
 
 
 def _without_none(schema: Any) -> Any:

@@ -1,37 +1,12 @@
-"""Constraints on configuration values: choices, ranges, and checks across keys.
-
-The tables list every key whose value is a number or one of a few words; a test compares them with the schema. check.py
-has already checked types and unknown keys. Memories check their own options; DeepSpeed checks its own ranges.
-"""
+"""Checks across configuration keys: combinations of valid values that are invalid together."""
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from dist_mem.config.bounds import generic
-from dist_mem.config.check import Problem, flatten, nearest, shown
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "data.layout": ("documents", "stream"),
-    "data.cut": ("start", "end"),
-    "data.on_corrupt": ("stop", "skip"),
-    "model.kind": ("transformer", "gpt2"),
-    "model.norm": ("pre", "post"),
-    "train.precision": ("fp32", "bf16", "fp16"),
-    "optimizer.kind": ("adamw", "adam", "sgd"),
-    "schedule.kind": ("constant", "linear", "cosine"),
-    "eval.layout": ("documents", "stream"),
-    "eval.precision": ("fp32", "bf16", "fp16"),
-    "divergence.action": ("stop", "skip", "rollback"),
-    "data.stage": ("none", "node", "memory"),
-    "tracking.send": ("auto", "always", "never"),
-    "launch.restart": ("requeue", "resubmit", "chain", "none"),
-    "launch.container": ("none", "apptainer", "pyxis"),
-}
-
+from dist_mem.config.check import Problem, shown
 
 GPT2: dict[str, Any] = {  # values of `model` that model.kind gpt2 requires
     "norm": "pre",
@@ -44,103 +19,8 @@ GPT2: dict[str, Any] = {  # values of `model` that model.kind gpt2 requires
 }
 
 
-class Range(NamedTuple):
-    """The range of a numeric key."""
-
-    words: str  # for messages
-    holds: Callable[[float], bool]  # whether a number is in the range
-
-
-_COUNT = Range("at least 1", lambda value: value >= 1)
-_NOT_NEGATIVE = Range("at least 0", lambda value: value >= 0)
-_POSITIVE = Range("greater than 0", lambda value: value > 0)
-_SHARE = Range("at least 0 and less than 1", lambda value: 0 <= value < 1)
-
-RANGES: dict[str, Range] = {
-    "data.max_document_len": Range("at least 2", lambda value: value >= 2),  # one token has no target
-    "data.seed": _NOT_NEGATIVE,
-    "data.prefetch": _COUNT,
-    "model.num_layers": _COUNT,
-    "model.d_model": _COUNT,
-    "model.num_heads": _COUNT,
-    "model.d_head": _COUNT,
-    "model.d_inner": _COUNT,
-    "model.d_embed": _COUNT,
-    "model.dropout": _SHARE,
-    "model.attention_dropout": _SHARE,
-    "model.adaptive.cutoffs[]": _COUNT,
-    "model.adaptive.div_val": _COUNT,
-    "model.num_positions": _COUNT,
-    "model.token_types[].id": _NOT_NEGATIVE,
-    "model.token_types[].after[]": _NOT_NEGATIVE,
-    "model.clamp_len": _COUNT,
-    "model.init_std": _POSITIVE,
-    "train.seed": _NOT_NEGATIVE,
-    "train.lanes": _COUNT,
-    "train.micro_lanes": _COUNT,
-    "train.seg_len": _COUNT,
-    "train.segments_per_update": _COUNT,
-    "train.steps": _COUNT,
-    "train.epochs": _POSITIVE,
-    "train.max_grad_norm": _POSITIVE,
-    "train.threads": _COUNT,
-    "optimizer.lr": _POSITIVE,
-    "optimizer.betas[]": _SHARE,
-    "optimizer.eps": _POSITIVE,
-    "optimizer.momentum": _SHARE,
-    "optimizer.weight_decay": _NOT_NEGATIVE,
-    "optimizer.groups[].lr": _POSITIVE,
-    "optimizer.groups[].weight_decay": _NOT_NEGATIVE,
-    "schedule.warmup_steps": _NOT_NEGATIVE,
-    "schedule.decay_steps": _COUNT,
-    "schedule.end_factor": _NOT_NEGATIVE,
-    "eval.every": _COUNT,
-    "eval.lanes": _COUNT,
-    "eval.seg_len": _COUNT,
-    "eval.mem_len": _COUNT,
-    "eval.clamp_len": _NOT_NEGATIVE,
-    "eval.max_document_len": _COUNT,
-    "checkpoint.every": _COUNT,
-    "checkpoint.every_minutes": _POSITIVE,
-    "checkpoint.keep_last": _COUNT,
-    "checkpoint.keep_every": _COUNT,
-    "checkpoint.keep_best": _COUNT,
-    "divergence.spike_z": _POSITIVE,
-    "divergence.window": Range("at least 8", lambda value: value >= 8),  # fewer losses give no reliable spread
-    "divergence.max_times": _NOT_NEGATIVE,
-    "tracking.every": _COUNT,
-    "watchdog.join_seconds": _POSITIVE,
-    "watchdog.seconds": _POSITIVE,
-    "watchdog.straggler": Range("greater than 1", lambda value: value > 1),
-    "launch.tasks_per_node": _COUNT,
-    "launch.cpus_per_task": _COUNT,
-    "launch.signal_seconds": _COUNT,
-    "launch.chain": _COUNT,
-    "launch.max_stalled": _COUNT,
-}
-
-
-def check_values(config: Mapping[str, Any], optional: set[str]) -> Iterator[Problem]:
-    """Yield the values that are out of range or not among their choices.
-
-    Args:
-        config: resolved plain blocks whose types are correct.
-        optional: keys that may be null, list items as `optimizer.groups[].lr`.
-    """
-    for key, value in flatten(config).items():
-        general = generic(key)
-        if general in CHOICES and value not in CHOICES[general]:
-            choices = CHOICES[general]
-            close = nearest(str(value), choices)
-            meant = f"; did you mean {close}?" if close else ""
-            yield Problem(key, f"is {shown(value)}, but must be one of {', '.join(choices)}{meant}")
-        if general in RANGES and value is not None and not (math.isfinite(value) and RANGES[general].holds(value)):
-            off = "; use null for none" if general in optional and value <= 0 else ""
-            yield Problem(key, f"is {value!r}, but must be {RANGES[general].words}{off}")
-
-
 def check_together(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield combinations of values that are invalid; `config` as in `check_values`, with every single value valid."""
+    """Yield the invalid combinations in a plain resolved configuration whose single values are all valid."""
     model, train, optimizer = config["model"], config["train"], config["optimizer"]
     if (train["steps"] is None) == (train["epochs"] is None):
         given = "neither is given" if train["steps"] is None else "both are given; set one of them to null"

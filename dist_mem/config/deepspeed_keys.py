@@ -11,154 +11,109 @@ from typing import Any
 
 from dist_mem.config.check import Problem, check_tree, is_interpolation, join
 
-_OFFLOAD = {"device": str, "nvme_path": str, "buffer_count": int, "pin_memory": bool}
-_CSV_LIKE = {"enabled": bool, "output_path": str, "job_name": str}
+
+def _of(kind: type, names: str) -> dict[str, Any]:
+    """Return names -> their type."""
+    return dict.fromkeys(names.split(), kind)
+
+
+_CSV_LIKE = {**_of(bool, "enabled"), **_of(str, "output_path job_name")}
 _ZERO: dict[str, Any] = {
-    "stage": int,
-    "contiguous_gradients": bool,
-    "reduce_scatter": bool,
-    "reduce_bucket_size": int,
-    "use_multi_rank_bucket_allreduce": bool,
-    "allgather_partitions": bool,
-    "allgather_bucket_size": int,
-    "overlap_comm": bool,
-    "load_from_fp32_weights": bool,
-    "elastic_checkpoint": bool,
-    "offload_param": {**_OFFLOAD, "buffer_size": int, "max_in_cpu": int},
+    **_of(int, "stage reduce_bucket_size allgather_bucket_size sub_group_size zero_hpz_partition_size"),
+    **_of(
+        bool,
+        "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions overlap_comm "
+        "load_from_fp32_weights elastic_checkpoint cpu_offload_param cpu_offload_use_pin_memory cpu_offload "
+        "stage3_gather_fp16_weights_on_model_save ignore_unused_parameters legacy_stage1 parameter_alignment "
+        "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients memory_efficient_linear "
+        "pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings enable_sanity_checks "
+        "save_muon_momentum_buffer_in_memory",
+    ),
+    "offload_param": {
+        **_of(str, "device nvme_path"),
+        **_of(int, "buffer_count buffer_size max_in_cpu"),
+        **_of(bool, "pin_memory"),
+    },
     "offload_optimizer": {
-        **_OFFLOAD,
-        "pipeline_read": bool,
-        "pipeline_write": bool,
-        "fast_init": bool,
-        "ratio": float,
-        "super_offload": bool,
-        "cpuadam_cores_perc": float,
+        **_of(str, "device nvme_path"),
+        **_of(int, "buffer_count"),
+        **_of(bool, "pin_memory pipeline_read pipeline_write fast_init super_offload"),
+        **_of(float, "ratio cpuadam_cores_perc"),
     },
     "zenflow": {
-        "topk_ratio": float,
-        "select_strategy": str,
-        "select_interval": object,
-        "update_interval": object,
-        "overlap_step": bool,
-        "offload": bool,
-        "auto_ratio": float,
-        "full_warm_up_rounds": int,
-        "pt_reserved_cores_perc": float,
-        "steps_per_epoch": int,
+        **_of(float, "topk_ratio auto_ratio pt_reserved_cores_perc"),
+        **_of(str, "select_strategy"),
+        **_of(object, "select_interval update_interval"),
+        **_of(bool, "overlap_step offload"),
+        **_of(int, "full_warm_up_rounds steps_per_epoch"),
     },
-    "sub_group_size": int,
-    "cpu_offload_param": bool,
-    "cpu_offload_use_pin_memory": bool,
-    "cpu_offload": bool,
-    "stage3_gather_fp16_weights_on_model_save": bool,
-    "ignore_unused_parameters": bool,
-    "legacy_stage1": bool,
-    "parameter_alignment": bool,
-    "zero_hpz_partition_size": int,
-    "zero_quantized_weights": bool,
-    "zero_quantized_nontrainable_weights": bool,
-    "zero_quantized_gradients": bool,
-    "memory_efficient_linear": bool,
-    "pipeline_loading_checkpoint": bool,
-    "override_module_apply": bool,
-    "log_trace_cache_warnings": bool,
-    "enable_sanity_checks": bool,
-    "save_muon_momentum_buffer_in_memory": bool,
-    "leaf_module": {"classes": list, "names": list, "name_suffixes": list},
+    "leaf_module": _of(list, "classes names name_suffixes"),
 }
-_STAGE3: dict[str, Any] = {  # accepted with and without the prefix `stage3_`
-    "prefetch_bucket_size": int,
-    "param_persistence_threshold": int,
-    "model_persistence_threshold": int,
-    "max_live_parameters": int,
-    "max_reuse_distance": int,
-    "gather_16bit_weights_on_model_save": bool,
-    "module_granularity_threshold": int,
-    "use_all_reduce_for_fetch_params": bool,
-    "allgather_sequential": bool,
+_STAGE3 = {  # accepted with and without the prefix `stage3_`
+    **_of(
+        int,
+        "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
+        "max_reuse_distance module_granularity_threshold",
+    ),
+    **_of(bool, "gather_16bit_weights_on_model_save use_all_reduce_for_fetch_params allgather_sequential"),
 }
 
 # Keys passed on to DeepSpeed, with their types.
 HANDED_ON: dict[str, Any] = {
     "zero_optimization": {**_ZERO, **_STAGE3, **{f"stage3_{name}": kind for name, kind in _STAGE3.items()}},
-    "bf16": {
-        "immediate_grad_update": bool,
-        "bf16_master_weights_and_grads": bool,
-        "bf16_optimizer_states": bool,
-    },
+    **_of(str, "communication_data_type log_level"),
+    **_of(
+        bool,
+        "prescale_gradients disable_allgather wall_clock_breakdown memory_breakdown dump_state disable_python_gc",
+    ),
+    **_of(float, "gradient_predivide_factor"),
+    "bf16": _of(bool, "immediate_grad_update bf16_master_weights_and_grads bf16_optimizer_states"),
     "fp16": {
-        "auto_cast": bool,
-        "loss_scale": float,
-        "initial_scale_power": int,
-        "loss_scale_window": int,
-        "hysteresis": int,
-        "consecutive_hysteresis": bool,
-        "min_loss_scale": int,
-        "fp16_master_weights_and_grads": bool,
+        **_of(bool, "auto_cast consecutive_hysteresis fp16_master_weights_and_grads"),
+        **_of(float, "loss_scale"),
+        **_of(int, "initial_scale_power loss_scale_window hysteresis min_loss_scale"),
     },
-    "communication_data_type": str,
-    "prescale_gradients": bool,
-    "gradient_predivide_factor": float,
-    "disable_allgather": bool,
-    "data_types": {"grad_accum_dtype": str, "buffer_dtype": str, "keep_in_fp32_modules": list},
+    "data_types": {
+        **_of(str, "grad_accum_dtype buffer_dtype"),
+        **_of(list, "keep_in_fp32_modules"),
+    },
     "aio": {
-        "block_size": int,
-        "queue_depth": int,
-        "intra_op_parallelism": int,
-        "single_submit": bool,
-        "overlap_events": bool,
-        "use_gds": bool,
+        **_of(int, "block_size queue_depth intra_op_parallelism"),
+        **_of(bool, "single_submit overlap_events use_gds"),
     },
     "compile": {
-        "deepcompile": bool,
-        "autoep_non_moe": bool,
-        "free_activation": bool,
-        "free_activation_threshold": int,
-        "offload_activation": bool,
-        "offload_activation_pin_memory": bool,
-        "offload_opt_states": bool,
-        "double_buffer": bool,
-        "symmetric_memory": bool,
-        "debug_log": bool,
-        "offload_parameters": bool,
-        "sync_before_reduce": bool,
-        "sync_after_reduce": bool,
-        "sync_before_allgather": bool,
-        "sync_after_allgather": bool,
-        "keep_int_input_tensors": bool,
-        "keep_all_input_tensors": bool,
-        "passes": list,
+        **_of(
+            bool,
+            "deepcompile autoep_non_moe free_activation offload_activation offload_activation_pin_memory "
+            "offload_opt_states double_buffer symmetric_memory debug_log offload_parameters sync_before_reduce "
+            "sync_after_reduce sync_before_allgather sync_after_allgather keep_int_input_tensors "
+            "keep_all_input_tensors",
+        ),
+        **_of(int, "free_activation_threshold"),
+        **_of(list, "passes"),
     },
-    "comms_logger": {"enabled": bool, "prof_all": bool, "prof_ops": list, "verbose": bool, "debug": bool},
+    "comms_logger": {
+        **_of(bool, "enabled prof_all verbose debug"),
+        **_of(list, "prof_ops"),
+    },
     "flops_profiler": {
-        "enabled": bool,
-        "recompute_fwd_factor": float,
-        "profile_step": int,
-        "module_depth": int,
-        "top_modules": int,
-        "detailed": bool,
-        "output_file": str,
+        **_of(bool, "enabled detailed"),
+        **_of(float, "recompute_fwd_factor"),
+        **_of(int, "profile_step module_depth top_modules"),
+        **_of(str, "output_file"),
     },
     "tensorboard": _CSV_LIKE,
     "csv_monitor": _CSV_LIKE,
-    "wandb": {"enabled": bool, "group": str, "team": str, "project": str},
-    "comet": {
-        "enabled": bool,
-        "samples_log_interval": int,
-        "project": str,
-        "workspace": str,
-        "api_key": str,
-        "experiment_name": str,
-        "experiment_key": str,
-        "online": bool,
-        "mode": str,
+    "wandb": {
+        **_of(bool, "enabled"),
+        **_of(str, "group team project"),
     },
-    "timers": {"throughput": {"enabled": bool, "synchronized": bool}},
-    "wall_clock_breakdown": bool,
-    "memory_breakdown": bool,
-    "dump_state": bool,
-    "disable_python_gc": bool,
-    "log_level": str,
+    "comet": {
+        **_of(bool, "enabled online"),
+        **_of(int, "samples_log_interval"),
+        **_of(str, "project workspace api_key experiment_name experiment_key mode"),
+    },
+    "timers": {"throughput": _of(bool, "enabled synchronized")},
 }
 
 # Keys that dist_mem sets, and what to write instead. "auto" is accepted for them.
@@ -226,6 +181,7 @@ REMOVED: dict[str, str] = {
     "zero_optimization.mics_hierarchical_params_gather": _GONE,
     "zero_optimization.zeropp_loco_param": _GONE,
 }
+ALLOWED_ON_RESUME = ("fp16", "bf16", "data_types")  # blocks that affect the results; all others are FREE
 REFUSED = {**OWNED, **UNSUPPORTED, **REMOVED}
 
 

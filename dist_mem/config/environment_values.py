@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO, cast
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from dist_mem.config.check import flatten, is_interpolation
+from dist_mem.config.schema import Config
 from dist_mem.runtime.environment import is_set
 
 _SHORTEST = 4  # characters; a shorter text, or a number, is no secret and occurs in too many other words
@@ -45,7 +46,7 @@ def _env(*arguments: Any) -> Any:
     return value
 
 
-def from_environment(config: Any) -> dict[str, FromEnvironment]:
+def from_environment(config: Config) -> dict[str, FromEnvironment]:
     """Return key -> value for all values that depend on the environment."""
     watch_environment()
     found = {}
@@ -53,7 +54,7 @@ def from_environment(config: Any) -> dict[str, FromEnvironment]:
         if is_interpolation(written):
             before, value = _num_reads, None
             with suppress(OmegaConfBaseException):
-                value = OmegaConf.select(config, key)
+                value = OmegaConf.select(cast(DictConfig, config), key)
             if _num_reads > before:
                 found[key] = FromEnvironment(written, value)
     return found
@@ -72,7 +73,7 @@ def hide(text: str) -> str:
     return text
 
 
-def hide_all(text: str, config: Any) -> str:
+def hide_all(text: str, config: Config) -> str:
     """`hide` for a message about this configuration: also replaces numbers and short texts that are whole words."""
     for written, value in from_environment(config).values():
         if str(value):
@@ -80,27 +81,15 @@ def hide_all(text: str, config: Any) -> str:
     return hide(text)
 
 
-def as_written(config: Any, key: str) -> Any:
+def as_written(config: Config, key: str) -> Any:
     """Return the value of a key for display: resolved, or the interpolation if it depends on the environment."""
     found = from_environment(config).get(key)
-    return OmegaConf.select(config, key) if found is None else found.written
+    return OmegaConf.select(cast(DictConfig, config), key) if found is None else found.written
 
 
 def checksum(key: str, value: Any) -> str:
     """Return a checksum by which a changed value is noticed."""
     return hashlib.sha256(f"{key}={value!r}".encode()).hexdigest()[:16]
-
-
-def checksums(config: Any, *, which: Callable[[str], bool]) -> dict[str, str]:
-    """Return checksums by key of the values that depend on the environment and whose key satisfies `which`."""
-    return {key: checksum(key, found.value) for key, found in from_environment(config).items() if which(key)}
-
-
-def replace_texts(config: Any, *, but: Callable[[str], bool]) -> None:
-    """Replace texts that depend on the environment by `***`, unless `but` holds for their key."""
-    for key, found in from_environment(config).items():
-        if isinstance(found.value, str) and not but(key):
-            OmegaConf.update(config, key, "***")
 
 
 class HidingStream:
@@ -114,7 +103,7 @@ class HidingStream:
         self._stream.write(hide(text))
         return len(text)
 
-    def writelines(self, lines: Any) -> None:
+    def writelines(self, lines: Iterable[str]) -> None:
         self.write("".join(lines))
 
     def __getattr__(self, name: str) -> Any:

@@ -17,7 +17,6 @@ from typing import Any, cast, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 
 from dist_mem.config import deepspeed_keys
-from dist_mem.config.bounds import check_bounds
 from dist_mem.config.check import (
     ConfigError,
     Problem,
@@ -25,16 +24,15 @@ from dist_mem.config.check import (
     check_tree,
     flatten,
     located,
-    optional_keys,
     shown,
     stop_on,
 )
-from dist_mem.config.constraints import CHOICES, check_together, check_values
-from dist_mem.config.credentials import check_credentials
-from dist_mem.config.environment_values import hide_all, replace_texts, watch_environment
+from dist_mem.config.constraints import check_together
+from dist_mem.config.environment_values import from_environment, hide_all, watch_environment
+from dist_mem.config.keys import check_values, find_key
 from dist_mem.config.schema import Config
 from dist_mem.config.sources import COMMAND_LINE, Source, merge, merge_source, plain_block, read_sources, resolve
-from dist_mem.config.text_checks import check_texts
+from dist_mem.config.text_checks import check_credentials, check_texts
 from dist_mem.runtime.files import write_text
 
 COMMAND_LINE_ONLY = ("data.allow_pipe", "eval.allow_code")  # no file may permit the execution of foreign code
@@ -73,19 +71,17 @@ def load_config(
     tree = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(Config)))
     origins: dict[str, str] = {}
     for source in sources:
-        tree = _merged(tree, source)
+        tree = merge_source(tree, source)
         origins.update(dict.fromkeys(flatten(source.tree), source.where))
     tree["deepspeed"] = deepspeed_keys.without_defaults(tree["deepspeed"])
-    config = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config(memory={}, deepspeed={})), tree))
+    config = cast(Config, OmegaConf.merge(OmegaConf.structured(Config(memory={}, deepspeed={})), tree))
     try:
-        stop_on(_check_merged(config))
-        if memory_options is not None:
-            _write_out_memory(config, memory_options)
-        _check_further(cast(Config, config), check)
+        _check_merged(config, memory_options)
+        _check_further(config, check)
     except ConfigError as error:
         problems = [problem._replace(text=hide_all(problem.text, config)) for problem in error.problems]
         raise ConfigError([located(problem, origins) for problem in problems]) from None
-    return cast(Config, config)
+    return config
 
 
 def _check_source(source: Source) -> Iterable[Problem]:
@@ -103,37 +99,30 @@ def _check_source(source: Source) -> Iterable[Problem]:
         yield Problem("deepspeed", f"is {shown(block)}, but must be a block or the path of a ds_config.json")
 
 
-def _merged(tree: dict[str, Any], source: Source) -> dict[str, Any]:
-    try:
-        return merge_source(tree, source)
-    except ConfigError as error:
-        raise ConfigError([problem._replace(where=source.where) for problem in error.problems]) from None
-
-
-def _check_merged(config: DictConfig) -> list[Problem]:
-    """Return the problems that only the merged tree shows: interpolated values, ranges and checks across keys."""
+def _check_merged(config: Config, memory_options: MemoryOptions | None) -> None:
+    """Check what only the merged tree shows: interpolated values, limits, the memory's options, combinations."""
     resolved = resolve(config)
     memory = resolved["memory"]
     if not isinstance(memory, Mapping) or not isinstance(memory.get("kind"), str):
-        return [Problem("memory", f"is {shown(memory)}, but must be a block with a kind")]
-    problems = [
-        *check_tree(Config, resolved),
-        *deepspeed_keys.check_block(resolved["deepspeed"], key="deepspeed", everywhere=()),
-    ]
-    leaves = flatten(resolved)
-    problems = problems or [*check_values(resolved, optional_keys(Config)), *check_bounds(leaves), *check_texts(leaves)]
-    return problems or list(check_together(resolved))
+        stop_on([Problem("memory", f"is {shown(memory)}, but must be a block with a kind")])
+    of_deepspeed = deepspeed_keys.check_block(resolved["deepspeed"], key="deepspeed", everywhere=())
+    stop_on([*check_tree(Config, resolved), *of_deepspeed])
+    of_memory = _write_out_memory(config, memory_options) if memory_options is not None else []
+    stop_on([*check_values(Config, resolved), *check_texts(flatten(resolved)), *of_memory])
+    stop_on(check_together(resolved))
 
 
-def _write_out_memory(config: DictConfig, memory_options: MemoryOptions) -> None:
+def _write_out_memory(config: Config, memory_options: MemoryOptions) -> Sequence[Problem]:
+    """Complete the memory block with the defaults of its options, or return its problems."""
     try:
         kind, options = memory_options(config.memory)
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        return error.problems
     except ValueError as error:
-        raise ConfigError([_begun_by_key(str(error)) or Problem("memory", str(error))]) from error
+        return [_begun_by_key(str(error)) or Problem("memory", str(error))]
     given = cast(dict[str, Any], OmegaConf.to_container(config.memory))  # unresolved
     config.memory = merge({"kind": kind, **asdict(options)}, given)
+    return []
 
 
 def _check_further(config: Config, check: Callable[[Config], object]) -> None:
@@ -163,10 +152,12 @@ def merge_checked(schema: type, node: Mapping[str, Any], where: str) -> DictConf
         where: key of the block in the configuration, `memory`, for messages.
 
     Raises:
-        ConfigError: the block has unknown keys (the message suggests known ones) or wrong types.
+        ConfigError: the block has unknown keys (the message suggests known ones), wrong types, or values that the
+            metadata of their keys excludes.
     """
     tree = plain_block(node)
     stop_on(check_tree(schema, tree, key=where, everywhere=known_keys()))
+    stop_on(check_values(schema, tree, where))
     return cast(DictConfig, OmegaConf.merge(OmegaConf.structured(schema), tree))
 
 
@@ -188,7 +179,11 @@ def to_yaml(config: Config, *, resolve: bool = False) -> str:
     for key in COMMAND_LINE_ONLY:
         OmegaConf.update(kept, key, False)
     if resolve:
-        replace_texts(kept, but=lambda key: key in CHOICES or key.endswith(".kind"))
+        for key, found in from_environment(config).items():
+            schema = find_key(Config, key)
+            is_choice = key.endswith(".kind") or (schema is not None and schema.metadata.choices)
+            if isinstance(found.value, str) and not is_choice:
+                OmegaConf.update(kept, key, "***")
     return OmegaConf.to_yaml(kept, resolve=resolve)
 
 

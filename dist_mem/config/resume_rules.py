@@ -1,8 +1,6 @@
-"""Rules for changing keys when a run is resumed: the longest pattern in `RULES` that matches a key decides.
+"""Compare the configuration of a resumed run with that of its checkpoint, by the rules of the schema.
 
-There are three classes. FREE keys may change: they do not affect the contents of the checkpoint. ALLOWED keys change
-what the run computes from now on; they require `--allow KEY`, so that a typing mistake cannot change them. SAME keys
-determine the contents of the checkpoint and must not change, for the reason in `REASONS`.
+FREE keys may change, ALLOWED keys need `--allow KEY`, all others must not change (keys.py).
 """
 
 from __future__ import annotations
@@ -15,78 +13,12 @@ from typing import Any, NamedTuple, cast
 from omegaconf import OmegaConf
 
 from dist_mem.config.check import Problem, flatten, stop_on, suggest
-from dist_mem.config.environment_values import checksum, checksums, from_environment
+from dist_mem.config.deepspeed_keys import ALLOWED_ON_RESUME
+from dist_mem.config.environment_values import checksum, from_environment
+from dist_mem.config.keys import ALLOWED, FREE, Rule, find_key
 from dist_mem.config.load import known_keys
 from dist_mem.config.schema import Config
 from dist_mem.config.sources import plain_block
-
-FREE, ALLOWED, SAME = "free", "allowed", "same"
-
-RULES: dict[str, str] = {
-    # The name of the run, its tracking, and the checkpoint it resumes from.
-    "name": FREE,
-    "run_dir": FREE,
-    "resume": FREE,
-    "tracking.*": FREE,
-    # The machine it runs on, and its supervision.
-    "launch.*": FREE,
-    "preflight": FREE,
-    "watchdog.*": FREE,
-    # Saving and evaluation do not affect training.
-    "checkpoint.*": FREE,
-    "eval.*": FREE,
-    # The same tokens, whose fingerprints are compared, from another place in the same order.
-    "data.path": FREE,
-    "data.allow_pipe": FREE,
-    "data.cache": FREE,
-    "data.on_corrupt": FREE,
-    "data.prefetch": FREE,
-    "data.stage": FREE,
-    "data.stage_dir": FREE,
-    "data.*": SAME,
-    # Parameters and memories of the checkpoint.
-    "model.*": SAME,
-    "model.pretrained": FREE,  # read only when a run begins
-    "model.dropout": ALLOWED,
-    "model.attention_dropout": ALLOWED,
-    "memory.*": SAME,
-    # Read in every step.
-    "train.steps": FREE,
-    "train.epochs": FREE,
-    "train.max_grad_norm": FREE,
-    "schedule.*": FREE,
-    "divergence.*": FREE,
-    "optimizer.lr": FREE,
-    # The division of lanes and state among ranks affects speed and memory use, not results.
-    "train.micro_lanes": FREE,
-    "train.activation_checkpointing": FREE,
-    "train.threads": FREE,
-    "deepspeed*": FREE,
-    # The documents each lane reads.
-    "train.seed": SAME,
-    "train.lanes": SAME,
-    "train.seg_len": SAME,
-    # The computation of an update. The checkpoint still fits, but the run continues differently.
-    "train.segments_per_update": ALLOWED,
-    "train.precision": ALLOWED,
-    "optimizer.*": ALLOWED,
-    "optimizer.kind": SAME,
-    "deepspeed.fp16.*": ALLOWED,
-    "deepspeed.bf16.*": ALLOWED,
-    "deepspeed.data_types.*": ALLOWED,
-}
-
-REASONS: dict[str, str] = {
-    "data.*": "every lane is in the middle of a document that this would assign to another lane or cut differently",
-    "model.*": "the parameters of the checkpoint are those of that model",
-    "memory.*": "the lanes of the checkpoint carry memories of that kind and size",
-    "train.seed": "memories draw their random numbers from it",
-    "train.lanes": "a memory belongs to a lane, and the plan assigns the documents to that many lanes: with another "
-    "number each lane would be in the middle of a document that is no longer its own (the number of ranks, "
-    "train.micro_lanes and train.segments_per_update may change)",
-    "train.seg_len": "memories are built for segments of that length, and lanes are between two of them",
-    "optimizer.kind": "the checkpoint holds the moments of that optimizer",
-}
 
 
 class Change(NamedTuple):
@@ -95,27 +27,28 @@ class Change(NamedTuple):
     key: str
     old: Any  # also None if the key was absent
     new: Any
-    rule: str  # FREE, ALLOWED or SAME
+    rule: Rule
 
     def __str__(self) -> str:
         return f"{self.key} {self.old!r} -> {self.new!r}"
 
 
-def rule_of(key: str) -> str:
-    """Return FREE, ALLOWED or SAME. Raises KeyError for a key without a rule."""
-    return RULES[_pattern_of(key)]
-
-
-def _pattern_of(key: str) -> str:
-    fitting = [pattern for pattern in RULES if fnmatchcase(key, pattern)]
-    if not fitting:
-        raise KeyError(f"{key} has no rule; add one to RULES")
-    return max(fitting, key=len)
+def rule_of(key: str) -> Rule:
+    """Return the rule of a key, of a block, or of the nearest block around a key. Raises KeyError if it has none."""
+    if key.startswith(tuple(f"deepspeed.{block}." for block in ALLOWED_ON_RESUME)):
+        return ALLOWED
+    found = find_key(Config, key)
+    if found is None and "." in key:
+        return rule_of(key.rpartition(".")[0])
+    if found is None or found.metadata.resume is None:
+        raise KeyError(f"{key} has no rule; give it `resume=` in config/schema.py")
+    return found.metadata.resume
 
 
 def checksums_to_keep(config: Config) -> dict[str, str]:
     """Return checksums by key of values from the environment that are not FREE; `to_yaml` stores only their names."""
-    return checksums(config, which=lambda key: rule_of(key) != FREE)
+    found = from_environment(config)
+    return {key: checksum(key, value) for key, (_, value) in found.items() if rule_of(key) != FREE}
 
 
 def changed_keys(old: Config, new: Config, then: Mapping[str, str] = MappingProxyType({})) -> list[Change]:
@@ -169,19 +102,14 @@ def _not_allowable(given: str) -> Problem | None:
         return Problem("--allow", f"{given} is not a key; {suggest(name, block, inside, known)}")
     inside = [other for other in known if _covers(key, other)]
     rules = {rule_of(leaf) for leaf in inside if sum(_covers(leaf, other) for other in inside) == 1}
-    if ALLOWED not in rules and SAME in rules:
-        return Problem("--allow", f"{given} must not change: {_reason(key)}")
+    if ALLOWED not in rules and rules != {FREE}:
+        return Problem("--allow", f"{given} must not change: {rule_of(key).reason}")
     return None
 
 
 def _covers(allowed: str, key: str) -> bool:
     """Return whether `--allow` of a key or block covers this key."""
     return key == allowed or key.startswith((f"{allowed}.", f"{allowed}["))
-
-
-def _reason(key: str) -> str:
-    fitting = [pattern for pattern in REASONS if fnmatchcase(key, pattern) or fnmatchcase(f"{key}.", pattern)]
-    return REASONS[max(fitting, key=len)]
 
 
 def check_changes(
@@ -221,12 +149,12 @@ def _other_run_override(config: Config) -> str:
 
 def _refusal(change: Change, allowed: Sequence[str], other_run: str) -> Problem | None:
     values = f"is {change.new!r}, but the run began with {change.old!r}"
-    if change.rule == SAME:
-        return Problem(change.key, f"{values}, and must not change: {_reason(change.key)}; set it back, or {other_run}")
-    if change.rule == ALLOWED and not any(_covers(key, change.key) for key in allowed):
+    if change.rule == FREE or (change.rule == ALLOWED and any(_covers(key, change.key) for key in allowed)):
+        return None
+    if change.rule == ALLOWED:
         allow = f"add --allow {_without_index(change.key)} to continue with the new value"
         return Problem(change.key, f"{values}; set it back, {allow}, or {other_run}")
-    return None
+    return Problem(change.key, f"{values}, and must not change: {change.rule.reason}; set it back, or {other_run}")
 
 
 def _without_index(key: str) -> str:

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dist_mem.config.check import ConfigError, Problem, flatten, is_interpolation, join, nearest, shown
+from dist_mem.config.schema import Config
 from dist_mem.runtime.environment import as_submitted
 from dist_mem.runtime.files import is_dir, is_file
 
@@ -112,7 +113,8 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         if not all(names):
             raise ConfigError([Problem(key, f"{shown(override)} is not key=value", COMMAND_LINE)])
         try:
-            branch = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index, call-overload]
+            parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+            branch = cast(dict[str, Any], parsed)["value"]
         except _UNREADABLE as error:
             problem = f"{shown(text)} cannot be read as YAML: {_yaml_error(error)}"
             raise ConfigError([Problem(key, problem, COMMAND_LINE)]) from error
@@ -169,7 +171,10 @@ def merge_source(tree: dict[str, Any], source: Source) -> dict[str, Any]:
         tree = {**tree, "memory": _same_kind(tree["memory"], new["memory"])}
     if source.is_whole_deepspeed:
         tree = {**tree, "deepspeed": {}}
-    return merge(tree, new) if new else tree
+    try:
+        return merge(tree, new) if new else tree
+    except ConfigError as error:
+        raise ConfigError([problem._replace(where=source.where) for problem in error.problems]) from None
 
 
 def _same_kind(old: Any, new: Mapping[str, Any]) -> Any:
@@ -207,7 +212,7 @@ def plain_block(node: Any) -> dict[str, Any]:
     return cast(dict[str, Any], OmegaConf.to_container(block, resolve=True))
 
 
-def resolve(config: DictConfig) -> dict[str, Any]:
+def resolve(config: Config) -> dict[str, Any]:
     """`plain_block`, but raising ConfigError, which names the key and the interpolation, never a value."""
     try:
         return plain_block(config)
@@ -216,11 +221,11 @@ def resolve(config: DictConfig) -> dict[str, Any]:
         raise ConfigError([Problem(key, f"cannot be resolved: {_reason(error)}")]) from None
 
 
-def _unresolvable(config: DictConfig) -> str:
+def _unresolvable(config: Config) -> str:
     """Return the first key that cannot be resolved; OmegaConf names no key inside lists and blocks."""
     for key, written in flatten(OmegaConf.to_container(config, resolve=False)).items():
         try:
-            OmegaConf.select(config, key) if is_interpolation(written) else None
+            OmegaConf.select(cast(DictConfig, config), key) if is_interpolation(written) else None
         except OmegaConfBaseException:
             return key
     return ""

@@ -1,4 +1,4 @@
-"""Check the texts of a configuration: none is empty, all can be written into files, and no path is too long.
+"""Check the texts of a configuration: none is empty, all can be written into files, no path is too long, no password.
 
 The code that uses a path or a name checks whether the path exists and whether the name is valid.
 """
@@ -11,19 +11,23 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from dist_mem.config.bounds import generic
-from dist_mem.config.check import Problem, shown
+from dist_mem.config.check import Problem, flatten, shown
+from dist_mem.config.keys import Metadata, find_key
+from dist_mem.config.schema import Config
 
-MAY_BE_EMPTY = {
-    "optimizer.groups[].match",  # constraints.py explains the effect of an empty one
-    "launch.setup[]",
-}
-PATHS = ("name", "run_dir", "data.path", "data.cache", "data.stage_dir", "data.train_split", "eval.split")
 _IN_NO_TEXT = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]"  # YAML and UTF-8 cannot hold them
 _IN_NO_NAME = r"[\x00-\x1f\x7f\ud800-\udfff]"  # a line end would end the line of a script or a log
 _MOST_LETTERS = 10_000
 _MOST_NAME_BYTES = 255  # of one path component, in all common file systems
 _MOST_PATH_BYTES = 3_500  # Linux allows 4,096; the paths of a checkpoint's files are longer
+
+_CREDENTIALS = {
+    "data.path": "write ${oc.env:NAME} in their place, which files contain unresolved",
+    "tracking.uri": (
+        "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment; for a database write "
+        "${oc.env:NAME} in their place, or set MLFLOW_TRACKING_URI"
+    ),
+}
 
 
 def check_texts(leaves: Mapping[str, Any]) -> Iterator[Problem]:
@@ -33,18 +37,20 @@ def check_texts(leaves: Mapping[str, Any]) -> Iterator[Problem]:
         leaves: full key -> value, as of `check.flatten`; values that are not texts are skipped.
     """
     for key, value in leaves.items():
-        if isinstance(value, str) and (message := _fault(generic(key), value)):
+        found = find_key(Config, key)
+        metadata = found.metadata if found else Metadata(may_be_empty=key.startswith("deepspeed."))
+        if isinstance(value, str) and (message := _fault(metadata, value)):
             yield Problem(key, message)
 
 
-def _fault(key: str, text: str) -> str | None:
-    if not text.strip() and key not in MAY_BE_EMPTY and not key.startswith("deepspeed."):
+def _fault(key: Metadata, text: str) -> str | None:
+    if not text.strip() and not key.may_be_empty:
         return f"is {shown(text)}, but must be a text; leave the key out for its default"
-    if wrong := re.search(_IN_NO_NAME if key in PATHS else _IN_NO_TEXT, text):
+    if wrong := re.search(_IN_NO_NAME if key.is_path else _IN_NO_TEXT, text):
         return f"is {shown(text)}, but must not contain {wrong[0]!a}; leave it out"
     if len(text) > _MOST_LETTERS:
         return f"is {shown(text)}, but must have at most {_MOST_LETTERS:,} characters"
-    fault = _place_fault(text) if key in PATHS else None
+    fault = _place_fault(text) if key.is_path else None
     return fault and f"is {shown(text)}, but {fault}"
 
 
@@ -70,3 +76,27 @@ def _path_fault(text: str) -> str | None:
     if total > _MOST_PATH_BYTES:
         return f"it has {total:,} bytes, and a path may have {_MOST_PATH_BYTES:,}: give a shorter one"
     return None
+
+
+def check_credentials(tree: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield the addresses that contain a user or password; values read from the environment are accepted.
+
+    Args:
+        tree: a file, or the overrides of a command line, with unresolved interpolations.
+    """
+    leaves = flatten(tree)
+    for key, fix in _CREDENTIALS.items():
+        if isinstance(address := leaves.get(key), str) and _has_credentials(address):
+            yield Problem(key, f"contains a user or password, which files and lists of processes would show; {fix}")
+
+
+def _has_credentials(address: str) -> bool:
+    """Return whether a URL has a password, or, over HTTP, a user, which may be a token. Databases may have a user."""
+    previous = ""
+    while previous != address:  # removes interpolations, innermost first
+        previous, address = address, re.sub(r"\$\{[^{}]*\}", "", address)
+    for scheme, userinfo in re.findall(r"([a-z][a-z0-9+.-]*)://([^/?#\s]*)@", address, re.IGNORECASE):
+        user, _, password = userinfo.partition(":")
+        if password or (user and scheme.lower() in ("http", "https")):
+            return True
+    return False

@@ -11,7 +11,6 @@ import pytest
 from omegaconf import OmegaConf
 
 from dist_mem.config import (
-    Config,
     ConfigError,
     deepspeed_block,
     load_config,
@@ -20,8 +19,6 @@ from dist_mem.config import (
     save_config,
     to_yaml,
 )
-from dist_mem.config.check import all_keys, fields_of, item_schema, optional_keys
-from dist_mem.config.constraints import CHOICES, RANGES
 from dist_mem.memory import memory_options
 from dist_mem.memory.transformer_xl import TransformerXL
 from tests.support.paths import ROOT
@@ -181,7 +178,7 @@ def test_the_test_split_is_not_for_training() -> None:
     assert load_config([STEPS, "eval.split=test"]).eval.split == "test"
 
 
-def test_all_problems_are_told_at_once_each_with_its_file(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once_each_with_its_file(tmp_path: Path) -> None:
     first = write(tmp_path / "first.yaml", "train: {lanse: 1}\nmodel: {d_model: wide}")
     second = write(tmp_path / "second.yaml", "optimizer: {groups: [{match: u, Lr: 1}]}")
     lines = error_of(first, second, "dat.path=x").splitlines()
@@ -193,7 +190,7 @@ def test_all_problems_are_told_at_once_each_with_its_file(tmp_path: Path) -> Non
     ]
 
 
-def test_a_value_out_of_range_is_told_with_the_file_that_set_it_last(tmp_path: Path) -> None:
+def test_a_value_out_of_range_is_reported_with_the_file_that_set_it_last(tmp_path: Path) -> None:
     first = write(tmp_path / "first.yaml", "train: {steps: 5, seg_len: 8}")
     second = write(tmp_path / "second.yaml", "train: {seg_len: 0}")
     assert error_of(first, second) == f"{second}: train.seg_len: is 0, but must be at least 1"
@@ -269,22 +266,6 @@ def test_problem_in_a_deepspeed_file_names_that_file(tmp_path: Path) -> None:
     twice = write(tmp_path / "twice.json", '{"dump_state": true, "dump_state": false}')
     assert "deepspeed.dump_state: is given twice" in error_of(STEPS, f"deepspeed={twice}")
     assert "no such file" in error_of(STEPS, "deepspeed=absent.json")
-
-
-def leaves(kinds: tuple[type, ...], schema: Any = Config, key: str = "") -> set[str]:
-    """Keys of the schema whose type, null apart, is one of `kinds`."""
-    inner = item_schema(schema)
-    found = leaves(kinds, inner, f"{key}[]") if inner else set()
-    for name, child in (fields_of(schema) or {}).items():
-        found |= leaves(kinds, child, f"{key}.{name}" if key else name)
-    parts = {schema, *getattr(schema, "__args__", ())}
-    return found | ({key} if parts & set(kinds) and not inner else set())
-
-
-def test_every_number_has_a_range_and_every_choice_a_key() -> None:
-    assert leaves((int, float)) == set(RANGES)
-    assert set(CHOICES) <= leaves((str,))
-    assert optional_keys(Config) <= set(all_keys(Config))
 
 
 def test_file_that_is_no_text_is_an_error_of_the_configuration(tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ import pytest
 
 from dist_mem.__main__ import main
 from dist_mem.config import Config
-from dist_mem.config.check import all_keys, fields_of
+from dist_mem.config.check import all_keys, block_of, fields_of
 from dist_mem.config.deepspeed_keys import HANDED_ON, REFUSED
-from dist_mem.config.help import block_of, meanings, schema_as_yaml
-from dist_mem.config.page import config_page
+from dist_mem.config.docs import config_page, meanings, schema_as_yaml
 from dist_mem.memory import described_memories
 from tests.support.paths import ROOT
 

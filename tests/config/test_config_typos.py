@@ -85,10 +85,10 @@ def test_thirty_typos_are_refused_and_nearly_all_understood(tmp_path: Path) -> N
     assert len(typos) == sum(NUM_BY_DEPTH.values()) == 30
     right = 0
     for key, typo in typos:
-        told = refusal(typo, tmp_path / "typo.yaml")
-        is_right = told == f"did you mean {key.replace('[]', '[0]')}?"
+        reported = refusal(typo, tmp_path / "typo.yaml")
+        is_right = reported == f"did you mean {key.replace('[]', '[0]')}?"
         right += is_right
-        print(f"{key.count('.') + 1}  {typo:<58} {told:<72} {'right' if is_right else 'WRONG'}")
+        print(f"{key.count('.') + 1}  {typo:<58} {reported:<72} {'right' if is_right else 'WRONG'}")
     print(f"{right} of {len(typos)} right")
     assert right >= MIN_RIGHT
     assert {typo.split(".")[0] for _, typo in typos} >= {"memory", "deepspeed", "optimizer"}
@@ -113,6 +113,6 @@ def test_right_key_in_the_wrong_block_is_found(key: str, meant: str) -> None:
     assert f"did you mean {meant}" in str(caught.value)
 
 
-def test_key_like_nothing_is_told_the_keys_there_are() -> None:
+def test_key_like_nothing_is_reported_the_keys_there_are() -> None:
     with pytest.raises(ConfigError, match=r"checkpoint\.qqqq: unknown key; known keys here: every"):
         load_config(["checkpoint.qqqq=1"])

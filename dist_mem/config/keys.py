@@ -1,0 +1,147 @@
+"""The metadata of a configuration key: its choices and limits, and whether it may change when a run is resumed.
+
+A dataclass gives them beside type, default and meaning of a key, and nothing repeats them elsewhere:
+
+    dropout: float = key(0.1, at_least=0, below=1, resume=ALLOWED)  # on embeddings, positions and sub-layers
+
+All checks and docs/reference/config.md read them with `keys_of`. Memories declare their options in the same way.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, NamedTuple, TypeVar, cast
+
+from dist_mem.config.check import Problem, block_of, fields_of, flatten, is_optional, item_schema, nearest, shown
+
+# Upper bounds: the limits of machines, formats and libraries. Larger numbers are refused before anything is allocated.
+# A model within the bounds may still be too large for a machine.
+SEED = 2**63 - 1  # random numbers are hashes of signed integers of 64 bits
+STEPS = 99_999_999  # the names of checkpoints have eight digits
+WIDTH = 2**20  # 80 times the widest published models
+TOKENS = 2**24  # of a segment or a memory; its attention is computed as one matrix
+LANES = 2**20
+TEXT = 2**40  # tokens of a document; more than any existing text has
+VOCABULARY = 2**31 - 1  # tokenizers count in 32 bits
+SECONDS = 1_000_000  # libraries add them to a date
+
+ValueT = TypeVar("ValueT")
+
+
+class Rule(NamedTuple):
+    """Whether a key may change when a run is resumed: FREE, ALLOWED or `fixed`."""
+
+    name: str
+    reason: str = ""  # why a fixed key must not change
+
+
+FREE = Rule("free")  # may change: it does not affect the contents of the checkpoint
+ALLOWED = Rule("allowed")  # changes what the run computes from now on: needs `--allow KEY`, so that no typo changes it
+
+
+def fixed(reason: str) -> Rule:
+    """Return the rule of a key that determines the contents of the checkpoint, and must not change for this reason."""
+    return Rule("fixed", reason)
+
+
+@dataclasses.dataclass(frozen=True)
+class Metadata:
+    """Metadata of a key. For a list, limits and choices are those of its items."""
+
+    at_least: float | None = None
+    above: float | None = None
+    below: float | None = None
+    at_most: float | None = None
+    choices: tuple[str, ...] = ()
+    is_path: bool = False  # a path, an address, or a part of one
+    may_be_empty: bool = False
+    resume: Rule | None = None  # None: that of its block
+
+    def limits(self, *words: str) -> list[str]:
+        """Return the limits as text.
+
+        Args:
+            words: for `at_least`, `above`, `below` and, if it is wanted, `at_most`.
+        """
+        numbers = (self.at_least, self.above, self.below, self.at_most)
+        return [f"{word} {number:,}" for word, number in zip(words, numbers, strict=False) if number is not None]
+
+
+def key(default: ValueT, **metadata: Any) -> ValueT:
+    """Return the field of a key with this default, of which every instance gets a copy, and with `Metadata`."""
+    given: dict[str, Any] = {"metadata": {"key": Metadata(**metadata)}}
+    if isinstance(default, list | dict) or dataclasses.is_dataclass(default):
+        return cast(ValueT, dataclasses.field(default_factory=lambda: copy.deepcopy(default), **given))
+    field: ValueT = dataclasses.field(default=default, **given)
+    return field
+
+
+class Key(NamedTuple):
+    """A key of a schema."""
+
+    schema: Any  # its type
+    metadata: Metadata  # with the rule of its block, if it has none itself
+    field: dataclasses.Field[Any]
+    owner: type  # the dataclass of the field
+
+    def problem(self, value: Any) -> str | None:
+        """Return why a value of the right type is refused; None if it is not."""
+        metadata = self.metadata
+        if metadata.choices and value not in (*metadata.choices, None):
+            close = nearest(str(value), metadata.choices)
+            meant = f"; did you mean {close}?" if close else ""
+            return f"is {shown(value)}, but must be one of {', '.join(metadata.choices)}{meant}"
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return None
+        if (
+            not math.isfinite(value)
+            or (metadata.at_least is not None and value < metadata.at_least)
+            or (metadata.above is not None and value <= metadata.above)
+            or (metadata.below is not None and value >= metadata.below)
+        ):
+            must = " and ".join(metadata.limits("at least", "greater than", "less than")) or "a finite number"
+            return f"is {value!r}, but must be {must}" + (
+                "; use null for none" if is_optional(self.schema) and value <= 0 else ""
+            )
+        if metadata.at_most is not None and value > metadata.at_most:
+            return f"is {shown(value)}, but must be at most {metadata.at_most:,}"
+        return None
+
+
+@cache
+def keys_of(schema: type) -> dict[str, Key]:
+    """Return the keys of a dataclass at any depth by dotted name; a block comes before its keys, `groups[].lr`."""
+    return dict(_walk(schema, "", None))
+
+
+def _walk(schema: type, prefix: str, rule: Rule | None) -> Iterator[tuple[str, Key]]:
+    kinds = fields_of(schema) or {}
+    for field in dataclasses.fields(schema):
+        kind, metadata = kinds[field.name], field.metadata.get("key", Metadata())
+        metadata = dataclasses.replace(metadata, resume=metadata.resume or rule)
+        yield f"{prefix}{field.name}", Key(kind, metadata, field, schema)
+        if block := block_of(kind):
+            yield from _walk(block, f"{prefix}{field.name}{'[]' if item_schema(kind) else ''}.", metadata.resume)
+
+
+def find_key(schema: type, name: str) -> Key | None:
+    """Return a key by its name in a configuration, `groups[0].lr`; None for one inside a block without a schema."""
+    return keys_of(schema).get(re.sub(r"\[\d+\]", "[]", name).removesuffix("[]"))
+
+
+def check_values(schema: type, tree: Mapping[str, Any], block: str = "") -> Iterator[Problem]:
+    """Yield the values that violate limits and choices.
+
+    Args:
+        tree: plain and resolved, with values of the right types.
+        block: full key of the tree, for messages.
+    """
+    for name, value in flatten(tree).items():
+        found = find_key(schema, name)
+        if found is not None and (text := found.problem(value)):
+            yield Problem(f"{block}.{name}" if block else name, text)

@@ -1,0 +1,109 @@
+"""The metadata of keys: every key has limits and a rule for resuming, and values outside of them are refused."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from dist_mem.config import Config, ConfigError, load_config, merge_checked
+from dist_mem.config.check import item_schema
+from dist_mem.config.keys import Key, key, keys_of
+from dist_mem.config.sources import find_file
+from dist_mem.memory import described_memories
+from tests.config.test_config import STEPS, error_of
+
+KEYS = keys_of(Config)
+OPTIONS = {
+    f"memory.{name}": found for _, schema in described_memories().values() for name, found in keys_of(schema).items()
+}
+
+
+def is_of(found: Key, *kinds: type) -> bool:
+    """Whether a value of the key, or an item of it, has one of these types."""
+    schema = item_schema(found.schema) or found.schema
+    return bool({schema, *get_args(schema)} & set(kinds))
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_every_key_has_limits_and_a_rule(name: str) -> None:
+    found, metadata = KEYS[name], KEYS[name].metadata
+    if is_of(found, int, float):
+        assert metadata.limits("at least", "greater than", "less than"), "give it at_least= or above="
+    if is_of(found, int):
+        assert metadata.at_most is not None, "give it at_most="
+    assert not metadata.choices or is_of(found, str)
+    if name != "train":  # whose keys have rules of their own
+        assert metadata.resume is not None, "give it resume="
+        assert (metadata.resume.name == "fixed") == bool(metadata.resume.reason)
+
+
+def test_every_whole_number_of_a_memory_has_an_upper_bound() -> None:
+    """A memory from outside is its author's."""
+    assert [name for name, found in OPTIONS.items() if is_of(found, int) and found.metadata.at_most is None] == []
+
+
+@pytest.mark.parametrize(
+    "name", sorted(name for name, found in KEYS.items() if is_of(found, int) and "[]." not in name)
+)
+def test_only_values_above_the_upper_bound_are_refused(name: str) -> None:
+    def message(value: int) -> str:
+        try:
+            load_config([STEPS, f"{name}={[value] if item_schema(KEYS[name].schema) else value}"])
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    most = int(KEYS[name].metadata.at_most or 0)
+    assert "must be at most" not in message(most)
+    assert "must be at most" in message(most + 1) or "at most 64 bits" in message(most + 1)
+
+
+def test_options_of_a_memory_below_another_are_bounded_too() -> None:
+    over = "memory={kind: infinite, over: {kind: transformer_xl, mem_len: 99999999}}"
+    assert "memory.over.mem_len: is 99999999, but must be at most" in error_of(STEPS, over)
+
+
+def test_options_of_a_memory_are_refused_together_with_other_keys() -> None:
+    lines = error_of(STEPS, "memory.mem_len=99999999", "train.lanes=0", "memory.mem_lne=3").splitlines()
+    assert any("memory.mem_lne" in line for line in lines) and any("train.lanes" in line for line in lines)
+
+
+@dataclass
+class Options:
+    share: float = key(0.5, above=0, below=1)
+    norm: str = key("pre", choices=("pre", "post"))
+    scale: float = 1.0
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"share": 1.0}, "memory.share: is 1.0, but must be greater than 0 and less than 1"),
+        ({"norm": "pots"}, "memory.norm: is 'pots', but must be one of pre, post; did you mean post?"),
+        ({"scale": float("nan")}, "memory.scale: is nan, but must be a finite number"),
+    ],
+)
+def test_a_memory_from_outside_declares_limits_and_choices_too(values: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        merge_checked(Options, values, "memory")
+    assert str(caught.value) == problem
+
+
+def test_default_of_a_key_is_copied() -> None:
+    Config().data.path = "other"
+    Config().optimizer.betas.append(0.5)
+    assert (Config().data.path, Config().optimizer.betas) == ("data/sample", [0.9, 0.999])
+
+
+def test_a_missing_file_is_not_looked_for_all_over_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deep" / "folder").mkdir(parents=True)
+    walked: list[str] = []
+    scan: Any = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path=".": (walked.append(str(path)), scan(path))[1])
+    with pytest.raises(ConfigError, match="no such file"):
+        find_file(str(tmp_path / "absent.yaml"), [Path(), tmp_path])
+    assert not [path for path in walked if "deep" in path]
