@@ -1,45 +1,102 @@
-"""Exit codes of the program, and the errors that it reports in one line. This module does not import torch."""
+"""The errors that the program reports in one line, each with its exit code. This module does not import torch.
+
+    UnusableError  2   the user's input: another start would fail too
+    UnfitError     1   the machine: another start, or other nodes, may succeed
+    DivergedError  3   the training: a loss, a memory or a gradient is not finite, or a loss is a spike
+
+`run_error` sorts other errors into these. `runtime/distributed.py:on_all_ranks` makes all ranks raise the same one, and
+`__main__.py:main` prints it and returns its exit code.
+"""
 
 from __future__ import annotations
+
+import errno
+from typing import ClassVar
 
 EXIT_DONE = 0
 EXIT_FAILED = 1  # something failed during the run: a disk, a network, a part of the machine
 EXIT_USAGE = 2  # configuration, data or run directory are wrong: a restart does not help; also argparse's code
 EXIT_DIVERGED = 3  # a loss, a memory or a gradient is not finite
 EXIT_REQUEUE = 85  # stopped by a signal, a file or a time limit, with everything saved: restart the job
-EXIT_INTERRUPTED = 130  # Ctrl-C in any command but train, as shells report it
-EXIT_TAKEN_OVER = 87  # another job took over the run directory because this one made no progress for too long
 EXIT_HUNG = 86  # the watchdog ended a job that made no progress: restart the job
+EXIT_TAKEN_OVER = 87  # another job took over the run directory because this one made no progress for too long
+EXIT_INTERRUPTED = 130  # Ctrl-C in any command but train, as shells report it
+
+# Errors of the system that last until somebody changes a path, a permission or a name. All others may pass.
+_LASTING = frozenset(
+    {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG}
+)
 
 
-class UnfitError(RuntimeError):
-    """The machine is currently unusable; a restart, or other nodes, may help: exit code 1.
+class RunError(Exception):
+    """An error that is reported in one line. In a job it is raised on every rank, with the same exit code."""
 
-    Raised on every rank of a job; the message names the place and the fix.
-    """
-
-
-class TakenOverError(RuntimeError):
-    """Another job has taken over the run directory of this job: exit code 87. Raised on every rank of a job."""
+    exit_code: ClassVar[int] = EXIT_FAILED
 
 
-class UnusableError(ValueError):
-    """The configuration, data, checkpoint or run directory is unusable: exit code 2.
+class UnusableError(RunError, ValueError):
+    """The configuration, data, checkpoint or run directory is unusable; the message names what to change."""
 
-    Raised on every rank of a job; the message names what to change.
-    """
+    exit_code = EXIT_USAGE
 
 
 class CheckpointError(UnusableError):
     """A checkpoint is unusable; the message gives the reason and the fix."""
 
 
-class CutShortError(Exception):
-    """An evaluation was stopped before its end, and nothing of it is kept: exit code 85. Raised on every rank."""
+class UnreadableError(CheckpointError):
+    """A checkpoint cannot be read now; its disk may recover before the next start."""
+
+    exit_code = EXIT_FAILED
 
 
-class StoppedEarlyError(Exception):
-    """A signal ended training before its first step: exit code 85. Raised on every rank of a job."""
+class UnfitError(RunError, RuntimeError):
+    """The machine is currently unusable; a restart may help. The message names the place and the fix."""
+
+
+class DivergedError(RunError, RuntimeError):
+    """Training cannot continue. Every rank raises it in the same step, before anything has changed."""
+
+    exit_code = EXIT_DIVERGED
+
+    def __init__(self, message: str, step: int = 0) -> None:
+        super().__init__(message)
+        self.step = step
+
+
+class TakenOverError(RunError, RuntimeError):
+    """Another job has taken over the run directory of this job."""
+
+    exit_code = EXIT_TAKEN_OVER
+
+
+class StoppedError(RunError):
+    """A signal ended the work; nothing is half written, and the same command starts it again."""
+
+    exit_code = EXIT_REQUEUE
+
+
+class CutShortError(StoppedError):
+    """An evaluation was stopped before its end, and nothing of it is kept."""
+
+
+class StoppedEarlyError(StoppedError):
+    """A signal ended training before its first step."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"stopped by {name} before the first step: nothing was changed, the same command starts again")
+
+
+def run_error(error: Exception, message: str | None = None) -> RunError:
+    """Return the error to report for `error`, with this message (default: its own).
+
+    A ValueError is the user's. An OSError is the user's if it lasts until somebody changes a path or a permission, and
+    the machine's otherwise (a full disk, a failing one, a network): another start may then succeed.
+    """
+    if isinstance(error, RunError) and message is None:
+        return error
+    text = str(error) if message is None else message
+    if isinstance(error, RunError):
+        return type(error)(text)
+    is_lasting = error.errno in _LASTING if isinstance(error, OSError) else isinstance(error, ValueError)
+    return UnusableError(text) if is_lasting else UnfitError(text)

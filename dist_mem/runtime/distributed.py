@@ -9,22 +9,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dist_mem.errors import TakenOverError, UnusableError
-from dist_mem.runtime.environment import (
-    allotted_threads,
-    export_for_libraries,
-    find_own_tools,
-    is_rank0,
-    read_ranks,
-    use_cpu_accelerator,
+from dist_mem.errors import (
+    EXIT_FAILED,
+    EXIT_TAKEN_OVER,
+    EXIT_USAGE,
+    RunError,
+    TakenOverError,
+    UnfitError,
+    UnusableError,
+    run_error,
 )
+from dist_mem.runtime.compilers import find_own_tools
+from dist_mem.runtime.ranks import allotted_threads, export_for_libraries, is_rank0, read_ranks, use_cpu_accelerator
 
+REPORTED = (RunError, ValueError, OSError)  # errors that ranks agree on; others are defects of the program
 _SLOW = 2.0  # seconds after which a part of the start is announced
 
 ResultT = TypeVar("ResultT")
@@ -92,7 +96,7 @@ def shut_down(*, agreed: bool) -> None:
 @contextmanager
 def announced(what: str, *, after: float = _SLOW) -> Iterator[None]:
     """Print `what` on rank 0 once the block has taken `after` seconds; for the start, before a run has a tracker."""
-    line = threading.Timer(after, lambda: tell(what))
+    line = threading.Timer(after, lambda: print_on_rank0(what))
     line.daemon = True
     line.start()
     try:
@@ -101,7 +105,7 @@ def announced(what: str, *, after: float = _SLOW) -> Iterator[None]:
         line.cancel()
 
 
-def tell(text: str) -> None:
+def print_on_rank0(text: str) -> None:
     """Print a line to stderr on rank 0, where the messages of the run also appear."""
     if is_rank0():
         print(text, file=sys.stderr, flush=True)
@@ -128,16 +132,20 @@ def from_rank0(value: Any) -> Any:
     return box[0]
 
 
-def decided_by_rank0(decide: Callable[[], ResultT], refusal: type[Exception] | tuple[type[Exception], ...]) -> ResultT:
-    """Call `decide` on rank 0, and return its result on every rank; raise a `refusal` of it on every rank too."""
+def decided_by_rank0(decide: Callable[[], ResultT]) -> ResultT:
+    """Call `decide` on rank 0, and return its result on every rank.
+
+    Raises:
+        RunError: on every rank, if `decide` raised a RunError, ValueError or OSError; see `run_error`.
+    """
     result: Any = None
     if dist.get_rank() == 0:
         try:
             result = decide()
-        except refusal as error:
-            result = error
+        except REPORTED as error:
+            result = run_error(error)
     result = from_rank0(result)
-    if isinstance(result, refusal):
+    if isinstance(result, RunError):
         raise result
     return result
 
@@ -164,30 +172,73 @@ def _notes() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-class AgreedError(RuntimeError):
-    """A failure on at least one rank, raised on all ranks with the same message."""
+class Failure(NamedTuple):
+    """The description of an error that a rank sends to the others."""
+
+    exit_code: int
+    text: str
+
+
+def describe_failure(error: BaseException | None) -> Failure | None:
+    """Return the description of an error; None without one. Errors of the program have the exit code of a failure."""
+    if error is None:
+        return None
+    code = run_error(error).exit_code if isinstance(error, REPORTED) else EXIT_FAILED
+    return Failure(code, f"{type(error).__name__}: {error}")
+
+
+def agreed_error(failures: Sequence[Failure | None], what: str, *, own: str | None = None) -> RunError | None:
+    """Return the error that all ranks raise if `what` failed on any; None if it failed on none.
+
+    It is the user's error only if every failure is the user's: what another start may fix on one rank is the machine's.
+
+    Args:
+        failures: of every rank, in rank order.
+        own: the text of the error (default: names the ranks that failed and their errors).
+    """
+    failed = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
+    if not failed:
+        return None
+    named = [f"rank {rank}: {failure.text}" for rank, failure in failed.items()]
+    lines = "; ".join(named[:3] + ["..."] * (len(named) > 3))  # a full disk fails on all 512 ranks alike
+    is_alone = len(failures) == 1
+    where = f": {failed[0].text}" if is_alone else f" on {len(failed)} of {len(failures)} ranks. {lines}"
+    text = own or f"{what} failed{where}"
+    codes = {failure.exit_code for failure in failed.values()}
+    if EXIT_TAKEN_OVER in codes:
+        return TakenOverError(text)
+    return UnusableError(text) if codes == {EXIT_USAGE} else UnfitError(text)
 
 
 def agree_all_well(error: BaseException | None, what: str) -> None:
-    """Raise AgreedError on every rank if `what` failed on any; the message names the ranks and their errors."""
-    failure = name_failures(gather_objects(describe_error(error)), what)
-    if failure is not None:
-        raise AgreedError(failure) from error
+    """Raise on every rank if `what` failed on any; collective.
+
+    A rank that failed raises with its own message, unless that is the system's, which does not say what was done.
+
+    Raises:
+        UnusableError, UnfitError, TakenOverError: on every rank the same; see `agreed_error`.
+    """
+    own = str(error) if isinstance(error, (RunError, ValueError)) else None
+    agreed = agreed_error(gather_objects(describe_failure(error)), what, own=own)
+    if agreed is not None:
+        raise agreed from error
 
 
-def describe_error(error: BaseException | None) -> str | None:
-    """Return the text of an error that a rank sends to the others; None without an error."""
-    return None if error is None else f"{type(error).__name__}: {error}"
+def on_all_ranks(work: Callable[[], ResultT], what: str) -> ResultT:
+    """Return the result of `work`, which may fail on only some ranks: it uses files of a node, or the run directory.
 
-
-def name_failures(errors: Sequence[str | None], what: str) -> str | None:
-    """Return the message for the failures of `what`, given `describe_error` of every rank; None if none failed."""
-    failed = {rank: message for rank, message in enumerate(errors) if message is not None}
-    if not failed:
-        return None
-    named = [f"rank {rank}: {message}" for rank, message in failed.items()]
-    lines = "; ".join(named[:3] + ["..."] * (len(named) > 3))  # a full disk fails on all 512 ranks alike
-    return f"{what} failed on {len(failed)} of {len(errors)} ranks. {lines}"
+    Raises:
+        UnusableError, UnfitError, TakenOverError: on every rank, if `work` failed on any; otherwise the other ranks
+            would wait forever.
+    """
+    error: Exception | None = None
+    result: ResultT | None = None
+    try:
+        result = work()
+    except REPORTED as caught:
+        error = caught
+    agree_all_well(error, what)
+    return cast(ResultT, result)
 
 
 class SideChannel:
@@ -208,7 +259,7 @@ class SideChannel:
         """Call `decide` on rank 0 with the values of all ranks, in rank order; return its result on every rank.
 
         Raises:
-            AgreedError: on every rank, if `decide` raised; a TakenOverError stays one.
+            RunError: on every rank, if `decide` raised; an UnfitError unless it raised a TakenOverError.
         """
         is_rank0 = self._world.rank == 0
         gathered: list[Any] | None = [None] * self._world.size if is_rank0 else None
@@ -218,33 +269,14 @@ class SideChannel:
             try:
                 result = decide(gathered)
             except Exception as error:  # of any type: the other ranks wait for rank 0, and raise it too
-                is_agreed = isinstance(error, (AgreedError, TakenOverError))
-                result = type(error)(str(error)) if is_agreed else AgreedError(describe_error(error))
+                is_known = isinstance(error, (UnfitError, TakenOverError))
+                result = type(error)(str(error)) if is_known else UnfitError(f"{type(error).__name__}: {error}")
         box = [result]
         dist.broadcast_object_list(box, src=0, group=self._group)
-        if isinstance(box[0], (AgreedError, TakenOverError)):
+        if isinstance(box[0], RunError):
             raise box[0]
         return cast(ResultT, box[0])
 
     def close(self) -> None:
         """Leave the group."""
         dist.destroy_process_group(self._group)
-
-
-def on_all_ranks(work: Callable[[], ResultT], what: str) -> ResultT:
-    """Return the result of `work`, which may fail on only some ranks: it uses files of a node, or the run directory.
-
-    Raises:
-        UnusableError: on every rank, if `work` failed on any; otherwise the other ranks would wait forever.
-    """
-    error: Exception | None = None
-    result: ResultT | None = None
-    try:
-        result = work()
-    except (ValueError, OSError) as caught:
-        error = caught
-    try:
-        agree_all_well(error, what)
-    except AgreedError as agreed:
-        raise UnusableError(str(error or agreed)) from error
-    return cast(ResultT, result)

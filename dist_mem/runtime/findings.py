@@ -11,8 +11,9 @@ from typing import NamedTuple
 from dist_mem.errors import UnfitError, UnusableError
 
 OK, WARNING, FAIL = "ok", "warning", "FAIL"
-MEETING = "meeting"  # findings about ranks that do not join
-_PASSING = (MEETING, "accelerator", "disk room", "inodes", "time left", "all-reduce", "run directory")
+RENDEZVOUS = "rendezvous"  # findings about ranks that do not join
+MACHINE = "machine"  # a fault of the machine, found while something else was checked
+_PASSING = (RENDEZVOUS, MACHINE, "accelerator", "disk room", "inodes", "time left", "all-reduce", "run directory")
 _NAMED = 4  # most places in a line: a report of 60 nodes must stay readable
 _SHOWN = 12  # most lines in the message of a refused start
 
@@ -129,6 +130,6 @@ def refusal(findings: Sequence[Finding]) -> str:
     failures = lines(failed(findings))
     more = [f"and {len(failures) - _SHOWN} more: dist-mem doctor lists them all"] if len(failures) > _SHOWN else []
     head = "the preflight found problems that would break training (preflight=false skips it):"
-    if all(finding.what == MEETING for finding in failed(findings)):
+    if all(finding.what == RENDEZVOUS for finding in failed(findings)):
         head = "the ranks have not come together:"
     return "\n".join([head, *failures[:_SHOWN], *more])

@@ -19,7 +19,7 @@ from typing import NamedTuple
 FAILED_NODES = Path("slurm") / "failed_nodes"  # in the run directory
 
 
-class Standing(NamedTuple):
+class Position(NamedTuple):
     """The position of a rank in the training."""
 
     rank: int
@@ -36,13 +36,13 @@ class Standing(NamedTuple):
         return self.phase if self.step is None else f"step {self.step}, {self.phase}"
 
 
-def write_standing(folder: Path, standing: Standing) -> bool:
+def write_position(folder: Path, position: Position) -> bool:
     """Write the file of one rank, with the stacks of all threads, atomically. Return True."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"rank-{standing.rank:05d}.txt"
+    path = folder / f"rank-{position.rank:05d}.txt"
     partial = path.with_suffix(".partial")
     with partial.open("w", encoding="utf-8") as file:
-        for name, value in standing._asdict().items():
+        for name, value in position._asdict().items():
             file.write(f"{name}: {'-' if value is None else value}\n")
         file.write("\nThreads by name:\n")
         for thread in threading.enumerate():
@@ -54,14 +54,14 @@ def write_standing(folder: Path, standing: Standing) -> bool:
     return True
 
 
-def read_standings(folder: Path) -> list[Standing]:
+def read_positions(folder: Path) -> list[Position]:
     """Return the positions that the ranks have written, sorted by rank."""
     found = []
     for path in sorted(folder.glob("rank-*.txt")):
         head = path.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
         fields = dict(line.split(": ", 1) for line in head.splitlines())
         found.append(
-            Standing(
+            Position(
                 rank=int(fields["rank"]),
                 node=fields["node"],
                 pid=int(fields["pid"]),
@@ -74,49 +74,49 @@ def read_standings(folder: Path) -> list[Standing]:
     return found
 
 
-def suspects(standings: Sequence[Standing], nodes: Sequence[str]) -> dict[int, str]:
+def suspects(positions: Sequence[Position], nodes: Sequence[str]) -> dict[int, str]:
     """Return the suspected ranks, each with the reason; none if all ranks wait for each other.
 
     Args:
-        standings: of the ranks that have reported.
+        positions: of the ranks that have reported.
         nodes: of all ranks.
     """
-    known_ranks = {standing.rank for standing in standings}
+    known_ranks = {position.rank for position in positions}
     silent = [rank for rank in range(len(nodes)) if rank not in known_ranks]
     if silent:
         return dict.fromkeys(silent, "has reported nothing: it is stopped or dead, or its node is")
-    foremost = max(standing.beats for standing in standings)
-    behind = [standing for standing in standings if standing.beats < foremost]
+    foremost = max(position.beats for position in positions)
+    behind = [position for position in positions if position.beats < foremost]
     if len(behind) > len(nodes) / 2:  # most ranks wait for something that only a few have received
         return {}
-    return {standing.rank: f"is behind the others: {standing.place}" for standing in behind}
+    return {position.rank: f"is behind the others: {position.place}" for position in behind}
 
 
-def report(standings: Sequence[Standing], nodes: Sequence[str], *, seconds: float, folder: Path) -> str:
+def report(positions: Sequence[Position], nodes: Sequence[str], *, seconds: float, folder: Path) -> str:
     """Return the report for the user; arguments as in `suspects`."""
-    idle = max(standing.idle for standing in standings)
+    idle = max(position.idle for position in positions)
     lines = [f"hang: nothing has moved for {idle:.0f} s (watchdog.seconds = {seconds:g})"]
-    found = suspects(standings, nodes)
+    found = suspects(positions, nodes)
     for why in dict.fromkeys(found.values()):
         ranks = [rank for rank in found if found[rank] == why]
         noun = "rank" if len(ranks) == 1 else "ranks"
         lines.append(f"suspect: {noun} {_spans(ranks)} ({_names([nodes[rank] for rank in ranks])}) {why}")
     if not found:
-        phases = ", ".join(dict.fromkeys(standing.phase for standing in standings))
+        phases = ", ".join(dict.fromkeys(position.phase for position in positions))
         lines.append(f"all ranks wait in {phases}: a stuck collective, or the network between {_names(nodes)}")
     places: dict[str, list[int]] = defaultdict(list)
-    for standing in standings:
-        if standing.rank not in found:
-            places[standing.place].append(standing.rank)
+    for position in positions:
+        if position.rank not in found:
+            places[position.place].append(position.rank)
     lines += [f"  waiting in {place}: rank {_spans(ranks)}" for place, ranks in places.items()]
     lines.append(f"stacks of all threads: {folder}")
     return "\n".join(lines)
 
 
-def failed_nodes(run_dir: Path, standings: Sequence[Standing], nodes: Sequence[str]) -> None:
+def failed_nodes(run_dir: Path, positions: Sequence[Position], nodes: Sequence[str]) -> None:
     """Add the suspected nodes to the list that the next start may leave out."""
     path = run_dir / FAILED_NODES
-    named = dict.fromkeys(nodes[rank] for rank in suspects(standings, nodes))
+    named = dict.fromkeys(nodes[rank] for rank in suspects(positions, nodes))
     if len(named) > max(1, len(set(nodes)) // 4):
         return  # the network or the file system is a likelier cause than so many nodes
     known = path.read_text(encoding="utf-8").split() if path.exists() else []

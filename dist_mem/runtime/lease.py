@@ -2,8 +2,8 @@
 
 Two jobs that write the same checkpoints destroy each other's. The first job creates `RUN/lease.json` exclusively and
 touches it every few seconds; a second job is refused as soon as it sees a touch. The lease of a dead job is taken over:
-at once if its process is visibly gone (same host), else after `STALE_SECONDS` without a touch. No two clocks are
-compared: those of hosts and file servers differ, by hours on unattended machines.
+at once if its process is visibly gone (same host), or this machine has rebooted since, else after `STALE_SECONDS`
+without a touch. No two clocks are compared: those of hosts and file servers differ, by hours on unattended machines.
 
 If several jobs find the same dead lease, the one that creates its claim, a file named after the lease's content, takes
 it. The claim then replaces the lease; a live lease is never moved. If the claiming job dies too, the next job claims
@@ -16,6 +16,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -23,7 +24,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dist_mem.errors import TakenOverError, UnusableError
+from dist_mem.errors import TakenOverError, UnfitError
+from dist_mem.runtime.environment import boot_id
 from dist_mem.runtime.files import fsync_path, make_folder
 
 HEARTBEAT_SECONDS = 5.0
@@ -35,7 +37,7 @@ _ATTEMPTS = 4  # to take a lease that changes hands meanwhile
 log = logging.getLogger(__name__)
 
 
-class LeaseError(UnusableError):
+class LeaseError(UnfitError):
     """Another job holds the run directory."""
 
 
@@ -55,36 +57,46 @@ def _pid_scope() -> str:
     Host names do not suffice: containers often have that of their host, and hosts may all have the same one.
     """
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+        if boot := boot_id():
+            return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     return ""
 
 
-def _visible_pid(holder: dict[str, Any]) -> int | None:
-    """Return the pid of a lease's holder if this process can check it, else None."""
-    pid = holder.get("pid")
-    is_visible = holder.get("host") == socket.gethostname() and holder.get("sight", _pid_scope()) == _pid_scope()
-    return pid if is_visible and isinstance(pid, int) and 0 < pid < 1 << 31 else None
+def _machine_id() -> str:
+    """Return a hash of the identifier that this machine keeps over reboots; empty if it has none."""
+    with suppress(OSError):
+        if re.fullmatch(rb"[0-9a-f]{32}", machine_id := Path("/etc/machine-id").read_bytes().strip()):
+            return hashlib.sha256(machine_id).hexdigest()[:16]
+    return ""
 
 
-def _process_lives(pid: int, ticks: str) -> bool:
-    """Return whether the process that started at `ticks` is alive: no zombie, and no other process with its pid."""
+def _is_alive(holder: dict[str, Any]) -> bool | None:
+    """Return whether the holder of a lease is alive; None if this process cannot see it.
+
+    A zombie is dead, and so is a process whose pid belongs to one that started at another time.
+    """
+    pid, scope = holder.get("pid"), _pid_scope()
+    if holder.get("host") != socket.gethostname() or not (isinstance(pid, int) and 0 < pid < 1 << 31):
+        return None
+    if (holder_scope := str(holder.get("sight", scope))) != scope:
+        has_rebooted = boot_id() not in ("", holder_scope.partition(" ")[0])
+        return False if has_rebooted and holder.get("machine") == _machine_id() != "" else None
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
         pass
-    state, present_ticks = _process_stat(pid)
-    return state not in ("Z", "X") and (not ticks or not present_ticks or ticks == present_ticks)
+    state, ticks = _process_stat(pid)
+    return state not in ("Z", "X") and ticks in ("", holder.get("started_ticks") or ticks)
 
 
-def _is_abandoned(path: Path, text: str) -> bool:
+def is_abandoned(path: Path, text: str) -> bool:
     """Return whether the job that wrote `text` is dead. Raises FileNotFoundError if it releases the lease meanwhile."""
     holder = _read_holder(text)
-    pid = _visible_pid(holder)
-    if pid is not None:
-        return not _process_lives(pid, holder.get("started_ticks", ""))
+    is_alive = _is_alive(holder)
+    if is_alive is not None:
+        return not is_alive
     log.warning("%s: waiting up to %.0f s for a sign of life of %s", path, STALE_SECONDS, _name(holder))
     first_touch = _last_touch(path)
     deadline = time.monotonic() + STALE_SECONDS
@@ -103,9 +115,9 @@ def sign_of_life(run_dir: Path) -> str | None:
     path = run_dir / "lease.json"
     with suppress(OSError):
         holder = _read_holder(_read(path))
-        pid, age = _visible_pid(holder), max(0.0, time.time() - _last_touch(path) / 1e9)
-        alive = age < STALE_SECONDS if pid is None else _process_lives(pid, holder.get("started_ticks", ""))
-        return f"{_name(holder)}, last sign of life {age:.0f} s ago" if alive else None
+        is_alive, age = _is_alive(holder), max(0.0, time.time() - _last_touch(path) / 1e9)
+        if is_alive or (is_alive is None and age < STALE_SECONDS):
+            return f"{_name(holder)}, last sign of life {age:.0f} s ago"
     return None
 
 
@@ -141,7 +153,7 @@ def _now() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
-def refuse_if_stood_still(run_dir: Path) -> None:
+def refuse_if_taken_over_throttled(run_dir: Path) -> None:
     """Call `refuse_if_taken_over`, at most once a second; for callers that write frequently."""
     path = (run_dir / "lease.json").resolve()
     if path not in _held or _now() < _looked.get(path, -_LOOK_SECONDS) + _LOOK_SECONDS:
@@ -217,6 +229,7 @@ class Lease:
             "started": time.time(),
             "started_ticks": _process_stat(os.getpid())[1],
             "sight": _pid_scope(),
+            "machine": _machine_id(),
         }
         self._text = json.dumps(holder)
         for _ in range(_ATTEMPTS):
@@ -246,7 +259,7 @@ class Lease:
             False if the chain has changed meanwhile: its last entry was no longer the holder's.
         """
         last, text = chain[-1]
-        if not _is_abandoned(last, text):
+        if not is_abandoned(last, text):
             raise LeaseError(
                 f"{self.path}: {_name(_read_holder(text))} is using this run directory. Stop that job, or give "
                 "this one another run_dir"

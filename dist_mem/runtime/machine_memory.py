@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from dist_mem.runtime.environment import node_name
+from dist_mem.runtime.environment import boot_id, node_name
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _NO_LIMIT = 2**60  # bytes; version 1 of control groups writes a number near 2^63 for no limit
@@ -39,10 +39,7 @@ def memory_limits(device: torch.device) -> list[Limit]:
 
 
 def _machine() -> str:
-    """Return an identifier of the running system, the same in all its containers."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return node_name()
+    return boot_id() or node_name()
 
 
 def _of_machine() -> Iterator[Limit]:

@@ -7,6 +7,7 @@ loopback, and the ranks of two nodes never connect. NCCL finds its interfaces it
 from __future__ import annotations
 
 import fcntl
+import random
 import socket
 import struct
 from contextlib import suppress
@@ -15,10 +16,15 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 def free_port() -> int:
-    """Return a TCP port of this host on which nothing listens now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port of this host on which nothing listens now.
+
+    It is below those that Linux gives to outgoing connections: one of those could be taken before the caller listens.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def own_name_is_loopback() -> bool:

@@ -18,18 +18,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dist_mem.runtime.environment import (
+from dist_mem.runtime.environment import node_name
+from dist_mem.runtime.findings import RENDEZVOUS, Finding, Place, fail, ok, warning
+from dist_mem.runtime.ranks import (
     agent_keeps_store,
     export_for_libraries,
     gpus_are_hidden,
     launcher_restarts,
-    meeting_point,
-    node_name,
     read_ranks,
+    rendezvous_address,
     slurm_gave_gpus,
     slurm_nodes,
 )
-from dist_mem.runtime.findings import MEETING, Finding, Place, fail, ok, warning
 
 _NO_CUDA = "built without CUDA"
 _LONG = timedelta(hours=1)
@@ -38,7 +38,7 @@ _KNOCK_SECONDS = 0.5  # at most, between two attempts to reach rank 0: hundreds 
 _READING_SECONDS = 10.0  # for all ranks to read the verdict, before rank 0 may exit and the store with it
 
 
-class Seat(NamedTuple):
+class RankDevice(NamedTuple):
     """A rank, its node and its accelerator."""
 
     node: str
@@ -55,7 +55,7 @@ class Seat(NamedTuple):
         return Place(self.node, self.rank)
 
 
-class Meeting(NamedTuple):
+class Rendezvous(NamedTuple):
     """Result of the rendezvous; it keeps the store alive."""
 
     findings: list[Finding]
@@ -63,15 +63,15 @@ class Meeting(NamedTuple):
     store: Any
 
 
-def own_seat() -> Seat:
-    """Return the seat of this rank. Its GPU is the one that `distributed.initialize` selects."""
+def own_device() -> RankDevice:
+    """Return the device of this rank. Its GPU is the one that `distributed.initialize` selects."""
     rank, _, local_rank, _ = read_ranks()
     place = (node_name(), rank, local_rank)
     if not torch.cuda.is_available():
-        return Seat(*place, None, "", 0, 0, _why_gpu_is_missing())
+        return RankDevice(*place, None, "", 0, 0, _why_gpu_is_missing())
     num_visible = torch.cuda.device_count()
-    facts = torch.cuda.get_device_properties(local_rank % num_visible)
-    return Seat(*place, str(facts.uuid), facts.name, facts.total_memory, num_visible, None)
+    properties = torch.cuda.get_device_properties(local_rank % num_visible)
+    return RankDevice(*place, str(properties.uuid), properties.name, properties.total_memory, num_visible, None)
 
 
 def _why_gpu_is_missing() -> str | None:
@@ -97,7 +97,7 @@ def _torch_message() -> str:
     return "sees none"
 
 
-def meet(*, seconds: float) -> Meeting:
+def wait_for_ranks(*, seconds: float) -> Rendezvous:
     """Wait for all ranks and compare their accelerators; every rank calls it, before `distributed.initialize`.
 
     Args:
@@ -109,25 +109,26 @@ def meet(*, seconds: float) -> Meeting:
     ranks = read_ranks()
     rank, size, _, _ = ranks
     export_for_libraries(*ranks)
-    seat = own_seat()
+    device = own_device()
     if size == 1:
-        return Meeting(list(check_accelerators([seat])), [seat.node], None)
-    host, port = meeting_point()
+        return Rendezvous(list(check_accelerators([device])), [device.node], None)
+    host, port = rendezvous_address()
     try:
         store = _open_store(host, port, rank=rank, seconds=seconds)
-        store.set(f"doctor/seat/{rank}", json.dumps(seat))
-        store.add("doctor/seats", 1)
+        store.set(f"doctor/device/{rank}", json.dumps(device))
+        store.add("doctor/devices", 1)
         if rank == 0:
             return _decide(store, size, seconds)
         store.wait(["doctor/verdict"], _LONG)  # rank 0 decides how long to wait; if it exits, the wait fails
-        verdict = _unpacked(store.get("doctor/verdict"), store)
+        findings, nodes = json.loads(store.get("doctor/verdict"))
         store.add("doctor/readers", 1)
-        return verdict
+        found = [Finding(place and Place(*place), *rest) for place, *rest in findings]
+        return Rendezvous(found, nodes, store)
     except (RuntimeError, OSError) as error:  # from torch, from the network, or from `_wait_until_there`
         reason = str(error).partition("\n")[0]
-        fix = f"can {seat.node} reach {host} there? name resolution, firewall; another job's port: set MASTER_PORT"
-        remark = fail(MEETING, f"no meeting at {host}:{port}: {reason}", fix, blames_node=rank != 0)
-        return Meeting([remark.at(seat.place)], [seat.node], None)
+        fix = f"can {device.node} reach {host} there? name resolution, firewall; another job's port: set MASTER_PORT"
+        remark = fail(RENDEZVOUS, f"no rendezvous at {host}:{port}: {reason}", fix, blames_node=rank != 0)
+        return Rendezvous([remark.at(device.place)], [device.node], None)
 
 
 def _open_store(host: str, port: int, *, rank: int, seconds: float) -> Any:
@@ -168,40 +169,35 @@ def _wait_until_there(host: str, port: int, *, is_listening: bool, seconds: floa
         pause = min(2 * pause, _KNOCK_SECONDS)
 
 
-def _decide(store: Any, size: int, seconds: float) -> Meeting:
-    """Read all seats, check them, and write the verdict; rank 0 calls it."""
-    present = _wait_for_seats(store, size, seconds)
-    seats = [Seat(*json.loads(store.get(f"doctor/seat/{rank}"))) for rank in present]
-    nodes = list(dict.fromkeys(seat.node for seat in seats))
-    findings = [*_check_present(seats, size, seconds), *check_accelerators(seats)]
+def _decide(store: Any, size: int, seconds: float) -> Rendezvous:
+    """Read all devices, check them, and write the verdict; rank 0 calls it."""
+    present = _wait_for_devices(store, size, seconds)
+    devices = [RankDevice(*json.loads(store.get(f"doctor/device/{rank}"))) for rank in present]
+    nodes = list(dict.fromkeys(device.node for device in devices))
+    findings = [*_check_present(devices, size, seconds), *check_accelerators(devices)]
     store.set("doctor/verdict", json.dumps([findings, nodes]))
     deadline = time.monotonic() + _READING_SECONDS
-    while store.add("doctor/readers", 0) < len(seats) - 1 and time.monotonic() < deadline:
+    while store.add("doctor/readers", 0) < len(devices) - 1 and time.monotonic() < deadline:
         time.sleep(0.001)
-    return Meeting(findings, nodes, store)
+    return Rendezvous(findings, nodes, store)
 
 
-def _wait_for_seats(store: Any, size: int, seconds: float) -> list[int]:
+def _wait_for_devices(store: Any, size: int, seconds: float) -> list[int]:
     """Return the ranks present, when all are, or when no other has come for `seconds`."""
-    num_seats, deadline = 0, time.monotonic() + seconds
-    while num_seats < size and time.monotonic() < deadline:
+    num_found, deadline = 0, time.monotonic() + seconds
+    while num_found < size and time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS)
-        if (found := store.add("doctor/seats", 0)) > num_seats:
-            num_seats, deadline = found, time.monotonic() + seconds
-    return [rank for rank in range(size) if store.check([f"doctor/seat/{rank}"])]
+        if (found := store.add("doctor/devices", 0)) > num_found:
+            num_found, deadline = found, time.monotonic() + seconds
+    return [rank for rank in range(size) if store.check([f"doctor/device/{rank}"])]
 
 
-def _unpacked(text: bytes, store: Any) -> Meeting:
-    findings, nodes = json.loads(text)
-    return Meeting([Finding(place and Place(*place), *rest) for place, *rest in findings], nodes, store)
-
-
-def _check_present(seats: Sequence[Seat], size: int, seconds: float) -> Iterator[Finding]:
+def _check_present(devices: Sequence[RankDevice], size: int, seconds: float) -> Iterator[Finding]:
     """Yield a finding about the missing ranks; under Slurm, one for each node from which no rank has come."""
-    missing = sorted(set(range(size)) - {seat.rank for seat in seats})
-    nodes = list(dict.fromkeys(seat.node for seat in seats))
+    missing = sorted(set(range(size)) - {device.rank for device in devices})
+    nodes = list(dict.fromkeys(device.node for device in devices))
     if not missing:
-        yield ok(MEETING, f"{size} ranks, {len(nodes)} node{'s' if len(nodes) > 1 else ''}").at(None)
+        yield ok(RENDEZVOUS, f"{size} ranks, {len(nodes)} node{'s' if len(nodes) > 1 else ''}").at(None)
         return
     absent = [node for node in slurm_nodes() if node not in nodes]
     listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
@@ -210,76 +206,76 @@ def _check_present(seats: Sequence[Seat], size: int, seconds: float) -> Iterator
     fix += "; if they are only slow, raise watchdog.join_seconds"
     places: list[Place | None] = [Place(node) for node in absent]
     for place in places or [None]:
-        yield fail(MEETING, problem, fix, blames_node=place is not None).at(place)
+        yield fail(RENDEZVOUS, problem, fix, blames_node=place is not None).at(place)
 
 
-def check_accelerators(seats: Sequence[Seat]) -> Iterator[Finding]:
+def check_accelerators(devices: Sequence[RankDevice]) -> Iterator[Finding]:
     """Check that all ranks have a GPU if any has one, that none is shared, and that all are of one model."""
-    with_gpu = [seat for seat in seats if seat.gpu]
+    with_gpu = [device for device in devices if device.gpu]
     if not with_gpu:
-        yield from _check_cpus(seats)
+        yield from _check_cpus(devices)
         return
-    problems = [*_check_missing(seats, len(with_gpu)), *_check_shared(with_gpu)]
+    problems = [*_check_missing(devices, len(with_gpu)), *_check_shared(with_gpu)]
     yield from problems
-    models = {f"{seat.model}, {seat.num_bytes / 2**30:.0f} GiB" for seat in with_gpu}
+    models = {f"{device.model}, {device.num_bytes / 2**30:.0f} GiB" for device in with_gpu}
     if len(models) > 1:
         yield from _check_alike(with_gpu)
     if not problems:
-        visible = sorted({seat.num_visible for seat in with_gpu})
+        visible = sorted({device.num_visible for device in with_gpu})
         seen = " or ".join(map(str, visible))
         yield ok("accelerator", f"{len(with_gpu)} GPUs ({', '.join(sorted(models))}), each rank sees {seen}").at(None)
 
 
-def _check_cpus(seats: Sequence[Seat]) -> Iterator[Finding]:
-    for seat in seats:
-        if seat.missing and "Slurm" in seat.missing:
-            yield _no_gpu(seat, seat.missing)
-        elif seat.missing:
+def _check_cpus(devices: Sequence[RankDevice]) -> Iterator[Finding]:
+    for device in devices:
+        if device.missing and "Slurm" in device.missing:
+            yield _no_gpu(device, device.missing)
+        elif device.missing:
             fix = "install torch for CUDA, or a driver that fits; CUDA_VISIBLE_DEVICES= says that CPUs are meant"
-            yield warning("accelerator", f"trains on the CPU, but {seat.missing}", fix).at(Place(seat.node))
-    if not any(seat.missing for seat in seats):
+            yield warning("accelerator", f"trains on the CPU, but {device.missing}", fix).at(Place(device.node))
+    if not any(device.missing for device in devices):
         yield ok("accelerator", "no GPU: trains on CPUs").at(None)
 
 
-def _no_gpu(seat: Seat, reason: str) -> Finding:
+def _no_gpu(device: RankDevice, reason: str) -> Finding:
     if _NO_CUDA in reason:  # another node would not help
         fix = "install torch with CUDA (https://pytorch.org); CUDA_VISIBLE_DEVICES= says that CPUs are meant"
-        return fail("torch", f"no GPU: {reason}", fix).at(Place(seat.node))
-    fix = f"look at nvidia-smi on {seat.node}, drain or exclude it: --exclude={seat.node}"
-    return fail("accelerator", f"no GPU: {reason}", fix, blames_node=True).at(seat.place)
+        return fail("torch", f"no GPU: {reason}", fix).at(Place(device.node))
+    fix = f"look at nvidia-smi on {device.node}, drain or exclude it: --exclude={device.node}"
+    return fail("accelerator", f"no GPU: {reason}", fix, blames_node=True).at(device.place)
 
 
-def _check_missing(seats: Sequence[Seat], num_with_gpu: int) -> Iterator[Finding]:
-    for seat in seats:
-        if not seat.gpu:
-            yield _no_gpu(seat, seat.missing or f"{num_with_gpu} other ranks have one")
+def _check_missing(devices: Sequence[RankDevice], num_with_gpu: int) -> Iterator[Finding]:
+    for device in devices:
+        if not device.gpu:
+            yield _no_gpu(device, device.missing or f"{num_with_gpu} other ranks have one")
 
 
-def _check_shared(with_gpu: Sequence[Seat]) -> Iterator[Finding]:
-    holders: dict[str | None, list[Seat]] = {}
-    for seat in with_gpu:
-        holders.setdefault(seat.gpu, []).append(seat)
+def _check_shared(with_gpu: Sequence[RankDevice]) -> Iterator[Finding]:
+    holders: dict[str | None, list[RankDevice]] = {}
+    for device in with_gpu:
+        holders.setdefault(device.gpu, []).append(device)
     for shared in holders.values():
         if len(shared) > 1:
-            ranks = ", ".join(str(seat.rank) for seat in shared)
+            ranks = ", ".join(str(device.rank) for device in shared)
             seen, local = shared[0].num_visible, shared[0].local_rank
             fix = f"start at most {seen} ranks on a node, or let each see a GPU of its own: --gpus-per-node"
-            if len({seat.local_rank for seat in shared}) == 1:
+            if len({device.local_rank for device in shared}) == 1:
                 fix = f"each of these ranks has LOCAL_RANK {local}: the launcher must number the ranks of a node"
             yield fail("GPU binding", f"ranks {ranks} have the same GPU, of {seen} that they see", fix).at(
                 Place(shared[0].node)
             )
 
 
-def _check_alike(with_gpu: Sequence[Seat]) -> Iterator[Finding]:
+def _check_alike(with_gpu: Sequence[RankDevice]) -> Iterator[Finding]:
     """Yield a warning for each GPU that differs from the most common one."""
-    kinds = [(seat.model, seat.num_bytes) for seat in with_gpu]
+    kinds = [(device.model, device.num_bytes) for device in with_gpu]
     usual = max(kinds, key=kinds.count)
-    for seat, kind in zip(with_gpu, kinds, strict=True):
+    for device, kind in zip(with_gpu, kinds, strict=True):
         if kind != usual:
             difference = (
                 f"{kind[0]} with {kind[1] / 2**30:.0f} GiB, most have {usual[0]} with {usual[1] / 2**30:.0f} GiB"
             )
             yield warning("accelerator", difference, "all wait for the slowest: ask for one kind, --constraint").at(
-                seat.place
+                device.place
             )

@@ -76,7 +76,7 @@ class Stragglers:
         self._slow_steps: Counter[int] = Counter()
         self.worst: float | None = None  # largest ratio in the last steps
 
-    def mine(self) -> list[float]:
+    def own_slots(self) -> list[float]:
         """Return this rank's part of the step's all-reduce: a slot per rank, with its own time of the last step."""
         if self._timer is None:
             return []
@@ -84,7 +84,7 @@ class Stragglers:
         slots[self._rank] = self._timer.take()
         return slots
 
-    def hear(self, slots: Sequence[float]) -> list[str]:
+    def update(self, slots: Sequence[float]) -> list[str]:
         """Take the slots of all ranks; return the messages to log, on rank 0."""
         if not slots or self._rank != 0:
             return []

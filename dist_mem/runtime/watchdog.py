@@ -24,8 +24,9 @@ from typing import Any
 
 from dist_mem.errors import EXIT_HUNG
 from dist_mem.runtime.distributed import World, gather_objects, has_note, leave_note
-from dist_mem.runtime.environment import node_name, note_exit_code
-from dist_mem.runtime.hang_report import Standing, failed_nodes, read_standings, report, write_standing
+from dist_mem.runtime.environment import node_name
+from dist_mem.runtime.hang_report import Position, failed_nodes, read_positions, report, write_position
+from dist_mem.runtime.ranks import note_exit_code
 
 TICK = 0.5  # seconds
 GATHER_SECONDS = 2.5  # longest wait for the files of the other ranks
@@ -75,7 +76,7 @@ def before_end(work: Callable[[], None] | None) -> None:
 def end_if_hung() -> None:
     """Call this after any error: it does not return if a watchdog has decided, as another rank's end caused it."""
     if _progress.watchdog is not None:
-        _progress.watchdog.end_if_told()
+        _progress.watchdog.end_if_decided()
 
 
 @contextmanager
@@ -127,7 +128,7 @@ class Watchdog:
         self._wake.set()
         self._thread.join()
 
-    def end_if_told(self) -> None:
+    def end_if_decided(self) -> None:
         """End the process if any rank's watchdog has decided; else return within a second."""
         if not (self._store_announces() or quickly(self._others_have_reported, TICK) is True):
             return
@@ -190,7 +191,7 @@ class Watchdog:
             os._exit(EXIT_HUNG)
 
     def _write_report(self) -> None:
-        mine = Standing(
+        mine = Position(
             rank=self._world.rank,
             node=self._nodes[self._world.rank],
             pid=os.getpid(),
@@ -199,32 +200,32 @@ class Watchdog:
             beats=_progress.beats,
             idle=round(self._idle, 1),
         )
-        if not quickly(lambda: write_standing(self._folder, mine), TICK * 2):
-            print(f"watchdog: {self._folder} cannot be written; rank {mine.rank} stands here:", file=sys.stderr)
+        if not quickly(lambda: write_position(self._folder, mine), TICK * 2):
+            print(f"watchdog: {self._folder} cannot be written; the stacks of rank {mine.rank}:", file=sys.stderr)
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
             time.sleep(3 * TICK)  # the others cannot read the file: wait until each has checked the store
-        standings = quickly(self._gather, GATHER_SECONDS + TICK) or [mine]
-        if standings[0].rank == mine.rank:
-            text = report(standings, self._nodes, seconds=self._seconds, folder=self._folder)
+        positions = quickly(self._gather, GATHER_SECONDS + TICK) or [mine]
+        if positions[0].rank == mine.rank:
+            text = report(positions, self._nodes, seconds=self._seconds, folder=self._folder)
             print(text, file=sys.stderr, flush=True)
-            quickly(lambda: self._publish(text, standings), TICK * 2)
+            quickly(lambda: self._publish(text, positions), TICK * 2)
         else:  # that rank reads from this process's connections: if this one ended first, it would fail
             quickly(lambda: _wait_for(lambda: (self._folder / "report.txt").exists(), REPORT_SECONDS), REPORT_SECONDS)
 
-    def _gather(self) -> list[Standing]:
-        """Return the standings of the ranks, lowest rank first, once all have reported or the wait is over."""
+    def _gather(self) -> list[Position]:
+        """Return the positions of the ranks, lowest rank first, once all have reported or the wait is over."""
 
         def all_are_there() -> bool:
             _refresh(self._folder, self._world.rank)
             return len(list(self._folder.glob("rank-*.txt"))) == self._world.size
 
         _wait_for(all_are_there, GATHER_SECONDS)
-        return read_standings(self._folder)
+        return read_positions(self._folder)
 
-    def _publish(self, text: str, standings: list[Standing]) -> None:
+    def _publish(self, text: str, positions: list[Position]) -> None:
         partial = self._folder / f"report.{self._world.rank}.partial"
         partial.write_text(text + "\n", encoding="utf-8")
-        failed_nodes(self._run_dir, standings, self._nodes)
+        failed_nodes(self._run_dir, positions, self._nodes)
         partial.replace(self._folder / "report.txt")  # last: the others end once it exists
 
 

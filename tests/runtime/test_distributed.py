@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 
-from dist_mem.runtime import distributed, environment
-from dist_mem.runtime.distributed import AgreedError, SideChannel, World, agree_all_well, from_rank0, sum_over_ranks
-from dist_mem.runtime.environment import in_job_step, read_ranks
+from dist_mem.errors import EXIT_FAILED, UnfitError
+from dist_mem.runtime import distributed, ranks
+from dist_mem.runtime.distributed import Failure, SideChannel, World, agree_all_well, from_rank0, sum_over_ranks
+from dist_mem.runtime.ranks import in_job_step, read_ranks
 from dist_mem.runtime.signals import StopSignal
 from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.ranks
 
 BATCH_STEP = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}
 JOB_STEP = {**BATCH_STEP, "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
@@ -50,19 +53,19 @@ def test_half_a_launcher_is_refused_by_name(present: dict[str, str]) -> None:
 
 def agreement(world: World) -> tuple[list[float], Any, str]:
     summed = sum_over_ranks([world.rank, 1.0], world.device)
-    told = from_rank0({"from": world.rank})
+    reported = from_rank0({"from": world.rank})
     error = OSError("disk full") if world.rank == 1 else None
     try:
         agree_all_well(error, "saving")
     except RuntimeError as caught:
-        return summed, told, str(caught)
-    return summed, told, ""
+        return summed, reported, str(caught)
+    return summed, reported, ""
 
 
 def test_one_failing_rank_fails_all_and_is_named(rank_pool: Callable[[int], RankPool]) -> None:
-    for summed, told, message in rank_pool(2).run(agreement):
+    for summed, reported, message in rank_pool(2).run(agreement):
         assert summed == [1.0, 2.0]
-        assert told == {"from": 0}
+        assert reported == {"from": 0}
         assert message == "saving failed on 1 of 2 ranks. rank 1: OSError: disk full"
 
 
@@ -88,8 +91,9 @@ def test_stop_signal_is_noted_and_handlers_come_back(number: signal.Signals) -> 
 
 
 def test_an_error_of_many_ranks_names_the_first_three(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "gather_objects", lambda value: [f"OSError: {rank}" for rank in range(512)])
-    with pytest.raises(AgreedError) as caught:
+    failures = [Failure(EXIT_FAILED, f"OSError: {rank}") for rank in range(512)]
+    monkeypatch.setattr(distributed, "gather_objects", lambda value: failures)
+    with pytest.raises(UnfitError) as caught:
         agree_all_well(None, "saving")
     named = "rank 0: OSError: 0; rank 1: OSError: 1; rank 2: OSError: 2; ..."
     assert str(caught.value) == f"saving failed on 512 of 512 ranks. {named}"
@@ -107,9 +111,10 @@ def test_an_error_of_many_ranks_names_the_first_three(monkeypatch: pytest.Monkey
     ],
 )
 def test_allotted_threads_are_those_of_the_user_or_of_slurm(given: dict[str, str], threads: int | None) -> None:
-    assert environment.allotted_threads(given) == threads
+    assert ranks.allotted_threads(given) == threads
 
 
+@pytest.mark.slow
 def test_ranks_take_the_threads_they_are_allotted() -> None:
     """Without them a rank on a shared node would take the cores of others."""
     joined = "from dist_mem.runtime.distributed import initialize; initialize()"
@@ -122,18 +127,23 @@ def test_ranks_take_the_threads_they_are_allotted() -> None:
         assert done.stdout.strip() == "7", variable
 
 
-def test_address_without_a_port_is_refused_or_completed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Port 0 would be another one on every rank."""
-    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCH_EXTENSIONS_DIR")  # are set by the call
-    for name in (*JOB_STEP, *ranks, "MASTER_PORT", "MASTER_ADDR"):
+def without_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unset all variables of a launcher; monkeypatch restores those that the test sets."""
+    exported = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCH_EXTENSIONS_DIR")
+    for name in (*JOB_STEP, *exported, "SLURM_JOB_NODELIST", "MASTER_PORT", "MASTER_ADDR"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+
+
+def test_address_without_a_port_is_refused_or_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Port 0 would be another one on every rank."""
+    without_launcher(monkeypatch)
     monkeypatch.setenv("MASTER_ADDR", "node1")
     with pytest.raises(ValueError, match="MASTER_PORT is not set"):
-        environment.export_for_libraries(0, 2, 0, 2)
+        ranks.export_for_libraries(0, 2, 0, 2)
     for name, value in JOB_STEP.items():
         monkeypatch.setenv(name, value)
-    environment.export_for_libraries(0, 2, 0, 2)
+    ranks.export_for_libraries(0, 2, 0, 2)
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("node1", "10007")
 
 
@@ -146,4 +156,8 @@ def test_node_whose_name_does_not_resolve_is_met_at_its_address(
     )
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert environment._first_node({**JOB_STEP, "SLURM_JOB_NODELIST": "n-0"}) == "10.1.2.3"
+    without_launcher(monkeypatch)
+    for name, value in {**JOB_STEP, "SLURM_JOB_NODELIST": "n-0"}.items():
+        monkeypatch.setenv(name, value)
+    ranks.export_for_libraries(0, 2, 0, 2)
+    assert os.environ["MASTER_ADDR"] == "10.1.2.3"

@@ -13,7 +13,7 @@ import pytest
 
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import list_steps, step_dir
-from dist_mem.errors import EXIT_DONE, EXIT_USAGE
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED
 from dist_mem.runtime.lease import Lease, LeaseError
 from tests.support.forked_ranks import SIGKILLED, Ranks, fork_server
 from tests.support.jobs import (
@@ -23,24 +23,26 @@ from tests.support.jobs import (
     logged_steps,
     losses,
     train_here,
-    wait_for,
     write_config,
 )
+from tests.support.limits import limit, wait_until
 from tests.support.ranks import RankPool
 from tests.support.write_points import WritePoints
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 NUM_JOBS = 4  # that contend at a time
 
 
 def contend(run_dir: Path, together: Any) -> None:
     """Want the lease when all others do, and die with it when all have had their answer."""
-    together.wait(60)
+    together.wait(limit(60))
     try:
         Lease(run_dir)
         code = SIGKILLED
     except LeaseError:
-        code = EXIT_USAGE
-    together.wait(60)
+        code = EXIT_FAILED
+    together.wait(limit(60))
     if code == SIGKILLED:
         os.kill(os.getpid(), signal.SIGKILL)
     os._exit(code)
@@ -62,14 +64,14 @@ def exit_codes(function: Callable[..., None], *arguments: Any, count: int = 1) -
     for job in jobs:
         job.start()
     for job in jobs:
-        job.join(60)
+        job.join(limit(60))
     return sorted(job.exitcode for job in jobs)
 
 
 def assert_one_gets_it(run_dir: Path, *, rounds: int) -> None:
     for number in range(rounds):
         codes = exit_codes(contend, run_dir, fork_server().Barrier(NUM_JOBS), count=NUM_JOBS)
-        assert codes == [SIGKILLED] + [EXIT_USAGE] * (NUM_JOBS - 1), number
+        assert codes == [SIGKILLED] + [EXIT_FAILED] * (NUM_JOBS - 1), number
         assert [path.name for path in run_dir.iterdir()] == ["lease.json"]
 
 
@@ -101,7 +103,7 @@ def submit(config: Path, name: str, *, num_ranks: int, changes: list[str]) -> Ra
 
 def assert_refused(job: Ranks) -> None:
     codes, texts = job.finish()
-    assert set(codes) == {EXIT_USAGE}, texts
+    assert set(codes) == {EXIT_FAILED}, texts
     assert "lease.json: " in texts[0], texts
 
 
@@ -116,10 +118,10 @@ def resubmit(config: Path, run_dir: Path, old: Ranks, num_ranks: int) -> Ranks:
     saved = list_steps(run_dir)[-1]
     logged = max(logged_steps(run_dir))
     both = [submit(config, name, **settings) for name in ("first", "second")]
-    wait_for(lambda: any(job.processes[0].exitcode is not None for job in both), "a refusal")
+    wait_until(lambda: any(job.processes[0].exitcode is not None for job in both), "a refusal")
     refused, going_on = sorted(both, key=lambda job: job.processes[0].exitcode is None)
     assert_refused(refused)
-    wait_for(lambda: max(logged_steps(run_dir)) > logged and list_steps(run_dir)[-1] > saved, "a newer checkpoint")
+    wait_until(lambda: max(logged_steps(run_dir)) > logged and list_steps(run_dir)[-1] > saved, "a newer checkpoint")
     return going_on
 
 
@@ -134,7 +136,7 @@ def test_of_two_resubmissions_exactly_one_goes_on_and_nothing_is_lost(
     run_dir, alone = tmp_path / "run", tmp_path / "alone"
     configs = [write_config(tmp_path / f"{path.name}.yaml", books, path, changes) for path in (run_dir, alone)]
     job = submit(configs[0], "old", num_ranks=num_ranks, changes=["train.steps=1000000"])
-    wait_for(lambda: bool(list_steps(run_dir)), "the first checkpoint")
+    wait_until(lambda: bool(list_steps(run_dir)), "the first checkpoint")
     for _ in range(rounds):
         job = resubmit(configs[0], run_dir, job, num_ranks)
     for process in job.processes:

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bucket_download import DownloadError, download_files, list_files
 
 from dist_mem.config import DataConfig
 from dist_mem.data import shard
 from dist_mem.data.builders.builder import build_dataset
 from dist_mem.data.builders.source import SourceDocument
 from dist_mem.data.directory import open_index, refresh
-from dist_mem.data.remote.download import DownloadError, download_files, list_files
 from dist_mem.data.shard import fetch_shards, read_index, write_split
 from dist_mem.data.tar import TokenizedDocument
 from dist_mem.errors import UnusableError

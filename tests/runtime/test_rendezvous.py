@@ -12,9 +12,13 @@ import pytest
 
 import dist_mem
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
+from dist_mem.runtime.network_interface import free_port
 from tests.support.faults import PAGE
 from tests.support.jobs import run_ranks, write_config
-from tests.support.ranks import free_port, launcher_environment
+from tests.support.limits import limit
+from tests.support.ranks import launcher_environment
+
+pytestmark = pytest.mark.ranks
 
 OF_TORCH = ("frame #", "Exception raised", "c10d", ".cpp:", "Traceback")  # its own words, of no use to anybody
 
@@ -51,7 +55,9 @@ def test_every_module_whose_ranks_join_lets_them_meet_first() -> None:
     sources = {path: path.read_text(encoding="utf-8") for path in Path(dist_mem.__file__).parent.rglob("*.py")}
     joining = {path: text for path, text in sources.items() if "distributed.initialize(" in text}
     assert len(joining) >= 3
-    assert [path for path, text in joining.items() if " meet(" not in text and " before_joining(" not in text] == []
+    assert [
+        path for path, text in joining.items() if " wait_for_ranks(" not in text and " before_joining(" not in text
+    ] == []
 
 
 def alone(arguments: list[str], rank: int, **changes: str) -> Ended:
@@ -62,10 +68,11 @@ def alone(arguments: list[str], rank: int, **changes: str) -> Ended:
     unset = [name for name, value in environment.items() if value == "unset"]
     for name in unset:
         del environment[name]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit(60), check=False)
     return Ended(done.returncode, done.stdout + done.stderr)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "doctor", "evaluate", "sweep", "inspect", "dialogue"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_missing_rank_is_named_after_the_patience_and_torch_says_nothing(
@@ -80,6 +87,7 @@ def test_a_missing_rank_is_named_after_the_patience_and_torch_says_nothing(
     assert "preflight=false" not in text, "that would not help"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "evaluate"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_name_that_does_not_resolve_is_the_reason(config: Path, command: str, rank: int) -> None:
@@ -89,6 +97,7 @@ def test_a_name_that_does_not_resolve_is_the_reason(config: Path, command: str, 
     assert not [word for word in OF_TORCH if word in text], text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "name"),
     [
@@ -103,6 +112,7 @@ def test_half_of_a_launchers_variables_is_no_traceback(config: Path, command: st
     assert f"environment: {name} is not set" in text and "Traceback" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "evaluate"])
 def test_ranks_that_all_come_meet_without_a_word_of_torch(config: Path, command: str) -> None:
     arguments = [*commands(config)[command], "watchdog.join_seconds=60"]

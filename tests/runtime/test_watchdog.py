@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,17 @@ import torch.distributed as dist
 from dist_mem.__main__ import main
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_HUNG, EXIT_REQUEUE
 from dist_mem.runtime import watchdog
-from dist_mem.runtime.environment import node_name, read_ranks
-from dist_mem.runtime.hang_report import Standing, failed_nodes, read_standings, report, suspects, write_standing
-from dist_mem.training import loop as train
+from dist_mem.runtime.environment import node_name
+from dist_mem.runtime.hang_report import Position, failed_nodes, read_positions, report, suspects, write_position
+from dist_mem.runtime.ranks import read_ranks
+from dist_mem.training import loop, run
 from dist_mem.training import step as update
-from tests.support.forked_ranks import Ended, Ranks, fork_server
-from tests.support.jobs import build_books, logged_steps, start_ranks, wait_for, write_config
+from dist_mem.training.feed import Feed
+from tests.support.forked_ranks import Ended, Program, Ranks, fork_server
+from tests.support.jobs import build_books, logged_steps, start_ranks, write_config
+from tests.support.limits import limit, wait_until
+
+pytestmark = pytest.mark.ranks
 
 ENDLESS = {"train": {"steps": 10**6, "lanes": 12}, "checkpoint": {"every": 50}}
 
@@ -45,7 +50,7 @@ def the_hang(folder: Path) -> Path:
     return found
 
 
-def end_stopped(processes: list[subprocess.Popen[str]]) -> None:
+def end_stopped(processes: list[Program]) -> None:
     """Whatever is left of a job; what killed processes of DeepSpeed leave in memory too."""
     for process in processes:
         if process.poll() is None:
@@ -53,6 +58,7 @@ def end_stopped(processes: list[subprocess.Popen[str]]) -> None:
         process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "stopped"), [(2, 1), (3, 0)])
 def test_a_rank_that_is_stopped_is_named_and_the_job_ends_within_five_seconds_of_the_time_out(
     tmp_path: Path, books: Path, size: int, stopped: int
@@ -61,22 +67,22 @@ def test_a_rank_that_is_stopped_is_named_and_the_job_ends_within_five_seconds_of
     config = config_of(tmp_path, books, tracked, seconds=5)
     processes = start_ranks(["train", str(config)], world_size=size, cwd=tmp_path)
     try:
-        wait_for(lambda: 4 in logged_steps(tmp_path / "run"), "step 4")
+        wait_until(lambda: 4 in logged_steps(tmp_path / "run"), "step 4")
         processes[stopped].send_signal(signal.SIGSTOP)
         began = time.monotonic()
         live = [rank for rank in range(size) if rank != stopped]
-        texts = {rank: processes[rank].communicate(timeout=60)[0] for rank in live}
+        texts = {rank: processes[rank].communicate(timeout=limit(60))[0] for rank in live}
         took = time.monotonic() - began
     finally:
         end_stopped(processes)
     assert [processes[rank].returncode for rank in live] == [EXIT_HUNG] * len(live), texts
-    assert 4 < took < 5 + 5
+    assert 4 < took < limit(5 + 5)
     text = (the_hang(tmp_path) / "report.txt").read_text()
     assert f"suspect: rank {stopped} ({node_name()}) has reported nothing" in text
     assert [rank for rank in live if text in texts[rank]] == live[:1], "the lowest live rank prints it, and no other"
-    standings = read_standings(the_hang(tmp_path))
-    assert [standing.rank for standing in standings] == live
-    assert all(standing.step is not None and standing.step >= 4 for standing in standings)
+    positions = read_positions(the_hang(tmp_path))
+    assert [position.rank for position in positions] == live
+    assert all(position.step is not None and position.step >= 4 for position in positions)
     for rank in live:
         stacks = (the_hang(tmp_path) / f"rank-{rank:05d}.txt").read_text()
         assert "MainThread" in stacks and 'step.py", line' in stacks and "prefetch.py" in stacks
@@ -86,36 +92,38 @@ def test_a_rank_that_is_stopped_is_named_and_the_job_ends_within_five_seconds_of
     assert statuses == (["RUNNING"] if stopped == 0 else ["RUNNING", "FAILED"])
 
 
+@pytest.mark.slow
 def test_a_job_that_was_suspended_as_a_whole_goes_on(tmp_path: Path, books: Path) -> None:
     config = config_of(tmp_path, books, seconds=3)
     processes = start_ranks(["train", str(config)], world_size=2, cwd=tmp_path)
     try:
-        wait_for(lambda: 4 in logged_steps(tmp_path / "run"), "step 4")
+        wait_until(lambda: 4 in logged_steps(tmp_path / "run"), "step 4")
         for process in processes:
             process.send_signal(signal.SIGSTOP)
         time.sleep(7)  # a time that passes, not one in which something is to happen
         step = logged_steps(tmp_path / "run")[-1]
         for process in processes:
             process.send_signal(signal.SIGCONT)
-        wait_for(lambda: logged_steps(tmp_path / "run")[-1] > step + 20, "20 steps more")
+        wait_until(lambda: logged_steps(tmp_path / "run")[-1] > step + 20, "20 steps more")
         time.sleep(3)
         processes[0].send_signal(signal.SIGTERM)
-        texts = [process.communicate(timeout=60)[0] for process in processes]
+        texts = [process.communicate(timeout=limit(60))[0] for process in processes]
     finally:
         end_stopped(processes)
     assert [process.returncode for process in processes] == [EXIT_REQUEUE] * 2, texts
     assert not (tmp_path / "run" / "hangs").exists()
 
 
+@pytest.mark.slow
 def test_the_others_end_with_an_error_when_a_rank_dies(tmp_path: Path, books: Path) -> None:
     """gloo tells them at once; where nobody does, the watchdog is there."""
     config = config_of(tmp_path, books, seconds=20)
     processes = start_ranks(["train", str(config)], world_size=3, cwd=tmp_path)
     try:
-        wait_for(lambda: 4 in logged_steps(tmp_path / "run"), "step 4")
+        wait_until(lambda: 4 in logged_steps(tmp_path / "run"), "step 4")
         processes[1].kill()
         for rank in (0, 2):
-            processes[rank].communicate(timeout=60)
+            processes[rank].communicate(timeout=limit(60))
     finally:
         end_stopped(processes)
     assert [processes[rank].returncode for rank in (0, 2)] == [EXIT_FAILED] * 2
@@ -124,19 +132,22 @@ def test_the_others_end_with_an_error_when_a_rank_dies(tmp_path: Path, books: Pa
 def run_disturbed(config: str, what: str) -> int:
     """`dist-mem train CONFIG` on a rank to which something happens in step 5."""
     rank = read_ranks()[0]
-    read_ahead, sum_over_ranks = train.read_ahead, update.sum_over_ranks
-    step = -1
+    read_ahead, sum_over_ranks, begin_step = Feed.read_ahead, update.sum_over_ranks, loop.begin_step
+    step = 0
 
-    def read(job: Any) -> Any:
+    def begin(number: int) -> None:
         nonlocal step
-        step = job.step
+        step = number
+        begin_step(number)
+
+    def read(feed: Feed) -> int:
         if what == "stuck in its data" and rank == 1 and step == 5:
             time.sleep(600)
         if what == f"late on rank {1 - rank}" and step == 5:
             time.sleep(600)
         if what == "a slow first step" and step == 0:
             time.sleep(4)
-        return read_ahead(job)
+        return read_ahead(feed)
 
     def add_up(values: Any, device: torch.device) -> list[float]:
         if what == "stuck in a collective" and step == 5:
@@ -144,10 +155,11 @@ def run_disturbed(config: str, what: str) -> int:
         return sum_over_ranks(values, device)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "read_ahead", read)
+        patch.setattr(Feed, "read_ahead", read)
+        patch.setattr(loop, "begin_step", begin)
         if what == f"late on rank {rank}":  # it decides long after the others, as in a phase that may take longer
-            watched = train.watched
-            patch.setattr(train, "watched", lambda run_dir, world, seconds: watched(run_dir, world, 60.0))
+            watched = run.watched
+            patch.setattr(run, "watched", lambda run_dir, world, seconds: watched(run_dir, world, 60.0))
         patch.setattr(update, "sum_over_ranks", add_up)
         return main(["train", config])
 
@@ -156,6 +168,7 @@ def disturbed(folder: Path, config: Path, what: str) -> Ended:
     return Ranks(run_disturbed, [(str(config), what)] * 2, folder=folder).finish(patience=20)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stuck_alone_is_behind_the_others(tmp_path: Path, books: Path) -> None:
     ended = disturbed(tmp_path, config_of(tmp_path, books, seconds=3), "stuck in its data")
     assert ended.codes == [EXIT_HUNG] * 2, ended.texts
@@ -166,6 +179,7 @@ def test_a_rank_that_is_stuck_alone_is_behind_the_others(tmp_path: Path, books: 
     assert " in read\n" in (the_hang(tmp_path) / "rank-00001.txt").read_text(), "the place where it is stuck"
 
 
+@pytest.mark.slow
 def test_a_collective_in_which_all_are_stuck_suspects_nobody(tmp_path: Path, books: Path) -> None:
     ended = disturbed(tmp_path, config_of(tmp_path, books, seconds=3), "stuck in a collective")
     assert ended.codes == [EXIT_HUNG] * 2, ended.texts
@@ -175,6 +189,7 @@ def test_a_collective_in_which_all_are_stuck_suspects_nobody(tmp_path: Path, boo
     assert not (tmp_path / "run" / "slurm").exists()
 
 
+@pytest.mark.slow
 def test_a_run_directory_that_cannot_be_written_does_not_keep_a_hanging_job(tmp_path: Path, books: Path) -> None:
     config = config_of(tmp_path, books, seconds=3)
     (tmp_path / "run").mkdir()
@@ -182,11 +197,12 @@ def test_a_run_directory_that_cannot_be_written_does_not_keep_a_hanging_job(tmp_
     ended = disturbed(tmp_path, config, "stuck in its data")
     assert ended.codes == [EXIT_HUNG] * 2, ended.texts
     for rank, text in enumerate(ended.texts):
-        assert f"cannot be written; rank {rank} stands here:" in text
+        assert f"cannot be written; the stacks of rank {rank}:" in text
         assert "most recent call first" in text
         assert "hang: nothing has moved for " in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("is_written", [True, False])
 def test_a_rank_that_is_cut_off_by_the_end_of_a_hanging_one_has_hung_too(
@@ -201,32 +217,33 @@ def test_a_rank_that_is_cut_off_by_the_end_of_a_hanging_one_has_hung_too(
     assert ended.codes == [EXIT_HUNG] * 2, ended.texts
 
 
+@pytest.mark.slow
 def test_the_first_step_may_take_three_times_as_long(tmp_path: Path, books: Path) -> None:
     """It sleeps twice `watchdog.seconds`."""
     ended = disturbed(tmp_path, config_of(tmp_path, books, {"train": {"steps": 3}}, seconds=2), "a slow first step")
     assert ended.codes == [EXIT_DONE] * 2, ended.texts
 
 
-def standing(rank: int, beats: int = 100, phase: str = "agreeing") -> Standing:
-    return Standing(rank, f"node{rank // 2}", 1000 + rank, 7, phase, beats, 600.2)
+def position(rank: int, beats: int = 100, phase: str = "agreeing") -> Position:
+    return Position(rank, f"node{rank // 2}", 1000 + rank, 7, phase, beats, 600.2)
 
 
 NODES = [f"node{rank // 2}" for rank in range(8)]
 
 
 def test_silent_ranks_are_suspected_before_those_that_are_behind() -> None:
-    told = [standing(rank) for rank in range(8)]
-    assert suspects(told, NODES) == {}
-    assert list(suspects([*told[:3], standing(3, 90), *told[4:]], NODES)) == [3]
-    assert list(suspects([*told[:3], standing(3, 90), *told[6:]], NODES)) == [4, 5]
-    ahead = [*(standing(rank, 90) for rank in range(7)), standing(7)]
+    reported = [position(rank) for rank in range(8)]
+    assert suspects(reported, NODES) == {}
+    assert list(suspects([*reported[:3], position(3, 90), *reported[4:]], NODES)) == [3]
+    assert list(suspects([*reported[:3], position(3, 90), *reported[6:]], NODES)) == [4, 5]
+    ahead = [*(position(rank, 90) for rank in range(7)), position(7)]
     assert suspects(ahead, NODES) == {}, "seven of eight are behind one: they wait for something that it has got"
 
 
 def test_report_is_a_few_lines_for_many_ranks(tmp_path: Path) -> None:
     nodes = [f"node{rank // 8}" for rank in range(512)]
-    told = [Standing(rank, nodes[rank], 1, 7, "backward", 90, 600.2) for rank in range(512) if rank != 203]
-    text = report(told, nodes, seconds=600, folder=tmp_path)
+    reported = [Position(rank, nodes[rank], 1, 7, "backward", 90, 600.2) for rank in range(512) if rank != 203]
+    text = report(reported, nodes, seconds=600, folder=tmp_path)
     assert text.splitlines() == [
         "hang: nothing has moved for 600 s (watchdog.seconds = 600)",
         "suspect: rank 203 (node25) has reported nothing: it is stopped or dead, or its node is",
@@ -236,31 +253,33 @@ def test_report_is_a_few_lines_for_many_ranks(tmp_path: Path) -> None:
 
 
 def test_a_standing_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    before_the_first_step = standing(2)._replace(step=None, phase="opening")
-    for mine in (standing(1), before_the_first_step):
-        write_standing(tmp_path / "hangs", mine)
-    assert read_standings(tmp_path / "hangs") == [standing(1), before_the_first_step]
+    before_the_first_step = position(2)._replace(step=None, phase="opening")
+    for mine in (position(1), before_the_first_step):
+        write_position(tmp_path / "hangs", mine)
+    assert read_positions(tmp_path / "hangs") == [position(1), before_the_first_step]
     assert before_the_first_step.place == "opening"
 
 
 def test_a_failed_node_is_listed_once(tmp_path: Path) -> None:
     for missing in ([2, 3], [3], [4]):
-        told = [standing(rank) for rank in range(8) if rank not in missing]
-        failed_nodes(tmp_path, told, NODES)
+        reported = [position(rank) for rank in range(8) if rank not in missing]
+        failed_nodes(tmp_path, reported, NODES)
     assert (tmp_path / "slurm" / "failed_nodes").read_text() == "node1\nnode2\n"
 
 
 def test_many_silent_nodes_are_not_listed(tmp_path: Path) -> None:
     """Rather the network than half of the nodes; a start without them would be one without most of the job."""
-    failed_nodes(tmp_path, [standing(rank) for rank in range(4)], NODES)
+    failed_nodes(tmp_path, [position(rank) for rank in range(4)], NODES)
     assert not (tmp_path / "slurm" / "failed_nodes").exists()
 
 
 def test_work_that_does_not_come_back_is_given_up() -> None:
     """As of a file system that does not answer."""
     began = time.monotonic()
-    assert watchdog.quickly(lambda: time.sleep(30), 0.2) is None
-    assert time.monotonic() - began < 10
+    may_end = threading.Event()
+    assert watchdog.quickly(may_end.wait, 0.2) is None
+    may_end.set()
+    assert time.monotonic() - began < limit(10)
     assert watchdog.quickly(lambda: 7, 10) == 7
     assert watchdog.quickly(Path("/no/such/place").stat, 10) is None
 

@@ -1,4 +1,4 @@
-"""A job that stood still while another one took its run directory over writes nothing more, and says why it ends."""
+"""A job that was suspended while another one took its run directory over writes nothing more, and says why it ends."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from dist_mem.__main__ import main
 from dist_mem.errors import EXIT_DONE
 from dist_mem.runtime import lease
 from dist_mem.tracking import sync
-from dist_mem.tracking.run_id import RUN_ID_FILE
+from dist_mem.tracking.stores import RUN_ID_FILE
 from tests.support.forked_ranks import Ranks, fork_server
-from tests.support.jobs import build_books, logged_steps, wait_for, write_config
+from tests.support.jobs import build_books, logged_steps, write_config
+from tests.support.limits import wait_until
 from tests.support.tracked import history
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 STEPS = 30
 
@@ -55,7 +58,7 @@ def content(run_dir: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("every", [None, 7])
-def test_a_job_that_stood_still_past_its_lease_writes_nothing_more(
+def test_a_job_suspended_past_its_lease_writes_nothing_more(
     tmp_path: Path, sqlite_uri: str, client: Any, capsys: pytest.CaptureFixture[str], every: int | None
 ) -> None:
     """Neither points, nor entries of its journal, nor checkpoints; MLflow has every step once."""
@@ -67,7 +70,7 @@ def test_a_job_that_stood_still_past_its_lease_writes_nothing_more(
     config = write_config(tmp_path / "run.yaml", build_books(tmp_path), run_dir, changes)
     sleeper = submit("sleeper", config, tmp_path / "sleeper", size=2)
     try:
-        wait_for(lambda: len(logged_steps(run_dir)) > 10, "ten points")
+        wait_until(lambda: len(logged_steps(run_dir)) > 10, "ten points")
         with standing_still(sleeper, [0, 1]):
             other = submit("other", config, tmp_path / "other", f"train.steps={STEPS}", size=2).finish(timeout=240)
             assert other.codes == [EXIT_DONE] * 2, other.texts
@@ -79,8 +82,8 @@ def test_a_job_that_stood_still_past_its_lease_writes_nothing_more(
     changed = {name for name, held in content(run_dir).items() if left.get(name) != held}
     assert not changed, "the job that stood still has written"
     assert ended.codes == [errors.EXIT_TAKEN_OVER] * 2, ended.texts
-    told = [line for text in ended.texts for line in text.splitlines() if "error" in line.lower()]
-    assert len(told) == 1 and "has taken the run directory over" in told[0], told
+    reported = [line for text in ended.texts for line in text.splitlines() if "error" in line.lower()]
+    assert len(reported) == 1 and "has taken the run directory over" in reported[0], reported
     assert sync.run([run_dir]) == EXIT_DONE
     assert "MLflow has everything" in capsys.readouterr().out
     run_id = (run_dir / RUN_ID_FILE).read_text().strip()

@@ -1,0 +1,70 @@
+"""Compilers and the folders of their caches, as environment variables name them. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from dist_mem.runtime.environment import extension_cache, node_name, user_cache_dir
+from dist_mem.runtime.files import NotOwnError, make_own
+from dist_mem.runtime.ranks import is_first_on_node
+
+
+def compiler_caches() -> dict[str, tuple[Path, str]]:
+    """Return the cache of each compiler: name -> its directory, and the variable that moves it."""
+    temporary = Path(tempfile.gettempdir())
+    triton_home = Path(os.environ.get("TRITON_HOME") or "~").expanduser()
+    inductor = temporary / f"torchinductor_{os.environ.get('USER', '')}"
+    usual = {
+        "TORCH_EXTENSIONS_DIR": ("DeepSpeed's ops", extension_cache()),
+        "TRITON_CACHE_DIR": ("Triton", triton_home / ".triton" / "cache"),
+        "TORCHINDUCTOR_CACHE_DIR": ("torch.compile", inductor),
+        "TMPDIR": ("temporary files", temporary),
+    }
+    return {name: (Path(os.environ.get(key) or path), key) for key, (name, path) in usual.items()}
+
+
+_NODE_CACHES = {
+    "TORCH_EXTENSIONS_DIR": "torch_extensions",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "MPLCONFIGDIR": "matplotlib",
+}
+
+
+def use_node_caches() -> None:
+    """Move the compilers' caches to DIST_MEM_CACHES, a disk of this node; do nothing if it is not set.
+
+    Compiled code is loaded from there, and everybody may write to such a disk, so only this user may be able to write
+    to the folder in it. Otherwise the caches go to a folder for this node in the user's cache directory.
+    """
+    place = os.environ.get("DIST_MEM_CACHES")
+    if not place:
+        return
+    folder = Path(place) / f"dist_mem-{os.getuid()}"
+    try:
+        make_own(folder)
+    except (NotOwnError, OSError) as error:
+        folder = user_cache_dir() / "dist_mem" / node_name()
+        if is_first_on_node():
+            print(f"warning: {error}; compiled code is kept in {folder}", file=sys.stderr)
+    for variable, name in _NODE_CACHES.items():
+        os.environ.setdefault(variable, str(folder / name))
+
+
+def find_own_tools() -> None:
+    """Put this environment's programs first on PATH: DeepSpeed needs `ninja` even if no environment is activated."""
+    own = sysconfig.get_path("scripts")
+    found = os.environ.get("PATH", "").split(os.pathsep)
+    if found[0] != own:
+        os.environ["PATH"] = os.pathsep.join([own, *found])
+
+
+def cpp_compiler() -> str | None:
+    """Return the C++ compiler that torch's extension builder uses: CXX, else c++ or g++; None if there is none."""
+    requested = os.environ.get("CXX")
+    return shutil.which(requested) if requested else shutil.which("c++") or shutil.which("g++")

@@ -1,0 +1,173 @@
+"""The ranks of a job in environment variables: read from the launcher, exported for torch and DeepSpeed. No torch here.
+
+Ranks come from RANK, LOCAL_RANK, WORLD_SIZE (torchrun, the deepspeed launcher), else from SLURM_* when this process
+runs inside a job step, else this is a single process. SLURM_PROCID is also set in the batch script's environment, where
+it means nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from dist_mem.runtime.environment import extension_cache
+from dist_mem.runtime.network_interface import interface_towards, own_name_is_loopback
+
+_LARGEST_STEP_ID = 4_294_967_000  # Slurm numbers the batch, extern and interactive steps from here
+
+
+def in_job_step(environ: Mapping[str, str]) -> bool:
+    """Return whether Slurm started this process as a task of a job step, not as the batch script."""
+    step = environ.get("SLURM_STEP_ID", "")
+    return "SLURM_PROCID" in environ and step.isdigit() and int(step) < _LARGEST_STEP_ID
+
+
+def read_ranks(environ: Mapping[str, str] = os.environ) -> tuple[int, int, int, int]:
+    """Return (rank, world size, local rank, local size), as the launcher sets them; (0, 1, 0, 1) without a launcher."""
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        missing = [name for name in ("RANK", "WORLD_SIZE") if name not in environ]
+        if missing:
+            raise ValueError(f"environment: {missing[0]} is not set while its partner is; set both, or neither")
+        rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+        local_size = environ.get("LOCAL_WORLD_SIZE", environ.get("LOCAL_SIZE", size))  # torchrun's name, deepspeed's
+        return rank, size, int(environ.get("LOCAL_RANK", rank)), int(local_size)
+    if in_job_step(environ):
+        rank, size = int(environ["SLURM_PROCID"]), int(environ["SLURM_NTASKS"])
+        per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)).split("(")[0].split(",")[0]
+        return rank, size, int(environ.get("SLURM_LOCALID", 0)), int(per_node)
+    return 0, 1, 0, 1
+
+
+def is_rank0() -> bool:
+    """Return whether this is rank 0, which prints for the job; works before anything is initialized."""
+    return _is_first(0)
+
+
+def is_first_on_node() -> bool:
+    """Return whether this is the first rank of its node, which prints for the node; works as early as `is_rank0`."""
+    return _is_first(2)
+
+
+def _is_first(index: int) -> bool:
+    try:
+        return read_ranks()[index] == 0
+    except ValueError:  # only half of a launcher's variables: reported later
+        return True
+
+
+def export_for_libraries(rank: int, size: int, local_rank: int, local_size: int) -> None:
+    """Export the ranks, the rendezvous address, gloo's interface and the extension cache for torch and DeepSpeed."""
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if size > 1 and missing:
+        if not in_job_step(os.environ):
+            which = f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'}"
+            raise ValueError(f"environment: {which} not set; start with torchrun, deepspeed or srun")
+        if "MASTER_ADDR" in missing:
+            os.environ["MASTER_ADDR"] = _first_node()
+        if "MASTER_PORT" in missing:
+            os.environ["MASTER_PORT"] = str(10000 + int(os.environ.get("SLURM_JOB_ID", 0)) % 20000)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0")
+    if size > local_size and "GLOO_SOCKET_IFNAME" not in os.environ and own_name_is_loopback():
+        interface = interface_towards(os.environ["MASTER_ADDR"])
+        if interface is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extension_cache()))
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    os.environ.update(
+        {name: str(value) for name, value in zip(names, (rank, size, local_rank, local_size), strict=True)}
+    )
+
+
+def _first_node() -> str:
+    """Return the first node of the step: its name or, if that does not resolve, its address."""
+    nodes = os.environ.get("SLURM_STEP_NODELIST", os.environ.get("SLURM_JOB_NODELIST", "localhost"))
+    host = _scontrol("hostnames", nodes).split()[0]
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        found = re.search(r"\bNodeAddr=(\S+)", _scontrol("node", host, "--oneliner"))
+        host = found[1] if found else host
+    return host
+
+
+def slurm_nodes() -> list[str]:
+    """Return the nodes of this Slurm job step; none outside of one, or if scontrol does not answer."""
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        return []
+    try:
+        listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return listed.stdout.split()
+
+
+def _scontrol(*words: str) -> str:
+    return subprocess.run(["scontrol", "show", *words], capture_output=True, text=True, check=True).stdout
+
+
+def rendezvous_address() -> tuple[str, int]:
+    """Return MASTER_ADDR and MASTER_PORT; call `export_for_libraries` first."""
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
+def agent_keeps_store() -> bool:
+    """Return whether the launcher hosts the store of the rendezvous, as torchrun does; else rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def launcher_restarts() -> int:
+    """Return how often torchrun has restarted all ranks."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def gpus_are_hidden() -> bool:
+    """Return whether the user has chosen CPUs: CUDA_VISIBLE_DEVICES is set and empty."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+
+
+def slurm_gave_gpus() -> bool:
+    """Return whether Slurm has allocated GPUs on this node to this job."""
+    return any(os.environ.get(name, "0") != "0" for name in ("SLURM_GPUS_ON_NODE", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS"))
+
+
+def allotted_threads(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return the CPU threads of a rank: OMP_NUM_THREADS, else SLURM_CPUS_PER_TASK; None if neither is set."""
+    for name in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK"):
+        number = environ.get(name, "").partition(",")[0].strip()  # OpenMP accepts one number per nesting level
+        if name == "OMP_NUM_THREADS" and number == "1" and "TORCHELASTIC_RUN_ID" in environ:
+            continue  # torchrun sets it if the user has not
+        if number.isdecimal() and int(number) > 0:
+            return int(number)
+    return None
+
+
+def use_cpu_accelerator() -> None:
+    """Set DS_ACCELERATOR=cpu, unless the user has set it; call this before DeepSpeed is imported."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def note_exit_code(code: int) -> None:
+    """Write the exit code of the job to the file that DIST_MEM_EXIT_CODE names, if it is set and this is rank 0.
+
+    The batch script reads it. srun reports the highest code of all ranks, which may be that of a rank that srun
+    terminated because another one had ended.
+    """
+    path = os.environ.get("DIST_MEM_EXIT_CODE")
+    with suppress(ValueError, OSError):  # wrong variables: reported before; a full disk: srun's code is left
+        if path and read_ranks()[0] == 0:
+            Path(path).write_text(f"{code}\n", encoding="ascii")
+
+
+def environment_of_rank(rank: int, size: int, port: int, more: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a rank on this node, as torchrun sets it, without the scheduler's variables."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCHELASTIC_"))}
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    kept.pop("DIST_MEM_JOB_END", None)
+    return {**kept, **{name: str(value) for name, value in ranks.items()}, "MASTER_ADDR": "127.0.0.1", **more}
