@@ -22,11 +22,11 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bucket_download import download_files, fetch, list_files
 from builder_options import builder_parser, exit_code, positive
 
 from dist_mem.data.builders.builder import build_dataset
 from dist_mem.data.builders.source import SourceDocument, read_text
-from dist_mem.data.remote.download import download_files, fetch, list_files
 from dist_mem.runtime.files import write_bytes
 
 BUCKET_URL = "https://storage.googleapis.com/deepmind-gutenberg"

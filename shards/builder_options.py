@@ -7,8 +7,10 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from bucket_download import DownloadError
+
 from dist_mem.data.builders.workers import WorkerKilledError
-from dist_mem.data.remote.download import DownloadError
+from dist_mem.errors import run_error
 
 
 def builder_parser(docstring: str | None, *, vocab_size: int | None) -> argparse.ArgumentParser:
@@ -46,13 +48,13 @@ def exit_code(build: Callable[[], None], *, builder: str, reads: Iterable[Path |
         print(f"{builder}: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"{builder}: {error}; mend that, and the same command goes on from what is finished", file=sys.stderr)
-        return 1
+        print(f"{builder}: {error}; fix this, and the same command continues from what is finished", file=sys.stderr)
+        return run_error(error).exit_code
     except (DownloadError, WorkerKilledError) as error:
         print(f"{builder}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"{builder}: stopped; the same command goes on from here", file=sys.stderr)
+        print(f"{builder}: stopped; the same command continues from here", file=sys.stderr)
         return 130
     return 0
 

@@ -6,10 +6,10 @@ Letters: G lanes of the whole job, T tokens of a segment, K segments of an updat
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from dist_mem.config import Config
-from dist_mem.config.bounds import MOST
+from dist_mem.config import Config, TrainConfig
+from dist_mem.config.keys import STEPS
 from dist_mem.data.plan import DocumentPlan, Plan, lanes_of_rank
 
 IDLE_LIMIT = 0.2  # share of wasted work above which a warning is shown
@@ -32,15 +32,15 @@ class IdleWork(NamedTuple):
     text: str
 
 
-def batch_plan(train: Any, world_size: int) -> BatchPlan:
-    """Divide `train.lanes` among `world_size` ranks; `train` is a `TrainConfig`."""
+def batch_plan(train: TrainConfig, world_size: int) -> BatchPlan:
+    """Divide `train.lanes` among `world_size` ranks."""
     per_rank = len(lanes_of_rank(train.lanes, world_size=world_size, rank=0, micro_lanes=train.micro_lanes))
     groups = per_rank // train.micro_lanes
     accumulation, idle_lanes = groups * train.segments_per_update, per_rank * world_size - train.lanes
     return BatchPlan(world_size, per_rank, groups, accumulation, idle_lanes)
 
 
-def best_micro_lanes(train: Any, world_size: int) -> int:
+def best_micro_lanes(train: TrainConfig, world_size: int) -> int:
     """Return the largest `train.micro_lanes`, not above the present one, that leaves the fewest idle lanes."""
 
     def idle_lanes(micro_lanes: int) -> int:
@@ -49,7 +49,7 @@ def best_micro_lanes(train: Any, world_size: int) -> int:
     return min(range(train.micro_lanes, 0, -1), key=idle_lanes)
 
 
-def idle_work(train: Any, world_size: int, *, num_documents: int | None = None) -> IdleWork | None:
+def idle_work(train: TrainConfig, world_size: int, *, num_documents: int | None = None) -> IdleWork | None:
     """Return the work wasted if the ranks do not divide the lanes, with better settings; None if nothing is wasted.
 
     Args:
@@ -80,7 +80,7 @@ def num_readable(plan: Plan | None) -> int | None:
     return len(plan.lengths) - len(plan.skipped) if isinstance(plan, DocumentPlan) else None
 
 
-def steps_per_epoch(train: Any, plan: Plan) -> float:
+def steps_per_epoch(train: TrainConfig, plan: Plan) -> float:
     """Return the updates in which every document is read once; the last segment of a document counts as a full one."""
     return plan.num_segments / (train.lanes * train.segments_per_update)
 
@@ -95,15 +95,13 @@ def total_steps(config: Config, plan: Plan) -> int:
         return config.train.steps
     assert config.train.epochs is not None, "load_config checks this"
     steps = max(1, math.ceil(config.train.epochs * steps_per_epoch(config.train, plan)))
-    if steps > (most := MOST["train.steps"]):
+    if steps > STEPS:
         epochs = f"train.epochs is {config.train.epochs}, which the data make {steps:,} steps"
-        raise ValueError(f"{epochs}, but a run has at most {most:,}; give fewer epochs")
+        raise ValueError(f"{epochs}, but a run has at most {STEPS:,}; give fewer epochs")
     return steps
 
 
 def counted(number: int, singular: str, plural: str | None = None) -> str:
-    return f"{number:,} {singular if number == 1 else plural or _plural(singular)}"
-
-
-def _plural(word: str) -> str:
-    return f"{word}es" if word.endswith("ch") else f"{word}s"
+    """Return a number and its noun, in the plural unless the number is 1."""
+    plural = plural or (f"{singular}es" if singular.endswith("ch") else f"{singular}s")
+    return f"{number:,} {singular if number == 1 else plural}"

@@ -24,9 +24,11 @@ from dist_mem.config.check import nearest
 from dist_mem.data.metadata import ShardError, read_metadata
 from dist_mem.data.remote.fetch import (
     METADATA_BYTES,
+    FailedRemoteError,
     RemoteError,
     UnreachableError,
     Verify,
+    WrongRemoteError,
     address,
     download,
     is_remote,
@@ -42,7 +44,8 @@ from dist_mem.runtime.environment import user_cache_dir
 from dist_mem.runtime.files import sha256_of
 
 log = logging.getLogger(__name__)
-START_NAME = ".start"  # lock of `refresh`; contains the last start it ran for, and its error
+START_NAME = ".start"  # lock of `refresh`; contains the last start it ran for, and kind and text of its error
+_RECORDED: dict[str, type[RemoteError]] = {"wrong": WrongRemoteError, "failed": FailedRemoteError}
 
 
 def local_dir(data: DataConfig) -> Path:
@@ -72,9 +75,9 @@ def open_index(data: DataConfig, split: str) -> Index:
 
 
 def check_allowed(data: DataConfig, how: str = "add data.allow_pipe=true to the command line") -> None:
-    """Raise RemoteError if `data.path` is a command and data.allow_pipe is false; `how` is the fix to suggest."""
+    """Raise WrongRemoteError if `data.path` is a command and data.allow_pipe is false; `how` is the fix to suggest."""
     if re.match("pipe:", data.path, re.IGNORECASE) and not data.allow_pipe:
-        raise RemoteError(f"data.path is a command (pipe:), which can do anything: to run it, {how}")
+        raise WrongRemoteError(f"data.path is a command (pipe:), which can do anything: to run it, {how}")
 
 
 def check_split(data: DataConfig, split: str) -> None:
@@ -101,13 +104,14 @@ def refresh(data: DataConfig, splits: Iterable[str], *, start: str | None = None
     start = start or uuid.uuid4().hex
     with locked(local_dir(data) / START_NAME) as record:
         record.seek(0)
-        last_start, _, message = record.read().decode().partition("\n")
-        error = RemoteError(message) if message else None
+        last_start, kind, message = [*record.read().decode().split("\n", 2), "", ""][:3]
+        error: RemoteError | None = _RECORDED[kind](message) if last_start == start and kind else None
         if last_start != start:
             error = _refresh(data, list(splits))
+            kind = "" if error is None else "wrong" if isinstance(error, WrongRemoteError) else "failed"
             with writing(local_dir(data)):
                 record.truncate(0)
-                record.write(f"{start}\n{error or ''}".encode())
+                record.write(f"{start}\n{kind}\n{error or ''}".encode())
     if error is not None:
         raise error
 
@@ -129,22 +133,17 @@ def refresh_on_all_ranks(data: DataConfig, splits: Sequence[str]) -> None:
 
 
 def _refresh_on_all_ranks(data: DataConfig, splits: Sequence[str]) -> None:
-    from dist_mem.runtime.distributed import AgreedError, agree_all_well, from_rank0, gather_objects
+    from dist_mem.runtime.distributed import from_rank0, gather_objects, on_all_ranks
 
     start = from_rank0(uuid.uuid4().hex)
-    error: RemoteError | None = None
-    held: list[str] = []
-    try:
+
+    def fetch() -> list[str]:
         refresh(data, splits, start=start)
-        held = [sha256_of(local_dir(data) / name) for name in _names(splits)]
-    except RemoteError as caught:
-        error = caught
-    try:
-        agree_all_well(error, f"fetching {show(data.path)}")
-    except AgreedError as agreed:
-        raise RemoteError(str(error or agreed)) from error
+        return [sha256_of(local_dir(data) / name) for name in _names(splits)]
+
+    held = on_all_ranks(fetch, f"fetching {show(data.path)}")
     if any(other != held for other in gather_objects(held)):
-        raise RemoteError(
+        raise FailedRemoteError(
             f"{show(data.path)}: the nodes of this job hold different versions of {', '.join(_names(splits))}; start "
             "again when the server has one for all"
         )
@@ -169,7 +168,7 @@ def _refresh(data: DataConfig, splits: Sequence[str]) -> RemoteError | None:
     except UnreachableError as error:
         if not all((directory / name).exists() for name in _names(splits)):
             return error
-        log.warning("%s; going on with the tokenizer and the indexes fetched before, in %s", error, directory)
+        log.warning("%s; continuing with the tokenizer and the indexes fetched before, in %s", error, directory)
     except RemoteError as error:
         return error
     return None

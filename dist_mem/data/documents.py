@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,30 +11,63 @@ import numpy as np
 from dist_mem.data.shard import Index, ShardError, check_document, expect_document, read_mask, read_recall, read_tokens
 
 log = logging.getLogger(__name__)
-ON_CORRUPT = ("stop", "skip")
 
 
 class Document(NamedTuple):
-    """An opened document, cut to the length that is read."""
+    """An opened document, cut to the length that is read, or a part of it."""
 
     number: int
     tokens: np.ndarray  # (length,)
     scored: np.ndarray | None  # (length,) bool
     recall: np.ndarray | None  # (length,)
+    is_damaged: bool = False  # a replacement, see `Documents.blank`
+
+    def part(self, start: int, stop: int) -> Document:
+        """Return tokens [start, stop), fewer at the end."""
+        number, tokens, scored, recall, is_damaged = self
+        span = slice(start, stop)
+        return Document(
+            number,
+            tokens[span],
+            None if scored is None else scored[span],
+            None if recall is None else recall[span],
+            is_damaged,
+        )
+
+
+def join(parts: Sequence[Document]) -> Document:
+    """Return parts of documents end to end, with the number of the first."""
+
+    def joined(arrays: Sequence[np.ndarray | None], *, missing: int) -> np.ndarray | None:
+        if all(array is None for array in arrays):
+            return None
+        sizes = [len(part.tokens) for part in parts]
+        filled = [np.full(size, missing) if array is None else array for array, size in zip(arrays, sizes, strict=True)]
+        return np.concatenate(filled)
+
+    return Document(
+        parts[0].number,
+        np.concatenate([part.tokens for part in parts]),
+        joined([part.scored for part in parts], missing=True),
+        joined([part.recall for part in parts], missing=0),
+    )
 
 
 class Documents:
     """Opens the documents of a split; each is checked against its checksum when it is opened."""
 
-    def __init__(self, index: Index, lengths: np.ndarray, *, bos_id: int, on_corrupt: str = "stop") -> None:
-        """`lengths` (documents,): number of tokens read of each, as in the plan."""
-        if on_corrupt not in ON_CORRUPT:
-            raise ValueError(f"data.on_corrupt = {on_corrupt!r}: must be one of {', '.join(ON_CORRUPT)}")
+    def __init__(self, index: Index, lengths: np.ndarray, *, bos_id: int, on_corrupt: str | None = None) -> None:
+        """Open documents of `index`.
+
+        Args:
+            lengths: (documents,) number of tokens read of each, as in the plan.
+            on_corrupt: as data.on_corrupt; None: stop, and no configuration can change that.
+        """
         self.index = index
         self.lengths = lengths
         self.bos_id = bos_id
         self.has_recall = any(entry.recall_offset is not None for entry in index.documents)
-        self._skips = on_corrupt == "skip"
+        self._on_corrupt = on_corrupt
         self._warned: set[int] = set()
 
     def __len__(self) -> int:
@@ -60,8 +94,10 @@ class Documents:
         try:
             return self.open(number)
         except ShardError as error:
-            if not self._skips:
+            if self._on_corrupt == "stop":
                 raise ShardError(f"{error}; data.on_corrupt=skip would leave it out") from error
+            if self._on_corrupt != "skip":
+                raise
             if number not in self._warned:
                 self._warned.add(number)
                 log.warning("skipped a damaged document: %s", error)
@@ -70,4 +106,4 @@ class Documents:
     def blank(self, number: int) -> Document:
         """Return a replacement of the same length that is all BOS and not scored."""
         length = int(self.lengths[number])
-        return Document(number, np.full(length, self.bos_id), np.zeros(length, dtype=bool), None)
+        return Document(number, np.full(length, self.bos_id), np.zeros(length, dtype=bool), None, is_damaged=True)

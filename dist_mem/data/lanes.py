@@ -1,6 +1,6 @@
 """Readers: the batches of one rank in each update of training, or each step of an evaluation.
 
-    index, plan -> runs of segments (spans.py) -> blocks of all lanes (chunks.py) -> Update -> prefetch thread -> loop
+    index, plan -> segments of each lane (segments.py) -> micro-batches -> Update -> prefetch thread -> loop
 
 An Update has the cursors after it. Only cursors of consumed updates are saved, so after a resume the reader simply
 reads again what the thread had read ahead; nothing is replayed.
@@ -9,15 +9,14 @@ reads again what the thread had read ahead; nothing is replayed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import repeat
+from itertools import chain, islice, repeat
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dist_mem.config import Config, DataConfig
-from dist_mem.data.batch import Batch, Update
-from dist_mem.data.chunks import COUNTS, Block, batch_views, copy_batch, fill_block, new_block
+from dist_mem.data.batch import IGNORE, Batch, Update
 from dist_mem.data.directory import open_index, open_tokenizer
 from dist_mem.data.documents import Documents
 from dist_mem.data.plan import (
@@ -32,13 +31,9 @@ from dist_mem.data.plan import (
     make_plan,
 )
 from dist_mem.data.prefetch import Prefetcher
-from dist_mem.data.segments import IDLE, NOTHING, Segment, as_block, collate, collate_groups, finite_lane, moved_left
-from dist_mem.data.shard import Index, ShardError
-from dist_mem.data.spans import DocumentLane, StreamLane, open_lane
+from dist_mem.data.segments import IDLE, collate, read_documents, read_lane
+from dist_mem.data.shard import Index
 from dist_mem.data.tokenizers.base import Tokenizer
-
-BLOCK_UPDATES = 32  # largest number of updates in a block
-BLOCK_TOKENS = 2**22  # largest number of tokens in a block; 8 bytes each
 
 
 class LaneReader:
@@ -60,8 +55,6 @@ class LaneReader:
 
         Raises ValueError for cursors of another plan. `next` raises ShardError for a damaged document.
         """
-        if config.prefetch < 1:
-            raise ValueError(f"data.prefetch = {config.prefetch}: give at least 1")
         self.plan = plan
         self._lane_ids = list(lane_ids)
         self._micro_lanes = micro_lanes
@@ -96,49 +89,47 @@ class LaneReader:
                 self.plan.check_cursor(lane, cursor)
         return cursors
 
-    def _open_lanes(self, cursors: Sequence[Cursor]) -> list[DocumentLane | StreamLane]:
-        return [
-            open_lane(self._documents, self.plan, lane=lane, cursor=cursor)
-            for lane, cursor in zip(self._lane_ids, cursors, strict=True)
-            if lane < self.plan.num_lanes
-        ]
-
     def _read(self) -> Iterator[Update]:
-        num_steps, num_lanes, seg_len = self._segments_per_update, len(self._lane_ids), self.plan.seg_len
-        num_updates = min(BLOCK_UPDATES, max(1, BLOCK_TOKENS // (num_steps * num_lanes * seg_len)))
-        block = new_block(num_updates * num_steps, num_lanes, seg_len, with_recall=self._documents.has_recall)
-        views = batch_views(block, micro_lanes=self._micro_lanes)
-        num_views = num_steps * num_lanes // self._micro_lanes  # per update
-        for num_filled in self._fill(block):
-            counts = block.counts[:num_filled].reshape(-1, num_steps * num_lanes, len(COUNTS)).sum(axis=1)
-            for number, row in enumerate(counts.tolist()):
-                last = (number + 1) * num_steps - 1
-                yield Update(
-                    [copy_batch(view) for view in views[number * num_views : (number + 1) * num_views]],
-                    torch.from_numpy(block.cursors[last].copy()),
-                    epoch=self._mean_epoch(block.epochs[last]),
-                    **dict(zip(COUNTS, row, strict=True)),
-                )
-
-    def _fill(self, block: Block) -> Iterator[int]:
-        """Fill the block again and again; yield the number of its steps that are filled, always whole updates."""
-        cursors, num_steps = self._cursors, len(block.tokens)
-        lanes = self._open_lanes(cursors)
+        lanes = [
+            read_lane(self._documents, self.plan, lane=lane, cursor=cursor)
+            for lane, cursor in zip(self._lane_ids, self._cursors, strict=True)
+        ]
         while True:
-            try:
-                fill_block(block, lanes, num_steps=num_steps, own_inputs=self._blocks)
-            except (ShardError, OSError):
-                if num_steps == self._segments_per_update:
-                    raise
-                # The error is somewhere in these steps: read them update by update, to return those before it.
-                num_steps, lanes = self._segments_per_update, self._open_lanes(cursors)
-                continue
-            cursors = [Cursor(*row) for row in block.cursors[num_steps - 1].tolist()]
-            yield num_steps
+            batches: list[Batch] = []
+            num_started = num_skipped = 0
+            for _ in range(self._segments_per_update):
+                segments = [next(lane) for lane in lanes]
+                batches += [
+                    collate(
+                        segments[first : first + self._micro_lanes],
+                        seg_len=self.plan.seg_len,
+                        with_recall=self._documents.has_recall,
+                        blocks=self._blocks,
+                    )
+                    for first in range(0, len(segments), self._micro_lanes)
+                ]
+                num_started += sum(segment.num_started for segment in segments)
+                num_skipped += sum(segment.num_skipped for segment in segments)
+            cursors = [segment.after for segment in segments]
+            are_scored = [batch.targets != IGNORE for batch in batches]
+            yield Update(
+                batches,
+                torch.from_numpy(np.array(cursors)),
+                num_scored=sum(int(is_scored.sum()) for is_scored in are_scored),
+                epoch=self._mean_epoch(cursors),
+                documents_started=num_started,
+                documents_skipped=num_skipped,
+                num_recall=sum(
+                    int(((batch.recall > 0) & is_scored).sum())
+                    for batch, is_scored in zip(batches, are_scored, strict=True)
+                    if batch.recall is not None
+                ),
+            )
 
-    def _mean_epoch(self, epochs: np.ndarray) -> float:
-        num_busy = sum(lane < self.plan.num_lanes for lane in self._lane_ids)  # the first ones
-        return sum(epochs[:num_busy].tolist()) / num_busy if num_busy else 0.0
+    def _mean_epoch(self, cursors: Sequence[Cursor]) -> float:
+        lanes = zip(self._lane_ids, cursors, strict=True)
+        epochs = [self.plan.epochs_done(lane, *cursor) for lane, cursor in lanes if lane < self.plan.num_lanes]
+        return sum(epochs) / len(epochs) if epochs else 0.0
 
 
 def training_reader(config: Config, *, world_size: int, rank: int, cursors: Tensor | None = None) -> LaneReader:
@@ -190,14 +181,21 @@ def evaluation_batches(
     """
     lengths = cut_lengths([entry.num_tokens for entry in index.documents], max_document_len)
     documents = Documents(index, lengths, bos_id=bos_id)
-    rank_lanes = plan_lanes[rank::world_size]
-    lanes = [finite_lane(documents, numbers, seg_len=seg_len, blocks=blocks, cut=cut) for numbers in rank_lanes]
+    lanes = [
+        chain(read_documents(documents, [numbers], seg_len=seg_len, cut=cut), repeat(IDLE))
+        for numbers in plan_lanes[rank::world_size]
+    ]
     for num_busy in busy_lanes(plan_lanes, lengths, seg_len=seg_len):
         sizes = forward_sizes(num_busy, world_size=world_size, rank=rank, micro_lanes=micro_lanes)
-        rows = [lanes[number * micro_lanes :][:size] for number, size in enumerate(sizes)]
+        groups = [lanes[number * micro_lanes :][:size] for number, size in enumerate(sizes)]
         yield [
-            collate([next(lane) for lane in batch_lanes] or [IDLE], seg_len=seg_len, with_recall=documents.has_recall)
-            for batch_lanes in rows
+            collate(
+                [next(lane) for lane in group] or [IDLE],
+                seg_len=seg_len,
+                with_recall=documents.has_recall,
+                blocks=blocks,
+            )
+            for group in groups
         ]
 
 
@@ -216,39 +214,29 @@ def stream_batches(
     the beginning of the next. All ranks yield the same number of steps. Raises ShardError for a damaged document.
     """
     documents = Documents(index, plan.lengths, bos_id=bos_id)
-    lanes = [_stream_segments(documents, plan, lane, blocks=blocks) for lane in lane_ids]
-    for _ in range(max(_num_segments(plan, lane) for lane in range(plan.num_lanes))):
-        step = [next(lane) for lane in lanes]
-        segments = [segment for segment, _ in step]
-        batches = collate_groups(
-            segments, micro_lanes=micro_lanes, seg_len=plan.seg_len, with_recall=documents.has_recall
-        )
-        table = np.zeros((len(step), plan.seg_len), dtype=np.int64)
-        for row, (_, numbers) in enumerate(step):
-            table[row, : len(numbers)] = numbers
-        yield list(zip(batches, torch.from_numpy(table).split(micro_lanes), strict=True))
-
-
-def _stream_segments(
-    documents: Documents, plan: StreamPlan, lane: int, *, blocks: bool
-) -> Iterator[tuple[Segment, np.ndarray]]:
-    """Yield the segments of a lane's part of the stream with the document of every target; then idle ones forever."""
-    if lane < plan.num_lanes:
-        reader = StreamLane(documents, plan, lane=lane, cursor=START)
-        position = plan.span(lane)[0]
-        for _ in range(_num_segments(plan, lane)):
-            run = reader.read(1)
-            inputs, targets = run.tokens[:-1], run.tokens[1:]
-            numbers = plan.document_at(np.arange(position, position + len(targets)))
-            position += len(targets)
-            segment = Segment(inputs, targets, run.scored, run.recall, int(numbers[0]), run.is_new_document)
-            yield (as_block(segment), moved_left(numbers, 0)) if blocks else (segment, numbers)
-    yield from repeat((IDLE, NOTHING))
-
-
-def _num_segments(plan: StreamPlan, lane: int) -> int:
-    start, stop = plan.span(lane)
-    return -(-(stop - start) // plan.seg_len)
+    spans = {lane: plan.span(lane) for lane in range(plan.num_lanes)}
+    num_segments = {lane: -(-(stop - start) // plan.seg_len) for lane, (start, stop) in spans.items()}
+    lanes = [
+        chain(islice(read_lane(documents, plan, lane=lane), num_segments.get(lane, 0)), repeat(IDLE))
+        for lane in lane_ids
+    ]
+    positions = [spans.get(lane, (0, 0))[0] for lane in lane_ids]
+    for _ in range(max(num_segments.values())):
+        segments = [next(lane) for lane in lanes]
+        numbers = np.zeros((len(segments), plan.seg_len), dtype=np.int64)  # the document of every target
+        for row, segment in enumerate(segments):
+            stop = positions[row] + segment.length
+            targets = plan.document_at(np.arange(positions[row] + int(blocks), stop))
+            numbers[row, : len(targets)] = targets
+            positions[row] = stop
+        yield [
+            (
+                collate(group, seg_len=plan.seg_len, with_recall=documents.has_recall, blocks=blocks),
+                torch.from_numpy(numbers[first : first + micro_lanes]),
+            )
+            for first in range(0, len(segments), micro_lanes)
+            for group in [segments[first : first + micro_lanes]]
+        ]
 
 
 def check_tokenizer(index: Index, tokenizer: Tokenizer) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dist_mem.errors import UnusableError
+from dist_mem.errors import UnusableError, run_error
 from dist_mem.runtime.file_schema import read_json
 
 FORMAT_VERSION = 1
@@ -16,20 +18,32 @@ class ShardError(UnusableError):
     """A shard or an index is missing, damaged or of a newer format."""
 
 
+@contextmanager
+def reading(path: Path, remedy: str) -> Iterator[None]:
+    """Raise ShardError if a path that the user gave is wrong: missing, in no folder, or without permission.
+
+    `remedy` ends the message, as REMEDY does. Other errors of the system (a disk, a network) stay as they are.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not isinstance(run_error(error), UnusableError):
+            raise
+        problem = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+        raise ShardError(f"{path} {problem}{remedy}") from error
+
+
 def read_metadata(path: Path, *, newest: int = FORMAT_VERSION) -> dict[str, Any]:
     """Read a JSON file of a data directory.
 
     Raises:
         ShardError: it is missing, damaged or of a newer format.
     """
-    try:
-        body = read_json(path, ShardError)
-    except FileNotFoundError:
-        raise ShardError(
-            f"{path} is missing: build the dataset first, or point data.path at one that is built"
-        ) from None
-    except ShardError as error:
-        raise ShardError(f"{error}{REMEDY}") from error
+    with reading(path, ": build the dataset first, or point data.path at one that is built"):
+        try:
+            body = read_json(path, ShardError)
+        except ShardError as error:
+            raise ShardError(f"{error}{REMEDY}") from error
     version = body.get("format_version") if isinstance(body, dict) else None
     if type(version) is not int:
         raise ShardError(f"{path} is damaged (it has no format_version){REMEDY}")

@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-LAYOUTS = ("documents", "stream")
-CUTS = ("start", "end")
 MIN_TRAINING_LEN = 2  # tokens; the only input of a document of one token is BOS, and in blocks it has no input at all
 
 
@@ -34,7 +32,7 @@ START = Cursor(0, 0, 0)
 
 
 class Deal(NamedTuple):
-    """One epoch of the `documents` layout, lane after lane."""
+    """The documents of every lane in one epoch of the `documents` layout."""
 
     documents: np.ndarray  # (documents,) int32, those of lane 0 in reading order, then those of lane 1, ...
     bounds: np.ndarray  # (G + 1,) int64, lane l has documents[bounds[l]:bounds[l + 1]]
@@ -46,10 +44,6 @@ def lanes_of_rank(num_lanes: int, world_size: int, rank: int, micro_lanes: int) 
 
     Ids >= G are idle lanes.
     """
-    if num_lanes < 1 or micro_lanes < 1:
-        raise ValueError(f"train.lanes = {num_lanes} and train.micro_lanes = {micro_lanes}: both must be at least 1")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is outside of 0..{world_size - 1}")
     groups = -(-num_lanes // (world_size * micro_lanes))
     held = groups * micro_lanes
     return range(rank * held, (rank + 1) * held)
@@ -58,11 +52,7 @@ def lanes_of_rank(num_lanes: int, world_size: int, rank: int, micro_lanes: int) 
 def cut_lengths(num_tokens: Sequence[int] | np.ndarray, max_document_len: int | None) -> np.ndarray:
     """Return the number of tokens read of each document, (documents,) int64: all, or at most `max_document_len`."""
     lengths = np.asarray(num_tokens, dtype=np.int64)
-    if max_document_len is None:
-        return lengths
-    if max_document_len < 1:
-        raise ValueError(f"max_document_len = {max_document_len}: give at least 1, or null for whole documents")
-    return np.minimum(lengths, max_document_len)
+    return lengths if max_document_len is None else np.minimum(lengths, max_document_len)
 
 
 def num_segments_of(lengths: np.ndarray, seg_len: int) -> np.ndarray:
@@ -91,10 +81,10 @@ def permutation(size: int, *, seed: int, epoch: int) -> np.ndarray:
 
 
 class DocumentPlan:
-    """Training order of whole documents: endless, each document once an epoch; lanes do not wait at the end of one.
+    """Endless training order of whole documents: each document once per epoch, without a wait between epochs.
 
-    `documents` is a pure function. Epochs are computed in turn, because a lane's load carries over, and are cached: 12
-    bytes per document and epoch.
+    `documents` is a pure function. Epochs are computed in order, because a lane's load carries over to the next one,
+    and are cached: 12 bytes per document and epoch.
     """
 
     def __init__(
@@ -104,21 +94,18 @@ class DocumentPlan:
         num_lanes: int,
         seg_len: int,
         seed: int,
-        min_len: int = MIN_TRAINING_LEN,
         cut: str = "start",
     ) -> None:
         """Raise ValueError if fewer documents than lanes can be read: two lanes would then read the same one."""
-        if seed < 0:
-            raise ValueError(f"data.seed = {seed}: give 0 or more")
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.num_lanes, self.seg_len, self.seed, self.cut = num_lanes, seg_len, seed, cut
-        self.skipped: list[int] = np.flatnonzero(self.lengths < min_len).tolist()
-        self._usable = np.flatnonzero(self.lengths >= min_len)
+        self.skipped: list[int] = np.flatnonzero(self.lengths < MIN_TRAINING_LEN).tolist()
+        self._usable = np.flatnonzero(self.lengths >= MIN_TRAINING_LEN)
         if len(self._usable) < num_lanes:
             fewer = f"set train.lanes to at most {len(self._usable)}, or data.layout=stream"
             raise ValueError(
-                f"train.lanes = {num_lanes}, but only {len(self._usable)} documents have at least {min_len} tokens and "
-                f"lanes read different ones: {fewer if len(self._usable) else 'build the split from texts'}"
+                f"train.lanes = {num_lanes}, but only {len(self._usable)} documents have at least {MIN_TRAINING_LEN} "
+                f"tokens and lanes read different ones: {fewer if len(self._usable) else 'build the split from texts'}"
             )
         self._segments = num_segments_of(self.lengths, seg_len)
         self.num_segments = int(self._segments[self._usable].sum())  # of one epoch, all lanes
@@ -134,16 +121,16 @@ class DocumentPlan:
         deal = self._deal(epoch)
         return deal.documents[deal.bounds[lane] : deal.bounds[lane + 1]].tolist()
 
-    def epochs_done(self, lane: int, epoch: int, place: int, offset: int | np.ndarray) -> float | np.ndarray:
-        """Return the epochs completed by a lane at a cursor, or several of one place, by the share of segments read."""
+    def epochs_done(self, lane: int, epoch: int, place: int, offset: int) -> float:
+        """Return the epochs completed by a lane at a cursor, by the share of segments read."""
         deal = self._deal(epoch)
-        first, stop = deal.bounds[lane : lane + 2]
-        before, here, after = deal.segments_before[[first, first + place, stop]].tolist()
-        done = here - before + -(-offset // self.seg_len)
+        first, stop = int(deal.bounds[lane]), int(deal.bounds[lane + 1])
+        before, after = int(deal.segments_before[first]), int(deal.segments_before[stop])
+        done = int(deal.segments_before[first + place]) - before + -(-offset // self.seg_len)
         return epoch + (done / (after - before) if after > before else 1.0)
 
     def check_cursor(self, lane: int, cursor: Cursor) -> None:
-        """Raise ValueError if no reader of this plan can have stopped here."""
+        """Raise ValueError if the cursor is not a position of this plan."""
         if cursor.epoch < 0:
             raise _foreign_cursor(lane, cursor)
         documents = self.documents(cursor.epoch, lane)
@@ -173,11 +160,11 @@ class DocumentPlan:
         return Deal(dealt.astype(np.int32), bounds, segments_before)
 
     def _keep_apart(self, order: np.ndarray) -> np.ndarray:
-        """Move documents back that would start in this epoch at the same step as in the last one.
+        """Move back documents that would start at the step at which they started in the previous epoch.
 
-        Otherwise two lanes could read the same document side by side, the same tokens in every step. Only documents
-        that started last are affected, and only while a lane is free at that very step: such lanes take the first other
-        documents, of which there are enough because there are at least as many documents as lanes.
+        Otherwise two lanes could read the same document side by side, with the same tokens in every step. This can
+        happen only to the documents that started last, and only if a lane becomes free at that step. Such lanes take
+        the first other documents. There are enough, because there are at least as many documents as lanes.
         """
         num_free = sum(key // self.num_lanes == self._last_start for key in self._heap)
         others = np.flatnonzero(self._started[order] != self._last_start)[:num_free]
@@ -208,15 +195,15 @@ class StreamPlan:
 
     def document_at(self, position: int | np.ndarray) -> np.ndarray:
         """Return the document at a position of the stream, or at each of several, int64."""
-        return np.searchsorted(self.starts, position, side="right") - 1
+        return self.starts.searchsorted(position, side="right") - 1
 
-    def epochs_done(self, lane: int, epoch: int, place: int, offset: int | np.ndarray) -> float | np.ndarray:
-        """Return the epochs completed by a lane at a cursor, or several of one epoch, by the share of tokens read."""
+    def epochs_done(self, lane: int, epoch: int, place: int, offset: int) -> float:
+        """Return the epochs completed by a lane at a cursor, by the share of tokens read."""
         start, stop = self.span(lane)
         return epoch + offset / (stop - start)
 
     def check_cursor(self, lane: int, cursor: Cursor) -> None:
-        """Raise ValueError if no reader of this plan can have stopped here."""
+        """Raise ValueError if the cursor is not a position of this plan."""
         start, stop = self.span(lane)
         if cursor.epoch < 0 or cursor.place != 0 or not 0 <= cursor.offset < stop - start:
             raise _foreign_cursor(lane, cursor)
@@ -235,10 +222,6 @@ def make_plan(
     cut: str = "start",
 ) -> Plan:
     """Return the plan of a layout; `lengths` in tokens, after `cut_lengths`. Raises ValueError as the plans do."""
-    if cut not in CUTS or (cut == "end" and layout == "stream"):
-        raise ValueError(f"data.cut = {cut!r}: must be one of {', '.join(CUTS)}, and start with data.layout = stream")
-    if layout not in LAYOUTS:
-        raise ValueError(f"data.layout = {layout!r}: must be one of {', '.join(LAYOUTS)}")
     if layout == "stream":
         return StreamPlan(lengths, num_lanes=num_lanes, seg_len=seg_len)
     return DocumentPlan(lengths, num_lanes=num_lanes, seg_len=seg_len, seed=seed, cut=cut)

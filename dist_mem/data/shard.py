@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from dist_mem.data.index_schema import check_index
-from dist_mem.data.metadata import FORMAT_VERSION, REMEDY, ShardError, read_metadata
+from dist_mem.data.metadata import FORMAT_VERSION, REMEDY, ShardError, read_metadata, reading
 from dist_mem.data.tar import (
     MASK_DTYPE,
     RECALL_DTYPE,
@@ -204,17 +204,13 @@ def read_tokens(index: Index, document: int, start: int = 0, stop: int | None = 
 def read_mask(index: Index, document: int, start: int = 0, stop: int | None = None) -> np.ndarray | None:
     """Return which of tokens [start, stop) are scored, (n,) bool; None: all of them."""
     entry = index.documents[document]
-    if entry.mask_offset is None:
-        return None
-    return _array(index, entry, entry.mask_offset, MASK_DTYPE)[start:stop]
+    return None if entry.mask_offset is None else _array(index, entry, entry.mask_offset, MASK_DTYPE)[start:stop]
 
 
 def read_recall(index: Index, document: int, start: int = 0, stop: int | None = None) -> np.ndarray | None:
     """Return the distance of tokens [start, stop) to their referents, (n,) int32, 0 = none; None: not recorded."""
     entry = index.documents[document]
-    if entry.recall_offset is None:
-        return None
-    return _array(index, entry, entry.recall_offset, RECALL_DTYPE)[start:stop]
+    return None if entry.recall_offset is None else _array(index, entry, entry.recall_offset, RECALL_DTYPE)[start:stop]
 
 
 def check_document(index: Index, document: int) -> None:
@@ -286,18 +282,12 @@ def _map_shard(index: Index, entry: DocumentEntry) -> np.ndarray:
     shard = _shard_named(index, entry.shard)
     index.source.fetch(shard)
     path = index.split_dir / shard.name
-    try:
+    remedy = f"; document {entry.id} lies in it: build (--overwrite) or copy it again"
+    with reading(path, remedy):
         size = path.stat().st_size
-    except FileNotFoundError:
-        raise ShardError(
-            f"{path} is missing; document {entry.id} lies in it: build (--overwrite) or copy it again"
-        ) from None
-    if size != shard.bytes:
-        raise ShardError(
-            f"{path} has {size} bytes, not the {shard.bytes} of the index; document {entry.id} lies in it: "
-            "build (--overwrite) or copy it again"
-        )
-    return np.memmap(path, dtype=np.uint8, mode="r")
+        if size != shard.bytes:
+            raise ShardError(f"{path} has {size} bytes, not the {shard.bytes} of the index{remedy}")
+        return np.memmap(path, dtype=np.uint8, mode="r")
 
 
 def _shard_named(index: Index, name: str) -> ShardEntry:

@@ -110,14 +110,11 @@ def write_tar(samples: Iterable[Mapping[str, Any]], path: Path) -> WrittenTar:
             for sample in samples:
                 tar.write(dict(sample))
         stream.flush()
-        return _inspect_tar(Path(stream.name))
-
-
-def _inspect_tar(path: Path) -> WrittenTar:
-    # Read the offsets back from the tar, as a reader will: they do not depend on how the writer made its headers.
-    with tarfile.open(path, "r:") as tar:
-        members = {member.name: (member.offset_data, member.size) for member in tar}
-    return WrittenTar(path.stat().st_size, sha256_of(path), members)
+        written = Path(stream.name)
+        # Read the offsets back from the tar, as a reader will: they do not depend on how the writer made its headers.
+        with tarfile.open(written, "r:") as tar:
+            members = {member.name: (member.offset_data, member.size) for member in tar}
+        return WrittenTar(written.stat().st_size, sha256_of(written), members)
 
 
 def tar_bytes(sample: Mapping[str, Any]) -> bytes:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dist_mem.config import DataConfig
+from dist_mem.data.batch_plan import counted
 from dist_mem.data.directory import check_allowed, check_split, local_dir, open_index, open_tokenizer, refresh
 from dist_mem.data.remote.fetch import RefusedError, RemoteError, is_remote, show
 from dist_mem.data.shard import (
@@ -140,18 +141,14 @@ def _verify_shard(index: Index, shard: ShardEntry, tokenizer: Tokenizer | None) 
         return
     if not path.exists():
         first = index.documents[numbers[0]].id if numbers else None
-        lost = f", with {_count(len(numbers), 'document')} from {first} on" if numbers else ""
+        lost = f", with {counted(len(numbers), 'document')} from {first} on" if numbers else ""
         yield Problem(where, first, f"missing{lost}: {REMEDY}")
         return
     size = path.stat().st_size
     if size < shard.bytes:
         yield _cut(where, size, shard, [index.documents[number] for number in numbers])
     elif size > shard.bytes:
-        yield Problem(
-            where,
-            None,
-            f"{_count(size - shard.bytes, 'byte')} longer than it was written: {REMEDY}",
-        )
+        yield Problem(where, None, f"{counted(size - shard.bytes, 'byte')} longer than it was written: {REMEDY}")
     elif sha256_of(path) != shard.sha256:
         yield from _altered(index, path, where, numbers)
     else:
@@ -204,7 +201,9 @@ def _cut(where: str, size: int, shard: ShardEntry, entries: list[DocumentEntry])
     message = f"cut at byte {size:,} of {shard.bytes:,}: {REMEDY}"
     if not lost:
         return Problem(where, None, f"{message}; no document is hit, only the end mark is")
-    return Problem(where, lost[0].id, f"{message}; {_count(len(lost), 'document')} from {lost[0].id} on cut or missing")
+    return Problem(
+        where, lost[0].id, f"{message}; {counted(len(lost), 'document')} from {lost[0].id} on cut or missing"
+    )
 
 
 def _altered(index: Index, path: Path, where: str, numbers: list[int]) -> Iterator[Problem]:
@@ -233,16 +232,8 @@ def _document_damage(index: Index, number: int, actual: np.ndarray, start: int) 
     except ShardError:
         return "its tokens (or mask, or recall) are altered: their checksum does not match"
     entry = index.documents[number]
-    document = TokenizedDocument(
-        id=entry.id,
-        title=entry.title,
-        year=entry.year,
-        words=entry.words,
-        bytes=entry.bytes,
-        tokens=read_tokens(index, number),
-        mask=read_mask(index, number),
-        recall=read_recall(index, number),
-    )
+    arrays = (read_tokens(index, number), read_mask(index, number), read_recall(index, number))
+    document = TokenizedDocument(entry.id, entry.title, entry.year, entry.words, entry.bytes, *arrays)
     written = np.frombuffer(tar_bytes(sample_files(document, entry.sha256)), dtype=np.uint8)
     if len(written) == len(actual) and (written == actual).all():
         return None
@@ -254,7 +245,3 @@ def _document_damage(index: Index, number: int, actual: np.ndarray, start: int) 
 def _end(entry: DocumentEntry) -> int:
     """Return the first byte after a document's arrays; its tokens come last."""
     return entry.tokens_offset + entry.num_tokens * np.dtype(entry.dtype).itemsize
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")

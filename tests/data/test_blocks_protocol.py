@@ -28,18 +28,17 @@ from dist_mem.data.plan import Cursor, cut_lengths, lanes_of_rank, make_plan
 from dist_mem.data.shard import Index, TokenizedDocument, read_index, write_split
 from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.errors import EXIT_DONE
-from dist_mem.evaluation.evaluate import evaluate_split
 from dist_mem.evaluation.protocol import apply_protocol, protocol_of, tag_of
 from dist_mem.evaluation.report import Report, read_report, same_text, to_csv, to_table, write_report
-from dist_mem.evaluation.scoring import EvaluationError
+from dist_mem.evaluation.scoring import EvaluationError, score_split
 from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation.generate import stream
 from dist_mem.generation.reading import next_log_probs, read, start
 from dist_mem.generation.text_scores import score
-from dist_mem.memory import memory_options
+from dist_mem.memory import memory_kinds, memory_options
 from dist_mem.runtime.distributed import World
+from dist_mem.runtime.network_interface import free_port
 from tests.generation.test_generation import NUM_TOKENS, PROMPT_LENS, SAMPLING, anew, prompts, trained_model
-from tests.support.contract_cases import CASES
 from tests.support.gpt2_models import gpt2_config, save_random_gpt2
 from tests.support.jobs import build_books, train_here, write_config
 from tests.support.lane_corpus import (
@@ -55,9 +54,11 @@ from tests.support.lane_corpus import (
     make_split,
 )
 from tests.support.paths import ROOT
-from tests.support.ranks import RankPool, free_port, launcher_environment
+from tests.support.ranks import RankPool, launcher_environment
 from tests.support.scored_library import ALONE, LENGTHS, TOKENIZER, assert_same, make_config, make_document, make_model
 from tests.support.simple_lanes import simple_updates
+
+pytestmark = pytest.mark.ranks
 
 EVAL_LEN = 8  # T of the evaluations
 
@@ -179,6 +180,7 @@ def test_511_of_512_tokens_are_targets_and_an_incomplete_block_is_read_too(tmp_p
         assert batch.targets[0, : len(own)].tolist() == [*own[1:], IGNORE]
 
 
+@pytest.mark.slow
 def test_a_run_trains_in_blocks_also_where_an_update_has_no_target(
     tmp_path: Path, rank_pool: Callable[[int], RankPool]
 ) -> None:
@@ -214,11 +216,11 @@ def write_documents(folder: Path, masks: dict[int, np.ndarray] | None = None) ->
 def scored(world: World, library: Path, evaluation: dict[str, Any]) -> Report:
     """The test split scored by the model of scored_library.py; runs in a rank of a pool too."""
     model = make_model()
-    return evaluate_split(
+    return score_split(
         model,
         lambda numbers: model.init_state(numbers, "cpu", torch.float32),
-        config=make_config(data={"path": str(library)}, eval={"lanes": 3, **evaluation}),
-        split="test",
+        config=make_config(eval={"lanes": 3, **evaluation}),
+        index=read_index(library / "test"),
         tokenizer=TOKENIZER,
         world=world,
     )
@@ -267,7 +269,7 @@ def test_an_evaluation_scores_all_but_the_first_of_each_block(tmp_path: Path, la
     assert sum(distance.num_scored for distance in report.recall) < report.num_scored
 
 
-def test_words_are_told_only_where_no_token_is_left_out(tmp_path: Path) -> None:
+def test_words_are_reported_only_where_no_token_is_left_out(tmp_path: Path) -> None:
     """A mask that does not score the first of any block anyway leaves the runs of words whole."""
     write_documents(tmp_path, {5: np.arange(41) % EVAL_LEN != 0})
     report, whole = (scored(ALONE, tmp_path, {"blocks": blocks}) for blocks in (True, False))
@@ -279,7 +281,7 @@ def test_words_are_told_only_where_no_token_is_left_out(tmp_path: Path) -> None:
     assert math.isnan(report.word_perplexity)
     assert "test/word_perplexity" in whole.figures() and "test/word_perplexity" not in report.figures()
     assert not same_text([whole, report])
-    paths = write_report(report, tmp_path / "evaluations", "test", facts={})
+    paths = write_report(report, tmp_path / "evaluations", "test", metadata={})
     assert read_report(paths[1]) == report
     assert "NaN" not in paths[1].read_text()
     rows = to_table(report).splitlines()
@@ -287,6 +289,7 @@ def test_words_are_told_only_where_no_token_is_left_out(tmp_path: Path) -> None:
     assert to_csv(report.documents).splitlines()[1].split(",")[3] == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_number_of_ranks_changes_no_figure(
     library: Path, rank_pool: Callable[[int], RankPool], layout: str
@@ -305,7 +308,7 @@ def test_a_split_of_single_tokens_has_no_figure(tmp_path: Path) -> None:
         scored(ALONE, tmp_path, {"blocks": True})
 
 
-def test_an_evaluation_goes_by_the_training_unless_told_otherwise() -> None:
+def test_an_evaluation_goes_by_the_training_unless_reported_otherwise() -> None:
     config = make_config(data={"blocks": True})
     assert protocol_of(config).blocks and tag_of(config) == ""
     assert str(protocol_of(config)) == "T 8, M 16, documents, blocks (their first tokens are not scored)"
@@ -341,6 +344,7 @@ def write_stream(folder: Path, split: str, lengths: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(np.concatenate([document.tokens for document in documents]).astype(np.int64))
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_transformers_block_after_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The published evaluation: blocks of T tokens, labels that are the inputs, the mean of the blocks' losses."""
     pytest.importorskip("transformers", reason="transformers is not installed")
@@ -394,8 +398,10 @@ def trained_in_blocks(case: str) -> TrainedModel:
     return trained
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*memory_kinds(), "infinite over compressive"])
 def test_generation_equals_reading_the_document_anew_without_bos(case: str) -> None:
+    """Variants of memories read blocks as they read documents, for which test_generation.py has them."""
     trained = trained_in_blocks(case)
     given = [prompt for prompt in prompts() if len(prompt)]
     reading = read(trained, start(trained, len(given)), given)
@@ -410,7 +416,7 @@ def test_generation_equals_reading_the_document_anew_without_bos(case: str) -> N
         torch.testing.assert_close(torch.stack(log_probs)[:, lane], reference, rtol=0, atol=1e-10)
 
 
-def test_how_tokens_came_to_be_read_does_not_matter_and_nothing_read_is_told() -> None:
+def test_how_tokens_came_to_be_read_does_not_matter_and_nothing_read_is_reported() -> None:
     trained, prompt = trained_in_blocks("transformer_xl"), prompts()[-1]
     at_once, piecewise = read(trained, start(trained), [prompt]), read(trained, start(trained), [prompt[:0]])
     with pytest.raises(ValueError, match=r"data\.blocks.* no BOS .*eval\.blocks=false"):

@@ -12,8 +12,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from bucket_download import DownloadError, list_files
 
-from dist_mem.data.remote import download
 from dist_mem.data.remote import fetch as remote
 from dist_mem.data.shard import read_index, read_tokens
 from dist_mem.data.tokenizers.registry import load_tokenizer
@@ -210,7 +210,7 @@ def test_ctrl_c_is_answered_with_the_way_on(
 
     monkeypatch.setattr(pg19, "build_dataset", interrupted)
     assert build(source, tmp_path / "out") == 130
-    assert capsys.readouterr().err == "build_pg19: stopped; the same command goes on from here\n"
+    assert capsys.readouterr().err == "build_pg19: stopped; the same command continues from here\n"
 
 
 @pytest.fixture
@@ -290,10 +290,10 @@ def test_a_failed_download_says_which_file_and_keeps_the_others_out_of_the_build
     assert not (tmp_path / "out").exists()
 
 
-def test_a_server_that_is_no_bucket_is_told_apart(bucket: Bucket) -> None:
+def test_a_server_that_is_no_bucket_is_reported_apart(bucket: Bucket) -> None:
     bucket.altered[LISTING] = b"<html>Welcome!</html>"
-    with pytest.raises(download.DownloadError, match="does not answer with a bucket's listing"):
-        download.list_files(bucket.url, "train/")
+    with pytest.raises(DownloadError, match="does not answer with a bucket's listing"):
+        list_files(bucket.url, "train/")
 
 
 def test_a_bucket_that_cannot_be_reached_is_named(

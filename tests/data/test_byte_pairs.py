@@ -27,6 +27,7 @@ from dist_mem.data.tokenizers.byte_pairs import (
     write_byte_pairs,
 )
 from dist_mem.data.tokenizers.registry import load_tokenizer, save_tokenizer
+from tests.support.limits import limit
 from tests.support.paths import ROOT
 
 AWKWARD = [
@@ -151,7 +152,9 @@ def test_the_command_trains_and_a_dataset_is_built_with_it(tmp_path: Path) -> No
         path.write_text("".join(sentences()[number::4]), encoding="utf-8")
         documents.append(SourceDocument(id=str(number), title="t", source=path))
     command = [sys.executable, str(ROOT / "shards" / "gpt2_tokenizer.py"), str(texts), "--train", "--vocab-size", "300"]
-    done = subprocess.run([*command, "--out", str(tmp_path / "tok")], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "tok")], capture_output=True, text=True, timeout=limit(120)
+    )
     assert done.returncode == 0, done.stderr
     assert "300 tokens" in done.stdout
     build_dataset({"test": documents}, tmp_path / "data", name="x", tokenizer_from=tmp_path / "tok", workers=2)

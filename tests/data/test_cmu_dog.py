@@ -107,9 +107,9 @@ def test_copies_of_held_out_conversations_are_removed_from_train_only(source: Pa
 def test_released_is_as_published(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert build(source, tmp_path / "out", "--splits", "released") == 0
     assert ids(tmp_path / "out", "train") == ["dev", "first", "leak"]
-    told = capsys.readouterr().out
-    assert "6 files, 4 distinct conversations; published: 4,112" in told
-    assert [line.split() for line in told.splitlines()[1:4]] == [
+    reported = capsys.readouterr().out
+    assert "6 files, 4 distinct conversations; published: 4,112" in reported
+    assert [line.split() for line in reported.splitlines()[1:4]] == [
         ["train", "3", "3"],
         ["validation", "1", "1", "1"],
         ["test", "2", "1", "2"],

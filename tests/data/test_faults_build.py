@@ -15,7 +15,7 @@ from dist_mem.data.shard import read_index, read_tokens
 from dist_mem.data.tar import MAX_TOKENS, TokenizedDocument, document_arrays
 from dist_mem.data.tokenizers.registry import read_tokenizer_metadata
 from dist_mem.data.verify import verify_dataset
-from tests.support.faults import assert_told, remount, small_disk
+from tests.support.faults import assert_quoted, remount, small_disk
 
 TEXT = b"It was the best of times,\nit was the worst of times.\n"
 METADATA = "1,One,1900,u\n2,Two,1901,u\n3,Three,1902,u\n"
@@ -70,7 +70,7 @@ def test_sources_that_cannot_be_built_are_refused_and_nothing_is_there(
     books, metadata, message = REFUSED[fault]
     assert build(write_source(tmp_path / "source", books, metadata), tmp_path / "out") == 2
     error = capsys.readouterr().err
-    assert_told(error, message)
+    assert_quoted(error, message)
     assert error.startswith("build_pg19: ")
     assert error.count("\n") == 1
     assert {name for name in files_in(tmp_path) if name.startswith("out/")} <= {"out/tokenizer.json"}
@@ -82,7 +82,7 @@ def test_numbers_begun_anew_in_each_split_are_other_books(tmp_path: Path) -> Non
 
 
 def test_books_that_are_odd_but_text_are_built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The mark of UTF-8 goes, line ends become LF; empty, blank and unnamed books and zero bytes stay, and are told."""
+    """The byte order mark goes, line ends become LF; empty, blank and unnamed books stay, and are reported."""
     books = {
         "train/1": TEXT,
         "train/10": b"\xef\xbb\xbf" + TEXT.replace(b"\n", b"\r\n"),
@@ -93,9 +93,9 @@ def test_books_that_are_odd_but_text_are_built(tmp_path: Path, capsys: pytest.Ca
     }
     source = write_source(tmp_path / "source", books, "\ufeff" + METADATA)
     assert build(source, tmp_path / "out") == 0
-    told = capsys.readouterr().out
-    assert_told(told, "5 of 6 documents are not in metadata.csv; their title is their id")
-    assert_told(told, "2 of 6 documents have no words: 12, 13")
+    reported = capsys.readouterr().out
+    assert_quoted(reported, "5 of 6 documents are not in metadata.csv; their title is their id")
+    assert_quoted(reported, "2 of 6 documents have no words: 12, 13")
     index = read_index(tmp_path / "out" / "train")
     assert [entry.title for entry in index.documents] == ["One", "10", "11", "12", "13", "14"]
     texts = [bytes(read_tokens(index, number).astype(np.uint8)) for number in range(6)]
@@ -120,7 +120,7 @@ def test_a_document_beyond_int32_is_refused() -> None:
     document = TokenizedDocument("1", "One", None, words=1, bytes=1, tokens=tokens)
     with pytest.raises(ValueError, match="split it") as caught:
         document_arrays(document)
-    assert_told(str(caught.value), "at most 2,147,483,647 fit")
+    assert_quoted(str(caught.value), "at most 2,147,483,647 fit")
 
 
 FOREIGN = {
@@ -139,7 +139,7 @@ def test_what_another_program_left_is_refused_and_kept(
     (out / name).write_text(content)
     (out / "train" / "their_own.tar").write_bytes(b"tar")
     assert build(source, out) == 2
-    assert_told(capsys.readouterr().err, message)
+    assert_quoted(capsys.readouterr().err, message)
     assert (out / name).read_text() == content
     assert build(source, out, "--overwrite") == 0
     assert read_tokenizer_metadata(out)["kind"] == "bytes"
@@ -153,9 +153,9 @@ def test_a_file_in_the_way_is_an_error_of_one_line(
     source = write_source(tmp_path / "source", {"train/1": TEXT})
     (tmp_path / "out").write_text("a file")
     given = ["--source", str(source)] if builder is build_pg19 else ["--size", "tiny"]
-    assert builder.main([*given, "--out", str(tmp_path / "out")]) == 1  # type: ignore[attr-defined]
+    assert builder.main([*given, "--out", str(tmp_path / "out")]) == 2  # type: ignore[attr-defined]
     error = capsys.readouterr().err
-    assert_told(error, "Not a directory", "mend that, and the same command goes on from what is finished")
+    assert_quoted(error, "Not a directory", "fix this, and the same command continues from what is finished")
     assert error.count("\n") == 1
 
 
@@ -167,7 +167,7 @@ def test_a_full_disk_stops_a_build_that_goes_on_when_there_is_room(tmp_path: Pat
     with small_disk(tmp_path / "disk", "size=4m") as disk:
         stopped = subprocess.run([*command, str(disk / "out")], capture_output=True, text=True, check=False)
         assert stopped.returncode == 1, stopped.stderr
-        assert_told(stopped.stderr, "[Errno 28] No space left on device: '")
+        assert_quoted(stopped.stderr, "[Errno 28] No space left on device: '")
         assert stopped.stderr.count("\n") == 1
         assert str(disk / "out") in stopped.stderr
         assert not list(disk.rglob("*.partial"))
@@ -181,4 +181,4 @@ def test_a_read_only_place_is_an_error_of_one_line(tmp_path: Path, capsys: pytes
     source = write_source(tmp_path / "source", {"train/1": TEXT})
     with small_disk(tmp_path / "disk", "ro") as disk:
         assert build(source, disk / "out") == 1
-        assert_told(capsys.readouterr().err, "Read-only file system: '")
+        assert_quoted(capsys.readouterr().err, "Read-only file system: '")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,10 @@ from dist_mem.data.documents import Documents
 from dist_mem.data.shard import ShardError, read_index, read_tokens, write_split
 from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.verify import verify_dataset
-from tests.support.faults import assert_told, flip
+from dist_mem.runtime.network_interface import free_port
+from tests.support.faults import assert_quoted, flip
 from tests.support.jobs import write_config
-from tests.support.ranks import free_port, launcher_environment
+from tests.support.ranks import launcher_environment
 
 TAR = "tiny-validation-00000.tar"
 NUM_CUTS, NUM_FLIPS = 200, 300
@@ -44,7 +47,7 @@ def test_a_tar_cut_anywhere_is_an_error_that_names_it(data: Path) -> None:
         tar.write_bytes(whole[:cut])
         with pytest.raises(ShardError, match=rf"{TAR} has {cut} bytes, not the {len(whole)} of the index") as caught:
             read_all(tar.parent)
-    assert_told(str(caught.value), "of the index; document", "build (--overwrite) or copy it again")
+    assert_quoted(str(caught.value), "of the index; document", "build (--overwrite) or copy it again")
 
 
 def test_a_byte_flipped_anywhere_in_a_tar_is_found_or_was_not_read(data: Path) -> None:
@@ -57,7 +60,7 @@ def test_a_byte_flipped_anywhere_in_a_tar_is_found_or_was_not_read(data: Path) -
         if any(start <= position < stop for start, stop in spans):
             with pytest.raises(ShardError, match=TAR) as caught:
                 read_all(tar.parent)
-            assert_told(str(caught.value), "is damaged: its checksum does not match")
+            assert_quoted(str(caught.value), "is damaged: its checksum does not match")
         else:
             assert read_all(tar.parent) == clean
         flip(tar, position)
@@ -136,13 +139,31 @@ def test_data_that_cannot_be_used_stops_a_run_before_it_begins(
     config = write_config(tmp_path / "c.yaml", data, tmp_path / "run", {"eval": {"every": 5}})
     assert main(["train", str(config)]) == 2
     error = capfd.readouterr().err
-    assert_told(error, message)
+    assert_quoted(error, message)
     assert error.count("error: ") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_a_path_that_is_no_directory_is_the_users_and_a_failing_disk_is_not(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in (data / "tokenizer.json" / "train", data / "nowhere"):
+        with pytest.raises(ShardError, match=rf"{place}/index\.json .*data\.path"):
+            read_index(place)
+    index = read_index(data / "validation")
+
+    def fail(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    monkeypatch.setattr(Path, "stat", fail)
+    for read in (lambda: read_index(data / "train"), lambda: load_tokenizer(data), lambda: read_tokens(index, 0)):
+        with pytest.raises(OSError, match="Input/output error"):
+            read()
 
 
 def test_verify_tells_what_training_would_not_read(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip(data / "validation" / TAR, 5)
     assert main(["prepare", "verify", str(data)]) == 1
-    assert_told(capsys.readouterr().err, "byte 5, around its tokens, is altered: build (--overwrite) or copy the tar")
+    assert_quoted(capsys.readouterr().err, "byte 5, around its tokens, is altered: build (--overwrite) or copy the tar")
     assert len(verify_dataset(data)) == 1

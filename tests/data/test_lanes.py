@@ -236,7 +236,7 @@ def test_evaluation_scores_every_token_once_for_any_lanes_and_ranks(rich_index: 
         assert new_documents == Counter(document for document, length in enumerate(LENGTHS) if length)
 
 
-def test_evaluation_reads_only_the_beginning_of_each_document_if_told(index: Index) -> None:
+def test_evaluation_reads_only_the_beginning_of_each_document_if_reported(index: Index) -> None:
     lengths = cut_lengths([entry.num_tokens for entry in index.documents], 6)
     lanes = evaluation_plan(lengths, num_lanes=2, seg_len=SEG_LEN)
     steps = evaluation_batches(
@@ -245,11 +245,7 @@ def test_evaluation_reads_only_the_beginning_of_each_document_if_told(index: Ind
     assert sum(int((batch.targets != IGNORE).sum()) for batches in steps for batch in batches) == lengths.sum()
 
 
-def test_bad_values_are_refused_by_name(index: Index) -> None:
-    with pytest.raises(ValueError, match=r"data.on_corrupt = 'warn'.*stop, skip"):
-        first_updates(index, 1, on_corrupt="warn")
-    with pytest.raises(ValueError, match=r"data.prefetch = 0"):
-        first_updates(index, 1, prefetch=0)
+def test_cursors_of_another_plan_are_refused(index: Index) -> None:
     with pytest.raises(ValueError, match=r"cursors of shape \(2, 3\) for 3 lanes"):
         first_updates(index, 1, cursors=torch.zeros(2, 3, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"lane 0 cannot resume"):

@@ -13,6 +13,7 @@ from dist_mem.data.batch import IGNORE, Update
 from dist_mem.data.lanes import evaluation_batches
 from dist_mem.data.plan import make_plan
 from dist_mem.data.shard import Index, ShardError, read_index
+from dist_mem.errors import EXIT_USAGE
 from tests.support.lane_corpus import (
     BOS,
     LAYOUTS,
@@ -124,8 +125,9 @@ def test_a_missing_shard_stops_or_skips_its_documents(tmp_path: Path) -> None:
 def test_a_corpus_without_a_good_document_stops_even_when_skipping(tmp_path: Path) -> None:
     index = make_split(tmp_path)
     (tmp_path / index.shards[0].name).unlink()
-    with pytest.raises(ShardError, match="no good one"):
+    with pytest.raises(ShardError, match="damaged documents and no good one") as caught:
         first_updates(index, 1, on_corrupt="skip")
+    assert caught.value.exit_code == EXIT_USAGE
 
 
 def test_evaluation_never_skips_a_damaged_document(damaged_index: Index) -> None:

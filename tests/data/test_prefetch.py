@@ -12,6 +12,7 @@ import pytest
 from dist_mem.data.prefetch import Prefetcher
 from dist_mem.data.shard import ShardError
 from tests.support.lane_corpus import make_split, reader_of
+from tests.support.limits import limit
 
 
 def test_closing_early_leaves_no_thread(tmp_path: Path) -> None:
@@ -39,7 +40,7 @@ def test_the_prefetcher_reads_ahead_by_its_depth_and_no_more() -> None:
             yield number
 
     with closing(Prefetcher(numbers(), depth=depth)) as items:
-        assert filled.wait(10)
+        assert filled.wait(limit(10))
         for number in range(100):
             asked += 1
             assert next(items) == number

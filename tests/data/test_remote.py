@@ -15,14 +15,16 @@ from dist_mem.data.directory import local_dir, open_index, open_tokenizer, refre
 from dist_mem.data.documents import Documents
 from dist_mem.data.plan import START, DocumentPlan, make_plan
 from dist_mem.data.remote.fetch import RefusedError, RemoteError, UnreachableError, address, is_remote, show
+from dist_mem.data.segments import read_lane
 from dist_mem.data.shard import Index, _fingerprint, check_document, fetch_shards, read_index, read_tokens
-from dist_mem.data.spans import open_lane
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.runtime.distributed import World
 from tests.support.file_server import SHARD, FileServer, be_impatient, opened, served_split
-from tests.support.jobs import wait_for
 from tests.support.lane_corpus import BOS, LAYOUTS, LENGTHS, SEG_LEN, make_split
+from tests.support.limits import wait_until
 from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +112,7 @@ def test_an_expected_document_is_fetched_ahead(server: FileServer, data: DataCon
     index = opened(data)
     shard = index.shards[1]
     index.source.expect(shard)
-    wait_for((index.split_dir / shard.name).exists, shard.name, seconds=10)
+    wait_until((index.split_dir / shard.name).exists, shard.name, seconds=10)
     server.close()
     index.source.fetch(shard)
     index.source.close()
@@ -123,11 +125,10 @@ def test_a_lane_has_the_tar_of_its_next_document_fetched_ahead(
     index = opened(data)
     documents = Documents(index, np.array(LENGTHS), bos_id=BOS)
     plan = make_plan(LENGTHS, num_lanes=1, seg_len=SEG_LEN, seed=0, layout=layout)
-    lane = open_lane(documents, plan, lane=0, cursor=START)
-    lane.read(1)
+    next(read_lane(documents, plan, lane=0, cursor=START))
     current, coming = plan.documents(0, 0)[:2] if isinstance(plan, DocumentPlan) else (0, 1)
     expected = {index.documents[number].shard for number in (current, coming)}
-    wait_for(lambda: {path.name for path in index.split_dir.glob("*.tar")} == expected, f"{expected}", seconds=10)
+    wait_until(lambda: {path.name for path in index.split_dir.glob("*.tar")} == expected, f"{expected}", seconds=10)
     index.source.close()
 
 

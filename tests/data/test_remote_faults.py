@@ -17,13 +17,22 @@ import pytest
 from dist_mem.config import DataConfig
 from dist_mem.data.directory import local_dir, refresh, refresh_on_all_ranks
 from dist_mem.data.remote import fetch as remote
-from dist_mem.data.remote.fetch import RefusedError, RemoteError, UnreachableError
+from dist_mem.data.remote.fetch import (
+    FailedRemoteError,
+    RefusedError,
+    RemoteError,
+    UnreachableError,
+    WrongRemoteError,
+)
 from dist_mem.data.shard import Index, ShardError, check_document, fetch_shards, read_tokens
+from dist_mem.errors import EXIT_FAILED, EXIT_USAGE, UnfitError, UnusableError
 from dist_mem.runtime.distributed import World
 from tests.support.file_server import SHARD, FileServer, be_impatient, opened, served_split
-from tests.support.jobs import wait_for
 from tests.support.lane_corpus import LENGTHS
+from tests.support.limits import limit, wait_until
 from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(autouse=True)
@@ -54,8 +63,8 @@ def leftovers(data: DataConfig) -> list[str]:
         (403, RefusedError, 1, "returned error: 403; check the address"),
         (500, UnreachableError, 3, r"returned error: 500 \(3 attempts\)"),
         ("cut", UnreachableError, 3, r"transfer closed with 5120 bytes remaining.* \(3 attempts\)"),
-        ("short", RemoteError, 2, "has 5,120 bytes, but index.json says 10,240"),
-        ("page", RemoteError, 2, "has 55 bytes, but index.json says 10,240; it is a web page: '<!DOCTYPE html>"),
+        ("short", WrongRemoteError, 2, "has 5,120 bytes, but index.json says 10,240"),
+        ("page", WrongRemoteError, 2, "has 55 bytes, but index.json says 10,240; it is a web page: '<!DOCTYPE html>"),
     ],
 )
 def test_a_fault_of_the_server_is_named_and_leaves_nothing(
@@ -66,6 +75,7 @@ def test_a_fault_of_the_server_is_named_and_leaves_nothing(
     for _ in range(2):  # the second answer needs no server
         with pytest.raises(error, match=f"{server.url}/{SHARD}.*{text}") as caught:
             read_tokens(index, 0)
+        assert caught.value.exit_code == (EXIT_FAILED if error is UnreachableError else EXIT_USAGE)
         assert not isinstance(caught.value, ShardError)  # data.on_corrupt: skip would leave the document out
     assert server.asked[SHARD] == requests
     assert not leftovers(data)
@@ -119,13 +129,23 @@ def test_a_start_without_its_index_or_tokenizer_names_the_url(
         refresh(data, ["train"])
 
 
+def test_a_start_remembers_whether_another_one_may_succeed(server: FileServer, data: DataConfig) -> None:
+    """Processes of one start share one request; each of them ends with the code of the first."""
+    for fault, kind, other in [(403, UnusableError, UnfitError), (500, UnfitError, UnusableError)]:
+        server.faults["tokenizer.json"] = [fault]
+        for _ in range(2):
+            with pytest.raises(RemoteError, match=f"error: {fault}") as caught:
+                refresh(data, ["train"], start=f"start {fault}")
+            assert isinstance(caught.value, kind) and not isinstance(caught.value, other)
+
+
 def start_twice(world: World, data: DataConfig) -> list[str]:
-    told = []
+    reported = []
     for _ in range(2):
-        with pytest.raises(RemoteError) as caught:
+        with pytest.raises(UnusableError) as caught:
             refresh_on_all_ranks(data, ["train"])
-        told.append(str(caught.value))
-    return told
+        reported.append(str(caught.value))
+    return reported
 
 
 def test_a_failed_start_asks_once_and_tells_every_rank(
@@ -144,7 +164,7 @@ def test_a_full_cache_does_without_the_server(
     server.close()
     with caplog.at_level(logging.WARNING):
         index = opened(data)
-    assert f"{server.url}/tokenizer.json: " in caplog.text and "going on with the tokenizer" in caplog.text
+    assert f"{server.url}/tokenizer.json: " in caplog.text and "continuing with the tokenizer" in caplog.text
     assert [read_tokens(index, document).tolist() for document in range(len(LENGTHS))] == before
     with pytest.raises(UnreachableError, match=server.url):
         refresh(data, ["train", "validation"])  # never fetched
@@ -155,7 +175,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(data: DataConfig) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # as a full disk, but for the words of the system
     try:
-        with pytest.raises(RemoteError, match=f"{index.split_dir} cannot be written: File too large; make room there"):
+        with pytest.raises(FailedRemoteError, match=f"{index.split_dir} cannot be written: .*; make room there"):
             read_tokens(index, 0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -165,7 +185,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(data: DataConfig) -> None:
 def test_a_cache_that_cannot_be_written_is_named(server: FileServer, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     data = DataConfig(path=server.url, cache=str(tmp_path / "file" / "cache"))
-    with pytest.raises(RemoteError, match=r"file/cache/.* cannot be written: Not a directory; .* set data.cache"):
+    with pytest.raises(WrongRemoteError, match=r"file/cache/.* cannot be written: Not a directory; .* set data.cache"):
         opened(data)
 
 
@@ -178,7 +198,7 @@ def test_a_fetch_killed_in_the_middle_leaves_the_next_one_a_free_way(server: Fil
         "cache=sys.argv[2]), 'train'))"
     )
     process = subprocess.Popen([sys.executable, "-c", code, data.path, str(data.cache)])
-    assert server.stalls.wait(30)
+    assert server.stalls.wait(limit(30))
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert leftovers(data) == [f"{Path(SHARD).name}.partial"]
@@ -196,28 +216,30 @@ def test_a_program_ends_with_those_that_it_has_started(tmp_path: Path, monkeypat
     with pytest.raises(UnreachableError, match=r"gs://bucket/tokenizer\.json: nothing came for 1 s"):
         refresh(DataConfig(path="gs://bucket", cache=str(tmp_path)), [])
     child = Path("/proc", (tmp_path / "child").read_text().strip(), "stat")
-    wait_for(lambda: not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z", "its end", seconds=5)
+    wait_until(
+        lambda: not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z", "its end", seconds=5
+    )
 
 
 def test_close_ends_a_fetch_that_hangs(server: FileServer, data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "STALL_SECONDS", 60.0)
     index, waiting = opened(data), opened(data)
     server.faults[SHARD] = ["silent"]
-    told: list[str] = []
+    reported: list[str] = []
 
     def fetch(one: Index) -> None:
         with pytest.raises(RemoteError) as caught:
             fetch_shards(one)
-        told.append(str(caught.value))
+        reported.append(str(caught.value))
 
     threads = [threading.Thread(target=fetch, args=(one,)) for one in (index, waiting)]  # one of them holds the lock
     for thread in threads:
         thread.start()
-    assert server.stalls.wait(10)
+    assert server.stalls.wait(limit(10))
     began = time.monotonic()
     for one in (index, waiting):
         one.source.close()
     for thread in threads:
         thread.join()
-    assert time.monotonic() - began < 5
-    assert len(told) == 2 and all("given up, the reader was closed" in text for text in told)
+    assert time.monotonic() - began < limit(5)
+    assert len(reported) == 2 and all("given up, the reader was closed" in text for text in reported)

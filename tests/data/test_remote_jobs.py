@@ -11,9 +11,12 @@ from dist_mem.__main__ import main
 from dist_mem.data.plan import make_plan
 from dist_mem.data.shard import read_index
 from dist_mem.evaluation import evaluate
+from dist_mem.runtime.network_interface import free_port
 from tests.support.file_server import FileServer
 from tests.support.jobs import build_books, checkpoint_content, difference, losses, run_ranks, train_here, write_config
-from tests.support.ranks import RankPool, free_port, launcher_environment
+from tests.support.ranks import RankPool, launcher_environment
+
+pytestmark = pytest.mark.ranks
 
 LANES, SEG_LEN = 8, 16  # of jobs.write_config
 
@@ -36,6 +39,7 @@ def second_book(data: Path) -> tuple[str, int]:
     return index.documents[number].shard, steps
 
 
+@pytest.mark.slow
 def test_a_job_stopped_by_a_missing_shard_ends_in_the_bits_of_a_local_one(
     server: FileServer, tmp_path: Path, rank_pool: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,8 +97,8 @@ def test_verify_fetches_and_looks_at_every_byte(
     damaged.write_bytes(content)
     next(tmp_path.glob(f"cache/*/test/{damaged.name}")).unlink()
     assert main(command) == 1
-    told = capsys.readouterr().err
-    assert told.startswith(f"test/{damaged.name}: {server.url}/test/{damaged.name} has sha256 ")
+    reported = capsys.readouterr().err
+    assert reported.startswith(f"test/{damaged.name}: {server.url}/test/{damaged.name} has sha256 ")
     server.faults["train/index.json"] = [404]
     assert main([*command, "--split", "validation"]) == 0
     assert main([*command, "--split", "train"]) == 1

@@ -18,6 +18,7 @@ from dist_mem.data.remote.fetch import RemoteError, UnreachableError
 from dist_mem.data.shard import Index, fetch_shards, read_tokens
 from tests.support.certificates import write_certificates
 from tests.support.file_server import ENDLESS_BYTES, SHARD, FileServer, be_impatient, opened, served_split
+from tests.support.limits import limit
 
 LOGIN = "Basic YWRhOnMzY3JldA=="  # ada:s3cret
 
@@ -64,7 +65,7 @@ def processes_during_fetch(index: Index, server: FileServer) -> str:
 
     thread = threading.Thread(target=fetch)
     thread.start()
-    assert server.stalls.wait(20)
+    assert server.stalls.wait(limit(20))
     lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):  # it has ended

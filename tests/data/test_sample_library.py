@@ -64,13 +64,13 @@ def test_a_recall_span_is_a_word_and_its_referent_the_same_word_after_the_same_c
             assert referent == latest + len(cue) + 2
 
 
-def test_a_fact_is_told_once_before_it_is_recalled_and_recalled_ever_after(books: list[Book]) -> None:
+def test_a_fact_is_reported_once_before_it_is_recalled_and_recalled_ever_after(books: list[Book]) -> None:
     for book in books:
         recalled = {span.start for span in book.recall}
         for first, last in chapters(book):
             for deed in THINGS:
-                told = [match.end() + 1 for match in re.finditer(rf" {deed}(?= )", book.text[first:last])]
-                assert [first + place in recalled for place in told] == [False] + [True] * (len(told) - 1)
+                reported = [match.end() + 1 for match in re.finditer(rf" {deed}(?= )", book.text[first:last])]
+                assert [first + place in recalled for place in reported] == [False] + [True] * (len(reported) - 1)
 
 
 def test_a_chapter_has_one_thing_of_each_kind_and_one_surname_for_each_name(books: list[Book]) -> None:

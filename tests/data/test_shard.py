@@ -74,7 +74,7 @@ def test_reads_in_place_equal_what_was_written(tmp_path: Path, dtype: type, max_
         check_document(index, number)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(document=st.integers(0, len(LENGTHS) - 1), start=st.integers(0, 1100), length=st.integers(0, 1100))
 def test_any_range_of_a_document_can_be_read(
     tmp_path_factory: pytest.TempPathFactory, document: int, start: int, length: int

@@ -22,10 +22,15 @@ from dist_mem.data.remote import stage
 from dist_mem.data.remote.fetch import RemoteError
 from dist_mem.data.shard import fetch_shards, read_tokens
 from dist_mem.data.verify import verify_dataset
+from dist_mem.errors import RunError
+from dist_mem.runtime.distributed import World
 from tests.support.faults import flip, small_disk
 from tests.support.file_server import FileServer
-from tests.support.jobs import build_books, checkpoint_content, difference, losses, train_here, wait_for, write_config
+from tests.support.jobs import build_books, checkpoint_content, difference, losses, train_here, write_config
+from tests.support.limits import limit, wait_until
 from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.ranks
 
 UID = os.getuid()
 
@@ -54,6 +59,7 @@ def inodes(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_ino for path in folder.rglob("*.tar")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["node", "memory"])
 def test_training_from_a_copy_is_the_same_to_the_bit_and_goes_on_from_either(
     books: Path, tmp_path: Path, rank_pool: Callable[[int], RankPool], kind: str
@@ -154,16 +160,16 @@ def test_one_process_of_a_node_copies_and_the_others_wait(books: Path, tmp_path:
     processes = [start_copy(str(books), tmp_path) for _ in range(3)]
     try:
         for process in processes:
-            wait_for(partial(holds_open, process, ".lock"), "a process that copies, or waits for it")
+            wait_until(partial(holds_open, process, ".lock"), "a process that copies, or waits for it")
         with stuck.open("wb") as file:
             file.write(content)
-        told = [process.communicate(timeout=90)[1] for process in processes]
+        reported = [process.communicate(timeout=limit(90))[1] for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.communicate()
-    assert [process.returncode for process in processes] == [0, 0, 0], told
-    assert sum("copying" in text for text in told) == 1
+    assert [process.returncode for process in processes] == [0, 0, 0], reported
+    assert sum("copying" in text for text in reported) == 1
 
 
 def test_a_copy_torn_by_a_kill_is_finished(books: Path, tmp_path: Path) -> None:
@@ -172,13 +178,13 @@ def test_a_copy_torn_by_a_kill_is_finished(books: Path, tmp_path: Path) -> None:
     process = start_copy(str(books), tmp_path)
     target = open_index(staging(books, tmp_path), "train").split_dir
     try:
-        wait_for(lambda: len(list(target.glob("*.tar"))) == len(index.shards) - 1, "all tars but one")
+        wait_until(lambda: len(list(target.glob("*.tar"))) == len(index.shards) - 1, "all tars but one")
         with stuck.open("wb") as file:  # the copying has opened it, too
             file.write(bytes(50_000))
             file.flush()
-            wait_for(lambda: any(path.stat().st_size for path in target.glob("*.partial")), "half a tar")
+            wait_until(lambda: any(path.stat().st_size for path in target.glob("*.partial")), "half a tar")
             process.send_signal(signal.SIGKILL)
-            process.wait(30)
+            process.wait(limit(30))
     finally:
         process.kill()
         process.communicate()
@@ -228,12 +234,12 @@ def test_a_source_that_cannot_be_written_will_do(books: Path, tmp_path: Path) ->
         assert verify_dataset(fill(staging(disk / "books", tmp_path))) == []
 
 
-def stage_rank(world: object, data: DataConfig, others: dict[int, DataConfig], patience: float) -> str:
+def stage_rank(world: World, data: DataConfig, others: dict[int, DataConfig], patience: float) -> str:
     """What a rank says when it copies; `others` are the ranks with data of their own."""
     stage.ROUND_SECONDS = patience
     try:
-        refresh_on_all_ranks(others.get(world.rank, data), ["train", "validation"])  # type: ignore[attr-defined]
-    except ValueError as error:
+        refresh_on_all_ranks(others.get(world.rank, data), ["train", "validation"])
+    except RunError as error:
         return str(error)
     return ""
 
@@ -244,15 +250,15 @@ def test_a_damaged_source_is_refused_on_all_ranks_by_name(
     tar = sorted((books / "train").glob("*.tar"))[4]
     flip(tar, 700)
     data = staging(books, tmp_path)
-    told = rank_pool(2).run(stage_rank, data, {}, 20.0)
-    assert all(f"{tar} has" in text and "but index.json says" in text for text in told), told
+    reported = rank_pool(2).run(stage_rank, data, {}, 20.0)
+    assert all(f"{tar} has" in text and "but index.json says" in text for text in reported), reported
     assert not list(tmp_path.glob("node/*/*/whole.json"))
     flip(tar, 700)
     assert rank_pool(2).run(stage_rank, data, {}, 20.0) == ["", ""]
     tar.unlink()
     shutil.rmtree(tmp_path / "node")
-    told = rank_pool(2).run(stage_rank, data, {}, 20.0)
-    assert all(f"{tar} is missing: build (--overwrite) or copy it again" in text for text in told), told
+    reported = rank_pool(2).run(stage_rank, data, {}, 20.0)
+    assert all(f"{tar} is missing: build (--overwrite) or copy it again" in text for text in reported), reported
 
 
 def test_a_full_node_stops_all_ranks_and_is_named(
@@ -261,16 +267,16 @@ def test_a_full_node_stops_all_ranks_and_is_named(
     needed = sum(shard.bytes for shard in open_index(DataConfig(path=str(books)), "train").shards)
     with small_disk(tmp_path / "small", f"size={stage.SPARE_BYTES}") as small:
         full = DataConfig(path=str(books), stage="node", stage_dir=str(small))
-        told = rank_pool(2).run(stage_rank, staging(books, tmp_path), {1: full}, 20.0)
+        reported = rank_pool(2).run(stage_rank, staging(books, tmp_path), {1: full}, 20.0)
         assert not list(small.rglob("*.tar"))
-    for text in told:
+    for text in reported:
         assert f"node {socket.gethostname()}: {small}" in text
         assert f"needs {needed:,} bytes, but " in text and "free there" in text
         assert "set data.stage_dir to a larger disk, or data.stage to none" in text
-    assert told[0].startswith("copying ") and "failed on 1 of 2 ranks. rank 1: " in told[0]
+    assert reported[0].startswith("copying ") and "failed on 1 of 2 ranks. rank 1: " in reported[0]
 
 
-def test_a_disk_that_fills_up_meanwhile_is_told_and_keeps_nothing_by_halves(
+def test_a_disk_that_fills_up_meanwhile_is_reported_and_keeps_nothing_by_halves(
     books: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a quota does, which no look at the disk foretells."""
@@ -282,6 +288,7 @@ def test_a_disk_that_fills_up_meanwhile_is_told_and_keeps_nothing_by_halves(
         assert not list(small.rglob("*.partial")) and not list(small.rglob("whole.json"))
 
 
+@pytest.mark.slow
 def test_ranks_wait_in_rounds_for_a_long_copy_and_end_with_the_first_that_fails(
     books: Path, tmp_path: Path, rank_pool: Callable[[int], RankPool]
 ) -> None:
@@ -293,5 +300,5 @@ def test_ranks_wait_in_rounds_for_a_long_copy_and_end_with_the_first_that_fails(
     stuck = {0: staging(endless, other, cache=other)}
     (tmp_path / "bad").write_text("a file where a folder should be")
     bad = replace(data, stage_dir=str(tmp_path / "bad"))
-    told = rank_pool(2).run(stage_rank, bad, stuck, 0.1)
-    assert all(str(tmp_path / "bad") in text and "data.stage_dir" in text for text in told), told
+    reported = rank_pool(2).run(stage_rank, bad, stuck, 0.1)
+    assert all(str(tmp_path / "bad") in text and "data.stage_dir" in text for text in reported), reported

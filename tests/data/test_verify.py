@@ -98,7 +98,7 @@ def test_a_flipped_byte_anywhere_names_its_document(data_dir: Path, intact: Path
         assert problem.document == expected, position
 
 
-def test_a_flipped_token_is_told_from_a_flipped_header(data_dir: Path) -> None:
+def test_a_flipped_token_is_reported_from_a_flipped_header(data_dir: Path) -> None:
     entry = read_index(data_dir / "train").documents[2]
     flip(data_dir, entry.tokens_offset)
     assert "tokens (or mask, or recall) are altered" in only_problem(data_dir).message

@@ -17,10 +17,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -42,6 +42,7 @@ from dist_mem.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.runtime.files import replacing
 
+ReadT = TypeVar("ReadT")
 WORK_DIR = ".build"
 PIECE_BYTES = 4 * 2**20  # of source text; one document at least
 
@@ -172,9 +173,9 @@ def encode_piece(piece: Piece) -> int:
             arrays[f"scored{number}"] = scored_tokens(document, text, starts)
         arrays[f"tokens{number}"] = tokens
         sizes.append((len(text.split()), len(encoded(text))))
-    arrays["facts"] = np.array(sizes, dtype=np.int64).reshape(-1, 2)
+    arrays["sizes"] = np.array(sizes, dtype=np.int64).reshape(-1, 2)
     with replacing(piece.path) as stream:
-        np.savez(stream, **arrays)  # type: ignore[arg-type]
+        np.savez(stream, allow_pickle=False, **arrays)
     return piece.num_bytes
 
 
@@ -214,13 +215,13 @@ def _tokenized(pieces: Iterable[Piece]) -> Iterator[TokenizedDocument]:
     for piece in pieces:
         with np.load(piece.path) as arrays:
             for number, document in enumerate(piece.documents):
-                words, num_bytes = arrays["facts"][number].tolist()
+                words, num_bytes = arrays["sizes"][number].tolist()
                 yield TokenizedDocument(
-                    id=document.id,
-                    title=document.title,
-                    year=document.year,
-                    words=words,
-                    bytes=num_bytes,
+                    document.id,
+                    document.title,
+                    document.year,
+                    words,
+                    num_bytes,
                     tokens=arrays[f"tokens{number}"],
                     mask=None if document.scored is None else arrays[f"scored{number}"],
                     recall=None if document.recall is None else arrays[f"recall{number}"],
@@ -235,7 +236,7 @@ def _cached_tokenizer(data_dir: Path, fingerprint: str) -> Tokenizer:  # the fin
 def _train_tokenizer(documents: Sequence[SourceDocument], out: Path, options: dict[str, Any]) -> Tokenizer:
     recipe = _recipe([options, [document.signature() for document in documents]])
     if (out / JSON_NAME).exists():
-        if _tokenizer_metadata(out)["recipe"] != recipe:
+        if _readable(lambda: read_tokenizer_metadata(out))["recipe"] != recipe:
             raise _other_build(out / JSON_NAME)
         return load_tokenizer(out)
     print(f"tokenizer: training a SentencePiece model of {options['vocab_size']:,} pieces", flush=True)
@@ -247,33 +248,27 @@ def _train_tokenizer(documents: Sequence[SourceDocument], out: Path, options: di
 def _place_tokenizer(tokenizer: Tokenizer, out: Path) -> Tokenizer:
     if not (out / JSON_NAME).exists():
         save_tokenizer(tokenizer, out)
-    elif _tokenizer_metadata(out)["fingerprint"] != tokenizer.fingerprint:
+    elif _readable(lambda: read_tokenizer_metadata(out))["fingerprint"] != tokenizer.fingerprint:
         raise _other_build(out / JSON_NAME)
     return tokenizer
-
-
-def _tokenizer_metadata(out: Path) -> dict[str, Any]:
-    try:
-        return read_tokenizer_metadata(out)
-    except ShardError as error:
-        raise _unusable(error) from error
 
 
 def _is_built(split_dir: Path, recipe: str) -> bool:
     if not (split_dir / INDEX_NAME).exists():
         return False
-    try:
-        index = read_index(split_dir)
-    except ShardError as error:
-        raise _unusable(error) from error
+    index = _readable(lambda: read_index(split_dir))
     if index.recipe != recipe:
         raise _other_build(split_dir / INDEX_NAME)
     tars = {path.name: path.stat().st_size for path in split_dir.glob("*.tar")}
     return all(tars.get(shard.name) == shard.bytes for shard in index.shards)
 
 
-def _unusable(error: ShardError) -> ValueError:
-    return ValueError(f"{error}; here that is: give another --out, or --overwrite")
+def _readable(read: Callable[[], ReadT]) -> ReadT:
+    """Return the result of reading a file in `out`; add the builder's fix to the error of a damaged one."""
+    try:
+        return read()
+    except ShardError as error:
+        raise ValueError(f"{error}; here that is: give another --out, or --overwrite") from error
 
 
 def _other_build(path: Path) -> ValueError:

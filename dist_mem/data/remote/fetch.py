@@ -28,7 +28,7 @@ from typing import IO, NamedTuple
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from dist_mem.data.remote.programs import CURL_SCHEMES, start
-from dist_mem.errors import UnusableError
+from dist_mem.errors import UnfitError, UnusableError, run_error
 from dist_mem.runtime.files import fsync_path
 
 log = logging.getLogger(__name__)
@@ -44,16 +44,24 @@ PASSING_STATUS = {"408", "429"}  # temporary refusals; the others are permanent
 Verify = Callable[[Path], object]  # raises ValueError, its text beginning with the path, for a wrong file
 
 
-class RemoteError(UnusableError, OSError):
+class RemoteError(OSError):
     """A remote file cannot be fetched or written; the message names it. Not a ShardError: nothing is damaged."""
 
 
-class UnreachableError(RemoteError):
-    """The server does not answer, after retries too."""
+class WrongRemoteError(UnusableError, RemoteError):
+    """Another start would fail too: the address, the file there, a password or a local path is wrong."""
 
 
-class RefusedError(RemoteError):
+class RefusedError(WrongRemoteError):
     """The server reports that the file does not exist or may not be read."""
+
+
+class FailedRemoteError(UnfitError, RemoteError):
+    """Another start may succeed: the network or a disk failed."""
+
+
+class UnreachableError(FailedRemoteError):
+    """The server does not answer, after retries too."""
 
 
 class Address(NamedTuple):
@@ -82,11 +90,13 @@ def address(base: str, name: str) -> Address:
     """Return the address of the file `name` ("train/index.json") in the data directory at `base`.
 
     Raises:
-        RemoteError: `base` is a command without a place for the name.
+        WrongRemoteError: `base` is a command without a place for the name.
     """
     if base.startswith("pipe:"):
         if "{}" not in base:
-            raise RemoteError(f"data.path = {show(base)} ...: write {{}} where the command takes the name of a file")
+            raise WrongRemoteError(
+                f"data.path = {show(base)} ...: write {{}} where the command takes the name of a file"
+            )
         return Address(base.replace("{}", shlex.quote(name)), f"{show(base)} ... {name}")
     parts = urlsplit(base)
     name = quote(name) if parts.scheme in CURL_SCHEMES else name  # other programs take it unquoted
@@ -101,7 +111,8 @@ def writing(directory: Path, *, key: str = "data.cache") -> Iterator[None]:
     except RemoteError:
         raise
     except OSError as error:
-        raise RemoteError(
+        kind = WrongRemoteError if isinstance(run_error(error), UnusableError) else FailedRemoteError
+        raise kind(
             f"{directory} cannot be written: {error.strerror or error}; make room there, or set {key} to another "
             "directory"
         ) from error
@@ -121,7 +132,7 @@ def locked(path: Path, cancelled: threading.Event | None = None, *, key: str = "
     with file:
         while not _try_lock(file, path):
             if cancelled.wait(POLL_SECONDS):
-                raise RemoteError(f"{path}: given up, the reader was closed")
+                raise FailedRemoteError(f"{path}: given up, the reader was closed")
         yield file
 
 
@@ -168,7 +179,7 @@ def _download_verified(source: Address, partial: Path, limit: int, verify: Verif
             raise
         except ValueError as error:  # of `verify`
             if was_wrong:
-                raise RemoteError(str(error).replace(str(partial), source.shown) + _web_page(partial)) from error
+                raise WrongRemoteError(str(error).replace(str(partial), source.shown) + _web_page(partial)) from error
             was_wrong = True
 
 
@@ -193,9 +204,11 @@ def _start(source: Address, errors: IO[bytes]) -> subprocess.Popen[bytes]:
     try:
         return start(source.url, errors=errors, patience=2 * STALL_SECONDS)
     except FileNotFoundError as error:
-        raise RemoteError(f"{source.shown}: the program {error.filename} is not here: install it") from error
-    except (OSError, ValueError) as error:
-        raise RemoteError(f"{source.shown}: {error}") from error
+        raise WrongRemoteError(f"{source.shown}: the program {error.filename} is not here: install it") from error
+    except ValueError as error:
+        raise WrongRemoteError(f"{source.shown}: {error}") from error
+    except OSError as error:
+        raise FailedRemoteError(f"{source.shown}: {error}") from error
 
 
 def _copy(stream: IO[bytes], file: IO[bytes], shown: str, limit: int, cancelled: threading.Event) -> None:
@@ -204,7 +217,7 @@ def _copy(stream: IO[bytes], file: IO[bytes], shown: str, limit: int, cancelled:
     last = time.monotonic()
     while True:
         if cancelled.is_set():
-            raise RemoteError(f"{shown}: given up, the reader was closed")
+            raise FailedRemoteError(f"{shown}: given up, the reader was closed")
         if poll.poll(POLL_SECONDS * 1000):
             block = os.read(stream.fileno(), BLOCK_BYTES)
             if not block:
@@ -231,7 +244,7 @@ def _failure(source: Address, status: int, stderr: str) -> RemoteError:
     refusal = REFUSAL.search(text)
     if refusal and refusal[1] not in PASSING_STATUS:
         return RefusedError(f"{text}; check the address, and whether you may read it")
-    return RemoteError(text) if FINAL_ERRORS.match(reason) else UnreachableError(text)
+    return WrongRemoteError(text) if FINAL_ERRORS.match(reason) else UnreachableError(text)
 
 
 def _web_page(path: Path) -> str:

@@ -21,10 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from dist_mem.config import DataConfig
-from dist_mem.data.metadata import ShardError, read_metadata
-from dist_mem.data.remote.fetch import RemoteError, locked, writing
+from dist_mem.data.metadata import ShardError, read_metadata, reading
+from dist_mem.data.remote.fetch import FailedRemoteError, RemoteError, WrongRemoteError, locked, writing
 from dist_mem.data.shard import INDEX_NAME, Index, ShardEntry, ShardSource
 from dist_mem.data.tokenizers.registry import FILE_NAMES, JSON_NAME
+from dist_mem.errors import RunError
 from dist_mem.runtime.environment import node_name, temporary_dir
 from dist_mem.runtime.files import NotOwnError, fsync_path, make_own, sha256_of, write_bytes, write_hashed, write_text
 
@@ -57,9 +58,9 @@ def stage_on_all_ranks(indexes: Sequence[Index], what: str) -> None:
         indexes: opened by `staged`.
 
     Raises:
-        RemoteError: on every rank, as soon as it has failed on any.
+        RunError: on every rank, as soon as it has failed on any.
     """
-    from dist_mem.runtime.distributed import AgreedError, agree_all_well, gather_objects  # they import torch
+    from dist_mem.runtime.distributed import agree_all_well, gather_objects  # they import torch
 
     sources = [index.source for index in indexes if isinstance(index.source, StagedShards)]
 
@@ -76,10 +77,10 @@ def stage_on_all_ranks(indexes: Sequence[Index], what: str) -> None:
             error = copying.exception() if is_done else None
             try:
                 agree_all_well(error, what)
-            except AgreedError as agreed:
+            except RunError:
                 for source in sources:
                     source.close()
-                raise RemoteError(str(error or agreed)) from error
+                raise
             are_done = all(gather_objects(is_done))
 
 
@@ -112,13 +113,16 @@ class StagedShards(ShardSource):
         """
         root, name = self._folder.parent, self._folder.name
         try:
-            _make_own(root)
+            with writing(root, key=KEY):
+                make_own(root)
             if not self._is_whole():
                 with locked(root / f".{name}.lock", self._closed, key=KEY), writing(self._folder, key=KEY):
                     if not self._is_whole():  # another process may have filled it while we waited
                         self._copy()
+        except NotOwnError as error:
+            raise WrongRemoteError(f"node {node_name()}: {error}; set {KEY}") from error
         except RemoteError as error:
-            raise RemoteError(f"node {node_name()}: {error}") from error
+            raise type(error)(f"node {node_name()}: {error}") from error
         self._is_filled = True
 
     def _is_there(self, shard: ShardEntry) -> bool:
@@ -165,7 +169,7 @@ class StagedShards(ShardSource):
     def _check_space(self, size: int) -> None:
         free = shutil.disk_usage(self._folder).free
         if size and size + SPARE_BYTES > free:
-            raise RemoteError(
+            raise FailedRemoteError(
                 f"{self._folder} needs {size:,} bytes, but {free:,} are free there, of which {SPARE_BYTES:,} stay so; "
                 f"make room, set {KEY} to a larger disk, or data.stage to none"
             )
@@ -200,29 +204,18 @@ def _blocks(path: Path, closed: threading.Event) -> Iterator[memoryview]:
     """Yield the content of a source file in blocks."""
     block = memoryview(bytearray(BLOCK_BYTES))
     try:
-        with path.open("rb", buffering=0) as file:
+        with reading(path, ": build (--overwrite) or copy it again"), path.open("rb", buffering=0) as file:
             while size := file.readinto(block):
                 if closed.is_set():
-                    raise RemoteError(f"{path}: given up, the reader was closed")
+                    raise FailedRemoteError(f"{path}: given up, the reader was closed")
                 yield block[:size]
-    except FileNotFoundError:
-        raise ShardError(f"{path} is missing: build (--overwrite) or copy it again") from None
     except RemoteError:
         raise
     except OSError as error:
-        raise RemoteError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise FailedRemoteError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _root(data: DataConfig) -> Path:
     """Return this user's folder for staged data on this node."""
     usual = MEMORY_DIR if data.stage == "memory" else temporary_dir()
     return (Path(data.stage_dir).expanduser() if data.stage_dir else usual) / f"dist_mem-{os.getuid()}"
-
-
-def _make_own(folder: Path) -> None:
-    """Run `make_own`, and raise its errors as RemoteError."""
-    try:
-        with writing(folder, key=KEY):
-            make_own(folder)
-    except NotOwnError as error:
-        raise RemoteError(f"{error}; set {KEY}") from error

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dist_mem.data.metadata import REMEDY, ShardError, read_metadata
+from dist_mem.data.metadata import REMEDY, ShardError, read_metadata, reading
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.byte_pairs import BytePairTokenizer
 from dist_mem.data.tokenizers.sentencepiece import SentencePieceTokenizer, train_pieces
@@ -78,25 +78,21 @@ def load_tokenizer(data_dir: Path | str) -> Tokenizer:
     """
     data_dir = Path(data_dir)
     metadata = read_tokenizer_metadata(data_dir)
-    tokenizer = _load(KINDS[metadata["kind"]], data_dir)
+    kind = KINDS[metadata["kind"]]
+    path, content = data_dir / (kind.file_name or JSON_NAME), b""
+    if kind.file_name is not None:
+        with reading(path, ": build the dataset again, or copy it from where it was built"):
+            content = path.read_bytes()
+    try:
+        tokenizer = kind.from_content(content)
+    except (RuntimeError, ValueError) as error:
+        raise ShardError(f"{path} is damaged ({error}): build the dataset again") from error
     stated = (metadata["fingerprint"], metadata["vocab_size"], metadata["bos_id"])
     if (tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.bos_id) != stated:
         raise ShardError(
             f"{data_dir / JSON_NAME} describes another tokenizer than the one beside it: build the dataset again"
         )
     return tokenizer
-
-
-def _load(kind: type[Tokenizer], data_dir: Path) -> Tokenizer:
-    if kind.file_name is None:
-        return kind.from_content(b"")
-    path = data_dir / kind.file_name
-    try:
-        return kind.from_content(path.read_bytes())
-    except FileNotFoundError:
-        raise ShardError(f"{path} is missing: build the dataset again, or copy it from where it was built") from None
-    except (RuntimeError, ValueError) as error:
-        raise ShardError(f"{path} is damaged ({error}): build the dataset again") from error
 
 
 def train_sentencepiece(lines: Iterable[str], data_dir: Path | str, *, recipe: str = "", **options: Any) -> Tokenizer:

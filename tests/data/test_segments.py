@@ -1,4 +1,4 @@
-"""Reading many segments at once gives the very updates that reading them one by one does."""
+"""A LaneReader gives the updates of the reference reader, which reads token by token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from dist_mem.data import lanes
 from dist_mem.data.batch import Update
 from dist_mem.data.documents import Documents
 from dist_mem.data.plan import Cursor, cut_lengths, lanes_of_rank, make_plan
@@ -19,7 +18,6 @@ from dist_mem.data.shard import Index, read_index
 from tests.support.lane_corpus import (
     BOS,
     LAYOUTS,
-    LENGTHS,
     SEG_LEN,
     assert_equal_updates,
     damage,
@@ -42,7 +40,7 @@ def simply(
     on_corrupt: str = "stop",
     **options: Any,
 ) -> list[Update]:
-    """`first_updates` the simple way."""
+    """`first_updates` of the reference reader."""
     lengths = cut_lengths([entry.num_tokens for entry in index.documents], max_document_len)
     plan = make_plan(lengths, num_lanes=num_lanes, seg_len=SEG_LEN, seed=seed, layout=layout)
     documents = Documents(index, lengths, bos_id=BOS, on_corrupt=on_corrupt)
@@ -65,9 +63,8 @@ def index(tmp_path: Path) -> Index:
         {"num_lanes": 1, "segments_per_update": 2},
     ],
 )
-def test_blocks_of_segments_equal_single_ones(index: Index, layout: str, options: dict[str, Any]) -> None:
-    count = 2 * lanes.BLOCK_UPDATES + 5
-    simple, updates = (read(index, count, layout=layout, **options) for read in (simply, first_updates))
+def test_updates_equal_those_read_token_by_token(index: Index, layout: str, options: dict[str, Any]) -> None:
+    simple, updates = (read(index, 70, layout=layout, **options) for read in (simply, first_updates))
     for one, other in zip(simple, updates, strict=True):
         assert_equal_updates(one, other)
 
@@ -112,24 +109,10 @@ def test_any_corpus_reads_alike_from_anywhere(
         assert_equal_updates(one, other)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("limits", [{"BLOCK_UPDATES": 1}, {"BLOCK_UPDATES": 7}, {"BLOCK_TOKENS": 5 * SEG_LEN * 3}])
-def test_how_much_is_read_at_once_changes_nothing(
-    index: Index, layout: str, limits: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = first_updates(index, 60, layout=layout)
-    for name, value in limits.items():
-        monkeypatch.setattr(lanes, name, value)
-    for one, other in zip(expected, first_updates(index, 60, layout=layout), strict=True):
-        assert_equal_updates(one, other)
-
-
 def test_an_update_handed_out_never_changes_again(index: Index) -> None:
-    """The block it was read into is filled anew."""
     with reader_of(index) as reader:
         first = next(reader)
         kept = deepcopy(first)
-        for _ in range(3 * lanes.BLOCK_UPDATES):
+        for _ in range(100):
             next(reader)
     assert_equal_updates(first, kept)
-    assert sum(LENGTHS) < 3 * lanes.BLOCK_UPDATES * SEG_LEN
