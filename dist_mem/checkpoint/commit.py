@@ -27,12 +27,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_mem.checkpoint.engine_files import ENGINE_JSON, Range, engine_index
-from dist_mem.checkpoint.manifest import run_of, step_dir, write_manifest
+from dist_mem.checkpoint.manifest import rank_file, run_of, step_dir, write_manifest
 from dist_mem.checkpoint.retention import prune
 from dist_mem.checkpoint.snapshot import Snapshot
 from dist_mem.checkpoint.tensor_file import safetensors_parts
 from dist_mem.config import CheckpointConfig
-from dist_mem.runtime.distributed import AgreedError, SideChannel, World, describe_error, name_failures
+from dist_mem.errors import UnfitError
+from dist_mem.runtime.distributed import Failure, SideChannel, World, agreed_error, describe_failure
 from dist_mem.runtime.files import free_name, fsync_path, write_hashed, write_text
 from dist_mem.runtime.lease import refuse_if_taken_over
 
@@ -56,7 +57,7 @@ class Share(NamedTuple):
     entries: dict[str, Any]  # manifest entries by file name
     lanes: dict[str, tuple[str, int]]  # lane id -> file, row
     ranges: list[Range]  # parameter ranges in the engine's file
-    error: str | None  # None: all files were written
+    error: Failure | None  # None: all files were written
 
 
 def write_checkpoint(
@@ -76,7 +77,7 @@ def write_checkpoint(
         broken: checkpoints that this commit renames to `.broken`.
 
     Raises:
-        AgreedError: on every rank, if any rank could not write its part; names those ranks.
+        UnfitError: on every rank, if any rank could not write its part; names those ranks.
     """
     final = step_dir(run_dir, snapshot.step)
     partial = final.with_name(f".{final.name}.partial")
@@ -86,8 +87,8 @@ def write_checkpoint(
         return channel.decided_by_rank0(
             share, lambda shares: _finish(partial, final, snapshot, shares, rules, flush_records, broken)
         )
-    except AgreedError as error:
-        raise AgreedError(
+    except UnfitError as error:
+        raise UnfitError(
             f"checkpoint {final}: {error}. Earlier checkpoints are intact: fix this, and the same command resumes"
         ) from error
 
@@ -99,7 +100,7 @@ def _open(partial: Path, snapshot: Snapshot, num_bytes: int) -> None:
     free = shutil.disk_usage(partial.parent).free
     needed = num_bytes + sum(map(len, snapshot.small_files.values())) + _MARGIN
     if needed > free:
-        raise AgreedError(
+        raise UnfitError(
             f"it needs {needed:,} bytes, {partial.parent} has {free:,} free: make room there, or keep fewer "
             "checkpoints, see checkpoint.keep_last"
         )
@@ -115,17 +116,13 @@ def _write_share(partial: Path, snapshot: Snapshot, rank: int) -> Share:
     error: Exception | None = None
     try:
         for kind, tensors in snapshot.files.items():
-            name = _rank_file(kind, rank)
+            name = rank_file(kind, rank)
             entries[name] = write_hashed(partial / name, safetensors_parts(tensors))
     except Exception as caught:  # of any kind: the other ranks wait for this one, and raise the error too
         error = caught
     rows = enumerate(snapshot.files["lanes"]["lane_ids"].tolist())
-    lanes = {str(lane): (_rank_file("lanes", rank), row) for row, lane in rows}
-    return Share(entries, lanes, snapshot.ranges, describe_error(error))
-
-
-def _rank_file(kind: str, rank: int) -> str:
-    return f"{kind}/rank-{rank:05d}.safetensors"
+    lanes = {str(lane): (rank_file("lanes", rank), row) for row, lane in rows}
+    return Share(entries, lanes, snapshot.ranges, describe_failure(error))
 
 
 def _finish(
@@ -140,9 +137,9 @@ def _finish(
     """Commit the files of all ranks, or remove them: on a full disk they would take the room of the next save."""
     refuse_if_taken_over(run_of(final))  # before removing anything: the other job's staging directory has the same name
     try:
-        failure = name_failures([share.error for share in shares], "writing")
+        failure = agreed_error([share.error for share in shares], "writing")
         if failure is not None:
-            raise AgreedError(failure)
+            raise UnfitError(str(failure))  # whatever the reason: the run has written here before
         flush_records()  # a resumed run does not log the points up to this step again
         written = _commit(partial, final, snapshot, shares, broken)
         return written._replace(messages=prune(run_of(final), snapshot.step, rules))

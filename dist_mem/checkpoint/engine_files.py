@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
+from dist_mem.checkpoint.manifest import rank_file, reading
 from dist_mem.checkpoint.schemas import engine_problems
 from dist_mem.engine.zero_state import Slice
 from dist_mem.errors import CheckpointError
@@ -26,11 +27,6 @@ from dist_mem.runtime.file_schema import check, read_json
 ENGINE_JSON = "engine.json"
 Range = tuple[str, int, int]  # name, start, stop
 _WEIGHTS = ("master", "frozen", "buffer")
-
-
-def rank_file(directory: Path, rank: int) -> Path:
-    """Return the path of the file with the slices that `rank` owned."""
-    return directory / "engine" / f"rank-{rank:05d}.safetensors"
 
 
 def engine_tensors(slices: Iterable[Slice]) -> dict[str, Tensor]:
@@ -62,18 +58,16 @@ class EngineReader:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        try:
+        with reading(directory / ENGINE_JSON):
             self.index = read_json(directory / ENGINE_JSON, CheckpointError)
-        except OSError as error:
-            raise CheckpointError(f"{directory / ENGINE_JSON}: cannot be read ({error})") from error
         check(self.index, engine_problems, directory / ENGINE_JSON, CheckpointError)
         self.counters: dict[str, float] = self.index["counters"]
         self._files: dict[int, tuple[Any, set[str]]] = {}
 
     def _stored(self, rank: int, key: str, low: int, high: int) -> Tensor | None:
         """Return elements low to high of a tensor in a rank's file, or a whole 0-d tensor; None without it."""
-        path = rank_file(self.directory, rank)
-        try:
+        path = self.directory / rank_file("engine", rank)
+        with reading(path):
             if rank not in self._files:
                 file = safe_open(path, framework="pt")
                 self._files[rank] = file, set(file.keys())
@@ -88,8 +82,6 @@ class EngineReader:
                     f"{path}: {key} has shape {shape}, but {ENGINE_JSON} lists {high} elements or more"
                 )
             return stored[low:high]
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: cannot be read ({error})") from error
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor | None:
         """Return elements start to stop of a flattened parameter, or a 0-d tensor; None if there are none.
@@ -120,8 +112,8 @@ class EngineReader:
         """Return all weights in full, under every name in the model's state_dict; floating point weights as fp32."""
         weights: dict[str, Tensor] = {}
         for name, shape in self.index["shapes"].items():
-            flat = self._read_whole(name, prod(shape))
-            whole = flat.view(shape).float() if flat.is_floating_point() else flat.view(shape)
+            whole = self._read_whole(name, prod(shape)).view(shape)
+            whole = whole.float() if whole.is_floating_point() else whole
             weights.update(dict.fromkeys([name, *self.index["aliases"].get(name, [])], whole))
         return weights
 

@@ -8,30 +8,29 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from dist_mem.checkpoint.manifest import step_dir
 from dist_mem.checkpoint.resume_choice import AUTO
 from dist_mem.checkpoint.resume_source import Resumption
+from dist_mem.config import Config, TrainConfig
 from dist_mem.runtime.distributed import World, decided_by_rank0
 from dist_mem.runtime.files import write_text
 
-FORMAT_VERSION = 1
 _FILE = "finished.json"
 
 
-def mark_finished(run_dir: Path, step: int, train: Any) -> None:
+def mark_finished(run_dir: Path, step: int, train: TrainConfig) -> None:
     """Record `step` as the last step; `train` is a resolved `TrainConfig`. Raises OSError."""
-    content = {"format_version": FORMAT_VERSION, "step": step, "steps": train.steps, "epochs": train.epochs}
+    content = {"format_version": 1, "step": step, "steps": train.steps, "epochs": train.epochs}
     write_text(run_dir / _FILE, json.dumps(content) + "\n")
 
 
-def is_finished(config: Any, world: World, resumption: Resumption) -> bool:
+def is_finished(config: Config, world: World, resumption: Resumption) -> bool:
     """Whether the checkpoint is the last one of a run that needs no more steps; collective."""
     run_dir, choice = Path(config.run_dir), resumption.choice
     if config.resume != AUTO or config.data.path != resumption.saved.data.path:
         return False  # data at another path are compared with those of the run only when the job is opened
-    step = decided_by_rank0(lambda: finished_step(run_dir, config.train), OSError)
+    step = decided_by_rank0(lambda: _finished_step(run_dir, config.train))
     if step is None or choice.directory != step_dir(run_dir, step):
         return False
     if world.rank == 0:
@@ -39,7 +38,7 @@ def is_finished(config: Any, world: World, resumption: Resumption) -> bool:
     return True
 
 
-def finished_step(run_dir: Path, train: Any) -> int | None:
+def _finished_step(run_dir: Path, train: TrainConfig) -> int | None:
     """Return the last step of a run that needs no more steps; None for other runs, or if the file is damaged."""
     try:
         content = json.loads((run_dir / _FILE).read_text(encoding="utf-8"))

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dist_mem.checkpoint.manifest import step_dir
-from dist_mem.errors import CheckpointError
-from dist_mem.memory.base import map_state, named_tensors
+from dist_mem.checkpoint.manifest import rank_file, reading, step_dir
+from dist_mem.errors import CheckpointError, run_error
+from dist_mem.memory.base import MemoryState, map_state, named_tensors
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.files import free_name
 
@@ -24,12 +23,7 @@ class Lanes(NamedTuple):
 
     lane_ids: Tensor  # (P,) int64, global lane numbers; those >= G are idle lanes
     cursors: Tensor  # (P, 3) int64: epoch, place, offset
-    states: list[Any]  # one memory state per lane group, lane first, groups in lane order
-
-
-def rank_file(directory: Path, kind: str, rank: int) -> Path:
-    """Return the path of a rank's file; `kind` is lanes or rng."""
-    return directory / kind / f"rank-{rank:05d}.safetensors"
+    states: list[MemoryState]  # one memory state per lane group, lane first, groups in lane order
 
 
 def open_checkpoints(run_dir: Path, set_aside: Sequence[Path] = ()) -> None:
@@ -39,7 +33,7 @@ def open_checkpoints(run_dir: Path, set_aside: Sequence[Path] = ()) -> None:
         set_aside: checkpoints newer than the one the run resumes from; they are renamed to `.superseded`.
 
     Raises:
-        OSError: the directory cannot be created or written.
+        UnusableError, UnfitError: the directory cannot be created or written.
     """
     directory = step_dir(run_dir, 0).parent
     probe = directory / ".probe.partial"
@@ -52,14 +46,15 @@ def open_checkpoints(run_dir: Path, set_aside: Sequence[Path] = ()) -> None:
         for newer in set_aside:
             newer.rename(free_name(newer.with_name(f"{newer.name}.superseded")))
     except OSError as error:
-        raise OSError(f"checkpoints cannot be written: {error}; fix this, or give the run another run_dir") from error
+        message = f"checkpoints cannot be written: {error}; fix this, or give the run another run_dir"
+        raise run_error(error, message) from error
 
 
 def read_lanes(
     directory: Path,
     manifest: Mapping[str, Any],
     lane_ids: Tensor,
-    fresh: Sequence[Any],
+    fresh: Sequence[MemoryState],
     *,
     num_lanes: int | None = None,
     convert: bool = False,
@@ -140,7 +135,7 @@ def _fitting(name: str, stored: Tensor, empty: Tensor, *, convert: bool) -> Tens
 
 def read_random_state(directory: Path, world: World) -> dict[str, Tensor] | None:
     """Read the state of this rank's random generators; None if the rank ran on another kind of device."""
-    state = read_tensors(rank_file(directory, "rng", world.rank))
+    state = read_tensors(directory / rank_file("rng", world.rank))
     return state if ("cuda" in state) == (world.device.type == "cuda") else None
 
 
@@ -153,7 +148,5 @@ def set_random_state(state: Mapping[str, Tensor], world: World) -> None:
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Return the content of a safetensors file. Raises CheckpointError if it cannot be read."""
-    try:
+    with reading(path):
         return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from error

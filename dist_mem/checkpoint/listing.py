@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dist_mem.checkpoint.manifest import list_steps, read_manifest, run_of, step_dir, verify, verify_size
+from dist_mem.checkpoint.manifest import list_steps, read_manifest, run_of, step_dir, verify, verify_file, verify_size
 from dist_mem.checkpoint.retention import kept_by, kept_in
 from dist_mem.config import CheckpointConfig, ConfigError, read_config
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, CheckpointError
@@ -36,11 +36,11 @@ def run(action: str, path: Path) -> int:
     """
     directories = find(path)
     if action == "show":
-        found = _look(directories[-1], _check_sizes)
+        found = _look(directories[-1], verify_size)
         print("\n".join(f"{label:<12} {text}" for label, text in _described(found)))
         return EXIT_FAILED if found.problem else EXIT_DONE
     is_deep = action == "verify"
-    table = [_look(directory, verify if is_deep else _check_sizes) for directory in directories]
+    table = [_look(directory, verify_file if is_deep else verify_size) for directory in directories]
     print("\n".join([*_table(table, path, good="verified" if is_deep else "complete"), *_set_aside(path)]))
     if is_deep and (good := [found.directory.name for found in table if not found.problem]):
         print(f"a run would resume from {good[-1]}")
@@ -61,22 +61,14 @@ def find(path: Path) -> list[Path]:
     raise CheckpointError(f"{path}: no checkpoint; give a run directory or one checkpoint in it")
 
 
-def _look(directory: Path, check: Callable[[Path], dict[str, Any]]) -> Found:
+def _look(directory: Path, check: Callable[[Path, str, dict[str, Any]], None]) -> Found:
     manifest = None
     try:
         manifest = read_manifest(directory)
-        check(directory)
+        verify(directory, check)
     except CheckpointError as error:
         return Found(directory, manifest, str(error).removeprefix(f"{directory}/").removeprefix(f"{directory}: "))
     return Found(directory, manifest, None)
-
-
-def _check_sizes(directory: Path) -> dict[str, Any]:
-    """Check that every file in the manifest has its size, without reading the files; return the manifest."""
-    manifest = read_manifest(directory)
-    for name, entry in manifest["files"].items():
-        verify_size(directory, name, entry)
-    return manifest
 
 
 def _saved(manifest: Mapping[str, Any], directory: Path) -> str:

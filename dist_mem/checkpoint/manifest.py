@@ -9,19 +9,23 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from dist_mem.checkpoint.schemas import manifest_problems
-from dist_mem.errors import CheckpointError
+from dist_mem.errors import EXIT_FAILED, CheckpointError, UnreadableError, run_error
 from dist_mem.runtime.file_schema import check, read_json
 from dist_mem.runtime.files import sha256_of, write_text
 
 FORMAT_VERSION = 3
-OLDEST_FORMAT = 3  # older formats store weights as pickles, which can run any code when loaded
-TOKENIZER_DIR = "tokenizer"  # in a checkpoint; older checkpoints have none
+TOKENIZER_DIR = "tokenizer"  # in a checkpoint
 _NAME = "manifest.json"
 _STEP_DIR = re.compile(r"step-(\d{8})")
+_RANK_FILE = re.compile(r"\w+/rank-(\d+)\.safetensors")
 
 
 class NewerFormatError(CheckpointError):
@@ -38,10 +42,36 @@ def run_of(directory: Path) -> Path:
     return directory.absolute().parent.parent
 
 
+def rank_file(kind: str, rank: int) -> str:
+    """Return the name in a checkpoint of the file that `rank` writes; `kind` is engine, lanes or rng."""
+    return f"{kind}/rank-{rank:05d}.safetensors"
+
+
+def rank_of(name: str) -> int | None:
+    """Return the rank that wrote a file, the inverse of `rank_file`; None: a file that rank 0 writes for all."""
+    found = _RANK_FILE.fullmatch(name)
+    return int(found[1]) if found else None
+
+
 def list_steps(run_dir: Path) -> list[int]:
     """Return the steps that have a checkpoint directory, verified or not, oldest first."""
     found = (_STEP_DIR.fullmatch(path.name) for path in (run_dir / "checkpoints").glob("step-*"))
     return sorted(int(match.group(1)) for match in found if match)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise CheckpointError if `path` cannot be read: an unreadable checkpoint counts as damaged."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise unreadable(error, f"{path}: cannot be read ({error})") from error
+
+
+def unreadable(error: Exception, message: str) -> CheckpointError:
+    """Return the error for a checkpoint that cannot be read: an UnreadableError if another start may succeed."""
+    may_pass = isinstance(error, OSError) and run_error(error).exit_code == EXIT_FAILED
+    return UnreadableError(message) if may_pass else CheckpointError(message)
 
 
 def files_in(directory: Path) -> list[Path]:
@@ -72,28 +102,23 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         CheckpointError: there is no checkpoint or no manifest, or the manifest is damaged or of another format.
     """
     path = directory / _NAME
-    try:
+    with reading(path):
         if not directory.is_dir():
             raise CheckpointError(f"{directory}: there is no such checkpoint")
         if not path.exists():
             raise CheckpointError(f"{directory}: no {_NAME}, so this save never finished")
         manifest = read_json(path, CheckpointError)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from error
     if not isinstance(manifest, dict) or type(manifest.get("format_version")) is not int:
         raise CheckpointError(f"{path}: not a manifest: it has no format_version (damaged)")
     if manifest.get("sha256") != _fingerprint(manifest):
         raise CheckpointError(f"{path}: SHA-256 differs from the one in the file (damaged)")
-    if manifest["format_version"] < OLDEST_FORMAT:
-        raise CheckpointError(
-            f"{path}: format_version {manifest['format_version']} has its weights in pickles, which are not loaded "
-            f"because they can run any code; give a checkpoint of format {OLDEST_FORMAT} or newer"
-        )
+    found = f"{path}: format_version {manifest['format_version']}"
     if manifest["format_version"] > FORMAT_VERSION:
         raise NewerFormatError(
-            f"{path}: format_version {manifest['format_version']} is newer than {FORMAT_VERSION}, the newest that this "
-            "dist_mem reads; update dist_mem"
+            f"{found} is newer than {FORMAT_VERSION}, the newest that this dist_mem reads; update dist_mem"
         )
+    if manifest["format_version"] != FORMAT_VERSION:
+        raise CheckpointError(f"{found} is unknown; give a checkpoint of format {FORMAT_VERSION}")
     check(manifest, manifest_problems, path, CheckpointError)
     named = _STEP_DIR.fullmatch(directory.name)
     if named and int(named[1]) != manifest["step"]:
@@ -101,74 +126,76 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     return manifest
 
 
-def verify(directory: Path) -> dict[str, Any]:
-    """Compare the size and SHA-256 of every file with the manifest; return the manifest.
+def verify_size(directory: Path, name: str, entry: dict[str, Any]) -> None:
+    """Compare the size of a file with its entry in the manifest. Raises CheckpointError."""
+    path = directory / name
+    with reading(path):
+        if not path.is_file():
+            raise CheckpointError(f"{path}: missing")
+        size = path.stat().st_size
+    if size != entry["bytes"]:
+        raise CheckpointError(f"{path}: {size} bytes, {entry['bytes']} expected (cut short?)")
+
+
+def verify_file(directory: Path, name: str, entry: dict[str, Any]) -> None:
+    """Compare the size and SHA-256 of a file with its entry in the manifest. Raises CheckpointError."""
+    verify_size(directory, name, entry)
+    path = directory / name
+    with reading(path):
+        found = sha256_of(path)
+    if found != entry["sha256"]:
+        raise CheckpointError(f"{path}: SHA-256 differs from the manifest (damaged)")
+
+
+def verify(directory: Path, check: Callable[[Path, str, dict[str, Any]], None] = verify_file) -> dict[str, Any]:
+    """Check every file in the manifest; return the manifest.
+
+    Args:
+        check: `verify_size` reads no file.
 
     Raises:
         CheckpointError: names the first file that is missing or different.
     """
     manifest = read_manifest(directory)
     for name, entry in manifest["files"].items():
-        verify_file(directory, name, entry)
+        check(directory, name, entry)
     return manifest
 
 
-def verify_file(directory: Path, name: str, entry: dict[str, Any]) -> None:
-    """Compare a file with its entry in the manifest.
+def first_verified(
+    candidates: Sequence[Path], check: Callable[[Path], dict[str, Any]]
+) -> tuple[Path, dict[str, Any], list[str]] | None:
+    """Return the first checkpoint that verifies, its manifest, and why those before it were passed over.
+
+    Args:
+        check: verifies a checkpoint and returns its manifest.
+
+    Returns:
+        None if there are no candidates.
 
     Raises:
-        CheckpointError: the file is missing, cut short, altered, or cannot be read.
+        NewerFormatError: resuming from another checkpoint would undo the steps of this one.
+        CheckpointError: none verifies, and the run must not start over silently.
     """
-    verify_size(directory, name, entry)
-    path = directory / name
-    try:
-        found = sha256_of(path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from error
-    if found != entry["sha256"]:
-        raise CheckpointError(f"{path}: SHA-256 differs from the manifest (damaged)")
-
-
-def verify_size(directory: Path, name: str, entry: dict[str, Any]) -> None:
-    """Compare the size of a file with its entry in the manifest. Raises CheckpointError."""
-    path = directory / name
-    try:
-        if not path.is_file():
-            raise CheckpointError(f"{path}: missing")
-        size = path.stat().st_size
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from error
-    if size != entry["bytes"]:
-        raise CheckpointError(f"{path}: {size} bytes, {entry['bytes']} expected (cut short?)")
-
-
-def newest_verified(run_dir: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest checkpoint that verifies, and the reasons why newer ones were passed over.
-
-    Raises:
-        CheckpointError: there are checkpoints, but none verifies (the run must not start over silently); or the
-            newest has a newer format.
-    """
-    reasons: list[str] = []
-    for step in reversed(list_steps(run_dir)):
-        directory = step_dir(run_dir, step)
+    errors: list[CheckpointError] = []
+    for directory in candidates:
         try:
-            verify(directory)
+            return directory, check(directory), [str(error) for error in errors]
         except NewerFormatError:
             raise
         except CheckpointError as error:
-            reasons.append(str(error))
-        else:
-            return directory, reasons
-    if reasons:
-        raise nothing_verifies(run_dir, reasons)
-    return None, reasons
-
-
-def nothing_verifies(run_dir: Path, reasons: list[str]) -> CheckpointError:
-    """Return the error for a run none of whose checkpoints verifies: it must not start over silently."""
-    listed = "\n  ".join(reasons)
-    return CheckpointError(
-        f"{run_dir / 'checkpoints'}: no checkpoint verifies:\n  {listed}\n"
+            errors.append(error)
+    if not errors:
+        return None
+    listed = "\n  ".join(map(str, errors))
+    may_pass = any(isinstance(error, UnreadableError) for error in errors)
+    raise (UnreadableError if may_pass else CheckpointError)(
+        f"{candidates[-1].absolute().parent}: no checkpoint verifies:\n  {listed}\n"
         "Restore one of them, or give the run a new run_dir to start over"
     )
+
+
+def newest_verified(run_dir: Path) -> tuple[Path | None, list[str]]:
+    """Return the newest checkpoint of a run that verifies, and why newer ones were not chosen; see `first_verified`."""
+    found = first_verified([step_dir(run_dir, step) for step in reversed(list_steps(run_dir))], verify)
+    return (found[0], found[2]) if found else (None, [])

@@ -7,28 +7,26 @@ is reported to all ranks: the checkpoint is passed over and kept for inspection.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from dist_mem.checkpoint.manifest import (
-    NewerFormatError,
+    first_verified,
     list_steps,
-    nothing_verifies,
+    rank_of,
     read_manifest,
     run_of,
     step_dir,
+    unreadable,
     verify_file,
 )
-from dist_mem.config import read_config
-from dist_mem.config.check import ConfigError
+from dist_mem.config import ConfigError, read_config
 from dist_mem.errors import CheckpointError
 from dist_mem.runtime.distributed import World, decided_by_rank0, gather_objects
 
 AUTO, NEVER = "auto", "never"
-_RANK = re.compile(r"rank[-_](\d+)")  # in the names of files written by one rank
 
 ResultT = TypeVar("ResultT")
 
@@ -56,22 +54,14 @@ def choose_checkpoint(resume: str, run_dir: Path, world: World) -> Choice | None
     Raises:
         CheckpointError: on every rank; no checkpoint verifies, or `resume` selects none that can be used.
     """
-    request = decided_by_rank0(lambda: readable(lambda: find_candidates(resume, run_dir)), CheckpointError)
-    reasons: list[str] = []
-    for number, directory in enumerate(request.candidates):
-        try:
-            manifest = verify_together(directory, world)
-        except NewerFormatError:
-            raise  # resuming from an older checkpoint would undo the steps of this one
-        except CheckpointError as error:
-            reasons.append(str(error))
-        else:
-            newer = [path for path in request.run_checkpoints if path.name > directory.name]
-            skipped = [path for path in request.candidates[:number] if run_of(path).resolve() == run_dir.resolve()]
-            return Choice(directory, manifest, reasons, newer, [path for path in skipped if path not in newer])
-    if reasons:
-        raise nothing_verifies(run_of(request.candidates[-1]), reasons)
-    return None
+    request = decided_by_rank0(lambda: readable(lambda: find_candidates(resume, run_dir)))
+    found = first_verified(request.candidates, lambda directory: verify_together(directory, world))
+    if found is None:
+        return None
+    directory, manifest, reasons = found
+    newer = [path for path in request.run_checkpoints if path.name > directory.name]
+    skipped = [path for path in request.candidates[: len(reasons)] if run_of(path).resolve() == run_dir.resolve()]
+    return Choice(directory, manifest, reasons, newer, [path for path in skipped if path not in newer])
 
 
 def verify_together(directory: Path, world: World) -> dict[str, Any]:
@@ -80,36 +70,37 @@ def verify_together(directory: Path, world: World) -> dict[str, Any]:
     Raises:
         CheckpointError: on every rank; names the first problem, and the rank that found it.
     """
-    manifest = decided_by_rank0(lambda: readable(lambda: read_manifest(directory)), CheckpointError)
+    manifest = decided_by_rank0(lambda: readable(lambda: read_manifest(directory)))
     problems = gather_objects(_first_problem(directory, manifest["files"], world))
     for rank, problem in enumerate(problems):
         if problem is not None:
-            raise CheckpointError(f"{problem} (seen by rank {rank} of {world.size})" if world.size > 1 else problem)
+            raise type(problem)(f"{problem} (seen by rank {rank} of {world.size})" if world.size > 1 else str(problem))
     return manifest
 
 
 def readable(read: Callable[[], ResultT]) -> ResultT:
-    """Return the result of `read`. An OSError becomes a CheckpointError: an unreadable checkpoint counts as damaged."""
+    """Return the result of `read`. An OSError becomes a CheckpointError, as `unreadable` chooses it."""
     try:
         return read()
     except OSError as error:
-        raise CheckpointError(f"checkpoints cannot be read: {error}") from error
+        raise unreadable(error, f"checkpoints cannot be read: {error}") from error
 
 
-def _first_problem(directory: Path, files: dict[str, Any], world: World) -> str | None:
+def _first_problem(directory: Path, files: dict[str, Any], world: World) -> CheckpointError | None:
     try:
         for name in _share(sorted(files), world):
             verify_file(directory, name, files[name])
     except Exception as error:  # of any kind: the other ranks wait for this result
-        return str(error) if isinstance(error, CheckpointError) else f"{directory}: {type(error).__name__}: {error}"
+        named = f"{directory}: {type(error).__name__}: {error}"
+        return error if isinstance(error, CheckpointError) else unreadable(error, named)
     return None
 
 
 def _share(names: Sequence[str], world: World) -> Iterator[str]:
     """Yield this rank's files, which it will read if the world size is unchanged, and a share of the common files."""
     for position, name in enumerate(names):
-        written_by = _RANK.search(name)
-        if (int(written_by[1]) if written_by else position) % world.size == world.rank:
+        written_by = rank_of(name)
+        if (position if written_by is None else written_by) % world.size == world.rank:
             yield name
 
 

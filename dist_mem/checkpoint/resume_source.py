@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 from dist_mem.checkpoint.manifest import read_manifest
 from dist_mem.checkpoint.resume_choice import Choice, choose_checkpoint, find_candidates, readable
-from dist_mem.config import load_config, read_config
-from dist_mem.config.check import ConfigError
+from dist_mem.config import Config, ConfigError, load_config, read_config
 from dist_mem.config.resume_rules import Change, check_changes
-from dist_mem.errors import CheckpointError, UnusableError
+from dist_mem.errors import CheckpointError
 from dist_mem.memory import memory_options
 from dist_mem.runtime.distributed import World, decided_by_rank0
 
@@ -26,12 +25,12 @@ class Resumption(NamedTuple):
     """A verified checkpoint that the present configuration may resume from."""
 
     choice: Choice
-    saved: Any  # the configuration of the checkpoint
+    saved: Config  # the configuration of the checkpoint
     changes: list[Change]  # of the configuration since then, in the order of the schema
     seconds: float  # spent on finding and verifying the checkpoint
 
 
-def find_resumption(config: Any, world: World, allowed: Sequence[str] = ()) -> Resumption | None:
+def find_resumption(config: Config, world: World, allowed: Sequence[str] = ()) -> Resumption | None:
     """Choose the checkpoint that `resume` selects and compare configurations; None for a run without checkpoints.
 
     Every rank calls it; all get the same result except for `seconds`.
@@ -47,16 +46,16 @@ def find_resumption(config: Any, world: World, allowed: Sequence[str] = ()) -> R
     if choice is None:
         return None
     saved = saved_config(choice.directory, config)
-    changes = decided_by_rank0(lambda: _check_changes(saved, config, choice.manifest, allowed), UnusableError)
+    changes = decided_by_rank0(lambda: _check_changes(saved, config, choice.manifest, allowed))
     return Resumption(choice, saved, changes, time.perf_counter() - began)
 
 
-def saved_config(directory: Path, config: Any) -> Any:
+def saved_config(directory: Path, config: Config) -> Config:
     """Return the configuration of a checkpoint, which rank 0 reads for all; see `_read_saved`. Raises UnusableError."""
-    return decided_by_rank0(lambda: readable(lambda: _read_saved(directory, config)), UnusableError)
+    return decided_by_rank0(lambda: readable(lambda: _read_saved(directory, config)))
 
 
-def check_run_dir(config: Any, allowed: Sequence[str] = ()) -> None:
+def check_run_dir(config: Config, allowed: Sequence[str] = ()) -> None:
     """Compare the configuration with the checkpoint that a job would resume from, without hashing its files.
 
     Raises:
@@ -73,11 +72,11 @@ def check_run_dir(config: Any, allowed: Sequence[str] = ()) -> None:
         return
 
 
-def _check_changes(saved: Any, config: Any, manifest: Mapping[str, Any], allowed: Sequence[str]) -> list[Change]:
+def _check_changes(saved: Config, config: Config, manifest: Mapping[str, Any], allowed: Sequence[str]) -> list[Change]:
     return check_changes(saved, config, then=manifest.get("environment", {}), allowed=allowed)
 
 
-def _read_saved(directory: Path, config: Any) -> Any:
+def _read_saved(directory: Path, config: Config) -> Config:
     """Return the configuration of a checkpoint; options added to its memory since then have their defaults."""
     path = directory / "config.yaml"
     saved = read_config(path)

@@ -96,7 +96,7 @@ class Saver:
             began: `time.perf_counter()` when training began to wait for the snapshot.
 
         Raises:
-            AgreedError: on every rank, if any rank could not write its part of this save or of one still in flight.
+            UnfitError: on every rank, if any rank could not write its part of this save or of one still in flight.
         """
         self.wait()
         self._last_began = time.monotonic()
@@ -133,7 +133,7 @@ class Saver:
         """Wait until no save is in flight.
 
         Raises:
-            AgreedError: on every rank, if any rank could not write its part.
+            UnfitError: on every rank, if any rank could not write its part.
         """
         flight, self._flight = self._flight, None
         if flight is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from dist_mem.checkpoint.engine_files import Range, engine_ranges, engine_tensors
 from dist_mem.checkpoint.lane_states import Lanes
 from dist_mem.engine.engine import Engine
-from dist_mem.memory.base import map_state, named_tensors
+from dist_mem.memory.base import MemoryState, map_state, named_tensors
 
 
 class Snapshot(NamedTuple):
@@ -45,7 +45,7 @@ def take_snapshot(
         step=step,
         files={kind: {name: _copy(tensor) for name, tensor in tensors.items()} for kind, tensors in live.items()},
         ranges=engine_ranges(owned),
-        engine=engine.facts(),
+        engine=engine.metadata(),
         small_files=dict(small_files),
         metadata=deepcopy(dict(metadata)),
     )
@@ -55,7 +55,7 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def _joined(states: Sequence[Any]) -> dict[str, Tensor]:
+def _joined(states: Sequence[MemoryState]) -> dict[str, Tensor]:
     """Concatenate the states of all lane groups, on the host."""
     return named_tensors(map_state(lambda *parts: torch.cat([part.cpu() for part in parts]), *states))
 

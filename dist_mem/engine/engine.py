@@ -10,31 +10,35 @@ from __future__ import annotations
 import copy
 import io
 import logging
+import math
 import re
 import sys
 import warnings
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.cpp_extension import _get_build_directory
 
+from dist_mem.config import Config, TrainConfig
 from dist_mem.engine import zero_restore, zero_state
-from dist_mem.engine.build_lock import building
-from dist_mem.engine.gradient_norms import GradientShares, Norms
+from dist_mem.engine.cpu_op import CPU_OP, building
+from dist_mem.engine.gradient_norms import GradientNorms, Norms
 from dist_mem.engine.optimizer import build_optimizer
 from dist_mem.engine.zero_restore import Counters, ReadSlice
-from dist_mem.engine.zero_state import Slice
+from dist_mem.engine.zero_state import DeepSpeedEngine, Slice
+from dist_mem.errors import run_error
+from dist_mem.model import LMOutput, LMState, MemoryLM
 from dist_mem.nn.layers import DTYPES
-from dist_mem.runtime.distributed import announced, tell
+from dist_mem.runtime.distributed import announced, print_on_rank0
 
 try:
     # DeepSpeed's autotuner imports mlflow if it can, on every rank: 1.7 s, 115 MB and a telemetry client. A None here
     # makes that import fail, which the autotuner handles; mlflow_run.py imports mlflow later, on rank 0 only.
-    sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]
+    cast(dict[str, Any], sys.modules).setdefault("mlflow", None)
     import deepspeed
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime import compiler as deepspeed_compiler
@@ -48,15 +52,15 @@ finally:
 
 # DeepSpeed 0.19 calls collectives by names that torch 2.13 deprecates: a warning at every step that no user can fix.
 warnings.filterwarnings("ignore", r".*`torch.distributed.\w+` is deprecated", FutureWarning)
-_CPU_OP = "deepspeed_shm_comm"  # compiled at the first start
 
 
-def deepspeed_config(block: dict[str, Any], train: Any, *, world_size: int, accumulation: int) -> dict[str, Any]:
+def deepspeed_config(
+    block: dict[str, Any], train: TrainConfig, *, world_size: int, accumulation: int
+) -> dict[str, Any]:
     """Return the user's `deepspeed:` block with the keys that this project sets.
 
     Args:
         block: the block as the user wrote it, without those keys.
-        train: `TrainConfig`.
         accumulation: forward and backward passes of one rank in one update.
     """
     owned = {
@@ -99,7 +103,7 @@ def _refuse_what_cannot_be_saved(zero: dict[str, Any]) -> None:
             raise ValueError(f"deepspeed.zero_optimization.{key}: dist_mem cannot save what it keeps; leave it out")
 
 
-def _start_deepspeed(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
+def _start_deepspeed(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> DeepSpeedEngine:
     _refuse_what_cannot_be_saved(config.get("zero_optimization") or {})
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     _import_muon_uncompiled()
@@ -134,12 +138,12 @@ def start_communication() -> None:
     """
     try:
         if torch.distributed.get_backend() == "gloo":
-            directory = Path(_get_build_directory(_CPU_OP, False))
+            directory = Path(_get_build_directory(CPU_OP, False))
             announcement: AbstractContextManager[None] = announced(
-                f"waiting for {_CPU_OP}: another job loads or compiles it"
+                f"waiting for {CPU_OP}: another job loads or compiles it"
             )
-            if not (directory / f"{_CPU_OP}.so").exists():
-                tell("compiling DeepSpeed's CPU communication op, once for this environment: 1 to 3 minutes")
+            if not (directory / f"{CPU_OP}.so").exists():
+                print_on_rank0("compiling DeepSpeed's CPU communication op, once for this environment: 1 to 3 minutes")
                 announcement = nullcontext()
             with announcement, building(directory), redirect_stdout(io.StringIO()):
                 get_accelerator().create_op_builder("ShareMemCommBuilder").load()
@@ -147,11 +151,12 @@ def start_communication() -> None:
             deepspeed.init_distributed(torch.distributed.get_backend())
     except (ImportError, OSError, RuntimeError) as error:  # ImportError: another rank's compiler failed
         reasons = re.findall(r"^.*(?:not found|[Ee]rror: ).*$", str(error).partition("\n")[2], re.MULTILINE)
-        raise ValueError(
+        message = (
             f"DeepSpeed could not compile its CPU communication op ({reasons[0] if reasons else error}): install a C++ "
             "compiler ('apt-get install g++'), and see that TORCH_EXTENSIONS_DIR (default: in "
             "~/.cache/torch_extensions) can be written"
-        ) from error
+        )
+        raise run_error(error if isinstance(error, OSError) else ValueError(error), message) from error
 
 
 class Engine:
@@ -159,15 +164,15 @@ class Engine:
 
     def __init__(
         self,
-        model: nn.Module,
-        config: Any,
+        model: MemoryLM,
+        config: Config,
         block: dict[str, Any],
         *,
         world_size: int,
         accumulation: int,
-        apart: Collection[str] = (),
+        auxiliary_parameters: Collection[str] = (),
     ) -> None:
-        """`apart`: names of parameters whose gradient norm is logged separately."""
+        """`auxiliary_parameters`: names of parameters whose gradient norm is logged separately."""
         deepspeed_logger.setLevel(logging.WARNING)  # dozens of lines per start without use to the user
         optimizer = build_optimizer(model, config.optimizer)
         self.config = deepspeed_config(block, config.train, world_size=world_size, accumulation=accumulation)
@@ -179,13 +184,13 @@ class Engine:
         self.stage: int = self._engine.zero_optimization_stage()
         self._unguarded = self.stage == 0 and self.dtype == torch.float32
         self._gradient_norm_before: float | None = None  # of the last update before clipping, if `_unguarded`
-        self._shares = GradientShares(self._engine, apart) if apart else None
+        self._norms = GradientNorms(self._engine, auxiliary_parameters) if auxiliary_parameters else None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._engine(*args, **kwargs)
+    def __call__(self, *args: Tensor, state: LMState) -> LMOutput:
+        return self._engine(*args, state=state)
 
     @property
-    def module(self) -> Any:
+    def module(self) -> MemoryLM:
         """The model as DeepSpeed holds it; under ZeRO-3 its parameters are empty outside a forward."""
         return self._engine.module
 
@@ -198,7 +203,7 @@ class Engine:
         """Switch dropout on or off."""
         self._engine.train(mode)
 
-    def init_state(self, document_ids: Tensor) -> Any:
+    def init_state(self, document_ids: Tensor) -> LMState:
         """Return empty memories of lanes that begin these documents, (B,) int64, with the engine's device and dtype."""
         return self.module.init_state(document_ids.to(self.device), self.device, self.dtype)
 
@@ -215,10 +220,7 @@ class Engine:
 
         Only fp32 without ZeRO needs the check; in all other cases DeepSpeed skips the update.
         """
-        if not self._unguarded:
-            return True
-        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
-        return bool(torch.isfinite(torch.nn.utils.get_total_norm(gradients)))
+        return not self._unguarded or math.isfinite(self._norm_of_gradients())
 
     def step(self, lr_factor: float) -> bool:
         """Update with each group's peak learning rate times `lr_factor`; return False if DeepSpeed skipped it."""
@@ -239,8 +241,8 @@ class Engine:
 
     def _end_update(self) -> None:
         self._gradient_norm_before = self._norm_of_gradients() if self._unguarded else None
-        if self._shares is not None:
-            self._shares.begin()
+        if self._norms is not None:
+            self._norms.begin()
         self._engine.step()
 
     def _norm_of_gradients(self) -> float:
@@ -253,8 +255,8 @@ class Engine:
         return float("nan") if norm is None else float(norm)
 
     def gradient_norms(self) -> Norms | None:
-        """Return the norm of the `apart` parameters and that of all others; None without `apart`. All ranks call it."""
-        return None if self._shares is None else self._shares.norms(self.gradient_norm())
+        """Return the gradient norms of the model and of its `auxiliary_parameters`, None without these; collective."""
+        return None if self._norms is None else self._norms.norms(self.gradient_norm())
 
     def held(self) -> list[Slice]:
         """Return this rank's master weights and optimizer state, as live views."""
@@ -264,9 +266,9 @@ class Engine:
         """Return the part of `held` that this rank saves: the ranks together own every element exactly once."""
         return zero_state.owned(self._engine)
 
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """Return the content of engine.json besides the ranks' ranges; the same on every rank."""
-        return {"dtype": str(self.dtype).removeprefix("torch."), **zero_state.facts(self._engine)}
+        return {"dtype": str(self.dtype).removeprefix("torch."), **zero_state.metadata(self._engine)}
 
     def restore(self, read: ReadSlice, counters: Counters) -> None:
         """Load a checkpoint of any ZeRO stage and number of ranks into this engine, fresh or already trained.

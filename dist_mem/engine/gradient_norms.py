@@ -14,22 +14,22 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dist_mem.engine.zero_state import Span, base_optimizer, flats
+from dist_mem.engine.zero_state import DeepSpeedEngine, Span, base_optimizer, flats
 
 
 class Norms(NamedTuple):
     """Gradient norms of the last update before clipping; their squares add up to the square of the global norm."""
 
     model: float
-    apart: float  # of the parameters with an auxiliary loss
+    auxiliary: float  # of the parameters with an auxiliary loss
 
 
-class GradientShares:
+class GradientNorms:
     """Measures gradient norms in a hook on the steps of torch's optimizer under a DeepSpeed engine."""
 
-    def __init__(self, engine: Any, apart: Collection[str]) -> None:
-        """`apart`: names of the parameters with an auxiliary loss."""
-        self._apart = frozenset(apart)
+    def __init__(self, engine: DeepSpeedEngine, auxiliary_parameters: Collection[str]) -> None:
+        """`auxiliary_parameters`: names of the parameters with an auxiliary loss."""
+        self._auxiliary = frozenset(auxiliary_parameters)
         self._is_cut = engine.zero_optimization_stage() > 0  # otherwise every rank has all gradients
         self._spans: dict[torch.Tensor, list[Span]] = {flat.key: flat.spans for flat in flats(engine)}
         self._squares = torch.zeros(2, device=engine.device)
@@ -46,13 +46,13 @@ class GradientShares:
                     continue
                 for name, start, stop, offset in self._spans[key]:
                     part = key.grad.view(-1)[offset : offset + stop - start]
-                    self._squares[int(name in self._apart)] += part.float().square().sum().to(self._squares.device)
+                    self._squares[int(name in self._auxiliary)] += part.float().square().sum().to(self._squares.device)
 
     def norms(self, total: float) -> Norms:
         """Divide the global norm `total` into its two parts; every rank calls it."""
         squares = self._squares.clone()
         if self._is_cut:
             dist.all_reduce(squares)
-        model, apart = squares.tolist()
-        scale = total / math.sqrt(model + apart) if model + apart else 0.0
-        return Norms(scale * math.sqrt(model), scale * math.sqrt(apart))
+        model, auxiliary = squares.tolist()
+        scale = total / math.sqrt(model + auxiliary) if model + auxiliary else 0.0
+        return Norms(scale * math.sqrt(model), scale * math.sqrt(auxiliary))

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from dist_mem.config import OptimizerConfig, ScheduleConfig
+
 # Vectors in all but shape: the content and position biases u and v of relative attention are (H, K).
 _NEVER_DECAYED = re.compile(r"(^|[._])(u|v|bias)$")
 
@@ -21,11 +23,11 @@ def _decays(name: str, parameter: nn.Parameter) -> bool:
     return parameter.dim() >= 2 and not _NEVER_DECAYED.search(name)
 
 
-def parameter_groups(model: nn.Module, config: Any) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
     """Group parameters by (lr, weight decay); groups with `trainable: false` are frozen and left out.
 
     Args:
-        config: `OptimizerConfig`. A parameter belongs to the first entry of `config.groups` whose pattern is found in
+        config: a parameter belongs to the first entry of `config.groups` whose pattern is found in
             its name. Weight decay applies to matrices only, unless that entry sets it.
 
     Raises:
@@ -57,7 +59,7 @@ def parameter_groups(model: nn.Module, config: Any) -> list[dict[str, Any]]:
     return [{"params": params, "lr": lr, "weight_decay": decay} for (lr, decay), params in taken.items()]
 
 
-def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Build AdamW, Adam (L2 in the gradient, as published with Transformer-XL) or SGD over `parameter_groups`."""
     groups = parameter_groups(model, config)
     if config.kind == "sgd":
@@ -66,12 +68,12 @@ def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
     return kind(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps)
 
 
-def num_moments(config: Any) -> int:
-    """How many numbers it keeps of each trained parameter."""
+def num_moments(config: OptimizerConfig) -> int:
+    """Return how many numbers the optimizer keeps of each trained parameter."""
     return 2 if config.kind in ("adam", "adamw") else int(config.momentum != 0)
 
 
-def lr_factor(step: int, config: Any, total_steps: int) -> float:
+def lr_factor(step: int, config: ScheduleConfig, total_steps: int) -> float:
     """Return the learning rate of update `step` (from 0) as a fraction of its peak.
 
     Linear warmup over `warmup_steps`, then constant, or linear or cosine decay over `decay_steps` (default: all

@@ -5,12 +5,21 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dist_mem.engine.zero_state import COUNTERS, LOSS_SCALE, Flat, base_optimizer, buffers, flats, frozen, loss_scaler
+from dist_mem.engine.zero_state import (
+    COUNTERS,
+    LOSS_SCALE,
+    DeepSpeedEngine,
+    Flat,
+    base_optimizer,
+    buffers,
+    flats,
+    frozen,
+    loss_scaler,
+)
 from dist_mem.errors import CheckpointError
 from dist_mem.runtime.distributed import on_all_ranks
 
@@ -18,7 +27,7 @@ ReadSlice = Callable[[str, str, int, int], Tensor | None]  # (kind, name, start,
 Counters = Mapping[str, float]
 
 
-def restore(engine: Any, read: ReadSlice, counters: Counters) -> None:
+def restore(engine: DeepSpeedEngine, read: ReadSlice, counters: Counters) -> None:
     """Fill all held slices, and derive the model's weights from the masters as DeepSpeed does after a step.
 
     Every rank calls it, between two updates. Settings of the optimizer's groups are unchanged.
@@ -32,7 +41,7 @@ def restore(engine: Any, read: ReadSlice, counters: Counters) -> None:
     _restore_counters(engine, counters)
 
 
-def _fill(engine: Any, read: ReadSlice) -> None:
+def _fill(engine: DeepSpeedEngine, read: ReadSlice) -> None:
     optimizer = base_optimizer(engine)
     kinds = _kinds(optimizer)
     for flat in flats(engine):
@@ -70,7 +79,7 @@ def _kinds(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def _fill_state(optimizer: torch.optim.Optimizer, flat: Flat, kinds: list[str], read: ReadSlice) -> None:
-    """Fill the optimizer's state of one stretch; clear it if the checkpoint has none, as before the first step."""
+    """Fill the optimizer's state of one flat tensor; clear it if the checkpoint has none, as before the first step."""
     lacking = {kind: _fill_kind(optimizer, flat, kind, read) for kind in kinds}
     all_names = [span.name for span in flat.spans]
     if all(names == all_names for names in lacking.values()):
@@ -100,7 +109,7 @@ def _fill_kind(optimizer: torch.optim.Optimizer, flat: Flat, kind: str, read: Re
                 state[kind] = torch.zeros_like(flat.key, requires_grad=False)
             state[kind].view(-1)[offset : offset + stop - start].copy_(part)
     if scalars:
-        # A copy for this stretch: a tensor shared by all stretches would count every step once for each of them.
+        # A copy for this flat tensor: a count shared by all of them would grow once for each in every step.
         optimizer.state[flat.key][kind] = _common_value(kind, scalars).clone()
     return lacking
 
@@ -116,7 +125,7 @@ def _common_value(kind: str, scalars: dict[str, Tensor]) -> Tensor:
     return first
 
 
-def _derive_weights(engine: Any) -> None:
+def _derive_weights(engine: DeepSpeedEngine) -> None:
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if stage == 3:
         optimizer.checkpoint_event_prologue()  # releases gathered parameters
@@ -131,7 +140,7 @@ def _derive_weights(engine: Any) -> None:
                 weight.copy_(master)
 
 
-def _restore_counters(engine: Any, counters: Counters) -> None:
+def _restore_counters(engine: DeepSpeedEngine, counters: Counters) -> None:
     for name in COUNTERS:
         if type(counters.get(name)) is not int or counters[name] < 0:
             raise CheckpointError(

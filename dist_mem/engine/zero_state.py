@@ -1,6 +1,6 @@
 """DeepSpeed's training state as slices of named parameters; the only module that knows its layout.
 
-Every ZeRO stage passes torch's optimizer flat stretches of fp32 master weights. Without ZeRO a stretch is one
+Every ZeRO stage passes torch's optimizer flat tensors of fp32 master weights. Without ZeRO a tensor is one
 parameter. At stages 1 and 2 it is this rank's part of a whole parameter group, with padding between and after the
 parameters. At stage 3 it is a sub-group: this rank's parts of its parameters one after another, each padded on the last
 rank. A name and a range in the flattened parameter mean the same at every stage and on any number of ranks; padding has
@@ -10,12 +10,13 @@ no name.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+DeepSpeedEngine: TypeAlias = Any  # deepspeed.DeepSpeedEngine, which has no types
 COUNTERS = ("global_steps", "skipped_steps", "global_samples")
 LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of fp16, if dynamic
 
@@ -30,32 +31,32 @@ class Slice(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The place of a range of a parameter in a flat stretch."""
+    """The place of a range of a parameter in a flat tensor."""
 
     name: str
     start: int
     stop: int
-    offset: int  # of `start`, in the stretch
+    offset: int  # of `start`, in the flat tensor
 
 
 class Flat(NamedTuple):
-    """A flat stretch, which torch's optimizer treats as one parameter."""
+    """A flat tensor, which torch's optimizer treats as one parameter."""
 
     key: Tensor  # fp32, requires gradient: the optimizer's key of the state
     spans: list[Span]
 
 
-def base_optimizer(engine: Any) -> torch.optim.Optimizer:
+def base_optimizer(engine: DeepSpeedEngine) -> torch.optim.Optimizer:
     """Return torch's optimizer, which DeepSpeed wraps except in fp32 without ZeRO."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
-def _names(engine: Any) -> dict[Tensor, str]:
+def _names(engine: DeepSpeedEngine) -> dict[Tensor, str]:
     return {parameter: name for name, parameter in engine.module.named_parameters()}
 
 
-def _flats_of_whole_parameters(engine: Any) -> Iterator[Flat]:
-    """Yield the stretches of stage 0: in fp32 the model's parameters, otherwise fp32 copies of them."""
+def _flats_of_whole_parameters(engine: DeepSpeedEngine) -> Iterator[Flat]:
+    """Yield the flat tensors of stage 0: in fp32 the model's parameters, otherwise fp32 copies of them."""
     names, optimizer = _names(engine), engine.optimizer
     masters = [group["params"] for group in optimizer.param_groups]
     for group, keys in zip(getattr(optimizer, "fp16_groups", masters), masters, strict=True):
@@ -63,8 +64,8 @@ def _flats_of_whole_parameters(engine: Any) -> Iterator[Flat]:
             yield Flat(key, [Span(names[parameter], 0, key.numel(), 0)])
 
 
-def _flats_of_groups(engine: Any) -> Iterator[Flat]:
-    """Yield the stretches of stages 1 and 2: the group's parameters at their offsets, cut into a partition per rank."""
+def _flats_of_groups(engine: DeepSpeedEngine) -> Iterator[Flat]:
+    """Yield the flat tensors of stages 1 and 2: a group's parameters at their offsets, one part a rank."""
     names, optimizer = _names(engine), engine.optimizer
     for group, key in enumerate(optimizer.single_partition_of_fp32_groups):
         first = dist.get_rank() * optimizer.partition_size[group]
@@ -85,8 +86,8 @@ def _partition(parameter: Any) -> tuple[int, int]:
     return start, min(start + size, parameter.ds_numel)
 
 
-def _flats_of_sub_groups(engine: Any) -> Iterator[Flat]:
-    """Yield the stretches of stage 3, the sub-groups."""
+def _flats_of_sub_groups(engine: DeepSpeedEngine) -> Iterator[Flat]:
+    """Yield the flat tensors of stage 3, the sub-groups."""
     names, optimizer = _names(engine), engine.optimizer
     for parameters, key in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
         spans, offset = [], 0
@@ -98,8 +99,8 @@ def _flats_of_sub_groups(engine: Any) -> Iterator[Flat]:
         yield Flat(key, spans)
 
 
-def flats(engine: Any) -> list[Flat]:
-    """Return all stretches that this rank's optimizer steps."""
+def flats(engine: DeepSpeedEngine) -> list[Flat]:
+    """Return all flat tensors that this rank's optimizer steps."""
     stage = engine.zero_optimization_stage()
     find = (_flats_of_whole_parameters, _flats_of_groups, _flats_of_groups, _flats_of_sub_groups)[stage]
     return list(find(engine))
@@ -113,12 +114,12 @@ def _flat_slices(flat: Flat, state: Mapping[str, Tensor | None]) -> Iterator[Sli
         yield Slice(name, start, stop, parts)
 
 
-def _trained(engine: Any) -> list[Slice]:
+def _trained(engine: DeepSpeedEngine) -> list[Slice]:
     state = base_optimizer(engine).state
     return [found for flat in flats(engine) for found in _flat_slices(flat, state.get(flat.key, {}))]
 
 
-def frozen(engine: Any) -> Iterator[Slice]:
+def frozen(engine: DeepSpeedEngine) -> Iterator[Slice]:
     """Yield weights that are in no optimizer, in the model's dtype."""
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
@@ -130,7 +131,7 @@ def frozen(engine: Any) -> Iterator[Slice]:
             yield Slice(name, start, stop, {"frozen": tensor.detach().view(-1)[: stop - start]})
 
 
-def buffers(engine: Any) -> Iterator[Slice]:
+def buffers(engine: DeepSpeedEngine) -> Iterator[Slice]:
     """Yield the model's buffers that are in its state_dict; every rank holds them whole."""
     persistent = engine.module.state_dict().keys()
     for name, buffer in engine.module.named_buffers():
@@ -138,12 +139,12 @@ def buffers(engine: Any) -> Iterator[Slice]:
             yield Slice(name, 0, buffer.numel(), {"buffer": buffer.view(-1)})
 
 
-def held(engine: Any) -> list[Slice]:
+def held(engine: DeepSpeedEngine) -> list[Slice]:
     """Return everything that this rank holds, as live views."""
     return [*_trained(engine), *frozen(engine), *buffers(engine)]
 
 
-def owned(engine: Any) -> list[Slice]:
+def owned(engine: DeepSpeedEngine) -> list[Slice]:
     """Return the slices that this rank saves; together the ranks have every element of every parameter exactly once."""
     stage = engine.zero_optimization_stage()
     found = [(stage > 0, _trained(engine)), (stage == 3, frozen(engine)), (False, buffers(engine))]
@@ -165,13 +166,13 @@ def _even_share(slices: list[Slice], rank: int, num_ranks: int) -> Iterator[Slic
         offset += stop - start
 
 
-def loss_scaler(engine: Any) -> Any:
+def loss_scaler(engine: DeepSpeedEngine) -> Any:
     """Return the object with the dynamic loss scale of fp16; None if the scale is constant."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     return scaler if getattr(scaler, "dynamic", False) else None
 
 
-def facts(engine: Any) -> dict[str, Any]:
+def metadata(engine: DeepSpeedEngine) -> dict[str, Any]:
     """Return what is the same on all ranks: shapes and further names of parameters, counters and the loss scale."""
     scaler, names = loss_scaler(engine), _names(engine)
     scale = {name: getattr(scaler, name) for name in LOSS_SCALE} if scaler else {}

@@ -17,6 +17,8 @@ from tests.support.faults import flip
 from tests.support.jobs import build_books, train_here, write_config
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, rank_pool: Callable[[int], RankPool]) -> Path:
@@ -34,7 +36,7 @@ def run_dir(tmp_path: Path, trained: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str]:
+def reported(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str]:
     """Exit code and what was printed."""
     code = main(["checkpoints", *map(str, arguments)])
     captured = capsys.readouterr()
@@ -49,7 +51,7 @@ def row(text: str, name: str) -> str:
 def test_list_tells_steps_sizes_ranks_stage_and_which_rule_keeps_each(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, text = told(capsys, "list", run_dir)
+    code, text = reported(capsys, "list", run_dir)
     assert code == 0
     assert [line.split()[0] for line in text.splitlines()] == [
         "checkpoint", "step-00000004", "step-00000006", "step-00000008"
@@ -62,10 +64,10 @@ def test_list_tells_steps_sizes_ranks_stage_and_which_rule_keeps_each(
 
 
 def test_verify_reads_what_list_only_weighs(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert told(capsys, "verify", run_dir)[0] == 0
+    assert reported(capsys, "verify", run_dir)[0] == 0
     flip(step_dir(run_dir, 8) / "rng" / "rank-00001.safetensors", -1)
-    assert told(capsys, "list", run_dir)[0] == 0
-    code, text = told(capsys, "verify", run_dir)
+    assert reported(capsys, "list", run_dir)[0] == 0
+    code, text = reported(capsys, "verify", run_dir)
     assert code == 1
     assert "BROKEN: rng/rank-00001.safetensors: SHA-256 differs" in row(text, "step-00000008")
     assert row(text, "step-00000006").endswith("verified")
@@ -78,27 +80,27 @@ def test_file_cut_short_is_found_by_every_command(
 ) -> None:
     path = step_dir(run_dir, 8) / "engine.json"
     path.write_bytes(path.read_bytes()[:-1])
-    code, text = told(capsys, action, run_dir)
+    code, text = reported(capsys, action, run_dir)
     assert code == 1
     assert re.search(r"BROKEN: engine\.json: [\d,]+ bytes, [\d,]+ expected", text)
 
 
 def test_checkpoint_without_a_manifest_is_listed(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (step_dir(run_dir, 6) / "manifest.json").unlink()
-    code, text = told(capsys, "list", run_dir)
+    code, text = reported(capsys, "list", run_dir)
     assert code == 1
     assert "BROKEN: no manifest.json, so this save never finished" in row(text, "step-00000006")
 
 
 def test_what_was_set_aside_is_named_and_breaks_nothing(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step_dir(run_dir, 6).rename(step_dir(run_dir, 6).with_suffix(".broken"))
-    code, text = told(capsys, "verify", run_dir)
+    code, text = reported(capsys, "verify", run_dir)
     assert code == 0
     assert "set aside, for you to inspect and delete: step-00000006.broken" in text
 
 
 def test_show_tells_all_of_one(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, text = told(capsys, "show", step_dir(run_dir, 4))
+    code, text = reported(capsys, "show", step_dir(run_dir, 4))
     assert code == 0
     facts = dict(re.split(r"  +", line, maxsplit=1) for line in text.splitlines())
     assert facts["step"] == "4"
@@ -106,12 +108,12 @@ def test_show_tells_all_of_one(run_dir: Path, capsys: pytest.CaptureFixture[str]
     assert facts["lanes"] == "8 places"
     assert facts["run"] == str(run_dir)
     assert "deepspeed 0.19" in facts["code"]
-    assert told(capsys, "show", run_dir)[1].splitlines()[0].endswith("step-00000008"), "of a run the newest"
+    assert reported(capsys, "show", run_dir)[1].splitlines()[0].endswith("step-00000008"), "of a run the newest"
 
 
 @pytest.mark.parametrize("action", ["list", "verify", "show"])
 def test_nothing_there_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str], action: str) -> None:
-    assert told(capsys, action, tmp_path) == (
+    assert reported(capsys, action, tmp_path) == (
         2,
         f"error: {tmp_path}: no checkpoint; give a run directory or one checkpoint in it\n",
     )

@@ -22,13 +22,16 @@ from dist_mem.checkpoint.tensor_file import safetensors_parts
 from dist_mem.config import CheckpointConfig
 from dist_mem.data.tokenizers.registry import load_tokenizer, tokenizer_files
 from dist_mem.data.tokenizers.words import WordTokenizer
-from dist_mem.errors import TakenOverError
-from dist_mem.runtime.distributed import AgreedError, World
+from dist_mem.errors import TakenOverError, UnfitError
+from dist_mem.runtime.distributed import World
 from dist_mem.runtime.files import write_hashed
 from dist_mem.runtime.lease import Lease
+from tests.support.limits import limit
 from tests.support.ranks import RankPool
 from tests.support.saving import FACTS, before_writing, names
 from tests.support.tiny import run_steps, tiny_config, tiny_job
+
+pytestmark = pytest.mark.ranks
 
 Pool = Callable[[int], RankPool]
 WORDS = WordTokenizer(["a", "b\u00e9"])
@@ -76,7 +79,7 @@ def test_a_snapshot_does_not_move_with_the_training(rank_pool: Pool, stage: int)
 
 
 def count_of_one_save(world: World, run_dir: Path, num_layers: int) -> tuple[int, int, int]:
-    """Files and fsyncs as told, and the fsyncs that this rank really made."""
+    """Files and fsyncs as reported, and the fsyncs that this rank really made."""
     job = tiny_job(tiny_config({"model": {"num_layers": num_layers}}), world, stage=2)
     snapshot = snapshot_of(job)
     saver = Saver(run_dir, world, CheckpointConfig(background=False))
@@ -90,7 +93,7 @@ def count_of_one_save(world: World, run_dir: Path, num_layers: int) -> tuple[int
 
 
 def test_files_and_fsyncs_are_a_few_a_rank_whatever_the_model(tmp_path: Path, rank_pool: Pool) -> None:
-    told = {}
+    reported = {}
     for world_size in (1, 2):
         for num_layers in (1, 3):
             run_dir = tmp_path / f"{world_size}-{num_layers}"
@@ -98,8 +101,8 @@ def test_files_and_fsyncs_are_a_few_a_rank_whatever_the_model(tmp_path: Path, ra
             [(num_files, num_fsyncs)] = {(files, fsyncs) for files, fsyncs, _ in counts}
             assert num_files == sum(path.is_file() for path in (run_dir / "checkpoints").rglob("*"))
             assert num_fsyncs == sum(made for _, _, made in counts)
-            told[world_size, num_layers] = num_files, num_fsyncs
-    assert told == {(1, 1): (7, 13), (1, 3): (7, 13), (2, 1): (10, 16), (2, 3): (10, 16)}
+            reported[world_size, num_layers] = num_files, num_fsyncs
+    assert reported == {(1, 1): (7, 13), (1, 3): (7, 13), (2, 1): (10, 16), (2, 3): (10, 16)}
 
 
 def save_with_a_tokenizer(world: World, run_dir: Path) -> None:
@@ -131,7 +134,7 @@ def save_twice(world: World, run_dir: Path) -> str:
     with before_writing(lambda path: fail_on(world.rank)):
         job.step = 1
         saver.save(snapshot_of(job), began=time.perf_counter())
-        with pytest.raises(AgreedError) as caught:
+        with pytest.raises(UnfitError) as caught:
             saver.wait()
     [saved] = saver.finished()
     assert str(saved).startswith(f"step 0: saved {step_dir(run_dir, 0)} (")
@@ -140,14 +143,14 @@ def save_twice(world: World, run_dir: Path) -> str:
 
 
 def assert_released(release: threading.Event) -> None:
-    assert release.wait(20)
+    assert release.wait(limit(20))
 
 
 def fail_on(rank: int) -> None:
     raise OSError(5, f"Input/output error on {rank}")
 
 
-def test_the_errors_of_all_ranks_are_told_in_one_message(tmp_path: Path, rank_pool: Pool) -> None:
+def test_the_errors_of_all_ranks_are_reported_in_one_message(tmp_path: Path, rank_pool: Pool) -> None:
     first, second = rank_pool(2).run(save_twice, tmp_path)
     assert first == second
     assert "writing failed on 2 of 2 ranks. rank 0: OSError" in first

@@ -17,12 +17,14 @@ from torch import Tensor
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.engine_files import EngineReader
 from dist_mem.checkpoint.manifest import read_manifest, step_dir
+from dist_mem.training.context import Context, TrainState
 from dist_mem.training.resume import dropout_seed
-from dist_mem.training.run import Job
 from tests.checkpoint.test_restore import opened
 from tests.support.contract_cases import CASES, SEG_LEN
 from tests.support.jobs import losses, train_here, write_config
 from tests.support.ranks import RankPool
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
 class Leg(NamedTuple):
@@ -148,33 +150,32 @@ def _restore_and_save(world: Any, config_file: Path, leg: Leg, step: int) -> Non
     from dist_mem.memory import memory_options
     from dist_mem.runtime.signals import StopSignal
     from dist_mem.training.hooks import save
-    from dist_mem.training.run import open_job
+    from dist_mem.training.opening import open_run
 
     overrides = [f"train.micro_lanes={leg.micro_lanes}", f"deepspeed.zero_optimization.stage={leg.stage}"]
     config = load_config([str(config_file), *overrides], memory_options=memory_options)
-    job = open_job(config, world, find_resumption(config, world), StopSignal([]))
+    context, state = open_run(config, world, find_resumption(config, world), StopSignal([]))
     try:
-        assert job.step == step
-        job.step += 1  # under a name of its own
-        save(job)
-        job.saver.wait()
+        assert state.step == step
+        save(context, state._replace(step=step + 1))  # under a name of its own
+        context.saver.wait()
     finally:
-        job.saver.close()
-        job.reader.close()
-        job.tracker.close("FINISHED")
+        context.saver.close()
+        context.feed.close()
+        context.tracker.close("FINISHED")
 
 
 def _random_state_at_start(world: Any, config_file: Path, leg: Leg) -> tuple[Tensor, Tensor, list[str]]:
     """The generator as a job begins, as it would be if seeded for this step and rank, and what was said."""
-    step, state, told = rank_opened(world, config_file, leg)
+    step, state, reported = rank_opened(world, config_file, leg)
     with torch.random.fork_rng():
         torch.manual_seed(dropout_seed(0, step, world.rank))
-        return state, torch.get_rng_state(), told
+        return state, torch.get_rng_state(), reported
 
 
 def rank_opened(world: Any, config_file: Path, leg: Leg) -> tuple[int, Tensor, list[str]]:
-    def look(job: Job, told: list[str]) -> tuple[int, Tensor, list[str]]:
-        return job.step, torch.get_rng_state(), told
+    def look(context: Context, state: TrainState, reported: list[str]) -> tuple[int, Tensor, list[str]]:
+        return state.step, torch.get_rng_state(), reported
 
     changes = (f"train.micro_lanes={leg.micro_lanes}", f"deepspeed.zero_optimization.stage={leg.stage}")
     return opened(world, config_file, changes, (), look)
@@ -214,13 +215,13 @@ def test_dropout_is_seeded_by_step_and_rank_where_lanes_are_divided_otherwise(
     assert len({tuple(seeded.tolist()) for _, seeded, _ in answers}) == leg.world, "each rank draws its own"
 
 
-def test_lanes_that_the_ranks_do_not_divide_are_told_at_start_and_before(
+def test_lanes_that_the_ranks_do_not_divide_are_reported_at_start_and_before(
     moved_last: Path, rank_pool: Callable[[int], RankPool], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, _, told = rank_pool(3).run(rank_opened, moved_last, Leg(3, 2))[0]
+    _, _, reported = rank_pool(3).run(rank_opened, moved_last, Leg(3, 2))[0]
     waste = "4 idle lanes, 33.3% of the work; with train.micro_lanes=1 it would be 1; none is idle with"
     waste = f"{waste} train.lanes=12 (in a new run) or 2 ranks"
-    assert f"warning: {waste}" in told
+    assert f"warning: {waste}" in reported
     assert main(["train", str(moved_last), "--check", "--world", "3"]) == 0
     assert waste in capsys.readouterr().out
     assert not any("of the work" in line for line in rank_pool(2).run(rank_opened, moved_last, Leg(2, 2))[0][2])
@@ -247,6 +248,7 @@ PRODUCT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "chain"), [*PAIRS, *PRODUCT])
 def test_every_memory_moves_to_the_last_bit(
     tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool], case: str, chain: list[Leg]

@@ -1,4 +1,4 @@
-"""A finished run: the same command ends at once, another configuration is refused as on resume (issue 15, item 7)."""
+"""A finished run: the same command ends at once, another configuration is refused as on resume."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from omegaconf import OmegaConf
 from dist_mem.__main__ import main
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.distributed import World
-from dist_mem.training import run as job
+from dist_mem.training import opening
 from tests.support import jobs
-from tests.support.faults import assert_told
+from tests.support.faults import assert_quoted
 from tests.support.jobs import build_books, logged_steps, train_here, write_config
 from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.ranks
 
 STEPS = 3
 
@@ -43,8 +45,8 @@ def finished(
     def refuse(*arguments: object) -> None:
         raise AssertionError("the job was opened")
 
-    monkeypatch.setattr(job, "_open_data", refuse)
-    monkeypatch.setattr(job, "start_communication", refuse)
+    monkeypatch.setattr(opening, "_open_data", refuse)
+    monkeypatch.setattr(opening, "start_communication", refuse)
     return lambda *changes: main(["train", "run.yaml", *changes])
 
 
@@ -56,7 +58,7 @@ def test_the_same_command_says_that_the_run_is_finished(
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reported"),
     [
         (
             "train.lanes=4",
@@ -68,14 +70,16 @@ def test_the_same_command_says_that_the_run_is_finished(
 )
 @pytest.mark.parametrize("steps", [STEPS, STEPS + 1, STEPS - 1])
 def test_another_configuration_is_refused_before_anything_is_opened(
-    finished: Callable[..., int], capsys: pytest.CaptureFixture[str], change: str, told: tuple[str, ...], steps: int
+    finished: Callable[..., int], capsys: pytest.CaptureFixture[str], change: str, reported: tuple[str, ...], steps: int
 ) -> None:
     """Finished or not: with more steps to make, and with fewer than were made."""
     assert finished(change, f"train.steps={steps}") == 2
     output = capsys.readouterr()
     assert "finished" not in output.out
-    assert_told(output.err, *told, "start another run with name=NAME")
-    assert output.err.count("error: ") == 1, "a memory of another kind is told once, not once for each of its options"
+    assert_quoted(output.err, *reported, "start another run with name=NAME")
+    assert output.err.count("error: ") == 1, (
+        "a memory of another kind is reported once, not once for each of its options"
+    )
 
 
 def test_a_run_directory_that_is_given_is_the_one_to_change(
@@ -124,7 +128,7 @@ def test_other_data_at_another_path_are_refused(
 def test_commands_that_start_nothing_refuse_it_too(
     finished: Callable[..., int], capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
-    """Else it is told when the job starts, which on a cluster may be tomorrow."""
+    """Otherwise it is reported when the job starts, which on a cluster may be tomorrow."""
     assert main([*command, "run.yaml"]) == 0
     assert main([*command, "run.yaml", "train.steps=9"]) == 0
     assert main([*command, "run.yaml", "train.lanes=4"]) == 2

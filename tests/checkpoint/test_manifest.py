@@ -83,17 +83,17 @@ def test_newer_format_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_one_flipped_bit_anywhere_in_the_manifest_is_found(tmp_path: Path) -> None:
-    """What it says of steps and lanes has no other copy."""
+    """Its steps and lanes exist nowhere else."""
     path = make_checkpoint(tmp_path, 5) / "manifest.json"
     clean = path.read_bytes()
-    told = json.loads(clean)
+    reported = json.loads(clean)
     for position in range(len(clean)):
         for bit in (1, 16):
             content = bytearray(clean)
             content[position] ^= bit
             path.write_bytes(content)
             try:
-                assert read_manifest(path.parent) == told, position  # a blank that is another blank
+                assert read_manifest(path.parent) == reported, position  # a blank that is another blank
             except CheckpointError as error:
                 assert "damaged" in str(error) or "not readable" in str(error)
 

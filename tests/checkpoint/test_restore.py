@@ -18,17 +18,20 @@ from dist_mem.checkpoint.resume_choice import choose_checkpoint
 from dist_mem.checkpoint.resume_source import find_resumption
 from dist_mem.config import load_config
 from dist_mem.config.check import ConfigError
-from dist_mem.errors import UnusableError
+from dist_mem.errors import EXIT_FAILED, RunError, UnreadableError
 from dist_mem.memory import memory_options
 from dist_mem.memory.base import named_tensors
 from dist_mem.runtime import files
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.tracking.tracker import Tracker
-from dist_mem.training.run import Job, open_job
+from dist_mem.training.context import Context, TrainState
+from dist_mem.training.opening import open_run
 from tests.support.faults import flip
 from tests.support.jobs import checkpoint_content, difference, logged_steps, losses, train_here, write_config
 from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.ranks
 
 STEPS = 9  # saved every 3
 
@@ -57,29 +60,29 @@ def opened(
     config_file: Path,
     changes: tuple[str, ...],
     allowed: tuple[str, ...],
-    look: Callable[[Job, list[str]], Any],
+    look: Callable[[Context, TrainState, list[str]], Any],
 ) -> Any:
-    """What `look` sees of a job as it is opened, with the messages of rank 0; or the error."""
-    told: list[str] = []
+    """Return the result of `look` on a run as it is opened, with the messages of rank 0; or the error."""
+    reported: list[str] = []
     say = Tracker.message
-    Tracker.message = lambda self, text: (told.append(text), say(self, text))[1]  # type: ignore[method-assign,func-returns-value]
+    Tracker.message = lambda self, text: (reported.append(text), say(self, text))[1]  # type: ignore[method-assign,func-returns-value]
     try:
         config = load_config([str(config_file), *changes], memory_options=memory_options)
-        job = open_job(config, world, find_resumption(config, world, allowed), StopSignal([]))
-    except UnusableError as error:
+        context, state = open_run(config, world, find_resumption(config, world, allowed), StopSignal([]))
+    except RunError as error:
         return f"{type(error).__name__}: {error}"
     finally:
         Tracker.message = say  # type: ignore[method-assign]
     try:
-        return look(job, told)
+        return look(context, state, reported)
     finally:
-        job.saver.close()
-        job.reader.close()
-        job.tracker.close("FINISHED")
+        context.saver.close()
+        context.feed.close()
+        context.tracker.close("FINISHED")
 
 
-def step_and_messages(job: Job, told: list[str]) -> tuple[int, str]:
-    return job.step, "\n".join(told)
+def step_and_messages(context: Context, state: TrainState, reported: list[str]) -> tuple[int, str]:
+    return state.step, "\n".join(reported)
 
 
 def open_two(
@@ -175,6 +178,7 @@ def test_damaged_step_that_was_asked_for_is_refused(copied: Path, rank_pool: Cal
     assert list_steps(copied.with_suffix("")) == [3, 6, 9]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["run", "checkpoint"])
 def test_run_goes_on_from_another_runs_checkpoint(
     trained: Path, tmp_path: Path, rank_pool: Callable[[int], RankPool], form: str
@@ -247,7 +251,7 @@ def _choose_with_errors(world: World, run_dir: Path) -> str:
     try:
         choose_checkpoint("auto", run_dir, world)
         return "chosen"
-    except UnusableError as error:
+    except RunError as error:
         return str(error)
     finally:
         resume_choice.verify_file = manifest.verify_file  # type: ignore[attr-defined]
@@ -280,9 +284,9 @@ def _open_with_unreadable_lanes(world: World, config_file: Path) -> Any:
 def test_file_that_fails_after_it_was_verified_stops_all_ranks(
     copied: Path, rank_pool: Callable[[int], RankPool]
 ) -> None:
-    for told in rank_pool(2).run(_open_with_unreadable_lanes, copied):
-        assert isinstance(told, str)
-        assert "Input/output error" in told
+    for reported in rank_pool(2).run(_open_with_unreadable_lanes, copied):
+        assert reported.startswith("UnfitError: "), "another start may succeed"
+        assert "Input/output error" in reported
 
 
 def _open_with_unreadable_engine(world: World, config_file: Path) -> Any:
@@ -301,6 +305,30 @@ def _open_with_unreadable_engine(world: World, config_file: Path) -> Any:
         EngineReader.read = real  # type: ignore[method-assign]
 
 
+def _open_on_a_failing_disk(world: World, config_file: Path) -> Any:
+    """No file of any checkpoint can be read on rank 1."""
+    real = files.sha256_of
+
+    def fail(path: Path) -> str:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    if world.rank == 1:
+        manifest.sha256_of = fail  # type: ignore[attr-defined]
+    try:
+        return opened(world, config_file, (), (), step_and_messages)
+    finally:
+        manifest.sha256_of = real  # type: ignore[attr-defined]
+
+
+def test_disk_that_reads_no_checkpoint_does_not_end_a_chain_of_jobs(
+    copied: Path, rank_pool: Callable[[int], RankPool]
+) -> None:
+    first, second = rank_pool(2).run(_open_on_a_failing_disk, copied)
+    assert first == second
+    assert first.startswith("UnreadableError: ") and "no checkpoint verifies:" in first
+    assert UnreadableError.exit_code == EXIT_FAILED
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_weights_that_one_rank_cannot_read_stop_all_ranks(
     copied: Path, rank_pool: Callable[[int], RankPool], stage: int
@@ -308,9 +336,9 @@ def test_weights_that_one_rank_cannot_read_stop_all_ranks(
     """No rank waits in the exchange of weights for one that has none."""
     text = copied.read_text().replace("stage: 2", f"stage: {stage}")
     copied.write_text(text)
-    for told in rank_pool(2).run(_open_with_unreadable_engine, copied):
-        assert isinstance(told, str)
-        assert "Input/output error" in told
+    for reported in rank_pool(2).run(_open_with_unreadable_engine, copied):
+        assert isinstance(reported, str)
+        assert "Input/output error" in reported
 
 
 # Rules.
@@ -349,10 +377,11 @@ def test_an_option_that_a_memory_has_got_since_is_no_change(
     body["files"]["config.yaml"] = manifest.describe_file(config)
     manifest.write_manifest(directory, body)
     assert open_two(rank_pool, copied)[0] == 1
-    told = refusal(rank_pool, copied, "memory.density=moments")
-    assert "memory.density: is 'moments', but the run began with 'affine', and must not change" in told
+    reported = refusal(rank_pool, copied, "memory.density=moments")
+    assert "memory.density: is 'moments', but the run began with 'affine', and must not change" in reported
 
 
+@pytest.mark.slow
 def test_precision_may_change_where_it_is_allowed(
     copied: Path, tmp_path: Path, rank_pool: Callable[[int], RankPool]
 ) -> None:
@@ -370,7 +399,7 @@ def test_precision_may_change_where_it_is_allowed(
 
 def train_allowed(world: World, config_file: Path, changes: tuple[str, ...], allowed: tuple[str, ...]) -> int:
     from dist_mem.runtime.signals import StopSignal
-    from dist_mem.training.loop import run_job
+    from dist_mem.training.run import run_job
 
     stop_signal = StopSignal()
     try:
@@ -380,7 +409,7 @@ def train_allowed(world: World, config_file: Path, changes: tuple[str, ...], all
         stop_signal.restore()
 
 
-def test_other_code_is_told(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
+def test_other_code_is_reported(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
     directory = step_dir(copied.with_suffix(""), STEPS)
     body = manifest.read_manifest(directory)
     body = {key: value for key, value in body.items() if key not in ("sha256", "format_version")}
@@ -391,7 +420,8 @@ def test_other_code_is_told(copied: Path, rank_pool: Callable[[int], RankPool]) 
     assert ", commit abc -> " in text
 
 
-def test_mlflow_is_told_where_a_run_came_from_and_gets_a_new_one(
+@pytest.mark.slow
+def test_mlflow_is_reported_where_a_run_came_from_and_gets_a_new_one(
     copied: Path, tmp_path: Path, sqlite_uri: str, client: Any, rank_pool: Callable[[int], RankPool]
 ) -> None:
     tracked = ("tracking.mlflow=true", f"tracking.uri={sqlite_uri}", "tracking.system_metrics=false")
@@ -409,42 +439,41 @@ def test_mlflow_is_told_where_a_run_came_from_and_gets_a_new_one(
 # Back in mid-run.
 
 
-def _everything(job: Job) -> dict[str, Any]:
-    engine = {f"{found.name}/{found.start}": dict(found.parts) for found in job.engine.held()}
-    weights = {name: value.detach().clone() for name, value in job.engine.module.named_parameters()}
-    states = [named_tensors(state) for state in job.states]
-    meter = {name: value for name, value in job.meter.state().items() if name not in ("seconds", "waited")}
+def _everything(context: Context, state: TrainState) -> dict[str, Any]:
+    engine = {f"{found.name}/{found.start}": dict(found.parts) for found in context.engine.held()}
+    weights = {name: value.detach().clone() for name, value in context.engine.module.named_parameters()}
+    memories = [named_tensors(memory) for memory in state.memories]
+    meter = {name: value for name, value in context.meter.state().items() if name not in ("seconds", "waited")}
     copies = {name: {kind: part.clone() for kind, part in parts.items()} for name, parts in engine.items()}
     return {
-        "engine": copies, "weights": weights, "states": states, "cursors": job.cursors, "step": job.step,
-        "random": torch.get_rng_state(), "meter": meter, "facts": job.engine.facts(),
+        "engine": copies, "weights": weights, "memories": memories, "cursors": state.cursors, "step": state.step,
+        "random": torch.get_rng_state(), "meter": meter, "metadata": context.engine.metadata(),
     }  # fmt: skip
 
 
-def _roll_back(job: Job, told: list[str]) -> str | None:
+def _roll_back(context: Context, state: TrainState, reported: list[str]) -> str | None:
     """Two steps on from a checkpoint, back into it, and the same two again: where the two ways differ."""
-    from dist_mem.runtime.distributed import sum_over_ranks
-    from dist_mem.training.resume import restore_into
-    from dist_mem.training.step import Flags, train_step
+    from dist_mem.training.divergence import ROLLBACK, Decision
+    from dist_mem.training.hooks import carry_out
+    from dist_mem.training.step import train_step
 
-    def steps() -> dict[str, Any]:
+    def steps(state: TrainState) -> dict[str, Any]:
         for _ in range(2):
-            update = next(job.reader)
-            num_scored = int(sum_over_ranks([update.num_scored], job.world.device)[0])
-            train_step(job, update, num_scored, 0, Flags())
-            job.step += 1
-        return _everything(job)
+            context.feed.read_first()
+            state, _ = train_step(context, state, context.feed.update, context.feed.num_scored)
+        return _everything(context, state)
 
-    begun = _everything(job)
-    once = steps()
+    begun = _everything(context, state)
+    once = steps(state)
     assert difference(begun, once) is not None
-    restore_into(job, step_dir(job.run_dir, begun["step"]))
-    if found := difference(begun, _everything(job)):
+    state = carry_out(context, state, Decision(ROLLBACK, step=state.step - 1, message="for this test"))
+    if found := difference(begun, _everything(context, state)):
         return f"restored: {found}"
-    found = difference(once, steps())
+    found = difference(once, steps(state))
     return f"two steps later: {found}" if found else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_rolling_back_in_mid_run_is_exact(copied: Path, rank_pool: Callable[[int], RankPool], stage: int) -> None:
     changes = (f"deepspeed.zero_optimization.stage={stage}",)

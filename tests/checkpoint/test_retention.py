@@ -35,8 +35,8 @@ def commit(run_dir: Path, step: int, validation: Validation | None) -> Path:
     directory.mkdir(parents=True)
     (directory / "content").write_text(str(step))
     files = {path.name: describe_file(path) for path in files_in(directory)}
-    told = None if validation is None else validation._asdict()
-    write_manifest(directory, {**FACTS, "step": step, "validation": told, "files": files})
+    reported = None if validation is None else validation._asdict()
+    write_manifest(directory, {**FACTS, "step": step, "validation": reported, "files": files})
     return directory
 
 
@@ -54,7 +54,7 @@ def no_fsync() -> Iterator[None]:
 def test_the_rules_hold_over_any_history(
     tmp_path_factory: pytest.TempPathFactory, history: list[Save], rules: CheckpointConfig
 ) -> None:
-    """What the rules name is there after every save and nothing else; a damaged one is neither counted nor lost."""
+    """After every save exactly the checkpoints that the rules keep exist; a damaged one neither counts nor goes."""
     run_dir = tmp_path_factory.mktemp("run")
     step, validation = 0, None
     good: dict[int, Validation | None] = {}

@@ -13,15 +13,19 @@ import pytest
 
 from dist_mem.checkpoint import commit
 from dist_mem.checkpoint.manifest import list_steps, newest_verified, step_dir
+from dist_mem.checkpoint.saver import Saver
 from dist_mem.checkpoint.snapshot import Snapshot, take_snapshot
+from dist_mem.errors import DivergedError
 from dist_mem.runtime.distributed import World
 from dist_mem.training import hooks as between_steps
-from dist_mem.training.divergence import DivergedError
-from dist_mem.training.run import Job
-from tests.support.faults import assert_told, remount, small_disk, used_kilobytes
-from tests.support.jobs import logged_steps, train_here, wait_for, write_config
+from dist_mem.training.context import Context, TrainState
+from tests.support.faults import assert_quoted, remount, small_disk, used_kilobytes
+from tests.support.jobs import logged_steps, train_here, write_config
+from tests.support.limits import limit, wait_until
 from tests.support.ranks import RankPool
 from tests.support.saving import before_writing, names
+
+pytestmark = pytest.mark.ranks
 
 Pool = Callable[[int], RankPool]
 
@@ -40,6 +44,7 @@ def content(directory: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_background_and_synchronous_saves_are_the_same_bytes(tmp_path: Path, books: Path, rank_pool: Pool) -> None:
     runs = {background: tmp_path / f"background-{background}" for background in (True, False)}
     for background, run_dir in runs.items():
@@ -53,7 +58,7 @@ def test_background_and_synchronous_saves_are_the_same_bytes(tmp_path: Path, boo
     assert list_steps(runs[True]) == [2, 4, 6, 7]
 
 
-def train_told(world: World, config: Path) -> str:
+def train_reporting(world: World, config: Path) -> str:
     try:
         return f"ended with {train_here(world, config)}"
     except Exception as error:
@@ -64,7 +69,7 @@ def train_while_the_writer_is_held_up(world: World, config: Path, run_dir: Path)
     def hold_up(path: Path) -> None:
         assert threading.current_thread() is not threading.main_thread()
         if ".step-00000005" in str(path):
-            wait_for(lambda: 10 in logged_steps(run_dir), "step 10", seconds=20)
+            wait_until(lambda: 10 in logged_steps(run_dir), "step 10", seconds=20)
             time.sleep(0.2)
             assert 11 not in logged_steps(run_dir), "the save of step 10 waits for that of step 5"
             assert list_steps(run_dir) == []
@@ -75,15 +80,15 @@ def train_while_the_writer_is_held_up(world: World, config: Path, run_dir: Path)
 
     with before_writing(hold_up) as patch:
         patch.setattr(between_steps, "take_snapshot", take)
-        return train_told(world, config)
+        return train_reporting(world, config)
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_until_the_next_is_due(
     tmp_path: Path, books: Path, rank_pool: Pool
 ) -> None:
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 15}})
-    told = rank_pool(2).run(train_while_the_writer_is_held_up, config, tmp_path / "run")
-    assert told == ["ended with 0"] * 2
+    reported = rank_pool(2).run(train_while_the_writer_is_held_up, config, tmp_path / "run")
+    assert reported == ["ended with 0"] * 2
     assert list_steps(tmp_path / "run") == [5, 10, 15]
     points = [json.loads(line)["metrics"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     first, _ = [point for point in points if "checkpoint/bytes" in point]
@@ -94,22 +99,27 @@ def test_training_goes_on_while_a_checkpoint_is_written_until_the_next_is_due(
 
 def train_with_a_failing_write(world: World, config: Path, failing_rank: int) -> str:
     """The write of step 10 fails on one rank; rank 1 makes step 14 when it knows, rank 0 goes on without looking."""
-    from dist_mem.training import loop as train
+    from dist_mem.training import loop
 
-    read_ahead = train.read_ahead
+    begin_step, failed, steps = loop.begin_step, Saver.failed, [0]
+
+    def note(step: int) -> None:
+        steps[0] = step
+        begin_step(step)
 
     def fail(path: Path) -> None:
         if world.rank == failing_rank and ".step-00000010" in str(path) and path.parent.name == "lanes":
             raise OSError(28, "No space left on device", str(path))
 
-    def wait_and_read(job: Job) -> Any:
-        if job.step == 13 and world.rank == 1:
-            wait_for(job.saver.failed, "the failure")
-        return read_ahead(job)
+    def look(saver: Saver) -> bool:
+        if steps[0] == 13 and world.rank == 1:
+            wait_until(lambda: failed(saver), "the failure")
+        return failed(saver)
 
     with before_writing(fail) as patch:
-        patch.setattr(train, "read_ahead", wait_and_read)
-        return train_told(world, config)
+        patch.setattr(loop, "begin_step", note)
+        patch.setattr(Saver, "failed", look)
+        return train_reporting(world, config)
 
 
 @pytest.mark.parametrize(("failing_rank", "steps"), [(0, 10**6), (1, 10**6), (1, 10)])
@@ -119,12 +129,12 @@ def test_a_failed_write_stops_all_ranks_within_one_step_and_leaves_nothing(
     """The write of the last step too: the run has not succeeded then."""
     run_dir = tmp_path / "run"
     config = write_config(tmp_path / "run.yaml", books, run_dir, {"train": {"steps": steps}})
-    told = rank_pool(2).run(train_with_a_failing_write, config, failing_rank)
-    assert told[0] == told[1]
-    assert told[0].startswith("AgreedError: ")
-    assert f"rank {failing_rank}: OSError: [Errno 28]" in told[0]
-    assert_told(
-        told[0],
+    reported = rank_pool(2).run(train_with_a_failing_write, config, failing_rank)
+    assert reported[0] == reported[1]
+    assert reported[0].startswith("UnfitError: ")
+    assert f"rank {failing_rank}: OSError: [Errno 28]" in reported[0]
+    assert_quoted(
+        reported[0],
         ": writing failed on 1 of 2 ranks. rank ",
         ": OSError: [Errno 28] No space left on device: '",
         "Earlier checkpoints are intact: fix this, and the same command resumes",
@@ -137,7 +147,7 @@ def test_a_failed_write_stops_all_ranks_within_one_step_and_leaves_nothing(
 def save_on_a_disk_that_lies(world: World, config: Path) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(commit, "_MARGIN", -(10**12))  # as where a quota ends before the disk does
-        return train_told(world, config)
+        return train_reporting(world, config)
 
 
 def test_a_disk_that_fills_up_while_a_checkpoint_is_written_leaves_the_earlier_ones(
@@ -149,42 +159,42 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written_leaves_the_earlier_o
         assert rank_pool(2).run(train_here, config) == [0, 0]
         remount(disk, f"size={used_kilobytes(disk) + 80}k")
         config = write_config(tmp_path / "run.yaml", books, run_dir, {"train": {"steps": 10}, "preflight": False})
-        told = rank_pool(2).run(save_on_a_disk_that_lies, config)
-        assert told[0] == told[1]
-        assert "No space left on device: '" in told[0]
+        reported = rank_pool(2).run(save_on_a_disk_that_lies, config)
+        assert reported[0] == reported[1]
+        assert "No space left on device: '" in reported[0]
         assert names(run_dir) == ["latest", "step-00000005"]
         assert newest_verified(run_dir) == (step_dir(run_dir, 5), [])
 
 
 def diverge_while_the_writer_is_held_up(world: World, config: Path, fails: bool) -> tuple[str, list[str]]:
-    """How the training ended, and what it said."""
+    """Return how the training ended, and its messages."""
     from dist_mem.training import loop as train
 
     train_step, has_diverged = train.train_step, threading.Event()
     messages: list[str] = []
 
     def hold_up(path: Path) -> None:
-        assert has_diverged.wait(20)
+        assert has_diverged.wait(limit(20))
         if fails:
             raise OSError(28, "No space left on device")
 
-    def diverge(job: Job, *arguments: Any) -> Any:
-        if job.step == 7:
+    def diverge(context: Context, state: TrainState, *arguments: Any, **options: Any) -> Any:
+        if state.step == 7:
             has_diverged.set()
             raise DivergedError("for this test")
-        return train_step(job, *arguments)
+        return train_step(context, state, *arguments, **options)
 
     with before_writing(hold_up) as patch:
         patch.setattr(train, "train_step", diverge)
         patch.setattr("dist_mem.tracking.tracker.Tracker.message", lambda self, text: messages.append(text))
-        return train_told(world, config), messages
+        return train_reporting(world, config), messages
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_run_that_ends_in_an_error_waits_for_its_checkpoint(
     tmp_path: Path, books: Path, rank_pool: Pool, fails: bool
 ) -> None:
-    """What that error was decides how the run ends, also if the checkpoint fails on top of it."""
+    """The first error decides how the run ends, even if the checkpoint fails too."""
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 12}})
     for ended, messages in rank_pool(2).run(diverge_while_the_writer_is_held_up, config, fails):
         assert ended == "ended with 3"
@@ -201,6 +211,7 @@ def test_the_clock_of_rank_0_saves_at_the_same_step_everywhere(tmp_path: Path, b
     assert list_steps(tmp_path / "run") == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_last_and_its_best_checkpoints(tmp_path: Path, books: Path, rank_pool: Pool) -> None:
     """Across a restart too. Loss falls all the time here, so that the best is the newest evaluated one."""
     rules = {"every": 2, "keep_last": 1, "keep_every": 5, "keep_best": 1}

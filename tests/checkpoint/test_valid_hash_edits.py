@@ -116,6 +116,7 @@ FILES: dict[str, Callable[[Path, Path], tuple[Path, Callable[[Path], None], Path
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_no_edit_with_valid_hashes_ends_in_another_error(data: Path, checkpoint: Path, name: str) -> None:
     path, use, root = FILES[name](data, checkpoint)

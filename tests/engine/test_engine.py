@@ -11,9 +11,10 @@ import torch
 from dist_mem.data.batch import IGNORE
 from dist_mem.runtime.distributed import World
 from dist_mem.training.meter import Meter
-from dist_mem.training.step import Flags, train_step
 from tests.support.ranks import RankPool
 from tests.support.tiny import run_steps, tiny_config, tiny_job, update_of_rank
+
+pytestmark = pytest.mark.ranks
 
 
 def losses_of(world: World, stage: int, precision: str, optimizer: dict[str, Any]) -> list[float]:
@@ -21,6 +22,7 @@ def losses_of(world: World, stage: int, precision: str, optimizer: dict[str, Any
     return [outcome.totals.nll for outcome in run_steps(tiny_job(config, world, stage=stage), first=0, last=4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_bf16_without_zero_trains_as_at_stage_1(rank_pool: Callable[[int], RankPool], kind: str) -> None:
     """DeepSpeed's optimizer for it makes a step of its own at the start: weights decayed, Adam's count one ahead."""
@@ -33,7 +35,7 @@ def metrics_of_first_silent_update(world: World, stage: int) -> dict[str, float]
     job = tiny_job(tiny_config(), world, stage=stage)
     update = update_of_rank(job.config, world, step=0)
     silent = [batch._replace(targets=torch.full_like(batch.targets, IGNORE)) for batch in update.batches]
-    train_step(job, update._replace(batches=silent, num_scored=0), 0, 0, Flags())
+    job.train(update._replace(batches=silent, num_scored=0), 0)
     return Meter(lane_segments_per_update=8).read(job.engine)
 
 

@@ -1,4 +1,4 @@
-"""What was saved at any ZeRO stage on any number of ranks is read exactly at any other, or refused on all ranks."""
+"""A checkpoint of any ZeRO stage and number of ranks restores exactly at any other, or is refused on all ranks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from tests.support.jobs import difference
 from tests.support.ranks import RankPool
 from tests.support.tiny import full_parameters
 
+pytestmark = pytest.mark.ranks
+
 Pools = Callable[[int], RankPool]
 BEFORE, AFTER = 2, 3  # steps before the save and after it
 BF16 = {"train": {"precision": "bf16"}}
 
 
 def trained(world: World, directory: Path, stage: int, overrides: list[Any]) -> tuple[dict[str, Tensor], list[float]]:
-    """What is saved after some steps, and the losses that follow, from empty memories."""
+    """Save after some steps; return the saved tensors and the losses that follow, from empty memories."""
     job = engine_job(world, stage, *overrides)
     empty = job.states
     next_losses(job, BEFORE)
@@ -80,6 +82,7 @@ def assert_equal_after_moves(
         assert found_losses == pytest.approx(losses, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_stage_reads_every_stage_exactly(rank_pool: Pools, source: Callable[[int, int], Any], stage: int) -> None:
     """Weights, moments and steps of each parameter by name; rates and decay stay those of the configuration."""
@@ -148,7 +151,7 @@ def test_everything_that_is_stepped_by_itself_counts_by_itself(tmp_path: Path, r
 
 
 def refused(world: World, directory: Path, stage: int, change: Callable[..., Any]) -> str:
-    """What a rank is told when what rank 1 reads is changed."""
+    """Return the error of a rank if the data that rank 1 reads is changed."""
     job = engine_job(world, stage)
     next_losses(job, 1)
     save_engine(job, directory)
@@ -158,9 +161,9 @@ def refused(world: World, directory: Path, stage: int, change: Callable[..., Any
         found = reader.read(kind, name, start, stop)
         return change(kind, name, found) if world.rank == 1 else found
 
-    with pytest.raises(UnusableError) as told:
+    with pytest.raises(UnusableError) as reported:
         job.engine.restore(read, reader.counters)
-    return str(told.value)
+    return str(reported.value)
 
 
 def without_head(kind: str, name: str, found: Tensor | None) -> Tensor | None:
@@ -186,5 +189,5 @@ def with_other_steps(kind: str, name: str, found: Tensor | None) -> Tensor | Non
 def test_what_does_not_fit_is_refused_on_all_ranks(
     tmp_path: Path, rank_pool: Pools, change: Callable[..., Any], message: str
 ) -> None:
-    for told in rank_pool(2).run(refused, tmp_path, 2, change):
-        assert re.search(message, told), told
+    for reported in rank_pool(2).run(refused, tmp_path, 2, change):
+        assert re.search(message, reported), reported

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from dist_mem.engine.build_lock import building
-from tests.support.faults import assert_told
+from dist_mem.engine.cpu_op import building
+from tests.support.faults import assert_quoted
+from tests.support.limits import limit, wait_until
 
 BUILDER = """
 import sys, time
 from pathlib import Path
-from dist_mem.engine.build_lock import building
+from dist_mem.engine.cpu_op import building
 with building(Path(sys.argv[1])):
     (Path(sys.argv[1]) / "lock").touch()  # as torch does
     print("building", flush=True)
@@ -49,12 +51,13 @@ def test_the_lock_of_another_program_stays(tmp_path: Path) -> None:
 
 
 def test_one_process_builds_at_a_time(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", BUILDER.replace("600", "0.2"), str(tmp_path)]
+    command = [sys.executable, "-c", BUILDER.replace("600", "0"), str(tmp_path)]
     with building(tmp_path):
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        time.sleep(1.0)
+        blocked = re.compile(rf"-> FLOCK .* {process.pid} ")
+        wait_until(lambda: bool(blocked.search(Path("/proc/locks").read_text())), "the other process to wait")
         assert process.poll() is None and not (tmp_path / "lock").exists()
-    assert process.communicate(timeout=60)[0] == "building\n"
+    assert process.communicate(timeout=limit(60))[0] == "building\n"
 
 
 def test_an_old_lock_of_another_program_is_named_not_waited_for(tmp_path: Path) -> None:
@@ -64,4 +67,6 @@ def test_an_old_lock_of_another_program_is_named_not_waited_for(tmp_path: Path) 
     os.utime(lock, (0, time.time() - 20 * 60))
     with pytest.raises(ValueError, match=str(lock)) as caught, building(lock.parent):
         pass
-    assert_told(str(caught.value), "deepspeed_shm_comm/lock is 20 minutes old: a killed process has left it, remove it")
+    assert_quoted(
+        str(caught.value), "deepspeed_shm_comm/lock is 20 minutes old: a killed process has left it, remove it"
+    )
