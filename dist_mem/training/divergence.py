@@ -14,15 +14,12 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from dist_mem.config import DivergenceConfig
+from dist_mem.errors import DivergedError
 
 SKIP, ROLLBACK = "skip", "rollback"
 METRICS = {SKIP: "divergence/skipped", ROLLBACK: "divergence/rollbacks"}  # number of times so far
 _SIGMA = 1.4826  # standard deviation of a normal distribution whose median absolute deviation is 1
 _LEAST_SPREAD = 1e-3  # nats; otherwise, where the loss hardly moves, every small change would be a spike
-
-
-class DivergedError(RuntimeError):
-    """Training cannot continue. Every rank raises it in the same step, before anything has changed."""
 
 
 class Decision(NamedTuple):
@@ -81,9 +78,9 @@ class Divergence:
         found = f"step {step}: {reason}; loss {loss:.4f}"
         action, most = self._config.action, self._config.max_times
         if action not in METRICS:
-            raise DivergedError(f"{found}; nothing was updated")
+            raise DivergedError(f"{found}; nothing was updated", step)
         if sum(self.counts.values()) >= most:
-            raise DivergedError(f"{found}; nothing was updated: divergence.max_times = {most} is used up")
+            raise DivergedError(f"{found}; nothing was updated: divergence.max_times = {most} is used up", step)
         self.counts[action] += 1
         done = {SKIP: "the update is skipped", ROLLBACK: "rolling back"}[action]
         return Decision(action, step, f"{found}; {done} ({sum(self.counts.values())} of at most {most} times)")

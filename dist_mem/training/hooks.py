@@ -1,40 +1,45 @@
-"""Hooks of a job between its steps: record metrics, evaluate, save, and act on a divergence."""
+"""Hooks between the steps of a run: report, evaluate, save, and act on a divergence.
+
+Rank 0 alone records. An error in that is kept, stops all ranks after the next step, and is raised once that is saved.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from dist_mem.checkpoint.lane_states import Lanes
 from dist_mem.checkpoint.manifest import TOKENIZER_DIR
 from dist_mem.checkpoint.resume_choice import AUTO, choose_checkpoint
+from dist_mem.checkpoint.resume_source import saved_config
 from dist_mem.checkpoint.snapshot import take_snapshot
 from dist_mem.config import to_yaml
 from dist_mem.config.resume_rules import checksums_to_keep
-from dist_mem.data.shard import ShardError
+from dist_mem.data.directory import open_index
 from dist_mem.data.tokenizers.registry import tokenizer_files
-from dist_mem.errors import CutShortError, TakenOverError
+from dist_mem.errors import CutShortError, DivergedError, RunError, TakenOverError
 from dist_mem.evaluation.cut_short import stop_check
-from dist_mem.evaluation.evaluate import evaluate_split
-from dist_mem.evaluation.scoring import EvaluationError
+from dist_mem.evaluation.scoring import score_split
 from dist_mem.runtime.watchdog import beat
-from dist_mem.training.divergence import METRICS, ROLLBACK, Decision, DivergedError
-from dist_mem.training.resume import restore_into
-from dist_mem.training.run import Job
+from dist_mem.training.context import Context, TrainState
+from dist_mem.training.divergence import METRICS, ROLLBACK, Decision
+from dist_mem.training.resume import load_checkpoint
+from dist_mem.training.step import Outcome
 from dist_mem.training.stopping import Stopping
 
-_UNWRITTEN = (OSError, TakenOverError)  # on rank 0 only: the next step stops all ranks, and its save reports why
 
-
-def record(job: Job, figures: Mapping[str, float]) -> Exception | None:
-    """Record metrics of the current step; return the error if they could not be written."""
+def record(context: Context, step: int, figures: Mapping[str, float]) -> None:
+    """Record metrics of a step."""
     beat("recording")
-    try:
-        job.tracker.log(job.step, figures)
-    except _UNWRITTEN as error:
-        return error
-    return None
+    with context.failure.kept():
+        context.tracker.log(step, figures)
+
+
+def tag(context: Context, name: str, message: str) -> None:
+    """Tag the MLflow run with something that happened at a step."""
+    with context.failure.kept():
+        context.tracker.log_tags({f"dist_mem.{name}": message})
 
 
 def is_multiple(step: int, every: int | None) -> bool:
@@ -42,179 +47,183 @@ def is_multiple(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def owes_evaluation(job: Job) -> bool:
+def report(context: Context, state: TrainState, outcome: Outcome, *, epoch: float) -> None:
+    """Count the step just made, report ranks that became slow or recovered, and record metrics where they are due."""
+    step, meter = state.step, context.meter
+    if outcome.overflows:
+        context.tracker.message(f"step {step}: {outcome.overflows} fp16 overflows; the loss scale is smaller now")
+    meter.add(outcome.totals, epoch=epoch, logs=outcome.logs)
+    messages = context.stragglers.update(outcome.slots)
+    for message in messages:
+        context.tracker.message(f"step {step}: {message}")
+    if context.stragglers.worst is not None:
+        meter.note({"straggler/ratio": context.stragglers.worst})
+    if messages:
+        tag(context, f"straggler.step_{step}", "; ".join(messages))
+    if step == context.total_steps or is_multiple(step, context.config.tracking.every):
+        record(context, step, meter.read(context.engine))
+
+
+def owes_evaluation(context: Context, state: TrainState) -> bool:
     """Return whether this step's evaluation is due and not done yet: a stop skips it to save without delay."""
-    is_made = job.validation is not None and job.validation["step"] == job.step
-    return job.step > 0 and is_multiple(job.step, job.config.eval.every) and not is_made
+    is_made = state.validation is not None and state.validation["step"] == state.step
+    return state.step > 0 and is_multiple(state.step, context.config.eval.every) and not is_made
 
 
-def evaluate_if_owed(job: Job, stopping: Stopping, *, is_saved: bool) -> Exception | None:
-    """Score the validation split if it is due, and `record` the metrics; a stop leaves the evaluation pending.
+def evaluate_if_owed(context: Context, state: TrainState, stopping: Stopping, *, is_saved: bool) -> TrainState:
+    """Score the validation split if it is due, and record its metrics; a stop leaves the evaluation pending.
 
     Args:
         is_saved: the current step is saved; if not, it is saved before an error in scoring is raised.
 
-    Returns:
-        The error if the metrics could not be recorded.
-
     Raises:
-        EvaluationError, ShardError: on every rank.
+        RunError: on every rank.
     """
-    if not owes_evaluation(job):
-        return None
-    with job.meter.paused():
+    if not owes_evaluation(context, state):
+        return state
+    with context.meter.paused():
         try:
-            return record(job, evaluate_now(job, stopping))
+            loss, figures = evaluate_now(context, stopping)
         except CutShortError:
-            return None
-        except (EvaluationError, ShardError):
+            return state
+        except RunError:
             if not is_saved:
-                save(job)
+                save(context, state)
             raise
+        record(context, state.step, figures)
+    return state._replace(validation={"step": state.step, "loss": loss})
 
 
-def save(job: Job) -> None:
-    """Save the current step, in the background or synchronously; every rank calls it.
+def save(context: Context, state: TrainState) -> None:
+    """Save a state, in the background or synchronously; every rank calls it.
 
     Raises:
-        AgreedError: on every rank, if this save or the previous one could not be written.
+        UnfitError, TakenOverError: on every rank, if this save or the previous one could not be written.
     """
     beat("saving")
-    job.saver.wait()  # at most one save in flight, and one copy in memory
+    context.saver.wait()  # at most one save in flight, and one copy in memory
     began = time.perf_counter()
-    facts = {
+    metadata = {
         "time": time.time(),
-        "commit": job.commit,
-        "zero_stage": job.engine.stage,
-        "mlflow_run_id": job.tracker.run_id,
-        "points": job.tracker.num_points,
-        "data_fingerprint": job.index.fingerprint,
-        "tokenizer_fingerprint": job.tokenizer.fingerprint,
-        "meter": job.meter.state(),  # the sums are equal on all ranks; the times are rank 0's
-        "divergence": job.divergence.state(),
-        "validation": job.validation,
-        "environment": checksums_to_keep(job.config),
+        "commit": context.commit,
+        "zero_stage": context.engine.stage,
+        "mlflow_run_id": context.tracker.run_id,
+        "points": context.tracker.num_points,
+        "data_fingerprint": context.index.fingerprint,
+        "tokenizer_fingerprint": context.tokenizer.fingerprint,
+        "meter": context.meter.state(),  # the sums are equal on all ranks; the times are rank 0's
+        "divergence": context.divergence.state(),
+        "validation": state.validation,
+        "environment": checksums_to_keep(context.config),
     }
-    lanes = Lanes(job.lane_ids, job.cursors, job.states)
-    texts = {"config.yaml": to_yaml(job.config), **job.sources}
+    lanes = Lanes(context.lane_ids, state.cursors, state.memories)
+    texts = {"config.yaml": to_yaml(context.config), **context.sources}
     small_files = {name: text.encode() for name, text in texts.items()}
     # In every checkpoint, not once per run, so that a checkpoint copied elsewhere can be loaded there.
-    small_files |= {f"{TOKENIZER_DIR}/{name}": content for name, content in tokenizer_files(job.tokenizer).items()}
-    snapshot = take_snapshot(step=job.step, engine=job.engine, lanes=lanes, small_files=small_files, metadata=facts)
-    job.saver.save(snapshot, began=began)
+    tokenizer = tokenizer_files(context.tokenizer)
+    small_files |= {f"{TOKENIZER_DIR}/{name}": content for name, content in tokenizer.items()}
+    snapshot = take_snapshot(
+        step=state.step, engine=context.engine, lanes=lanes, small_files=small_files, metadata=metadata
+    )
+    context.saver.save(snapshot, began=began)
 
 
-def tell_saved(job: Job) -> None:
+def save_if_due(context: Context, state: TrainState, outcome: Outcome, *, is_last: bool) -> None:
+    """Save the state if the run ends here or a save is due, and report the checkpoints that are written."""
+    if outcome.flags.save_failed:
+        context.saver.wait()  # raises on all ranks, as the flag is agreed
+    if is_last or outcome.flags.save or is_multiple(state.step, context.config.checkpoint.every):
+        with context.meter.paused():
+            save(context, state)
+    if is_last:
+        context.saver.wait()
+    report_saved(context)
+
+
+def report_saved(context: Context) -> None:
     """Report the checkpoints written since the last step, and those removed."""
-    for saved in job.saver.finished():
-        job.meter.note(saved.figures())
+    for saved in context.saver.finished():
+        context.meter.note(saved.figures())
         for message in (str(saved), *saved.written.messages):
-            job.tracker.message(message)
+            context.tracker.message(message)
 
 
-def end_saving(job: Job) -> None:
+def end_saving(context: Context) -> None:
     """Wait for pending saves at the end of a run; a failure is reported, and does not hide why the run ends."""
     beat("saving")
     try:
-        job.saver.close()
+        context.saver.close()
     except TakenOverError:  # `run` reports it
         return
-    except RuntimeError as error:  # AgreedError, or the other ranks are gone
-        job.tracker.message(f"error: {error}")
-    tell_saved(job)
+    except RuntimeError as error:  # a RunError, or the other ranks are gone
+        context.tracker.message(f"error: {error}")
+    report_saved(context)
 
 
-def evaluate_now(job: Job, stopping: Stopping) -> dict[str, float]:
-    """Return the metrics of the validation split, scored with fresh lanes; the state of the training is unaffected.
+def evaluate_now(context: Context, stopping: Stopping) -> tuple[float, dict[str, float]]:
+    """Return loss and metrics of the validation split, scored with fresh lanes; the training's state is unaffected.
 
     Raises:
         CutShortError: on every rank; there is a reason to stop.
     """
-    engine = job.engine
+    engine = context.engine
     beat("evaluating")
     engine.train(False)
-
-    check = stop_check(stopping.has_reason, job.world)
+    check = stop_check(stopping.has_reason, context.world)
 
     def forward(*tensors: Any, **state: Any) -> Any:
         beat("evaluating")
         check()
         return engine(*tensors, **state)
 
-    report = evaluate_split(
+    found = score_split(
         forward,
         engine.init_state,
-        config=job.config,
-        split=job.config.eval.split,
-        tokenizer=job.tokenizer,
-        world=job.world,
+        config=context.config,
+        index=open_index(context.config.data, context.config.eval.split),
+        tokenizer=context.tokenizer,
+        world=context.world,
     )
     engine.train(True)
-    job.validation = {"step": job.step, "loss": report.nll / report.num_scored}
-    return report.figures()
+    return found.nll / found.num_scored, found.figures()
 
 
-def carry_out(job: Job, decision: Decision) -> Exception | None:
-    """Carry out and report the decision about a divergence; return the error if it could not be recorded.
+def carry_out(context: Context, state: TrainState, decision: Decision) -> TrainState:
+    """Carry out and report the decision about a divergence; return the state to continue from.
 
     Raises:
         DivergedError: on every rank; there is no checkpoint to roll back to.
+        RunError: on every rank; the checkpoint cannot be read.
     """
-    job.tracker.message(decision.message)
+    context.tracker.message(decision.message)
     if decision.action == ROLLBACK:
-        _roll_back(job, decision)
-    try:
-        if decision.action == ROLLBACK:
-            job.tracker.rewind(job.step)
-        step = job.step if decision.action == ROLLBACK else job.step + 1  # else the step of the skipped update
-        job.tracker.log(step, {METRICS[decision.action]: job.divergence.counts[decision.action]})
-    except _UNWRITTEN as error:
-        return error
-    return tag_divergence(job, decision.step, decision.message)
+        state = _roll_back(context, decision)
+        with context.failure.kept():
+            context.tracker.rewind(state.step)
+    record(context, state.step, {METRICS[decision.action]: context.divergence.counts[decision.action]})
+    tag(context, f"divergence.step_{decision.step}", decision.message)
+    return state
 
 
-def tag_divergence(job: Job, step: int, message: str) -> Exception | None:
-    """Tag the run with a divergence at `step`; return the error if it could not be recorded."""
-    try:
-        job.tracker.log_tags({f"dist_mem.divergence.step_{step}": message})
-    except _UNWRITTEN as error:
-        return error
-    return None
-
-
-def tell_stragglers(job: Job, slots: Sequence[float]) -> Exception | None:
-    """Report ranks that became slow or recovered; return the error if it could not be recorded.
-
-    Args:
-        slots: those of `Stragglers.mine`, summed over all ranks.
-    """
-    messages = job.stragglers.hear(slots)
-    for message in messages:
-        job.tracker.message(f"step {job.step}: {message}")
-    if job.stragglers.worst is not None:
-        job.meter.note({"straggler/ratio": job.stragglers.worst})
-    try:
-        if messages:
-            job.tracker.log_tags({f"dist_mem.straggler.step_{job.step}": "; ".join(messages)})
-    except _UNWRITTEN as error:
-        return error
-    return None
-
-
-def _roll_back(job: Job, decision: Decision) -> None:
-    """Roll back to the newest checkpoint that verifies. The segments up to the current update are read, not trained."""
+def _roll_back(context: Context, decision: Decision) -> TrainState:
+    """Return the state of the newest checkpoint that verifies. The segments up to now are read, not trained on."""
     beat("restoring")
-    job.saver.wait()
-    choice = choose_checkpoint(AUTO, job.run_dir, job.world)
+    context.saver.wait()
+    choice = choose_checkpoint(AUTO, context.run_dir, context.world)
     if choice is None:
-        raise DivergedError(f"{decision.message}, but there is no checkpoint yet")
-    restore_into(job, choice.directory)
-    job.saver.set_aside(choice.broken)
-    job.divergence.roll_back(choice.manifest.get("divergence", {}), first_trained=decision.step + 1)
-    job.validation = choice.manifest.get("validation")
+        raise DivergedError(f"{decision.message}, but there is no checkpoint yet", decision.step)
+    state = load_checkpoint(
+        choice, saved_config(choice.directory, context.config), context.config, context.world,
+        engine=context.engine, lane_ids=context.lane_ids,
+    )  # fmt: skip
+    context.feed.restart(state.cursors)
+    context.meter.load(choice.manifest["meter"])
+    context.saver.set_aside(choice.broken)
+    context.divergence.roll_back(choice.manifest.get("divergence", {}), first_trained=decision.step + 1)
     for reason in choice.passed_over:
-        job.tracker.message(f"passed over: {reason}")
-    job.tracker.message(
-        f"rolled back to {choice.directory}; the segments of steps {job.step} to {decision.step} are read, and not "
+        context.tracker.message(f"passed over: {reason}")
+    context.tracker.message(
+        f"rolled back to {choice.directory}; the segments of steps {state.step} to {decision.step} are read, and not "
         "trained on"
     )
+    return state

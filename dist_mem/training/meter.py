@@ -1,7 +1,7 @@
 """Training metrics, accumulated between two logged points.
 
-All sums are saved in the checkpoint, so that a resumed run logs the same points as an uninterrupted one, wherever
-between two points it was stopped.
+Checkpoints contain all sums, so that a resumed run logs the same points as an uninterrupted one, even if it was stopped
+between two points.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from dist_mem.data.batch import Update
-from dist_mem.engine.engine import Engine
+from dist_mem.engine.gradient_norms import Norms
 
-# Metrics of the machine rather than of the training: they differ when a step is repeated.
+# Metrics of the machine, not of the training: they differ when a step is repeated.
 MEASUREMENTS = frozenset(
     {"tokens_per_second", "step_seconds", "data_wait_share", "memory_gb"}
     | {"checkpoint/seconds", "checkpoint/stall_seconds", "checkpoint/bytes", "straggler/ratio"}
@@ -41,13 +41,26 @@ class Totals(NamedTuple):
     num_read: float = 0.0  # lane-segments with tokens
 
 
+class Gradients(Protocol):
+    """The figures of an engine that are logged."""
+
+    @property
+    def lr(self) -> float: ...
+    def gradient_norm(self) -> float: ...
+    def gradient_norms(self) -> Norms | None: ...
+
+
 class Meter:
     """Sums since the last `read`. Every rank keeps one; that of rank 0 is logged."""
 
     def __init__(self, *, lane_segments_per_update: int, saved: Mapping[str, float] | None = None) -> None:
         """Start at 0, or from a saved `state()`."""
         self._lane_segments = lane_segments_per_update
-        saved = saved or {}
+        self._paused_seconds = 0.0
+        self.load(saved or {})
+
+    def load(self, saved: Mapping[str, float]) -> None:
+        """Continue from a saved `state()`, {}: from 0."""
         self._totals = Totals(**{name: saved.get(name, 0.0) for name in Totals._fields})
         self._logs = {name: figure for name, figure in saved.items() if name.startswith(LOGGED)}
         self._steps = saved.get("steps", 0.0)
@@ -55,7 +68,6 @@ class Meter:
         self._began = time.perf_counter() - saved.get("seconds", 0.0)
         self._epoch = 0.0  # of the last update
         self._noted: dict[str, float] = {}
-        self._paused_seconds = 0.0
 
     def state(self) -> dict[str, float]:
         """Return the state to save in a checkpoint; JSON preserves it exactly."""
@@ -72,7 +84,7 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time spent in the context, as for saving or evaluation, from the training time."""
+        """Exclude the time spent in the context, for example on a save or an evaluation, from the training time."""
         began = time.perf_counter()
         try:
             yield
@@ -94,10 +106,10 @@ class Meter:
         self._epoch = epoch
 
     def note(self, figures: Mapping[str, float]) -> None:
-        """Add figures that do not arise in every step to the next point; later values replace earlier ones."""
+        """Add figures that are not measured in every step to the next point; later values replace earlier ones."""
         self._noted.update(figures)
 
-    def read(self, engine: Engine) -> dict[str, float]:
+    def read(self, engine: Gradients) -> dict[str, float]:
         """Return the metrics of a logged point, and reset the sums.
 
         Losses are in nats per token, averaged over all tokens since the last point. Documents are counted since the
@@ -121,7 +133,7 @@ class Meter:
             **self._noted,
         }
         if norms := engine.gradient_norms():
-            metrics |= {"grad_norm_model": norms.model, "grad_norm_aux": norms.apart}
+            metrics |= {"grad_norm_model": norms.model, "grad_norm_aux": norms.auxiliary}
         if totals.num_recall:
             metrics["recall_perplexity"] = _perplexity(totals.recall_nll / totals.num_recall)
         if totals.aux:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,16 +23,16 @@ from torch import Tensor
 from dist_mem.checkpoint.engine_files import EngineReader
 from dist_mem.checkpoint.lane_states import Lanes, read_lanes, read_random_state, set_random_state
 from dist_mem.checkpoint.manifest import run_of
-from dist_mem.checkpoint.resume_choice import Choice, verify_together
-from dist_mem.checkpoint.resume_source import Resumption, saved_config
+from dist_mem.checkpoint.resume_choice import Choice
+from dist_mem.checkpoint.resume_source import Resumption
+from dist_mem.config import Config
 from dist_mem.config.environment_values import hide
-from dist_mem.data.lanes import training_reader
 from dist_mem.data.shard import Index
 from dist_mem.engine.engine import Engine
 from dist_mem.errors import CheckpointError
 from dist_mem.runtime.distributed import World, on_all_ranks
 from dist_mem.tracking.provenance import code_differences
-from dist_mem.training.meter import Meter
+from dist_mem.training.context import TrainState
 
 _UNREPORTED = (
     *("train.micro_lanes", "deepspeed.zero_optimization.stage"),  # reported by `_moves`
@@ -42,14 +43,14 @@ _UNREPORTED = (
 class Start(NamedTuple):
     """The state that a job starts from."""
 
-    step: int
-    lanes: Lanes
+    state: TrainState
     metadata: Mapping[str, Any]  # the manifest of the checkpoint; empty at step 0
     run_id: str | None  # the MLflow run; None: a new one, also when resuming from another run's checkpoint
     messages: list[str]
     tags: dict[str, str]  # for MLflow
     superseded: list[Path]  # checkpoints to rename to `.superseded` now
     broken: list[Path]  # checkpoints to rename to `.broken` at the next save
+    seconds: float  # that choosing and reading the checkpoint took
 
 
 def dropout_seed(seed: int, step: int, rank: int) -> int:
@@ -57,38 +58,45 @@ def dropout_seed(seed: int, step: int, rank: int) -> int:
     return (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB + 1) % (1 << 63)
 
 
-def restore(
-    config: Any,
+def empty_lanes(config: Config, engine: Engine, lane_ids: Tensor) -> Lanes:
+    """Return these lanes with empty memories, at the beginning of their documents."""
+    memories = [engine.init_state(group) for group in lane_ids.split(config.train.micro_lanes)]
+    return Lanes(lane_ids, torch.zeros(len(lane_ids), 3, dtype=torch.int64), memories)
+
+
+def start(
+    config: Config,
     world: World,
     resumption: Resumption | None,
     *,
     index: Index,
     engine: Engine,
-    fresh: Lanes,
+    lane_ids: Tensor,
     sources: Mapping[str, str],
     commit: str | None,
 ) -> Start:
-    """Load the chosen checkpoint, or start at step 0.
+    """Load the chosen checkpoint, or start at step 0; collective.
 
     Args:
         resumption: None: start at step 0.
         index: of the training split.
-        fresh: this rank's lanes with empty memories.
+        lane_ids: of this rank.
         sources: of memories outside the package, name -> text.
         commit: of the running code.
 
     Raises:
-        UnusableError: on every rank.
+        RunError: on every rank.
     """
     run_dir = Path(config.run_dir)
     if resumption is None:
+        lanes = empty_lanes(config, engine, lane_ids)
         torch.manual_seed(dropout_seed(config.train.seed, 0, world.rank))
-        return Start(0, fresh, {}, None, [f"starting {run_dir}"], {}, [], [])
-    choice, saved, changes, _ = resumption
+        return Start(TrainState(0, lanes.states, lanes.cursors), {}, None, [f"starting {run_dir}"], {}, [], [], 0.0)
+    began = time.perf_counter()
+    choice, saved, changes, seconds = resumption
     directory, manifest = choice.directory, choice.manifest
     on_all_ranks(lambda: _check_data(choice, index), f"comparing the data of {directory}")
-    _restore_engine(engine, choice, world)
-    lanes = _restore_lanes(config, saved, world, choice, fresh)
+    state = load_checkpoint(choice, saved, config, world, engine=engine, lane_ids=lane_ids)
     is_own = run_of(directory).resolve() == run_dir.resolve()
     messages = [f"passed over: {reason}" for reason in choice.passed_over]
     messages += [f"resuming from {directory}{'' if is_own else ', a checkpoint of another run'}"]
@@ -101,7 +109,29 @@ def restore(
         tags[f"dist_mem.other_code.step_{manifest['step']}"] = other_code
     run_id = manifest["mlflow_run_id"] if is_own else None
     metadata = manifest if is_own else {**manifest, "points": 0}  # the other run's points are in its own metrics.jsonl
-    return Start(manifest["step"], lanes, metadata, run_id, messages, tags, choice.superseded, choice.broken)
+    seconds += time.perf_counter() - began
+    return Start(state, metadata, run_id, messages, tags, choice.superseded, choice.broken, seconds)
+
+
+def load_checkpoint(
+    choice: Choice, saved: Config, config: Config, world: World, *, engine: Engine, lane_ids: Tensor
+) -> TrainState:
+    """Load the engine, this rank's lanes and its random state from a checkpoint; collective.
+
+    An update that is partly accumulated is dropped.
+
+    Args:
+        saved: the configuration of the checkpoint.
+
+    Raises:
+        RunError: on every rank, if any cannot read its part.
+    """
+    directory, manifest = choice.directory, choice.manifest
+    reader = on_all_ranks(lambda: EngineReader(directory), f"reading {directory}")
+    engine.restore(reader.read, reader.counters)
+    fresh = empty_lanes(config, engine, lane_ids)
+    lanes = _read_lanes(choice, saved, config, world, fresh)
+    return TrainState(manifest["step"], lanes.states, lanes.cursors, manifest.get("validation"))
 
 
 def _check_data(choice: Choice, index: Index) -> None:
@@ -113,17 +143,12 @@ def _check_data(choice: Choice, index: Index) -> None:
         )
 
 
-def _restore_engine(engine: Engine, choice: Choice, world: World) -> None:
-    reader = on_all_ranks(lambda: EngineReader(choice.directory), f"reading {choice.directory}")
-    engine.restore(reader.read, reader.counters)
-
-
-def _is_same_division(choice: Choice, saved: Any, config: Any, world: World) -> bool:
+def _is_same_division(choice: Choice, saved: Config, config: Config, world: World) -> bool:
     """Whether this rank holds the lanes that the rank of its number held, in the same micro-batches."""
     return choice.manifest["world_size"] == world.size and saved.train.micro_lanes == config.train.micro_lanes
 
 
-def _restore_lanes(config: Any, saved: Any, world: World, choice: Choice, fresh: Lanes) -> Lanes:
+def _read_lanes(choice: Choice, saved: Config, config: Config, world: World, fresh: Lanes) -> Lanes:
     """Read this rank's lanes; restore its random generators, or reseed them if the division of lanes changed."""
     directory, manifest = choice.directory, choice.manifest
 
@@ -143,7 +168,7 @@ def _restore_lanes(config: Any, saved: Any, world: World, choice: Choice, fresh:
     return lanes
 
 
-def _moves(choice: Choice, saved: Any, config: Any, engine: Engine, world: World) -> list[str]:
+def _moves(choice: Choice, saved: Config, config: Config, engine: Engine, world: World) -> list[str]:
     """Return one line that lists the changes in how the work is divided; no line without changes."""
     manifest = choice.manifest
     divisions = {
@@ -164,27 +189,3 @@ def _changed_sources(choice: Choice, sources: Mapping[str, str]) -> list[str]:
         for name, text in sources.items()
         if hashlib.sha256(text.encode()).hexdigest() != entries.get(name, {}).get("sha256")
     ]
-
-
-def restore_into(job: Any, directory: Path) -> None:
-    """Set a running `Job` back to a checkpoint of its run; collective.
-
-    Parameters, optimizer, memories, cursors, random state, sums and step become those of the checkpoint, and the reader
-    is reopened there. A partly accumulated update is dropped; the counts of divergences stay.
-
-    Raises:
-        UnusableError: on every rank, if the checkpoint is damaged.
-    """
-    config, world, train = job.config, job.world, job.config.train
-    choice = Choice(directory, verify_together(directory, world), [], [], [])
-    empty = [job.engine.init_state(group) for group in job.lane_ids.split(train.micro_lanes)]
-    fresh = Lanes(job.lane_ids, torch.zeros_like(job.cursors), empty)
-    _restore_engine(job.engine, choice, world)
-    lanes = _restore_lanes(config, saved_config(directory, config), world, choice, fresh)
-    job.reader.close()
-    job.reader = on_all_ranks(
-        lambda: training_reader(config, world_size=world.size, rank=world.rank, cursors=lanes.cursors),
-        f"reading on from {directory}",
-    )
-    job.step, job.states, job.cursors = choice.manifest["step"], lanes.states, lanes.cursors
-    job.meter = Meter(lane_segments_per_update=train.lanes * train.segments_per_update, saved=choice.manifest["meter"])

@@ -1,290 +1,171 @@
-"""The job: the objects of a training run, created for a new run or restored from a checkpoint."""
+"""Run this process of a training job, from joining the other ranks to the exit code.
+
+dist-mem train configs/demo.yaml
+RANKS=2 launch/local.sh configs/demo.yaml
+"""
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from dist_mem.checkpoint.lane_states import Lanes, open_checkpoints
-from dist_mem.checkpoint.resume_source import Resumption
-from dist_mem.checkpoint.saver import Saver
-from dist_mem.config import deepspeed_block, save_config
-from dist_mem.data.batch_plan import idle_work, num_readable, total_steps
-from dist_mem.data.directory import open_index, open_tokenizer, refresh_on_all_ranks
-from dist_mem.data.lanes import LaneReader, check_tokenizer, training_reader
-from dist_mem.data.plan import lanes_of_rank
-from dist_mem.data.remote.fetch import is_remote, show
-from dist_mem.data.shard import Index, fetch_shards
-from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.engine.engine import Engine, start_communication
-from dist_mem.engine.shared_memory import drop_buffer_name
-from dist_mem.errors import StoppedEarlyError, UnusableError
-from dist_mem.evaluation.memory_estimate import evaluated_lanes, refuse_what_cannot_fit, training_parts
-from dist_mem.evaluation.scoring import check_scorable
-from dist_mem.evaluation.stream_scoring import stream_lengths
-from dist_mem.gpt2.folder import load_pretrained
-from dist_mem.memory.outside import sources
-from dist_mem.model import MemoryLM
-from dist_mem.runtime.distributed import World, announced, gather_objects, on_all_ranks
-from dist_mem.runtime.environment import node_name
+from dist_mem.checkpoint.finished import is_finished, mark_finished
+from dist_mem.checkpoint.resume_source import find_resumption
+from dist_mem.config import Config
+from dist_mem.doctor.preflight import before_joining, preflight
+from dist_mem.errors import (
+    EXIT_DIVERGED,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_REQUEUE,
+    DivergedError,
+    TakenOverError,
+    run_error,
+)
+from dist_mem.runtime import distributed
+from dist_mem.runtime.distributed import World, announced, decided_by_rank0
+from dist_mem.runtime.lease import Lease, refuse_if_taken_over
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.runtime.stragglers import ForwardTimer, Stragglers
-from dist_mem.runtime.watchdog import UNWATCHED, beat
-from dist_mem.tracking.provenance import running_commit
-from dist_mem.tracking.run_metadata import describe_run
-from dist_mem.tracking.start import start_tracking
-from dist_mem.tracking.tracker import Tracker
-from dist_mem.training.divergence import Divergence
-from dist_mem.training.meter import MEASUREMENTS, Meter
-from dist_mem.training.resume import restore
-
-LONGEST_GUESS = 100.0  # seconds; limit of the estimate of a save by the restore, which may wait for a cold disk
+from dist_mem.runtime.watchdog import PATIENCE, beat, before_end, end_if_hung, watched
+from dist_mem.training.hooks import end_saving, tag
+from dist_mem.training.loop import train
+from dist_mem.training.opening import leave_if_interrupted, open_run
+from dist_mem.training.stopping import Stopping, refuse_if_asked_to_stop
 
 
-@dataclass
-class Job:
-    """The objects of a running training. The loop advances `step`, `states` and `cursors`; the rest stays."""
-
-    config: Any
-    world: World
-    run_dir: Path
-    index: Index
-    tokenizer: Tokenizer
-    engine: Engine
-    reader: LaneReader
-    tracker: Tracker
-    meter: Meter
-    saver: Saver
-    validation: dict[str, float] | None  # step and loss of the newest evaluation
-    divergence: Divergence
-    stragglers: Stragglers
-    commit: str | None  # of the running code, if known; only on rank 0
-    sources: dict[str, str]  # of memories outside the package, as loaded by this job: name -> text
-    lane_ids: Tensor  # (P,) int64
-    states: list[Any]  # memories after `step` updates
-    cursors: Tensor  # (P, 3) int64, after `step` updates
-    step: int
-    total_steps: int
-
-
-def _load_pretrained(config: Any, world: World, model: MemoryLM, vocab_size: int) -> list[str]:
-    """Load `model.pretrained`; return messages about it."""
-    folder = config.model.pretrained
-    new = on_all_ranks(lambda: load_pretrained(model, config, vocab_size), f"reading {folder}")
-    return [f"weights of {folder}" + (f"; {len(new)} new tensors, as {new[0]}" if new else "")]
-
-
-def _build(
-    config: Any, world: World, tokenizer: Tokenizer, lane_ids: Tensor, *, is_resumed: bool
-) -> tuple[Engine, list[Any], list[str]]:
-    """Return the engine with a newly initialized model, empty memories of every lane group, and messages."""
-    train = config.train
-    torch.manual_seed(train.seed)  # the same initial parameters on every rank
-    model = MemoryLM(config, tokenizer.vocab_size)
-    begins_pretrained = config.model.pretrained is not None and not is_resumed
-    messages = _load_pretrained(config, world, model, tokenizer.vocab_size) if begins_pretrained else []
-    accumulation = len(lane_ids) // train.micro_lanes * train.segments_per_update
-    engine = Engine(
-        model,
-        config,
-        deepspeed_block(config),
-        world_size=world.size,
-        accumulation=accumulation,
-        apart=model.names_apart(),
-    )
-    engine.train()
-    return engine, [engine.init_state(group) for group in lane_ids.split(train.micro_lanes)], messages
-
-
-def open_job(config: Any, world: World, resumption: Resumption | None, stop_signal: StopSignal) -> Job:
-    """Build model, engine, reader and tracker; restore the checkpoint to resume from, if there is one.
-
-    Args:
-        resumption: from `find_resumption`.
-        stop_signal: Ctrl-C ends the start between two of its parts.
+def hold_run_dir(run_dir: Path, world: World) -> Lease | None:
+    """Return rank 0's lease on the run directory, None on other ranks.
 
     Raises:
-        UnusableError: on every rank; data, configuration, checkpoints or run directory cannot be used.
-        StoppedEarlyError: on every rank.
+        RunError: on every rank; another job holds the directory, or it cannot be used.
     """
-    try:
-        return _open_job(config, world, resumption, stop_signal)
-    except UnusableError:
-        raise
-    except ValueError as error:  # a memory, the plan or DeepSpeed rejects a value of the configuration
-        raise UnusableError(str(error)) from error
+    leases: list[Lease] = []  # a lease belongs to its process, and is not sent to others
+
+    def take() -> None:
+        try:
+            leases.append(Lease(run_dir))
+        except OSError as error:
+            raise run_error(error, f"run_dir {run_dir} cannot be used: {error}") from error
+
+    decided_by_rank0(take)
+    return leases[0] if leases else None
 
 
-def _compare_ranks(config: Any, world: World, engine: Engine) -> Stragglers:
-    """Return the detector of slow ranks; collective. It is off at ZeRO stage 3, where forwards wait for each other."""
-    threshold = config.watchdog.straggler
-    is_on = threshold is not None and world.size > 1 and engine.stage < 3
-    return Stragglers(
-        ForwardTimer(engine.module, world.device) if is_on else None,
-        rank=world.rank,
-        nodes=gather_objects(node_name()),
-        threshold=threshold or 0.0,
-    )
+def _missing_folders(path: Path) -> list[Path]:
+    """Return the folders that must be created for this one to exist, innermost first."""
+    return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 
-def _open_data(config: Any) -> tuple[Tokenizer, list[Index]]:
-    """Open the tokenizer and the splits; check now what evaluation will need hours later."""
-    tokenizer = open_tokenizer(config.data)
-    indexes = [open_index(config.data, split) for split in _splits(config)]
-    for index in indexes:
-        check_tokenizer(index, tokenizer)
-    for index in indexes[1:]:
-        check_scorable(index, tokenizer)
-        if config.eval.layout == "stream":
-            stream_lengths(index, num_lanes=config.eval.lanes, max_document_len=config.eval.max_document_len)
-        fetch_shards(index)
-    return tokenizer, indexes
+def _drop_empty(folders: Sequence[Path]) -> None:
+    """Remove the empty folders that a refused start created."""
+    with suppress(OSError):  # one is not empty, or does not exist: then those around it stay too
+        for folder in folders:
+            folder.rmdir()
 
 
-def _refuse_what_cannot_fit(config: Any, world: World, tokenizer: Tokenizer, indexes: list[Index]) -> None:
-    """Before anything is allocated; every rank calls it. Raises UnusableError on every rank."""
-    read_at_once = [evaluated_lanes(config, index) for index in indexes[1:]]
-    parts = training_parts(
-        config,
-        tokenizer.vocab_size,
-        world_size=world.size,
-        on_gpu=world.device.type == "cuda",
-        eval_lanes=max(read_at_once, default=0),
-    )
-    refuse_what_cannot_fit(parts, world.device, gather=gather_objects)
+_STATUS = {EXIT_DONE: "FINISHED", EXIT_REQUEUE: "KILLED", EXIT_DIVERGED: "FAILED", EXIT_FAILED: "FAILED"}
 
 
-def _splits(config: Any) -> list[str]:
-    return [config.data.train_split, *([config.eval.split] if config.eval.every else [])]
-
-
-def leave_if_interrupted(stop_signal: StopSignal, *, by_any: bool = False) -> None:
-    """End the start, between two of its parts, if Ctrl-C was pressed; collective.
-
-    Signals of schedulers take effect after the first step, so that a job that is preempted at each start progresses.
-
-    Args:
-        by_any: end it after any signal, because this part of the start has failed and the signal is the reason.
-
-    Raises:
-        StoppedEarlyError: on every rank.
-    """
-    received = [name for name in gather_objects(stop_signal.received) if name and (by_any or name == "SIGINT")]
-    if received:
-        raise StoppedEarlyError(received[0])
-
-
-def _start_communication(stop_signal: StopSignal) -> None:
-    """Call `start_communication` on all ranks. It may fail because Ctrl-C in a terminal also reaches the compiler."""
-    try:
-        on_all_ranks(start_communication, "starting DeepSpeed")
-    except UnusableError:
-        leave_if_interrupted(stop_signal, by_any=True)
-        raise
-    leave_if_interrupted(stop_signal)
-
-
-def _open_job(config: Any, world: World, resumption: Resumption | None, stop_signal: StopSignal) -> Job:
-    train, run_dir = config.train, Path(config.run_dir)
-    beat(UNWATCHED if is_remote(config.data.path) or config.data.stage != "none" else "opening")
-    with announced(f"opening {show(config.data.path)}"):
-        refresh_on_all_ranks(config.data, _splits(config))
-        tokenizer, indexes = on_all_ranks(lambda: _open_data(config), f"opening {show(config.data.path)}")
-    leave_if_interrupted(stop_signal)
-    beat("opening")
-    index = indexes[0]
-    lane_ids = torch.tensor(
-        lanes_of_rank(train.lanes, world_size=world.size, rank=world.rank, micro_lanes=train.micro_lanes)
-    )
-    memory_sources = on_all_ranks(lambda: sources(config.memory), "reading the memory")
-    _refuse_what_cannot_fit(config, world, tokenizer, indexes)
-    _start_communication(stop_signal)
-    drop_buffer_name(world.rank)
-    with announced("building the model"):
-        engine, fresh, messages = _build(config, world, tokenizer, lane_ids, is_resumed=resumption is not None)
-    leave_if_interrupted(stop_signal)
-    cursors = torch.zeros(len(lane_ids), 3, dtype=torch.int64)
-    commit = running_commit() if world.rank == 0 else None
+def run_job(config: Config, world: World, stop_signal: StopSignal, allowed: Sequence[str] = ()) -> int:
+    """Open the run in `config.run_dir`, new or from a checkpoint, and train; return the exit code."""
+    refuse_if_asked_to_stop(Path(config.run_dir), world)
     beat("restoring")
-    began = time.perf_counter()
-    with announced("restoring the checkpoint"):
-        start = restore(
-            config,
-            world,
-            resumption,
-            index=index,
-            engine=engine,
-            fresh=Lanes(lane_ids, cursors, fresh),
-            sources=memory_sources,
-            commit=commit,
-        )
-    leave_if_interrupted(stop_signal)
-    restored_seconds = time.perf_counter() - began + (0.0 if resumption is None else resumption.seconds)
+    with announced(f"verifying the checkpoints of {config.run_dir}"):
+        resumption = find_resumption(config, world, allowed)
+    if resumption is not None and is_finished(config, world, resumption):
+        return EXIT_DONE
     beat("opening")
-    reader = on_all_ranks(
-        lambda: training_reader(config, world_size=world.size, rank=world.rank, cursors=start.lanes.cursors),
-        f"reading {index.split_dir}",
+    with announced("checking nodes, network and ranks (preflight)"):
+        warnings = preflight(config, world) if config.preflight else []
+    leave_if_interrupted(stop_signal)
+    context, state = open_run(config, world, resumption, stop_signal)
+    tracker = context.tracker
+    for text in warnings:
+        tracker.message(text)
+    stopping = Stopping(
+        context.run_dir,
+        world,
+        stop_signal,
+        training_seconds=context.meter.training_seconds,
+        save_seconds=context.saver.longest_seconds,
     )
-    steps = total_steps(config, reader.plan)
+    code = EXIT_FAILED
+    before_end(lambda: tracker.close(_STATUS[EXIT_FAILED]))
+    try:
+        state, code = train(context, state, stopping)
+        for text in context.stragglers.summary():
+            tracker.message(text)
+        if code == EXIT_DONE and world.rank == 0:
+            with suppress(OSError):  # without the marker, the next start detects the end by itself
+                mark_finished(context.run_dir, state.step, config.train)
+    except DivergedError as error:
+        tracker.message(f"error: {error}")
+        tag(context, f"divergence.step_{error.step}", str(error))
+        code = error.exit_code
+    except RuntimeError:  # before anything that waits for the other ranks, or for MLflow
+        end_if_hung()
+        raise
+    finally:
+        context.feed.close()
+        end_saving(context)
+        before_end(None)
+        tracker.close(_STATUS[code])
+    return code
 
-    def open_run_dir() -> Tracker:
-        if world.rank != 0:
-            return Tracker()
-        open_checkpoints(run_dir, set_aside=start.superseded)  # now, not at the first save hours later
-        save_config(config, run_dir / "config.yaml")
-        tracker = start_tracking(
-            config,
-            run_dir=run_dir,
-            run_id=start.run_id,
-            total_steps=steps,
-            first_step=start.step,
-            num_points=start.metadata.get("points", 0),
-            measurements=MEASUREMENTS,
-        )
-        if config.tracking.mlflow:
-            describe_run(tracker, config, world, indexes, memory_sources)
-            tracker.log_tags(start.tags)
-        return tracker
 
-    with announced(f"opening {run_dir}" + (" and MLflow" if config.tracking.mlflow else "")):
-        tracker = on_all_ranks(open_run_dir, f"opening {run_dir}")
-    waste = idle_work(train, world.size, num_documents=num_readable(reader.plan))
-    for message in [*start.messages, *messages, *([": ".join(waste)] if waste else [])]:
-        tracker.message(message)
-    return Job(
-        config=config,
-        world=world,
-        run_dir=run_dir,
-        index=index,
-        tokenizer=tokenizer,
-        engine=engine,
-        reader=reader,
-        tracker=tracker,
-        meter=Meter(
-            lane_segments_per_update=train.lanes * train.segments_per_update, saved=start.metadata.get("meter")
-        ),
-        # The time of a restore is the estimate for a save until one is measured.
-        saver=Saver(
-            run_dir,
-            world,
-            config.checkpoint,
-            flush_records=tracker.flush,
-            broken=start.broken,
-            expected_seconds=min(restored_seconds, LONGEST_GUESS),
-        ),
-        validation=start.metadata.get("validation"),
-        divergence=Divergence(config.divergence, start.metadata.get("divergence", {})),
-        stragglers=_compare_ranks(config, world, engine),
-        commit=commit,
-        sources=memory_sources,
-        lane_ids=lane_ids,
-        states=start.lanes.states,
-        cursors=start.lanes.cursors,
-        step=start.step,
-        total_steps=steps,
-    )
+def _takeover(run_dir: Path) -> TakenOverError | None:
+    """Return the error if another job took over the run while rank 0 was suspended and the other ranks ended."""
+    try:
+        refuse_if_taken_over(run_dir)
+    except TakenOverError as error:
+        return error
+    except OSError:  # the disk is gone too
+        return None
+    return None
+
+
+def _collective_seconds(config: Config) -> float:
+    """Return the timeout of collectives: longer than the watchdog's, which can name the missing ranks."""
+    return max(1800.0, 2 * PATIENCE * (config.watchdog.seconds or 0.0))
+
+
+def run(config: Config, *, allowed: Sequence[str] = (), early: StopSignal | None = None) -> int:
+    """Run this process of the job: join the other ranks, train, and shut down; return the exit code.
+
+    Args:
+        allowed: keys that may have changed since the checkpoint, given to `--allow`.
+        early: the handler that has received a scheduler's signals until now.
+
+    Raises:
+        UnusableError: on every rank; configuration, data, checkpoints or run directory cannot be used as they are.
+    """
+    stop_signal = StopSignal()
+    stop_signal.received = early.received if early is not None else None
+    try:
+        with announced("waiting until all ranks have started"):
+            meeting = before_joining(config)  # keeps the store alive until all ranks have joined
+            world = distributed.initialize(threads=config.train.threads, timeout_seconds=_collective_seconds(config))
+    except ValueError as error:  # a launcher's variables are incomplete
+        raise run_error(error) from error
+    del meeting
+    run_dir = Path(config.run_dir)
+    lease, new_folders = None, _missing_folders(run_dir)
+    try:
+        lease = hold_run_dir(run_dir, world)
+        with watched(run_dir, world, config.watchdog.seconds):
+            code = run_job(config, world, stop_signal, allowed)
+            distributed.shut_down(agreed=True)
+        return code
+    except RuntimeError as error:  # perhaps because rank 0 was suspended, and the other ranks are gone
+        takeover = _takeover(run_dir)
+        if takeover is not None:
+            raise takeover from error
+        raise
+    finally:
+        if lease is not None:
+            lease.release()
+        if world.rank == 0:
+            _drop_empty(new_folders)
+        distributed.shut_down(agreed=False)
+        stop_signal.restore()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +21,9 @@ from dist_mem.memory.base import named_tensors
 from dist_mem.model import reset_lanes
 from dist_mem.runtime.distributed import gather_objects, sum_over_ranks
 from dist_mem.runtime.watchdog import beat
+from dist_mem.training.context import StepContext, TrainState
 from dist_mem.training.divergence import SKIP, Decision
 from dist_mem.training.meter import Totals
-
-if TYPE_CHECKING:
-    from dist_mem.training.run import Job
 
 _GRADIENT = "not finite: the gradient, though every loss and memory is"
 
@@ -64,25 +62,25 @@ class Agreed(NamedTuple):
 class Outcome(NamedTuple):
     """The result of one update, equal on all ranks."""
 
-    again: bool  # fp16 overflow: nothing has changed, repeat the same segments
     flags: Flags  # of all ranks
     totals: Totals  # of this update; after a divergence only the numbers of documents
     next_scored: int  # targets of the next update, all ranks
     decision: Decision | None = None  # set after a divergence
     slots: Sequence[float] = ()  # the argument `slots`, summed over all ranks
     logs: Mapping[str, float] = MappingProxyType({})  # of memories, summed over `totals.num_read`; as `totals`
+    overflows: int = 0  # fp16: repetitions of the same segments, each with a smaller loss scale
 
 
-def accumulate_gradients(job: Job, update: Update, num_scored: int) -> Forward:
+def accumulate_gradients(context: StepContext, memories: Sequence[Any], update: Update, num_scored: int) -> Forward:
     """Run forward and backward of every micro-batch of one update.
 
     DeepSpeed averages gradients over ranks, hence the factor `world.size`. An update without targets runs without
     gradient, and so do some micro-batches, see `_needs_gradient`.
     """
-    world, train = job.world, job.config.train
-    needs_gradient = _needs_gradient(job, update) if num_scored > 0 else [False] * len(update.batches)
+    world, train = context.world, context.config.train
+    needs_gradient = _needs_gradient(context, update) if num_scored > 0 else [False] * len(update.batches)
     lanes_segments = train.lanes * train.segments_per_update
-    states = list(job.states)
+    states = list(memories)
     nll_sum, aux_sum, recall_sum = torch.zeros(3, device=world.device)
     num_read, logs = 0, dict[str, Tensor]()
     for index, host_batch in enumerate(update.batches):
@@ -90,17 +88,17 @@ def accumulate_gradients(job: Job, update: Update, num_scored: int) -> Forward:
         batch = host_batch.to(world.device)
         state = states[group]
         if host_batch.is_new_document.any():  # on the CPU, so that nothing waits for the device
-            state = reset_lanes(state, job.engine.init_state(batch.document), batch.is_new_document)
+            state = reset_lanes(state, context.engine.init_state(batch.document), batch.is_new_document)
         beat("forward")
         with torch.set_grad_enabled(needs_gradient[index]):
-            output = job.engine(batch.tokens, batch.targets, batch.valid_len, state=state)
+            output = context.engine(batch.tokens, batch.targets, batch.valid_len, state=state)
             nll = output.nll.sum()
             aux = torch.stack([nll.new_zeros(()), *(loss.sum() for loss in output.aux.values())]).sum()
         beat("backward")
         if needs_gradient[index]:
-            job.engine.backward(world.size * (nll / num_scored + aux / lanes_segments))
+            context.engine.backward(world.size * (nll / num_scored + aux / lanes_segments))
         if num_scored > 0 and index + 1 < len(update.batches):
-            job.engine.end_micro_batch()
+            context.engine.end_micro_batch()
         nll_sum, aux_sum = nll_sum + nll.detach(), aux_sum + aux.detach()
         if batch.recall is not None:
             recall_sum = recall_sum + (output.nll.detach() * (batch.recall > 0)).sum()
@@ -112,7 +110,7 @@ def accumulate_gradients(job: Job, update: Update, num_scored: int) -> Forward:
     return Forward(states, nll_sum, aux_sum, recall_sum, is_finite, num_read, logs)
 
 
-def _needs_gradient(job: Job, update: Update) -> list[bool]:
+def _needs_gradient(context: StepContext, update: Update) -> list[bool]:
     """Return which micro-batches run with a gradient; the same on all ranks.
 
     A micro-batch without a target on any rank runs without: memories are constants to later segments, so it contributes
@@ -121,14 +119,14 @@ def _needs_gradient(job: Job, update: Update) -> list[bool]:
     the update, and always runs with a gradient.
     """
     num_batches = len(update.batches)
-    if job.config.train.segments_per_update == 1 or any(
-        memory.auxiliary_parameters() for memory in job.engine.module.memories()
+    if context.config.train.segments_per_update == 1 or any(
+        memory.auxiliary_parameters() for memory in context.engine.module.memories()
     ):
         return [True] * num_batches
     targets = [int((batch.targets != IGNORE).sum()) for batch in update.batches]
-    if job.world.size > 1:
+    if context.world.size > 1:
         beat("agreeing")  # a rank that still reads data is behind those that wait here
-        targets = [int(count) for count in sum_over_ranks(targets, job.world.device)]
+        targets = [int(count) for count in sum_over_ranks(targets, context.world.device)]
     return [count > 0 for count in targets[:-1]] + [True]
 
 
@@ -141,7 +139,7 @@ def _finite_lanes(state: Any, num_lanes: int, device: torch.device) -> Tensor:
 
 
 def _agree(
-    job: Job,
+    context: StepContext,
     update: Update,
     forward: Forward,
     *,
@@ -157,7 +155,7 @@ def _agree(
     finite = {
         "loss": math.isfinite(nll) and math.isfinite(aux),
         "memory": bool(forward.memory_is_finite),
-        "gradient": not trains or job.engine.gradients_finite(),
+        "gradient": not trains or context.engine.gradients_finite(),
     }
     rank_totals = Totals(
         nll=nll,
@@ -170,7 +168,7 @@ def _agree(
         num_read=forward.num_read,
     )
     values = [not all(finite.values()), next_scored, *flags, *rank_totals, *logged, *slots]
-    sums = iter(sum_over_ranks(values, job.world.device))
+    sums = iter(sum_over_ranks(values, context.world.device))
     trouble = _name_non_finite(finite) if next(sums) else None
     all_next_scored = int(next(sums))
     all_flags = Flags(*(next(sums) > 0 for _ in flags))
@@ -188,9 +186,19 @@ def _name_non_finite(finite: Mapping[str, bool]) -> str:
 
 
 def train_step(
-    job: Job, update: Update, num_scored: int, next_scored: int, flags: Flags, slots: Sequence[float] = ()
-) -> Outcome:
-    """Make one update: accumulate, agree, decide, step. Memories and cursors advance past a skipped update too.
+    context: StepContext,
+    state: TrainState,
+    update: Update,
+    num_scored: int,
+    flags: Flags = Flags(),  # noqa: B008  # immutable
+    *,
+    next_scored: int = 0,
+    slots: Sequence[float] = (),
+) -> tuple[TrainState, Outcome]:
+    """Make one update: accumulate, agree, decide, step. Return the state after it.
+
+    Memories, cursors and the step advance past a skipped update too; to roll back is left to the caller. An fp16
+    overflow changes nothing: the same segments are repeated until the loss scale is small enough.
 
     Args:
         num_scored: targets of the update, on all ranks.
@@ -200,42 +208,53 @@ def train_step(
     Raises:
         DivergedError: on every rank, before any parameter has changed.
     """
-    divergence = job.divergence
-    is_read_only = job.step < divergence.first_trained
+    is_read_only = state.step < context.divergence.first_trained
     trains = num_scored > 0 and not is_read_only
-    forward = accumulate_gradients(job, update, num_scored if trains else 0)
-    agreed = _agree(job, update, forward, trains=trains, flags=flags, next_scored=next_scored, slots=slots)
-    loss = agreed.totals.nll / num_scored if num_scored else math.nan
-    trouble = agreed.trouble
-    beat("updating")
-    if trains:
-        trouble = trouble or divergence.judge(loss)
-        if trouble:
-            job.engine.discard()
-        elif job.engine.step(lr_factor(job.step, job.config.schedule, job.total_steps)):
-            divergence.remember(loss)
-        elif job.config.train.precision == "fp16":
-            return Outcome(True, agreed.flags, agreed.totals, agreed.next_scored)
-        else:
-            trouble = _GRADIENT  # DeepSpeed itself has skipped the update, on all ranks
-    decision = divergence.decide(job.step, trouble, loss=loss) if trouble and not is_read_only else None
+    overflows = 0
+    while True:
+        forward = accumulate_gradients(context, state.memories, update, num_scored if trains else 0)
+        agreed = _agree(context, update, forward, trains=trains, flags=flags, next_scored=next_scored, slots=slots)
+        loss = agreed.totals.nll / num_scored if num_scored else math.nan
+        trouble, is_overflow = agreed.trouble, False
+        if trains:
+            trouble, is_overflow = _apply(context, state.step, loss, trouble)
+        if not is_overflow:
+            break
+        overflows += 1
+    decision = context.divergence.decide(state.step, trouble, loss=loss) if trouble and not is_read_only else None
     if decision is None or decision.action == SKIP:
-        job.states = _reset_non_finite(job, update, forward.states) if trouble else forward.states
-        job.cursors = update.cursors
+        memories = _reset_non_finite(context, update, forward.states) if trouble else forward.states
+        state = TrainState(state.step + 1, memories, update.cursors, state.validation)
     totals, logs = agreed.totals, agreed.logs
     if trouble:  # report only figures of trained tokens
         totals, logs = Totals(documents=totals.documents, documents_skipped=totals.documents_skipped), {}
-    return Outcome(False, agreed.flags, totals, agreed.next_scored, decision, agreed.slots, logs)
+    return state, Outcome(agreed.flags, totals, agreed.next_scored, decision, agreed.slots, logs, overflows)
 
 
-def _reset_non_finite(job: Job, update: Update, states: Sequence[Any]) -> list[Any]:
+def _apply(context: StepContext, step: int, loss: float, trouble: str | None) -> tuple[str | None, bool]:
+    """Apply the accumulated gradients, or discard them; return why they were discarded, and if it is an overflow."""
+    engine, divergence = context.engine, context.divergence
+    beat("updating")
+    trouble = trouble or divergence.judge(loss)
+    if trouble:
+        engine.discard()
+    elif engine.step(lr_factor(step, context.config.schedule, context.total_steps)):
+        divergence.remember(loss)
+    elif context.config.train.precision == "fp16":
+        return None, True
+    else:
+        trouble = _GRADIENT  # DeepSpeed itself has skipped the update, on all ranks
+    return trouble, False
+
+
+def _reset_non_finite(context: StepContext, update: Update, states: Sequence[Any]) -> list[Any]:
     """Return the new memories, emptied in lanes where they are not finite: there the old ones may be the cause."""
     groups = zip(states, update.batches[-len(states) :], strict=True)
     return [
         reset_lanes(
             state,
-            job.engine.init_state(batch.document),
-            ~_finite_lanes(state, len(batch.document), job.world.device),
+            context.engine.init_state(batch.document),
+            ~_finite_lanes(state, len(batch.document), context.world.device),
         )
         for state, batch in groups
     ]

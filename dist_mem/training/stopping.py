@@ -11,22 +11,19 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dist_mem.errors import UnfitError, UnusableError
 from dist_mem.runtime.distributed import World, decided_by_rank0, gather_objects
 from dist_mem.runtime.environment import job_end, node_name
 from dist_mem.runtime.signals import LEAST_SECONDS, STOP_FILE, StopSignal
 
-if TYPE_CHECKING:
-    from dist_mem.training.run import Job
-
 _SAVES = 3.0  # one in flight, one of the last step, and one as a margin for a disk that is temporarily slow
 _LOOK_SECONDS = 1.0  # between two checks for the file: on a network file system each is a request to the server
 
 
-def refuse_if_told_to_stop(run_dir: Path, world: World) -> None:
+def refuse_if_asked_to_stop(run_dir: Path, world: World) -> None:
     """Check that nothing asks the run to stop before it starts; every rank calls it, before anything is built.
 
     Raises:
@@ -36,15 +33,12 @@ def refuse_if_told_to_stop(run_dir: Path, world: World) -> None:
 
     def look() -> None:
         if (run_dir / STOP_FILE).exists():
-            raise UnusableError(f"{run_dir / STOP_FILE} is there: the run was told to stop; remove the file to go on")
-        try:
-            end = job_end()
-        except ValueError as error:
-            raise UnusableError(str(error)) from error
+            raise UnusableError(f"{run_dir / STOP_FILE} is there, which stops the run; remove the file to continue")
+        end = job_end()
         if end is not None and end - time.time() < LEAST_SECONDS:
             raise UnfitError(f"{_time_left(end)}: ask for more time, or unset it if it is that of another job")
 
-    decided_by_rank0(look, (UnusableError, UnfitError))
+    decided_by_rank0(look)
 
 
 def _time_left(end: float) -> str:
@@ -56,17 +50,32 @@ def _time_left(end: float) -> str:
 class Stopping:
     """Checks the three stop sources once per step; every rank has one."""
 
-    def __init__(self, job: Job, signal: StopSignal) -> None:
-        self._job, self._signal = job, signal
-        self._end = job_end() if job.world.rank == 0 else None
+    def __init__(
+        self,
+        run_dir: Path,
+        world: World,
+        signal: StopSignal,
+        *,
+        training_seconds: Callable[[], float],
+        save_seconds: Callable[[], float],
+    ) -> None:
+        """Start the clocks.
+
+        Args:
+            training_seconds: a clock that stops during saves and evaluations.
+            save_seconds: how long a save may take.
+        """
+        self._stop_file, self._rank, self._signal = run_dir / STOP_FILE, world.rank, signal
+        self._training_seconds, self._save_seconds = training_seconds, save_seconds
+        self._end = job_end() if world.rank == 0 else None
         self._looked = -float("inf")  # time of the last check for the file, monotonic seconds
         self._reason: str | None = None
         self._step_seconds = deque[float](maxlen=10)
-        self._last = job.meter.training_seconds()
+        self._last = training_seconds()
 
     def is_asked_for(self) -> bool:
         """Return whether this rank has a reason to stop after the current step; other ranks may have one too."""
-        now = self._job.meter.training_seconds()
+        now = self._training_seconds()
         self._step_seconds.append(now - self._last)
         self._last = now
         return self.has_reason()
@@ -77,22 +86,21 @@ class Stopping:
             self._reason = self._by_signal() or self._by_file() or self._by_clock()
         return self._reason is not None
 
-    def told(self) -> str:
-        """Return a message with the stop reasons of all ranks; every rank calls it after all have stopped."""
+    def describe(self) -> str:
+        """Return the stop reasons of all ranks; every rank calls it after all have stopped."""
         reasons = [reason for reason in gather_objects(self._reason) if reason is not None]
         more = f" and {len(reasons) - 3} more" if len(reasons) > 3 else ""
-        return "told to stop " + ", ".join(reasons[:3]) + more  # Slurm may signal all of 512 ranks
+        return "stopped " + ", ".join(reasons[:3]) + more  # Slurm may signal all of 512 ranks
 
     def _by_signal(self) -> str | None:
         name = self._signal.received
-        return None if name is None else f"by a signal ({name} on rank {self._job.world.rank}, {node_name()})"
+        return None if name is None else f"by a signal ({name} on rank {self._rank}, {node_name()})"
 
     def _by_file(self) -> str | None:
-        if self._job.world.rank != 0 or time.monotonic() < self._looked + _LOOK_SECONDS:
+        if self._rank != 0 or time.monotonic() < self._looked + _LOOK_SECONDS:
             return None
         self._looked = time.monotonic()
-        path = self._job.run_dir / STOP_FILE
-        return f"by {path} (remove it first)" if path.exists() else None
+        return f"by {self._stop_file} (remove it first)" if self._stop_file.exists() else None
 
     def _by_clock(self) -> str | None:
         if self._end is None or self._end - time.time() >= (needed := self.seconds_needed()):
@@ -101,5 +109,5 @@ class Stopping:
 
     def seconds_needed(self) -> float:
         """Return the seconds that a stop needs before the end of the job's time: two steps, and the saves."""
-        save = max(LEAST_SECONDS, _SAVES * self._job.saver.longest_seconds())
+        save = max(LEAST_SECONDS, _SAVES * self._save_seconds())
         return save + 2 * max(self._step_seconds, default=0)  # no time for an evaluation: a stop cuts it short

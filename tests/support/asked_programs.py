@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.support.ranks import free_port, launcher_environment
+from dist_mem.runtime.network_interface import free_port
+from tests.support.limits import limit
+from tests.support.ranks import launcher_environment
 from tests.support.warm_programs import running_server
 
 _ADDRESS_SPACE = 16 << 30  # bytes: a larger allocation fails instead of taking the machine down
@@ -56,7 +58,7 @@ class Asked:
         variables = {**os.environ, **launcher_environment(0, 1, free_port()), "OMP_NUM_THREADS": "1", **environment}
         variables["WARM_PROGRAMS"] = str(self._folder)
         with Path(os.devnull).open() as nothing, socket.socket(socket.AF_UNIX) as server:
-            server.settimeout(timeout)
+            server.settimeout(limit(timeout))
             server.connect(str(self._address))
             socket.send_fds(server, [b"+"], [nothing.fileno(), output, output])
             request = {"arguments": list(arguments), "folder": str(here), "environment": variables}

@@ -146,6 +146,19 @@ class RaisesInResetParameters(TransformerXL):
         self.gate.fill_(0.5)
 
 
+class CountsRows(TransformerXL):
+    """Computes other outputs for a segment of fewer rows, which Transformer-XL's `min_seg_len` allows."""
+
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        output = super().forward(x, state, valid_len)
+        return output._replace(y=output.y * x.shape[1])
+
+
+class OldNames(TransformerXL):
+    def begin(self) -> None:
+        """The name of `reset_parameters` in earlier versions."""
+
+
 class ForgetsEverything(TransformerXL):
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         return super().forward(x, state, valid_len)._replace(state=state)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import Tensor
 
 from dist_mem.contract.subject import Size, Subject
@@ -45,6 +47,12 @@ CASES: dict[str, dict[str, Any]] = {
     "lamemo, epsilon": small_block("lamemo", epsilon=1e-2),
     "lamemo, no interpolation": small_block("lamemo", mem_len=SEG_LEN, interpolation=False),
 }
+
+
+def case_params(cases: Iterable[str] = CASES) -> list[ParameterSet]:
+    """Return cases as parameters of a test: the memories of the package, and further variants as slow."""
+    kinds = memory_kinds()
+    return [pytest.param(case, marks=() if case in kinds else pytest.mark.slow) for case in cases]
 
 
 def takes_short_first(case: str) -> bool:

@@ -19,8 +19,8 @@ from dist_mem.checkpoint.engine_files import (
     engine_index,
     engine_ranges,
     engine_tensors,
-    rank_file,
 )
+from dist_mem.checkpoint.manifest import rank_file
 from dist_mem.runtime.distributed import World, gather_objects
 from tests.support.tiny import run_steps, tiny_config, tiny_job
 
@@ -47,10 +47,10 @@ def next_losses(job: Any, num_steps: int) -> list[float]:
 def save_engine(job: Any, directory: Path) -> None:
     """Write the engine's files of a checkpoint; every rank calls it."""
     rank, owned = dist.get_rank(), job.engine.owned()
-    path = rank_file(directory, rank)
+    path = directory / rank_file("engine", rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.clone() for name, tensor in engine_tensors(owned).items()}, path)
-    index = engine_index(job.engine.facts(), gather_objects(engine_ranges(owned)))
+    index = engine_index(job.engine.metadata(), gather_objects(engine_ranges(owned)))
     if rank == 0:
         (directory / ENGINE_JSON).write_text(json.dumps(index))
     dist.barrier()
@@ -67,7 +67,7 @@ def gathered(job: Any) -> dict[str, Tensor]:
 
     Every rank calls it, and gets all tensors.
     """
-    sizes = {name: torch.Size(shape).numel() for name, shape in job.engine.facts()["shapes"].items()}
+    sizes = {name: torch.Size(shape).numel() for name, shape in job.engine.metadata()["shapes"].items()}
     covered = {name: torch.zeros(size) for name, size in sizes.items()}
     whole: dict[str, Tensor] = {}
     for slices in gather_objects([found._replace(parts=clones(found.parts)) for found in job.engine.owned()]):

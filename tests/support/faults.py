@@ -14,7 +14,7 @@ from tests.support.paths import ROOT
 PAGE = (ROOT / "docs" / "reference" / "faults.md").read_text(encoding="utf-8")
 
 
-def assert_told(text: str, *phrases: str) -> None:
+def assert_quoted(text: str, *phrases: str) -> None:
     """Assert that a message has these phrases and no traceback, and that the page of faults has the phrases too."""
     for phrase in phrases:
         assert phrase in text

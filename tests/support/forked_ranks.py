@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from dist_mem.runtime.distributed import choose_accelerator
-from tests.support.ranks import free_port, launcher_environment
+from dist_mem.runtime.network_interface import free_port
+from tests.support.limits import limit
+from tests.support.ranks import launcher_environment
 
 SIGKILLED = -9  # as an exit code
 _IMPORTED = [  # includes modules that a job imports lazily
     "dist_mem.__main__",
-    "dist_mem.training.loop",
+    "dist_mem.training.run",
     "dist_mem.memory.transformer_xl",
     "deepspeed.runtime.superoffload",
     "deepspeed.runtime.zero.stage3",
@@ -73,7 +78,7 @@ class Ranks:
         Args:
             patience: seconds from the first failure until the remaining ranks are killed, as launchers do.
         """
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + limit(timeout)
         for process in self.processes:
             while process.is_alive():
                 if any(other.exitcode for other in self.processes):
@@ -90,11 +95,72 @@ def run_forked(function: Callable[..., int], arguments: Sequence[Sequence[Any]],
     return Ranks(function, arguments, folder=folder).finish()
 
 
+class Program:
+    """A running `dist-mem` in a forked process, with the interface of subprocess.Popen as far as tests use it."""
+
+    def __init__(self, arguments: Sequence[str], *, cwd: Path, environment: Mapping[str, str]) -> None:
+        """Start `dist-mem ARGUMENTS`."""
+        self._log = os.memfd_create("dist-mem.log")
+        weakref.finalize(self, os.close, self._log)
+        log = f"/proc/{os.getpid()}/fd/{self._log}"
+        given = (list(arguments), str(cwd), dict(environment), log)
+        self._process = fork_server().Process(target=_run_program, args=given, daemon=True)
+        self._process.start()  # in milliseconds: everything is imported
+        self.pid: int = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code; negative: the signal that killed it; None while it runs."""
+        return self.poll()
+
+    def poll(self) -> int | None:
+        """Return `returncode`."""
+        code: int | None = self._process.exitcode
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, *, timeout: float | None = None) -> tuple[str, None]:
+        """Wait for its end; return its standard output and error in one text."""
+        self._process.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired("dist-mem", timeout or 0.0, output=self._printed())
+        return self._printed().decode(), None
+
+    def _printed(self) -> bytes:
+        return os.pread(self._log, os.fstat(self._log).st_size, 0)
+
+
+def _run_program(arguments: list[str], cwd: str, environment: dict[str, str], log: str) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    _redirect(Path(log))
+    from dist_mem.__main__ import main
+
+    _end(main, arguments)
+
+
 def _serve(function: Callable[..., int], arguments: Sequence[Any], rank: int, size: int, port: int, log: Path) -> None:
+    _redirect(log)
+    os.environ.update(launcher_environment(rank, size, port))
+    _end(function, *arguments)
+
+
+def _redirect(log: Path) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
-    os.environ.update(launcher_environment(rank, size, port))
+
+
+def _end(function: Callable[..., int], *arguments: Any) -> NoReturn:
     try:
         code = function(*arguments)
     except Exception:

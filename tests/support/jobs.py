@@ -6,9 +6,7 @@ import json
 import os
 import random
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,12 @@ from dist_mem.data.builders.builder import build_dataset
 from dist_mem.data.builders.source import SourceDocument
 from dist_mem.memory import memory_options
 from dist_mem.runtime.distributed import World
+from dist_mem.runtime.network_interface import free_port
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.training.loop import run_job
-from tests.support.ranks import free_port, launcher_environment
+from dist_mem.training.run import run_job
+from tests.support.forked_ranks import Program
+from tests.support.limits import limit
+from tests.support.ranks import launcher_environment
 
 SYLLABLES = ["ba", "ko", "mi", "ru", "ten", "sol", "qua", "ver"]
 
@@ -63,27 +64,20 @@ def write_config(path: Path, data: Path, run_dir: Path, *overrides: dict[str, An
     return path
 
 
-def start_ranks(arguments: list[str], *, world_size: int, cwd: Path) -> list[subprocess.Popen[str]]:
-    """Start `dist-mem ARGUMENTS` on every rank, as a launcher does."""
+def start_ranks(arguments: list[str], *, world_size: int, cwd: Path) -> list[Program]:
+    """Start `dist-mem ARGUMENTS` on every rank, as a launcher does, in processes forked from a warm one."""
     port = free_port()
-    command = [sys.executable, "-m", "dist_mem", *arguments]
+    kept = {**os.environ, "OMP_NUM_THREADS": "1"}
     return [
-        subprocess.Popen(
-            command,
-            cwd=cwd,
-            env={**os.environ, **launcher_environment(rank, world_size, port), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        Program(arguments, cwd=cwd, environment={**kept, **launcher_environment(rank, world_size, port)})
         for rank in range(world_size)
     ]
 
 
-def finish(processes: list[subprocess.Popen[str]], *, timeout: float = 120) -> tuple[list[int], str]:
+def finish(processes: Sequence[Program | subprocess.Popen[str]], *, timeout: float = 120) -> tuple[list[int], str]:
     """Wait for all ranks to end; return their exit codes and output."""
-    texts = [process.communicate(timeout=timeout)[0] for process in processes]
-    return [process.returncode for process in processes], "\n".join(texts)
+    texts = [process.communicate(timeout=limit(timeout))[0] for process in processes]
+    return [int(process.returncode or 0) for process in processes], "\n".join(texts)
 
 
 def run_ranks(arguments: list[str], *, world_size: int, cwd: Path) -> tuple[list[int], str]:
@@ -106,14 +100,6 @@ def logged_steps(run_dir: Path) -> list[int]:
     path = run_dir / "metrics.jsonl"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line)["step"] for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
-def wait_for(condition: Callable[[], bool], what: str, *, seconds: float = 90) -> None:
-    """Poll until the condition holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        time.sleep(0.005)
 
 
 def losses(run_dir: Path) -> list[float]:

@@ -8,26 +8,18 @@ import socket
 import ssl
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from tests.support.ranks import free_port
+from dist_mem.runtime.network_interface import free_port
+from tests.support.limits import limit, wait_until
 
 Points = Counter[tuple[str, int, int, float]]  # (name, step, time in milliseconds, value) -> how often
-
-
-def wait_until(condition: Callable[[], bool], what: str, *, seconds: float = 180) -> None:
-    """Poll until the condition holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        time.sleep(0.05)
 
 
 @contextmanager
@@ -96,7 +88,7 @@ class MlflowServer:
                 command, stdout=output, stderr=output, env=self._environment, start_new_session=True
             )
         process = self._process
-        wait_until(lambda: self._answers() or process.poll() is not None, "the MLflow server")
+        wait_until(lambda: self._answers() or process.poll() is not None, "the MLflow server", seconds=180)
         assert process.poll() is None, (self.folder / "log").read_text()
 
     def kill(self) -> None:
@@ -113,7 +105,7 @@ class MlflowServer:
 
     def _answers(self) -> bool:
         try:
-            with urlopen(f"{self.uri}/health", timeout=5, context=self._trust) as response:
+            with urlopen(f"{self.uri}/health", timeout=limit(5), context=self._trust) as response:
                 return bool(response.status == 200)
         except (URLError, ConnectionError):
             return False

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import chdir
 from pathlib import Path
 
-from dist_mem.__main__ import parse
+from dist_mem.cli.parser import parse
 from dist_mem.config import known_keys, load_config
 from tests.support.page_commands import PROGRAMS, ROOT
 
@@ -48,7 +48,7 @@ def check_dist_mem(arguments: list[str]) -> None:
 
 def check_make(targets: list[str]) -> None:
     """Assert that the Makefile has the targets."""
-    known = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    known = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert set(targets) <= set(known), targets
 
 

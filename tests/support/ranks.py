@@ -7,18 +7,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-
-def free_port() -> int:
-    """Return a TCP port that is currently free."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from dist_mem.runtime.network_interface import free_port
 
 
 def launcher_environment(rank: int, size: int, port: int) -> dict[str, str]:

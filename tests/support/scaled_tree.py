@@ -21,8 +21,9 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from dist_mem.runtime.network_interface import free_port
+from tests.support.limits import limit
 from tests.support.page_commands import ROOT
-from tests.support.ranks import free_port
 from tests.support.warm_programs import write_programs
 
 STEPS = 50  # steps on a page for one step in the tree
@@ -99,7 +100,7 @@ class Tree:
             start_new_session=True,
         )
         try:
-            output = running.communicate(timeout=timeout)[0]
+            output = running.communicate(timeout=limit(timeout))[0]
         except subprocess.TimeoutExpired:
             os.killpg(running.pid, signal.SIGKILL)  # the ranks too
             output = f"{running.communicate()[0]}\nended after {timeout} s"

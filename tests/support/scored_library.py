@@ -12,15 +12,15 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
-from dist_mem.checkpoint.engine_files import ENGINE_JSON, engine_index, engine_ranges, engine_tensors, rank_file
-from dist_mem.checkpoint.manifest import describe_file, files_in, step_dir, write_manifest
+from dist_mem.checkpoint.engine_files import ENGINE_JSON, engine_index, engine_ranges, engine_tensors
+from dist_mem.checkpoint.manifest import describe_file, files_in, rank_file, step_dir, write_manifest
 from dist_mem.config import Config, save_config
 from dist_mem.data.shard import Index, TokenizedDocument, write_split
 from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.engine.zero_state import Slice
 from dist_mem.evaluation.report import Report
-from dist_mem.evaluation.scoring import evaluate_documents
+from dist_mem.evaluation.scoring import InitState, score_split
 from dist_mem.model import MemoryLM
 from dist_mem.runtime.distributed import World
 from tests.support.saving import FACTS
@@ -81,7 +81,7 @@ def save_weights(run_dir: Path, model: MemoryLM, config: Any, *, step: int) -> P
     weights = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
     facts = {"counters": {}, "shapes": {name: list(weight.shape) for name, weight in weights.items()}, "aliases": {}}
     slices = [Slice(name, 0, weight.numel(), {"master": weight.view(-1)}) for name, weight in weights.items()]
-    save_file(engine_tensors(slices), rank_file(directory, 0))
+    save_file(engine_tensors(slices), directory / rank_file("engine", 0))
     (directory / ENGINE_JSON).write_text(json.dumps(engine_index(facts, [engine_ranges(slices)])))
     save_config(config, directory / "config.yaml")
     files = {path.relative_to(directory).as_posix(): describe_file(path) for path in files_in(directory)}
@@ -90,17 +90,32 @@ def save_weights(run_dir: Path, model: MemoryLM, config: Any, *, step: int) -> P
     return directory
 
 
-def score(index: Index, model: MemoryLM, *, num_lanes: int = 3, micro_lanes: int = 2, **overrides: Any) -> Report:
-    """Score a split and return the report; on this process alone unless `world` is given."""
-    given = {"seg_len": SEG_LEN, "mem_len": MEM_LEN, "world": ALONE, **overrides}
-    return evaluate_documents(
+def score(
+    index: Index,
+    model: Any,
+    *,
+    num_lanes: int = 3,
+    micro_lanes: int = 2,
+    seg_len: int = SEG_LEN,
+    mem_len: int = MEM_LEN,
+    world: World = ALONE,
+    init_state: InitState | None = None,
+    cut: str = "start",
+    **settings: Any,
+) -> Report:
+    """Score a split with a model or another forward; `cut` is `data.cut`, `settings` are keys of `eval`."""
+    return score_split(
         model,
-        lambda lane_ids: model.init_state(lane_ids, "cpu", torch.float32),
+        init_state or (lambda lane_ids: model.init_state(lane_ids, "cpu", torch.float32)),
+        config=make_config(
+            memory={"mem_len": mem_len},
+            data={"cut": cut},
+            train={"seg_len": seg_len, "micro_lanes": micro_lanes},
+            eval={"lanes": num_lanes, **settings},
+        ),
         index=index,
         tokenizer=TOKENIZER,
-        num_lanes=num_lanes,
-        micro_lanes=micro_lanes,
-        **given,
+        world=world,
     )
 
 

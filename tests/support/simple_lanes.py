@@ -1,27 +1,38 @@
-"""Reference reader of training lanes, one segment of one lane at a time; spans.py and chunks.py must equal it."""
+"""Reference reader of training lanes, token by token, without dist_mem.data.segments; a LaneReader must equal it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import repeat
+from itertools import count, repeat
 from typing import NamedTuple
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from dist_mem.data.batch import IGNORE, Batch, Update
 from dist_mem.data.documents import Document, Documents
 from dist_mem.data.plan import START, Cursor, DocumentPlan, Plan, StreamPlan
-from dist_mem.data.segments import IDLE, Segment, collate_groups, document_segments
+
+
+class Token(NamedTuple):
+    id: int
+    is_scored: bool
+    recall: int
 
 
 class Read(NamedTuple):
     """One segment of a lane, with its position and document counts."""
 
-    segment: Segment
+    before: int  # the token before the segment
+    own: list[Token]
+    document: int
+    is_new_document: bool
     after: Cursor
     started: int = 0  # documents whose first token is a target of this segment
     skipped: int = 0  # damaged documents skipped before this segment
+
+
+IDLE = Read(0, [], -1, False, START)
 
 
 def simple_updates(
@@ -36,18 +47,14 @@ def simple_updates(
 ) -> Iterator[Update]:
     """Yield the same updates as a LaneReader with the same arguments."""
     starts = cursors or [START] * len(lane_ids)
-    lanes = [
-        open_lane(documents, plan, lane, cursor, blocks=blocks) for lane, cursor in zip(lane_ids, starts, strict=True)
-    ]
+    lanes = [open_lane(documents, plan, lane, cursor) for lane, cursor in zip(lane_ids, starts, strict=True)]
     while True:
         batches: list[Batch] = []
         started = skipped = 0
         for _ in range(segments_per_update):
             reads = [next(lane) for lane in lanes]
-            segments = [read.segment for read in reads]
-            batches += collate_groups(
-                segments, micro_lanes=micro_lanes, seg_len=plan.seg_len, with_recall=documents.has_recall
-            )
+            for first in range(0, len(reads), micro_lanes):
+                batches.append(batch_of(reads[first : first + micro_lanes], plan.seg_len, documents.has_recall, blocks))
             started += sum(read.started for read in reads)
             skipped += sum(read.skipped for read in reads)
         busy = [(lane, read.after) for lane, read in zip(lane_ids, reads, strict=True) if lane < plan.num_lanes]
@@ -66,85 +73,91 @@ def num_recall(batch: Batch) -> int:
     return 0 if batch.recall is None else int(((batch.recall > 0) & (batch.targets != IGNORE)).sum())
 
 
-def open_lane(documents: Documents, plan: Plan, lane: int, cursor: Cursor, *, blocks: bool) -> Iterator[Read]:
+def batch_of(reads: Sequence[Read], seg_len: int, with_recall: bool, blocks: bool) -> Batch:
+    """Return one micro-batch; in blocks the inputs are a segment's own tokens, and its first one is no target."""
+    inputs, targets = [], []
+    for read in reads:
+        ids = [token.id for token in read.own]
+        inputs.append(ids if blocks else [read.before, *ids][: len(ids)])
+        targets.append(read.own[int(blocks) :])
+
+    def padded(rows: Sequence[Sequence[int]], padding: int) -> Tensor:
+        return torch.tensor([[*row, *[padding] * (seg_len - len(row))] for row in rows])
+
+    return Batch(
+        padded(inputs, 0),
+        padded([[token.id if token.is_scored else IGNORE for token in row] for row in targets], IGNORE),
+        torch.tensor([len(read.own) for read in reads]),
+        torch.tensor([read.is_new_document for read in reads]),
+        torch.tensor([read.document for read in reads]),
+        padded([[token.recall for token in row] for row in targets], 0) if with_recall else None,
+    )
+
+
+def open_lane(documents: Documents, plan: Plan, lane: int, cursor: Cursor) -> Iterator[Read]:
     if lane >= plan.num_lanes:
-        return repeat(Read(IDLE, START))
+        return repeat(IDLE)
     if isinstance(plan, StreamPlan):
-        return stream_lane(documents, plan, lane, cursor, blocks=blocks)
-    return document_lane(documents, plan, lane, cursor, blocks=blocks)
+        return stream_lane(documents, plan, lane, cursor)
+    return document_lane(documents, plan, lane, cursor)
 
 
-def document_lane(
-    documents: Documents, plan: DocumentPlan, lane: int, cursor: Cursor, *, blocks: bool
-) -> Iterator[Read]:
-    epoch, first_place, offset = cursor
+def document_lane(documents: Documents, plan: DocumentPlan, lane: int, cursor: Cursor) -> Iterator[Read]:
+    _, first_place, begin = cursor
     skipped = 0
-    while True:
+    for epoch in count(cursor.epoch):
         numbers = plan.documents(epoch, lane)
         for place in range(first_place, len(numbers)):
             document = documents.open_or_skip(numbers[place])
             if document is None:
-                skipped, offset = skipped + 1, 0
+                skipped, begin = skipped + 1, 0
                 continue
-            sizes = {"start": offset, "seg_len": plan.seg_len, "bos_id": documents.bos_id}
-            parts = document_segments(document, cut=plan.cut, **sizes)
-            for segment, stop in parts:
-                if blocks:
-                    begin = stop - len(segment.inputs)
-                    parts_read = [part_of(document, place) for place in range(begin, stop)]
-                    segment = block(parts_read, document.number, is_new_document=begin == 0)
-                after = Cursor(epoch, place, stop) if stop < len(document.tokens) else Cursor(epoch, place + 1, 0)
-                yield Read(segment, after, int(segment.is_new_document), skipped)
-                skipped = 0
-            offset = 0
-        epoch, first_place = epoch + 1, 0
+            length = len(document.tokens)
+            while begin < length:
+                is_short_first = plan.cut == "end" and begin == 0 and length % plan.seg_len
+                stop = min(begin + (length % plan.seg_len if is_short_first else plan.seg_len), length)
+                before = part_of(document, begin - 1).id if begin else documents.bos_id
+                own = [part_of(document, offset) for offset in range(begin, stop)]
+                after = Cursor(epoch, place, stop) if stop < length else Cursor(epoch, place + 1, 0)
+                yield Read(before, own, document.number, begin == 0, after, int(begin == 0), skipped)
+                begin, skipped = stop, 0
+            begin = 0
+        first_place = 0
 
 
-def stream_lane(documents: Documents, plan: StreamPlan, lane: int, cursor: Cursor, *, blocks: bool) -> Iterator[Read]:
-    """Read a lane of the stream position by position."""
-    first, stop = plan.span(lane)
-    epoch, _, offset = cursor
-    while True:
-        for begin in range(first + offset, stop, plan.seg_len):
-            end = min(begin + plan.seg_len, stop)
-            tokens = [token_at(documents, plan, position) for position in range(begin - 1, end)]
-            places = [(int(np.searchsorted(plan.starts, at, side="right")) - 1, at) for at in range(begin, end)]
-            opened = [documents.open_or_skip(number) for number, at in places if at == plan.starts[number]]
-            segment = Segment(
-                np.array([token for token, _, _ in tokens[:-1]]),
-                np.array([token for token, _, _ in tokens[1:]]),
-                np.array([is_scored for _, is_scored, _ in tokens[1:]]),
-                np.array([distance for _, _, distance in tokens[1:]]),
-                places[0][0],
-                is_new_document=begin == first,
-            )
-            if blocks:
-                segment = block(tokens[1:], places[0][0], is_new_document=begin == first)
-            after = Cursor(epoch + 1, 0, 0) if end == stop else Cursor(epoch, 0, end - first)
-            num_damaged = sum(document is None for document in opened)
-            yield Read(segment, after, len(opened) - num_damaged, num_damaged)
-        epoch, offset = epoch + 1, 0
+def stream_lane(documents: Documents, plan: StreamPlan, lane: int, cursor: Cursor) -> Iterator[Read]:
+    first, end = plan.span(lane)
+    begin = first + cursor.offset
+    for epoch in count(cursor.epoch):
+        while begin < end:
+            stop = min(begin + plan.seg_len, end)
+            own = [token_at(documents, plan, position) for position in range(begin, stop)]
+            numbers = [document_at(plan, position) for position in range(begin, stop)]
+            begun = [
+                number for number, at in zip(numbers, range(begin, stop), strict=True) if at == plan.starts[number]
+            ]
+            num_damaged = sum(documents.open_or_skip(number) is None for number in begun)
+            before = token_at(documents, plan, begin - 1).id
+            after = Cursor(epoch + 1, 0, 0) if stop == end else Cursor(epoch, 0, stop - first)
+            yield Read(before, own, numbers[0], begin == first, after, len(begun) - num_damaged, num_damaged)
+            begin = stop
+        begin = first
 
 
-def token_at(documents: Documents, plan: StreamPlan, position: int) -> tuple[int, bool, int]:
-    """Return the token at a position of the stream, whether it is scored, and its recall distance; BOS at -1."""
-    if position < 0:
-        return documents.bos_id, False, 0
-    number = int(np.searchsorted(plan.starts, position, side="right")) - 1
-    document = documents.open_or_skip(number)
+def document_at(plan: StreamPlan, position: int) -> int:
+    return max(number for number, start in enumerate(plan.starts[:-1]) if start <= position and plan.lengths[number])
+
+
+def token_at(documents: Documents, plan: StreamPlan, position: int) -> Token:
+    """Return the token at a position of the stream; BOS at -1, and in place of a damaged document."""
+    number = document_at(plan, position) if position >= 0 else -1
+    document = documents.open_or_skip(number) if number >= 0 else None
     if document is None:
-        return documents.bos_id, False, 0
+        return Token(documents.bos_id, False, 0)
     return part_of(document, position - int(plan.starts[number]))
 
 
-def part_of(document: Document, offset: int) -> tuple[int, bool, int]:
-    """Return the same as `token_at`, at an offset in a document."""
-    _, tokens, scored, recall = document
-    return int(tokens[offset]), scored is None or bool(scored[offset]), 0 if recall is None else int(recall[offset])
-
-
-def block(own: Sequence[tuple[int, bool, int]], document: int, *, is_new_document: bool) -> Segment:
-    """Return a segment whose inputs are its own tokens; the targets are the next ones, and the last has no target."""
-    following = [*own[1:], (0, False, 0)]
-    tokens, scored, recall = (np.array(part) for part in zip(*following, strict=True))
-    return Segment(np.array([token for token, _, _ in own]), tokens, scored, recall, document, is_new_document)
+def part_of(document: Document, offset: int) -> Token:
+    _, tokens, scored, recall, _ = document
+    is_scored = scored is None or bool(scored[offset])
+    return Token(int(tokens[offset]), is_scored, 0 if recall is None else int(recall[offset]))

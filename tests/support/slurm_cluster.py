@@ -10,12 +10,12 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tests.support.ranks import free_port
+from dist_mem.runtime.network_interface import free_port
+from tests.support.limits import limit, wait_until
 
 PROGRAMS = ("sbatch", "srun", "scontrol", "slurmctld", "slurmd", "munged")
 NODES = ("node1", "node2")
@@ -115,14 +115,13 @@ class Cluster:
         self.call("scancel", "--state=PENDING", check=False)
         self.call("scancel", "--state=RUNNING", "--signal=KILL", "--full", check=False)
         self.call("scancel", "--user=root", check=False)
-        deadline = time.monotonic() + 20
-        while self.call("squeue", "--noheader", check=False) and time.monotonic() < deadline:
-            time.sleep(0.2)
+        with suppress(AssertionError):  # the daemons end with jobs that do not
+            wait_until(lambda: not self.call("squeue", "--noheader", check=False), "jobs to end", seconds=20, poll=0.2)
         for daemon in reversed(self._daemons):
             daemon.terminate()
         for daemon in reversed(self._daemons):
             try:
-                daemon.wait(timeout=15)
+                daemon.wait(timeout=limit(15))
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
@@ -130,7 +129,12 @@ class Cluster:
     def call(self, *command: str, check: bool = True, **environment: str) -> str:
         """Run a command and return its output."""
         done = subprocess.run(
-            command, env={**self.environment, **environment}, capture_output=True, text=True, timeout=60, check=False
+            command,
+            env={**self.environment, **environment},
+            capture_output=True,
+            text=True,
+            timeout=limit(60),
+            check=False,
         )
         if check and done.returncode:
             raise AssertionError(f"{' '.join(command)}: exit {done.returncode}\n{done.stdout}{done.stderr}")
@@ -155,17 +159,17 @@ class Cluster:
 
     def wait(self, condition: Callable[[], bool], what: str, *, seconds: float = 60) -> None:
         """Poll until the condition holds."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, f"waited {seconds} s for {what}; {self.told()}"
-            time.sleep(0.1)
+        try:
+            wait_until(condition, what, seconds=seconds, poll=0.1)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; {self.describe()}") from None
 
     def wait_for_state(self, job: str, *states: str, seconds: float = 180) -> str:
         """Wait until the job is in one of the states; return its state."""
         self.wait(lambda: self.state(job) in states, f"job {job} to be {' or '.join(states)}", seconds=seconds)
         return self.state(job)
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Return the last lines of the daemons' logs."""
         logs = sorted(self.folder.glob("*.log")) + sorted(self.folder.glob("*.out"))
         return "\n".join(f"== {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)

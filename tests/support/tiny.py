@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from dist_mem.data.plan import lanes_of_rank
 from dist_mem.engine.engine import Engine
 from dist_mem.model import MemoryLM
 from dist_mem.runtime.distributed import World
+from dist_mem.training.context import StepContext, TrainState
 from dist_mem.training.divergence import Divergence
-from dist_mem.training.step import Flags, Outcome, train_step
+from dist_mem.training.step import Outcome, train_step
 
 VOCAB = 37
 TINY = {
@@ -85,8 +86,58 @@ def update_of_rank(config: Any, world: World, *, step: int) -> Update:
     return Update(batches, cursors, scored, epoch=0.0, documents_started=0, documents_skipped=0)
 
 
-def tiny_job(config: Any, world: World, *, stage: int, block: dict[str, Any] | None = None) -> Any:
-    """Return the parts of a Job that `train_step` uses, with a real engine on a newly seeded model."""
+@dataclass
+class TinyJob:
+    """A real engine on a small model, with the state that its steps advance."""
+
+    context: StepContext
+    state: TrainState
+    lane_ids: torch.Tensor
+
+    @property
+    def config(self) -> Any:
+        return self.context.config
+
+    @property
+    def world(self) -> World:
+        return self.context.world
+
+    @property
+    def engine(self) -> Engine:
+        return self.context.engine
+
+    @property
+    def divergence(self) -> Divergence:
+        return self.context.divergence
+
+    @property
+    def step(self) -> int:
+        return self.state.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.state = self.state._replace(step=step)
+
+    @property
+    def states(self) -> list[Any]:
+        return self.state.memories
+
+    @states.setter
+    def states(self, memories: list[Any]) -> None:
+        self.state = self.state._replace(memories=memories)
+
+    @property
+    def cursors(self) -> torch.Tensor:
+        return self.state.cursors
+
+    def train(self, update: Update, num_scored: int) -> Outcome:
+        """Make one update; `num_scored` is its number of targets on all ranks."""
+        self.state, outcome = train_step(self.context, self.state, update, num_scored)
+        return outcome
+
+
+def tiny_job(config: Any, world: World, *, stage: int, block: dict[str, Any] | None = None) -> TinyJob:
+    """Return a job on a newly seeded model."""
     train = config.train
     torch.manual_seed(train.seed)
     model = MemoryLM(config, VOCAB)
@@ -94,18 +145,16 @@ def tiny_job(config: Any, world: World, *, stage: int, block: dict[str, Any] | N
     lane_ids = torch.tensor(lanes)
     accumulation = len(lane_ids) // train.micro_lanes * train.segments_per_update
     ds_block = {**zero_block(stage), **(block or {})}
-    apart = model.names_apart()
-    engine = Engine(model, config, ds_block, world_size=world.size, accumulation=accumulation, apart=apart)
+    auxiliary = model.auxiliary_parameter_names()
+    sizes = {"world_size": world.size, "accumulation": accumulation}
+    engine = Engine(model, config, ds_block, **sizes, auxiliary_parameters=auxiliary)
     engine.train()
     states = [engine.init_state(group) for group in lane_ids.split(train.micro_lanes)]
-    return SimpleNamespace(
-        config=config, world=world, engine=engine, states=states, step=0, total_steps=100,
-        divergence=Divergence(config.divergence),
-        lane_ids=lane_ids, cursors=torch.zeros(len(lane_ids), 3, dtype=torch.int64),
-    )  # fmt: skip
+    context = StepContext(config, world, engine, Divergence(config.divergence), total_steps=100)
+    return TinyJob(context, TrainState(0, states, torch.zeros(len(lane_ids), 3, dtype=torch.int64)), lane_ids)
 
 
-def run_steps(job: Any, *, first: int, last: int) -> list[Outcome]:
+def run_steps(job: TinyJob, *, first: int, last: int) -> list[Outcome]:
     """Run real training steps over `ragged_segments`."""
     from dist_mem.runtime.distributed import sum_over_ranks
 
@@ -113,12 +162,12 @@ def run_steps(job: Any, *, first: int, last: int) -> list[Outcome]:
     for step in range(first, last):
         update = update_of_rank(job.config, job.world, step=step)
         num_scored = int(sum_over_ranks([update.num_scored], job.world.device)[0])
-        outcomes.append(train_step(job, update, num_scored, 0, Flags()))
-        job.step += 1
+        job.step = step
+        outcomes.append(job.train(update, num_scored))
     return outcomes
 
 
-def full_parameters(job: Any) -> dict[str, torch.Tensor]:
+def full_parameters(job: TinyJob) -> dict[str, torch.Tensor]:
     """Return every full parameter, on every rank."""
     import deepspeed
 

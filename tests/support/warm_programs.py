@@ -14,15 +14,17 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
+from tests.support.limits import wait_until
+from tests.support.paths import ROOT
+
 _IMPORTED = [
     "dist_mem.__main__",
-    "dist_mem.training.loop",
+    "dist_mem.training.run",
     "dist_mem.evaluation.compare",
     "dist_mem.evaluation.evaluate",
     "dist_mem.evaluation.export",
@@ -35,6 +37,7 @@ _IMPORTED = [
     "torch._dynamo",
     "mlflow",  # after deepspeed, whose autotuner would import it
 ]
+_NO_THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a fork would lose them
 _CLIENT = """\
 #!{python} -IS
 import json, os, socket, sys
@@ -56,19 +59,16 @@ def running_server(folder: Path) -> Iterator[Path]:
     address = folder / "warm"
     with (folder / "warm.log").open("wb") as log:
         server = subprocess.Popen(
-            [sys.executable, __file__, str(address)],
+            [sys.executable, "-m", "tests.support.warm_programs", str(address)],
             stdout=log,
             stderr=log,
             start_new_session=True,
             cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},  # no threads: a fork loses them
+            env={**os.environ, **_NO_THREADS, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
         )
-    deadline = time.monotonic() + 120
     try:
-        while not address.exists():
-            assert server.poll() is None, (folder / "warm.log").read_text(encoding="utf-8")
-            assert time.monotonic() < deadline, "the server did not start"
-            time.sleep(0.05)
+        wait_until(lambda: address.exists() or server.poll() is not None, "the server of programs", seconds=120)
+        assert server.poll() is None, (folder / "warm.log").read_text(encoding="utf-8")
         yield address
     finally:
         os.killpg(server.pid, signal.SIGKILL)

@@ -18,16 +18,19 @@ from dist_mem.data.batch import Update
 from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_REQUEUE
 from dist_mem.memory.base import map_state
 from dist_mem.runtime.distributed import World
-from dist_mem.tracking.journal import find_entries
-from dist_mem.tracking.start import JOURNAL
+from dist_mem.tracking.journal import JOURNAL, find_entries
 from dist_mem.tracking.tracker import Tracker
+from dist_mem.training import loop
 from dist_mem.training import step as update
+from dist_mem.training.context import StepContext
 from dist_mem.training.divergence import Divergence
 from dist_mem.training.step import Forward
-from tests.support.faults import assert_told
+from tests.support.faults import assert_quoted
 from tests.support.jobs import checkpoint_content, difference, logged_steps, losses, train_here, write_config
 from tests.support.ranks import RankPool
 from tests.support.tracked import history
+
+pytestmark = pytest.mark.ranks
 
 Pool = Callable[[int], RankPool]
 KILLED, STOPPED = "killed", "stopped"
@@ -56,14 +59,19 @@ def train_with_faults(
         first_trained: the job begins as one that has rolled back: until this step segments are only read.
     """
     forward_of, begin = update.accumulate_gradients, Divergence.__init__
+    begin_step, steps = loop.begin_step, [0]
 
-    def accumulate(job: Any, batches: Update, num_scored: int) -> Forward:
-        what = faults.get(job.step, "")
+    def note(step: int) -> None:
+        steps[0] = step
+        begin_step(step)
+
+    def accumulate(context: StepContext, memories: Any, batches: Update, num_scored: int) -> Forward:
+        what = faults.get(steps[0], "")
         if what == KILLED:
             raise ConnectionAbortedError
-        if what == STOPPED and job.step < job.divergence.first_trained:
+        if what == STOPPED and steps[0] < context.divergence.first_trained:
             os.kill(os.getpid(), signal.SIGTERM)
-        forward = forward_of(job, batches, num_scored)
+        forward = forward_of(context, memories, batches, num_scored)
         return FAULTS[what](forward) if what in FAULTS and world.rank == 1 else forward
 
     def begin_reading(self: Divergence, *arguments: Any) -> None:
@@ -72,6 +80,7 @@ def train_with_faults(
 
     with (
         mock.patch.object(update, "accumulate_gradients", accumulate),
+        mock.patch.object(loop, "begin_step", note),
         mock.patch.object(Divergence, "__init__", begin_reading),
     ):
         try:
@@ -103,6 +112,7 @@ def metrics(run_dir: Path, name: str) -> list[tuple[int, float]]:
     return [(point["step"], point["metrics"][name]) for point in points if name in point["metrics"]]
 
 
+@pytest.mark.slow
 def test_run_with_skipped_updates_resumes_bitwise_after_a_kill(tmp_path: Path, books: Path, rank_pool: Pool) -> None:
     """Skipped once before the checkpoint and twice after it; the window of losses spans the kill."""
     faults = {2: "loss", 6: "memory", 10: "spike"}
@@ -121,6 +131,7 @@ def test_run_with_skipped_updates_resumes_bitwise_after_a_kill(tmp_path: Path, b
     assert metrics(tmp_path / "killed", "divergence/skipped") == metrics(tmp_path / "straight", "divergence/skipped")
 
 
+@pytest.mark.slow
 def test_rollback_continues_as_from_the_checkpoint_with_the_bad_segments_only_read(
     tmp_path: Path, books: Path, rank_pool: Pool
 ) -> None:
@@ -139,6 +150,7 @@ def test_rollback_continues_as_from_the_checkpoint_with_the_bad_segments_only_re
     assert logged_steps(tmp_path / "rolled") == [*range(1, 6), *range(5, 13)], "each step once, and the rollback"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("interruption", "code"), [({9: KILLED}, KILLED), ({6: STOPPED}, EXIT_REQUEUE)])
 def test_rolled_back_run_resumes_bitwise(
     tmp_path: Path, books: Path, rank_pool: Pool, interruption: dict[int, str], code: int | str
@@ -159,6 +171,7 @@ def train_and_listen(world: World, *arguments: Any) -> tuple[int | str, str]:
         return train_with_faults(world, *arguments), "\n".join(text for text in said if "saved" not in text)
 
 
+@pytest.mark.slow
 def test_run_stops_when_it_has_diverged_too_often_or_cannot_roll_back(
     tmp_path: Path, books: Path, rank_pool: Pool
 ) -> None:
@@ -170,28 +183,29 @@ def test_run_stops_when_it_has_diverged_too_often_or_cannot_roll_back(
     for (code, text), (other_code, other_text) in (often, early):
         assert code == other_code == EXIT_DIVERGED
         assert text == other_text
-        assert_told(text, ": not finite: the loss of rank [1]; loss nan", "; rolling back (1 of at most ")
-    assert_told(often[0][1], "; the segments of steps 5 to 7 are read, and not trained on")
-    assert_told(often[0][1], "; nothing was updated: divergence.max_times = 1 is used up")
-    assert_told(early[0][1], "; rolling back (1 of at most 3 times), but there is no checkpoint yet")
+        assert_quoted(text, ": not finite: the loss of rank [1]; loss nan", "; rolling back (1 of at most ")
+    assert_quoted(often[0][1], "; the segments of steps 5 to 7 are read, and not trained on")
+    assert_quoted(often[0][1], "; nothing was updated: divergence.max_times = 1 is used up")
+    assert_quoted(early[0][1], "; rolling back (1 of at most 3 times), but there is no checkpoint yet")
 
 
-def test_mlflow_is_told_of_every_decision_and_of_superseded_steps(
+@pytest.mark.slow
+def test_mlflow_is_reported_of_every_decision_and_of_superseded_steps(
     tmp_path: Path, books: Path, rank_pool: Pool, sqlite_uri: str, client: Any
 ) -> None:
     tracked = ["tracking.mlflow=true", f"tracking.uri={sqlite_uri}", "tracking.system_metrics=false"]
     config, changes = configure(
-        tmp_path, books, "told", "divergence.action=rollback", "divergence.max_times=1", *tracked
+        tmp_path, books, "reported", "divergence.action=rollback", "divergence.max_times=1", *tracked
     )
     assert rank_pool(2).run(train_with_faults, config, changes, {7: "loss", 10: "memory"}) == [EXIT_DIVERGED] * 2
-    run_id = (tmp_path / "told" / "mlflow_run_id").read_text().strip()
+    run_id = (tmp_path / "reported" / "mlflow_run_id").read_text().strip()
     tags = client.get_run(run_id).data.tags
     assert "the loss of rank [1]; loss nan; rolling back (1 of at most 1 times)" in tags["dist_mem.divergence.step_7"]
     assert "the memory of rank [1]" in tags["dist_mem.divergence.step_10"]
     assert "divergence.max_times = 1 is used up" in tags["dist_mem.divergence.step_10"]
-    (superseded,) = find_entries(tmp_path / "told" / JOURNAL, "superseded")
+    (superseded,) = find_entries(tmp_path / "reported" / JOURNAL, "superseded")
     first, again = [
-        entry.time for entry in find_entries(tmp_path / "told" / JOURNAL, "point") if entry.body["step"] == 7
+        entry.time for entry in find_entries(tmp_path / "reported" / JOURNAL, "point") if entry.body["step"] == 7
     ]
     assert first < superseded.body["before"] <= again
     assert history(client, run_id, "divergence/rollbacks") == [(5, 1.0)]

@@ -15,12 +15,16 @@ import pytest
 
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import list_steps, newest_verified, step_dir
-from dist_mem.errors import UnusableError
+from dist_mem.errors import EXIT_FAILED, UnfitError
 from dist_mem.runtime.distributed import World
-from dist_mem.tracking.sinks import MetricsFile, Point
-from tests.support.faults import assert_told, flip, remount, small_disk, used_kilobytes
-from tests.support.jobs import finish, logged_steps, run_ranks, start_ranks, train_here, wait_for, write_config
-from tests.support.ranks import RankPool, free_port, launcher_environment
+from dist_mem.runtime.network_interface import free_port
+from dist_mem.tracking.tracker import MetricsFile, Point
+from tests.support.faults import assert_quoted, flip, remount, small_disk, used_kilobytes
+from tests.support.jobs import finish, logged_steps, run_ranks, start_ranks, train_here, write_config
+from tests.support.limits import wait_until
+from tests.support.ranks import RankPool, launcher_environment
+
+pytestmark = pytest.mark.ranks
 
 Pool = Callable[[int], RankPool]
 
@@ -36,10 +40,11 @@ def names(run_dir: Path) -> list[str]:
 
 
 def assert_one_message(text: str, *phrases: str) -> None:
-    assert_told(text, *phrases)
+    assert_quoted(text, *phrases)
     assert len(re.findall("^error: ", text, re.MULTILINE)) == 1, text
 
 
+@pytest.mark.slow
 def test_a_disk_without_room_for_a_save_stops_all_ranks_and_loses_nothing_saved(
     tmp_path: Path, books: Path, rank_pool: Pool
 ) -> None:
@@ -66,6 +71,7 @@ def test_a_disk_without_room_for_a_save_stops_all_ranks_and_loses_nothing_saved(
         assert list_steps(run_dir) == [5, 10]
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_in_mid_run_stops_all_ranks(tmp_path: Path, books: Path) -> None:
     """Met first by metrics.jsonl, on rank 0 alone and between the collectives of a step."""
     with small_disk(tmp_path / "disk", "size=40m") as disk:
@@ -73,7 +79,7 @@ def test_a_disk_that_fills_up_in_mid_run_stops_all_ranks(tmp_path: Path, books: 
         endless = {"train": {"steps": 10**6}, "checkpoint": {"every": None}}
         config = write_config(tmp_path / "run.yaml", books, run_dir, endless)
         processes = start_ranks(["train", str(config)], world_size=2, cwd=tmp_path)
-        wait_for(lambda: 3 in logged_steps(run_dir), "step 3")
+        wait_until(lambda: 3 in logged_steps(run_dir), "step 3")
         remount(disk, f"size={used_kilobytes(disk) + 4}k")
         codes, text = finish(processes)
         assert codes == [1, 1], text
@@ -108,7 +114,7 @@ def train_with_full_metrics(world: World, config: Path, disk: type[MetricsFile] 
         patch.setattr("dist_mem.tracking.start.MetricsFile", disk)
         try:
             return f"ended with {train_here(world, config)}"
-        except UnusableError as error:
+        except UnfitError as error:
             return str(error)
 
 
@@ -117,21 +123,21 @@ def test_a_step_that_cannot_be_recorded_stops_a_run_that_is_saved(
     tmp_path: Path, books: Path, rank_pool: Pool, steps: int
 ) -> None:
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": steps}})
-    told = rank_pool(2).run(train_with_full_metrics, config)
-    assert all("No space left on device: '" in text and "metrics.jsonl" in text for text in told), told
+    reported = rank_pool(2).run(train_with_full_metrics, config)
+    assert all("No space left on device: '" in text and "metrics.jsonl" in text for text in reported), reported
     assert list_steps(tmp_path / "run") == [min(steps, 4)]
     assert rank_pool(2).run(train_here, config) == [0, 0]
 
 
-def test_a_step_before_the_last_that_was_not_recorded_is_told_all_the_same(
+def test_a_step_before_the_last_that_was_not_recorded_is_reported_all_the_same(
     tmp_path: Path, books: Path, rank_pool: Pool
 ) -> None:
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 4}})
-    told = rank_pool(2).run(train_with_full_metrics, config, OnceFullMetricsFile)
-    assert all("No space left on device: '" in text for text in told), told
+    reported = rank_pool(2).run(train_with_full_metrics, config, OnceFullMetricsFile)
+    assert all("No space left on device: '" in text for text in reported), reported
 
 
-def train_told(world: World, config: Path) -> str:
+def train_reporting(world: World, config: Path) -> str:
     try:
         return f"ended with {train_here(world, config)}"
     except Exception as error:
@@ -144,8 +150,8 @@ def test_an_evaluation_that_cannot_score_stops_a_run_that_is_saved(
     data = Path(shutil.copytree(books, tmp_path / "data"))
     flip(next((data / "validation").glob("*.tar")), 1700)
     config = write_config(tmp_path / "run.yaml", data, tmp_path / "run", {"eval": {"every": 3, "lanes": 2}})
-    for text in rank_pool(2).run(train_told, config):
-        assert_told(text, "is damaged: its checksum does not match")
+    for text in rank_pool(2).run(train_reporting, config):
+        assert_quoted(text, "is damaged: its checksum does not match")
     assert list_steps(tmp_path / "run") == [3]
 
 
@@ -159,11 +165,11 @@ def test_a_run_directory_on_a_full_or_read_only_disk_is_an_error_of_one_line(
         with pytest.raises(OSError, match="No space left"), (disk / "filling").open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
-        assert main(["train", str(config)]) == 2
+        assert main(["train", str(config)]) == EXIT_FAILED
         assert_one_message(capfd.readouterr().err, "run_dir ", "cannot be used: [Errno 28] No space left on device")
         assert list((disk / "run").iterdir()) == []
         remount(disk, "ro")
-        assert main(["train", str(config)]) == 2
+        assert main(["train", str(config)]) == EXIT_FAILED
         assert_one_message(capfd.readouterr().err, "cannot be used: [Errno 30] Read-only file system")
 
 
@@ -175,6 +181,7 @@ def test_what_killed_saves_left_is_removed_at_the_next_start(tmp_path: Path, boo
     assert names(tmp_path / "run") == ["latest", "step-00000001", "step-00000002"]
 
 
+@pytest.mark.slow
 def test_any_damaged_file_of_the_newest_checkpoint_leads_to_the_one_before(
     tmp_path: Path, books: Path, rank_pool: Pool
 ) -> None:
@@ -207,13 +214,14 @@ def test_the_data_of_another_run_are_refused(tmp_path: Path, books: Path, rank_p
     shutil.rmtree(other / "train")
     shutil.copytree(other / "validation", other / "train")
     config = write_config(tmp_path / "run.yaml", other, tmp_path / "run", {"train": {"lanes": 4}})
-    for text in rank_pool(2).run(train_told, config):
-        assert_told(text, "train.lanes: is 4, but the run began with 8")
+    for text in rank_pool(2).run(train_reporting, config):
+        assert_quoted(text, "train.lanes: is 4, but the run began with 8")
     config = write_config(tmp_path / "run.yaml", other, tmp_path / "run")
-    for text in rank_pool(2).run(train_told, config):
-        assert_told(text, "set data.path to the same data")
+    for text in rank_pool(2).run(train_reporting, config):
+        assert_quoted(text, "set data.path to the same data")
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_first_start_says_what_to_install(tmp_path: Path, books: Path) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()

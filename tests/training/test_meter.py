@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,26 +18,46 @@ from dist_mem.memory import memory_options
 from dist_mem.model import MemoryLM
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.tracking.sinks import read_points
+from dist_mem.tracking.tracker import read_points
 from dist_mem.training import meter as meter_module
-from dist_mem.training.loop import run_job
 from dist_mem.training.meter import MEASUREMENTS, Meter, Totals
-from dist_mem.training.step import Flags, train_step
-from tests.support.jobs import build_books, finish, start_ranks, train_here, wait_for, write_config
+from dist_mem.training.run import run_job
+from tests.support.jobs import build_books, finish, start_ranks, train_here, write_config
+from tests.support.limits import wait_until
 from tests.support.ranks import RankPool
 from tests.support.tiny import VOCAB, ragged_segments, tiny_config, tiny_job, update_of_rank
 
+pytestmark = pytest.mark.ranks
+
+
+@dataclass
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    now: float = 100.0
+
+
+class Gradients:
+    """The figures of an engine that a meter logs."""
+
+    lr = 0.1
+
+    def gradient_norm(self) -> float:
+        return 1.0
+
+    def gradient_norms(self) -> None:
+        return None
+
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Seconds that pass when the test says so."""
-    clock = SimpleNamespace(now=100.0)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
     monkeypatch.setattr(meter_module.time, "perf_counter", lambda: clock.now)
     return clock
 
 
-def test_loss_and_speed_are_those_since_the_last_point(clock: SimpleNamespace) -> None:
-    engine = SimpleNamespace(gradient_norm=lambda: 1.0, gradient_norms=lambda: None, lr=0.1)
+def test_loss_and_speed_are_those_since_the_last_point(clock: Clock) -> None:
+    engine = Gradients()
     meter = Meter(lane_segments_per_update=4)
     for nll in (30.0, 10.0):
         clock.now += 2.0
@@ -59,9 +79,9 @@ def test_loss_and_speed_are_those_since_the_last_point(clock: SimpleNamespace) -
     assert "aux_loss" not in found
 
 
-def test_meter_goes_on_where_its_saved_state_stood(clock: SimpleNamespace) -> None:
+def test_meter_goes_on_where_its_saved_state_stood(clock: Clock) -> None:
     """The time between two jobs is nobody's."""
-    engine = SimpleNamespace(gradient_norm=lambda: 1.0, gradient_norms=lambda: None, lr=0.1)
+    engine = Gradients()
     straight, first = (Meter(lane_segments_per_update=4) for _ in range(2))
     clock.now += 0.7
     for meter in (straight, first):
@@ -77,7 +97,7 @@ def test_meter_goes_on_where_its_saved_state_stood(clock: SimpleNamespace) -> No
     assert expected["step_seconds"] == pytest.approx(0.5)
 
 
-def test_waiting_for_data_is_a_share_of_the_time(clock: SimpleNamespace) -> None:
+def test_waiting_for_data_is_a_share_of_the_time(clock: Clock) -> None:
     def slow() -> object:
         clock.now += 1.0
         yield "update"
@@ -85,10 +105,7 @@ def test_waiting_for_data_is_a_share_of_the_time(clock: SimpleNamespace) -> None
     meter = Meter(lane_segments_per_update=1)
     assert meter.timed_next(slow()) == "update"
     clock.now += 3.0
-    assert (
-        meter.read(SimpleNamespace(gradient_norm=lambda: 0.0, gradient_norms=lambda: None, lr=0.0))["data_wait_share"]
-        == 0.25
-    )
+    assert meter.read(Gradients())["data_wait_share"] == 0.25
 
 
 def with_recall(batch: Batch) -> Batch:
@@ -106,7 +123,7 @@ def recall_totals(world: World) -> Totals:
     update = update_of_rank(config, world, step=0)
     num_recall = sum(int(recall_of(batch).sum()) for batch in update.batches)
     update = update._replace(batches=[with_recall(batch) for batch in update.batches], num_recall=num_recall)
-    return train_step(tiny_job(config, world, stage=2), update, 300, 0, Flags()).totals
+    return tiny_job(config, world, stage=2).train(update, 300).totals
 
 
 def test_recall_perplexity_is_that_of_the_scored_recall_tokens_of_all_ranks(
@@ -124,7 +141,7 @@ def test_recall_perplexity_is_that_of_the_scored_recall_tokens_of_all_ranks(
 
 
 def train_one_step(world: World, config_file: Path) -> int:
-    """A job that is told to stop as soon as it starts."""
+    """A job with a stop signal as soon as it starts."""
     stop_signal = StopSignal()
     stop_signal.received = "SIGTERM"
     try:
@@ -142,6 +159,7 @@ def figures(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
     ]
 
 
+@pytest.mark.slow
 def test_points_logged_after_a_kill_and_stops_are_those_of_a_straight_run(
     tmp_path: Path, rank_pool: Callable[[int], RankPool]
 ) -> None:
@@ -151,7 +169,7 @@ def test_points_logged_after_a_kill_and_stops_are_those_of_a_straight_run(
     broken = write_config(tmp_path / "broken.yaml", books, tmp_path / "broken", changes, endless)
     straight = write_config(tmp_path / "straight.yaml", books, tmp_path / "straight", changes)
     processes = start_ranks(["train", str(broken)], world_size=2, cwd=tmp_path)
-    wait_for((tmp_path / "broken" / "checkpoints" / "step-00000006").is_dir, "the checkpoint of step 6")
+    wait_until((tmp_path / "broken" / "checkpoints" / "step-00000006").is_dir, "the checkpoint of step 6")
     for process in processes:
         process.send_signal(signal.SIGKILL)
     finish(processes)

@@ -23,17 +23,19 @@ from dist_mem.checkpoint.manifest import list_steps, newest_verified, step_dir
 from dist_mem.errors import EXIT_DONE
 from dist_mem.memory import memory_kinds
 from dist_mem.tracking import sync
-from dist_mem.tracking.journal import find_entries
-from dist_mem.tracking.run_id import RUN_ID_FILE
-from dist_mem.tracking.sinks import METRICS_FILE, read_points
-from dist_mem.tracking.start import JOURNAL
+from dist_mem.tracking.journal import JOURNAL, find_entries
+from dist_mem.tracking.stores import RUN_ID_FILE
+from dist_mem.tracking.tracker import METRICS_FILE, read_points
 from tests.checkpoint.test_elastic import CHAINS, train_leg
 from tests.support.contract_cases import CASES, SEG_LEN
 from tests.support.forked_ranks import Ranks, fork_server
-from tests.support.jobs import build_books, checkpoint_content, difference, losses, train_here, wait_for, write_config
+from tests.support.jobs import build_books, checkpoint_content, difference, losses, train_here, write_config
+from tests.support.limits import wait_until
 from tests.support.power import Disk, disk_without_power
 from tests.support.ranks import RankPool
 from tests.support.tracked import history
+
+pytestmark = pytest.mark.ranks
 
 KILLS, CUTS = 30, 10  # of each memory
 EVERY = 3  # steps between two checkpoints
@@ -66,7 +68,7 @@ def disturb(config: Path, run_dir: Path, disk: Disk, *, is_cut: bool, choose: ra
     had = last_saved(run_dir)
     job = Ranks(main, [[["train", str(config)]]] * 2, folder=config.parent)
     try:
-        wait_for(lambda: last_saved(run_dir) > had, "a checkpoint", seconds=240)
+        wait_until(lambda: last_saved(run_dir) > had, "a checkpoint", seconds=240)
         time.sleep(choose.uniform(0, 0.5))
         if is_cut:
             disk.cut()

@@ -21,7 +21,7 @@ from dist_mem.data.shard import read_index
 from dist_mem.errors import EXIT_REQUEUE
 from dist_mem.evaluation.trained_model import load_model
 from dist_mem.memory import memory_class, memory_kinds, memory_options
-from tests.support.faults import assert_told
+from tests.support.faults import assert_quoted
 from tests.support.jobs import (
     checkpoint_content,
     difference,
@@ -31,11 +31,13 @@ from tests.support.jobs import (
     run_ranks,
     start_ranks,
     train_here,
-    wait_for,
     write_config,
 )
+from tests.support.limits import wait_until
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.ranks
 
 
 def zero(stage: int) -> dict[str, object]:
@@ -54,7 +56,7 @@ def test_resume_after_kill_is_bitwise(
 
     processes = start_ranks(["train", "killed.yaml"], world_size=2, cwd=tmp_path)
     first = killed / "checkpoints" / "step-00000005"
-    wait_for(lambda: first.is_dir() and 6 in logged_steps(killed), "a step after the first checkpoint")
+    wait_until(lambda: first.is_dir() and 6 in logged_steps(killed), "a step after the first checkpoint")
     for process in processes:
         process.send_signal(signal.SIGKILL)
     finish(processes)
@@ -134,7 +136,8 @@ def test_every_memory_comes_back_bitwise(
     assert difference(*(checkpoint_content(step_dir(run_dir, 6)) for run_dir in (straight, resumed))) is None
 
 
-def test_the_source_of_a_memory_outside_is_kept_and_a_change_is_told(tmp_path: Path, books: Path) -> None:
+@pytest.mark.slow
+def test_the_source_of_a_memory_outside_is_kept_and_a_change_is_reported(tmp_path: Path, books: Path) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(EXAMPLE.read_text())
     for steps in (1, 2):
@@ -158,7 +161,7 @@ def test_the_source_of_a_memory_outside_is_kept_and_a_change_is_told(tmp_path: P
 def test_signal_on_one_rank_saves_and_asks_to_be_started_again(tmp_path: Path, books: Path) -> None:
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 5000}})
     processes = start_ranks(["train", str(config)], world_size=2, cwd=tmp_path)
-    wait_for(lambda: 3 in logged_steps(tmp_path / "run"), "step 3")
+    wait_until(lambda: 3 in logged_steps(tmp_path / "run"), "step 3")
     processes[1].send_signal(signal.SIGTERM)
     codes, text = finish(processes)
     assert codes == [EXIT_REQUEUE] * 2, text
@@ -199,6 +202,7 @@ def test_damaged_checkpoint_is_passed_over_and_kept(tmp_path: Path, books: Path)
     assert damaged.is_dir()
 
 
+@pytest.mark.slow
 def test_checkpoint_damaged_twice_does_not_stop_the_run(
     tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
 ) -> None:
@@ -211,6 +215,7 @@ def test_checkpoint_damaged_twice_does_not_stop_the_run(
     assert kept == ["step-00000006.broken", "step-00000006.broken-2"]
 
 
+@pytest.mark.slow
 def test_finished_run_says_that_nothing_is_left(
     tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
 ) -> None:
@@ -238,6 +243,7 @@ def damage_second_document_of_a_lane(config_file: Path) -> None:
     tar.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_damaged_document_of_one_rank_stops_all_with_everything_saved(tmp_path: Path, books: Path) -> None:
     """No rank is left in a collective; with `skip`, the run goes on from there."""
     data = tmp_path / "data"
@@ -258,7 +264,8 @@ def test_damaged_document_of_one_rank_stops_all_with_everything_saved(tmp_path: 
     assert logged_steps(tmp_path / "run") == list(range(1, step + 4))
 
 
-def test_missing_validation_split_is_told_before_training(tmp_path: Path, books: Path) -> None:
+@pytest.mark.slow
+def test_missing_validation_split_is_reported_before_training(tmp_path: Path, books: Path) -> None:
     data = tmp_path / "data"
     shutil.copytree(books, data)
     shutil.rmtree(data / "validation")
@@ -269,6 +276,7 @@ def test_missing_validation_split_is_told_before_training(tmp_path: Path, books:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_run_directory_that_cannot_be_written_is_an_error_of_two_lines(tmp_path: Path, books: Path) -> None:
     """Not a traceback; and at the start, not at the first save."""
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 2}})
@@ -281,7 +289,7 @@ def test_run_directory_that_cannot_be_written_is_an_error_of_two_lines(tmp_path:
     (tmp_path / "run" / "checkpoints").write_text("a file")
     codes, again = run_ranks(["train", str(config)], world_size=2, cwd=tmp_path)
     assert codes == [2, 2], again
-    assert_told(again, "error: checkpoints cannot be written: [Errno 17] File exists: '")
+    assert_quoted(again, "error: checkpoints cannot be written: [Errno 17] File exists: '")
     assert "Traceback" not in text + again
 
 
@@ -292,7 +300,7 @@ def test_second_job_on_a_run_directory_is_refused(tmp_path: Path, books: Path) -
     (run_dir / "lease.json").write_text(json.dumps(holder))
     config = write_config(tmp_path / "run.yaml", books, run_dir)
     codes, text = run_ranks(["train", str(config)], world_size=1, cwd=tmp_path)
-    assert codes == [2], text
+    assert codes == [1], text
     assert f"process {os.getpid()}" in text
     assert (run_dir / "lease.json").exists()
 

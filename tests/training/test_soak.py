@@ -26,10 +26,12 @@ from tests.support.jobs import (
     logged_steps,
     losses,
     train_here,
-    wait_for,
     write_config,
 )
+from tests.support.limits import wait_until
 from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.ranks
 
 SOAK_SECONDS = 600.0
 PAUSES = (8.0, 20.0)  # seconds from a start to a kill, at least and at most
@@ -80,7 +82,7 @@ def stop_in_training(config: Path, run_dir: Path) -> int:
     """Start once more and let it save where it is; returns the step."""
     logged = last_logged(run_dir)
     job = start(config)
-    wait_for(lambda: last_logged(run_dir) > logged, "another step")
+    wait_until(lambda: last_logged(run_dir) > logged, "another step")
     os.kill(job.processes[1].pid, signal.SIGTERM)
     codes, texts = job.finish()
     assert codes == [EXIT_REQUEUE] * 2, texts
@@ -109,9 +111,9 @@ def test_a_run_killed_for_minutes_ends_in_the_bits_of_one_left_alone(
     assert rank_pool(2).run(train_here, configs[1], [f"run_dir={tmp_path / 'compiled'}", "train.steps=1"]) == [0, 0]
     kills = soak(configs[0], run_dir, seconds=SOAK_SECONDS)
     last = stop_in_training(configs[0], run_dir)
-    told = ", ".join(f"{count} by {how}" for how, count in sorted(kills.items()))
+    reported = ", ".join(f"{count} by {how}" for how, count in sorted(kills.items()))
     with capsys.disabled():
-        print(f"\n{kills.total()} kills survived in {SOAK_SECONDS:.0f} s and {last} steps: {told}")
+        print(f"\n{kills.total()} kills survived in {SOAK_SECONDS:.0f} s and {last} steps: {reported}")
     assert rank_pool(2).run(train_here, configs[1], [f"train.steps={last}", "checkpoint.every=null"]) == [0, 0]
     ends = [checkpoint_content(step_dir(path, last)) for path in (run_dir, alone)]
     assert difference(*ends) is None

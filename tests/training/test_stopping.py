@@ -8,10 +8,10 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import list_steps, step_dir
@@ -21,10 +21,10 @@ from dist_mem.memory import memory_options
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.environment import node_name
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.tracking.sinks import read_points
-from dist_mem.training import loop as train
+from dist_mem.tracking.tracker import read_points
 from dist_mem.training import stopping
-from dist_mem.training.loop import run_job
+from dist_mem.training.feed import Feed
+from dist_mem.training.run import run_job
 from dist_mem.training.stopping import LEAST_SECONDS, Stopping
 from tests.support.forked_ranks import Ranks, fork_server, run_forked
 from tests.support.jobs import (
@@ -34,11 +34,13 @@ from tests.support.jobs import (
     logged_steps,
     losses,
     train_here,
-    wait_for,
     write_config,
 )
+from tests.support.limits import wait_until
 from tests.support.ranks import RankPool
 from tests.support.saving import before_writing
+
+pytestmark = pytest.mark.ranks
 
 Pool = Callable[[int], RankPool]
 ENDLESS = {"train": {"steps": 10**6}, "schedule": {"kind": "constant"}, "checkpoint": {"every": None}}
@@ -52,15 +54,15 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train_forked(config: str, environment: dict[str, str], seconds_a_step: float = 0.0) -> int:
     """`dist-mem train CONFIG` with steps of a known length at least, and 4 s at least kept free for a stop."""
-    read_ahead = train.read_ahead
+    read_ahead = Feed.read_ahead
 
-    def read_slowly(job: Any) -> Any:
+    def read_slowly(feed: Feed) -> int:
         time.sleep(seconds_a_step)
-        return read_ahead(job)
+        return read_ahead(feed)
 
     os.environ.update(environment)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "read_ahead", read_slowly)
+        patch.setattr(Feed, "read_ahead", read_slowly)
         patch.setattr(stopping, "LEAST_SECONDS", 4.0)
         return main(["train", config])
 
@@ -73,14 +75,14 @@ def start(config: Path, **options: Any) -> Ranks:
 
 def by_signal(config: Path, run_dir: Path, number: signal.Signals, rank: int) -> Ranks:
     ranks = start(config)
-    wait_for(lambda: 3 in logged_steps(run_dir), "step 3")
+    wait_until(lambda: 3 in logged_steps(run_dir), "step 3")
     os.kill(ranks.processes[rank].pid, number)
     return ranks
 
 
 def by_file(config: Path, run_dir: Path) -> Ranks:
     ranks = start(config)
-    wait_for(lambda: 3 in logged_steps(run_dir), "step 3")
+    wait_until(lambda: 3 in logged_steps(run_dir), "step 3")
     (run_dir / "STOP").touch()
     return ranks
 
@@ -98,20 +100,22 @@ SOURCES: dict[str, tuple[Callable[..., Ranks], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES)
 def test_each_source_alone_stops_all_ranks_at_one_step_and_nothing_is_lost(
     tmp_path: Path, books: Path, rank_pool: Pool, source: str
 ) -> None:
     run_dir = tmp_path / "run"
-    stop, told = SOURCES[source]
+    stop, reported = SOURCES[source]
     config = write_config(tmp_path / "run.yaml", books, run_dir, ENDLESS)
     ended = stop(config, run_dir).finish()
     text = "\n".join(ended.texts)
     assert ended.codes == [EXIT_REQUEUE] * 2, text
     (step,) = list_steps(run_dir)
     assert logged_steps(run_dir)[-1] == step
-    assert f"step {step}: told to stop by " in text and told in text
-    assert text.count("told to stop") == 1
+    assert f"step {step}: stopped by " in text and reported in text
+    assert "; all is saved, start the same command to go on" in text
+    assert text.count("stopped by ") == 1
 
     (run_dir / "STOP").unlink(missing_ok=True)
     assert rank_pool(2).run(train_here, config, [f"train.steps={step + 3}"]) == [EXIT_DONE] * 2
@@ -122,13 +126,14 @@ def test_each_source_alone_stops_all_ranks_at_one_step_and_nothing_is_lost(
     assert losses(run_dir) == losses(straight)
 
 
+@pytest.mark.slow
 def test_more_signals_to_all_ranks_do_not_hurt_a_slow_save(tmp_path: Path, books: Path) -> None:
     run_dir = tmp_path / "run"
     config = write_config(tmp_path / "run.yaml", books, run_dir, ENDLESS)
     ranks = Ranks(train_with_slow_disk, [(str(config),)] * 2, folder=tmp_path)
-    wait_for(lambda: 3 in logged_steps(run_dir), "step 3")
+    wait_until(lambda: 3 in logged_steps(run_dir), "step 3")
     os.kill(ranks.processes[1].pid, signal.SIGUSR2)
-    wait_for(lambda: any((run_dir / "checkpoints").glob(".*.partial")), "the save")
+    wait_until(lambda: any((run_dir / "checkpoints").glob(".*.partial")), "the save")
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         for process in ranks.processes:
             os.kill(process.pid, number)
@@ -144,11 +149,12 @@ def train_with_slow_disk(config: str) -> int:
         return main(["train", config])
 
 
+@pytest.mark.slow
 def test_a_signal_while_the_job_opens_stops_it_after_one_step(tmp_path: Path, books: Path) -> None:
     run_dir = tmp_path / "run"
     config = write_config(tmp_path / "run.yaml", books, run_dir, ENDLESS)
     ranks = start(config)
-    wait_for((run_dir / "lease.json").exists, "the lease")
+    wait_until((run_dir / "lease.json").exists, "the lease")
     assert not (run_dir / "metrics.jsonl").exists(), "it trains already: this proves nothing"
     os.kill(ranks.processes[1].pid, signal.SIGUSR2)
     ended = ranks.finish()
@@ -176,12 +182,13 @@ def test_the_file_keeps_a_run_from_being_started(tmp_path: Path, books: Path) ->
     run_dir.mkdir()
     (run_dir / "STOP").touch()
     text = refused(config, {})
-    assert f"{run_dir}/STOP is there: the run was told to stop; remove the file to go on" in text
+    assert f"{run_dir}/STOP is there" in text
     assert [path.name for path in run_dir.iterdir()] == ["STOP"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("end", "told"),
+    ("end", "reported"),
     [
         ("tomorrow", "DIST_MEM_JOB_END is 'tomorrow', but must be seconds since 1970"),
         ("nan", "DIST_MEM_JOB_END is 'nan', but must be seconds since 1970"),
@@ -190,26 +197,23 @@ def test_the_file_keeps_a_run_from_being_started(tmp_path: Path, books: Path) ->
     ],
     ids=["no number", "not finite", "past", "near"],
 )
-def test_an_end_of_the_time_that_cannot_be_kept_is_told_before_anything_is_built(
-    tmp_path: Path, books: Path, end: str, told: str
+def test_an_end_of_the_time_that_cannot_be_kept_is_reported_before_anything_is_built(
+    tmp_path: Path, books: Path, end: str, reported: str
 ) -> None:
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", ENDLESS)
     if end == "in 20 s":
         end = f"{time.time() + 20:.0f}"
-    code = EXIT_USAGE if "must be" in told else EXIT_FAILED
-    assert told in refused(config, {"DIST_MEM_JOB_END": end}, code)
+    code = EXIT_USAGE if "must be" in reported else EXIT_FAILED
+    assert reported in refused(config, {"DIST_MEM_JOB_END": end}, code)
     assert not (tmp_path / "run").exists()
 
 
 def seconds_needed(*, saved: float, steps: list[float]) -> float:
     clock = iter([0.0, *(sum(steps[: number + 1]) for number in range(len(steps)))])
-    job: Any = SimpleNamespace(
-        world=SimpleNamespace(rank=1),
-        meter=SimpleNamespace(training_seconds=lambda: next(clock)),
-        saver=SimpleNamespace(longest_seconds=lambda: saved),
+    world = World(rank=1, size=2, local_rank=1, local_size=2, device=torch.device("cpu"))
+    asked = Stopping(
+        Path("run"), world, StopSignal([]), training_seconds=lambda: next(clock), save_seconds=lambda: saved
     )
-    signals: Any = SimpleNamespace(received=None)
-    asked = Stopping(job, signals)
     assert not any(asked.is_asked_for() for _ in steps)
     return asked.seconds_needed()
 
@@ -235,6 +239,7 @@ def validation_points(run_dir: Path) -> list[tuple[int, float]]:
     return [(point.step, point.metrics[name]) for point in points if name in point.metrics]
 
 
+@pytest.mark.slow
 def test_a_stop_does_not_wait_for_an_evaluation_and_the_next_start_makes_it(
     tmp_path: Path, books: Path, rank_pool: Pool
 ) -> None:

@@ -17,10 +17,11 @@ from dist_mem.data.shard import read_index
 from dist_mem.memory.base import named_tensors
 from dist_mem.runtime.distributed import World
 from dist_mem.training.divergence import DivergedError
-from dist_mem.training.step import Flags, train_step
 from tests.support.jobs import checkpoint_content, difference, losses, train_here, write_config
 from tests.support.ranks import RankPool
 from tests.support.tiny import full_parameters, run_steps, tiny_config, tiny_job, update_of_rank
+
+pytestmark = pytest.mark.ranks
 
 ADAM = {"optimizer": {"kind": "adamw", "lr": 1e-2}, "train": {"micro_lanes": 2}}
 
@@ -39,14 +40,13 @@ def one_update_without_targets(world: World, stage: int) -> dict[str, Any]:
     before, memory_before = full_parameters(job), memory_of(job)
     update = update_of_rank(job.config, world, step=1)
     silent = [batch._replace(targets=torch.full_like(batch.targets, IGNORE)) for batch in update.batches]
-    outcome = train_step(job, update._replace(batches=silent, num_scored=0), 0, 0, Flags())
+    outcome = job.train(update._replace(batches=silent, num_scored=0), 0)
     unchanged = difference(before, full_parameters(job))
     memory_changed = difference(memory_before, memory_of(job))
     cursors = job.cursors.tolist()
-    job.step = 2
     outcomes = run_steps(job, first=2, last=3)
     return {
-        "again": outcome.again,
+        "overflows": outcome.overflows,
         "nll": outcome.totals.nll,
         "unchanged": unchanged,
         "memory_changed": memory_changed,
@@ -58,7 +58,7 @@ def one_update_without_targets(world: World, stage: int) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_update_without_targets_moves_memory_and_cursors_only(rank_pool: Callable[[int], RankPool], stage: int) -> None:
     for found in rank_pool(2).run(one_update_without_targets, stage):
-        assert not found["again"]
+        assert not found["overflows"]
         assert found["nll"] == 0.0
         assert found["unchanged"] is None
         assert found["memory_changed"] is not None
@@ -85,7 +85,7 @@ def poisoned_update(world: World, stage: int, what: str) -> tuple[str, str | Non
         weight = job.engine.module.final_norm.weight
         weight.register_hook(lambda gradient: gradient * torch.nan)
     try:
-        train_step(job, update, 300, 0, Flags())
+        job.train(update, 300)
     except DivergedError as error:
         message = str(error)
     else:
@@ -119,14 +119,8 @@ def fp16_steps(world: World, initial_scale_power: int) -> tuple[list[float], lis
     applied, nll = [], []
     for step in range(3):
         update = update_of_rank(config, world, step=step)
-        while True:
-            before = memory_of(job)
-            outcome = train_step(job, update, 300, 0, Flags())
-            applied.append(not outcome.again)
-            if not outcome.again:
-                break
-            assert difference(before, memory_of(job)) is None
-        job.step += 1
+        outcome = job.train(update, 300)
+        applied += [False] * outcome.overflows + [True]
         nll.append(outcome.totals.nll)
     return nll, applied, memory_of(job)
 
@@ -144,6 +138,7 @@ def test_fp16_overflow_feeds_the_same_segments_again(rank_pool: Callable[[int], 
             torch.testing.assert_close(value, calm_memory[name], rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_training_is_bit_identical_with_and_without_evaluation(
     tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool], stage: int
@@ -182,6 +177,7 @@ def test_mlflow_gets_points_facts_and_configuration_of_one_run(
     assert "mem_len: 24" in written.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("changes", [["deepspeed.zero_optimization.stage=0"], ["train.activation_checkpointing=true"]])
 def test_loss_falls(

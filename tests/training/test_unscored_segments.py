@@ -20,6 +20,8 @@ from tests.support import tiny
 from tests.support.ranks import RankPool
 from tests.support.tiny import VOCAB, full_parameters, ragged_segments, run_steps, tiny_config, tiny_job
 
+pytestmark = pytest.mark.ranks
+
 TRAIN = {"micro_lanes": 2, "segments_per_update": 3}  # two ranks: 2 lane groups of 2 lanes each
 COMPRESSIVE = {"kind": "compressive", "mem_len": 8, "cmem_len": 8, "compression_rate": 2, "loss_weight": 0.5}
 
@@ -98,7 +100,7 @@ def phases_of_agreements(world: World) -> list[str]:
 
     watchdog.begin_step(0)
     with mock.patch.object(update, "sum_over_ranks", noted):
-        update.train_step(job, update_of_rank, 100, 0, update.Flags())
+        job.train(update_of_rank, 100)
     return phases
 
 

@@ -19,6 +19,8 @@ from dist_mem.runtime.distributed import World
 from tests.support.ranks import RankPool
 from tests.support.tiny import VOCAB, full_parameters, ragged_segments, run_steps, tiny_config, tiny_job
 
+pytestmark = pytest.mark.ranks
+
 STAGES = (0, 1, 2, 3)
 
 
@@ -108,6 +110,7 @@ def one_rank_losses(rank_pool: Callable[[int], RankPool]) -> list[float]:
     return rank_pool(1).run(ten_losses, 0)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "stage"), [(1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (4, 0), (4, 3)]
 )

@@ -1,0 +1,74 @@
+"""The updates that this rank trains on, read one ahead: every step announces how many targets the next one has."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dist_mem.config import Config
+from dist_mem.data.batch import Update
+from dist_mem.data.lanes import LaneReader, training_reader
+from dist_mem.data.plan import Plan
+from dist_mem.data.remote.fetch import is_remote
+from dist_mem.runtime.distributed import World, on_all_ranks, sum_over_ranks
+from dist_mem.runtime.watchdog import UNWATCHED, beat
+from dist_mem.training.local_failure import LocalFailure
+from dist_mem.training.meter import Meter
+
+
+class Feed:
+    """The current update of this rank, and the next one. Creating it is collective."""
+
+    update: Update  # the current one
+    num_scored: int  # its targets, on all ranks
+
+    def __init__(self, config: Config, world: World, meter: Meter, failure: LocalFailure, *, cursors: Tensor) -> None:
+        """Open the training split at `cursors`, (P, 3) int64.
+
+        Raises:
+            RunError: on every rank, if any cannot read its lanes.
+        """
+        self._config, self._world, self._meter, self._failure = config, world, meter, failure
+        self._reader = self._open(cursors)
+
+    @property
+    def plan(self) -> Plan:
+        return self._reader.plan
+
+    def _open(self, cursors: Tensor) -> LaneReader:
+        world = self._world
+        return on_all_ranks(
+            lambda: training_reader(self._config, world_size=world.size, rank=world.rank, cursors=cursors),
+            f"reading {self._config.data.train_split}",
+        )
+
+    def restart(self, cursors: Tensor) -> None:
+        """Read on from these cursors, dropping what was read ahead; collective. Call `read_first` next."""
+        self._reader.close()
+        self._reader = self._open(cursors)
+
+    def read_first(self) -> None:
+        """Read the first update; collective.
+
+        Raises:
+            RunError: on every rank, if any cannot read it, or has failed before.
+        """
+        # The first shards of all lanes may be fetched now; the fetch has its own time limits.
+        beat(UNWATCHED if is_remote(self._config.data.path) else "reading data")
+        num_scored = self.read_ahead()
+        self._failure.raise_on_all_ranks()
+        self.advance(int(sum_over_ranks([num_scored], self._world.device)[0]))
+
+    def read_ahead(self) -> int:
+        """Read the next update; return its number of targets on this rank. An error is kept: see `LocalFailure`."""
+        with self._failure.kept():
+            self._next = self._meter.timed_next(self._reader)
+            return self._next.num_scored
+        return 0
+
+    def advance(self, num_scored: int) -> None:
+        """Make the next update the current one; `num_scored` is its number of targets on all ranks."""
+        self.update, self.num_scored = self._next, num_scored
+
+    def close(self) -> None:
+        """End the thread that reads; may be called more than once."""
+        self._reader.close()

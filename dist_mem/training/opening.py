@@ -1,0 +1,276 @@
+"""Open a training run: create its parts for a new run, or restore them from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from dist_mem.checkpoint.lane_states import open_checkpoints
+from dist_mem.checkpoint.resume_source import Resumption
+from dist_mem.checkpoint.saver import Saver
+from dist_mem.config import Config, deepspeed_block, save_config
+from dist_mem.data.batch_plan import idle_work, num_readable, total_steps
+from dist_mem.data.directory import open_index, open_tokenizer, refresh_on_all_ranks
+from dist_mem.data.lanes import check_tokenizer
+from dist_mem.data.plan import lanes_of_rank
+from dist_mem.data.remote.fetch import is_remote, show
+from dist_mem.data.shard import Index, fetch_shards
+from dist_mem.data.tokenizers.base import Tokenizer
+from dist_mem.engine.cpu_op import drop_buffer_name
+from dist_mem.engine.engine import Engine, start_communication
+from dist_mem.errors import RunError, StoppedEarlyError, run_error
+from dist_mem.evaluation.memory_estimate import evaluated_lanes, refuse_what_cannot_fit, training_parts
+from dist_mem.evaluation.scoring import lengths_to_score
+from dist_mem.gpt2.folder import load_pretrained
+from dist_mem.memory.outside import sources
+from dist_mem.model import MemoryLM
+from dist_mem.runtime.distributed import World, announced, gather_objects, on_all_ranks
+from dist_mem.runtime.environment import node_name
+from dist_mem.runtime.signals import StopSignal
+from dist_mem.runtime.stragglers import ForwardTimer, Stragglers
+from dist_mem.runtime.watchdog import UNWATCHED, beat
+from dist_mem.tracking.provenance import running_commit
+from dist_mem.tracking.start import describe_run, start_tracking
+from dist_mem.tracking.tracker import Tracker
+from dist_mem.training.context import Context, TrainState
+from dist_mem.training.divergence import Divergence
+from dist_mem.training.feed import Feed
+from dist_mem.training.local_failure import LocalFailure
+from dist_mem.training.meter import MEASUREMENTS, Meter
+from dist_mem.training.resume import Start, start
+
+LONGEST_GUESS = 100.0  # seconds; limit of the estimate of a save by the restore, which may wait for a cold disk
+
+
+def open_run(
+    config: Config, world: World, resumption: Resumption | None, stop_signal: StopSignal
+) -> tuple[Context, TrainState]:
+    """Build model, engine, feed and tracker; restore the checkpoint to resume from, if there is one; collective.
+
+    Args:
+        resumption: from `find_resumption`.
+        stop_signal: Ctrl-C ends the start between two of its parts.
+
+    Raises:
+        RunError: on every rank; data, configuration, checkpoints or run directory cannot be used, or
+            `StoppedEarlyError`.
+    """
+    try:
+        return _open_run(config, world, resumption, stop_signal)
+    except RunError:
+        raise
+    except ValueError as error:  # a memory, the plan or DeepSpeed rejects a value of the configuration
+        raise run_error(error) from error
+
+
+def _open_run(
+    config: Config, world: World, resumption: Resumption | None, stop_signal: StopSignal
+) -> tuple[Context, TrainState]:
+    tokenizer, indexes = _open_data(config)
+    leave_if_interrupted(stop_signal)
+    memory_sources = on_all_ranks(lambda: sources(config.memory), "reading the memory")
+    beat("opening")
+    _refuse_what_cannot_fit(config, world, tokenizer, indexes)
+    _start_communication(world, stop_signal)
+    lane_ids = torch.tensor(lanes_of(config, world))
+    with announced("building the model"):
+        engine, messages = _build(config, world, tokenizer.vocab_size, len(lane_ids), is_resumed=resumption is not None)
+    leave_if_interrupted(stop_signal)
+    commit = running_commit() if world.rank == 0 else None
+    beat("restoring")
+    with announced("restoring the checkpoint"):
+        begin = start(
+            config,
+            world,
+            resumption,
+            index=indexes[0],
+            engine=engine,
+            lane_ids=lane_ids,
+            sources=memory_sources,
+            commit=commit,
+        )
+    leave_if_interrupted(stop_signal)
+    beat("opening")
+    failure = LocalFailure()
+    lane_segments = config.train.lanes * config.train.segments_per_update
+    meter = Meter(lane_segments_per_update=lane_segments, saved=begin.metadata.get("meter"))
+    feed = Feed(config, world, meter, failure, cursors=begin.state.cursors)
+    tracker = _open_run_dir(config, world, begin, indexes, memory_sources, total_steps(config, feed.plan))
+    for message in [*begin.messages, *messages, *_idle_work(config, world, feed)]:
+        tracker.message(message)
+    context = Context(
+        config=config,
+        world=world,
+        engine=engine,
+        divergence=Divergence(config.divergence, begin.metadata.get("divergence", {})),
+        total_steps=total_steps(config, feed.plan),
+        run_dir=Path(config.run_dir),
+        index=indexes[0],
+        tokenizer=tokenizer,
+        feed=feed,
+        tracker=tracker,
+        meter=meter,
+        saver=_open_saver(config, world, begin, tracker),
+        stragglers=_compare_ranks(config, world, engine),
+        failure=failure,
+        commit=commit,
+        sources=memory_sources,
+        lane_ids=lane_ids,
+    )
+    return context, begin.state
+
+
+def lanes_of(config: Config, world: World) -> range:
+    """Return the numbers of this rank's lanes."""
+    train = config.train
+    return lanes_of_rank(train.lanes, world_size=world.size, rank=world.rank, micro_lanes=train.micro_lanes)
+
+
+def _build(
+    config: Config, world: World, vocab_size: int, num_lanes: int, *, is_resumed: bool
+) -> tuple[Engine, list[str]]:
+    """Return the engine with a newly initialized model, and messages about its pretrained weights."""
+    train, pretrained = config.train, config.model.pretrained
+    torch.manual_seed(train.seed)  # the same initial parameters on every rank
+    model = MemoryLM(config, vocab_size)
+    messages = []
+    if pretrained is not None and not is_resumed:
+        new = on_all_ranks(lambda: load_pretrained(model, config, vocab_size), f"reading {pretrained}")
+        messages = [f"weights of {pretrained}" + (f"; {len(new)} new tensors, as {new[0]}" if new else "")]
+    engine = Engine(
+        model,
+        config,
+        deepspeed_block(config),
+        world_size=world.size,
+        accumulation=num_lanes // train.micro_lanes * train.segments_per_update,
+        auxiliary_parameters=model.auxiliary_parameter_names(),
+    )
+    engine.train()
+    return engine, messages
+
+
+def _open_run_dir(
+    config: Config,
+    world: World,
+    begin: Start,
+    indexes: Sequence[Index],
+    memory_sources: dict[str, str],
+    total_steps: int,
+) -> Tracker:
+    """Open checkpoints, config.yaml and tracking on rank 0; return a tracker that records nothing on other ranks."""
+    run_dir = Path(config.run_dir)
+
+    def open_on_rank0() -> Tracker:
+        if world.rank != 0:
+            return Tracker()
+        open_checkpoints(run_dir, set_aside=begin.superseded)  # now, not at the first save hours later
+        save_config(config, run_dir / "config.yaml")
+        tracker = start_tracking(
+            config,
+            run_dir=run_dir,
+            run_id=begin.run_id,
+            total_steps=total_steps,
+            first_step=begin.state.step,
+            num_points=begin.metadata.get("points", 0),
+            measurements=MEASUREMENTS,
+        )
+        if config.tracking.mlflow:
+            describe_run(tracker, config, world, indexes, memory_sources)
+            tracker.log_tags(begin.tags)
+        return tracker
+
+    with announced(f"opening {run_dir}" + (" and MLflow" if config.tracking.mlflow else "")):
+        return on_all_ranks(open_on_rank0, f"opening {run_dir}")
+
+
+def _open_saver(config: Config, world: World, begin: Start, tracker: Tracker) -> Saver:
+    """Return the saver; until a save is measured, it expects one to take as long as the restore took."""
+    return Saver(
+        Path(config.run_dir),
+        world,
+        config.checkpoint,
+        flush_records=tracker.flush,
+        broken=begin.broken,
+        expected_seconds=min(begin.seconds, LONGEST_GUESS),
+    )
+
+
+def _idle_work(config: Config, world: World, feed: Feed) -> list[str]:
+    """Return a message about lanes without work; none if every lane has some."""
+    waste = idle_work(config.train, world.size, num_documents=num_readable(feed.plan))
+    return [": ".join(waste)] if waste else []
+
+
+def _compare_ranks(config: Config, world: World, engine: Engine) -> Stragglers:
+    """Return the detector of slow ranks; collective. It is off at ZeRO stage 3, where forwards wait for each other."""
+    threshold = config.watchdog.straggler
+    is_on = threshold is not None and world.size > 1 and engine.stage < 3
+    return Stragglers(
+        ForwardTimer(engine.module, world.device) if is_on else None,
+        rank=world.rank,
+        nodes=gather_objects(node_name()),
+        threshold=threshold or 0.0,
+    )
+
+
+def _open_data(config: Config) -> tuple[Tokenizer, list[Index]]:
+    """Fetch what a server has, and open tokenizer and splits on every rank; collective."""
+    beat(UNWATCHED if is_remote(config.data.path) or config.data.stage != "none" else "opening")
+    splits = [config.data.train_split, *([config.eval.split] if config.eval.every else [])]
+    with announced(f"opening {show(config.data.path)}"):
+        refresh_on_all_ranks(config.data, splits)
+        return on_all_ranks(lambda: check_data(config, splits), f"opening {show(config.data.path)}")
+
+
+def check_data(config: Config, splits: Sequence[str]) -> tuple[Tokenizer, list[Index]]:
+    """Open the tokenizer and the splits; check now what evaluation will need of the second one hours later."""
+    tokenizer = open_tokenizer(config.data)
+    indexes = [open_index(config.data, split) for split in splits]
+    for index in indexes:
+        check_tokenizer(index, tokenizer)
+    for index in indexes[1:]:
+        lengths_to_score(index, tokenizer, config)
+        fetch_shards(index)
+    return tokenizer, indexes
+
+
+def _refuse_what_cannot_fit(config: Config, world: World, tokenizer: Tokenizer, indexes: list[Index]) -> None:
+    """Before anything is allocated; every rank calls it. Raises UnusableError on every rank."""
+    read_at_once = [evaluated_lanes(config, index) for index in indexes[1:]]
+    parts = training_parts(
+        config,
+        tokenizer.vocab_size,
+        world_size=world.size,
+        on_gpu=world.device.type == "cuda",
+        eval_lanes=max(read_at_once, default=0),
+    )
+    refuse_what_cannot_fit(parts, world.device, gather=gather_objects)
+
+
+def leave_if_interrupted(stop_signal: StopSignal, *, by_any: bool = False) -> None:
+    """End the start, between two of its parts, if Ctrl-C was pressed; collective.
+
+    Signals of schedulers take effect after the first step, so that a job that is preempted at each start progresses.
+
+    Args:
+        by_any: end it after any signal, because this part of the start has failed and the signal is the reason.
+
+    Raises:
+        StoppedEarlyError: on every rank.
+    """
+    received = [name for name in gather_objects(stop_signal.received) if name and (by_any or name == "SIGINT")]
+    if received:
+        raise StoppedEarlyError(received[0])
+
+
+def _start_communication(world: World, stop_signal: StopSignal) -> None:
+    """Call `start_communication` on all ranks. It may fail because Ctrl-C in a terminal also reaches the compiler."""
+    try:
+        on_all_ranks(start_communication, "starting DeepSpeed")
+    except RunError:
+        leave_if_interrupted(stop_signal, by_any=True)
+        raise
+    leave_if_interrupted(stop_signal)
+    drop_buffer_name(world.rank)
