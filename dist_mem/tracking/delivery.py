@@ -3,27 +3,108 @@
 The number of sent entries is stored only in MLflow, in a tag of the run that is written after the entries it counts.
 Entries are flushed to disk before they are sent, so that no crash can leave MLflow ahead of the journal, which would
 make later entries count as sent. The next sender, a resumed job or `dist-mem track sync`, reads the tag first.
+
+MLflow cannot delete points, and draws two points of one step as a zigzag. So points that it has from before a rollback
+stay, and the points that replace them are sent under other names: `branch_2/loss` for steps 41 to 60, then `loss` again
+from step 61 on. Every name has every step once. Points superseded before they were sent are never sent.
 """
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dist_mem.runtime.files import fsync_path
-from dist_mem.tracking.branches import Branches
-from dist_mem.tracking.journal import Entry, JournalReader
-from dist_mem.tracking.mlflow_run import UID_TAG, MlflowRun, Target, is_refusal
-from dist_mem.tracking.refusals import brief
+from dist_mem.tracking.journal import Entry, JournalReader, find_entries, is_superseded, read_entries
+from dist_mem.tracking.mlflow_access import brief, is_refusal
+from dist_mem.tracking.mlflow_run import UID_TAG, MlflowRun, Target
 
 SENT_TAG = "dist_mem.sent"  # number of journal entries that MLflow has
 SENT_FILES_TAG = "dist_mem.sent_files"  # the same for files, whose store may be down while MLflow is up
+BRANCH_TAG = "dist_mem.branch_"  # + number; branch 1 is the run as it began
 _FILES = ("artifact", "text")
 _POINTS = ("point", "system")
 _LARGEST_BATCH = 70  # entries; about one request of 900 metrics
 _LONGEST_PAUSE = 10.0  # seconds between two attempts while MLflow is down
+
+
+class Branch(NamedTuple):
+    """The points by which a job replaces points that were logged before."""
+
+    number: int
+    record: Entry  # the "superseded" entry of the journal
+    last_sent: int  # last superseded step that MLflow has; smaller than `first` if it has none
+
+    @property
+    def first(self) -> int:
+        """The first step that differs."""
+        return int(self.record.body["first"])
+
+    @property
+    def description(self) -> str:
+        """The text of the run's tag for this branch, for users and for `read_last_sent`."""
+        made = datetime.fromtimestamp(self.record.body["before"] / 1000, UTC).isoformat(timespec="milliseconds")
+        if self.last_sent < self.first:
+            return f"steps {self.first} to {self.record.body['last']} made again from {made} on, before they were sent"
+        return (
+            f"steps {self.first} to {self.last_sent} logged before {made} count no more; those that do are "
+            f"branch_{self.number}/loss and so on"
+        )
+
+
+def read_last_sent(description: str) -> int:
+    """Return `last_sent` of a branch from its tag; -1 if none of its superseded points was sent."""
+    found = re.match(r"steps \d+ to (\d+) logged before", description)
+    return int(found[1]) if found else -1
+
+
+def find_branches(
+    journal: Path, known: Sequence[Branch], *, num_sent: int, tags: Mapping[str, str]
+) -> Sequence[Branch]:
+    """Return the branches of a journal after the known ones; tag the run with them before sending their points.
+
+    Args:
+        num_sent: number of entries that MLflow has.
+        tags: of the run; a tag of a branch was written before the branch's first point was sent.
+    """
+    branches = [*known]
+    for number, record in enumerate(find_entries(journal, "superseded")[len(known) :], start=2 + len(known)):
+        description = tags.get(f"{BRANCH_TAG}{number}")
+        if description is None:
+            last_sent = _last_sent(journal, record, num_sent, branches)
+        else:
+            last_sent = read_last_sent(description)
+        branches.append(Branch(number, record, last_sent))
+    return branches[len(known) :]
+
+
+def _last_sent(journal: Path, record: Entry, num_sent: int, older: Sequence[Branch]) -> int:
+    """Return the last step of the points from before a branch that MLflow has."""
+    records = [branch.record for branch in older]
+    sent = [
+        entry.body["step"]
+        for _, entry in zip(range(num_sent), read_entries(journal), strict=False)
+        if entry.kind == "point" and entry.time < record.body["before"] and not is_superseded(entry, records)
+    ]
+    return max([record.body["first"] - 1, *sent, *(branch.last_sent for branch in older)])
+
+
+def points_to_send(entries: Iterable[Entry], branches: Sequence[Branch]) -> list[Entry]:
+    """Return the entries that are not superseded, with their metrics renamed where they belong to a branch."""
+    records = [branch.record for branch in branches]
+    return [_renamed(entry, branches) for entry in entries if not is_superseded(entry, records)]
+
+
+def _renamed(entry: Entry, branches: Sequence[Branch]) -> Entry:
+    made_by = [branch for branch in branches if branch.record.body["before"] <= entry.time]
+    if entry.kind != "point" or not made_by or not made_by[-1].first <= entry.body["step"] <= made_by[-1].last_sent:
+        return entry
+    metrics = {f"branch_{made_by[-1].number}/{name}": value for name, value in entry.body["metrics"].items()}
+    return entry._replace(body={**entry.body, "metrics": metrics})
 
 
 class Sender:
@@ -36,11 +117,11 @@ class Sender:
         """
         self.run = MlflowRun(target, report=report)
         self.num_sent = 0  # entries sent by this object
+        self.branches: list[Branch] = []  # that were found so far
         self._uid = target.header.uid
         self._journal = journal
         self._report = report
         self._entries = self._files = JournalReader(journal)
-        self.branches = Branches()
         self._is_open = False
         self._batch_size = _LARGEST_BATCH
 
@@ -51,7 +132,7 @@ class Sender:
         while batch := self._entries.batch(self._batch_size):
             fsync_path(self._journal)
             if any(entry.kind == "superseded" for entry in batch):
-                self._learn_branches()
+                self._learn_branches({})
             try:
                 self._send_batch(batch, self.branches)
             except Exception:
@@ -74,7 +155,7 @@ class Sender:
         """Send another journal of the same run. No tag counts its entries, so all of them are sent."""
         entries = JournalReader(journal)
         while batch := entries.batch(_LARGEST_BATCH):
-            self._send_batch(batch, Branches())  # an evaluation belongs to its checkpoint, also after a rollback
+            self._send_batch(batch, branches=[])  # an evaluation belongs to its checkpoint, also after a rollback
             self._send_files(batch)
             entries.done()
             self.num_sent += len(batch)
@@ -85,22 +166,22 @@ class Sender:
         tags = self.run.tags if self.run.tags.get(UID_TAG) == self._uid else {}
         self._entries = JournalReader(self._journal, int(tags.get(SENT_TAG, 0)))
         self._files = JournalReader(self._journal, int(tags.get(SENT_FILES_TAG, 0)))
-        self.branches = Branches()
+        self.branches = []
         self._learn_branches(tags)
         self._is_open = True
 
-    def _learn_branches(self, tags: Mapping[str, str] | None = None) -> None:
+    def _learn_branches(self, tags: Mapping[str, str]) -> None:
         """Tag the run with its new branches before any of their points is sent."""
-        found = self.branches.learn(self._journal, self._entries.num_done, tags or {})
+        found = find_branches(self._journal, self.branches, num_sent=self._entries.num_done, tags=tags)
         for branch in found:
-            self.run.send_tags(branch.tag())
+            self.run.send_tags({f"{BRANCH_TAG}{branch.number}": branch.description})
             if branch.last_sent >= branch.first:
-                self._report(f"MLflow cannot delete points: {next(iter(branch.tag().values()))}")
-        self.branches.add(found)
+                self._report(f"MLflow cannot delete points: {branch.description}")
+        self.branches += found
 
-    def _send_batch(self, batch: Sequence[Entry], branches: Branches) -> None:
+    def _send_batch(self, batch: Sequence[Entry], branches: Sequence[Branch]) -> None:
         """Send all but files: first the points, then the rest in order, so that FINISHED follows the last point."""
-        points = branches.points(entry for entry in batch if entry.kind in _POINTS)
+        points = points_to_send((entry for entry in batch if entry.kind in _POINTS), branches)
         try:
             self.run.send_points(points)
         except Exception as error:
@@ -153,7 +234,6 @@ class Delivery:
         self._service = service
         self._interval = interval
         self._closing = threading.Event()
-        self._is_down = False
         self._is_complete = False
         self._thread = threading.Thread(target=self._work, name=f"delivery to {service}", daemon=True)
         self._thread.start()
@@ -169,29 +249,19 @@ class Delivery:
         return self._is_complete
 
     def _work(self) -> None:
-        pause = self._interval
-        is_last = False
+        pause, is_down, is_last = self._interval, False, False
         while not is_last:
             is_last = self._closing.is_set()  # read before sending: all that was written before `close` is sent
             try:
                 self._send()
             except Exception as error:  # no error of a client library may end the thread or the training
-                self._note_outage(error)
-                pause = min(2 * pause, _LONGEST_PAUSE)
+                if not is_down:
+                    reason = f"{self._service} cannot be used now ({brief(error)})"
+                    self._report(f"{reason}; nothing waits for it, all data are kept")
+                is_down, pause = True, min(2 * pause, _LONGEST_PAUSE)
             else:
-                self._note_success()
-                pause = self._interval
+                if is_down:
+                    self._report(f"{self._service} works again, and has everything")
+                is_down, pause = False, self._interval
                 self._is_complete = is_last
             self._closing.wait(pause)
-
-    def _note_outage(self, error: Exception) -> None:
-        if not self._is_down:
-            self._is_down = True
-            self._report(
-                f"{self._service} cannot be used now ({brief(error)}); nothing waits for it, all data are kept"
-            )
-
-    def _note_success(self) -> None:
-        if self._is_down:
-            self._is_down = False
-            self._report(f"{self._service} works again, and has everything")

@@ -19,13 +19,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dist_mem.errors import UnusableError
 from dist_mem.runtime.files import fsync_path, make_folder, naming, write_text
 
+JOURNAL = Path("mlflow") / "train.jsonl"  # in the run directory; journals of evaluations are in the same folder
 FORMAT_VERSION = 1
 DAMAGED = "damaged"  # kind of an entry that cannot be read
 
 
-class JournalError(ValueError):
+class JournalError(UnusableError):
     """A journal without a header, or of a newer format; or an entry that cannot be sent."""
 
 
@@ -52,16 +54,16 @@ def new_uid() -> str:
 
 def read_header(path: Path) -> Header:
     """Read the header of a journal. Raises JournalError."""
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         line = file.readline()
     try:
         content = json.loads(line)
         version = content.pop("format_version")
-        if version > FORMAT_VERSION:
-            raise JournalError(f"{path}: format_version {version} is newer than {FORMAT_VERSION}; update dist_mem")
-        return Header(**content)
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        if version <= FORMAT_VERSION:
+            return Header(**content)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise JournalError(f"{path}: the first line is no header of a journal ({error}); move the file away") from error
+    raise JournalError(f"{path}: format_version {version} is newer than {FORMAT_VERSION}; update dist_mem")
 
 
 def write_journal(path: Path, header: Header, entries: Iterable[Entry] = ()) -> None:

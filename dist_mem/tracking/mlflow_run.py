@@ -11,26 +11,29 @@ import logging
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
+from dist_mem.config import Config
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.environment import quiet_tracking_environment
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.names import is_plain_path
 from dist_mem.tracking.journal import Entry, Header, JournalError
 from dist_mem.tracking.mlflow_tables import prepare
-from dist_mem.tracking.run_id import RUN_ID_FILE, read_run_id
+from dist_mem.tracking.stores import RUN_ID_FILE, read_run_id, store_uri
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
 
 UID_TAG = "dist_mem.uid"  # id of the journal whose entries the tags of delivery.py count
 _METRICS_PER_REQUEST = 900  # MLflow takes 1000 metrics, parameters and tags together
 _PARAMS_PER_REQUEST = 100
 _PARAM_CHARS = 500  # mlflow 3 takes 6000, the servers of earlier versions 500; the whole configuration is an artifact
 _TAG_CHARS = 5000  # mlflow 3 takes 8000, the servers of earlier versions 5000
-
-
 # A job that ended before MLflow answered leaves a thread that still waits; the next job in this process waits for it.
 _OPENING: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by uid of the journal
 
@@ -42,6 +45,13 @@ class Target(NamedTuple):
     run_dir: Path
     header: Header  # of its journal
     is_named: bool = True  # False: only the run directory names the uri, and it may come from anybody
+
+
+def target_of(config: Config, run_dir: Path, header: Header, *, is_named: bool = True) -> Target:
+    """Return the run of a journal. `tracking.experiment` may be set after the journal exists, before the run does."""
+    if config.tracking.experiment:
+        header = header._replace(experiment={"name": config.tracking.experiment})
+    return Target(store_uri(config), run_dir, header, is_named)
 
 
 def import_mlflow_quietly() -> None:
@@ -57,52 +67,13 @@ def import_mlflow_quietly() -> None:
     )
 
 
-def connect(uri: str, report: Callable[[str], None] = print) -> Any:
+def connect(uri: str, report: Callable[[str], None] = print) -> MlflowClient:
     """Return an MlflowClient, after creating the tables of a new SQLite store (1 to 7 s), see `prepare`."""
     import_mlflow_quietly()
     from mlflow import MlflowClient
 
     prepare(uri, report)
     return MlflowClient(uri)
-
-
-def ask_for_access(uri: str, experiment: Mapping[str, str], run_id: str | None) -> None:
-    """Send a server the requests that a run will need, with the user's credentials, without changing anything there.
-
-    Args:
-        run_id: the run to continue; None: a new run of the experiment.
-
-    Raises:
-        MlflowException: the server does not answer, or its status is 401, 403 or another refusal.
-    """
-    import_mlflow_quietly()
-    from mlflow.utils.credentials import get_default_host_creds
-    from mlflow.utils.rest_utils import http_request, verify_rest_response
-
-    def ask(endpoint: str, method: str, **content: Any) -> Any:
-        path = f"/api/2.0/mlflow/{endpoint}"
-        response = http_request(host_creds=get_default_host_creds(uri), endpoint=path, method=method, **content)
-        if response.status_code in (400, 404):  # access was granted
-            return {}
-        return verify_rest_response(response, path).json()
-
-    if run_id is not None:
-        ask("runs/log-batch", "POST", json={"run_id": run_id})
-        return
-    key = f"experiment_{'id' if 'id' in experiment else 'name'}"
-    endpoint = "experiments/get" if "id" in experiment else "experiments/get-by-name"
-    found = ask(endpoint, "GET", params={key: next(iter(experiment.values()))}).get("experiment")
-    if found is not None:  # an invalid request for a new run: the server checks permissions first
-        ask("runs/create", "POST", json={"experiment_id": found["experiment_id"], "start_time": "never"})
-
-
-def is_refusal(error: Exception) -> bool:
-    """Whether MLflow will never accept this: a bad value, a deleted run, a missing file."""
-    from mlflow.exceptions import MlflowException
-
-    if isinstance(error, MlflowException):
-        return error.get_http_status_code() in (400, 404)
-    return isinstance(error, (FileNotFoundError, JournalError))
 
 
 def client_tags() -> dict[str, str]:
@@ -118,33 +89,12 @@ def client_tags() -> dict[str, str]:
     return {name: value for name, value in resolve_tags(ignore=ignore).items() if name != "mlflow.user"}
 
 
-def system_monitors() -> list[Any]:
-    """Return MLflow's monitors of this machine: CPU, disk, network, and GPUs if it has any."""
-    import_mlflow_quietly()
-    from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
-    from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
-    from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
-    from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
-
-    monitors = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
-    try:
-        monitors.append(GPUMonitor())
-    except Exception:  # no nvidia-ml-py, no GPU, or a driver error: MLflow's thread ignores it too
-        return monitors
-    return monitors
-
-
 def file_inside(run_dir: Path, name: object) -> Path:
     """Return the file `name` of a run directory. Raises JournalError if it is no file, or outside by .. or a link."""
     path = run_dir / name if isinstance(name, str) else run_dir
     if not (path.is_file() and path.resolve().is_relative_to(run_dir.resolve())):
         raise JournalError(f"{name!a} is no file inside the run directory")
     return path
-
-
-def _chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
 
 
 class MlflowRun:
@@ -173,14 +123,15 @@ class MlflowRun:
         self.run_id, self.tags, self._params = run.info.run_id, run.data.tags, dict(run.data.params)
         self._report(f"MLflow run {run.info.run_name} ({self.run_id}) at {self._target.uri}")
 
-    def _find_or_create(self, start_time: int | None) -> Any:
+    def _find_or_create(self, start_time: int | None) -> Run:
         uri, run_dir, header, _ = self._target
         known = read_run_id(run_dir)
         self._client = self._client or connect(uri, self._report)
         run = _find_run(self._client, known) if known else None
         if run is None:
             experiment_id = _experiment_id(self._client, header.experiment)
-            run = _search_run(self._client, experiment_id, header.uid)
+            lost = f"tags.`{UID_TAG}` = '{header.uid}'"  # created by a request whose response was lost
+            run = next(iter(self._client.search_runs([experiment_id], lost, max_results=1)), None)
         if run is None:
             if known:
                 self._report(f"MLflow at {uri} has no run {known}: creating a new one, with everything from the start")
@@ -193,7 +144,7 @@ class MlflowRun:
 
     def is_there(self) -> bool:
         """Whether MLflow still has the run."""
-        return _find_run(self._client, self.run_id) is not None
+        return self.run_id is not None and _find_run(self._client, self.run_id) is not None
 
     def steps_of(self, name: str) -> set[int]:
         """Return the steps at which the run has this metric."""
@@ -208,8 +159,8 @@ class MlflowRun:
             for entry in entries
             for name, value in entry.body["metrics"].items()
         ]
-        for chunk in _chunks(metrics, _METRICS_PER_REQUEST):
-            self._client.log_batch(self.run_id, metrics=chunk)
+        for start in range(0, len(metrics), _METRICS_PER_REQUEST):
+            self._client.log_batch(self.run_id, metrics=metrics[start : start + _METRICS_PER_REQUEST])
 
     def send_tags(self, tags: Mapping[str, str]) -> None:
         """Send tags, at most 100."""
@@ -233,16 +184,12 @@ class MlflowRun:
                 if not is_plain_path(body["name"]):
                     raise JournalError(f"{body['name']!a} is no plain name for a text")
                 self._client.log_text(self.run_id, body["text"], body["name"])
+            case "status" if body["status"] == "RUNNING":
+                self._client.update_run(self.run_id, status="RUNNING")
             case "status":
-                self._send_status(body["status"], entry.time)
+                self._client.set_terminated(self.run_id, body["status"], entry.time)
             case _:
                 raise JournalError(f"this is no entry that can be read: {entry}")
-
-    def _send_status(self, status: str, time: int) -> None:
-        if status == "RUNNING":
-            self._client.update_run(self.run_id, status=status)
-        else:
-            self._client.set_terminated(self.run_id, status, time)
 
     def _send_params(self, params: Mapping[str, str], *, step: int) -> None:
         """Send new parameters; describe changed ones, which MLflow refuses, in a tag with the step."""
@@ -250,8 +197,8 @@ class MlflowRun:
 
         cut = {name: value[:_PARAM_CHARS] for name, value in params.items()}
         new = [Param(name, value) for name, value in cut.items() if name not in self._params]
-        for chunk in _chunks(new, _PARAMS_PER_REQUEST):
-            self._client.log_batch(self.run_id, params=chunk)
+        for start in range(0, len(new), _PARAMS_PER_REQUEST):
+            self._client.log_batch(self.run_id, params=new[start : start + _PARAMS_PER_REQUEST])
         changes = [
             f"{name}: {self._params[name]} -> {value}"
             for name, value in cut.items()
@@ -280,7 +227,7 @@ class MlflowRun:
         self._client.log_inputs(self.run_id, datasets=inputs)
 
 
-def _find_run(client: Any, run_id: str | None) -> Any:
+def _find_run(client: MlflowClient, run_id: str) -> Run | None:
     """Return the run; None if the store does not have it or the user has deleted it."""
     from mlflow.exceptions import MlflowException
 
@@ -293,13 +240,7 @@ def _find_run(client: Any, run_id: str | None) -> Any:
     return run if run.info.lifecycle_stage == "active" else None
 
 
-def _search_run(client: Any, experiment_id: str, uid: str) -> Any:
-    """Return the run of an earlier request whose response was lost; None without one."""
-    found = client.search_runs([experiment_id], f"tags.`{UID_TAG}` = '{uid}'", max_results=1)
-    return found[0] if found else None
-
-
-def _experiment_id(client: Any, experiment: Mapping[str, str]) -> str:
+def _experiment_id(client: MlflowClient, experiment: Mapping[str, str]) -> str:
     """Return the id of the experiment, which is created if none has the name."""
     from mlflow.exceptions import MlflowException
 

@@ -7,12 +7,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from types import TracebackType
 from typing import TextIO
 
 from tqdm import tqdm
 
-from dist_mem.tracking.sinks import Point, Sink
+from dist_mem.tracking.tracker import Point, Sink
 
 # The metrics that the progress line knows by name (dist_mem.training.meter makes them).
 LOSS = "loss"
@@ -78,19 +77,20 @@ class ProgressLines(Sink):
         if LOSS not in point.metrics:
             self.message(_details(point))
         elif point.step % self._every == 0 or point.step >= self._total_steps:
-            parts = [
-                f"step {point.step}/{self._total_steps}",
-                *_measures(point.metrics),
-                f"eta {self._time_left(point.step)}",
-            ]
-            self.message("  ".join(parts))
-
-    def _time_left(self, step: int) -> timedelta:
-        steps_done = max(1, step - self._first_step)
-        return time_left(time.monotonic() - self._started, steps_done, max(0, self._total_steps - step))
+            seconds, steps_left = time.monotonic() - self._started, max(0, self._total_steps - point.step)
+            eta = time_left(seconds, max(1, point.step - self._first_step), steps_left)
+            step = f"step {point.step}/{self._total_steps}"
+            self.message("  ".join([step, *_measures(point.metrics), f"eta {eta}"]))
 
     def message(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
+
+
+def progress_sink(*, total_steps: int, first_step: int, every: int) -> Sink:
+    """Return a progress bar if stderr is a terminal, else a sink of lines."""
+    if sys.stderr.isatty():
+        return ProgressBar(total_steps=total_steps, first_step=first_step)
+    return ProgressLines(total_steps=total_steps, first_step=first_step, every=every)
 
 
 def time_left(seconds: float, done: float, left: float) -> timedelta:
@@ -127,23 +127,22 @@ class Progress:
         self._done = 0.0
         self._clock = clock
         self._started = self._last_line = clock()
-        self._bar = self._open_bar() if shown and self._stream.isatty() else None
-
-    def _open_bar(self) -> tqdm:
-        return tqdm(
-            total=self._total,
-            desc=self._what,
-            unit=f" {self._unit}",
-            unit_scale=True,
-            dynamic_ncols=True,
-            leave=False,  # the results are printed instead
-            file=self._stream,
-        )
+        self._bar: tqdm | None = None
+        if shown and self._stream.isatty():
+            self._bar = tqdm(
+                total=total,
+                desc=what,
+                unit=f" {unit}",
+                unit_scale=True,
+                dynamic_ncols=True,
+                leave=False,  # the results are printed instead
+                file=self._stream,
+            )
 
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
 
@@ -163,10 +162,3 @@ class Progress:
         left = time_left(seconds, self._done, max(0.0, self._total - self._done))
         done = f"{self._done:,.0f} of {self._total:,} {self._unit}"
         return f"{self._what}: {done}  {self._done / seconds:,.1f} {self._unit}/s  eta {left}"
-
-
-def progress_sink(*, total_steps: int, first_step: int, every: int) -> Sink:
-    """Return a progress bar if stderr is a terminal, else a sink of lines."""
-    if sys.stderr.isatty():
-        return ProgressBar(total_steps=total_steps, first_step=first_step)
-    return ProgressLines(total_steps=total_steps, first_step=first_step, every=every)

@@ -79,30 +79,34 @@ def git_state(package: Path = PACKAGE) -> GitState:
     if kept := _read_kept(package):
         return GitState(kept["tags"], kept["diff"])
     try:
-        if not _git(package, "ls-files", "__init__.py"):
-            raise GitError(f"{package} is not part of a checkout, although one surrounds it")
+        _check_checkout(package)
     except GitError as error:
         return GitState({"version.dist_mem": __version__, UNKNOWN_TAG: str(error)}, "")
-    queries: dict[str, Callable[[Path], str]] = {
-        "mlflow.source.git.commit": _commit,
-        "mlflow.source.git.branch": _branch,
-        "mlflow.source.git.repoURL": _remote,
-        UNTRACKED_TAG: _untracked,
+    queries: dict[str, Callable[[], str]] = {
+        "mlflow.source.git.commit": lambda: _git(package, "log", "-1", "--no-show-signature", "--format=%H").strip(),
+        "mlflow.source.git.branch": lambda: _branch(package),
+        "mlflow.source.git.repoURL": lambda: _remote(package),
+        UNTRACKED_TAG: lambda: ", ".join(_git(package, "ls-files", "--others", "--exclude-standard").splitlines()),
     }
     tags, reasons, diff = {}, [], ""
     for tag, find in queries.items():
         try:
-            tags[tag] = find(package)
+            tags[tag] = find()
         except GitError as error:
             reasons.append(f"{tag.rpartition('.')[2]}: {error}")
     try:
-        diff = _diff(package)
+        # The user's configuration may ask for other prefixes, colours, or another program altogether.
+        plain = ("-c", "diff.noprefix=false", "-c", "diff.mnemonicPrefix=false", "-c", "diff.relative=false")
+        diff = _git(package, *plain, "diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color")
         tags["mlflow.source.git.dirty"] = "true" if diff else "false"  # as in MLflow, untracked files do not count
     except GitError as error:
         reasons.append(f"dirty: {error}")
     if reasons:
         tags[UNKNOWN_TAG] = "; ".join(reasons)
-    return GitState({tag: value for tag, value in tags.items() if value}, _cut(diff))
+    if len(diff) > MAX_DIFF_CHARS:
+        cut = f"[cut here: {MAX_DIFF_CHARS:,} of {len(diff):,} characters]"
+        diff = f"{diff[:MAX_DIFF_CHARS]}\n{cut}\n"
+    return GitState({tag: value for tag, value in tags.items() if value}, diff)
 
 
 def running_commit(package: Path = PACKAGE) -> str | None:
@@ -111,8 +115,7 @@ def running_commit(package: Path = PACKAGE) -> str | None:
         commit: str | None = kept["commit"]
         return commit
     try:
-        if not _git(package, "ls-files", "__init__.py"):
-            return None
+        _check_checkout(package)
         return _git(package, "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*").strip()
     except GitError:
         return None
@@ -167,8 +170,10 @@ def _git(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def _commit(folder: Path) -> str:
-    return _git(folder, "log", "-1", "--no-show-signature", "--format=%H").strip()
+def _check_checkout(package: Path) -> None:
+    """Raise GitError if a package is not part of a checkout."""
+    if not _git(package, "ls-files", "__init__.py"):
+        raise GitError(f"{package} is not part of a checkout, although one surrounds it")
 
 
 def _branch(folder: Path) -> str:
@@ -184,32 +189,19 @@ def _remote(folder: Path) -> str:
     if not remotes:
         return ""
     name = "origin" if "origin" in remotes else remotes[0]
-    return without_credentials(_git(folder, "config", "--get", f"remote.{name}.url").strip())
+    try:
+        return without_credentials(_git(folder, "config", "--get", f"remote.{name}.url").strip())
+    except ValueError:
+        raise GitError("its URL cannot be read") from None
 
 
 def without_credentials(url: str) -> str:
-    """Return the URL without user, password and query; `git@host:path` contains no secret and is unchanged."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:  # as for an unmatched bracket
-        raise GitError("its URL cannot be read") from None
+    """Return the URL without user, password and query; `git@host:path` contains no secret and is unchanged.
+
+    Raises:
+        ValueError: the URL is malformed, as by an unmatched bracket.
+    """
+    parts = urlsplit(url)
     if not (parts.scheme and parts.netloc):
         return url
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
-
-
-def _untracked(folder: Path) -> str:
-    """Return the names of the package's files that git neither tracks nor ignores; empty if there are none."""
-    return ", ".join(_git(folder, "ls-files", "--others", "--exclude-standard").splitlines())
-
-
-def _diff(folder: Path) -> str:
-    # The user's configuration may ask for other prefixes, colours, or another program altogether.
-    plain = ("-c", "diff.noprefix=false", "-c", "diff.mnemonicPrefix=false", "-c", "diff.relative=false")
-    return _git(folder, *plain, "diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color")
-
-
-def _cut(diff: str) -> str:
-    if len(diff) <= MAX_DIFF_CHARS:
-        return diff
-    return f"{diff[:MAX_DIFF_CHARS]}\n[cut here: {MAX_DIFF_CHARS:,} of {len(diff):,} characters]\n"

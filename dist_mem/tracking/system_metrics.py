@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from dist_mem.errors import TakenOverError
+from dist_mem.tracking.mlflow_run import import_mlflow_quietly
 
 PREFIX = "system/"
 
@@ -28,6 +29,22 @@ class Monitor(Protocol):
 
     def clear_metrics(self) -> None:
         """Discard the samples."""
+
+
+def system_monitors() -> list[Any]:
+    """Return MLflow's monitors of this machine: CPU, disk, network, and GPUs if it has any."""
+    import_mlflow_quietly()
+    from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
+    from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
+    from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
+    from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
+
+    monitors = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
+    try:
+        monitors.append(GPUMonitor())
+    except Exception:  # no nvidia-ml-py, no GPU, or a driver error: MLflow's thread ignores it too
+        return monitors
+    return monitors
 
 
 class SystemMetrics:

@@ -1,13 +1,65 @@
-"""The tracker: it passes the metrics, parameters, files and messages of a run to its sinks."""
+"""The tracker of a run, which passes everything that is logged to its sinks, and metrics.jsonl, the sink of every run.
+
+Every logged step is one `Point`. metrics.jsonl in the run directory holds all points of a run, each step once: a
+resumed run first drops the points past the step it was restored to.
+"""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from dist_mem.config.check import flatten
-from dist_mem.tracking.sinks import STATUSES, Point, Sink
+from dist_mem.errors import UnusableError
+from dist_mem.runtime.files import fsync_path, naming, write_text
+
+METRICS_FILE = "metrics.jsonl"
+STATUSES = ("FINISHED", "FAILED", "KILLED")
+
+
+class Point(NamedTuple):
+    """The metrics of one step."""
+
+    step: int
+    time: float  # seconds since 1970
+    metrics: Mapping[str, float]  # of training: "loss"; of an evaluation: "validation/word_perplexity"
+
+
+class Sink:
+    """A destination of a tracker's data. Subclasses override the methods they need; the others do nothing."""
+
+    num_points = 0  # that the run has logged, including lost ones; 0 for a sink that does not count
+
+    @property
+    def run_id(self) -> str | None:
+        """The MLflow run; None if this is not the sink for MLflow, or MLflow has not answered yet."""
+        return None
+
+    def log(self, point: Point) -> None:
+        """Log the metrics of one step."""
+
+    def record(self, kind: str, body: Mapping[str, Any]) -> None:
+        """Record other data of the run; kinds and bodies are those of a journal's entries."""
+
+    def rewind(self, step: int) -> None:
+        """Go back to `step`: points past it are superseded, and may be logged again."""
+
+    def flush(self) -> None:
+        """Flush all logged data to disk; other threads may call it while points are logged.
+
+        Raises:
+            OSError: names the file.
+        """
+
+    def message(self, text: str) -> None:
+        """Show a line to the user."""
+
+    def close(self, status: str) -> None:
+        """Close the sink; `status` is FINISHED, FAILED or KILLED."""
 
 
 class Tracker:
@@ -79,3 +131,75 @@ class Tracker:
             raise ValueError(f"tracking status {status!r}: must be one of {', '.join(STATUSES)}")
         for sink in self._sinks:
             sink.close(status)
+
+
+def read_points(path: Path) -> list[Point]:
+    """Return the points of a metrics file, in order; an absent file has none.
+
+    An incomplete last line (the process was killed while writing it) is ignored.
+
+    Raises:
+        UnusableError: another line is not a point.
+    """
+    if not path.exists():
+        return []
+    points = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
+        if not line.endswith("\n"):
+            break
+        try:
+            record = json.loads(line)
+            points.append(Point(record["step"], record["time"], record["metrics"]))
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            reason = f"{path}: line {number} is not a logged step ({error})"
+            raise UnusableError(f"{reason}; remove or fix that line") from error
+    return points
+
+
+class MetricsFile(Sink):
+    """metrics.jsonl: {"step": 10, "time": 1764000000.0, "metrics": {"loss": 5.1}}, one line per logged point."""
+
+    def __init__(
+        self, path: Path, *, first_step: int, num_points: int = 0, guard: Callable[[], None] = lambda: None
+    ) -> None:
+        """Drop the points past `first_step`, the step the run continues from (0: a fresh start), then append.
+
+        Args:
+            num_points: points that were logged up to there; those that the file no longer has count as lost.
+            guard: raises when this process may no longer write.
+        """
+        self._path, self._guard, self.num_lost = path, guard, 0
+        self._open(first_step)
+        self.num_lost = max(0, num_points - len(self.kept))
+        self.num_points += self.num_lost
+
+    def _open(self, first_step: int) -> None:
+        self.kept = [point for point in read_points(self._path) if point.step <= first_step]
+        self.num_points = self.num_lost + len(self.kept)
+        write_text(self._path, "".join(_encode(point) for point in self.kept))
+        # one line is buffered: a kill loses no more
+        self._file = self._path.open("a", encoding="utf-8", newline="\n", buffering=1)
+
+    def log(self, point: Point) -> None:
+        self._guard()
+        self.num_points += 1  # also if the write fails: the point was logged, and is lost
+        with naming(self._path):
+            self._file.write(_encode(point))
+
+    def flush(self) -> None:
+        with naming(self._path):
+            fsync_path(self._path)
+
+    def rewind(self, step: int) -> None:
+        self._guard()
+        self._file.close()
+        self._open(step)
+
+    def close(self, status: str) -> None:
+        with suppress(OSError):  # a full disk: reported when the point was logged
+            self._file.close()
+            self.flush()
+
+
+def _encode(point: Point) -> str:
+    return json.dumps(point._asdict()) + "\n"  # a non-finite value is written as NaN or Infinity, as Python reads it

@@ -1,4 +1,4 @@
-"""A sync counts: it never says that MLflow has everything of a run whose points are missing somewhere."""
+"""A sync compares the points: it never reports that MLflow has everything of a run that has lost some."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import pytest
 
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED
 from dist_mem.tracking import sync
-from dist_mem.tracking.journal import new_uid, read_header
-from dist_mem.tracking.run_id import RUN_ID_FILE
-from dist_mem.tracking.sinks import METRICS_FILE
-from dist_mem.tracking.start import JOURNAL
+from dist_mem.tracking.journal import JOURNAL, new_uid, read_header
+from dist_mem.tracking.stores import RUN_ID_FILE
+from dist_mem.tracking.tracker import METRICS_FILE
 from tests.support.jobs import train_here, write_config
 from tests.support.ranks import RankPool
 from tests.support.tracked import history
+
+pytestmark = pytest.mark.ranks
 
 STEPS, EVERY = 10, 4
 
@@ -75,16 +76,16 @@ LOSSES: dict[str, tuple[Callable[[Path, Any], None], str]] = {
 
 
 @pytest.mark.parametrize("place", LOSSES)
-def test_a_sync_says_which_points_are_missing(
+def test_sync_names_missing_points(
     tmp_path: Path, trained: Path, sqlite_uri: str, client: Any, capsys: pytest.CaptureFixture[str], place: str
 ) -> None:
-    lose, told = LOSSES[place]
+    lose, expected = LOSSES[place]
     run_dir = copy_of(trained, tmp_path)
     lose(run_dir, client)
     for _ in range(2):
         assert sync.run([run_dir], [f"tracking.uri={sqlite_uri}"]) == EXIT_FAILED
         output = capsys.readouterr()
-        assert told in output.err and "MLflow has everything" not in output.out
+        assert expected in output.err and "MLflow has everything" not in output.out
     run_id = (run_dir / RUN_ID_FILE).read_text().strip()
     left = range(1, 7 if place != "metrics.jsonl" else STEPS + 1)
     assert [step for step, _ in history(client, run_id, "loss")] == list(left)

@@ -20,8 +20,8 @@ from dist_mem.tracking.journal import (
     read_entries,
     write_journal,
 )
-from dist_mem.tracking.rollback import Rollback
-from dist_mem.tracking.sinks import Point
+from dist_mem.tracking.journal_sink import Rollback
+from dist_mem.tracking.tracker import Point
 
 HEADER = Header("uid", "demo", {"name": "dist_mem"})
 
@@ -43,7 +43,7 @@ def test_entries_are_on_disk_when_append_returns_and_in_order(tmp_path: Path) ->
 
 
 def test_every_job_is_later_than_the_one_before_on_a_node_with_a_slow_clock_too(tmp_path: Path) -> None:
-    """Else points of the earlier job could not be told from those that supersede them."""
+    """Otherwise points of the earlier job could not be distinguished from those that supersede them."""
     path = begin(tmp_path)
     for now in (1000.0, 400.0, 1001.5):
         journal = Journal(path)
@@ -98,7 +98,7 @@ def test_a_reader_repeats_a_batch_until_it_is_done(tmp_path: Path) -> None:
     assert (reader.batch(9), reader.num_done) == ([], 5)
 
 
-def test_a_reader_stands_behind_what_is_done_or_before_all_of_a_shorter_copy(tmp_path: Path) -> None:
+def test_reader_starts_after_the_sent_entries_or_at_the_start_of_a_shorter_copy(tmp_path: Path) -> None:
     path = begin(tmp_path)
     entries = [Entry("status", number, {}) for number in range(5)]
     write_journal(path, HEADER, entries)

@@ -12,6 +12,7 @@ import pytest
 
 from dist_mem.tracking.mlflow_run import connect, import_mlflow_quietly
 from tests.support.forked_ranks import SIGKILLED, fork_server
+from tests.support.limits import limit
 
 WITHIN = [150, 1200]  # statements of the making: the first tables are there, and later ones are being copied
 
@@ -41,10 +42,11 @@ def make_until(uri: str, deadly: int, *, in_place: bool) -> None:
 def kill_in(uri: str, deadly: int, *, in_place: bool = False) -> None:
     maker = fork_server().Process(target=make_until, args=(uri, deadly), kwargs={"in_place": in_place})
     maker.start()
-    maker.join(120)
+    maker.join(limit(120))
     assert maker.exitcode == SIGKILLED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deadly", WITHIN)
 def test_a_kill_while_the_tables_are_made_leaves_a_store_that_can_be_used(tmp_path: Path, deadly: int) -> None:
     path = tmp_path / "mlflow.db"
@@ -55,17 +57,18 @@ def test_a_kill_while_the_tables_are_made_leaves_a_store_that_can_be_used(tmp_pa
     assert [found.name for found in tmp_path.iterdir() if not found.name.startswith(".")] == ["mlflow.db"]
 
 
+@pytest.mark.slow
 def test_tables_that_a_kill_left_unfinished_are_set_aside_and_made_again(tmp_path: Path) -> None:
     """By MLflow's own server, or by a version of before; not while somebody may still be making them."""
-    path, told = tmp_path / "mlflow.db", []
+    path, printed = tmp_path / "mlflow.db", []
     kill_in(f"sqlite:///{path}", WITHIN[0], in_place=True)
     with pytest.raises(RuntimeError, match=r"mlflow\.db: its tables are incomplete"):
-        connect(f"sqlite:///{path}", report=told.append)
+        connect(f"sqlite:///{path}", report=printed.append)
     long_ago = time.time() - 3600
     os.utime(path, (long_ago, long_ago))
-    client = connect(f"sqlite:///{path}", report=told.append)
+    client = connect(f"sqlite:///{path}", report=printed.append)
     assert client.create_experiment("usable")
-    assert told == [
+    assert printed == [
         f"{path}: the process that created its tables was killed; they hold no run, and are kept as {path}.broken"
     ]
     assert path.with_name("mlflow.db.broken").exists()

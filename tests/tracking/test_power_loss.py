@@ -11,11 +11,13 @@ import pytest
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import list_steps
 from dist_mem.runtime.lease import Lease
-from dist_mem.tracking.journal import read_entries
-from dist_mem.tracking.start import JOURNAL
+from dist_mem.tracking.journal import JOURNAL, read_entries
 from tests.support.forked_ranks import Ranks, fork_server
-from tests.support.jobs import build_books, logged_steps, wait_for, write_config
+from tests.support.jobs import build_books, logged_steps, write_config
+from tests.support.limits import wait_until
 from tests.support.power import Disk, disk_without_power
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 EVERY = 4  # steps between two checkpoints
 
@@ -31,7 +33,7 @@ def cut_in_mid_run(disk: Disk, config: Path, run_dir: Path, *, num_saves: int) -
     had = last_saved(run_dir)
     job = Ranks(main, [[["train", str(config)]]], folder=config.parent)
     try:
-        wait_for(lambda: last_saved(run_dir) >= had + num_saves * EVERY, f"{num_saves} checkpoints")
+        wait_until(lambda: last_saved(run_dir) >= had + num_saves * EVERY, f"{num_saves} checkpoints")
         disk.cut()
     finally:
         for process in job.processes:

@@ -49,7 +49,7 @@ def package(tmp_path: Path) -> Path:
     return package
 
 
-def test_clean_checkout_is_told_by_mlflows_names(package: Path) -> None:
+def test_clean_checkout_is_described_under_mlflows_names(package: Path) -> None:
     git(package, "remote", "add", "fork", "https://somewhere/else")
     git(package, "remote", "add", "origin", "https://ann:secret@host.org:8443/group/project.git?token=secret")
     assert git_state(package) == (
@@ -89,7 +89,7 @@ def test_new_files_are_named_and_their_content_is_kept_out(package: Path) -> Non
     assert (tags[UNTRACKED_TAG], tags[f"{GIT}dirty"], diff) == ("mine.py", "false", "")
 
 
-def test_long_diff_is_cut_and_says_so(package: Path) -> None:
+def test_long_diff_is_cut_and_the_cut_is_marked(package: Path) -> None:
     (package / "__init__.py").write_text("x = 1\n" * 400_000)
     diff = git_state(package).diff
     assert MAX_DIFF_CHARS < len(diff) < MAX_DIFF_CHARS + 100
@@ -173,7 +173,7 @@ def test_what_git_cannot_tell_leaves_the_version_and_the_reason(
     assert (tags, diff) == ({"version.dist_mem": __version__}, "")
 
 
-def test_machine_without_git_says_so(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_without_git_gives_the_reason(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert git_state(package).tags[UNKNOWN_TAG] == "there is no git command"
 

@@ -16,8 +16,8 @@ from dist_mem.__main__ import main
 from dist_mem.config import save_config
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE
 from dist_mem.tracking import sync
-from dist_mem.tracking.journal import Entry, Header, new_uid, write_journal
-from dist_mem.tracking.start import JOURNAL, log_to_run
+from dist_mem.tracking.journal import JOURNAL, Entry, Header, new_uid, write_journal
+from dist_mem.tracking.sync import log_to_run
 from tests.support.tracked import config_for
 
 SECRET = "the user's secret"
@@ -79,8 +79,8 @@ def test_a_server_that_only_the_folder_names_gets_nothing(
 ) -> None:
     run_dir = make_run(tmp_path / "run", thief.uri, POINT)
     assert sync.run([run_dir]) == EXIT_USAGE
-    told = capsys.readouterr().err
-    assert f"tracking.uri={thief.uri}" in told and "only" in told
+    printed = capsys.readouterr().err
+    assert f"tracking.uri={thief.uri}" in printed and "only" in printed
     complaint = log_to_run(config_for(thief.uri), run_dir=run_dir, step=1, metrics={"nll": 1.0}, files=[], overrides=[])
     assert f"dist-mem track sync {run_dir} tracking.uri={thief.uri}" in (complaint or "")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://another.example")
@@ -148,10 +148,10 @@ def test_only_files_inside_the_run_are_uploaded(
     (run_dir / "own.txt").write_text("own")
     (run_dir / "inner.txt").symlink_to(run_dir / "own.txt")
     assert sync.run([run_dir]) == EXIT_DONE
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     run_id = (run_dir / "mlflow_run_id").read_text().strip()
     assert sorted(found.path for found in client.list_artifacts(run_id)) == ["inner.txt", "own.txt"]
-    assert told.count("is no file inside the run directory") == len(paths) - 2
+    assert printed.count("is no file inside the run directory") == len(paths) - 2
     stored = Path(client.get_run(run_id).info.artifact_uri.removeprefix("file://"))
     assert not any(SECRET in path.read_text() for path in stored.rglob("*") if path.is_file())
 

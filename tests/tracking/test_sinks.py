@@ -13,8 +13,7 @@ import pytest
 
 from dist_mem.tracking.journal import Header, Journal, write_journal
 from dist_mem.tracking.progress import Progress, ProgressBar, ProgressLines
-from dist_mem.tracking.sinks import METRICS_FILE, MetricsFile, Point, read_points
-from dist_mem.tracking.tracker import Tracker
+from dist_mem.tracking.tracker import METRICS_FILE, MetricsFile, Point, Tracker, read_points
 from tests.support.faults import small_disk
 
 
@@ -97,7 +96,7 @@ def test_plain_lines_tell_loss_perplexity_speed_and_time_left() -> None:
     assert evaluation == "step 100: validation  word_perplexity 99.50  bits_per_byte 1.25"
 
 
-def test_the_bar_stands_at_the_logged_step_and_messages_do_not_tear_it() -> None:
+def test_bar_shows_the_logged_step_and_messages_do_not_break_it() -> None:
     stream = io.StringIO()
     bar = ProgressBar(total_steps=100, first_step=40, stream=stream)
     bar.log(Point(50, 0.0, {"loss": 2.0, "perplexity": 7.389}))
@@ -116,7 +115,7 @@ class Terminal(io.StringIO):
 
 
 def test_work_without_a_terminal_is_a_line_now_and_then() -> None:
-    """260,000 tokens were scored in 9 minutes without a line (issue 15)."""
+    """260,000 tokens were scored in 9 minutes without a line."""
     stream, now = io.StringIO(), 100.0
     with Progress(4000, "scoring test", share=0.5, stream=stream, clock=lambda: now) as progress:
         for seconds in (10.0, 20.0, 30.0, 31.0, 60.0):

@@ -17,16 +17,18 @@ from unittest.mock import patch
 
 import pytest
 
-from dist_mem.tracking import journal_sinks
-from dist_mem.tracking import start as tracking
-from dist_mem.tracking.journal import Entry, read_header
-from dist_mem.tracking.mlflow_run import RUN_ID_FILE, MlflowRun
-from dist_mem.tracking.sinks import METRICS_FILE, read_points
-from dist_mem.tracking.start import JOURNAL
+from dist_mem.runtime.network_interface import free_port
+from dist_mem.tracking import journal_sink
+from dist_mem.tracking.delivery import Sender
+from dist_mem.tracking.journal import JOURNAL, Entry, read_header
+from dist_mem.tracking.mlflow_run import MlflowRun, Target
+from dist_mem.tracking.stores import RUN_ID_FILE
+from dist_mem.tracking.sync import send_journals
+from dist_mem.tracking.tracker import METRICS_FILE, read_points
 from tests.support.faults import small_disk
-from tests.support.mlflow_server import points_of, wait_until
+from tests.support.limits import limit, wait_until
+from tests.support.mlflow_server import points_of
 from tests.support.paths import ROOT
-from tests.support.ranks import free_port
 from tests.support.tracked import config_for, history, job, start, steps
 
 # Without MLflow
@@ -57,7 +59,7 @@ assert get_telemetry_client() is None, "telemetry is on"
 def test_mlflow_sends_no_usage_figures_home(tmp_path: Path) -> None:
     """In a process of its own, because MLflow has no telemetry under pytest."""
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", TELEMETRY], env=environment, cwd=tmp_path, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", TELEMETRY], env=environment, cwd=tmp_path, check=True, timeout=limit(120))
     assert not (tmp_path / ".config" / "mlflow").exists()
 
 
@@ -97,7 +99,7 @@ def test_mlflow_gets_parameters_points_tags_data_files_and_the_end(
     assert json.loads(dataset.dataset.profile) == {"tokens": 3}
 
 
-def test_what_is_refused_is_named_and_the_rest_arrives(
+def test_refused_entry_is_named_and_the_rest_arrives(
     sqlite_uri: str, client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tracker = start(config_for(sqlite_uri), tmp_path)
@@ -109,8 +111,8 @@ def test_what_is_refused_is_named_and_the_rest_arrives(
     tracker.close("FINISHED")
     assert history(client, tracker.run_id, "loss") == [(1, 1.0), (3, 3.0)]
     assert [file.path for file in client.list_artifacts(tracker.run_id)] == ["there.txt"]
-    told = capsys.readouterr().err
-    assert "MLflow refused the figures of step 2: " in told and "MLflow refused missing.txt: " in told
+    printed = capsys.readouterr().err
+    assert "MLflow refused the figures of step 2: " in printed and "MLflow refused missing.txt: " in printed
 
 
 def test_a_store_of_files_that_is_down_does_not_hold_back_the_points(
@@ -128,7 +130,7 @@ def test_a_store_of_files_that_is_down_does_not_hold_back_the_points(
     assert client.get_run(run_id).info.status == "FINISHED"
     assert "dist-mem track sync" in capsys.readouterr().err
     (tmp_path / "no_folder").unlink()
-    tracking.send_journals(config_for(sqlite_uri), tmp_path, report=print)
+    send_journals(config_for(sqlite_uri), tmp_path, report=print)
     assert [file.path for file in client.list_artifacts(run_id)] == ["later.txt"]
 
 
@@ -145,11 +147,9 @@ def test_a_server_too_slow_for_a_large_request_gets_small_ones(
             raise TimeoutError
 
     monkeypatch.setattr(MlflowRun, "send_points", send_points)
-    monkeypatch.setattr(journal_sinks, "FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr(journal_sink, "FLUSH_SECONDS", 0.0)
     job(config_for(sqlite_uri), tmp_path, steps(1, 300))
-    sender = tracking.Sender(
-        tracking.Target(sqlite_uri, tmp_path, read_header(tmp_path / JOURNAL)), tmp_path / JOURNAL, report=print
-    )
+    sender = Sender(Target(sqlite_uri, tmp_path, read_header(tmp_path / JOURNAL)), tmp_path / JOURNAL, report=print)
     for _ in range(200):
         with suppress(TimeoutError):
             sender.send()
@@ -205,10 +205,10 @@ def test_a_rollback_to_another_branch_has_every_step_of_it_and_no_name_a_step_tw
         assert 0 <= sent - kept_time < 1000  # a journal's times never go back, so some are moved on by a little
 
 
-def test_a_branch_goes_on_over_crashes_and_ends_where_mlflow_has_nothing_older(
+def test_branch_continues_after_crashes_and_ends_where_mlflow_has_no_older_point(
     sqlite_uri: str, client: Any, tmp_path: Path
 ) -> None:
-    """The job of the second branch dies, its third start repeats what it has and goes on; then a third branch."""
+    """The job of the second branch dies, its third start repeats its points and continues; then a third branch."""
     config = config_for(sqlite_uri)
     run_id = job(config, tmp_path, steps(1, 9)).run_id
     job(config, tmp_path, {6: 6.5, 7: 7.5}, first_step=5)
@@ -223,14 +223,14 @@ def test_a_branch_goes_on_over_crashes_and_ends_where_mlflow_has_nothing_older(
 def test_what_mlflow_has_of_before_a_rollback_is_known_to_whoever_sends_the_rest(
     sqlite_uri: str, client: Any, tmp_path: Path
 ) -> None:
-    """Of nine steps it got four; a sync sends a piece of the rest, and another sync, which begins anew, the others."""
+    """Of nine steps it got four; a sync sends a piece of the rest, and another sync, from a new client, the others."""
     config, down = config_for(sqlite_uri), config_for(f"http://127.0.0.1:{free_port()}")
     run_id = job(config, tmp_path, steps(1, 4)).run_id
     job(down, tmp_path, steps(5, 9), first_step=4)
     job(down, tmp_path, {step: step + 0.5 for step in range(3, 12)}, first_step=2)
     journal = tmp_path / JOURNAL
     for size in (1, 2, 3, 100):  # as if it was killed in between
-        sender = tracking.Sender(tracking.Target(sqlite_uri, tmp_path, read_header(journal)), journal, report=print)
+        sender = Sender(Target(sqlite_uri, tmp_path, read_header(journal)), journal, report=print)
         sender._batch_size = size
         send_tags = failing_after(MlflowRun.send_tags, 9 if size < 100 else 10**9)
         with patch.object(MlflowRun, "send_tags", send_tags), suppress(ConnectionError):
@@ -251,13 +251,13 @@ def failing_after(method: Callable[..., None], times: int) -> Callable[..., None
     return send
 
 
-def test_what_is_superseded_before_it_was_sent_is_never_sent(sqlite_uri: str, client: Any, tmp_path: Path) -> None:
+def test_point_superseded_before_it_was_sent_is_never_sent(sqlite_uri: str, client: Any, tmp_path: Path) -> None:
     """So that MLflow's curve is that of metrics.jsonl; also in the run made after its user deleted one with both."""
     down = config_for(f"http://127.0.0.1:{free_port()}")
     job(down, tmp_path, steps(1, 9))
     job(down, tmp_path, {step: step + 0.5 for step in range(6, 9)}, first_step=5)
     for _ in range(2):
-        tracking.send_journals(config_for(sqlite_uri), tmp_path, report=print)
+        send_journals(config_for(sqlite_uri), tmp_path, report=print)
         run_id = (tmp_path / RUN_ID_FILE).read_text().strip()
         assert history(client, run_id, "loss") == [*steps(1, 5).items(), (6, 6.5), (7, 7.5), (8, 8.5)]
         client.delete_run(run_id)
@@ -272,9 +272,12 @@ def test_a_rollback_to_other_steps_loses_none_of_them_before_they_are_sent(
     tracker = start(down, tmp_path, first_step=10)
     for step, loss in {15: 1.5, 20: 2.5, 25: 2.6}.items():
         tracker.log(step, {"loss": loss})
-        time.sleep(0.002)  # a journal counts milliseconds
+        now = time.time_ns()
+        wait_until(
+            lambda logged=now: time.time_ns() > logged + 2_000_000, "another time: a journal counts milliseconds"
+        )
     tracker.close("KILLED")
-    tracking.send_journals(config_for(sqlite_uri), tmp_path, report=print)
+    send_journals(config_for(sqlite_uri), tmp_path, report=print)
     run_id = (tmp_path / RUN_ID_FILE).read_text().strip()
     assert history(client, run_id, "loss") == [(10, 1.0), (15, 1.5), (20, 2.5), (25, 2.6)]
 
@@ -286,7 +289,7 @@ def test_points_logged_while_mlflow_was_switched_off_reach_it_too(sqlite_uri: st
     assert history(client, tracker.run_id, "loss") == list(steps(1, 7).items())
 
 
-def test_a_disk_that_is_full_at_the_end_is_told_and_raises_nothing(
+def test_disk_that_is_full_at_the_end_is_reported_and_raises_nothing(
     sqlite_uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with small_disk(tmp_path / "disk", "size=100k") as disk:

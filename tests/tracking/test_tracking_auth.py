@@ -14,20 +14,24 @@ from urllib.request import Request, urlopen
 import pytest
 
 from dist_mem.config import ConfigError, load_config
-from dist_mem.config.credentials import check_credentials
+from dist_mem.config.text_checks import check_credentials
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
 from dist_mem.runtime.environment import mlflow_credentials_set
-from dist_mem.tracking import access_check as preflight
+from dist_mem.runtime.network_interface import free_port
+from dist_mem.tracking import mlflow_access as preflight
 from dist_mem.tracking import sync
-from dist_mem.tracking.access_check import check_tracking
-from dist_mem.tracking.mlflow_run import RUN_ID_FILE, connect
-from dist_mem.tracking.sinks import METRICS_FILE, read_points
+from dist_mem.tracking.mlflow_access import check_tracking
+from dist_mem.tracking.mlflow_run import connect
+from dist_mem.tracking.stores import RUN_ID_FILE
+from dist_mem.tracking.tracker import METRICS_FILE, read_points
 from tests.support.certificates import write_certificates
 from tests.support.gateways import Gateway, Proxy, serving
 from tests.support.jobs import build_books, finish, start_ranks, write_config
-from tests.support.mlflow_server import MlflowServer, points_of, silent_address, wait_until
-from tests.support.ranks import free_port
+from tests.support.limits import limit, wait_until
+from tests.support.mlflow_server import MlflowServer, points_of, silent_address
 from tests.support.tracked import config_for, history, job, start, steps
+
+pytestmark = pytest.mark.ranks
 
 ADMIN, ADMIN_PASSWORD = "root-of-mlflow", secrets.token_hex(12)
 USER, PASSWORD = "ada-lovelace-1815", secrets.token_hex(12)
@@ -65,7 +69,7 @@ def ask(server: MlflowServer, method: str, endpoint: str, **content: str) -> Non
     gateway.server_close()
     headers = {"Content-Type": "application/json", "Authorization": gateway.login}
     request = Request(f"{server.uri}/api/2.0/mlflow/{endpoint}", json.dumps(content).encode(), headers, method=method)
-    with urlopen(request, context=gateway.trust, timeout=30) as answer:
+    with urlopen(request, context=gateway.trust, timeout=limit(30)) as answer:
         assert answer.status == 200
 
 
@@ -98,6 +102,7 @@ def job_file(folder: Path, uri: str, **train: Any) -> Path:
 # Who is let in
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["environment", "file", "token"])
 def test_credentials_are_given_as_mlflow_users_give_them(
     server: MlflowServer, environment: pytest.MonkeyPatch, gateway: Gateway, tmp_path: Path, way: str
@@ -119,7 +124,8 @@ def test_credentials_are_given_as_mlflow_users_give_them(
     assert history(connect(uri), tracker.run_id, "loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
 
 
-def test_who_is_not_let_in_is_told_what_to_set(
+@pytest.mark.slow
+def test_refused_user_is_shown_what_to_set(
     server: MlflowServer, environment: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     environment.setenv("HOME", str(tmp_path / "home"))
@@ -140,6 +146,7 @@ def test_who_is_not_let_in_is_told_what_to_set(
     check_tracking(config_for(server.uri, tracking={"experiment": "one of his own"}), tmp_path / "a new one")
 
 
+@pytest.mark.slow
 def test_a_certificate_of_an_unknown_authority_is_refused_with_what_to_set(
     server: MlflowServer, environment: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -155,6 +162,7 @@ def test_a_certificate_of_an_unknown_authority_is_refused_with_what_to_set(
         check_tracking(config_for(server.uri), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_gateway_that_asks_for_a_certificate_gets_the_users(
     server: MlflowServer, environment: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -171,6 +179,7 @@ def test_a_gateway_that_asks_for_a_certificate_gets_the_users(
         assert history(connect(strict.uri), tracker.run_id, "loss") == [(1, 1.0), (2, 2.0)]
 
 
+@pytest.mark.slow
 def test_a_job_with_a_wrong_password_ends_with_2_before_it_has_trained(
     server: MlflowServer, environment: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -183,6 +192,7 @@ def test_a_job_with_a_wrong_password_ends_with_2_before_it_has_trained(
     assert not (tmp_path / "run" / METRICS_FILE).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["drops", "accepts", "refuses"])
 def test_a_server_that_does_not_answer_is_no_reason_to_stop(tmp_path: Path, kind: str) -> None:
     began = time.monotonic()
@@ -191,16 +201,17 @@ def test_a_server_that_does_not_answer_is_no_reason_to_stop(tmp_path: Path, kind
     else:
         with silent_address(accepting=kind == "accepts") as uri:
             check_tracking(config_for(uri), tmp_path)
-    assert time.monotonic() - began < preflight.SECONDS + 1.0
+    assert time.monotonic() - began < limit(preflight.SECONDS + 1.0)
 
 
 # Let in, and out again
 
 
+@pytest.mark.slow
 def test_a_token_that_is_revoked_in_mid_run_costs_no_points(
     environment: pytest.MonkeyPatch, gateway: Gateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One message; the job goes on and ends as it would have, and a sync with a new token sends the rest once."""
+    """One message; the job continues and ends normally, and a sync with a new token sends the rest once."""
     gateway.tokens.add("the-old-token")
     environment.setenv("MLFLOW_TRACKING_TOKEN", "the-old-token")
     config = config_for(gateway.uri)
@@ -214,24 +225,25 @@ def test_a_token_that_is_revoked_in_mid_run_costs_no_points(
     for step, loss in steps(2, 5).items():
         tracker.log(step, {"loss": loss})
     tracker.close("FINISHED")
-    told = capsys.readouterr().err
-    assert told.count("401: it refuses MLFLOW_TRACKING_TOKEN; set") == 1
-    assert told.count(f"dist-mem track sync {run_dir}") == 1
+    printed = capsys.readouterr().err
+    assert printed.count("401: it refuses MLFLOW_TRACKING_TOKEN; set") == 1
+    assert printed.count(f"dist-mem track sync {run_dir}") == 1
     named = [f"tracking.uri={gateway.uri}"]
-    assert sync.run([run_dir], named) == 1
+    assert sync.run([run_dir], named) == EXIT_USAGE
     gateway.tokens.add("the-new-token")
     environment.setenv("MLFLOW_TRACKING_TOKEN", "the-new-token")
     assert [sync.run([run_dir], named) for _ in range(2)] == [EXIT_DONE, EXIT_DONE]
     client = connect(gateway.uri)
     assert history(client, tracker.run_id, "loss") == list(steps(1, 5).items())
     assert client.get_run(tracker.run_id).info.status == "FINISHED"
-    told += "".join(capsys.readouterr())
-    assert "the-old-token" not in told and "the-new-token" not in told
+    printed += "".join(capsys.readouterr())
+    assert "the-old-token" not in printed and "the-new-token" not in printed
 
 
 # Where secrets end
 
 
+@pytest.mark.slow
 def test_a_job_leaves_no_secret_anywhere_and_asks_nobody_but_the_server(
     server: MlflowServer, environment: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -1,8 +1,7 @@
-"""A real MLflow server that is killed, and addresses that never answer: training goes on, and nothing is lost."""
+"""A real MLflow server that is killed, and addresses that never answer: training continues, and nothing is lost."""
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -15,15 +14,20 @@ from omegaconf import OmegaConf
 
 from dist_mem.config import Config, save_config
 from dist_mem.errors import EXIT_DONE
+from dist_mem.runtime.network_interface import free_port
 from dist_mem.tracking import sync
-from dist_mem.tracking.access_check import check_tracking
-from dist_mem.tracking.mlflow_run import RUN_ID_FILE, connect
-from dist_mem.tracking.sinks import METRICS_FILE, read_points
+from dist_mem.tracking.mlflow_access import check_tracking
+from dist_mem.tracking.mlflow_run import connect
 from dist_mem.tracking.start import start_tracking
+from dist_mem.tracking.stores import RUN_ID_FILE
+from dist_mem.tracking.tracker import METRICS_FILE, read_points
 from dist_mem.training.meter import MEASUREMENTS
+from tests.support.forked_ranks import Program
 from tests.support.jobs import build_books, finish, logged_steps, start_ranks, write_config
-from tests.support.mlflow_server import MlflowServer, points_of, silent_address, wait_until
-from tests.support.ranks import free_port
+from tests.support.limits import limit, wait_until
+from tests.support.mlflow_server import MlflowServer, points_of, silent_address
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +102,7 @@ def test_a_server_killed_in_mid_run_and_then_the_job_leave_every_point_exactly_o
     assert len(client.search_runs([run.info.experiment_id], f"tags.`dist_mem.uid` = '{uid}'")) == 1
 
 
-def wait_for_steps(run_dir: Path, count: int, processes: list[subprocess.Popen[str]]) -> None:
+def wait_for_steps(run_dir: Path, count: int, processes: list[Program]) -> None:
     """Until the job has made `count` more steps."""
     first = logged_steps(run_dir)[-1]
     wait_until(lambda: logged_steps(run_dir)[-1] >= first + count or processes[0].poll() is not None, "steps")
@@ -126,11 +130,11 @@ def test_an_address_that_never_answers_costs_ten_seconds_at_most_and_no_points(
             slowest = max(slowest, time.perf_counter() - before)
         tracker.log_artifact("config.yaml")
         tracker.close("FINISHED")
-        assert time.monotonic() - began < 10.0
-        assert slowest < 0.5
+        assert time.monotonic() - began < limit(10.0)
+        assert slowest < limit(0.5)
         assert tracker.run_id is None
-    told = capsys.readouterr().err
-    assert f"dist-mem track sync {tmp_path}" in told
+    printed = capsys.readouterr().err
+    assert f"dist-mem track sync {tmp_path}" in printed
     assert sync.run([tmp_path], [f"tracking.uri={server.uri}"]) == 0
     client = connect(server.uri)
     assert kept(client, tmp_path) == logged(tmp_path)

@@ -6,9 +6,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from dist_mem.runtime.distributed import World
 from tests.support.jobs import build_books, train_here, write_config
 from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.ranks
 
 
 def imports_mlflow(world: World, config_file: Path) -> bool:
@@ -20,6 +24,7 @@ def imports_mlflow(world: World, config_file: Path) -> bool:
     return "mlflow" in sys.modules
 
 
+@pytest.mark.slow
 def test_ranks_other_than_0_never_import_mlflow(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
     changes = {"tracking": {"mlflow": True, "uri": f"sqlite:///{tmp_path}/mlflow.db"}, "train": {"steps": 2}}
     config_file = write_config(tmp_path / "job.yaml", build_books(tmp_path / "data"), tmp_path / "run", changes)

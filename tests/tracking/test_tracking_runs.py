@@ -11,12 +11,13 @@ import pytest
 
 from dist_mem.config import ConfigError, save_config
 from dist_mem.errors import UnusableError
-from dist_mem.tracking import mlflow_run, sync
-from dist_mem.tracking import start as tracking
-from dist_mem.tracking.journal import Header, new_uid, read_header, write_journal
-from dist_mem.tracking.mlflow_run import RUN_ID_FILE
-from dist_mem.tracking.start import JOURNAL, log_to_run
-from tests.support.ranks import free_port
+from dist_mem.runtime.network_interface import free_port
+from dist_mem.tracking import sync
+from dist_mem.tracking.delivery import Sender
+from dist_mem.tracking.journal import JOURNAL, Header, new_uid, read_header, write_journal
+from dist_mem.tracking.mlflow_run import Target
+from dist_mem.tracking.stores import RUN_ID_FILE
+from dist_mem.tracking.sync import log_to_run, send_journals
 from tests.support.tracked import config_for, history, job, start, steps
 
 # Which run
@@ -36,8 +37,8 @@ def test_a_deleted_run_is_replaced_by_one_with_everything(
 def test_a_run_deleted_while_the_job_runs_is_replaced_too(sqlite_uri: str, client: Any, tmp_path: Path) -> None:
     journal = tmp_path / JOURNAL
     tracker = job(config_for(sqlite_uri), tmp_path, steps(1, 1))
-    target = tracking.Target(sqlite_uri, tmp_path, read_header(journal))
-    sender = tracking.Sender(target, journal, report=print)
+    target = Target(sqlite_uri, tmp_path, read_header(journal))
+    sender = Sender(target, journal, report=print)
     sender.send()
     client.delete_run(tracker.run_id)
     with journal.open("a") as file:
@@ -49,7 +50,7 @@ def test_a_run_deleted_while_the_job_runs_is_replaced_too(sqlite_uri: str, clien
     assert history(client, sender.run.run_id, "loss") == [(1, 1.0), (2, 2.0)]
 
 
-def test_a_run_whose_id_was_never_noted_is_found_again(sqlite_uri: str, client: Any, tmp_path: Path) -> None:
+def test_run_with_an_unrecorded_id_is_found_again(sqlite_uri: str, client: Any, tmp_path: Path) -> None:
     """Its answer was lost, or the job was killed before it wrote the file."""
     tracker = job(config_for(sqlite_uri), tmp_path, steps(1, 3))
     (tmp_path / RUN_ID_FILE).unlink()
@@ -64,16 +65,16 @@ def test_threads_that_ask_at_once_make_one_run(
     """A job that ended before MLflow answered leaves its thread; another job of the directory begins."""
     journal = tmp_path / JOURNAL
     write_journal(journal, Header(new_uid(), "demo", {"name": "dist_mem"}))
-    target = tracking.Target(sqlite_uri, tmp_path, read_header(journal))
-    search = mlflow_run._search_run
+    target = Target(sqlite_uri, tmp_path, read_header(journal))
+    search = type(client).search_runs
 
-    def slow_search(*arguments: Any) -> Any:
-        found = search(*arguments)
+    def slow_search(*arguments: Any, **options: Any) -> Any:
+        found = search(*arguments, **options)
         time.sleep(0.5)
         return found
 
-    monkeypatch.setattr(mlflow_run, "_search_run", slow_search)
-    senders = [tracking.Sender(target, journal, report=print) for _ in range(2)]
+    monkeypatch.setattr(type(client), "search_runs", slow_search)
+    senders = [Sender(target, journal, report=print) for _ in range(2)]
     threads = [threading.Thread(target=sender.send) for sender in senders]
     for thread in threads:
         thread.start()
@@ -82,7 +83,7 @@ def test_threads_that_ask_at_once_make_one_run(
     assert senders[0].run.run_id == senders[1].run.run_id
 
 
-def test_a_run_of_the_environment_is_gone_on_with(
+def test_run_of_the_environment_is_continued(
     sqlite_uri: str, client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = client.create_run(client.create_experiment("a wrapper's"), tags={"mine": "kept"})
@@ -108,7 +109,7 @@ def test_the_experiment_of_the_environment_is_used_unless_the_configuration_name
     assert client.get_run(run_id).info.experiment_id == client.get_experiment_by_name("dist_mem").experiment_id
 
 
-def test_an_experiment_that_does_not_exist_can_be_mended_at_the_next_start(
+def test_missing_experiment_can_be_corrected_at_the_next_start(
     sqlite_uri: str, client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", "999")
@@ -118,10 +119,10 @@ def test_an_experiment_that_does_not_exist_can_be_mended_at_the_next_start(
     assert history(client, tracker.run_id, "loss") == [(1, 1.0), (2, 2.0)]
 
 
-def test_credentials_in_the_address_are_told_to_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_credentials_in_the_address_are_never_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job(config_for(f"http://ada:secret@127.0.0.1:{free_port()}"), tmp_path, steps(1, 1))
-    told = capsys.readouterr().err
-    assert "MLflow at http://127.0.0.1:" in told and "secret" not in told and "ada" not in told
+    printed = capsys.readouterr().err
+    assert "MLflow at http://127.0.0.1:" in printed and "secret" not in printed and "ada" not in printed
 
 
 def test_nor_by_a_sync_that_fails(
@@ -133,8 +134,8 @@ def test_nor_by_a_sync_that_fails(
     capsys.readouterr()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", config.tracking.uri)
     assert sync.run([tmp_path]) == 1
-    told = "".join(capsys.readouterr())
-    assert "http://127.0.0.1:" in told and "secret" not in told and "ada" not in told
+    printed = "".join(capsys.readouterr())
+    assert "http://127.0.0.1:" in printed and "secret" not in printed and "ada" not in printed
 
 
 def test_files_of_a_run_that_had_another_journal_are_sent_even_late(
@@ -150,7 +151,7 @@ def test_files_of_a_run_that_had_another_journal_are_sent_even_late(
     tracker.log_text("later", "later.txt")
     tracker.close("FINISHED")
     (tmp_path / "no_folder").unlink()
-    tracking.send_journals(config_for(sqlite_uri), tmp_path / "run", report=print)
+    send_journals(config_for(sqlite_uri), tmp_path / "run", report=print)
     assert [file.path for file in client.list_artifacts(run_id)] == ["later.txt"]
 
 
@@ -196,7 +197,7 @@ def test_a_sync_sends_a_run_to_another_store_whole_and_once(
     assert client.get_run(run_id).info.status == "FINISHED"
 
 
-def test_a_sync_refuses_what_is_no_run_and_unknown_keys(tmp_path: Path) -> None:
+def test_sync_refuses_other_folders_and_unknown_keys(tmp_path: Path) -> None:
     with pytest.raises(UnusableError, match=r"config\.yaml is missing; give the directory of a run"):
         sync.run([tmp_path])
     with pytest.raises(ConfigError, match=r"tracking\.ury"):

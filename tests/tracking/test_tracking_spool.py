@@ -1,4 +1,4 @@
-"""Jobs that only keep a journal, because SQLite would break; how jobs begin and end in MLflow; what names their run."""
+"""Jobs that only keep a journal, because SQLite would break; their start, their end, and the id of their MLflow run."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ import pytest
 
 from dist_mem.config import save_config
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
+from dist_mem.runtime import lease
 from dist_mem.runtime.files import file_system_of, is_network_file_system
 from dist_mem.tracking import stores, sync
-from dist_mem.tracking.access_check import check_tracking
-from dist_mem.tracking.run_id import RUN_ID_FILE
-from dist_mem.tracking.start import JOURNAL, send_journals
-from dist_mem.tracking.stores import choose_sending
+from dist_mem.tracking.journal import JOURNAL
+from dist_mem.tracking.mlflow_access import check_tracking
+from dist_mem.tracking.stores import RUN_ID_FILE, choose_sending
+from dist_mem.tracking.sync import send_journals
 from tests.support.faults import small_disk
-from tests.support.mlflow_server import points_of, wait_until
+from tests.support.limits import limit, wait_until
+from tests.support.mlflow_server import points_of
 from tests.support.paths import ROOT
 from tests.support.tracked import config_for, history, job, start, steps
 
@@ -77,7 +79,7 @@ def test_the_file_system_of_a_path_is_that_of_the_innermost_mount(tmp_path: Path
         assert file_system_of(tmp_path / "a disk of another name") == outside
 
 
-# What comes of it
+# Journals that are sent later
 
 WITHOUT_MLFLOW = """
 import sys
@@ -97,7 +99,7 @@ def test_an_array_task_imports_no_mlflow_and_a_sync_sends_what_counts_once(
 ) -> None:
     """The steps that were made again are not there twice: the first ones were never sent."""
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{WITHOUT_MLFLOW}"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=limit(120))
     run_dir = tmp_path / "run"
     assert done.stderr.count("MLflow: nothing is sent to sqlite:///mlflow.db while the job runs, because ") == 2
     assert done.stderr.count("MLflow has received nothing of this job yet; send it with: dist-mem track sync run") == 2
@@ -151,6 +153,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_job_killed_outright_is_no_longer_running_after_a_sync_or_its_next_start(
     sqlite_uri: str, client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,7 +174,7 @@ def test_a_job_killed_outright_is_no_longer_running_after_a_sync_or_its_next_sta
     finally:
         process.kill()
         process.wait()
-    monkeypatch.setattr(sync, "STALE_SECONDS", 1.0)
+    monkeypatch.setattr(lease, "STALE_SECONDS", 1.0)
     assert sync.run([run_dir]) == EXIT_DONE
     assert status() == "KILLED"
     assert "its job was killed outright" in capsys.readouterr().out
@@ -185,24 +188,24 @@ def test_a_job_killed_outright_is_no_longer_running_after_a_sync_or_its_next_sta
 
 
 @pytest.mark.parametrize("text", ["", "../../etc", "two words", "\x00\xff", "abc\ndef", "a" * 300])
-def test_what_is_no_run_id_is_refused_naming_the_file(sqlite_uri: str, tmp_path: Path, text: str) -> None:
+def test_invalid_run_id_is_refused_and_its_file_named(sqlite_uri: str, tmp_path: Path, text: str) -> None:
     tracker = start(config_for(sqlite_uri, tracking={"send": "never"}), tmp_path)
     tracker.close("KILLED")
     path = tmp_path / RUN_ID_FILE
     path.write_bytes(text.encode("latin-1"))
     config = config_for(sqlite_uri)
-    told = re.escape(str(path)) + r" is .*, but the id of an MLflow run has letters and digits only"
+    printed = re.escape(str(path)) + r" is .*, but the id of an MLflow run has letters and digits only"
     for use in (lambda: start(config, tmp_path), lambda: check_tracking(config, tmp_path)):
-        with pytest.raises(UnusableError, match=told):
+        with pytest.raises(UnusableError, match=printed):
             use()
-    with pytest.raises(UnusableError, match=told):
+    with pytest.raises(UnusableError, match=printed):
         send_journals(config, tmp_path, report=print)
     save_config(config, tmp_path / "config.yaml")
     assert sync.run([tmp_path]) == EXIT_USAGE
     assert (tmp_path / JOURNAL).exists()
 
 
-def test_what_is_no_run_id_is_refused_naming_the_variable(
+def test_invalid_run_id_is_refused_and_its_variable_named(
     sqlite_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_RUN_ID", "runs:/my run")

@@ -1,0 +1,158 @@
+"""Faults of MLflow, disk and network: exit codes of `dist-mem track sync`, and errors at the start of tracking."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from dist_mem.config import save_config
+from dist_mem.errors import EXIT_FAILED, EXIT_USAGE, UnusableError, run_error
+from dist_mem.runtime.network_interface import free_port
+from dist_mem.tracking import sync
+from dist_mem.tracking.journal import FORMAT_VERSION, JOURNAL, Entry, Header, JournalReader, new_uid, write_journal
+from dist_mem.tracking.tracker import METRICS_FILE
+from tests.support.faults import remount, small_disk
+from tests.support.tracked import config_for, start
+
+pytestmark = pytest.mark.ranks
+
+
+@contextmanager
+def server(status: int) -> Iterator[str]:
+    """Yield the URI of a server that answers every request with this status."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def do_POST(self) -> None:
+            self.do_GET()
+
+        def log_message(self, *arguments: object) -> None:
+            """Print nothing: the output of tests is for failures."""
+
+    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.server_port}"
+    finally:
+        listening.shutdown()
+        thread.join()
+        listening.server_close()
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run that has sent nothing yet."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    save_config(config_for("sqlite:///mlflow.db"), folder / "config.yaml")
+    point = Entry("point", 1764000000000, {"step": 1, "metrics": {"loss": 1.0}})
+    write_journal(folder / JOURNAL, Header(new_uid(), "run", {"name": "dist_mem"}), [point])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(401, EXIT_USAGE), (403, EXIT_USAGE), (500, EXIT_FAILED), (503, EXIT_FAILED)]
+)
+def test_refused_login_is_2_and_a_server_in_trouble_is_1(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], status: int, code: int
+) -> None:
+    with server(status) as uri:
+        assert sync.run([run_dir], [f"tracking.uri={uri}"]) == code
+    assert str(status) in capsys.readouterr().err
+
+
+def test_server_that_is_down_is_1(run_dir: Path) -> None:
+    assert sync.run([run_dir], [f"tracking.uri=http://127.0.0.1:{free_port()}"]) == EXIT_FAILED
+
+
+@pytest.mark.parametrize(
+    ("uri", "named"),
+    [
+        ("ftp://mlflow.example", "MLflow has no stores of the kind 'ftp'"),
+        ("'http://[::1'", "tracking.uri"),
+        ("sqlite:////nowhere/at/all/mlflow.db", "/nowhere/at/all"),
+    ],
+)
+def test_wrong_address_is_refused_and_named(run_dir: Path, uri: str, named: str) -> None:
+    with pytest.raises(UnusableError) as caught:
+        sync.run([run_dir], [f"tracking.uri={uri}"])
+    assert "tracking.uri" in str(caught.value) and named in str(caught.value)
+
+
+def remove_journal(run_dir: Path) -> Path:
+    (run_dir / JOURNAL).unlink()
+    return run_dir / JOURNAL
+
+
+def damage_header(run_dir: Path) -> Path:
+    (run_dir / JOURNAL).write_bytes(b"\xff\xfe{}\n")
+    return run_dir / JOURNAL
+
+
+def make_newer(run_dir: Path) -> Path:
+    path = run_dir / JOURNAL
+    path.write_text(f'{{"format_version": {FORMAT_VERSION + 1}, "another": "key"}}\n')
+    return path
+
+
+def damage_metrics(run_dir: Path) -> Path:
+    (run_dir / METRICS_FILE).write_text("no point\n")
+    return run_dir / METRICS_FILE
+
+
+@pytest.mark.parametrize("spoil", [remove_journal, damage_header, make_newer, damage_metrics])
+def test_run_directory_that_cannot_be_used_is_2_and_the_file_is_named(
+    run_dir: Path, sqlite_uri: str, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], Path]
+) -> None:
+    path = spoil(run_dir)
+    assert sync.run([run_dir], [f"tracking.uri={sqlite_uri}"]) == EXIT_USAGE
+    printed = capsys.readouterr().err
+    assert str(path) in printed
+    assert ("format_version" in printed) == (spoil is make_newer)
+    assert ("the first line is no header of a journal" in printed) == (spoil is damage_header)
+
+
+def test_io_error_is_1(
+    run_dir: Path, sqlite_uri: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(reader: JournalReader, size: int) -> list[Entry]:
+        raise OSError(errno.EIO, "Input/output error", str(run_dir / JOURNAL))
+
+    monkeypatch.setattr(JournalReader, "batch", fail)
+    assert sync.run([run_dir], [f"tracking.uri={sqlite_uri}"]) == EXIT_FAILED
+    assert str(run_dir / JOURNAL) in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files of the start that failed
+@pytest.mark.parametrize("options", ["size=1m", "ro"])
+def test_disk_that_is_full_or_read_only_at_the_start_is_no_error_of_the_user(tmp_path: Path, options: str) -> None:
+    """An OSError, which `run_error` sorts by its number; a ValueError would always be 2."""
+    with small_disk(tmp_path / "disk", "size=1m") as disk:
+        (disk / "filler").write_bytes(bytes(1 << 20))
+        remount(disk, options)
+        with pytest.raises(OSError, match=r"Read-only|No space left") as caught:
+            start(config_for("http://mlflow.example", tracking={"send": "never"}), disk / "run")
+        assert str(disk) in str(caught.value)
+        assert run_error(caught.value).exit_code == EXIT_FAILED
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("spoil", [damage_header, make_newer, damage_metrics])
+def test_run_directory_that_is_damaged_is_an_error_of_the_user_at_the_start(
+    run_dir: Path, spoil: Callable[[Path], Path]
+) -> None:
+    path = spoil(run_dir)
+    with pytest.raises(UnusableError) as caught:
+        start(config_for("http://mlflow.example", tracking={"send": "never"}), run_dir)
+    assert str(path) in str(caught.value)
