@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dist_mem.config import Config, ModelConfig
 from dist_mem.memory import build_memory
-from dist_mem.memory.base import LayerSpec, Memory, named_tensors, select_lanes
+from dist_mem.memory.base import LayerSpec, Memory, MemoryState, named_tensors, select_lanes
 from dist_mem.nn import gpt2 as gpt2
 from dist_mem.nn.flops import Flops, product
 from dist_mem.nn.layers import DTYPES, Dropout, FeedForward, initialize
@@ -26,9 +26,9 @@ from dist_mem.nn.vocabulary import Bin, Embedding, Softmax, adaptive_bins, plain
 
 
 class LMState(NamedTuple):
-    blocks: tuple[Any, ...]  # one state a block, defined by its memory
-    stem: Any  # of the rows before the segment, see `Stem`
-    types: Any = ()  # current token types, see `TokenTypes`; (): the model has no token types
+    blocks: tuple[MemoryState, ...]  # one state a block, defined by its memory
+    stem: MemoryState  # of the rows before the segment, see `Stem`
+    types: MemoryState = ()  # current token types, see `TokenTypes`; (): the model has no token types
 
 
 class Features(NamedTuple):
@@ -58,7 +58,7 @@ def empty_memories(state: LMState, fresh: LMState) -> LMState:
 
 class BlockOutput(NamedTuple):
     y: Tensor  # (B, T, D), after the rows of a stem, if any
-    state: Any  # of the memory
+    state: MemoryState  # of the memory
     aux: dict[str, Tensor]  # name -> (B,) weighted auxiliary loss per lane
     logs: dict[str, Tensor]  # name -> (B,) float32, without gradient
 
@@ -80,20 +80,20 @@ class Block(nn.Module):
         self.feed_forward = feed_forward
         self.feed_forward_norm = nn.LayerNorm(spec.d_model)
 
-    def forward(self, x: Tensor, state: Any, valid_len: Tensor) -> BlockOutput:
-        y, state, aux, _, _, figures = self.memory(x, state, valid_len)
-        logs = {name: figure.detach().float().expand(len(x)) for name, figure in figures.items()}
+    def forward(self, x: Tensor, state: MemoryState, valid_len: Tensor) -> BlockOutput:
+        y, state, aux, _, _, logs = self.memory(x, state, valid_len)
         attended = self.attention_norm(x[:, -y.shape[1] :] + self.dropout(y))
         if self.pre_norm:
             out = attended + self.feed_forward(self.feed_forward_norm(attended))
         else:
             out = self.feed_forward_norm(attended + self.feed_forward(attended))
-        return BlockOutput(out, state, aux, logs)
+        values = {name: value.detach().float().expand(len(x)) for name, value in logs.items()}
+        return BlockOutput(out, state, aux, values)
 
     def flops(self) -> Flops | None:
         """Count a complete segment of one lane; None if the memory does not count its operations."""
         memory, d_inner = self.memory, self.feed_forward.expand.out_features
-        flops = cast("Flops | None", memory.flops())
+        flops = memory.flops()
         return flops and flops + product(memory.num_rows, 2 * memory.spec.d_model, d_inner)
 
 
@@ -129,7 +129,7 @@ class MemoryLM(nn.Module):
         """Return the memory layer of every block."""
         return [cast(Block, block).memory for block in self.blocks]
 
-    def names_apart(self) -> list[str]:
+    def auxiliary_parameter_names(self) -> list[str]:
         """Return the names of the trained parameters that learn from an auxiliary loss only."""
         auxiliary = {parameter for memory in self.memories() for parameter in memory.auxiliary_parameters()}
         return [name for name, parameter in self.named_parameters() if parameter in auxiliary]
@@ -157,14 +157,14 @@ class MemoryLM(nn.Module):
             committed.append(select_lanes(is_kept, output.state, old))
             for name, loss in output.aux.items():
                 aux[name] = aux[name] + loss if name in aux else loss
-            for name, figure in output.logs.items():
-                logs.setdefault(name, []).append(figure)
+            for name, value in output.logs.items():
+                logs.setdefault(name, []).append(value)
         hidden = self.last_dropout(self.final_norm(x[:, -tokens.shape[1] :]))
         rest = select_lanes(is_kept, (stem_state, types), (state.stem, state.types))
-        means = {name: torch.stack(figures).mean(dim=0) for name, figures in logs.items()}
+        means = {name: torch.stack(values).mean(dim=0) for name, values in logs.items()}
         return Features(hidden, aux, LMState(tuple(committed), *rest), means)
 
-    def embed(self, tokens: Tensor, valid_len: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def embed(self, tokens: Tensor, valid_len: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState]:
         """Embed tokens, and add their types' embeddings if the model has types: (B, T, D), and the types' new state."""
         if self.token_types is None:
             return self.embedding(tokens), state

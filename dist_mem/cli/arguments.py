@@ -6,15 +6,13 @@ import argparse
 import re
 from collections.abc import Collection, Sequence
 
-from dist_mem.config.bounds import MOST
 from dist_mem.config.check import nearest, shown
+from dist_mem.config.keys import SEED, STEPS
 from dist_mem.config.load import known_keys
 
-CONFIG_HELP = "YAML files, merged left to right, and key=value overrides"
-_SURE = 0.7  # least similarity at which an option or a key is suggested
-_MOST_COUNT = 1_000_000
-_MOST_SAMPLES = 10_000  # they share one batch
-_SHOWN = 3  # most suggestions
+_MIN_SIMILARITY = 0.7  # at which an option or a key is suggested
+_MAX_COUNT = 1_000_000
+_MAX_SUGGESTIONS = 3
 
 
 def unknown_command(name: str, commands: Sequence[str]) -> str:
@@ -34,11 +32,11 @@ def unknown_option(option: str, given: Sequence[str], *, options: Sequence[str],
     """
     name, _, value = option.partition("=")
     meant = [f"{key}={value or _value_after(option, given)}" for key in _keys_named(name, keys)]
-    if not meant and (close := nearest(name, options, _SURE)):
+    if not meant and (close := nearest(name, options, _MIN_SIMILARITY)):
         meant = [close]
     if not meant and (close := _similar_key(name, keys)):
         meant = [f"{close}={value or _value_after(option, given)}"]
-    advice = f"; did you mean {' or '.join(meant[:_SHOWN])}?" if meant else ""
+    advice = f"; did you mean {' or '.join(meant[:_MAX_SUGGESTIONS])}?" if meant else ""
     if meant and "=" in meant[0]:
         advice += " (a key of the configuration is set with key=value)"
     return f"unrecognized option {name}{advice}"
@@ -73,9 +71,9 @@ def _keys_named(option: str, keys: Sequence[str]) -> list[str]:
 def _similar_key(option: str, keys: Sequence[str]) -> str | None:
     name = option.lstrip("-").replace("-", "_")
     if "." in name:
-        return nearest(name, keys, _SURE)
+        return nearest(name, keys, _MIN_SIMILARITY)
     parts = {key.rpartition(".")[2]: key for key in reversed(keys)}
-    close = nearest(name, list(parts), _SURE)
+    close = nearest(name, list(parts), _MIN_SIMILARITY)
     return parts[close] if close else None
 
 
@@ -84,7 +82,7 @@ def _value_after(option: str, given: Sequence[str]) -> str:
     return following[0] if following and not following[0].startswith("-") else "VALUE"
 
 
-def count(text: str, *, least: int = 1, most: int = _MOST_COUNT) -> int:
+def count(text: str, *, least: int = 1, most: int = _MAX_COUNT) -> int:
     """Parse a whole number from `least` to `most`, as of tokens or processes."""
     if not re.fullmatch(r"-?\d{1,4000}", text):  # Python does not parse longer ones
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a whole number")
@@ -95,29 +93,24 @@ def count(text: str, *, least: int = 1, most: int = _MOST_COUNT) -> int:
     return int(text)
 
 
-def samples(text: str) -> int:
-    """Parse the number of texts in one batch."""
-    return count(text, most=_MOST_SAMPLES)
-
-
 def seed(text: str) -> int:
     """Parse a seed, with the bounds of `train.seed`."""
-    return count(text, least=0, most=MOST["train.seed"])
+    return count(text, least=0, most=SEED)
 
 
 def step(text: str) -> int:
     """Parse the step of a checkpoint."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(
-            f"{shown(text)} is no step: give a number, as 400, or leave --checkpoint out for the newest that verifies"
+            f"{shown(text)} is not a step: give a number such as 400, or omit --checkpoint for the newest that verifies"
         )
-    return count(text, least=0, most=MOST["train.steps"])
+    return count(text, least=0, most=STEPS)
 
 
 def split(text: str) -> str:
     """Parse the name of a split, which is the name of one folder."""
     if not text or "/" in text or text in (".", ".."):
-        raise argparse.ArgumentTypeError(f"{shown(text)} is no name of a split: give one, as test")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not the name of a split: give one, for example test")
     return text
 
 
@@ -129,7 +122,7 @@ def names(text: str) -> list[str]:
 def seeds(text: str) -> list[int]:
     """Parse distinct whole numbers separated by commas."""
     if not all(name.isdecimal() for name in names(text)):
-        raise argparse.ArgumentTypeError(f"{shown(text)} is no list of numbers, as 0,1,2")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a list of numbers such as 0,1,2")
     numbers = [seed(name) for name in names(text)]
     if len(set(numbers)) != len(numbers):
         raise argparse.ArgumentTypeError(f"{text} has a seed twice")

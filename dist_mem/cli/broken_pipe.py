@@ -1,7 +1,7 @@
-"""Broken pipes: output whose reader has gone, as behind `| head`, is discarded, and the command continues.
+"""Broken pipes: if the reader of the output has gone, as with `| head`, discard the output and continue.
 
-So an evaluation still writes its files, and a training outlives the `tee` that writes its log. (Dying by SIGPIPE, as
-small tools do, is not an option: a lost connection to MLflow would kill the process, too.)
+So an evaluation still writes its files, and a training continues if the `tee` that writes its log dies. The default
+action of SIGPIPE is not an option: a lost connection to MLflow would kill the process too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class UntilUnread(io.FileIO):
     """A standard stream, by its file descriptor; it discards output once nobody reads it."""
 
     is_read = True
-    tells = False  # whether to raise BrokenPipeError, once, in the writer
+    raises = False  # whether the writer gets one BrokenPipeError
 
     def write(self, content: Any) -> Any:
         try:
@@ -24,7 +24,7 @@ class UntilUnread(io.FileIO):
         except BrokenPipeError:
             self.is_read = False
             _redirect_to_null(self.fileno())  # for all writers, C code and child processes too
-            if self.tells:
+            if self.raises:
                 raise
             return super().write(content)
 
@@ -39,14 +39,14 @@ def _redirect_to_null(number: int) -> None:
 
 
 def watch_standard_streams() -> UntilUnread:
-    """Put such files below `sys.stdout` and `sys.stderr`; return that of `sys.stdout`."""
+    """Make `sys.stdout` and `sys.stderr` write through an `UntilUnread`; return that of `sys.stdout`."""
     sys.stdout, output = _watched(sys.stdout, 1)
     sys.stderr, _ = _watched(sys.stderr, 2)
     return output
 
 
 def _watched(stream: TextIO | None, number: int) -> tuple[TextIO, UntilUnread]:
-    if stream is None:  # closed before the start: the next opened file would get its number, and the output
+    if stream is None:  # closed before the start: the next opened file would get its number, and receive the output
         _redirect_to_null(number)
         stream = open(number, "w", encoding="utf-8", closefd=False)  # noqa: SIM115  # lives as long as the process
     assert isinstance(stream, io.TextIOWrapper)

@@ -1,6 +1,6 @@
-"""The commands: one function per command, which imports what it needs when it runs.
+"""The functions of the commands. Each imports what it needs when it runs, so that help and errors appear at once.
 
-So help and error messages appear at once. The docstrings are the texts of `dist-mem --help`.
+`dist-mem --help` prints their docstrings. The job commands are in jobs.py.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any
 
 from dist_mem.config import Config, load_config, to_yaml, value_of
 from dist_mem.config.check import stop_on
-from dist_mem.config.help import schema_as_yaml
+from dist_mem.config.docs import schema_as_yaml
 from dist_mem.config.resume_rules import check_allowed
 from dist_mem.config.text_checks import check_texts
-from dist_mem.errors import EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE, StoppedEarlyError, UnusableError
-from dist_mem.runtime.environment import is_rank0, note_exit_code
+from dist_mem.errors import EXIT_FAILED, RunError, StoppedEarlyError, UnusableError
+from dist_mem.runtime.ranks import note_exit_code
 from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
 
 
 def load_checked(arguments: Sequence[str], *, builds_model: bool = False) -> Config:
-    """Load a configuration and check its memory block too, which needs torch and so comes last.
+    """Load a configuration and check it, including the memory block, which needs torch and is checked last.
 
     Args:
-        builds_model: also build the model, without allocating it: errors of the model or its memory appear before
-            anything is made.
+        builds_model: also build the model, without allocating it, to find errors of the model or its memory before
+            anything is written.
 
     Raises:
-        UnusableError: as `load_config`, or data.path is a command that nobody has allowed.
+        UnusableError: as `load_config`, or data.path is a command that is not allowed.
     """
     from dist_mem.data.directory import check_allowed  # imports numpy, which help need not wait for
 
@@ -50,29 +50,25 @@ def load_checked(arguments: Sequence[str], *, builds_model: bool = False) -> Con
 
 
 def require_config(options: argparse.Namespace, example: str) -> None:
-    """Raise UnusableError, with an example, if no configuration is given."""
+    """Raise UnusableError with an example if the command line has no configuration."""
     if not options.config:
         raise UnusableError(
-            f"{options.command}: no configuration is given: give YAML files and key=value overrides, as in: {example}"
+            f"{options.command}: no configuration: give YAML files and key=value overrides, as in: {example}"
         )
 
 
 def train(options: argparse.Namespace) -> int:
-    """Start a run, or resume it."""
-    # Imports take seconds, in which a signal would end the process, or Ctrl-C leave a library half loaded.
+    """Start or resume a run."""
+    # Imports take seconds. Without a handler, a signal would end the process, or Ctrl-C leave a library half loaded.
     with StopSignal((*OF_SCHEDULERS, signal.SIGINT)) as early:
         code = EXIT_FAILED
         try:
             code = _train(options, early)
-        except UnusableError:
-            code = EXIT_USAGE
+        except RunError as error:
+            code = error.exit_code
             raise
-        except StoppedEarlyError as stopped:
-            code = EXIT_REQUEUE
-            if is_rank0():
-                print(stopped, file=sys.stderr)
         finally:
-            note_exit_code(code)  # while signals are handled: srun sends one as soon as another rank has ended
+            note_exit_code(code)  # still inside the handler: srun sends a signal as soon as another rank has ended
         return code
 
 
@@ -87,11 +83,11 @@ def _train(options: argparse.Namespace, early: StopSignal) -> int:
         check_run_dir(config, options.allow)
         print(plan.report(config, world_size=options.world))
         return 0
-    from dist_mem.runtime.distributed import choose_accelerator, tell
+    from dist_mem.runtime.distributed import choose_accelerator, print_on_rank0
 
-    tell(f"starting {config.run_dir}: loading torch and DeepSpeed")
+    print_on_rank0(f"starting {config.run_dir}: loading torch and DeepSpeed")
     choose_accelerator()
-    from dist_mem.training.loop import run
+    from dist_mem.training.run import run
 
     if early.received == "SIGINT":
         raise StoppedEarlyError(early.received)
@@ -99,7 +95,7 @@ def _train(options: argparse.Namespace, early: StopSignal) -> int:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Check whether machines, network and ranks are fit to train, and print what to fix."""
+    """Check whether machines, network and ranks are fit to train."""
     if options.drill:
         from dist_mem.doctor import drill
 
@@ -113,9 +109,9 @@ def evaluate(options: argparse.Namespace) -> int:
     """Score a checkpoint on whole documents."""
     is_sweep = options.sweep is not None
     if options.also and not is_sweep:
-        raise UnusableError(f"--also {options.also[0]}: one run at a time, but with --sweep")
+        raise UnusableError(f"--also {options.also[0]}: only with --sweep; evaluate one run at a time otherwise")
     if options.without_memory and is_sweep:
-        raise UnusableError("--without-memory: one evaluation at a time, not with --sweep")
+        raise UnusableError("--without-memory: not with --sweep; evaluate one setting at a time")
     with StopSignal(OF_SCHEDULERS) as early:  # before the imports, which take seconds
         from dist_mem.runtime.distributed import choose_accelerator
 
@@ -131,7 +127,7 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def export(options: argparse.Namespace) -> int:
-    """Make a directory with the weights of a checkpoint and all that is needed to load them."""
+    """Write a directory from which a trained model can be loaded anywhere."""
     from dist_mem.runtime.distributed import choose_accelerator
 
     choose_accelerator()
@@ -148,21 +144,21 @@ def export(options: argparse.Namespace) -> int:
 
 
 def checkpoints(options: argparse.Namespace) -> int:
-    """List the checkpoints of a run, verify them, or show one."""
+    """List, verify or show the checkpoints of a run."""
     from dist_mem.checkpoint.listing import run
 
     return run(options.action, options.path)
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Show the evaluations of several runs side by side."""
+    """Compare the evaluations of several runs."""
     from dist_mem.evaluation.compare import run
 
     return run(options.runs, split=options.split, picture=options.plot)
 
 
 def generate(options: argparse.Namespace) -> int:
-    """Continue a prompt, read with memory; or compare how several runs continue it."""
+    """Continue a prompt, or compare how several runs continue it."""
     from dist_mem.runtime.distributed import choose_accelerator
 
     choose_accelerator()
@@ -172,7 +168,7 @@ def generate(options: argparse.Namespace) -> int:
 
 
 def reproduce(options: argparse.Namespace) -> int:
-    """Build, train and evaluate every row of a table or figure of the papers, or of your own."""
+    """Train and evaluate every row of a table of the papers, or of yours."""
     from dist_mem.reproduce.command import run
     from dist_mem.reproduce.tables import load_table, table_names
 
@@ -194,7 +190,7 @@ def reproduce(options: argparse.Namespace) -> int:
 
 
 def dialogue(options: argparse.Namespace) -> int:
-    """Let a model reply in the conversations of a split, and compare with what people said."""
+    """Generate replies in the dialogues of a split, and score them."""
     with StopSignal(OF_SCHEDULERS) as early:
         from dist_mem.runtime.distributed import choose_accelerator
 
@@ -206,7 +202,7 @@ def dialogue(options: argparse.Namespace) -> int:
 
 
 def inspect(options: argparse.Namespace) -> int:
-    """Measure what an infinity-former's long-term memory has kept of what it was given."""
+    """Measure how much of its input an infinity-former's memory has kept."""
     with StopSignal(OF_SCHEDULERS) as early:
         from dist_mem.runtime.distributed import choose_accelerator
 
@@ -218,7 +214,7 @@ def inspect(options: argparse.Namespace) -> int:
 
 
 def prepare(options: argparse.Namespace) -> int:
-    """Check built data: every tar, every document, the tokenizer."""
+    """Verify a data directory: every tar, every document, the tokenizer."""
     from dist_mem.data.remote.fetch import show
     from dist_mem.data.verify import verify_dataset
 
@@ -234,7 +230,7 @@ def prepare(options: argparse.Namespace) -> int:
 
 
 def track(options: argparse.Namespace) -> int:
-    """Send MLflow the data that it could not receive during a run."""
+    """Send MLflow the data that it did not receive during a run."""
     from dist_mem.tracking.sync import run
 
     overrides = [text for text in options.runs if text.startswith("tracking.")]
@@ -243,16 +239,16 @@ def track(options: argparse.Namespace) -> int:
 
 
 def check_memory(options: argparse.Namespace) -> int:
-    """Put a memory through every rule of the contract."""
+    """Check a memory against every rule of the contract."""
     from dist_mem.contract.check_memory import run
 
     return run(options.kind)
 
 
 def config(options: argparse.Namespace) -> int:
-    """Print a configuration as it would be run, or every key with its default and its meaning."""
+    """Print a resolved configuration, or every key with its default."""
     if options.markdown:
-        from dist_mem.config.page import config_page
+        from dist_mem.config.docs import config_page
         from dist_mem.memory import described_memories
 
         print(config_page(described_memories()), end="")
@@ -268,7 +264,7 @@ def config(options: argparse.Namespace) -> int:
 
 
 def make_snapshot(folder: Path, arguments: Sequence[str]) -> None:
-    """Copy the package and the files of a configuration; see launch/code_snapshot.py. Raises UnusableError."""
+    """Copy the package and the files of a configuration; see launch/code_snapshot.py. Raises RunError."""
     from dist_mem.config.sources import files_of
     from dist_mem.launch import code_snapshot as snapshot
     from dist_mem.memory.outside import files_of as files_of_memory

@@ -80,6 +80,10 @@ RULES = (
         "rows beyond valid_len enter a mean, a norm or an auxiliary loss",
     ),
     Rule(
+        4, "fewer rows give real tokens the same outputs", rules.fewer_rows_give_the_same_outputs,
+        "`min_seg_len` is smaller than the number of rows that forward needs, or was inherited from another memory",
+    ),
+    Rule(
         3, "only complete segments are committed", rules.incomplete_segments_are_not_committed,
         "the state is changed in place, or lanes are mixed if some segments are incomplete",
     ),

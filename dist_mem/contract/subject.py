@@ -82,17 +82,29 @@ class Subject:
         """Return empty memories."""
         return model.init_state(torch.arange(self.size.lanes), "cpu", dtype)
 
-    def read(self, model: MemoryLM, segments: list[Segment], state: LMState) -> Iterator[LMOutput]:
-        """Read segments of documents one after the other, and yield the outputs."""
-        for number, (tokens, targets) in enumerate(segments):
+    def read(
+        self, model: MemoryLM, segments: list[Segment] | None = None, state: LMState | None = None
+    ) -> Iterator[LMOutput]:
+        """Read segments of documents one after the other, and yield the outputs; by default from empty memories."""
+        state = self.fresh(model) if state is None else state
+        for number, (tokens, targets) in enumerate(self.segments() if segments is None else segments):
             output = model(tokens, targets, self.lengths(number), state=state)
             state = output.state
             yield output
 
-    def warm(self, model: MemoryLM) -> LMState:
+    @torch.no_grad()
+    def losses(self, model: MemoryLM, *, altered: int | None = None) -> Tensor:
+        """Return the loss of every token read, (lanes, tokens), with another token of every lane at place `altered`."""
+        segments = self.segments()
+        if altered is not None:
+            column = segments[altered // self.size.seg_len][0][:, altered % self.size.seg_len]
+            column.copy_((column + 1) % VOCAB)
+        return torch.cat([output.nll for output in self.read(model, segments)], dim=1)
+
+    def warm(self, model: MemoryLM, dtype: torch.dtype = torch.float32) -> LMState:
         """Return memories after enough segments to fill small ones."""
         with torch.no_grad():
-            return list(self.read(model, self.segments(99), self.fresh(model)))[-1].state
+            return list(self.read(model, self.segments(99), self.fresh(model, dtype)))[-1].state
 
     def layer_inputs(self, model: MemoryLM, state: LMState) -> Tensor:
         """Return a block's input: the rows of the stem, then random rows."""

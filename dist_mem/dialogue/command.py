@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from dist_mem.config import Config
 from dist_mem.data.directory import open_index, refresh
 from dist_mem.data.shard import Index
 from dist_mem.dialogue.answer import answer_all
@@ -31,17 +30,16 @@ from dist_mem.dialogue.scores import (
     ScoredAnswer,
     figures,
     group_scores,
-    to_facts,
+    to_content,
     to_table,
     to_text,
 )
 from dist_mem.dialogue.wordnet import open_wordnet
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.cut_short import StopCheck
-from dist_mem.evaluation.evaluate import as_job, found_by_all, use_threads
-from dist_mem.evaluation.protocol import protocol_of, report_name, short_term_len, tag_of
-from dist_mem.evaluation.report import DocumentScore
-from dist_mem.evaluation.scoring import evaluate_documents
+from dist_mem.evaluation.evaluate import as_job, described, found_by_all, track, use_threads
+from dist_mem.evaluation.protocol import protocol_of, report_name, tag_of
+from dist_mem.evaluation.scoring import score_split
 from dist_mem.evaluation.trained_model import (
     Checkpoint,
     TrainedModel,
@@ -55,7 +53,6 @@ from dist_mem.runtime.distributed import World
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.tracking.progress import Progress
-from dist_mem.tracking.start import log_to_run
 
 MIN_HISTORY = 2  # replies before the first one that the model generates, as in the published evaluation
 
@@ -120,15 +117,12 @@ def run(
     Raises:
         UnusableError: the checkpoint, the data or the overrides are invalid.
     """
-
-    def work(world: World, check: StopCheck) -> None:
-        _run(world, check, path, settings, checkpoint, overrides)
-
+    work = partial(_run, path=path, settings=settings, step=checkpoint, overrides=overrides)
     return as_job(work, overrides, early)
 
 
 def _run(
-    world: World, check: StopCheck, path: Path, settings: Settings, step: int | None, overrides: Sequence[str]
+    world: World, check: StopCheck, *, path: Path, settings: Settings, step: int | None, overrides: Sequence[str]
 ) -> None:
     if world.size > 1:
         raise ValueError(
@@ -150,9 +144,16 @@ def _run(
     conversations = read_conversations(index)
     trained = open_model(found, config, tokenizer_of_data(found, config), world.device)
     trained.model.register_forward_pre_hook(check)
-    documents = score_replies(trained, index, world)
+    report = score_split(
+        trained.model,
+        partial(init_state, trained),
+        config=config,
+        index=index,
+        tokenizer=trained.tokenizer,
+        world=world,
+    )
     answers = score_answers(trained, conversations, settings)
-    groups = group_scores(documents, answers)
+    groups = group_scores(report.documents, answers)
     _publish(found, config, split, settings, conversations, groups, answers, trained, tag=tag, overrides=overrides)
 
 
@@ -160,24 +161,6 @@ def first_documents(index: Index, limit: int | None) -> Index:
     """Return the index of a split cut to its first `limit` documents."""
     documents = index.documents[:limit]
     return replace(index, documents=documents, num_tokens=sum(entry.num_tokens for entry in documents))
-
-
-def score_replies(trained: TrainedModel, index: Index, world: World) -> list[DocumentScore]:
-    """Return nats, tokens and words of all replies, per conversation."""
-    config = trained.config
-    report = evaluate_documents(
-        trained.model,
-        partial(init_state, trained),
-        index=index,
-        tokenizer=trained.tokenizer,
-        num_lanes=config.eval.lanes,
-        micro_lanes=min(config.train.micro_lanes, config.eval.lanes),
-        seg_len=config.train.seg_len,
-        mem_len=short_term_len(config.memory),
-        world=world,
-        cut=config.data.cut,
-    )
-    return report.documents
 
 
 def score_answers(
@@ -207,7 +190,7 @@ def score_answers(
 
 def _publish(
     checkpoint: Checkpoint,
-    config: Any,
+    config: Config,
     split: str,
     settings: Settings,
     conversations: Sequence[Conversation],
@@ -232,10 +215,7 @@ def _publish(
     print(to_table(groups))
     content = {
         "format_version": FORMAT_VERSION,
-        "checkpoint": str(checkpoint.directory),
-        "step": step,
-        "config": config.name,
-        "protocol": protocol._asdict(),
+        **described(checkpoint, config, protocol),
         "settings": {
             **vars(settings),
             "split": split,
@@ -243,7 +223,7 @@ def _publish(
             "wordnet": settings.wordnet and str(settings.wordnet),
         },
         "min_history": MIN_HISTORY,
-        **to_facts(groups, answers, split),
+        **to_content(groups, answers, split),
     }
     folder = checkpoint.run_dir / "evaluations"
     folder.mkdir(parents=True, exist_ok=True)
@@ -251,11 +231,4 @@ def _publish(
     files = [folder / f"{name}.json", folder / f"{name}.txt"]
     write_text(files[0], json.dumps(content, indent=1) + "\n")
     write_text(files[1], to_text(conversations, answers, trained.tokenizer))
-    print(f"written: {', '.join(str(path) for path in files)}")
-    if config.tracking.mlflow and not checkpoint.is_export:
-        metrics = figures(groups, report_name(split, tag))
-        warning = log_to_run(
-            config, run_dir=checkpoint.run_dir, step=step, metrics=metrics, files=files, overrides=overrides
-        )
-        if warning:
-            print(warning, file=sys.stderr)
+    track(checkpoint, config, figures(groups, report_name(split, tag)), files, overrides)

@@ -85,7 +85,7 @@ def figures(groups: Sequence[GroupScore], split: str) -> dict[str, float]:
     return found
 
 
-def to_facts(groups: Sequence[GroupScore], answers: Sequence[ScoredAnswer], split: str) -> dict[str, Any]:
+def to_content(groups: Sequence[GroupScore], answers: Sequence[ScoredAnswer], split: str) -> dict[str, Any]:
     """Return the content of the JSON: the figures, the groups, and every reply with its reference and scores."""
     return {
         "figures": figures(groups, split),

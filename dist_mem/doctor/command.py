@@ -12,19 +12,20 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
+from dist_mem.config import Config
 from dist_mem.doctor.examine import examine
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
 from dist_mem.runtime import distributed
-from dist_mem.runtime.environment import node_name, read_ranks
+from dist_mem.runtime.environment import node_name
 from dist_mem.runtime.findings import FAIL, WARNING, Finding, Place, fail, failed, lines
-from dist_mem.runtime.rendezvous import meet
+from dist_mem.runtime.ranks import read_ranks
+from dist_mem.runtime.rendezvous import wait_for_ranks
 
 _TIMEOUT = 120.0  # seconds that ranks wait for each other; short, because the command is interactive
 
 
-def run(config: Any | None, *, seconds: float = _TIMEOUT) -> int:
+def run(config: Config | None, *, seconds: float = _TIMEOUT) -> int:
     """Run all checks and print the findings; return the exit code, the same on every rank.
 
     Args:
@@ -37,11 +38,11 @@ def run(config: Any | None, *, seconds: float = _TIMEOUT) -> int:
     began = time.monotonic()
     try:
         rank, size, _, _ = read_ranks()
-        meeting = meet(seconds=seconds if config is None else config.watchdog.join_seconds)
+        rendezvous = wait_for_ranks(seconds=seconds if config is None else config.watchdog.join_seconds)
     except ValueError as error:
         raise UnusableError(str(error)) from error
-    is_alone = meeting.store is None and size > 1  # it has met no other rank, so it prints its own findings
-    findings = list(meeting.findings)
+    is_alone = rendezvous.store is None and size > 1  # it has met no other rank, so it prints its own findings
+    findings = list(rendezvous.findings)
     _show(findings, if_=rank == 0 or is_alone)
     if failed(findings):
         return _end(findings, began, prints=rank == 0)

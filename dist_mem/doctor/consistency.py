@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 
+from dist_mem.config import Config
 from dist_mem.config.check import flatten
 from dist_mem.data.directory import local_dir
 from dist_mem.data.remote.fetch import is_remote
@@ -20,9 +20,10 @@ from dist_mem.runtime.findings import Finding, Place, Remark, fail, ok, warning
 from dist_mem.tracking.provenance import PACKAGE, running_commit, versions
 
 MISSING = "missing"
+_SOURCES = "sources of dist_mem"
 _PLACES = ("run_dir", "data.path", "data.cache", "data.stage_dir", "train.threads")  # may differ between nodes
 
-Facts = dict[str, str]  # item -> value on this rank
+Fingerprint = dict[str, str]  # item -> version, value or checksum on this rank
 _FIXES = {
     "code": "install the same everywhere: one environment on a disk that all nodes share, or one image",
     "configuration": "give every rank the same files and overrides",
@@ -30,19 +31,19 @@ _FIXES = {
 }
 
 
-def code_facts(*, with_commit: bool) -> Facts:
+def fingerprint_code(*, with_commit: bool) -> Fingerprint:
     """Return versions, a checksum of the package's sources and, if requested, the commit, for which git is run."""
     found = {name.removeprefix("version."): text for name, text in versions().items()}
     digest = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(f"{path.relative_to(PACKAGE)}\n".encode() + path.read_bytes())
-    found["sources of dist_mem"] = digest.hexdigest()[:12]
+    found[_SOURCES] = digest.hexdigest()[:12]
     if with_commit:
         found["commit"] = running_commit() or "not known"
     return found
 
 
-def config_facts(config: Any) -> Facts:
+def fingerprint(config: Config) -> Fingerprint:
     """Return every key and its value, or a checksum of a value from the environment, which may be a secret."""
     written = flatten(OmegaConf.to_container(config, resolve=False))
     values = flatten(OmegaConf.to_container(config, resolve=True))
@@ -55,12 +56,7 @@ def config_facts(config: Any) -> Facts:
     return found
 
 
-def config_hash(facts: Mapping[str, str]) -> str:
-    """Return a hash of a whole configuration, of twelve digits."""
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def data_facts(config: Any) -> Facts:
+def fingerprint_data(config: Config) -> Fingerprint:
     """Return checksums of tokenizer and indexes, and the sizes of all tars, on this node.
 
     For a URL the result is empty, because fetched files are compared with their checksums anyway; so are staged tars.
@@ -68,20 +64,20 @@ def data_facts(config: Any) -> Facts:
     data = config.data
     if is_remote(data.path):
         return {}
-    found = {JSON_NAME: _fingerprint(local_dir(data) / JSON_NAME)}
+    found = {JSON_NAME: _checksum(local_dir(data) / JSON_NAME)}
     for split in _splits(config):
         split_dir = local_dir(data) / split
-        found[f"{split}/{INDEX_NAME}"] = _fingerprint(split_dir / INDEX_NAME)
+        found[f"{split}/{INDEX_NAME}"] = _checksum(split_dir / INDEX_NAME)
         for path in sorted(split_dir.glob("*.tar")) if data.stage == "none" else ():
             found[f"{split}/{path.name}"] = f"{path.stat().st_size:,} bytes"
     return found
 
 
-def _fingerprint(path: Path) -> str:
+def _checksum(path: Path) -> str:
     return sha256_of(path)[:12] if path.is_file() else MISSING
 
 
-def check_tars(config: Any) -> Iterator[Remark]:
+def check_tars(config: Config) -> Iterator[Remark]:
     """Check on this node that the tars of the training split have the sizes in its index."""
     data = config.data
     split_dir = local_dir(data) / data.train_split
@@ -99,8 +95,8 @@ def check_tars(config: Any) -> Iterator[Remark]:
                 yield fail("data", text, _FIXES["data"], blames_node=True)
 
 
-def check_data(config: Any) -> Iterator[Remark]:
-    """Check that the tokenizer and the indexes that training opens exist, unless data.path is a URL.
+def check_data(config: Config) -> tuple[()]:
+    """Check that the tokenizer and the indexes that training opens exist, unless data.path is a URL; find nothing else.
 
     Raises:
         ValueError: one is missing or damaged; the message names the file and the fix.
@@ -110,22 +106,22 @@ def check_data(config: Any) -> Iterator[Remark]:
         read_tokenizer_metadata(local_dir(data))
         for split in _splits(config):
             read_index_metadata(local_dir(data) / split / INDEX_NAME)
-    yield from ()
+    return ()
 
 
-def _splits(config: Any) -> list[str]:
+def _splits(config: Config) -> list[str]:
     return list(dict.fromkeys([config.data.train_split, *([config.eval.split] if config.eval.every else [])]))
 
 
-def compare(what: str, places: Sequence[Place], facts: Sequence[Facts]) -> Iterator[Finding]:
+def compare(what: str, places: Sequence[Place], fingerprints: Sequence[Fingerprint]) -> Iterator[Finding]:
     """Yield the ranks, or whole nodes, that differ from the majority; arguments in rank order.
 
     Args:
         what: code, configuration or data.
     """
     is_equal = True
-    for name in sorted(set().union(*facts)):
-        values = [of_rank.get(name, MISSING) for of_rank in facts]
+    for name in sorted(set().union(*fingerprints)):
+        values = [of_rank.get(name, MISSING) for of_rank in fingerprints]
         usual = max(values, key=lambda value: (values.count(value), -values.index(value)))
         for value in dict.fromkeys(values):
             if value != usual:
@@ -134,8 +130,8 @@ def compare(what: str, places: Sequence[Place], facts: Sequence[Facts]) -> Itera
                 is_equal = False
                 for place in _whole_nodes(odd, places):
                     yield fail(what, text, _FIXES[what], blames_node=what != "configuration").at(place)
-    if is_equal and MISSING not in facts[0].values():
-        yield ok(what, _summary(what, facts[0])).at(None)
+    if is_equal and MISSING not in fingerprints[0].values():
+        yield ok(what, _summary(what, fingerprints[0])).at(None)
 
 
 def _whole_nodes(odd: Sequence[Place], places: Sequence[Place]) -> list[Place]:
@@ -147,10 +143,10 @@ def _whole_nodes(odd: Sequence[Place], places: Sequence[Place]) -> list[Place]:
     return list(dict.fromkeys(found))
 
 
-def _summary(what: str, facts: Facts) -> str:
-    if what == "code":
-        return ", ".join(f"{name} {text}" for name, text in facts.items() if name != "sources of dist_mem")
+def _summary(what: str, fingerprint: Fingerprint) -> str:
     if what == "configuration":
-        return f"{len(facts)} keys, {config_hash(facts)}"
-    tars = sum(name.endswith(".tar") for name in facts)
-    return f"{tars} tars, {', '.join(f'{name} {text}' for name, text in facts.items() if not name.endswith('.tar'))}"
+        digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:12]
+        return f"{len(fingerprint)} keys, {digest}"
+    tars = [name for name in fingerprint if name.endswith(".tar")]
+    others = [f"{name} {text}" for name, text in fingerprint.items() if name not in (*tars, _SOURCES)]
+    return ", ".join([f"{len(tars)} tars", *others] if what == "data" else others)

@@ -1,21 +1,33 @@
-"""Disk checks: the run directory is shared, writable and has room; caches are on the node."""
+"""Disk checks: the run directory is shared, writable, fast and has room for checkpoints; caches are on the node."""
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-from dist_mem.runtime.environment import compiler_caches
+from dist_mem.checkpoint.manifest import list_steps
+from dist_mem.config import Config
+from dist_mem.data.batch_plan import batch_plan
+from dist_mem.data.directory import local_dir
+from dist_mem.data.tokenizers.registry import FILE_NAMES, JSON_NAME
+from dist_mem.doctor.dry_run import check_model
+from dist_mem.engine.optimizer import num_moments
+from dist_mem.runtime.compilers import compiler_caches
 from dist_mem.runtime.files import file_system_of, is_network_file_system
 from dist_mem.runtime.findings import Remark, fail, ok, warning
 
 _FLEETING_TYPES = ("tmpfs", "ramfs", "overlay")  # gone with the node, or the container
 _RATE_BYTES, _BLOCK_BYTES = 64 << 20, 64 << 10
 _SEEING_SECONDS = 5.0  # NFS clients may cache directory listings for a few seconds
+_FILES_PER_RANK, _OTHER_FILES = 3, 13  # engine, lanes, rng; manifest, configuration, tokenizer, folders
+_BYTES_PER_RANK = 10_000  # random state, headers
+_SAVES = 3  # saves that should fit into the time between signal and end: the first attempt may fail
 
 
 def device_of(path: Path) -> str:
@@ -58,15 +70,14 @@ def check_run_dir_type(run_dir: Path) -> Iterator[Remark]:
         yield ok("run directory", f"{run_dir} is on {kind}")
 
 
-def leave_probe(run_dir: Path, name: str) -> Remark | None:
-    """Write a file that the other ranks will look for; return the problem if it cannot be written."""
+def write_probe(run_dir: Path, name: str) -> Iterator[Remark]:
+    """Write a file that the other ranks will look for; yield a finding if it cannot be written."""
     probe = run_dir / name
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         probe.write_text(name, encoding="utf-8")
     except OSError as error:
-        return cannot_write(error)
-    return None
+        yield cannot_write(error)
 
 
 def look_for_probe(run_dir: Path, name: str) -> Iterator[Remark]:
@@ -167,3 +178,47 @@ def write_rate(run_dir: Path) -> float:
         return num_blocks * _BLOCK_BYTES / (time.perf_counter() - began)
     finally:
         path.unlink(missing_ok=True)
+
+
+class Checkpoint(NamedTuple):
+    """The disk use of one checkpoint."""
+
+    num_bytes: int
+    num_files: int
+
+
+def checkpoint_size(config: Config, world_size: int) -> Checkpoint:
+    """Return the size of fp32 weights, optimizer state, memories of all lanes, and tokenizer."""
+    path, sizes = local_dir(config.data), check_model(config)
+    places = batch_plan(config.train, world_size).lanes_per_rank * world_size
+    parameters = 4 * (1 + num_moments(config.optimizer)) * sizes["num_parameters"]
+    lanes = sizes["state_bytes_per_lane"] * places
+    tokenizer = sum((path / name).stat().st_size for name in (JSON_NAME, *FILE_NAMES) if (path / name).exists())
+    num_bytes = parameters + lanes + tokenizer + _BYTES_PER_RANK * world_size
+    return Checkpoint(num_bytes, _FILES_PER_RANK * world_size + _OTHER_FILES)
+
+
+def checkpoints_to_come(config: Config) -> int:
+    """Return how many more will exist at once: those that `checkpoint.keep_last` keeps, and the one being written."""
+    rules = config.checkpoint
+    kept = 2 if rules.keep_last is None else rules.keep_last + (rules.keep_best or 0) + 1
+    return max(1, kept - len(list_steps(Path(config.run_dir))))
+
+
+def check_stop_time(config: Config, *, num_bytes: int, rate: float) -> Iterator[Remark]:
+    """Check that a save fits between the signal and the end of the job.
+
+    Args:
+        num_bytes: size of a checkpoint.
+        rate: write rate of all ranks together, in bytes per second.
+    """
+    seconds, lead = num_bytes / rate, config.launch.signal_seconds
+    time = f"about {seconds:,.0f} s" if seconds >= 1 else "less than a second"
+    text = f"a save takes {time} ({rate / 1e6:,.0f} MB/s), the signal comes {lead} s before the end"
+    fix = f"launch.signal_seconds={10 * math.ceil(_SAVES * seconds / 10 + 3)}"
+    if seconds > lead:
+        yield fail("time to stop", text, fix)
+    elif _SAVES * seconds > lead:
+        yield warning("time to stop", text, fix)
+    else:
+        yield ok("time to stop", text)

@@ -14,69 +14,74 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from dist_mem.config import load_config
 from dist_mem.doctor.drill_job import RANKS, SAVE_EVERY, DrillError, DrillJob, prepare, wait_for
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_HUNG, EXIT_REQUEUE, EXIT_USAGE
-from dist_mem.runtime.environment import is_rank0
+from dist_mem.runtime.ranks import is_rank0
 from dist_mem.runtime.signals import LEAST_SECONDS, STOP_FILE
 from dist_mem.runtime.watchdog import GATHER_SECONDS, REPORT_SECONDS
-from dist_mem.tracking.start import JOURNAL
+from dist_mem.tracking.journal import JOURNAL, find_entries
 
 _BREAK_AT = SAVE_EVERY + 5  # steps: a checkpoint exists, but not of the last step
 _RESUMED_STEPS = 20  # steps after the resume
 _WATCHDOG_SECONDS = 5.0
 _MLFLOW_SECONDS = 10.0  # that the end of a job may take if the server drops packets
-_COLUMNS = ("broken by", "exit codes", "checkpoint", "resumed to", "survived")
+_LINE = "{:<22} {:<12} {:<12} {:<12} {:>7}  {}"
 
 
-class Row(NamedTuple):
-    """The outcome of one job."""
+@dataclass
+class Row:
+    """The outcome of one job: a line of the table."""
 
     name: str
-    codes: str
-    checkpoint: str
-    resumed: str
-    problem: str | None  # None: it survived
-    seconds: float
+    codes: str = "-"
+    checkpoint: str = "-"
+    resumed: str = "-"
+    problem: str | None = None  # None: it survived
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        outcome = "yes" if self.problem is None else f"NO: {self.problem}"
+        return _LINE.format(self.name, self.codes, self.checkpoint, self.resumed, f"{self.seconds:.0f}", outcome)
 
 
-def _by_signal(job: DrillJob) -> list[int]:
+def break_by_signal(job: DrillJob) -> list[int]:
     job.start()
     job.wait_for_step(_BREAK_AT)
     job.signal(1, signal.SIGTERM)
-    return _ended(job, [EXIT_REQUEUE] * RANKS)
+    return expect_codes(job, [EXIT_REQUEUE] * RANKS)
 
 
-def _by_file(job: DrillJob) -> list[int]:
+def break_by_file(job: DrillJob) -> list[int]:
     """Stop the job with the file RUN/STOP, which also prevents a start until it is removed."""
     job.start()
     job.wait_for_step(_BREAK_AT)
     (job.run_dir / STOP_FILE).touch()
-    codes = _ended(job, [EXIT_REQUEUE] * RANKS)
+    codes = expect_codes(job, [EXIT_REQUEUE] * RANKS)
     job.start()
-    _ended(job, [EXIT_USAGE] * RANKS)
+    expect_codes(job, [EXIT_USAGE] * RANKS)
     (job.run_dir / STOP_FILE).unlink()
     return codes
 
 
-def _by_clock(job: DrillJob) -> list[int]:
+def break_by_clock(job: DrillJob) -> list[int]:
     """Stop the job with DIST_MEM_JOB_END, set from the time that the first job took to start."""
     left = LEAST_SECONDS + 2 * job.usual_start + 3
     job.start(DIST_MEM_JOB_END=str(int(time.time() + left)))
-    return _ended(job, [EXIT_REQUEUE] * RANKS)
+    return expect_codes(job, [EXIT_REQUEUE] * RANKS)
 
 
-def _by_death(job: DrillJob) -> list[int]:
+def break_by_kill(job: DrillJob) -> list[int]:
     job.start()
     job.wait_for_step(_BREAK_AT)
     job.signal(1, signal.SIGKILL)
-    return _ended(job, [EXIT_FAILED, -signal.SIGKILL])
+    return expect_codes(job, [EXIT_FAILED, -signal.SIGKILL])
 
 
-def _by_hang(job: DrillJob) -> list[int]:
+def break_by_stopped_rank(job: DrillJob) -> list[int]:
     """Stop a rank with SIGSTOP; the watchdog of the other rank must end the job and name it."""
     job.start(f"watchdog.seconds={_WATCHDOG_SECONDS}")
     job.wait_for_step(_BREAK_AT)
@@ -85,7 +90,7 @@ def _by_hang(job: DrillJob) -> list[int]:
     wait_for(lambda: job.processes[0].poll() is not None, "the watchdog to end rank 0")
     took, limit = time.monotonic() - began, _WATCHDOG_SECONDS + GATHER_SECONDS + REPORT_SECONDS + 5
     job.signal(1, signal.SIGKILL)
-    codes = _ended(job, [EXIT_HUNG, -signal.SIGKILL])
+    codes = expect_codes(job, [EXIT_HUNG, -signal.SIGKILL])
     reports = list((job.run_dir / "hangs").glob("*/report.txt"))
     if not reports or "suspect: rank 1 " not in reports[0].read_text(encoding="utf-8"):
         raise DrillError("no report in RUN/hangs names rank 1")
@@ -94,7 +99,7 @@ def _by_hang(job: DrillJob) -> list[int]:
     return codes
 
 
-def _by_dropped_packets(job: DrillJob) -> list[int]:
+def break_by_dropped_packets(job: DrillJob) -> list[int]:
     """Use an MLflow server that never answers; the job must continue and keep all points for later."""
     with _silent_server() as port:
         last = _BREAK_AT + _RESUMED_STEPS
@@ -104,10 +109,9 @@ def _by_dropped_packets(job: DrillJob) -> list[int]:
         )
         job.wait_for_step(last)
         began = time.monotonic()
-        codes = _ended(job, [EXIT_DONE] * RANKS)
+        codes = expect_codes(job, [EXIT_DONE] * RANKS)
         took = time.monotonic() - began
-    journal = (job.run_dir / JOURNAL).read_text(encoding="utf-8")
-    kept = sum('"loss"' in line for line in journal.splitlines())
+    kept = sum("loss" in entry.body["metrics"] for entry in find_entries(job.run_dir / JOURNAL, "point"))
     if kept != last:
         raise DrillError(f"{kept} of {last} points are kept for MLflow")
     if took > _MLFLOW_SECONDS:
@@ -135,16 +139,16 @@ def _silent_server() -> Iterator[int]:
 
 
 FAULTS: dict[str, Callable[[DrillJob], list[int]]] = {
-    "signal to one rank": _by_signal,
-    "RUN/STOP": _by_file,
-    "the clock": _by_clock,
-    "a rank killed": _by_death,
-    "a rank stopped": _by_hang,
-    "MLflow drops packets": _by_dropped_packets,
+    "signal to one rank": break_by_signal,
+    "RUN/STOP": break_by_file,
+    "the clock": break_by_clock,
+    "a rank killed": break_by_kill,
+    "a rank stopped": break_by_stopped_rank,
+    "MLflow drops packets": break_by_dropped_packets,
 }
 
 
-def _ended(job: DrillJob, expected: Sequence[int]) -> list[int]:
+def expect_codes(job: DrillJob, expected: Sequence[int]) -> list[int]:
     codes = job.end()
     if codes != list(expected):
         raise DrillError(f"exit codes {_text(codes)}, expected {_text(expected)}: {job.last_error()}")
@@ -165,7 +169,7 @@ def run(arguments: Sequence[str] = ()) -> int:
     config = prepare(folder)
     load_config([*arguments, str(config)])  # a wrong argument would fail every job of the drill
     print(f"drill: {RANKS} ranks in {folder}", flush=True)
-    _print([*_COLUMNS, "seconds"])
+    print(_LINE.format("broken by", "exit codes", "checkpoint", "resumed to", "seconds", "survived"), flush=True)
     jobs: dict[str, DrillJob] = {}
     rows: list[Row] = []
     usual_start = 0.0
@@ -173,7 +177,7 @@ def run(arguments: Sequence[str] = ()) -> int:
         job = jobs[name] = DrillJob(folder / f"{number + 1}", [*arguments, str(config)])
         job.usual_start = usual_start
         rows.append(_try(name, fault, job))
-        _print(_cells(rows[-1]))
+        print(rows[-1], flush=True)
         usual_start = usual_start or job.seconds_to_step
     differing = _compare(DrillJob(folder / "undisturbed", [*arguments, str(config)]), rows, jobs)
     for name, problem in differing.items():
@@ -189,24 +193,23 @@ def run(arguments: Sequence[str] = ()) -> int:
 
 def _try(name: str, fault: Callable[[DrillJob], list[int]], job: DrillJob) -> Row:
     """Break a job and resume it."""
-    began = time.monotonic()
-    cells = {"codes": "-", "checkpoint": "-", "resumed": "-"}
-    problem = None
+    row, began = Row(name), time.monotonic()
     try:
-        cells["codes"] = _text(fault(job))
+        row.codes = _text(fault(job))
         step = job.newest_checkpoint()
-        cells["checkpoint"] = f"step {step}"
+        row.checkpoint = f"step {step}"
         job.kill()
         job.start(f"train.steps={step + _RESUMED_STEPS}")
-        _ended(job, [EXIT_DONE] * RANKS)
-        cells["resumed"] = f"step {job.last_step()}"
+        expect_codes(job, [EXIT_DONE] * RANKS)
+        row.resumed = f"step {job.last_step()}"
         if list(job.losses()) != list(range(1, step + _RESUMED_STEPS + 1)):
-            problem = "not every step has one loss"
+            row.problem = "not every step has one loss"
     except (DrillError, ValueError, OSError) as error:
-        problem = str(error)
+        row.problem = str(error)
     finally:
         job.kill()
-    return Row(name, **cells, problem=problem, seconds=time.monotonic() - began)
+    row.seconds = time.monotonic() - began
+    return row
 
 
 def _compare(undisturbed: DrillJob, rows: Sequence[Row], jobs: Mapping[str, DrillJob]) -> dict[str, str]:
@@ -217,7 +220,7 @@ def _compare(undisturbed: DrillJob, rows: Sequence[Row], jobs: Mapping[str, Dril
         return {}
     try:
         undisturbed.start(f"train.steps={last}")
-        _ended(undisturbed, [EXIT_DONE] * RANKS)
+        expect_codes(undisturbed, [EXIT_DONE] * RANKS)
     except DrillError as error:
         return dict.fromkeys(survived, f"nothing to compare it with: {error}")
     finally:
@@ -225,16 +228,6 @@ def _compare(undisturbed: DrillJob, rows: Sequence[Row], jobs: Mapping[str, Dril
     right = undisturbed.losses()
     wrong = {name: [step for step, loss in jobs[name].losses().items() if loss != right.get(step)] for name in survived}
     return {name: f"its losses differ from step {steps[0]} on" for name, steps in wrong.items() if steps}
-
-
-def _cells(row: Row) -> list[str]:
-    outcome = "yes" if row.problem is None else f"NO: {row.problem}"
-    return [row.name, row.codes, row.checkpoint, row.resumed, outcome, f"{row.seconds:.0f}"]
-
-
-def _print(cells: Sequence[str]) -> None:
-    name, codes, checkpoint, resumed, survived, seconds = cells
-    print(f"{name:<22} {codes:<12} {checkpoint:<12} {resumed:<12} {seconds:>7}  {survived}", flush=True)
 
 
 def _text(codes: Sequence[int]) -> str:

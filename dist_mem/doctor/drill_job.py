@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import signal
 import subprocess
@@ -17,10 +16,10 @@ from omegaconf import OmegaConf
 from dist_mem.checkpoint.manifest import list_steps, step_dir, verify
 from dist_mem.data.builders.builder import build_dataset
 from dist_mem.data.builders.source import SourceDocument
-from dist_mem.engine.shared_memory import BUFFER, SHM
-from dist_mem.runtime.environment import environment_of_rank
+from dist_mem.engine.cpu_op import BUFFER, SHM
 from dist_mem.runtime.network_interface import free_port
-from dist_mem.tracking.sinks import METRICS_FILE
+from dist_mem.runtime.ranks import environment_of_rank
+from dist_mem.tracking.tracker import METRICS_FILE, read_points
 
 RANKS = 2
 SAVE_EVERY = 20  # steps
@@ -136,31 +135,14 @@ class DrillJob:
         errors = [line for text in texts for line in text.splitlines() if "rror" in line]
         return errors[-1].strip() if errors else "no error was printed"
 
-    def points(self) -> list[dict[str, object]]:
-        """Return the points in the complete lines of metrics.jsonl."""
-        path = self.run_dir / METRICS_FILE
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
-
     def last_step(self) -> int:
         """Return the newest logged step; 0 if there is none."""
-        path = self.run_dir / METRICS_FILE
-        if not path.exists():
-            return 0
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 4096))
-            whole = [line for line in file.read().split(b"\n")[:-1] if line.startswith(b"{")]
-        return int(json.loads(whole[-1])["step"]) if whole else 0
+        return max(self.losses(), default=0)
 
     def losses(self) -> dict[int, float]:
         """Return the training loss by step."""
-        found = {}
-        for point in self.points():
-            metrics = point["metrics"]
-            assert isinstance(metrics, dict)
-            if "loss" in metrics:
-                found[int(str(point["step"]))] = metrics["loss"]
-        return found
+        points = read_points(self.run_dir / METRICS_FILE)
+        return {point.step: point.metrics["loss"] for point in points if "loss" in point.metrics}
 
     def newest_checkpoint(self) -> int:
         """Verify the newest checkpoint completely and return its step. Raises ValueError if it is damaged."""

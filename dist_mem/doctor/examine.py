@@ -6,20 +6,20 @@ import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from dist_mem.doctor import consistency, disks, machine, network, sizes
-from dist_mem.doctor.mlflow_server import check_mlflow
+from dist_mem.config import Config
+from dist_mem.doctor import consistency, disks, machine, network
+from dist_mem.errors import UnusableError, run_error
 from dist_mem.runtime.distributed import World, gather_objects
 from dist_mem.runtime.environment import node_name
-from dist_mem.runtime.findings import Finding, Place, Remark, fail
+from dist_mem.runtime.findings import MACHINE, Finding, Place, Remark, fail, ok, warning
+from dist_mem.tracking.journal import JOURNAL
+from dist_mem.tracking.mlflow_access import check_tracking
+from dist_mem.tracking.provenance import without_credentials
+from dist_mem.tracking.stores import choose_sending, store_uri
 
-
-class Plans(NamedTuple):
-    """What rank 0 finds out about the run."""
-
-    probe: str | None  # name of the file that it wrote into the run directory; None: it could not write
-    checkpoint: sizes.Checkpoint | None  # None: the model cannot be built
+Check = Callable[[], Iterable[Remark]]
 
 
 class LocalResult(NamedTuple):
@@ -27,10 +27,9 @@ class LocalResult(NamedTuple):
 
     place: Place
     findings: list[Finding]
-    code: consistency.Facts
-    config: consistency.Facts
-    data: consistency.Facts | None  # only on the first rank of a node
-    plans: Plans
+    fingerprints: dict[str, consistency.Fingerprint]  # to compare: of code, configuration, data; without failed ones
+    probe: str | None  # name of the file that rank 0 wrote into the run directory; None: it could not write
+    checkpoint: disks.Checkpoint | None  # only on rank 0; None: the model cannot be built
 
 
 class Measured(NamedTuple):
@@ -43,7 +42,7 @@ class Measured(NamedTuple):
     write_rate: float | None  # bytes per second; only on the first rank of a node
 
 
-def examine(config: Any | None, world: World, *, is_thorough: bool) -> Generator[list[Finding], None, None]:
+def examine(config: Config | None, world: World, *, is_thorough: bool) -> Generator[list[Finding], None, None]:
     """Run all checks in two rounds; collective, every rank calls it.
 
     Args:
@@ -53,123 +52,131 @@ def examine(config: Any | None, world: World, *, is_thorough: bool) -> Generator
     Yields:
         The findings of a round, the same on every rank. If the first round fails, the caller may skip the second.
     """
-    results: list[LocalResult] = gather_objects(_look_around(config, world, is_thorough=is_thorough))
-    places, plans = [one.place for one in results], results[0].plans
+    results: list[LocalResult] = gather_objects(_check_rank(config, world, is_thorough=is_thorough))
+    places, probe = [one.place for one in results], results[0].probe
     try:
-        yield [*(finding for one in results for finding in one.findings), *_compare(config, results)]
-        measured: list[Measured] = gather_objects(_measure(config, world, plans, is_thorough=is_thorough))
+        yield [*(finding for one in results for finding in one.findings), *_compare(results)]
+        measured: list[Measured] = gather_objects(_measure(config, world, probe, is_thorough=is_thorough))
     finally:
-        if config is not None and world.rank == 0 and plans.probe:
+        if config is not None and world.rank == 0 and probe:
             with suppress(OSError):
-                (Path(config.run_dir) / plans.probe).unlink()
-    yield list(_judge(config, places, measured, plans.checkpoint))
+                (Path(config.run_dir) / probe).unlink()
+    yield list(_judge(config, places, measured, results[0].checkpoint))
 
 
-def _guarded(what: str, check: Callable[[], Iterable[Remark]]) -> list[Remark]:
-    """Return the remarks of a check; an exception becomes a remark, because the other ranks wait for this one."""
+def _run(place: Place | None, what: str, check: Check) -> list[Finding]:
+    """Return the findings of a check; an exception becomes a finding, because the other ranks wait for this one."""
     try:
-        return list(check())
+        remarks = list(check())
     except ValueError as error:
-        return [fail(what, str(error), "fix it: dist-mem train CONFIG --check")]
-    except Exception as error:  # any error: the other ranks wait for this one
+        remarks = [fail(what, str(error), "fix it: dist-mem train CONFIG --check")]
+    except Exception as error:  # of the disk, a driver or a library
         text = f"cannot be checked: {type(error).__name__}: {error}"
-        return [fail(what, text, "repair this node", blames_node=True)]
-
-
-def _facts(collect: Callable[[], consistency.Facts], findings: list[Finding], place: Place) -> consistency.Facts:
-    """Return the facts to compare between ranks; on failure add a finding instead."""
-    facts: consistency.Facts = {}
-
-    def look() -> Iterator[Remark]:
-        facts.update(collect())
-        yield from ()
-
-    findings += _at(place, _guarded("facts", look))
-    return facts
-
-
-def _at(place: Place | None, remarks: Iterable[Remark]) -> list[Finding]:
+        if isinstance(run_error(error), UnusableError):
+            remarks = [fail(what, text, "correct the path, or mount its disk", blames_node=True)]
+        else:
+            remarks = [fail(MACHINE, f"{what} {text}", "repair this node", blames_node=True)]
     return [remark.at(place) for remark in remarks]
 
 
-def _look_around(config: Any | None, world: World, *, is_thorough: bool) -> LocalResult:
+def _check_rank(config: Config | None, world: World, *, is_thorough: bool) -> LocalResult:
     """Run the first round: the checks of a rank alone."""
-    place, is_first = Place(node_name(), world.rank), world.local_rank == 0
-    findings, plans = _at(place, _guarded("limits", lambda: machine.check_limits(world.size))), Plans(None, None)
-    whole = Place(place.node)
+    place, node, is_first = Place(node_name(), world.rank), Place(node_name()), world.local_rank == 0
+    fingerprints: dict[str, consistency.Fingerprint] = {}
+    checkpoint: list[disks.Checkpoint] = []
+    probe: str | None = None
+
+    def collect(what: str, find: Callable[[], consistency.Fingerprint]) -> Check:
+        return lambda: fingerprints.update({what: find()}) or ()
+
+    checks: list[tuple[Place | None, str, Check]] = [(place, "limits", lambda: machine.check_limits(world.size))]
     if is_first:
-        findings += _at(whole, _guarded("machine", lambda: machine.check_machine(world)))
-        findings += _at(whole, _guarded("caches", disks.check_caches))
-    code = _facts(lambda: consistency.code_facts(with_commit=is_thorough), findings, whole)
-    if config is None:
-        return LocalResult(place, findings, code, {}, None, plans)
-    data = None
-    if is_first:
-        data = _facts(lambda: consistency.data_facts(config), findings, whole)
-        findings += _at(whole, _guarded("data", lambda: consistency.check_tars(config)))
+        checks += [(node, "machine", lambda: machine.check_machine(world)), (node, "caches", disks.check_caches)]
+    code = collect("code", lambda: consistency.fingerprint_code(with_commit=is_thorough))
+    checks.append((node, "code", code))
+    if config is not None and is_first:
+        checks.append((node, "data", collect("data", lambda: consistency.fingerprint_data(config))))
+        checks.append((node, "data", lambda: consistency.check_tars(config)))
         if is_thorough:  # otherwise the job reports it, with a better message
-            findings += _at(whole, _guarded("data", lambda: consistency.check_data(config)))
-    if world.rank == 0:
-        found, plans = _look_at_run(config, world, is_thorough=is_thorough)
-        findings += found
-    return LocalResult(
-        place, findings, code, _facts(lambda: consistency.config_facts(config), findings, place), data, plans
-    )
+            checks.append((node, "data", lambda: consistency.check_data(config)))
+    if config is not None and world.rank == 0:
+        probe = name = f".probe-{uuid.uuid4().hex}"
+        checks.append((node, "run directory", lambda: disks.write_probe(Path(config.run_dir), name)))
+        checks.append((node, "disk room", lambda: _check_room(config, world, checkpoint, is_thorough=is_thorough)))
+        checks.append((None, "MLflow", lambda: _check_mlflow(config, is_thorough=is_thorough)))
+    if config is not None:
+        checks.append((place, "configuration", collect("configuration", lambda: consistency.fingerprint(config))))
+    findings = [finding for where, what, check in checks for finding in _run(where, what, check)]
+    if any(finding.what == "run directory" for finding in findings):
+        probe = None
+    return LocalResult(place, findings, fingerprints, probe, checkpoint[0] if checkpoint else None)
 
 
-def _look_at_run(config: Any, world: World, *, is_thorough: bool) -> tuple[list[Finding], Plans]:
-    """Run the checks of rank 0 alone."""
-    node, run_dir = Place(node_name()), Path(config.run_dir)
-    checkpoint: list[sizes.Checkpoint] = []
-
-    def check_room() -> Iterator[Remark]:
-        checkpoint.append(sizes.checkpoint_size(config, world.size))
-        kept, (num_bytes, num_files) = sizes.checkpoints_to_come(config), checkpoint[0]
-        yield from disks.check_room(run_dir, num_bytes=num_bytes, num_files=num_files, kept=kept)
-        if is_thorough:
-            yield from disks.check_quota(run_dir, num_bytes * kept)
-
-    name = f".probe-{uuid.uuid4().hex}"
-    problem = disks.leave_probe(run_dir, name)
-    findings = _at(node, [problem] if problem else _guarded("disk room", check_room))
-    findings += _at(None, _guarded("MLflow", lambda: check_mlflow(config, is_patient=is_thorough)))
-    return findings, Plans(None if problem else name, checkpoint[0] if checkpoint else None)
+def _check_room(
+    config: Config, world: World, checkpoint: list[disks.Checkpoint], *, is_thorough: bool
+) -> Iterator[Remark]:
+    """Check that the disk has room for the checkpoints to come; append the size of one to `checkpoint`."""
+    run_dir = Path(config.run_dir)
+    num_bytes, num_files = size = disks.checkpoint_size(config, world.size)
+    checkpoint.append(size)
+    kept = disks.checkpoints_to_come(config)
+    yield from disks.check_room(run_dir, num_bytes=num_bytes, num_files=num_files, kept=kept)
+    if is_thorough:
+        yield from disks.check_quota(run_dir, num_bytes * kept)
 
 
-def _compare(config: Any | None, results: Sequence[LocalResult]) -> Iterator[Finding]:
-    places = [one.place for one in results]
-    yield from consistency.compare("code", places, [one.code for one in results])
-    if config is None:
+def _check_mlflow(config: Config, *, is_thorough: bool) -> Iterator[Remark]:
+    """Check that MLflow would accept this run's data; a run itself does not need the server."""
+    if not config.tracking.mlflow:
         return
-    yield from consistency.compare("configuration", places, [one.config for one in results])
-    nodes = {one.place.node: one.data for one in results if one.data is not None}
-    yield from consistency.compare("data", [Place(node) for node in nodes], list(nodes.values()))
+    try:
+        silence = check_tracking(config, Path(config.run_dir))
+    except UnusableError as error:
+        problem, _, fix = str(error).partition("; ")
+        # A run that MLflow has accepted before continues, as when a token is revoked during a run: its data are kept.
+        level = warning if (Path(config.run_dir) / JOURNAL).exists() else fail
+        yield level("MLflow", problem, fix or "tracking.send=never goes without it")
+        return
+    if silence and is_thorough:
+        text = f"{without_credentials(store_uri(config))} does not answer: {silence}"
+        fix = "look at tracking.uri, proxies, the firewall; a run keeps its metrics until it is back"
+        yield warning("MLflow", text, fix)
+    else:
+        yield ok("MLflow", choose_sending(config).message.removeprefix("MLflow: "))
 
 
-def _measure(config: Any | None, world: World, plans: Plans, *, is_thorough: bool) -> Measured:
+def _compare(results: Sequence[LocalResult]) -> Iterator[Finding]:
+    for what in ("code", "configuration", "data"):
+        found = {one.place: one.fingerprints[what] for one in results if what in one.fingerprints}
+        if found:
+            places = [Place(place.node) for place in found] if what == "data" else [*found]  # data: of whole nodes
+            yield from consistency.compare(what, places, list(found.values()))
+
+
+def _measure(config: Config | None, world: World, probe: str | None, *, is_thorough: bool) -> Measured:
     """Run the second round: the checks that need other ranks."""
     node, is_first = Place(node_name()), world.local_rank == 0
     findings: list[Finding] = []
-    run_dir = None if config is None or plans.probe is None else Path(config.run_dir)
+    run_dir = None if config is None or probe is None else Path(config.run_dir)
     if run_dir is not None and is_first:
-        findings += _at(node, _guarded("run directory", lambda: disks.look_for_probe(run_dir, str(plans.probe))))
+        findings += _run(node, "run directory", lambda: disks.look_for_probe(run_dir, str(probe)))
     if run_dir is not None and world.rank == 0:
-        findings += _at(node, _guarded("run directory", lambda: disks.check_run_dir_type(run_dir)))
+        findings += _run(node, "run directory", lambda: disks.check_run_dir_type(run_dir))
     wrong, clocks = network.wrong_sums(world), network.read_clocks(world)
     if not is_thorough:
         return Measured(findings, wrong, clocks, [], None)
-    findings += _at(None, network.check_speed(world))
+    findings += [remark.at(None) for remark in network.check_speed(world)]
     pairs, rate = network.measure_pairs(world), None
     if run_dir is not None and is_first:
         try:
             rate = disks.write_rate(run_dir)
         except OSError as error:
-            findings += _at(node, [disks.cannot_write(error)])
+            findings.append(disks.cannot_write(error).at(node))
     return Measured(findings, wrong, clocks, pairs, rate)
 
 
 def _judge(
-    config: Any | None, places: Sequence[Place], measured: Sequence[Measured], checkpoint: sizes.Checkpoint | None
+    config: Config | None, places: Sequence[Place], measured: Sequence[Measured], checkpoint: disks.Checkpoint | None
 ) -> Iterator[Finding]:
     for one in measured:
         yield from one.findings
@@ -178,4 +185,5 @@ def _judge(
     yield from network.check_clocks(places, [one.clocks for one in measured])
     rates = [one.write_rate for one in measured if one.write_rate is not None]
     if config is not None and checkpoint is not None and rates:
-        yield from _at(None, sizes.check_stop_time(config, num_bytes=checkpoint.num_bytes, rate=sum(rates)))
+        for remark in disks.check_stop_time(config, num_bytes=checkpoint.num_bytes, rate=sum(rates)):
+            yield remark.at(None)

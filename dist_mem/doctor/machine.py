@@ -9,9 +9,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from dist_mem.engine.shared_memory import BUFFER, SHM
+from dist_mem.engine.cpu_op import BUFFER, CPU_OP, SHM
+from dist_mem.runtime.compilers import compiler_caches, cpp_compiler
 from dist_mem.runtime.distributed import World
-from dist_mem.runtime.environment import compiler_caches, cpp_compiler, job_end
+from dist_mem.runtime.environment import job_end
 from dist_mem.runtime.findings import Remark, fail, ok, warning
 
 GOOD_OPEN_FILES = 4096  # the usual limit for training; a rank of a large job needs hundreds
@@ -25,10 +26,10 @@ _SHORT_SECONDS = 600.0
 def check_machine(world: World) -> Iterator[Remark]:
     """Run the checks of a node; only its first rank calls this."""
     yield _check_umask()
-    yield from _check_shared_memory(world.local_size)
+    yield from check_shared_memory(world.local_size)
     if world.device.type == "cpu":
         yield _check_compiler()
-    yield from _check_time_left()
+    yield from check_time_left()
 
 
 def check_limits(world_size: int) -> Iterator[Remark]:
@@ -69,7 +70,7 @@ def _check_umask() -> Remark:
     return ok("umask", f"{umask:04o}")
 
 
-def _check_shared_memory(local_size: int) -> Iterator[Remark]:
+def check_shared_memory(local_size: int) -> Iterator[Remark]:
     if not SHM.is_dir():
         yield fail("/dev/shm", "is missing", "mount a tmpfs there; containers: --ipc=host", blames_node=True)
         return
@@ -108,7 +109,7 @@ def _check_compiler() -> Remark:
     if compiler and ninja:
         return ok("C++ compiler", compiler)
     extensions, _ = compiler_caches()["DeepSpeed's ops"]
-    if any(extensions.glob("**/deepspeed_shm_comm.so")):
+    if any(extensions.glob(f"**/{CPU_OP}.so")):
         return ok("C++ compiler", "none, and none is needed: DeepSpeed's op is compiled")
     missing, fix = "ninja", "pip install ninja"
     if not compiler:
@@ -116,7 +117,7 @@ def _check_compiler() -> Remark:
     return fail("C++ compiler", f"no {missing}: DeepSpeed compiles an op at the first start", fix, blames_node=True)
 
 
-def _check_time_left() -> Iterator[Remark]:
+def check_time_left() -> Iterator[Remark]:
     end = job_end()
     if end is None:
         return

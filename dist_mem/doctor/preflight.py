@@ -10,39 +10,40 @@ import logging
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
+from dist_mem.config import Config
 from dist_mem.doctor.examine import examine
 from dist_mem.runtime.distributed import World, gather_objects
-from dist_mem.runtime.environment import node_name, read_ranks
+from dist_mem.runtime.environment import node_name
 from dist_mem.runtime.files import write_text
-from dist_mem.runtime.findings import MEETING, WARNING, Finding, failed_nodes, lines, refuse
+from dist_mem.runtime.findings import RENDEZVOUS, WARNING, Finding, failed_nodes, lines, refuse
 from dist_mem.runtime.hang_report import FAILED_NODES
-from dist_mem.runtime.rendezvous import Meeting, meet
+from dist_mem.runtime.ranks import read_ranks
+from dist_mem.runtime.rendezvous import Rendezvous, wait_for_ranks
 
 log = logging.getLogger(__name__)
 
 
-def before_joining(config: Any) -> Meeting:
+def before_joining(config: Config) -> Rendezvous:
     """Wait for all ranks and check that each has its accelerator; call it before `distributed.initialize`.
 
     With `preflight` off, only missing ranks end the job: torch would wait for them for half an hour without a message.
 
     Returns:
-        The meeting, which keeps rank 0's store alive: hold it until `distributed.initialize` has returned.
+        The rendezvous, which keeps rank 0's store alive: hold it until `distributed.initialize` has returned.
 
     Raises:
         UnfitError: on every rank present; names missing ranks, and nodes without a GPU.
         UnusableError: on every rank present; two ranks have the same GPU.
         ValueError: a launcher's variables are incomplete.
     """
-    meeting = meet(seconds=config.watchdog.join_seconds)
-    findings = [one for one in meeting.findings if config.preflight or one.what == MEETING]
-    _refuse(config, findings, meeting.nodes, is_writer=read_ranks()[0] == 0)
-    return meeting
+    rendezvous = wait_for_ranks(seconds=config.watchdog.join_seconds)
+    findings = [one for one in rendezvous.findings if config.preflight or one.what == RENDEZVOUS]
+    _refuse(config, findings, rendezvous.nodes, is_writer=read_ranks()[0] == 0)
+    return rendezvous
 
 
-def preflight(config: Any, world: World) -> list[str]:
+def preflight(config: Config, world: World) -> list[str]:
     """Check that nodes and ranks are fit for this configuration; every rank calls it after joining.
 
     Returns:
@@ -60,7 +61,7 @@ def preflight(config: Any, world: World) -> list[str]:
     return lines([finding for finding in findings if finding.level == WARNING])
 
 
-def _refuse(config: Any, findings: Sequence[Finding], nodes: Sequence[str], *, is_writer: bool) -> None:
+def _refuse(config: Config, findings: Sequence[Finding], nodes: Sequence[str], *, is_writer: bool) -> None:
     names = failed_nodes(findings, nodes)
     if is_writer and names:
         note_failed_nodes(Path(config.run_dir), names)

@@ -23,7 +23,7 @@ from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
 from dist_mem.evaluation.legend import labels_of
 from dist_mem.evaluation.memory_gain import MemoryGain, counterpart, is_without_memory, memory_gain
 from dist_mem.evaluation.plot import plot_recall
-from dist_mem.evaluation.report import Band, Report, read_report, recall_bands, same_text, shown
+from dist_mem.evaluation.report import Band, Report, aligned, read_report, recall_bands, same_text, shown
 from dist_mem.runtime.files import is_wrong_path
 
 _PREFERRED = ("test", "validation")
@@ -173,19 +173,13 @@ def to_table(entries: Sequence[Entry], rows: Sequence[Row]) -> str:
         columns.append(["accuracy", *(shown(row.accuracy, ".2%") for row in rows)])
     if any(row.memory for row in rows):
         columns.append(["memory gain", *(_memory_cell(row.memory) for row in rows)])
-    lines = [f"split {first.split}, {len(first.documents)} documents, {first.num_scored:,} tokens", *_aligned(columns)]
+    lines = [f"split {first.split}, {len(first.documents)} documents, {first.num_scored:,} tokens", *aligned(columns)]
     if bands := list(rows[0].recall):
         counts = ", ".join(f"{band} {first.recall_in(band)[1]:,}" for band in bands)
         lines += ["", f"perplexity of recall tokens by distance to the referent; tokens: {counts}"]
         by_band = [[str(band), *(_cell(*row.recall[band]) for row in rows)] for band in bands]
-        lines += _aligned([names, *by_band])
+        lines += aligned([names, *by_band])
     return "\n".join(lines)
-
-
-def _aligned(columns: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table whose columns are separated by two spaces."""
-    padded = [[f"{text:<{max(map(len, column))}}" for text in column] for column in columns]
-    return ["  ".join(line).rstrip() for line in zip(*padded, strict=True)]
 
 
 def _memory_cell(gain: MemoryGain | None) -> str:

@@ -1,10 +1,10 @@
-"""Evaluate a split: the command `dist-mem evaluate`, and the evaluation during training.
+"""The evaluate command: score a split with the model of a checkpoint or an export.
 
     dist-mem evaluate runs/demo --split test
     dist-mem evaluate runs/demo --split test --without-memory
     torchrun --nproc-per-node 4 -m dist_mem evaluate runs/demo/checkpoints/step-00001000 eval.lanes=32
 
-The command runs the plain model of a checkpoint or an export (trained_model.py) on any number of ranks, and writes
+It runs the plain model (trained_model.py) on any number of ranks, and writes
 RUN/evaluations/<split>-step-<step>.json and .csv; the metrics are added to the run in MLflow, except those of an
 export. The test split is opened here and nowhere else.
 """
@@ -13,24 +13,21 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from dist_mem.config import Config, load_config
 from dist_mem.data.directory import open_index, refresh_on_all_ranks
-from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, CheckpointError, CutShortError, UnusableError
+from dist_mem.errors import EXIT_DONE, CutShortError, run_error
 from dist_mem.evaluation.cut_short import StopCheck, stop_check
 from dist_mem.evaluation.memory_estimate import evaluated_lanes, refuse_what_cannot_fit, scoring_parts
 from dist_mem.evaluation.memory_gain import gain_beside, is_without_memory
-from dist_mem.evaluation.protocol import Protocol, protocol_of, report_name, short_term_len, tag_of
+from dist_mem.evaluation.protocol import Protocol, protocol_of, report_name, tag_of
 from dist_mem.evaluation.report import Report, to_table, write_report
-from dist_mem.evaluation.scoring import EvaluationError, Forward, InitState, evaluate_documents
-from dist_mem.evaluation.stream_scoring import evaluate_stream
+from dist_mem.evaluation.scoring import score_split
 from dist_mem.evaluation.trained_model import (
     Checkpoint,
     find_checkpoint,
@@ -40,53 +37,17 @@ from dist_mem.evaluation.trained_model import (
     tokenizer_of_data,
 )
 from dist_mem.runtime import distributed
-from dist_mem.runtime.distributed import AgreedError, World, agree_all_well, decided_by_rank0, gather_objects
-from dist_mem.runtime.environment import read_ranks
+from dist_mem.runtime.distributed import World, decided_by_rank0, gather_objects, on_all_ranks
 from dist_mem.runtime.findings import refuse
-from dist_mem.runtime.rendezvous import meet
+from dist_mem.runtime.ranks import read_ranks
+from dist_mem.runtime.rendezvous import wait_for_ranks
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.tracking.start import log_to_run
-
-
-def evaluate_split(
-    forward: Forward,
-    init_state: InitState,
-    *,
-    config: Any,
-    split: str,
-    tokenizer: Tokenizer,
-    world: World,
-    without_memory: bool = False,
-) -> Report:
-    """Score a split with the settings of the configuration; every rank calls it.
-
-    The lengths are those that `config` has for training, except `eval.seg_len`; for `evaluate_checkpoint` they have
-    been replaced before (`apply_protocol`). `eval.layout` and `eval.blocks` always apply. Other arguments and errors
-    are those of `evaluate_documents`.
-    """
-    train, settings = config.train, config.eval
-    lanes_per_rank = -(-settings.lanes // world.size)
-    of_documents = partial(evaluate_documents, cut=config.data.cut)
-    evaluate = evaluate_stream if settings.layout == "stream" else of_documents
-    return evaluate(
-        forward,
-        init_state,
-        index=open_index(config.data, split),
-        tokenizer=tokenizer,
-        num_lanes=settings.lanes,
-        micro_lanes=min(train.micro_lanes, lanes_per_rank),
-        seg_len=settings.seg_len or train.seg_len,
-        mem_len=short_term_len(config.memory),
-        world=world,
-        max_document_len=settings.max_document_len,
-        blocks=protocol_of(config).blocks,
-        without_memory=without_memory,
-    )
+from dist_mem.tracking.sync import log_to_run
 
 
 def evaluate_checkpoint(
     checkpoint: Checkpoint,
-    config: Any,
+    config: Config,
     *,
     split: str,
     world: World,
@@ -111,12 +72,12 @@ def evaluate_checkpoint(
     trained = open_model(checkpoint, config, tokenizer, world.device, check=see_that_it_fits)
     if check is not None:
         trained.model.register_forward_pre_hook(check)
-    return evaluate_split(
+    return score_split(
         trained.model,
         partial(init_state, trained),
         config=config,
-        split=split,
-        tokenizer=trained.tokenizer,
+        index=index,
+        tokenizer=tokenizer,
         world=world,
         without_memory=without_memory,
     )
@@ -177,18 +138,18 @@ def _join(overrides: Sequence[str]) -> World:
     seconds = load_config(["train.steps=1", *given]).watchdog.join_seconds
     try:
         with distributed.announced("waiting until all ranks have started"):
-            meeting = meet(seconds=seconds) if read_ranks()[1] > 1 else None  # keeps rank 0's store alive
-            if meeting is not None:
-                refuse(meeting.findings, meeting.nodes)
+            rendezvous = wait_for_ranks(seconds=seconds) if read_ranks()[1] > 1 else None  # keeps rank 0's store alive
+            if rendezvous is not None:
+                refuse(rendezvous.findings, rendezvous.nodes)
             return distributed.initialize()
     except ValueError as error:  # a launcher's variables are incomplete
-        raise UnusableError(str(error)) from error
+        raise run_error(error) from error
 
 
 def as_job(
     work: Callable[[World, StopCheck], None], overrides: Sequence[str] = (), early: StopSignal | None = None
 ) -> int:
-    """Run `work` on every rank of this job; return the exit code of the process.
+    """Run `work` on every rank of this job; return the exit code of the process, which is 0.
 
     Args:
         work: called with the world and a check; it must call the check before every forward, equally often on every
@@ -197,59 +158,53 @@ def as_job(
         early: a scheduler's signal on any rank ends the work on all ranks, with exit code 85.
 
     Raises:
-        UnusableError: the request cannot be carried out as it is.
-        UnfitError: a rank is missing.
+        RunError: on every rank; the request cannot be carried out as it is, a rank is missing, or the work was cut
+            short.
     """
     world = _join(overrides)
-    code = EXIT_FAILED
+    all_end_here = False
     try:
         work(world, stop_check(lambda: early is not None and early.received is not None, world))
-        code = EXIT_DONE
-    except UnusableError:
-        raise
-    except CutShortError:
+        all_end_here = True
+    except CutShortError as error:
         gathered = gather_objects(f"{early.received} on rank {world.rank}" if early and early.received else None)
-        if world.rank == 0:
-            names = ", ".join([text for text in gathered if text][:3])
-            print(f"stopped by {names}: no file is half written, the same command makes it again", file=sys.stderr)
-        code = EXIT_REQUEUE
+        names = ", ".join([text for text in gathered if text][:3])
+        all_end_here = True
+        raise CutShortError(f"stopped by {names}: no file is half written, the same command makes it again") from error
     except (OSError, ValueError) as error:
-        raise UnusableError(str(error)) from error
-    except (AgreedError, EvaluationError) as error:
-        if world.rank == 0:
-            print(f"error: {error}", file=sys.stderr)
+        raise run_error(error) from error
     finally:
-        distributed.shut_down(agreed=code in (EXIT_DONE, EXIT_REQUEUE))
-    return code
+        distributed.shut_down(agreed=all_end_here)
+    return EXIT_DONE
 
 
 def found_by_all(path: Path, step: int | None, world: World) -> Checkpoint:
     """Run `find_checkpoint` on rank 0, which also prints its remarks; return the checkpoint on every rank."""
-    found = decided_by_rank0(lambda: find_checkpoint(path, step), CheckpointError)
+    found = decided_by_rank0(lambda: find_checkpoint(path, step))
     for remark in found.remarks if world.rank == 0 else ():
         print(remark, file=sys.stderr)
     return found
 
 
 def written_by_rank0(write: Callable[[], None], world: World, what: str) -> None:
-    """Call `write` on rank 0; if it fails with OSError, all ranks raise with its message."""
-    unwritten: OSError | None = None
-    try:
-        if world.rank == 0:
-            write()
-    except OSError as error:
-        unwritten = error
-    agree_all_well(unwritten, what)
+    """Call `write` on rank 0; if it fails, all ranks raise with its message."""
+    on_all_ranks(lambda: write() if world.rank == 0 else None, what)
 
 
-def use_threads(config: Any) -> None:
+def use_threads(config: Config) -> None:
     """Apply `train.threads`, which is known only now; `initialize` has divided the cores among the ranks."""
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
 
 
 def _publish(
-    report: Report, checkpoint: Checkpoint, config: Any, protocol: Protocol, *, tag: str, overrides: Sequence[str] = ()
+    report: Report,
+    checkpoint: Checkpoint,
+    config: Config,
+    protocol: Protocol,
+    *,
+    tag: str,
+    overrides: Sequence[str] = (),
 ) -> Path:
     """Print the report, write its files, and add its metrics to the run in MLflow; return the path of the JSON.
 
@@ -258,20 +213,37 @@ def _publish(
     step = checkpoint.manifest["step"]
     print(f"{checkpoint.directory}, split {report.split}, {protocol}")
     print(to_table(report))
-    facts: dict[str, object] = {"checkpoint": str(checkpoint.directory), "step": step, "config": config.name}
-    facts["protocol"] = protocol._asdict()
     name = report_name(f"{report.split}-step-{step:08d}", tag)
-    files = write_report(report, checkpoint.run_dir / "evaluations", name, facts=facts)
+    metadata = described(checkpoint, config, protocol)
+    files = write_report(report, checkpoint.run_dir / "evaluations", name, metadata=metadata)
+    prefix = report_name(report.split, tag)
+    metrics = {f"{prefix}{figure.removeprefix(report.split)}": value for figure, value in report.figures().items()}
+    track(checkpoint, config, metrics, files, overrides)
+    return files[1]
+
+
+def described(checkpoint: Checkpoint, config: Config, protocol: Protocol) -> dict[str, object]:
+    """Return what a report's JSON says of the model and the protocol."""
+    step, directory = checkpoint.manifest["step"], str(checkpoint.directory)
+    return {"checkpoint": directory, "step": step, "config": config.name, "protocol": protocol._asdict()}
+
+
+def track(
+    checkpoint: Checkpoint,
+    config: Config,
+    metrics: Mapping[str, float],
+    files: Sequence[Path],
+    overrides: Sequence[str],
+) -> None:
+    """Print the written files, and add them and the metrics to the run in MLflow, unless the model is an export."""
     print(f"written: {', '.join(str(path) for path in files)}")
     if config.tracking.mlflow and not checkpoint.is_export:
-        prefix = report_name(report.split, tag)
-        metrics = {f"{prefix}{figure.removeprefix(report.split)}": value for figure, value in report.figures().items()}
+        step = checkpoint.manifest["step"]
         complaint = log_to_run(
             config, run_dir=checkpoint.run_dir, step=step, metrics=metrics, files=files, overrides=overrides
         )
         if complaint:
             print(complaint, file=sys.stderr)
-    return files[1]
 
 
 def _print_gain(report: Report, path: Path, command: str) -> None:

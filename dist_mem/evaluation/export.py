@@ -2,6 +2,7 @@
 
     dist-mem export runs/demo --out models/demo
     dist-mem export runs/demo --out models/demo --checkpoint 400 --precision bf16
+    dist-mem export configs/papers/gpt2.yaml --out models/gpt2_zero_shot    # its initial model
 
     DIR/
         model.safetensors   the weights; weights shared by layers are stored once
@@ -24,20 +25,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dist_mem.checkpoint.manifest import describe_file, files_in, write_manifest
 from dist_mem.checkpoint.tensor_file import safetensors_parts
-from dist_mem.config import Config, load_config, to_yaml
+from dist_mem.config import Config, load_config, save_config, to_yaml
 from dist_mem.config.sources import plain_block
+from dist_mem.data.directory import open_tokenizer, refresh
 from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
 from dist_mem.evaluation.export_transformers import write_transformers
 from dist_mem.evaluation.trained_model import WEIGHTS, Checkpoint, TrainedModel, load_model
-from dist_mem.evaluation.untrained_model import is_configuration, untrained_model
+from dist_mem.gpt2.folder import load_pretrained
+from dist_mem.memory import memory_options
 from dist_mem.memory.outside import kept_kinds
+from dist_mem.model import MemoryLM
+from dist_mem.nn.layers import DTYPES
 from dist_mem.runtime.files import fsync_path, is_wrong_path, write_hashed, write_text
 
 _METADATA = ("step", "tokenizer_fingerprint", "data_fingerprint", "mlflow_run_id", "versions")  # of the checkpoint
@@ -98,8 +105,8 @@ def run(
         try:
             settings = [*overrides, f"eval.precision={precision}"]
             trained = (
-                stack.enter_context(untrained_model(path, settings))
-                if is_configuration(path)
+                stack.enter_context(_initial_model(path, settings))
+                if _is_configuration(path)
                 else load_model(path, *settings, step=checkpoint)
             )
         except UnusableError:
@@ -107,6 +114,33 @@ def run(
         except (OSError, ValueError) as error:
             raise UnusableError(str(error)) from error
         return _export(trained, path, out, layout)
+
+
+def _is_configuration(path: Path) -> bool:
+    """Return whether this is a configuration file and not a run."""
+    return path.suffix in (".yaml", ".yml")
+
+
+@contextmanager
+def _initial_model(path: Path, overrides: Sequence[str]) -> Iterator[TrainedModel]:
+    """Provide the model of a configuration at step 0, with the weights of `model.pretrained`, and its tokenizer.
+
+    Raises:
+        ValueError: the configuration, the data or the weights are invalid.
+    """
+    config = load_config([str(path), *overrides], memory_options=memory_options)
+    refresh(config.data, [])
+    tokenizer = open_tokenizer(config.data)
+    torch.manual_seed(config.train.seed)  # a run initialises its weights with the same seed
+    model = MemoryLM(config, tokenizer.vocab_size)
+    if config.model.pretrained is not None:
+        load_pretrained(model, config, tokenizer.vocab_size)
+    dtype = DTYPES[config.eval.precision]
+    with TemporaryDirectory() as folder:
+        save_config(config, Path(folder) / "config.yaml")
+        manifest = {"step": 0, "tokenizer_fingerprint": tokenizer.fingerprint, "files": {}}
+        checkpoint = Checkpoint(Path(folder), Path(folder), manifest, [])
+        yield TrainedModel(model.to(dtype).eval(), tokenizer, config, checkpoint, torch.device("cpu"), dtype)
 
 
 def _export(trained: TrainedModel, path: Path, out: Path, layout: str) -> int:
@@ -121,7 +155,7 @@ def _export(trained: TrainedModel, path: Path, out: Path, layout: str) -> int:
             raise UnusableError(f"--out {out} cannot be written: {error.strerror}; give another folder") from error
         print(f"error: {out} cannot be written: {error}", file=sys.stderr)
         return EXIT_FAILED
-    print(f"{path if is_configuration(path) else trained.checkpoint.directory} exported to {out}")
+    print(f"{path if _is_configuration(path) else trained.checkpoint.directory} exported to {out}")
     return EXIT_DONE
 
 

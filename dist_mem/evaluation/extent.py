@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dist_mem.data.shard import Index, ShardError, check_document, read_mask, read_recall, read_tokens
+from dist_mem.data.shard import Index, check_document, read_mask, read_recall, read_tokens
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.runtime.distributed import World, agree_all_well, gather_objects
+from dist_mem.errors import run_error
+from dist_mem.runtime.distributed import World, gather_objects, on_all_ranks
 
 LeftOut = Callable[[int], np.ndarray]  # document -> offsets of its tokens that are read but not scored
 
@@ -40,39 +41,28 @@ class Share(NamedTuple):
     max_distance: int  # largest recall distance, 0 if none is recorded
 
 
-def agreed_share(index: Index, mine: Sequence[int], extent: Extent, tokenizer: Tokenizer, world: World) -> Share:
-    """Check and measure this rank's documents; all ranks raise if any rank finds a damaged document."""
-    share = _no_share(len(extent.lengths))
-    error: ShardError | OSError | None = None
-    try:
-        share = _measure(index, mine, extent, tokenizer)
-    except (ShardError, OSError) as caught:
-        error = caught
-    if world.size == 1:
-        if error is not None:
-            raise error
-        return share
-    try:
-        agree_all_well(error, f"opening {index.split_dir}")
-    except RuntimeError as failure:
-        raise ShardError(str(failure)) from failure
+def agreed_share(
+    index: Index, documents: Sequence[int], own: set[int], extent: Extent, tokenizer: Tokenizer, world: World
+) -> Share:
+    """Check the documents that this rank reads and measure its own; all ranks raise if any finds a damaged one."""
+
+    def measure() -> Share:
+        words, num_bytes, max_distance = *torch.zeros(2, len(extent.lengths), dtype=torch.float64), 0
+        for document in documents:
+            check_document(index, document)
+            if document in own:
+                words[document], num_bytes[document] = _text_size(index, document, extent, tokenizer)
+            recall = read_recall(index, document, 0, int(extent.lengths[document]))
+            max_distance = max(max_distance, 0 if recall is None else int(recall.max(initial=0)))
+        return Share(words, num_bytes, max_distance)
+
+    if world.size == 1:  # a notebook has no process group
+        try:
+            return measure()
+        except OSError as error:
+            raise run_error(error) from error
+    share = on_all_ranks(measure, f"opening {index.split_dir}")
     return share._replace(max_distance=max(gather_objects(share.max_distance)))
-
-
-def _no_share(num_documents: int) -> Share:
-    words, num_bytes = torch.zeros(2, num_documents, dtype=torch.float64)
-    return Share(words, num_bytes, max_distance=0)
-
-
-def _measure(index: Index, mine: Sequence[int], extent: Extent, tokenizer: Tokenizer) -> Share:
-    words, num_bytes, max_distance = _no_share(len(extent.lengths))
-    for document in mine:
-        check_document(index, document)
-        words[document], num_bytes[document] = _text_size(index, document, extent, tokenizer)
-        recall = read_recall(index, document, 0, int(extent.lengths[document]))
-        if recall is not None:
-            max_distance = max(max_distance, int(recall.max(initial=0)))
-    return Share(words, num_bytes, max_distance)
 
 
 def is_whole(index: Index, document: int, extent: Extent) -> bool:

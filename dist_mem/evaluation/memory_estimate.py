@@ -9,10 +9,10 @@ of a micro-batch, T segment, M memory, D model, H heads, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from dist_mem.config import Config, deepspeed_block
 from dist_mem.data.batch_plan import batch_plan
@@ -86,13 +86,11 @@ def training_parts(
 
 def scoring_parts(config: Config, vocab_size: int, *, num_lanes: int, world_size: int = 1) -> list[Part]:
     """Return what a rank needs for an evaluation; `num_lanes`: lanes of the whole job that are read at one time."""
-    dtype = DTYPES[config.eval.precision]
-    sizes, held = sizes_of(config, vocab_size, dtype), num_lanes // world_size
-    weights = Part("weights", dtype.itemsize * sizes.parameters, {})
-    lanes = Part("memories of the lanes", sizes.lane_bytes * held, {"eval.lanes": config.eval.lanes})
+    held = num_lanes // world_size
+    fixed = _fixed_parts(config, vocab_size, "memories of the lanes", held, {"eval.lanes": config.eval.lanes})
     together = min(config.train.micro_lanes, held)
-    parts = forward_parts(config, vocab_size, num_lanes=together, num_rows=config.train.seg_len, learns=False)
-    return [_with_keys(weights, config, *_WEIGHTS), _with_keys(lanes, config, *_LENGTHS, *_WEIGHTS[:2]), *parts]
+    rows = config.train.seg_len
+    return [*fixed, *forward_parts(config, vocab_size, num_lanes=together, num_rows=rows, learns=False)]
 
 
 def evaluated_lanes(config: Config, index: Index) -> int:
@@ -104,13 +102,19 @@ def evaluated_lanes(config: Config, index: Index) -> int:
 
 def writing_parts(config: Config, vocab_size: int, *, num_samples: int) -> list[Part]:
     """Return what generation of `num_samples` texts at one time needs."""
+    key = {"--samples": num_samples}
+    fixed = _fixed_parts(config, vocab_size, "memories of the texts", num_samples, key)
+    parts = forward_parts(config, vocab_size, num_lanes=num_samples, num_rows=1, learns=False)
+    return [*fixed, *(part._replace(values=key) for part in parts)]
+
+
+def _fixed_parts(config: Config, vocab_size: int, what: str, num_lanes: int, values: dict[str, Any]) -> list[Part]:
+    """Return the weights, and the memories of all lanes."""
     dtype = DTYPES[config.eval.precision]
     sizes = sizes_of(config, vocab_size, dtype)
+    lanes = Part(what, sizes.lane_bytes * num_lanes, values)
     weights = Part("weights", dtype.itemsize * sizes.parameters, {})
-    lanes = Part("memories of the texts", sizes.lane_bytes * num_samples, {"--samples": num_samples})
-    parts = forward_parts(config, vocab_size, num_lanes=num_samples, num_rows=1, learns=False)
-    parts = [part._replace(values={"--samples": num_samples}) for part in parts]
-    return [_with_keys(weights, config, *_WEIGHTS), _with_keys(lanes, config, *_LENGTHS, *_WEIGHTS[:2]), *parts]
+    return [_with_keys(weights, config, *_WEIGHTS), _with_keys(lanes, config, *_LENGTHS, *_WEIGHTS[:2])]
 
 
 def forward_parts(config: Config, vocab_size: int, *, num_lanes: int, num_rows: int, learns: bool = True) -> list[Part]:
@@ -157,7 +161,7 @@ def _fixed_bytes(config: Config, sizes: Sizes, world_size: int, on_gpu: bool) ->
 
 
 def _with_keys(part: Part, config: Config, *keys: str) -> Part:
-    found = {key: OmegaConf.select(config, key) for key in keys}  # type: ignore[arg-type]
+    found = {key: OmegaConf.select(cast(DictConfig, config), key) for key in keys}
     return part._replace(values={**part.values, **{key: value for key, value in found.items() if value is not None}})
 
 

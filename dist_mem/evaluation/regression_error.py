@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -146,11 +147,10 @@ def _read_document(trained: TrainedModel, documents: Documents, number: int, pro
     config = trained.config
     state, seg_len = init_state(trained, [number]), config.train.seg_len
     document, blocks, cut = documents.open(number), config.data.blocks, config.data.cut
-    parts = document_segments(document, start=0, seg_len=seg_len, bos_id=documents.bos_id, blocks=blocks, cut=cut)
-    for segment, _ in parts:
-        batch = collate([segment], seg_len=seg_len, with_recall=False).to(trained.device)
+    for segment in document_segments(document, seg_len=seg_len, bos_id=documents.bos_id, cut=cut):
+        batch = collate([segment], seg_len=seg_len, with_recall=False, blocks=blocks).to(trained.device)
         state = trained.model(batch.tokens, batch.targets, batch.valid_len, state=state).state
-        progress.add(len(segment.inputs))
+        progress.add(segment.length)
 
 
 def run(
@@ -174,16 +174,14 @@ def run(
     Raises:
         UnusableError: the checkpoint, the data or the overrides are invalid.
     """
-
-    def work(world: World, check: StopCheck) -> None:
-        _run(world, check, path, split, limit, checkpoint, overrides)
-
+    work = partial(_run, path=path, split=split, limit=limit, step=checkpoint, overrides=overrides)
     return as_job(work, overrides, early)
 
 
 def _run(
     world: World,
     check: StopCheck,
+    *,
     path: Path,
     split: str | None,
     limit: int,

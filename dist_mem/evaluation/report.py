@@ -165,6 +165,12 @@ def shown(value: float, form: str = ",.2f") -> str:
     return f"{value:{form}}" if value < 1e6 else f"{value:.3e}"
 
 
+def aligned(columns: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table whose columns are separated by two spaces."""
+    padded = [[f"{text:<{max(map(len, column))}}" for text in column] for column in columns]
+    return ["  ".join(line).rstrip() for line in zip(*padded, strict=True)]
+
+
 def to_table(report: Report, *, rows: int = TABLE_ROWS) -> str:
     """Return the report as a table for a terminal: up to `rows` documents, and the total."""
     header = (
@@ -221,12 +227,12 @@ def to_csv(documents: Iterable[DocumentScore]) -> str:
     return text.getvalue()
 
 
-def write_report(report: Report, directory: Path, name: str, *, facts: dict[str, object]) -> list[Path]:
-    """Write NAME.json and NAME.csv and return their paths; `facts` are added to the JSON."""
+def write_report(report: Report, directory: Path, name: str, *, metadata: dict[str, object]) -> list[Path]:
+    """Write NAME.json and NAME.csv and return their paths; `metadata` is added to the JSON."""
     directory.mkdir(parents=True, exist_ok=True)
     body = {
         "format_version": FORMAT_VERSION,
-        **facts,
+        **metadata,
         "figures": report.figures(),
         "report": {**asdict(report), "recall": [list(score) for score in report.recall]},
     }

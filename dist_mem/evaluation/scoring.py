@@ -1,151 +1,119 @@
-"""Score every token of whole documents once, during training and as a command.
+"""Score every token of a split once, during training and as a command.
 
-Documents are assigned to lanes, longest first; each starts with an empty memory. A forward has rows only for lanes that
-still have text, and every rank runs the same number of forwards (ZeRO needs it). The scores of all ranks are summed per
-document in float64, so that the result depends neither on the number of ranks nor on the number of lanes. Shape
-letters: B lanes of a micro-batch, T segment.
+What each rank reads, and which documents share a lane, is said in layouts.py. Every rank runs the same number of
+forwards (ZeRO needs it). The scores of all ranks are summed per document in float64, so that the result does not depend
+on the number of ranks. Shape letters: B lanes of a micro-batch, T segment.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dist_mem.config import Config
 from dist_mem.data.batch import IGNORE, Batch
-from dist_mem.data.lanes import check_tokenizer, evaluation_batches
-from dist_mem.data.plan import cut_lengths, evaluation_plan, segment_starts
+from dist_mem.data.lanes import check_tokenizer
+from dist_mem.data.plan import cut_lengths
 from dist_mem.data.shard import Index, read_mask
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.evaluation.extent import Extent, agreed_share, is_whole
+from dist_mem.errors import RunError
+from dist_mem.evaluation.extent import Extent, Share, agreed_share, is_whole
+from dist_mem.evaluation.layouts import Step, part_of_rank
+from dist_mem.evaluation.protocol import protocol_of, short_term_len
 from dist_mem.evaluation.report import DocumentScore, RecallScore, Report, total_words
 from dist_mem.memory.base import map_state
-from dist_mem.model import LMOutput, empty_memories, reset_lanes
+from dist_mem.model import LMOutput, LMState, empty_memories, reset_lanes
 from dist_mem.runtime.distributed import World, sum_tensor
 from dist_mem.tracking.progress import Progress
 
-Forward = Callable[..., Any]  # (tokens, targets, valid_len, state=state) -> LMOutput, without dropout
-InitState = Callable[[Tensor], Any]  # document numbers (B,) int64 -> empty memories on the device
-Step = Sequence[tuple[Batch, Tensor]]  # micro-batches, each with the document of every row (B,) or target (B, T) int64
+Forward = Callable[..., LMOutput]  # (tokens, targets, valid_len, state=state), without dropout
+InitState = Callable[[Tensor], LMState]  # document numbers (B,) int64 -> empty memories on the device
 
 
-class EvaluationError(RuntimeError):
+class EvaluationError(RunError, RuntimeError):
     """The scores are not valid; raised on every rank."""
 
 
-class Tables(NamedTuple):
-    """The sums of one rank, float64; the entries of other ranks' documents stay 0."""
+class Sums(NamedTuple):
+    """Sums of one rank or of all, float64; for one rank, the entries of other ranks' documents are 0."""
 
     nll: Tensor  # (documents,) nats
     num_scored: Tensor  # (documents,) tokens
     hits: Tensor  # (documents,) scored tokens that were the most probable; nan where unknown
     recall_nll: Tensor  # (max distance + 1,) nats by distance; row 0 is for tokens that recall nothing
     recall_count: Tensor  # (max distance + 1,)
+    words: Tensor  # (documents,) nan where unknown
+    bytes: Tensor  # (documents,)
 
 
-class Sums(NamedTuple):
-    """The tables and document sizes, summed over all ranks, on the CPU."""
-
-    nll: Tensor
-    num_scored: Tensor
-    hits: Tensor
-    recall_nll: Tensor
-    recall_count: Tensor
-    words: Tensor
-    bytes: Tensor
-
-
-def evaluate_documents(
+def score_split(
     forward: Forward,
     init_state: InitState,
     *,
+    config: Config,
     index: Index,
     tokenizer: Tokenizer,
-    num_lanes: int,
-    micro_lanes: int,
-    seg_len: int,
-    mem_len: int,
     world: World,
-    max_document_len: int | None = None,
-    blocks: bool = False,
-    cut: str = "start",
     without_memory: bool = False,
 ) -> Report:
     """Score a split; every rank calls it and gets the same report.
 
     Args:
         forward: the model or engine in evaluation mode.
-        num_lanes: maximum for the whole job.  micro_lanes: maximum for one forward of one rank.
-        mem_len: M of the short-term memory, for the recall bands; 0 for none.
-        max_document_len: tokens; score only the beginning of each document.
-        blocks, cut: as in `data`; with blocks, the first token of each segment is not a target.
+        config: the lengths are those that it has for training, except `eval.seg_len`; `apply_protocol` replaces them by
+            those of `eval`. `eval.layout`, `eval.blocks`, `eval.lanes` and `eval.max_document_len` always apply.
         without_memory: read every segment with an empty memory; the same tokens are scored.
 
     Raises:
-        ValueError: the shards were made with another tokenizer.
+        ValueError: the shards were made with another tokenizer, or a stream has fewer tokens than lanes.
         ShardError: on every rank; a document is damaged or cannot be read.
         EvaluationError: on every rank; a loss is not finite, not every token was scored once, or none was.
     """
-    check_scorable(index, tokenizer)
-    lengths = cut_lengths([entry.num_tokens for entry in index.documents], max_document_len)
-    plan = evaluation_plan(lengths, num_lanes=num_lanes, seg_len=seg_len)
-    mine = [document for documents in plan[world.rank :: world.size] for document in documents]
-    of_blocks = partial(segment_starts, seg_len=seg_len, cut=cut)
-    extent = Extent(lengths, lambda document: of_blocks(lengths[document])) if blocks else Extent(lengths)
-    share = agreed_share(index, mine, extent, tokenizer, world)
-    batches = evaluation_batches(
-        index,
-        plan,
-        world_size=world.size,
-        rank=world.rank,
-        micro_lanes=micro_lanes,
-        seg_len=seg_len,
-        bos_id=tokenizer.bos_id,
-        max_document_len=max_document_len,
-        blocks=blocks,
-        cut=cut,
-    )
-    tables = empty_tables(len(lengths), share.max_distance, world.device)
-    steps: Iterable[Step] = ([(batch, batch.document) for batch in step] for step in batches)
-    with scoring_progress(index, lengths, int(lengths[mine].sum()), world) as progress:
-        score_batches(
-            forward,
-            init_state,
-            steps,
-            tables,
-            device=world.device,
-            progress=progress,
-            without_memory=without_memory,
-        )
-    sums = Sums(*summed([*tables, share.words, share.bytes], world))
-    check_complete(index, extent, sums)
-    return make_report(index, extent, sums, max_document_len=max_document_len, seg_len=seg_len, mem_len=mem_len)
-
-
-def make_report(index: Index, extent: Extent, sums: Sums, **settings: Any) -> Report:
+    lengths = lengths_to_score(index, tokenizer, config)
+    part = part_of_rank(index, lengths, config=config, bos_id=tokenizer.bos_id, world=world)
+    share = agreed_share(index, part.documents, part.own, part.extent, tokenizer, world)
+    sums, total = _empty_sums(share, world.device), int(lengths.sum())
+    of_rank = part.num_tokens / total
+    with Progress(total, f"scoring {index.split}", shown=world.rank == 0, share=of_rank) as progress:
+        score_batches(forward, init_state, part.steps, sums, progress=progress, without_memory=without_memory)
+    sums = _over_ranks(sums, world)
+    check_complete(index, part.extent, sums)
     documents = _document_scores(index, sums)
-    all_whole = all(is_whole(index, document, extent) for document in range(len(extent.lengths)))
+    all_whole = all(is_whole(index, document, part.extent) for document in range(len(lengths)))
     return Report(
         split=index.split,
         data_fingerprint=index.fingerprint,
         tokenizer_fingerprint=index.tokenizer_fingerprint,
+        max_document_len=config.eval.max_document_len,
+        seg_len=protocol_of(config).seg_len,
+        mem_len=short_term_len(config.memory),
         num_words=index.num_words if all_whole else total_words(documents),
         documents=documents,
         recall=_recall_scores(sums),
-        **settings,
     )
 
 
-def check_scorable(index: Index, tokenizer: Tokenizer) -> None:
-    """Raise ValueError unless the split was made with this tokenizer and has at least one token to score."""
+def lengths_to_score(index: Index, tokenizer: Tokenizer, config: Config) -> np.ndarray:
+    """Return the tokens to read of each document of a split, (documents,).
+
+    Raises:
+        ValueError: the split was made with another tokenizer, has no text, or as a stream fewer tokens than lanes.
+    """
     check_tokenizer(index, tokenizer)
     if not index.num_tokens:
         raise ValueError(f"{index.split_dir}: no document holds a token to score: set eval.split to a split with text")
+    settings = config.eval
+    lengths = cut_lengths([entry.num_tokens for entry in index.documents], settings.max_document_len)
+    if settings.layout == "stream" and int(lengths.sum()) < settings.lanes:
+        has = f"{index.split_dir} has {lengths.sum()} tokens"
+        raise ValueError(f"eval.lanes = {settings.lanes}, but {has}: set fewer lanes")
+    return lengths
 
 
 def _document_scores(index: Index, sums: Sums) -> list[DocumentScore]:
@@ -167,51 +135,40 @@ def _recall_scores(sums: Sums) -> list[RecallScore]:
     ]
 
 
-def scoring_progress(index: Index, lengths: np.ndarray, num_own: int, world: World) -> Progress:
-    """Return the progress over the tokens of a split, shown by rank 0; `num_own`: tokens that this rank reads."""
-    total = int(lengths.sum())
-    return Progress(total, f"scoring {index.split}", shown=world.rank == 0, share=num_own / total)
-
-
 @torch.no_grad()
 def score_batches(
     forward: Forward,
     init_state: InitState,
     steps: Iterable[Step],
-    tables: Tables,
+    sums: Sums,
     *,
-    device: torch.device,
     progress: Progress,
-    without_memory: bool = False,
+    without_memory: bool,
 ) -> None:
-    """Add the scores of all micro-batches to `tables`, in place.
+    """Add the scores of all micro-batches to `sums`, in place.
 
     The memory of each micro-batch is carried from step to step, unless `without_memory` empties it before every
     segment. A lane keeps its row; the lanes with the last rows end first.
     """
-    states: list[Any] = []  # one per micro-batch of a step
+    device = sums.nll.device
+    states: list[LMState] = []  # one per micro-batch of a step
     for step in steps:
         for number, (host_batch, documents) in enumerate(step):
             batch = host_batch.to(device)
             if number == len(states):  # the first step
                 states.append(init_state(batch.document))
-            state = first_lanes(states[number], len(batch.tokens))
+            state = map_state(itemgetter(slice(len(batch.tokens))), states[number])  # views
             if without_memory or host_batch.is_new_document.any():  # a CPU tensor: no synchronization with the device
                 fresh = init_state(batch.document)
                 state = reset_lanes(state, fresh, batch.is_new_document)
                 state = empty_memories(state, fresh) if without_memory else state
             output = forward(batch.tokens, batch.targets, batch.valid_len, state=state)
             states[number] = output.state
-            add_scores(tables, batch, documents.to(device), output)
+            add_scores(sums, batch, documents.to(device), output)
             progress.add(int(host_batch.valid_len.sum()))
 
 
-def first_lanes(state: Any, num_lanes: int) -> Any:
-    """Return views of the memories of the first lanes of a state."""
-    return map_state(lambda part: part[:num_lanes], state)
-
-
-def add_scores(tables: Tables, batch: Batch, documents: Tensor, output: LMOutput) -> None:
+def add_scores(sums: Sums, batch: Batch, documents: Tensor, output: LMOutput) -> None:
     """Add the scores of one micro-batch; `documents`: number of the document of every row (B,) or target (B, T)."""
     scored, nll, hits = (batch.targets != IGNORE).double(), output.nll.double(), output.hits
     rows = documents.flatten().clamp(min=0)  # an idle lane adds zeros to document 0
@@ -219,26 +176,27 @@ def add_scores(tables: Tables, batch: Batch, documents: Tensor, output: LMOutput
     def add(table: Tensor, values: Tensor) -> None:
         table.index_add_(0, rows, values.reshape(len(rows), -1).sum(dim=1))
 
-    add(tables.nll, nll)
-    add(tables.num_scored, scored)
-    add(tables.hits, torch.full_like(nll, math.nan) if hits is None else hits * scored)
+    add(sums.nll, nll)
+    add(sums.num_scored, scored)
+    add(sums.hits, torch.full_like(nll, math.nan) if hits is None else hits * scored)
     if batch.recall is not None:
         distances = batch.recall.flatten()
-        tables.recall_nll.index_add_(0, distances, nll.flatten())
-        tables.recall_count.index_add_(0, distances, scored.flatten())
+        sums.recall_nll.index_add_(0, distances, nll.flatten())
+        sums.recall_count.index_add_(0, distances, scored.flatten())
 
 
-def empty_tables(num_documents: int, max_distance: int, device: torch.device) -> Tables:
-    sizes = (*[num_documents] * 3, *[max_distance + 1] * 2)
-    return Tables(*(torch.zeros(size, dtype=torch.float64, device=device) for size in sizes))
+def _empty_sums(share: Share, device: torch.device) -> Sums:
+    by_document = torch.zeros(3, len(share.words), dtype=torch.float64, device=device)
+    by_distance = torch.zeros(2, share.max_distance + 1, dtype=torch.float64, device=device)
+    return Sums(*[*by_document, *by_distance, share.words, share.bytes])
 
 
-def summed(parts: Sequence[Tensor], world: World) -> list[Tensor]:
-    """Sum each part over all ranks in one all-reduce; return the sums on the CPU."""
-    joined = torch.cat([part.cpu() for part in parts])
+def _over_ranks(sums: Sums, world: World) -> Sums:
+    """Return the sums over all ranks, by one all-reduce, on the CPU."""
+    joined = torch.cat([part.cpu() for part in sums])
     if world.size > 1:
         joined = sum_tensor(joined, world.device)
-    return list(joined.split([len(part) for part in parts]))
+    return Sums(*joined.split([len(part) for part in sums]))
 
 
 def check_complete(index: Index, extent: Extent, sums: Sums) -> None:

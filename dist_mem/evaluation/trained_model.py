@@ -14,7 +14,7 @@ needs no process group. The package re-exports `load_model`, `init_state` and `r
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,8 +56,7 @@ OVERRIDABLE = (
     *("eval.", "tracking.", "data.path", "data.allow_pipe", "data.cache", "data.stage"),
     *("train.micro_lanes", "train.threads", "watchdog.join_seconds"),
 )
-
-log = logging.getLogger(__name__)
+_GIVE = "give a run directory or one checkpoint in it"
 
 
 class Checkpoint(NamedTuple):
@@ -72,6 +71,11 @@ class Checkpoint(NamedTuple):
     def is_export(self) -> bool:
         """Whether this is an export, which has weights and a tokenizer but no training state."""
         return WEIGHTS in self.manifest["files"]
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether it contains its tokenizer; older checkpoints do not."""
+        return self.is_export or f"{TOKENIZER_DIR}/{JSON_NAME}" in self.manifest["files"]
 
 
 class TrainedModel(NamedTuple):
@@ -95,29 +99,22 @@ def find_checkpoint(path: Path, step: int | None = None) -> Checkpoint:
         CheckpointError: there is none, or it is damaged.
     """
     if not path.exists():
-        raise CheckpointError(
-            f"{path.absolute()} does not exist: no checkpoint; give a run directory or one checkpoint in it, or an "
-            "export"
-        )
+        raise CheckpointError(f"{path.absolute()} does not exist: no checkpoint; {_GIVE}, or an export")
     if step is not None and not step_dir(path, step).exists():
         steps = ", ".join(str(other) for other in list_steps(path))
         has = f"steps {steps}" if steps else "no checkpoints"
         raise CheckpointError(f"{step_dir(path, step)}: there is no such checkpoint; {path} has {has}")
     if step is not None or (path / "manifest.json").exists():
         directory = path if step is None else step_dir(path, step)
-        return _described(directory, verify(directory), [])
-    newest, passed_over = newest_verified(path)
-    if newest is None:
-        raise CheckpointError(
-            f"{path / 'checkpoints'}: no checkpoint; give a run directory or one checkpoint in it, or an export (a "
-            "folder with a manifest.json)"
-        )
-    return _described(newest, read_manifest(newest), [f"passed over: {reason}" for reason in passed_over])
-
-
-def _described(directory: Path, manifest: dict[str, Any], remarks: list[str]) -> Checkpoint:
-    run_dir = directory if WEIGHTS in manifest["files"] else run_of(directory)
-    return Checkpoint(directory, run_dir, manifest, remarks)
+        manifest, remarks = verify(directory), []
+    else:
+        newest, passed_over = newest_verified(path)
+        if newest is None:
+            is_export = "an export (a folder with a manifest.json)"
+            raise CheckpointError(f"{path / 'checkpoints'}: no checkpoint; {_GIVE}, or {is_export}")
+        directory, manifest = newest, read_manifest(newest)
+        remarks = [f"passed over: {reason}" for reason in passed_over]
+    return Checkpoint(directory, directory if WEIGHTS in manifest["files"] else run_of(directory), manifest, remarks)
 
 
 def read_settings(directory: Path, overrides: Sequence[str], *, reads_data: bool = False) -> Config:
@@ -140,36 +137,23 @@ def read_settings(directory: Path, overrides: Sequence[str], *, reads_data: bool
     no_training = ["eval.every=null", "checkpoint.keep_best=null"]
     path = directory / "config.yaml"
     given = load_config([str(path), *no_training, *overrides])
-    is_named = any(override.startswith("data.path=") for override in overrides)
-    if reads_data and not is_named and (is_remote(given.data.path) or (directory / WEIGHTS).exists()):
+    is_foreign = is_remote(given.data.path) or (directory / WEIGHTS).exists()
+    if reads_data and is_foreign and not any(override.startswith("data.path=") for override in overrides):
         text = f"give data.path=FOLDER or its URL: servers and commands that only {path} names are not used"
         raise ConfigError([Problem("data.path", text)])
     kept = kept_kinds(plain_block(given.memory), directory)  # the program as trained, even if the original has changed
-    _check_code(kept, directory, is_allowed=given.eval.allow_code)
-    config = load_config([str(path), *no_training, *kept, *overrides], memory_options=memory_options)
-    stop_on(_other_environment(config, directory))
-    return config
-
-
-def _other_environment(config: Config, directory: Path) -> Iterator[Problem]:
-    """Yield keys that the weights depend on and whose value from the environment has changed since training."""
-    then = read_manifest(directory).get("environment", {})
-    for key, found in from_environment(config).items():
-        if key.startswith(("model.", "memory.")) and then.get(key) not in (None, checksum(key, found.value)):
-            yield Problem(key, f"is {found.written}, which has another value than in training; set it back")
-
-
-def _check_code(kept: Sequence[str], directory: Path, *, is_allowed: bool) -> None:
-    """Raise ConfigError if the memory of a checkpoint or an export is a program that may not be run."""
-    if kept and not is_allowed:
+    if kept and not given.eval.allow_code:
         source = source_of(kept[0].partition("=")[2])
         text = f"{source} is a program, which loading {directory} would run: read it, then add eval.allow_code=true"
         raise ConfigError([Problem("memory", text)])
-
-
-def has_tokenizer(checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint contains its tokenizer; older ones do not."""
-    return checkpoint.is_export or f"{TOKENIZER_DIR}/{JSON_NAME}" in checkpoint.manifest["files"]
+    config = load_config([str(path), *no_training, *kept, *overrides], memory_options=memory_options)
+    then = read_manifest(directory).get("environment", {})
+    stop_on(
+        Problem(key, f"is {found.written}, which has another value than in training; set it back")
+        for key, found in from_environment(config).items()
+        if key.startswith(("model.", "memory.")) and then.get(key) not in (None, checksum(key, found.value))
+    )
+    return config
 
 
 def tokenizer_of_checkpoint(checkpoint: Checkpoint, config: Config) -> Tokenizer:
@@ -180,7 +164,7 @@ def tokenizer_of_checkpoint(checkpoint: Checkpoint, config: Config) -> Tokenizer
         ValueError: as `tokenizer_of_data`, for an older checkpoint.
     """
     directory = checkpoint.directory
-    if has_tokenizer(checkpoint):
+    if checkpoint.has_tokenizer:
         return load_tokenizer(directory if checkpoint.is_export else directory / TOKENIZER_DIR)
     refresh(config.data, [])
     try:
@@ -209,20 +193,17 @@ def tokenizer_of_data(checkpoint: Checkpoint, config: Config) -> Tokenizer:
 
 
 def _load_weights(model: MemoryLM, checkpoint: Checkpoint) -> None:
+    """Load the weights of a checkpoint or an export. Raises CheckpointError if names or shapes differ."""
     directory = checkpoint.directory
     if checkpoint.is_export:
         try:
             load_into(model, directory / WEIGHTS)
         except (OSError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(f"{directory / WEIGHTS} does not fit its config.yaml: {error}") from error
-    else:
-        _take_weights(model, EngineReader(directory).weights(), directory)
-
-
-def _take_weights(model: MemoryLM, weights: dict[str, Tensor], directory: Path) -> None:
-    """Load weights by name into the model. Raises CheckpointError if names or shapes differ."""
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        return
+    weights = EngineReader(directory).weights()
+    both = (model.state_dict(), weights)
+    wanted, found = ({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in both)
     for name in sorted(wanted.keys() | found.keys()):
         if wanted.get(name) != found.get(name):
             has, wants = (shapes.get(name, "missing") for shapes in (found, wanted))
@@ -283,8 +264,8 @@ def load_model(
             raise TypeError(f"an override is {override!r}, but must be a str 'KEY=VALUE'; a step is given as step=400")
     checkpoint = find_checkpoint(Path(path), step)
     for remark in checkpoint.remarks:
-        log.warning(remark)
-    config = read_settings(checkpoint.directory, overrides, reads_data=not has_tokenizer(checkpoint))
+        logging.getLogger(__name__).warning(remark)
+    config = read_settings(checkpoint.directory, overrides, reads_data=not checkpoint.has_tokenizer)
     return open_model(checkpoint, config, tokenizer_of_checkpoint(checkpoint, config), device)
 
 
@@ -313,7 +294,6 @@ def read_lanes(trained: TrainedModel, lane_ids: Sequence[int]) -> LMState:
     directory, _, manifest, _ = trained.checkpoint
     if trained.checkpoint.is_export:
         raise CheckpointError(f"{directory}: an export has weights but no memories of lanes; load the run itself")
-    saved_dtype = DTYPES[trained.config.train.precision]
-    empty = trained.model.init_state(wanted, "cpu", saved_dtype)
+    empty = trained.model.init_state(wanted, "cpu", DTYPES[trained.config.train.precision])
     saved = read_saved_lanes(directory, manifest, wanted, [empty]).states[0]
     return map_state(lambda part: part.to(trained.device, trained.dtype if part.is_floating_point() else None), saved)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dist_mem.evaluation.report import aligned
 from dist_mem.generation.repetition import SIZES, Repetition, measure
 from dist_mem.generation.sampling import Sampling
 from dist_mem.runtime.files import write_text
@@ -61,12 +62,7 @@ def _rows(continuations: Sequence[Continuation]) -> list[list[str]]:
 
 def to_table(continuations: Sequence[Continuation]) -> str:
     """Return the repetition of every run as a table for a terminal."""
-    columns = list(zip(*_rows(continuations), strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    lines = zip(
-        *([f"{text:<{width}}" for text in col] for col, width in zip(columns, widths, strict=True)), strict=True
-    )
-    return "\n".join("  ".join(line).rstrip() for line in lines)
+    return "\n".join(aligned(list(zip(*_rows(continuations), strict=True))))
 
 
 def to_text(continuations: Sequence[Continuation]) -> str:

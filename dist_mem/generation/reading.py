@@ -21,9 +21,10 @@ from torch import Tensor
 
 from dist_mem.evaluation.trained_model import TrainedModel, init_state
 from dist_mem.generation.arguments import check_int, check_trained, counted, id_row, id_rows, wrong_type
-from dist_mem.generation.short_segments import num_rows
 from dist_mem.memory.base import map_state, named_tensors, select_lanes
-from dist_mem.model import LMState
+from dist_mem.model import LMState, MemoryLM
+
+ROW_STEP = 16  # so that few shapes occur
 
 
 class Reading(NamedTuple):
@@ -168,6 +169,16 @@ def _commit(trained: TrainedModel, state: Any, rows: list[int], tokens: Tensor) 
     return map_state(lambda old, rows_of_old: old.index_copy(0, chosen, rows_of_old), state, new)
 
 
+def num_rows(model: MemoryLM, open_len: int) -> int:
+    """Return the rows to compute for open segments of at most `open_len` tokens, a multiple of ROW_STEP or T.
+
+    Padding to T would cost about as much as T tokens. An incomplete segment does not change a memory, so its outputs
+    suffice, and `Memory.min_seg_len` rows give them.
+    """
+    memory = model.memories()[0]
+    return min(-(-max(open_len, memory.min_seg_len) // ROW_STEP) * ROW_STEP, memory.spec.seg_len)
+
+
 @torch.no_grad()
 def look_ahead(trained: TrainedModel, reading: Reading) -> Ahead:
     """Run the one forward pass that a token costs, for `next_log_probs` and `append`.
@@ -181,7 +192,7 @@ def look_ahead(trained: TrainedModel, reading: Reading) -> Ahead:
             "token, or set eval.blocks=false"
         )
     seg_len = reading.open_tokens.shape[1]
-    rows = num_rows(trained.model, int(reading.open_len.max()), seg_len=seg_len)
+    rows = num_rows(trained.model, int(reading.open_len.max()))
     tokens, open_len = reading.open_tokens[:, :rows].to(trained.device), reading.open_len.to(trained.device)
     features = trained.model.features(tokens, open_len, state=reading.state)
     last = features.hidden.take_along_dim(

@@ -79,11 +79,11 @@ def _read_and_score(trained: TrainedModel, waiting: np.ndarray, reading: Reading
     first = trained.tokenizer.bos_id if blocks else int(waiting[0])
     document = Document(0, waiting if blocks else waiting[1:], scored=None, recall=None)
     state, parts = reading.state, [torch.zeros(0)]
-    segments = document_segments(document, start=0, seg_len=seg_len, bos_id=first, blocks=blocks)
-    for index, (segment, _) in enumerate(segments):
-        batch = collate([segment], seg_len=seg_len, with_recall=False).to(trained.device)
+    segments = document_segments(document, seg_len=seg_len, bos_id=first)
+    for index, segment in enumerate(segments):
+        batch = collate([segment], seg_len=seg_len, with_recall=False, blocks=blocks).to(trained.device)
         output = trained.model(batch.tokens, batch.targets, batch.valid_len, state=state)
-        nll = output.nll[0, : len(segment.targets)].cpu()
+        nll = output.nll[0, : segment.length].cpu()
         parts.append(torch.cat([torch.full((1,), torch.nan), nll[:-1]]) if blocks else nll)
         if (index + 1) * seg_len < len(waiting):  # otherwise this segment stays open
             state = output.state

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -67,8 +67,8 @@ class MemoryGPT2(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]  # the base class names options that have no meaning here
-        cls, path: Any, *args: Any, config: Any = None, **options: Any
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *model_args: Any, config: Any = None, **options: Any
     ) -> MemoryGPT2:
         """Load the model of a folder, in evaluation mode; only the option `dtype` has an effect.
 
@@ -78,8 +78,9 @@ class MemoryGPT2(PreTrainedModel, GenerationMixin):
         unknown = {name for name, value in options.items() if value is not None} - _PASSED_OVER
         if unknown:
             raise ValueError(f"a GPT-2 with memory takes no {', '.join(sorted(unknown))}; load it on a CPU, then .to()")
-        model = cls(config or GPT2Config.from_pretrained(path), Path(path))
-        weights = Path(path) / "model.safetensors"
+        folder = Path(pretrained_model_name_or_path)
+        model = cls(config or GPT2Config.from_pretrained(folder), folder)
+        weights = folder / "model.safetensors"
         if left := take_published(model.model, load_file(weights), str(weights)):
             raise ValueError(f"{weights} lacks {left[0]}")
         dtype = options.get("dtype")
@@ -133,7 +134,8 @@ class MemoryGPT2(PreTrainedModel, GenerationMixin):
         num_beams = options.get("num_beams") or getattr(settings, "num_beams", None) or 1
         if num_beams != 1:
             raise ValueError(f"num_beams is {num_beams}, but a GPT-2 with memory takes 1: beams would swap memories")
-        return super().generate(*args, **options)  # type: ignore[misc]  # transformers expects its own protocol
+        # cast: transformers types `self` by a protocol that no model of its own fulfils
+        return GenerationMixin.generate(cast(Any, self), *args, **options)
 
     def prepare_inputs_for_generation(self, input_ids: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return all tokens at first, even if `carried` is given, then the newest; transformers requires `kwargs`."""

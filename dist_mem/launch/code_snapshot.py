@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dist_mem.errors import UnusableError
+from dist_mem.errors import run_error
 from dist_mem.runtime.environment import SNAPSHOT_FILES
 from dist_mem.runtime.files import write_text
 
@@ -33,7 +33,7 @@ def make(folder: Path, files: Iterable[Path], git: Mapping[str, Any]) -> None:
         git: git's description of the running code.
 
     Raises:
-        UnusableError: the folder cannot be written.
+        RunError: the folder cannot be written.
     """
     if folder.is_dir():
         return
@@ -47,6 +47,6 @@ def make(folder: Path, files: Iterable[Path], git: Mapping[str, Any]) -> None:
             shutil.copyfile(path, copy)
         partial.replace(folder)
     except OSError as error:
-        raise UnusableError(f"{folder} cannot be made: {error}; launch.snapshot=false goes without it") from error
+        raise run_error(error, f"{folder} cannot be made: {error}; launch.snapshot=false goes without it") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

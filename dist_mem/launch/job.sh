@@ -48,17 +48,19 @@ pointer=.dist_mem-$whole
 [ -n "$snapshot" ] || snapshot=$(readlink "$pointer")
 use_snapshot() { export DIST_MEM_SNAPSHOT=$snapshot PYTHONPATH=$snapshot/code${PYTHONPATH:+:$PYTHONPATH}; }
 [ -z "$snapshot" ] || use_snapshot
-[ -z "$snapshot" ] || [ -d "$snapshot" ] || {
-  say "error: $snapshot, the copy of the code that this job runs, is gone; submit the job again"
-  exit 2
+# 2 means that starting again will not help. Of anything else, such as a disk or a registry of images that is down, the
+# next job of a chain may find it repaired.
+give_up() {
+  [ "$1" != 2 ] || end_of_chain
+  exit "$1"
 }
+if [ -n "$snapshot" ] && ! complaint=$(LC_ALL=C stat "$snapshot" 2>&1 >/dev/null); then
+  say "error: the copy of the code that this job runs cannot be read: $complaint; submit the job again if it is gone"
+  case $complaint in *"No such file"*) give_up 2 ;; *) give_up 1 ;; esac
+fi
 
 # A wrong configuration ends here, in a second and with exit code 2, and not on every node.
-run_dir=$(alone dist-mem config --get run_dir "${arguments[@]}") || {
-  code=$?
-  end_of_chain
-  exit "$code"
-}
+run_dir=$(alone dist-mem config --get run_dir "${arguments[@]}") || give_up $?
 logs=$run_dir/slurm/$SLURM_JOB_ID
 mkdir -p "$logs" || exit 1
 note_job "$whole"
@@ -66,11 +68,7 @@ ln -sfn "$(readlink "/proc/$$/fd/1")" "$logs/output" # the log of this script
 before=$(newest)
 if [ "$take_snapshot" = true ] && [ -z "$snapshot" ]; then
   snapshot=$(realpath "$logs")/snapshot
-  alone dist-mem config --snapshot "$snapshot" "${arguments[@]}" || {
-    code=$?
-    end_of_chain
-    exit "$code"
-  }
+  alone dist-mem config --snapshot "$snapshot" "${arguments[@]}" || give_up $?
   ln -sfn "$snapshot" "$pointer" # a restart finds it without running any code
   use_snapshot
 fi
@@ -118,7 +116,11 @@ DIST_MEM_CACHES=${DIST_MEM_CACHES:-${TMPDIR:-/tmp}} \
   ${SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"} \
   --output="$logs/%N-%n.log" --open-mode=append "${in_image[@]}" dist-mem train "${arguments[@]}"
 code=$?
-[ ! -s "$DIST_MEM_EXIT_CODE" ] || code=$(cat "$DIST_MEM_EXIT_CODE")
+if [ -s "$DIST_MEM_EXIT_CODE" ]; then
+  code=$(cat "$DIST_MEM_EXIT_CODE")
+elif [ "$code" = 2 ]; then
+  code=1 # of srun alone it is no refusal of dist-mem, but ENOENT: a node lacks the program, or has lost the disk it is on
+fi
 echo "$code" >"$DIST_MEM_EXIT_CODE"
 say "the ranks have ended with exit code $code"
 [ "$code" = 0 ] || reasons

@@ -5,9 +5,10 @@ If the watchdog has ended the run, its newest report follows.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from dist_mem.errors import EXIT_DONE, UnusableError
@@ -16,11 +17,14 @@ from dist_mem.launch.status import check_run_dir
 
 _CHUNK = 1 << 20  # bytes at the end of a log that are searched for lines
 _POLL_SECONDS = 0.5
-_LOOK_SECONDS = 5.0  # between two queries to Slurm whether a job still runs
+_LOOKS_PER_QUERY = 10  # looks at the logs for each query to Slurm whether a job still runs
 
 
-def run(run_dir: Path, *, num_lines: int, follow: bool) -> int:
+def run(run_dir: Path, *, num_lines: int, follow: bool, sleep: Callable[[float], None] = time.sleep) -> int:
     """Print the last lines of each log; with `follow`, also new lines until no job of the run is queued or running.
+
+    Args:
+        sleep: waits between two looks at the logs.
 
     Raises:
         UnusableError: there is no run directory, or it contains no log.
@@ -37,7 +41,7 @@ def run(run_dir: Path, *, num_lines: int, follow: bool) -> int:
     for path in sorted(run_dir.glob("hangs/*/report.txt"))[-1:]:
         print(f"==> {path} <==\n{path.read_text(encoding='utf-8', errors='replace')}", flush=True)
     if follow:
-        _follow(run_dir, offsets)
+        _follow(run_dir, offsets, sleep)
     return EXIT_DONE
 
 
@@ -79,25 +83,23 @@ def _may_have_jobs(run_dir: Path) -> bool:
     return not queue.recorded(run_dir) or not queue.is_here() or bool(queue.live(run_dir))
 
 
-def _follow(run_dir: Path, offsets: dict[Path, int]) -> None:
+def _follow(run_dir: Path, offsets: dict[Path, int], sleep: Callable[[float], None]) -> None:
     last = next(reversed(offsets), None)
-    looked, has_jobs = time.monotonic(), True
-    while has_jobs:
-        if time.monotonic() - looked >= _LOOK_SECONDS:
-            looked, has_jobs = time.monotonic(), _may_have_jobs(run_dir)
-        for path in files_of_or_none(run_dir):
+    has_jobs = True
+    for look in itertools.count(1):
+        if look % _LOOKS_PER_QUERY == 0:
+            has_jobs = _may_have_jobs(run_dir)
+        # Only once a job has begun: files_of would ask Slurm for its log at each look.
+        for path in files_of(run_dir) if any(run_dir.glob("slurm/*/output")) else []:
             text = _new_text(path, offsets)
             if text and path != last:
                 print(f"\n==> {path} <==")
                 last = path
             sys.stdout.write(text)
         sys.stdout.flush()
-        time.sleep(_POLL_SECONDS if has_jobs else 0)
-
-
-def files_of_or_none(run_dir: Path) -> Sequence[Path]:
-    """Return `files_of` if a job has begun, else nothing: Slurm must not be asked twice a second."""
-    return files_of(run_dir) if any(run_dir.glob("slurm/*/output")) else []
+        if not has_jobs:
+            return
+        sleep(_POLL_SECONDS)
 
 
 def _new_text(path: Path, offsets: dict[Path, int]) -> str:

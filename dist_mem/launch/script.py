@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
+from dist_mem.config.schema import LaunchConfig
 from dist_mem.errors import UnusableError
 
 ARRAY = "array"  # an array of jobs, each with one line of a file as its arguments
@@ -35,12 +35,17 @@ mapfile -t arguments < <(xargs -n 1 printf '%s\\n' <<<"$line") # of dist-mem tra
 
 
 def render(
-    launch: Any, *, job_name: str, kind: str = "train", arguments: str | None = None, snapshot: Path | None = None
+    launch: LaunchConfig,
+    *,
+    job_name: str,
+    kind: str = "train",
+    arguments: str | None = None,
+    snapshot: Path | None = None,
 ) -> str:
     """Return the batch script.
 
     Args:
-        launch: a resolved `LaunchConfig`.
+        launch: resolved, and checked by validation.py.
         kind: train, or array.
         arguments: of `dist-mem train`, quoted for a shell, for the script to contain; None: the script takes them.
         snapshot: of code and configuration, made at the submission; None: the first start makes one.
@@ -75,16 +80,16 @@ def _filled(template: str, parts: Mapping[str, list[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def numbers_of_ranks(launch: Any) -> list[int]:
+def numbers_of_ranks(launch: LaunchConfig) -> list[int]:
     """Return the ranks of the whole job: one number, or the least and the most if `launch.nodes` is a range."""
     return [int(nodes) * _ranks_per_node(launch) for nodes in dict.fromkeys(launch.nodes.split("-"))]
 
 
-def _ranks_per_node(launch: Any) -> int:
+def _ranks_per_node(launch: LaunchConfig) -> int:
     return launch.tasks_per_node or num_gpus(launch) or 1
 
 
-def num_gpus(launch: Any) -> int:
+def num_gpus(launch: LaunchConfig) -> int:
     """Return the GPUs per node: those of a --gres among the directives, else `launch.gpus_per_node`."""
     gres = asked_by_gres(launch)
     asked = launch.gpus_per_node if gres is None else gres
@@ -92,7 +97,7 @@ def num_gpus(launch: Any) -> int:
     return int(last) if last.isdecimal() else 1  # gpu:a100 means one
 
 
-def asked_by_gres(launch: Any) -> str | None:
+def asked_by_gres(launch: LaunchConfig) -> str | None:
     """Return the GPUs that a directive requests with --gres, as gpu:a100:4; None if none does."""
     for option in launch.directives:
         if found := re.match(r"--gres[=\s]\s*(?:.*,)?(gpu\b[^,]*)", option):
@@ -100,7 +105,7 @@ def asked_by_gres(launch: Any) -> str | None:
     return None
 
 
-def _directives(launch: Any, job_name: str, log: str) -> Iterator[str]:
+def _directives(launch: LaunchConfig, job_name: str, log: str) -> Iterator[str]:
     options = {
         "job-name": job_name,
         "nodes": launch.nodes,
@@ -122,7 +127,7 @@ def _directives(launch: Any, job_name: str, log: str) -> Iterator[str]:
     yield from (f"#SBATCH {option}" for option in (*given, requeue, *launch.directives))
 
 
-def _to_fill_in(launch: Any) -> Iterator[str]:
+def _to_fill_in(launch: LaunchConfig) -> Iterator[str]:
     """Yield commented-out directives for options that many clusters require and that are not set."""
     options = {
         "partition=NAME": launch.partition,
@@ -134,7 +139,7 @@ def _to_fill_in(launch: Any) -> Iterator[str]:
     yield from (f"##SBATCH --{option}" for option, value in options.items() if value is None)
 
 
-def _site(launch: Any, snapshot: Path | None) -> Iterator[str]:
+def _site(launch: LaunchConfig, snapshot: Path | None) -> Iterator[str]:
     """Yield shell lines: variables, modules, and what runs a command in the image."""
     yield f"restart=${{DIST_MEM_RESTART:-{launch.restart}}} # requeue | resubmit | chain | none"
     yield f"max_stalled={launch.max_stalled} # starts without a new checkpoint after which it is not started again"
@@ -165,12 +170,13 @@ def _in_shell(text: str) -> str:
     return '"' + re.sub(r'[\\"`]|\$(?![A-Za-z_]|\{\w+\})', r"\\\g<0>", text) + '"'
 
 
-def _container(launch: Any) -> Iterator[str]:
+def _container(launch: LaunchConfig) -> Iterator[str]:
     """Yield `in_image`: srun options, and the program that runs a rank; and `alone`: runs a command on this node."""
+    image = _in_shell(launch.image or "")  # given with every container, by validation.py
     if launch.container == "apptainer":
         binds = "".join(f" --bind {_in_shell(mount)}" for mount in launch.mounts)
         gpus = " --nv" if num_gpus(launch) else ""
-        yield f'in_image=(apptainer exec{gpus} --bind "$PWD" --pwd "$PWD"{binds} {_in_shell(launch.image)})'
+        yield f'in_image=(apptainer exec{gpus} --bind "$PWD" --pwd "$PWD"{binds} {image})'
         yield 'alone() { "${in_image[@]}" "$@"; }'
     elif launch.container == "pyxis":
         mounts = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in ("$PWD", *launch.mounts))

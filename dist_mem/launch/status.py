@@ -24,8 +24,8 @@ from dist_mem.errors import EXIT_DONE, UnusableError
 from dist_mem.launch import queue
 from dist_mem.runtime.lease import sign_of_life
 from dist_mem.tracking.provenance import without_credentials
-from dist_mem.tracking.run_id import RUN_ID_FILE
-from dist_mem.tracking.sinks import METRICS_FILE
+from dist_mem.tracking.stores import RUN_ID_FILE
+from dist_mem.tracking.tracker import METRICS_FILE
 
 _TAIL = 1 << 18  # bytes read from the end of metrics.jsonl
 _MARKERS = ("config.yaml", METRICS_FILE, "checkpoints", "slurm", "lease.json")  # any of them marks a run directory
@@ -41,15 +41,14 @@ _MEANINGS = {
 
 
 def run(run_dirs: Sequence[Path], *, as_json: bool) -> int:
-    """Print the state of the runs; as JSON: one object per line, with the keys of `facts_of`.
+    """Print the state of the runs; as JSON: one object per line, with the keys of `read_state`.
 
     Raises:
         UnusableError: a folder is not a run directory.
         UnfitError: Slurm does not answer.
     """
-    found = [facts_of(run_dir) for run_dir in run_dirs]
-    for facts in found:
-        lines = [json.dumps(facts)] if as_json else [facts["run"], *(f"  {k:<11} {v}" for k, v in _described(facts))]
+    for state in [read_state(run_dir) for run_dir in run_dirs]:
+        lines = [json.dumps(state)] if as_json else [state["run"], *(f"  {k:<11} {v}" for k, v in _describe(state))]
         print("\n".join(lines))
     return EXIT_DONE
 
@@ -60,7 +59,7 @@ def check_run_dir(run_dir: Path) -> None:
         raise UnusableError(f"{run_dir}: no run directory: it has none of {', '.join(_MARKERS)}")
 
 
-def facts_of(run_dir: Path) -> dict[str, Any]:
+def read_state(run_dir: Path) -> dict[str, Any]:
     """Return the state of a run; a value is None if it is unknown.
 
     Returns:
@@ -72,20 +71,27 @@ def facts_of(run_dir: Path) -> dict[str, Any]:
     jobs = queue.look(queue.numbers_here(run_dir)) if queue.recorded(run_dir) and queue.is_here() else []
     live = sorted((job for job in jobs if not job.has_ended), key=lambda job: job.waits)
     process = sign_of_life(run_dir)
-    finished, training = _read_json(run_dir / "finished.json"), _config(run_dir, "train")
+    finished, steps = _read_json(run_dir / "finished.json"), _saved_value(run_dir, "train.steps")
+    steps = steps if isinstance(steps, int) else finished.get("step")
+    step, metrics = _last_point(run_dir / METRICS_FILE)
+    seconds = metrics.get("step_seconds")
     if any(not job.waits for job in live) or process:
         state = "running"
     elif live:
         state = "queued"
     else:
         state = "finished" if finished else "stopped"
-    steps = training.get("steps") if isinstance(training, Mapping) else None
     return {
         "run": str(run_dir),
         "state": state,
         "jobs": [job._asdict() for job in live or jobs[-1:]],
         "process": process,
-        **_progress(run_dir, steps if isinstance(steps, int) else finished.get("step")),
+        "step": step,
+        "steps": steps,
+        "loss": metrics.get("loss"),
+        "tokens_per_second": metrics.get("tokens_per_second"),
+        "steps_per_second": 1 / seconds if seconds else None,
+        "seconds_left": max(0, steps - step) * seconds if steps is not None and step is not None and seconds else None,
         "checkpoint": _checkpoint(run_dir),
         "last_end": _last_end(run_dir),
         "mlflow": _mlflow(run_dir),
@@ -99,27 +105,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _config(run_dir: Path, key: str) -> Any:
+def _saved_value(run_dir: Path, key: str) -> Any:
     """Return a value of the run's configuration; None if it is missing, or uses a variable that is not set here."""
     with suppress(OSError, ValueError, YAMLError, OmegaConfBaseException):
-        found = OmegaConf.select(OmegaConf.load(run_dir / "config.yaml"), key)
-        return OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
+        return OmegaConf.select(OmegaConf.load(run_dir / "config.yaml"), key)
     return None
-
-
-def _progress(run_dir: Path, steps: int | None) -> dict[str, Any]:
-    """Return the figures of the last logged step of training."""
-    step, metrics = _last_point(run_dir / METRICS_FILE)
-    seconds = metrics.get("step_seconds")
-    left = None if steps is None or step is None or not seconds else max(0, steps - step) * seconds
-    return {
-        "step": step,
-        "steps": steps,
-        "loss": metrics.get("loss"),
-        "tokens_per_second": metrics.get("tokens_per_second"),
-        "steps_per_second": 1 / seconds if seconds else None,
-        "seconds_left": left,
-    }
 
 
 def _last_point(path: Path) -> tuple[int | None, dict[str, float]]:
@@ -166,38 +156,38 @@ def meaning_of(code: int) -> str:
 
 
 def _mlflow(run_dir: Path) -> dict[str, str | None] | None:
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         run_id = (run_dir / RUN_ID_FILE).read_text(encoding="utf-8", errors="replace").strip()
-        uri = _config(run_dir, "tracking.uri")
+        uri = _saved_value(run_dir, "tracking.uri")
         return {"run_id": run_id, "uri": without_credentials(uri) if isinstance(uri, str) else None}
     return None
 
 
-def _described(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _describe(state: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield labels and texts for the terminal."""
-    yield "state", facts["state"] + (f": {facts['process']}" if facts["process"] else "")
-    for job in facts["jobs"]:
+    yield "state", state["state"] + (f": {state['process']}" if state["process"] else "")
+    for job in state["jobs"]:
         where, start = (f" on {job['nodes']}", "started") if job["nodes"] else (f" ({job['reason']})", "to start")
         when = "" if job["since"] in ("N/A", "Unknown") else f", {start} {job['since'].replace('T', ' ')}"
         yield f"job {job['number']}", f"{job['state'].lower()}{where}{when}"
-    yield "step", ", ".join(_measures(facts)) if facts["step"] is not None else "none yet"
-    saved = facts["checkpoint"]
+    yield "step", ", ".join(_measures(state)) if state["step"] is not None else "none yet"
+    saved = state["checkpoint"]
     yield "checkpoint", f"step {saved['step']:,}, {_duration(saved['age_seconds'])} old" if saved else "none"
-    if end := facts["last_end"]:
+    if end := state["last_end"]:
         yield "last end", f"exit code {end['exit_code']} (job {end['job']}): {end['meaning']}"
-    if mlflow := facts["mlflow"]:
+    if mlflow := state["mlflow"]:
         yield "MLflow", mlflow["run_id"] + (f" at {mlflow['uri']}" if mlflow["uri"] else "")
 
 
-def _measures(facts: Mapping[str, Any]) -> Iterator[str]:
-    yield f"{facts['step']:,}" + (f" of {facts['steps']:,}" if facts["steps"] else "")
-    yield f"loss {facts['loss']:.4f}"
-    if facts["tokens_per_second"]:
-        yield f"{facts['tokens_per_second']:,.0f} tokens/s"
-    if facts["steps_per_second"]:
-        yield f"{facts['steps_per_second']:,.3g} steps/s"
-    if facts["seconds_left"]:
-        yield f"{_duration(facts['seconds_left'])} left at this rate"
+def _measures(state: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{state['step']:,}" + (f" of {state['steps']:,}" if state["steps"] else "")
+    yield f"loss {state['loss']:.4f}"
+    if state["tokens_per_second"]:
+        yield f"{state['tokens_per_second']:,.0f} tokens/s"
+    if state["steps_per_second"]:
+        yield f"{state['steps_per_second']:,.3g} steps/s"
+    if state["seconds_left"]:
+        yield f"{_duration(state['seconds_left'])} left at this rate"
 
 
 def _duration(seconds: float) -> str:

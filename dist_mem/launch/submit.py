@@ -13,16 +13,19 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from dist_mem.errors import EXIT_DONE, UnfitError, UnusableError
+from dist_mem.config import Config
+from dist_mem.config.schema import LaunchConfig
+from dist_mem.errors import EXIT_DONE, UnfitError, UnusableError, run_error
 from dist_mem.launch import queue
 from dist_mem.launch.script import render
 from dist_mem.launch.validation import check
 from dist_mem.runtime.files import free_name, write_text
 
+_REFUSED = re.compile(r"not available|nvalid|denied|permi|disabled|policy|limit")  # final, as for job.sh
 
-def run(config: Any, arguments: Sequence[str], *, dry_run: bool, make_snapshot: Callable[[Path], None]) -> int:
+
+def run(config: Config, arguments: Sequence[str], *, dry_run: bool, make_snapshot: Callable[[Path], None]) -> int:
     """Submit a job that trains `config`, and return the exit code of the process.
 
     Args:
@@ -30,7 +33,9 @@ def run(config: Any, arguments: Sequence[str], *, dry_run: bool, make_snapshot: 
         make_snapshot: copies code and configuration into a folder that does not exist yet.
 
     Raises:
-        UnusableError: the script cannot be made or submitted; this command never trains here instead.
+        UnusableError: the script cannot be made, or sbatch refuses it; this command never trains here instead.
+        RunError: the run directory cannot be written.
+        UnfitError: Slurm does not answer.
     """
     check(config)
 
@@ -54,10 +59,10 @@ def run(config: Any, arguments: Sequence[str], *, dry_run: bool, make_snapshot: 
             make_snapshot(snapshot)
         write_text(path, script(snapshot))
     except OSError as error:
-        raise UnusableError(f"run_dir {config.run_dir} cannot be used: {error}") from error
+        raise run_error(error, f"run_dir {config.run_dir} cannot be used: {error}") from error
     try:
         job = _submit(path, config.launch)
-    except UnusableError:
+    except (UnusableError, UnfitError):
         if snapshot is not None:
             shutil.rmtree(snapshot, ignore_errors=True)
         raise
@@ -70,13 +75,13 @@ def run(config: Any, arguments: Sequence[str], *, dry_run: bool, make_snapshot: 
     return EXIT_DONE
 
 
-def _can_copy_here(launch: Any) -> bool:
+def _can_copy_here(launch: LaunchConfig) -> bool:
     """Return whether to copy here: this process sees the job's code and folders. Else its first start copies them."""
     moves = any(re.match(r"--chdir\b|-D", option) for option in launch.directives)
     return launch.snapshot and launch.container == "none" and not moves
 
 
-def _submit(path: Path, launch: Any) -> str:
+def _submit(path: Path, launch: LaunchConfig) -> str:
     """Submit the script and return the job's number.
 
     A dependency applies to this submission only: a requeue or resubmission must not wait again.
@@ -85,11 +90,13 @@ def _submit(path: Path, launch: Any) -> str:
     done = subprocess.run(["sbatch", "--parsable", *waits, str(path)], capture_output=True, text=True, check=False)
     if done.returncode:
         output = (done.stderr or done.stdout).strip()
+        if not _REFUSED.search(output):
+            raise UnfitError(f"sbatch of {path} failed (exit code {done.returncode}): {output}; try again")
         raise UnusableError(f"sbatch refuses {path} (exit code {done.returncode}): {output}")
     return done.stdout.partition(";")[0].strip()  # the cluster follows it, if there are several
 
 
-def show_script(config: Any, *, kind: str) -> int:
+def show_script(config: Config, *, kind: str) -> int:
     """Print the script that takes its arguments from sbatch: launch/train.sbatch or launch/array.sbatch."""
     check(config)
     print(render(config.launch, job_name="dist_mem", kind=kind), end="")

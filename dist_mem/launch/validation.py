@@ -8,7 +8,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from dist_mem.config import Config
 from dist_mem.config.check import Problem, flatten, shown, stop_on
+from dist_mem.config.schema import LaunchConfig
 
 _MOST_NODES = 200_000  # more than any cluster has
 _MOST_GPUS = 1_024  # per node
@@ -35,14 +37,14 @@ _CONDITION = rf"(?:after(?:any|ok|notok|corr|burstbuffer)(?::{_JOB})+|after(?::{
 _DEPENDENCY = re.compile(rf"{_CONDITION}(?:(?:,{_CONDITION})*|(?:\?{_CONDITION})*)", re.ASCII)
 
 
-def check(config: Any) -> None:
+def check(config: Config) -> None:
     """Raise ConfigError if no script can be made from `config.launch`."""
     stop_on(_from_environment(config))  # first: the other messages show values
     launch = config.launch
     stop_on([*_sizes(launch), *_texts(launch), *_restart(launch)])
 
 
-def _from_environment(config: Any) -> Iterator[Problem]:
+def _from_environment(config: Config) -> Iterator[Problem]:
     """Refuse values from the environment: everybody can read the script, in the run directory and in Slurm."""
     leaves = flatten(OmegaConf.to_container(config, resolve=False))
     fix = (
@@ -60,7 +62,7 @@ def _reads_environment(value: Any, leaves: Mapping[str, Any]) -> bool:
     return "oc.env" in str(value) or any(_reads_environment(leaves.get(name.lstrip(".")), leaves) for name in names)
 
 
-def _sizes(launch: Any) -> Iterator[Problem]:
+def _sizes(launch: LaunchConfig) -> Iterator[Problem]:
     nodes = re.fullmatch(r"([1-9]\d{0,99})(?:-([1-9]\d{0,99}))?", launch.nodes)
     if not nodes or int(nodes[1]) > int(nodes[2] or nodes[1]):
         yield Problem("launch.nodes", f"is {shown(launch.nodes)}, but must be a number as 4, or a range as 60-64")
@@ -89,7 +91,7 @@ def _seconds(time: str) -> int:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def _texts(launch: Any) -> Iterator[Problem]:
+def _texts(launch: LaunchConfig) -> Iterator[Problem]:
     for name in _WORDS:
         if re.search(r"\s", getattr(launch, name) or ""):
             yield Problem(f"launch.{name}", f"is {getattr(launch, name)!r}, but must be one word")
@@ -114,7 +116,7 @@ def _directive(key: str, option: str) -> Iterator[Problem]:
         yield Problem(key, f"is {option!r}, which is a key of its own: set {config_key}")
 
 
-def _restart(launch: Any) -> Iterator[Problem]:
+def _restart(launch: LaunchConfig) -> Iterator[Problem]:
     if launch.exclude_failed and launch.restart in ("chain", "none"):
         way = f"is true, but with launch.restart = {launch.restart} no start can leave out a node"
         yield Problem("launch.exclude_failed", f"{way}; use requeue or resubmit")

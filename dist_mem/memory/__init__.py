@@ -105,7 +105,7 @@ def _build(kind: str, options: Any, spec: LayerSpec) -> Memory:
         return build(spec, options)
     try:
         over = build_memory(options.over, spec)
-        assert over.evicted_len, "asked here, where its refusal is told with the right key"
+        assert over.evicted_len, "raises ValueError here, where the key of the message can be corrected"
     except ValueError as error:  # a memory does not know that another one is built over it
         raise ValueError(re.sub(r"\bmemory\.(?=\w)", "memory.over.", str(error))) from None
     return build(spec, options, over)

@@ -14,22 +14,24 @@ and with `data.cut: end` a document's first, which may be short
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from dist_mem.nn.flops import Flops
 from dist_mem.nn.layer_spec import LayerSpec
 
+MemoryState: TypeAlias = Any  # a NamedTuple of tensors, lane first, or of such NamedTuples; each memory has its own
 StateT = TypeVar("StateT")
 NO_LOGS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class Evicted(NamedTuple):
-    """The rows that leave a memory in this step, for a memory built over it."""
+    """The rows that a memory evicts in this step, for a memory built over it."""
 
     rows: Tensor  # (B, E, D), E = `Memory.evicted_len`; rows of the block's input, oldest first, without gradient
     valid: Tensor  # (B,) bool, whether the lane evicts E rows; if not, it evicts none
@@ -37,7 +39,7 @@ class Evicted(NamedTuple):
 
 class MemoryOutput(NamedTuple):
     y: Tensor  # (B, T, D) attention sub-layer output of the last T rows of x, before the residual
-    state: Any  # the same NamedTuple type as the input state, without gradient
+    state: MemoryState  # the same NamedTuple type as the input state, without gradient
     aux: dict[str, Tensor]  # name -> (B,) weighted auxiliary loss per lane, averaged over real queries
     query: Tensor  # (H, B, T, K) content queries of the segment, before biases; a memory over this one reads with them
     evicted: Evicted  # as if every segment were complete: for other segments the model discards the new state anyway
@@ -65,7 +67,7 @@ class Memory(nn.Module):
 
     @property
     def evicted_len(self) -> int:
-        """Number of rows E that leave this memory at once, tokens or compressed rows."""
+        """Number of rows E that this memory evicts at once: tokens or compressed rows."""
         return self.spec.seg_len
 
     @property
@@ -77,12 +79,20 @@ class Memory(nn.Module):
         return False
 
     @property
+    def min_seg_len(self) -> int:
+        """Fewest rows of x for which an incomplete segment has the outputs that T rows give; T unless overridden.
+
+        Generation computes an open segment with these rows instead of T. Its new state is discarded.
+        """
+        return self.spec.seg_len
+
+    @property
     def num_rows(self) -> int:
         """Number of rows that this memory outputs: the rows of the stem that it refreshes, then the segment."""
         return self.spec.seg_len
 
-    def flops(self) -> Any:
-        """Return the `nn.flops.Flops` of a complete segment of one lane with a full memory; None if not counted."""
+    def flops(self) -> Flops | None:
+        """Return the operations of a complete segment of one lane with a full memory; None if not counted."""
         return None
 
     def stem(self) -> Stem:
@@ -92,11 +102,11 @@ class Memory(nn.Module):
         """
         return Stem()
 
-    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> Any:
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> MemoryState:
         """Return an empty memory for each lane; `document_ids` (B,) int64 seed random draws (rule 8)."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor, state: Any, valid_len: Tensor) -> MemoryOutput:
+    def forward(self, x: Tensor, state: MemoryState, valid_len: Tensor) -> MemoryOutput:
         """Attend, and return the new state; see the class."""
         raise NotImplementedError
 
@@ -122,11 +132,11 @@ class Memory(nn.Module):
 class Stem(nn.Module):
     """Prepends memory rows to the segment, so that both pass through all blocks; this base class prepends none."""
 
-    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> Any:
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> MemoryState:
         """Return an empty state for each lane, as `Memory.init_state`."""
         return ()
 
-    def forward(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def forward(self, x: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState]:
         """Return M memory rows, then the embedded segment x (B, T, D): (B, M + T, D); and the new state."""
         return x, state
 
@@ -135,7 +145,7 @@ def whole_segments(mem_len: int, *, seg_len: int) -> int:
     """Return `Memory.evicted_len` of a FIFO of M rows, which is T.
 
     Raises:
-        ValueError: M is no multiple of T, so that less than a segment would leave at times.
+        ValueError: M is not a multiple of T, so the FIFO would sometimes evict less than a segment.
     """
     if mem_len % seg_len:
         raise ValueError(
@@ -145,7 +155,14 @@ def whole_segments(mem_len: int, *, seg_len: int) -> int:
     return seg_len
 
 
-def map_state(function: Any, *states: Any) -> Any:
+def check_choices(options: Any, **choices: Collection[str]) -> None:
+    """Raise ValueError for an option that is none of its choices."""
+    for name, allowed in choices.items():
+        if (given := getattr(options, name)) not in allowed:
+            raise ValueError(f"memory.{name} is {given!r}, but must be one of {', '.join(allowed)}")
+
+
+def map_state(function: Callable[..., Tensor], *states: MemoryState) -> MemoryState:
     """Apply `function` to corresponding tensors of equally structured states (NamedTuples and tuples of them)."""
     first = states[0]
     if isinstance(first, Tensor):
@@ -164,7 +181,7 @@ def select_lanes(keep_new: Tensor, new: StateT, old: StateT) -> StateT:
     return map_state(choose, new, old)
 
 
-def named_tensors(state: Any, prefix: str = "") -> dict[str, Tensor]:
+def named_tensors(state: MemoryState, prefix: str = "") -> dict[str, Tensor]:
     """Return a state's tensors by flat name: field names of NamedTuples and indices of tuples, joined by dots."""
     if isinstance(state, Tensor):
         return {prefix: state}

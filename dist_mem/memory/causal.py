@@ -7,20 +7,16 @@ infinity-former.
 
 from __future__ import annotations
 
-from typing import Any
-
-from dist_mem.memory.base import LayerSpec
-from dist_mem.memory.parts.within_segment import WithinSegment
+from dist_mem.memory.none import NoMemory
 from dist_mem.nn.flops import Flops
 from dist_mem.nn.plain_attention import PlainAttention, plain_attention_flops
 
 
-class Causal(WithinSegment):
+class Causal(NoMemory):
     """GPT-2's causal attention within the segment."""
 
-    def __init__(self, spec: LayerSpec, options: Any) -> None:
-        super().__init__(spec, options)
-        self.attention = PlainAttention(spec)
+    def make_attention(self) -> PlainAttention:
+        return PlainAttention(self.spec)
 
     def flops(self) -> Flops:
         return plain_attention_flops(self.spec, context_len=0, context_learns=False)

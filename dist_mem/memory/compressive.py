@@ -21,14 +21,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dist_mem.config.keys import TOKENS, key
 from dist_mem.memory import transformer_xl
-from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, select_lanes
+from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, check_choices, select_lanes
 from dist_mem.memory.parts.compression import COMPRESSIONS
 from dist_mem.nn.flops import Flops, product, relative_attention
 from dist_mem.nn.layers import Norm, RelativeAttention, newest_rows, split_heads, visible_keys
 from dist_mem.nn.plain_attention import BIASES, PlainAttention, plain_attention_flops
-
-LOSSES = ("attention", "autoencoder")
 
 
 class State(NamedTuple):
@@ -62,15 +61,15 @@ class Compressive(Memory):
 
     @dataclass
     class Options:
-        mem_len: int = 128  # M, tokens; a multiple of train.seg_len
-        cmem_len: int = 128  # C, compressed rows
-        compression_rate: int = 4  # c, tokens a compressed row
+        mem_len: int = key(128, at_most=TOKENS)  # M, tokens; a multiple of train.seg_len
+        cmem_len: int = key(128, at_most=TOKENS)  # C, compressed rows
+        compression_rate: int = key(4, at_most=TOKENS)  # c, tokens a compressed row
         compression: str = "conv"  # conv | dilated | max | mean | most_used
         compression_loss: str = "attention"  # attention | autoencoder: what conv and dilated learn from
         loss_weight: float = 1.0  # of that loss
         positions: str = "relative"  # relative; GPT-2's attention: alibi | alibi_memory: only beyond the segment | none
 
-    def __init__(self, spec: LayerSpec, options: Any) -> None:
+    def __init__(self, spec: LayerSpec, options: Options) -> None:
         super().__init__(spec, options)
         check_options(options, seg_len=spec.seg_len)
         self.norm = Norm(spec.d_model) if spec.norm == "pre" else nn.Identity()
@@ -94,6 +93,10 @@ class Compressive(Memory):
         return [*self.compression.parameters(), *(decoder.parameters() if decoder else ())]
 
     @property
+    def min_seg_len(self) -> int:
+        return int(self.options.compression_rate)  # the rows pushed out are compressed even if the result is discarded
+
+    @property
     def evicted_len(self) -> int:
         rows = self.spec.seg_len // self.options.compression_rate
         if self.options.cmem_len % rows:
@@ -105,8 +108,7 @@ class Compressive(Memory):
 
     def tie_parameters(self, first: Memory) -> None:
         assert isinstance(first, Compressive)
-        if isinstance(self.attention, RelativeAttention) and isinstance(first.attention, RelativeAttention):
-            self.attention.share_biases(first.attention)
+        self.attention.share_biases(first.attention)
 
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
         def empty(num_rows: int) -> transformer_xl.State:
@@ -170,7 +172,7 @@ class Compressive(Memory):
         return distance(content_attention(self.attention, query, normalized), target, (0, 2, 3))
 
 
-def check_options(options: Any, *, seg_len: int) -> None:
+def check_options(options: Compressive.Options, *, seg_len: int) -> None:
     """Raise ValueError for lengths that do not fit each other and for unknown names."""
     if options.mem_len < seg_len or options.mem_len % seg_len:
         raise ValueError(
@@ -187,10 +189,5 @@ def check_options(options: Any, *, seg_len: int) -> None:
         )
     if options.loss_weight < 0:
         raise ValueError(f"memory.loss_weight is {options.loss_weight}, but must be at least 0")
-    for key, allowed in (
-        ("compression", tuple(COMPRESSIONS)),
-        ("compression_loss", LOSSES),
-        ("positions", ("relative", *BIASES)),
-    ):
-        if getattr(options, key) not in allowed:
-            raise ValueError(f"memory.{key} is {getattr(options, key)!r}, but must be one of {', '.join(allowed)}")
+    losses, positions = ("attention", "autoencoder"), ("relative", *BIASES)
+    check_choices(options, compression=COMPRESSIONS, compression_loss=losses, positions=positions)

@@ -16,24 +16,23 @@ lanes, T segment, E evicted rows, S samples, N basis functions, D model, H heads
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_mem.memory.base import LayerSpec, Memory, MemoryOutput, Stem
+from dist_mem.memory.base import LayerSpec, Memory, MemoryOutput, MemoryState, Stem
 from dist_mem.memory.parts.basis import Fit, Geometry, evaluate_basis, expected_basis, fit_first, fit_matrices
 from dist_mem.memory.parts.densities import affine_densities, divergence, make_projection, moments
-from dist_mem.memory.parts.infinite_checks import check_growth, check_options
+from dist_mem.memory.parts.infinite_options import InfiniteOptions, check_growth, check_options
 from dist_mem.memory.parts.sticky import read_histogram, sample_positions
 from dist_mem.nn.flops import Flops, product
 from dist_mem.nn.layers import Dropout, merge_heads, split_heads
 
 
 class State(NamedTuple):
-    over: Any  # state of the memory below
+    over: MemoryState  # of the memory below
     coefficients: Tensor  # (B, N, D) float32 at least, of the signal before `pending`; 0 without memory
     num_tokens: Tensor  # (B,) int64, tokens in the signal; 0 without memory
     pending: Tensor  # (B, E, D), rows that the memory below evicted in the last segment
@@ -60,37 +59,11 @@ def norm_of(memory: Memory) -> nn.Module:
 
 
 class Infinite(Memory):
-    """Continuous long-term memory over another memory.
+    """Continuous long-term memory over another memory."""
 
-    Defaults are for segments of about 64 tokens; comments give the published GPT-2 values where they differ.
-    """
+    Options = InfiniteOptions
 
-    @dataclass
-    class Options:
-        over: Any = field(default_factory=lambda: {"kind": "none"})  # the memory below; none: this one alone
-        num_basis: int = 256  # N; published: 512
-        widths: list[float] = field(default_factory=lambda: [0.005, 0.01])  # published sorting: 0.01, 0.05
-        ridge: float = 0.5  # published sorting: 1
-        tau: float = 0.75  # share of [0, 1] that the past is contracted to, as published for sorting; GPT-2: 0.5
-        num_samples: int = 256  # S, points at which the past is sampled to contract it; published: 512
-        # The paper has row i of L at i / L (sec. 2.2), contracted or appended likewise, and no rows beyond [0, 1].
-        padding: str = "published"  # published: bin middles, zero rows on both sides of the signal | none: the paper
-        sampling: str = "linear"  # linear | sticky, as published | stratified: sticky with less noise
-        num_bins: int = 128  # of the histogram of sticky sampling
-        density: str = "affine"  # affine: the paper's networks | moments: of a softmax over the samples, see `moments`
-        density_bias: bool = False  # of the affine networks, as in eq. 9-10; the released code has none
-        projections: str = "full"  # full: D x D keys and values, as released | heads: d x d on each head's slice, eq. 8
-        store: str = "raw"  # raw: rows of the block's input | normed: after its layer norm, as released for dialogue
-        gate: bool = True  # a convolution over three rows, then a sigmoid, on new rows
-        prior_std: float = 0.05  # sigma_0 of the KL regulariser
-        prior_mean: float | None = None  # None: widths only, as in the paper; the published GPT-2 configuration has -1
-        kl_weight: float = 1e-6  # published: 1e-6 to 1e-5
-        kl_heads: str = "mean"  # mean: over the heads, as released | sum: eq. 20, H times as much
-        variance_floor: float = 1e-4  # published sorting: 1e-6
-        memory_threshold: int | None = None  # tokens after which all is forgotten; published GPT-2: 2048
-        output_init: float = 1.0  # first weights of the output, times model.init_std; 0: begins as the memory below
-
-    def __init__(self, spec: LayerSpec, options: Any, over: Memory) -> None:
+    def __init__(self, spec: LayerSpec, options: InfiniteOptions, over: Memory) -> None:
         super().__init__(spec, options)
         check_options(options)
         width = spec.num_heads * spec.d_head

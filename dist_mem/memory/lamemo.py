@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dist_mem.config.keys import TOKENS, key
 from dist_mem.memory import transformer_xl
-from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, Stem, whole_segments
+from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, Stem, check_choices, whole_segments
 from dist_mem.memory.parts.look_ahead import LookAheadAttention, Past, row_blocks, visible_ahead
 from dist_mem.nn.flops import Flops, attending, product, relative_attention
 from dist_mem.nn.layers import RelativeAttention, newest_rows, visible_keys
@@ -44,16 +45,10 @@ class EmbeddingStem(Stem):
         return torch.cat([state.hidden.to(x.dtype), x], dim=1), transformer_xl.push(state, x)
 
 
-def check(options: LaMemo.Options) -> None:
+def check_options(options: LaMemo.Options) -> None:
     """Raise ValueError for an option, or a pair of options, without a meaning."""
-    if options.mem_len < 1:
-        raise ValueError(
-            f"memory.mem_len is {options.mem_len}, but must be at least 1; for no memory set memory.kind=none"
-        )
-    if options.positions not in ("disentangled", "shared"):
-        raise ValueError(f"memory.positions is {options.positions!r}, but must be disentangled or shared")
-    if options.window not in ("previous", "segment"):
-        raise ValueError(f"memory.window is {options.window!r}, but must be previous or segment")
+    transformer_xl.check_mem_len(options.mem_len)
+    check_choices(options, positions=("disentangled", "shared"), window=("previous", "segment"))
     if not 0.0 <= options.epsilon < 1.0:
         raise ValueError(f"memory.epsilon is {options.epsilon}, but must be at least 0 and less than 1")
     if not options.look_ahead and not options.interpolation:
@@ -68,7 +63,7 @@ class LaMemo(Memory):
 
     @dataclass
     class Options:
-        mem_len: int = 128  # M, tokens
+        mem_len: int = key(128, at_most=TOKENS)  # M, tokens
         look_ahead: bool = True  # false: memory rows go up with the contexts they once attended
         interpolation: bool = True  # false: what was attended ahead replaces the old context
         positions: str = "disentangled"  # disentangled: v for keys to the left, another to the right | shared: XL-RPE
@@ -77,29 +72,33 @@ class LaMemo(Memory):
         window: str = "previous"  # previous | segment: whose number of tokens bounds how far rows look ahead
         epsilon: float = 0.0  # of alpha, eq. 11, relative to the larger sum; the released code: 1e-6
 
-    def __init__(self, spec: LayerSpec, options: Any) -> None:
+    def __init__(self, spec: LayerSpec, options: Options) -> None:
         super().__init__(spec, options)
-        check(options)
+        check_options(options)
         self.norm = nn.LayerNorm(spec.d_model) if spec.norm == "pre" else nn.Identity()
         self.window = min(spec.seg_len, options.mem_len)
         self.refreshes = spec.layer_index < spec.num_layers - 1
-        self.attention = self.look_ahead_attention() if self.refreshes else RelativeAttention(**spec.attention)
-
-    def look_ahead_attention(self) -> LookAheadAttention:
-        """Return the attention layer of all blocks but the last."""
-        return LookAheadAttention(
-            mem_len=self.options.mem_len,
-            window=self.window,
-            look_ahead=self.options.look_ahead,
-            interpolation=self.options.interpolation,
-            disentangled=self.options.positions == "disentangled",
-            epsilon=self.options.epsilon,
-            **self.spec.attention,
-        )
+        self.attention: RelativeAttention | LookAheadAttention
+        if not self.refreshes:
+            self.attention = RelativeAttention(**spec.attention)
+        else:
+            self.attention = LookAheadAttention(
+                mem_len=options.mem_len,
+                window=self.window,
+                look_ahead=options.look_ahead,
+                interpolation=options.interpolation,
+                disentangled=options.positions == "disentangled",
+                epsilon=options.epsilon,
+                **spec.attention,
+            )
 
     @classmethod
     def small_options(cls, seg_len: int) -> dict[str, Any]:
         return {"mem_len": 2 * seg_len}
+
+    @property
+    def min_seg_len(self) -> int:
+        return 1
 
     @property
     def evicted_len(self) -> int:

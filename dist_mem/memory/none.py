@@ -2,26 +2,61 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
-from dist_mem.memory.base import LayerSpec, Memory
-from dist_mem.memory.parts.within_segment import WithinSegment
+import torch
+from torch import Tensor, nn
+
+from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput
 from dist_mem.nn.flops import Flops, relative_attention
-from dist_mem.nn.layers import RelativeAttention
+from dist_mem.nn.layers import RelativeAttention, visible_keys
+from dist_mem.nn.plain_attention import PlainAttention
 
 
-class NoMemory(WithinSegment):
+class State(NamedTuple):
+    """An empty state: nothing is carried."""
+
+
+class NoMemory(Memory):
     """Relative attention within the segment."""
 
-    attention: RelativeAttention
-
-    def __init__(self, spec: LayerSpec, options: Any) -> None:
+    def __init__(self, spec: LayerSpec, options: Memory.Options) -> None:
         super().__init__(spec, options)
-        self.attention = RelativeAttention(**spec.attention)
+        if spec.same_length:
+            kind = type(self).__module__.rpartition(".")[2]
+            raise ValueError(
+                f"model.same_length needs a memory: set it to false, or memory.kind to another than {kind}"
+            )
+        self.norm = nn.LayerNorm(spec.d_model) if spec.norm == "pre" else nn.Identity()
+        self.attention = self.make_attention()
+
+    def make_attention(self) -> RelativeAttention | PlainAttention:
+        """Return the attention layer."""
+        return RelativeAttention(**self.spec.attention)
 
     def tie_parameters(self, first: Memory) -> None:
         assert isinstance(first, NoMemory)
         self.attention.share_biases(first.attention)
 
+    @property
+    def takes_short_first(self) -> bool:
+        return True
+
+    @property
+    def min_seg_len(self) -> int:
+        return 1
+
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
+        return State()
+
     def flops(self) -> Flops:
         return relative_attention(self.spec, context_len=0, context_learns=False)
+
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        no_context = x.new_empty(x.shape[0], 0, x.shape[2])
+        nothing = no_context.new_empty(x.shape[0], 0, dtype=torch.bool)
+        visible = visible_keys(nothing, x.shape[1], same_length=False)
+        y, query, _ = self.attention(self.norm(x), no_context, visible)
+        # Raw rows, before the layer norm, as the published GPT-2 code passes them to its long-term memory.
+        everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
+        return MemoryOutput(y, state, {}, query, everything)

@@ -13,14 +13,14 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dist_mem.memory.base import Memory
 from dist_mem.runtime.environment import as_submitted
 
-if TYPE_CHECKING:
-    from dist_mem.memory.base import Memory
-
 GROUP = "dist_mem.memories"
+# Methods of an earlier contract: without an error, the model would silently never call them.
+RENAMED = {"begin": "reset_parameters", "apart": "auxiliary_parameters", "share": "tie_parameters"}
 
 
 def is_file(kind: str) -> bool:
@@ -90,10 +90,11 @@ def line_in(path: Path, error: Exception) -> str:
 
 
 def _checked(found: Any, what: str) -> type[Memory]:
-    from dist_mem.memory.base import Memory  # its package imports this module
-
     if not (isinstance(found, type) and issubclass(found, Memory)):
         raise ValueError(f"{what} is no class derived from dist_mem.memory.base.Memory")
+    for old, new in RENAMED.items():
+        if hasattr(found, old):
+            raise ValueError(f"{what} is the class {found.__name__}, whose {old} is now called {new}: rename it")
     return found
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dist_mem.config.keys import TOKENS, key
 from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, whole_segments
 from dist_mem.nn.flops import Flops, relative_attention
 from dist_mem.nn.layers import RelativeAttention, newest_rows, visible_keys
@@ -37,25 +38,32 @@ def push(state: State, rows: Tensor) -> State:
     return State(hidden, (state.length + num_rows).clamp(max=mem_len))
 
 
+def check_mem_len(mem_len: int) -> None:
+    """Raise ValueError for a memory without rows."""
+    if mem_len < 1:
+        raise ValueError(f"memory.mem_len is {mem_len}, but must be at least 1; for no memory set memory.kind=none")
+
+
 class TransformerXL(Memory):
     """Relative attention to the segment and the block's last M inputs."""
 
     @dataclass
     class Options:
-        mem_len: int = 128  # M, tokens
+        mem_len: int = key(128, at_most=TOKENS)  # M, tokens
 
-    def __init__(self, spec: LayerSpec, options: Any) -> None:
+    def __init__(self, spec: LayerSpec, options: Options) -> None:
         super().__init__(spec, options)
-        if options.mem_len < 1:
-            raise ValueError(
-                f"memory.mem_len is {options.mem_len}, but must be at least 1; for no memory set memory.kind=none"
-            )
+        check_mem_len(options.mem_len)
         self.norm = nn.LayerNorm(spec.d_model) if spec.norm == "pre" else nn.Identity()
         self.attention = RelativeAttention(**spec.attention)
 
     @classmethod
     def small_options(cls, seg_len: int) -> dict[str, Any]:
         return {"mem_len": 2 * seg_len - 1}
+
+    @property
+    def min_seg_len(self) -> int:
+        return 1
 
     @property
     def evicted_len(self) -> int:

@@ -165,8 +165,8 @@ class Attended(NamedTuple):
     weights: Tensor  # (H, B, T, M + T), attention probabilities before dropout
 
 
-class RelativeAttention(nn.Module):
-    """Multi-head attention with relative positions over context rows and the segment itself."""
+class RelativeProjections(nn.Module):
+    """The parameters of attention with relative positions."""
 
     def __init__(
         self,
@@ -191,10 +191,25 @@ class RelativeAttention(nn.Module):
         self.dropout = Dropout(dropout)
         self.attention_dropout = Dropout(attention_dropout)
 
-    def share_biases(self, first: RelativeAttention) -> None:
+    def share_biases(self, first: nn.Module) -> None:
         """Use u and v of another layer; both register them, because ZeRO-3 gathers what a module itself registers."""
+        assert isinstance(first, RelativeProjections)
         self.content_bias = first.content_bias
         self.position_bias = first.position_bias
+
+    def position_keys(self, x: Tensor, *, num_keys: int) -> Tensor:
+        """Return W_r R_t at every distance: (H, K, J + 1).
+
+        Deviation: the published code applies dropout to R once per forward, for all layers; here each layer draws a
+        separate mask.
+        """
+        distances = key_distances(num_keys, clamp_len=self.clamp_len, device=x.device)
+        table = self.dropout(sinusoid_table(distances, x.shape[-1], x.dtype))
+        return self.position(table).unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0)
+
+
+class RelativeAttention(RelativeProjections):
+    """Multi-head attention with relative positions over context rows and the segment itself."""
 
     def forward(self, x: Tensor, context: Tensor, visible: Tensor) -> Attended:
         """Attend from the segment to the context and the segment.
@@ -217,16 +232,6 @@ class RelativeAttention(nn.Module):
         weights = masked_softmax(scores, visible).to(value.dtype)
         context_rows = self.attention_dropout(weights) @ value
         return Attended(self.dropout(self.output(merge_heads(context_rows))), query, weights)
-
-    def position_keys(self, x: Tensor, *, num_keys: int) -> Tensor:
-        """Return W_r R_t at every distance: (H, K, J + 1).
-
-        Deviation: the published code applies dropout to R once per forward, for all layers; here each layer draws a
-        separate mask.
-        """
-        distances = key_distances(num_keys, clamp_len=self.clamp_len, device=x.device)
-        table = self.dropout(sinusoid_table(distances, x.shape[-1], x.dtype))
-        return self.position(table).unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0)
 
 
 class FeedForward(nn.Module):

@@ -67,6 +67,9 @@ class PlainAttention(nn.Module):
         self.dropout = Dropout(spec.dropout)
         self.attention_dropout = Dropout(spec.attention_dropout)
 
+    def share_biases(self, first: nn.Module) -> None:
+        """Share nothing: this attention has no u and v."""
+
     def forward(self, x: Tensor, context: Tensor, visible: Tensor) -> Attended:
         """Attend as `layers.RelativeAttention` does: x (B, T, D), context (B, M, D), visible (B, T, M + T) bool."""
         query = split_heads(self.query(x), self.num_heads)

@@ -16,7 +16,6 @@ from typing import Any
 from dist_mem.config import load_config
 from dist_mem.data.shard import INDEX_NAME
 from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE, UnusableError
-from dist_mem.reproduce.choice import candidates, measured, runs_behind, shown_rows
 from dist_mem.reproduce.fingerprint import keep_settings
 from dist_mem.reproduce.parent_run import ParentRun
 from dist_mem.reproduce.results import cell, write_results
@@ -24,13 +23,17 @@ from dist_mem.reproduce.row_check import check
 from dist_mem.reproduce.runs import (
     Run,
     all_runs,
+    candidates,
     columns_of,
     data_of,
     evaluate_command,
     figure_of,
     keep_result,
+    measured,
     newest_report,
     read_result,
+    runs_behind,
+    shown_rows,
     tied,
     train_command,
     with_done,
@@ -38,8 +41,8 @@ from dist_mem.reproduce.runs import (
 from dist_mem.reproduce.tables import Column, Scale, Table, load_table
 from dist_mem.runtime.environment import with_environment
 from dist_mem.runtime.signals import StopSignal
+from dist_mem.tracking.mlflow_access import brief
 from dist_mem.tracking.provenance import git_state, versions
-from dist_mem.tracking.refusals import brief
 
 
 class CommandError(RuntimeError):
@@ -63,8 +66,13 @@ class Job:
     signal: StopSignal
     environment: dict[str, str] = field(default_factory=dict)
 
-    def command(self, arguments: Sequence[str], log: str) -> int:
-        """Run a command with its output in a separate log, and forward a signal to it. Returns its exit code."""
+    def command(self, arguments: Sequence[str], log: str, *, also: Sequence[int] = ()) -> int:
+        """Run a command with its output in a separate log, and forward a signal to it. Returns its exit code.
+
+        Raises:
+            StoppedError: a signal was received.
+            CommandError: the command failed, and its exit code is not in `also`.
+        """
         path = self.out / "logs" / f"{log}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as stream:
@@ -84,13 +92,8 @@ class Job:
                         has_forwarded = True
         if self.signal.received:
             raise StoppedError
-        return code
-
-    def must(self, arguments: Sequence[str], log: str, *, also: Sequence[int] = ()) -> int:
-        """Run a command as `command` does. Raises CommandError unless it succeeds or its exit code is in `also`."""
-        code = self.command(arguments, log)
         if code not in (EXIT_DONE, *also):
-            raise CommandError(f"{shlex.join(arguments)}: exit code {code}; see {self.out / 'logs' / log}.txt")
+            raise CommandError(f"{shlex.join(arguments)}: exit code {code}; see {path}")
         return code
 
 
@@ -194,7 +197,7 @@ def _one_run(job: Job, item: Run, *, progress: str) -> None:
         return
     _build(job, item, {"train", *(column.split for column in columns.values())}, report)
     report(f"{item.name}: training")
-    code = job.must(
+    code = job.command(
         train_command(job.scale, item, ranks=job.ranks, extra=job.extra), f"{item.name}-train", also=[EXIT_DIVERGED]
     )
     for name in missing if code == EXIT_DIVERGED else ():
@@ -217,7 +220,7 @@ def _build(job: Job, item: Run, splits: set[str], report: Callable[[str], None])
     if point.build:
         report(f"building {path}")
         for command in point.build:
-            job.must([sys.executable if word == "python" else word for word in command], f"build-{path.name}")
+            job.command([sys.executable if word == "python" else word for word in command], f"build-{path.name}")
     if not is_built():
         how = f"build it with: {point.made_by}" if point.made_by else f"see {job.table.source}"
         raise UnusableError(f"{path} is missing, and the table cannot build it; {how}")
@@ -226,7 +229,7 @@ def _build(job: Job, item: Run, splits: set[str], report: Callable[[str], None])
 def _measure(job: Job, item: Run, columns: Mapping[str, Column], name: str) -> dict[str, float | None]:
     """Run the command of a column, and store its figure and those of other columns with the same command."""
     first = columns[name]
-    job.must(evaluate_command(item, first, job.extra), f"{item.name}-{name}")
+    job.command(evaluate_command(item, first, job.extra), f"{item.name}-{name}")
     report = newest_report(item, first)
     values: dict[str, float | None] = {}
     for other, column in columns.items():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from dist_mem.config import Config
 from dist_mem.runtime.files import write_text
 from dist_mem.tracking.mlflow_run import connect
 from dist_mem.tracking.stores import experiment_of, store_uri
@@ -19,7 +19,7 @@ CONTEXT = "MLFLOW_RUN_CONTEXT"
 class ParentRun:
     """A run in MLflow that contains the table and the runs of its trainings."""
 
-    def __init__(self, config: Any, out: Path, *, name: str, tags: Mapping[str, str]) -> None:
+    def __init__(self, config: Config, out: Path, *, name: str, tags: Mapping[str, str]) -> None:
         """Reuse the run of an earlier call, or create one. Raises the exceptions of MLflow's client."""
         self._client = connect(store_uri(config))
         path = out / _FILE

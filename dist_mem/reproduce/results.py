@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_mem.evaluation.legend import add_legend
-from dist_mem.reproduce.choice import measured, runs_behind, shown_rows
-from dist_mem.reproduce.runs import Run, columns_of, read_result
+from dist_mem.reproduce.runs import Run, columns_of, measured, read_result, runs_behind, shown_rows
 from dist_mem.reproduce.tables import Scale, Table
 from dist_mem.runtime.files import write_text
 
@@ -57,7 +56,7 @@ def cell(runs: Sequence[Run], column: str) -> Cell:
     return Cell(values, diverged, absent, missing=found.count(None))
 
 
-def to_markdown(table: Table, scale: Scale, runs: Sequence[Run], facts: dict[str, str]) -> str:
+def to_markdown(table: Table, scale: Scale, runs: Sequence[Run], provenance: dict[str, str]) -> str:
     """Return the table with its notes and, except at the paper's scale, a section with the paper's figures."""
     columns = columns_of(table, scale)
     beside = scale.is_papers and any(name in row.paper for row in table.rows.values() for name in columns)
@@ -80,7 +79,7 @@ def to_markdown(table: Table, scale: Scale, runs: Sequence[Run], facts: dict[str
     if left_out:
         lines.append(f"- not run at this scale: {'; '.join(left_out)}")
     lines += [f"- {note}" for note in table.notes]
-    lines += [f"- {name}: {value}" for name, value in facts.items()]
+    lines += [f"- {name}: {value}" for name, value in provenance.items()]
     if not scale.is_papers:
         lines += _papers_section(table)
     return "\n".join(lines) + "\n"
@@ -149,10 +148,11 @@ def draw(table: Table, scale: Scale, runs: Sequence[Run], path: Path) -> None:
         for key in shown_rows(table, scale)
         if key not in others
     }
-    papers = {key: [_papers(table, scale, key, name) for name in columns] for key in found}
+    papers = {key: [table.rows[key].paper.get(name) if scale.is_papers else None for name in columns] for key in found}
     rows = [key for key, ours in found.items() if any(ours) or any(value is not None for value in papers[key])]
     for number, key in enumerate(rows):
-        places = [float(name) for name in columns] if table.x_axis else _bar_places(len(columns), number, len(rows))
+        beside = (number - (len(rows) - 1) / 2) * 0.8 / len(rows)  # of the bars of a column
+        places = [float(name) if table.x_axis else place + beside for place, name in enumerate(columns)]
         style = _Style(f"C{number}", table.rows[key].name, None if table.x_axis else 0.8 / len(rows))
         _draw_row(axes, places, found[key], papers[key], style)
     if not table.x_axis:
@@ -174,14 +174,6 @@ class _Style(NamedTuple):
     width: float | None  # of a bar; None: a line
 
 
-def _papers(table: Table, scale: Scale, row: str, column: str) -> float | None:
-    return table.rows[row].paper.get(column) if scale.is_papers else None
-
-
-def _bar_places(num_columns: int, number: int, num_rows: int) -> list[float]:
-    return [column + (number - (num_rows - 1) / 2) * 0.8 / num_rows for column in range(num_columns)]
-
-
 def _draw_row(
     axes: Any, places: Sequence[float], ours: Sequence[list[float]], paper: Sequence[float | None], style: _Style
 ) -> None:
@@ -201,10 +193,10 @@ def _draw_row(
         axes.errorbar(x, y, [[y - min(values)], [max(values) - y]], fmt="none", color="black", lw=0.8, capsize=2)
 
 
-def write_results(table: Table, scale: Scale, runs: Sequence[Run], out: Path, facts: dict[str, str]) -> list[Path]:
+def write_results(table: Table, scale: Scale, runs: Sequence[Run], out: Path, provenance: dict[str, str]) -> list[Path]:
     """Write table.md, table.csv and table.png and return their paths."""
     paths = [out / f"table.{ending}" for ending in ("md", "csv", "png")]
-    write_text(paths[0], to_markdown(table, scale, runs, facts))
+    write_text(paths[0], to_markdown(table, scale, runs, provenance))
     write_text(paths[1], to_csv(table, scale, runs))
     draw(table, scale, runs, paths[2])
     return paths

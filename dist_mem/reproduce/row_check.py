@@ -21,8 +21,7 @@ from dist_mem.doctor.dry_run import ASSUMED_VOCAB_SIZE, report
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE
 from dist_mem.memory import memory_options
 from dist_mem.model import describe
-from dist_mem.reproduce.choice import candidates, shown_rows
-from dist_mem.reproduce.runs import Run, all_runs, train_command
+from dist_mem.reproduce.runs import Run, all_runs, candidates, shown_rows, train_command
 from dist_mem.reproduce.tables import Row, Scale, Table
 
 BLOCKS = ("data", "model", "memory", "train", "optimizer", "schedule", "eval")  # blocks that affect the figures

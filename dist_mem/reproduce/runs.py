@@ -1,7 +1,8 @@
 """The runs of a table, their commands and their results.
 
 Every step is a command that a user can run, in a separate process. The files of a step show that it is finished, so a
-repeated call continues where an earlier one stopped.
+repeated call continues where an earlier one stopped. A row with `best_of` shows the best of other rows on the
+validation split, as a paper tunes its baselines: chosen per seed and column, with the figure of the column's split.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from dist_mem.reproduce.tables import Column, Scale, Table
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.network_interface import free_port
 
+# Figures of which a higher one is better; of all others a lower one is.
+_GROWING = ("accuracy", "dialogue_f1", "dialogue_rouge", "dialogue_meteor")
 RESULTS = "results"  # folder of the results, one file per run and column
 
 
@@ -82,6 +85,54 @@ def columns_of(table: Table, scale: Scale, point: str | None = None) -> dict[str
     """Return the columns of a scale, or those measured at one point."""
     columns = scale.columns or table.columns
     return {name: column for name, column in columns.items() if point is None or column.point == point}
+
+
+def candidates(table: Table, scale: Scale, row: str, point: str | None = None) -> list[str]:
+    """Return the rows of this scale behind a row of the table: itself, or those it is the best of.
+
+    Args:
+        point: return only the rows run at this point; None: all.
+    """
+    without = [] if point is None else scale.points[point].without
+    return [name for name in table.rows[row].best_of or [row] if name in scale.rows and name not in without]
+
+
+def shown_rows(table: Table, scale: Scale) -> list[str]:
+    """Return the rows of the table that have a run at this scale."""
+    return [row for row in table.rows if candidates(table, scale, row)]
+
+
+def measured(table: Table, scale: Scale, run: Run) -> dict[str, Column]:
+    """Return the columns to measure for a run; for a candidate of a `best_of` row also each column on validation."""
+    columns = columns_of(table, scale, run.point)
+    if not any(run.row in row.best_of for row in table.rows.values()):
+        return columns
+    return {_on_validation(name): replace(column, split="validation") for name, column in columns.items()} | columns
+
+
+def runs_behind(table: Table, scale: Scale, runs: Sequence[Run], row: str, name: str) -> list[Run]:
+    """Return the runs, one per seed, whose figures a cell of the table shows."""
+    column = columns_of(table, scale)[name]
+    behind = candidates(table, scale, row, column.point)
+    mine = [run for run in runs if run.row in behind and run.point == column.point]
+    if not table.rows[row].best_of:
+        return mine
+    seeds = sorted({run.seed for run in mine})
+    return [_best([replace(mine[0], row=other, seed=seed) for other in behind], name, column) for seed in seeds]
+
+
+def _best(runs: Sequence[Run], name: str, column: Column) -> Run:
+    """Return the best run of one seed, or the first run that is not measured yet, even if it was not requested."""
+    results = [read_result(run, _on_validation(name)) for run in runs]
+    if None in results:
+        return runs[results.index(None)]
+    sign = -1.0 if column.figure.startswith(_GROWING) else 1.0
+    valued = [(sign * result["value"], number) for number, result in enumerate(results) if result and "value" in result]
+    return runs[min(valued)[1]] if valued else runs[0]
+
+
+def _on_validation(name: str) -> str:
+    return f"{name} on validation"
 
 
 def train_command(scale: Scale, run: Run, *, ranks: int, extra: Sequence[str]) -> list[str]:
@@ -153,11 +204,11 @@ def figure_of(path: Path, column: Column) -> tuple[float | None, int]:
     return (None if value is None or math.isnan(value) else value), int(content["step"])
 
 
-def keep_result(run: Run, column: str, facts: dict[str, Any]) -> None:
+def keep_result(run: Run, column: str, result: dict[str, Any]) -> None:
     """Write a result, or the reason there is none: {"value": 1.5, "step": 100} or {"diverged": "..."}."""
     path = run.result(column)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(facts, indent=1) + "\n")
+    write_text(path, json.dumps(result, indent=1) + "\n")
 
 
 def read_result(run: Run, column: str) -> dict[str, Any] | None:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-PADDINGS = ("published", "none")
 _LOWEST = -60.0  # log of the least expectation: exp is up to twelve times as slow where float32 underflows
 
 

@@ -14,10 +14,6 @@ from torch import Tensor, nn
 
 from dist_mem.nn.layers import merge_heads, split_heads
 
-DENSITIES = ("affine", "moments")
-PROJECTIONS = ("full", "heads")
-KL_HEADS = ("mean", "sum")
-
 
 class HeadProjection(nn.Module):
     """Eq. 8: each head maps its own slice of the signal, with a d x d matrix where the head width is d = D / H."""

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_mem.nn.layers import RelativeAttention, relative_scores, sinusoid_table, split_heads
+from dist_mem.nn.layers import RelativeProjections, relative_scores, sinusoid_table, split_heads
 
 
 class Past(NamedTuple):
@@ -142,7 +142,7 @@ def refresh_weights(
     return (joint + F.pad(shift.expand_as(scores), (1, 0))).softmax(dim=-1), joint.detach().logsumexp(-1)
 
 
-class LookAheadAttention(RelativeAttention):
+class LookAheadAttention(RelativeProjections):
     """Relative attention of the segment to memory and segment, and of the memory rows to keys on their right."""
 
     def __init__(
@@ -168,12 +168,12 @@ class LookAheadAttention(RelativeAttention):
         else:
             self.register_parameter("ahead_bias", None)
 
-    def share_biases(self, first: RelativeAttention) -> None:
+    def share_biases(self, first: nn.Module) -> None:
         super().share_biases(first)
         assert isinstance(first, LookAheadAttention)
         self.ahead_bias = first.ahead_bias
 
-    def forward(self, x: Tensor, past: Past, visible: Tensor, ahead: Tensor) -> Refreshed:  # type: ignore[override]
+    def forward(self, x: Tensor, past: Past, visible: Tensor, ahead: Tensor) -> Refreshed:
         """Attend from the segment to memory and segment, and refresh the attention results of the memory rows.
 
         Args:

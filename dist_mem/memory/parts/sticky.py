@@ -11,7 +11,6 @@ from torch import Tensor
 
 from dist_mem.memory.parts.counter_hash import uniform
 
-SAMPLINGS = ("linear", "sticky", "stratified")
 _TINY = 1e-300  # avoids 0 / 0
 _BEYOND = 1e-6  # how far the outer edges of the outer bins lie outside of [0, 1], as published
 

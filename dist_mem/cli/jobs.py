@@ -1,0 +1,63 @@
+"""The functions of the job commands `dist-mem launch`, `status`, `logs` and `cancel`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from dist_mem.cli.commands import load_checked, make_snapshot, require_config
+from dist_mem.config import load_config
+from dist_mem.errors import UnusableError
+
+
+def launch(options: argparse.Namespace) -> int:
+    """Submit a training job to Slurm and print its number."""
+    from dist_mem.launch import script, submit
+
+    shorthand = ("nodes", "gpus_per_node", "time", "partition", "account")
+    given = [f"launch.{name}={value!r}" for name in shorthand if (value := getattr(options, name)) is not None]
+    if options.script:
+        return submit.show_script(load_config(["train.steps=1", *options.config, *given]), kind=options.script)
+    require_config(options, "dist-mem launch configs/demo.yaml launch/sites/generic.yaml --nodes 1")
+    config = load_checked([*options.config, *given], builds_model=True)
+    submit.check(config)
+    from dist_mem.checkpoint.resume_source import check_run_dir
+    from dist_mem.doctor.dry_run import idle_warning
+
+    check_run_dir(config)
+    if config.preflight and not options.dry_run:
+        from dist_mem.doctor.consistency import check_data
+
+        try:
+            check_data(config)
+        except ValueError as error:
+            raise UnusableError(f"{error}; preflight=false submits the job without it") from error
+    if warning := idle_warning(config, script.numbers_of_ranks(config.launch)):
+        print(warning, file=sys.stderr)
+
+    def snapshot(folder: Path) -> None:
+        make_snapshot(folder, options.config)
+
+    return submit.run(config, options.config, dry_run=options.dry_run, make_snapshot=snapshot)
+
+
+def status(options: argparse.Namespace) -> int:
+    """Show the job, step, speed, time left and last checkpoint of runs."""
+    from dist_mem.launch.status import run
+
+    return run(options.runs, as_json=options.json)
+
+
+def logs(options: argparse.Namespace) -> int:
+    """Print the end of the logs of a run's newest job."""
+    from dist_mem.launch.logs import run
+
+    return run(options.run, num_lines=options.lines, follow=options.follow)
+
+
+def cancel(options: argparse.Namespace) -> int:
+    """Save, stop and cancel the jobs of a run, without a restart."""
+    from dist_mem.launch.cancel import run
+
+    return run(options.run, now=options.now)

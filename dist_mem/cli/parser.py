@@ -1,0 +1,274 @@
+"""The parser of the command line: every command with its arguments, in groups."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+
+from dist_mem.cli import commands as run
+from dist_mem.cli import jobs
+from dist_mem.cli.arguments import count, keys_of, names, seed, seeds, split, step, unknown_command, unknown_option
+
+Command = Callable[[Namespace], int]
+Parsers = dict[str, ArgumentParser]  # of the commands, by name
+
+_CONFIG = "YAML files, merged left to right, and key=value overrides"
+_MODEL = "a run directory, one checkpoint in it, or an export"
+
+
+def build_parser() -> tuple[ArgumentParser, Parsers]:
+    """Return the parser of the whole command line, and the parser of each command."""
+    groups: dict[str, dict[Command, Callable[[ArgumentParser], None]]] = {
+        "train": {
+            run.train: _add_train,
+            jobs.launch: _add_launch,
+            jobs.status: _add_status,
+            jobs.logs: _add_logs,
+            jobs.cancel: _add_cancel,
+            run.checkpoints: _add_checkpoints,
+            run.track: _add_track,
+        },
+        "use a trained model": {
+            run.evaluate: _add_evaluate,
+            run.compare: _add_compare,
+            run.inspect: _add_inspect,
+            run.generate: _add_generate,
+            run.dialogue: _add_dialogue,
+            run.export: _add_export,
+            run.reproduce: _add_reproduce,
+        },
+        "check": {
+            run.config: _add_config,
+            run.doctor: _add_doctor,
+            run.prepare: _add_prepare,
+            run.check_memory: _add_check_memory,
+        },
+    }
+    parser = ArgumentParser("dist-mem", "dist-mem COMMAND ...", formatter_class=RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, prog="dist-mem", help=argparse.SUPPRESS)
+    lines = ["Train memory-augmented transformers on long documents."]
+    for title, group in groups.items():
+        lines.append(f"\n{title}:")
+        for function, add_arguments in group.items():
+            name, summary = function.__name__.replace("_", "-"), function.__doc__ or ""
+            added = commands.add_parser(name, description=summary, allow_abbrev=False)
+            added.set_defaults(function=function)
+            add_arguments(added)
+            lines.append(f"  {name:<14}{summary.rstrip('.')}")
+    parser.description = "\n".join(lines)
+    parser.epilog = "Show the arguments of a command: dist-mem COMMAND --help"
+    return parser, dict(commands.choices)
+
+
+def parse(arguments: Sequence[str] | None) -> Namespace:
+    """Parse the command line; overrides may also follow options, which argparse's `*` does not allow."""
+    parser, commands = build_parser()
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or (given[0] not in commands and not given[0].startswith("-")):
+        parser.error(unknown_command(given[0], list(commands)) if given else f"give a command: {', '.join(commands)}")
+    options, rest = parser.parse_known_args(given)
+    several = "overrides" if hasattr(options, "overrides") else "config"
+    takes_keys = hasattr(options, several)
+    unknown = [text for text in rest if text.startswith("-") or not takes_keys]
+    if unknown and unknown[0].startswith("-"):
+        known = list(commands[options.command]._option_string_actions)
+        keys = keys_of(options.command, _memory_options()) if takes_keys else []
+        commands[options.command].error(unknown_option(unknown[0], given, options=known, keys=keys))
+    if unknown:
+        commands[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest:
+        setattr(options, several, [*getattr(options, several), *rest])
+    return options
+
+
+def _memory_options() -> set[str]:
+    from dist_mem.memory import described_memories  # imports torch
+
+    return {field.name for _, options in described_memories().values() for field in fields(options)}
+
+
+def _add_train(added: ArgumentParser) -> None:
+    added.add_argument("config", nargs="*", help=_CONFIG)
+    added.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="key, or block of keys, that may differ from the checkpoint, for example optimizer.betas; repeatable",
+    )
+    added.add_argument("--check", action="store_true", help="check the configuration, print what it means, and exit")
+    added.add_argument("--world", type=count, default=1, metavar="N", help="number of ranks for --check (default: 1)")
+
+
+def _add_launch(added: ArgumentParser) -> None:
+    added.add_argument("config", nargs="*", help=f"{_CONFIG}, as for `dist-mem train`")
+    added.add_argument("--nodes", metavar="N", help="launch.nodes: a number, or a range such as 60-64")
+    added.add_argument("--gpus-per-node", metavar="N", help="launch.gpus_per_node")
+    added.add_argument("--time", help="launch.time")
+    added.add_argument("--partition", metavar="NAME", help="launch.partition")
+    added.add_argument("--account", metavar="NAME", help="launch.account")
+    added.add_argument("--dry-run", action="store_true", help="print the script and do not submit it")
+    added.add_argument("--script", choices=["train", "array"], help="print launch/train.sbatch or array.sbatch")
+
+
+def _add_status(added: ArgumentParser) -> None:
+    added.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
+    added.add_argument("--json", action="store_true", help="print one JSON object per run, one per line")
+
+
+def _add_logs(added: ArgumentParser) -> None:
+    added.add_argument("run", type=Path, help="a run directory")
+    added.add_argument("--follow", "-f", action="store_true", help="print until the run's jobs have ended")
+    added.add_argument("--lines", "-n", type=count, default=20, metavar="N", help="lines of each log (default: 20)")
+
+
+def _add_cancel(added: ArgumentParser) -> None:
+    added.add_argument("run", type=Path, help="a run directory")
+    added.add_argument("--now", action="store_true", help="do not save a checkpoint first")
+
+
+def _add_doctor(added: ArgumentParser) -> None:
+    added.add_argument("config", nargs="*", help=f"{_CONFIG} (default: check only machines and network)")
+    added.add_argument("--drill", action="store_true", help="break a small job in every way, and report the results")
+
+
+def _add_model(added: ArgumentParser) -> None:
+    """Add the arguments of commands that read one split with one trained model."""
+    added.add_argument("run", type=Path, help=_MODEL)
+    added.add_argument("overrides", nargs="*", help="key=value overrides of eval.* and data.path")
+    added.add_argument("--split", type=split, metavar="NAME", help="split to read (default: eval.split)")
+    _add_checkpoint(added)
+
+
+def _add_checkpoint(added: ArgumentParser) -> None:
+    added.add_argument(
+        "--checkpoint", type=step, metavar="STEP", help="which checkpoint (default: the newest that verifies)"
+    )
+
+
+def _add_evaluate(added: ArgumentParser) -> None:
+    _add_model(added)
+    added.add_argument("--without-memory", action="store_true", help="empty the memory at every segment")
+    added.add_argument("--sweep", metavar="KEY=LENGTHS", help="several lengths: mem_len=64,128,... or seg_len=...")
+    added.add_argument(
+        "--also", type=Path, action="append", default=[], metavar="RUN", help="another run for --sweep; repeatable"
+    )
+
+
+def _add_export(added: ArgumentParser) -> None:
+    added.add_argument(
+        "run", type=Path, help="a run directory, one checkpoint in it, or CONFIG.yaml for an untrained model"
+    )
+    added.add_argument("overrides", nargs="*", help="data.path=FOLDER if the data and their tokenizer have moved")
+    _add_checkpoint(added)
+    added.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="directory to write")
+    added.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of the weights (default: fp32)")
+    added.add_argument(
+        "--format",
+        choices=["dist_mem", "transformers"],
+        default="dist_mem",
+        help="transformers: for that library, GPT-2 only (default: dist_mem)",
+    )
+
+
+def _add_checkpoints(added: ArgumentParser) -> None:
+    added.add_argument("action", choices=["list", "verify", "show"])
+    added.add_argument("path", type=Path, help="a run directory, or one checkpoint in it")
+
+
+def _add_compare(added: ArgumentParser) -> None:
+    added.add_argument("runs", nargs="+", type=Path, help="run directories, or reports of evaluations")
+    added.add_argument("--split", type=split, metavar="NAME", help="split to compare (default: test, else validation)")
+    added.add_argument("--plot", type=Path, metavar="FILE", help="draw recall perplexity by distance into this file")
+
+
+def _add_sampling(added: ArgumentParser, *, tokens: int, top_p: float) -> None:
+    """Add the arguments of commands that generate text."""
+    added.add_argument(
+        "--tokens", type=count, default=tokens, metavar="N", help="tokens to generate, at most (default: %(default)s)"
+    )
+    added.add_argument("--temperature", type=float, default=1.0, help="0: always the likeliest token (default: 1.0)")
+    added.add_argument(
+        "--top-p", type=float, default=top_p, metavar="P", help="mass of the nucleus (default: %(default)s)"
+    )
+    added.add_argument("--seed", type=seed, default=0, help="the same seed generates the same text (default: 0)")
+
+
+def _add_generate(added: ArgumentParser) -> None:
+    added.add_argument("run", nargs="?", help=_MODEL)
+    added.add_argument("overrides", nargs="*", help="key=value overrides, as for `dist-mem evaluate`")
+    added.add_argument("--compare", nargs="+", default=[], metavar="RUN", help="compare these runs on the same prompt")
+    prompt = added.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="text to continue; empty: begin a document")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 file to continue, of any length")
+    _add_sampling(added, tokens=256, top_p=0.95)
+    added.add_argument("--top-k", type=count, metavar="K", help="draw from the K likeliest tokens (default: all)")
+    added.add_argument(
+        "--samples", type=partial(count, most=10_000), default=1, metavar="N", help="texts in one batch (default: 1)"
+    )
+    _add_checkpoint(added)
+    added.add_argument(
+        "--out", type=Path, metavar="FILE", help="also write the text to FILE; .json and .md: with all figures"
+    )
+
+
+def _add_dialogue(added: ArgumentParser) -> None:
+    _add_model(added)
+    added.add_argument("--limit", type=count, metavar="N", help="read the first N conversations (default: all)")
+    added.add_argument("--turns", type=count, metavar="N", help="replies per conversation, spread (default: all)")
+    _add_sampling(added, tokens=50, top_p=0.9)
+    added.add_argument("--wordnet", type=Path, metavar="FOLDER", help="for METEOR (default: /usr/share/wordnet)")
+
+
+def _add_inspect(added: ArgumentParser) -> None:
+    _add_model(added)
+    added.add_argument(
+        "--limit", type=count, default=100, metavar="N", help="read the first N documents (default: 100)"
+    )
+
+
+def _add_reproduce(added: ArgumentParser) -> None:
+    added.add_argument("table", nargs="?", help="name, for example lamemo.table1, or a .yaml file (default: list them)")
+    added.add_argument("overrides", nargs="*", help="key=value overrides for every training")
+    added.add_argument("--check", action="store_true", help="print the resolved settings of every row, and exit")
+    added.add_argument("--scale", default="tiny", help="tiny, small or paper (default: tiny)")
+    added.add_argument("--out", type=Path, metavar="FOLDER", help="output (default: runs/reproduce/TABLE.SCALE)")
+    added.add_argument("--rows", type=names, default=[], help="only these rows, for example transformer_xl,lamemo")
+    added.add_argument("--seeds", type=seeds, default=[], help="for example 0,1,2 (default: those of the scale)")
+    added.add_argument("--ranks", type=count, default=1, metavar="N", help="processes per training (default: 1)")
+
+
+def _add_prepare(added: ArgumentParser) -> None:
+    added.add_argument("action", choices=["verify"])
+    added.add_argument("data", help="a data directory, or its URL; its files are then fetched into the cache")
+    added.add_argument("--cache", metavar="FOLDER", help="data.cache")
+    added.add_argument("--allow-pipe", action="store_true", help="data.allow_pipe: run the command of a pipe: URL")
+    added.add_argument(
+        "--split",
+        type=split,
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="verify only this split; repeatable (default: all; for a URL train, validation, test)",
+    )
+
+
+def _add_track(added: ArgumentParser) -> None:
+    added.add_argument("action", choices=["sync"])
+    added.add_argument("runs", nargs="+", help="run directories, your own YAML files, overrides of tracking.*")
+
+
+def _add_check_memory(added: ArgumentParser) -> None:
+    added.add_argument("kind", help="PATH.py:CLASS, or the name of a memory")
+
+
+def _add_config(added: ArgumentParser) -> None:
+    added.add_argument("config", nargs="*", help=f"{_CONFIG} (default: print every key)")
+    added.add_argument("--markdown", action="store_true", help="print every key as docs/reference/config.md")
+    added.add_argument("--snapshot", type=Path, metavar="FOLDER", help="copy the code and this configuration to FOLDER")
+    added.add_argument("--get", metavar="KEY", help="print only the resolved value of this key, for example run_dir")

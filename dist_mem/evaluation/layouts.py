@@ -1,0 +1,93 @@
+"""The part of a split that each rank reads in an evaluation, in the two layouts of `eval.layout`.
+
+`documents`: documents are assigned to lanes, longest first; each starts with an empty memory. A forward has rows only
+for lanes that still have text.
+
+`stream`, as the papers do with WikiText, enwik8 and text8: the documents are concatenated and cut into `eval.lanes`
+contiguous lanes; each lane begins with an empty memory and carries it across document boundaries. The published code
+never scores the first token of a lane and drops the remainder of the cut (17 of the 245,569 words of WikiText-103's
+test split in 16 lanes); here every token is scored once, the first of a lane given the last token of the previous lane.
+So the metrics depend on the number of lanes, but not on the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from dist_mem.config import Config
+from dist_mem.data.batch import Batch
+from dist_mem.data.lanes import evaluation_batches, stream_batches
+from dist_mem.data.plan import StreamPlan, evaluation_plan, lanes_of_rank, segment_starts
+from dist_mem.data.shard import Index
+from dist_mem.evaluation.extent import Extent
+from dist_mem.evaluation.protocol import protocol_of
+from dist_mem.runtime.distributed import World
+
+Step = Sequence[tuple[Batch, Tensor]]  # micro-batches, each with the document of every row (B,) or target (B, T) int64
+
+
+class Part(NamedTuple):
+    """The part of a split that one rank reads."""
+
+    extent: Extent  # of the whole split
+    documents: list[int]  # that this rank reads, in whole or in part
+    own: set[int]  # those of them whose size it measures; every document that is read is some rank's own
+    num_tokens: int  # that this rank reads
+    steps: Iterator[Step]
+
+
+def part_of_rank(index: Index, lengths: np.ndarray, *, config: Config, bos_id: int, world: World) -> Part:
+    """Return what a rank reads of a split, given the tokens to read of each document, (documents,)."""
+    part = _part_of_stream if config.eval.layout == "stream" else _part_of_documents
+    micro_lanes = min(config.train.micro_lanes, -(-config.eval.lanes // world.size))
+    return part(index, lengths, config=config, micro_lanes=micro_lanes, bos_id=bos_id, world=world)
+
+
+def _part_of_documents(
+    index: Index, lengths: np.ndarray, *, config: Config, micro_lanes: int, bos_id: int, world: World
+) -> Part:
+    protocol, cut = protocol_of(config), config.data.cut
+    plan = evaluation_plan(lengths, num_lanes=config.eval.lanes, seg_len=protocol.seg_len)
+    mine = [document for documents in plan[world.rank :: world.size] for document in documents]
+    starts = partial(segment_starts, seg_len=protocol.seg_len, cut=cut)
+    extent = Extent(lengths, lambda document: starts(lengths[document])) if protocol.blocks else Extent(lengths)
+    batches = evaluation_batches(
+        index,
+        plan,
+        world_size=world.size,
+        rank=world.rank,
+        micro_lanes=micro_lanes,
+        seg_len=protocol.seg_len,
+        bos_id=bos_id,
+        max_document_len=config.eval.max_document_len,
+        blocks=protocol.blocks,
+        cut=cut,
+    )
+    steps = ([(batch, batch.document) for batch in step] for step in batches)
+    return Part(extent, mine, set(mine), int(lengths[mine].sum()), steps)
+
+
+def _part_of_stream(
+    index: Index, lengths: np.ndarray, *, config: Config, micro_lanes: int, bos_id: int, world: World
+) -> Part:
+    protocol, num_lanes = protocol_of(config), config.eval.lanes
+    plan = StreamPlan(lengths, num_lanes=num_lanes, seg_len=protocol.seg_len)
+    lane_ids = lanes_of_rank(num_lanes, world_size=world.size, rank=world.rank, micro_lanes=micro_lanes)
+    spans = [plan.span(lane) for lane in lane_ids if lane < num_lanes] or [(0, 0)]
+    begin, end = spans[0][0], spans[-1][1]  # a rank's lanes are contiguous
+    starts, stops = plan.starts[:-1], plan.starts[1:]
+    read = np.flatnonzero((starts < end) & (stops > begin) & (plan.lengths > 0))
+    extent = Extent(lengths)
+    if protocol.blocks:
+        positions = np.concatenate([np.arange(*plan.span(lane), plan.seg_len) for lane in range(num_lanes)])
+        bounds = np.searchsorted(positions, plan.starts)
+        extent = Extent(lengths, lambda document: positions[slice(*bounds[document : document + 2])] - starts[document])
+    steps = stream_batches(
+        index, plan, lane_ids=lane_ids, micro_lanes=micro_lanes, bos_id=bos_id, blocks=protocol.blocks
+    )
+    return Part(extent, read.tolist(), set(read[starts[read] >= begin].tolist()), end - begin, steps)
