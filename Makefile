@@ -4,8 +4,10 @@ VENV ?= .venv
 # Processes that share the tests, a file each; 0: none but one's own, as for a debugger.
 JOBS ?= 2
 BIN := $(VENV)/bin
+# The tests of `make test`; CONTRIBUTING.md says what the marks mean.
+QUICK := not slow and not slurm and not netns and not nightly
 
-.PHONY: setup compiler demo test lint bench nightly clean
+.PHONY: setup compiler demo test test-all lint bench nightly clean
 
 setup: $(VENV)/.ready
 
@@ -24,6 +26,9 @@ demo: setup
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash launch/demo.sh
 
 test: setup
+	$(BIN)/python -m pytest -m "$(QUICK)" --numprocesses $(JOBS) --dist loadfile
+
+test-all: setup
 	$(BIN)/python -m pytest -m "not nightly" --numprocesses $(JOBS) --dist loadfile
 
 nightly: setup

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +11,53 @@ import pytest
 import torch
 
 from dist_mem.data.shard import Index, read_index
+from dist_mem.runtime.distributed import World
+from dist_mem.runtime.network_interface import free_port
 from dist_mem.tracking.mlflow_run import connect
+from tests.support.limits import limit
 from tests.support.paths import ROOT
-from tests.support.ranks import RankPool, free_port, launcher_environment
+from tests.support.ranks import RankPool, launcher_environment
 from tests.support.scored_library import write_library
 from tests.support.slurm_cluster import Cluster, running_cluster, why_not
 
 torch.set_num_threads(1)  # tiny tensors: more threads only get in each other's way
+MINUTES = {"slow", "slurm", "netns", "nightly"}  # marks of what `make test` leaves to `make test-all`
+SLOW_SECONDS = 3.0  # on an idle core; a test that takes longer is marked `slow`
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Scale the time limit of the test with the machine, as all limits inside tests are."""
+    mark, option = item.get_closest_marker("timeout"), item.config.getoption("timeout")
+    seconds = mark.args[0] if mark else item.config.getini("timeout") if option is None else option
+    item.add_marker(pytest.mark.timeout(limit(float(seconds))), append=False)
+    return (yield)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the tests that lack the mark `slow`."""
+    reports = [report for report in terminalreporter.getreports("passed") if report.when == "call"]
+    slow = [
+        report for report in reports if report.duration > limit(SLOW_SECONDS) and not MINUTES & set(report.keywords)
+    ]
+    if slow:
+        terminalreporter.section(f"over {SLOW_SECONDS:g} s even on an idle core: mark them slow")
+    for report in slow:
+        terminalreporter.line(f"{report.duration:6.1f} s  {report.nodeid}")
+
+
+def size_of(world: World) -> int:
+    return world.size
 
 
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[Callable[[int], RankPool]]:
-    """`rank_pool(2)` gives two ranks that live until the end of the session."""
-    pools: dict[int, RankPool] = {}
+    """`rank_pool(2)` gives two ranks that live until the end of the session.
+
+    They start with the first test that needs any ranks, so that their start is no part of a test's time.
+    """
+    pools = {2: RankPool(2)}
+    pools[2].run(size_of)
 
     def get(size: int) -> RankPool:
         if size not in pools:

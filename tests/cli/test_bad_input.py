@@ -35,8 +35,8 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
 def made(asked: Asked, books: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("made")
     few = {"train": {"steps": 1, "lanes": 2, "micro_lanes": 2}, "checkpoint": {"every": None}}
-    told = {"tracking": {"mlflow": True, "send": "never", "system_metrics": False}}
-    answer = asked(["train", str(write_config(folder / "trained.yaml", books, folder / "trained", few, told))])
+    reported = {"tracking": {"mlflow": True, "send": "never", "system_metrics": False}}
+    answer = asked(["train", str(write_config(folder / "trained.yaml", books, folder / "trained", few, reported))])
     assert answer.code == 0, answer.text
     config = write_config(folder / "other.yaml", books, Path("other"), few)
     return Made(folder / "trained", config, books)

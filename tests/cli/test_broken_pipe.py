@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from dist_mem.model import MemoryLM
-from tests.support.ranks import free_port, launcher_environment
+from dist_mem.runtime.network_interface import free_port
+from tests.support.limits import limit
+from tests.support.ranks import launcher_environment
 from tests.support.scored_library import TOKENIZER, make_config, save_weights
 
 UNREAD = 128 + signal.SIGPIPE  # as shells tell it
@@ -38,21 +40,23 @@ def ask(arguments: list[object], *, unread: tuple[str, ...] = ("stdout",), unbuf
         [sys.executable, "-m", "dist_mem", *map(str, arguments)],
         **streams,
         env={**environment, "PYTHONUNBUFFERED": "1" if unbuffered else ""},
-        timeout=120,
+        timeout=limit(120),
     )
     os.close(writer)
     return done.returncode, (done.stderr or b"").decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", [False, True])
 def test_an_evaluation_that_nobody_reads_writes_its_report(run_dir: Path, unbuffered: bool) -> None:
-    code, told = ask(["evaluate", run_dir, "--split", "test"], unbuffered=unbuffered)
-    assert code == UNREAD, told
-    assert "error" not in told and "Traceback" not in told and "Broken pipe" not in told
+    code, reported = ask(["evaluate", run_dir, "--split", "test"], unbuffered=unbuffered)
+    assert code == UNREAD, reported
+    assert "error" not in reported and "Traceback" not in reported and "Broken pipe" not in reported
     report = json.loads((run_dir / "evaluations" / "test-step-00000003.json").read_text(encoding="utf-8"))
     assert report["step"] == 3
 
 
+@pytest.mark.slow
 def test_neither_do_errors_that_nobody_reads_stop_it(run_dir: Path) -> None:
     code, _ = ask(["evaluate", run_dir, "--split", "test"], unread=("stdout", "stderr"))
     assert code == UNREAD
@@ -62,9 +66,9 @@ def test_neither_do_errors_that_nobody_reads_stop_it(run_dir: Path) -> None:
 
 def test_a_sweep_that_nobody_reads_measures_every_row(run_dir: Path) -> None:
     """It says each row at once, and so meets the closed pipe long before its end."""
-    code, told = ask(["evaluate", run_dir, "--split", "test", "--sweep", "mem_len=4,8"])
-    assert code == UNREAD, told
-    assert "error" not in told and "Traceback" not in told
+    code, reported = ask(["evaluate", run_dir, "--split", "test", "--sweep", "mem_len=4,8"])
+    assert code == UNREAD, reported
+    assert "error" not in reported and "Traceback" not in reported
     assert len((run_dir / "evaluations" / "sweep-test-mem_len.csv").read_text(encoding="utf-8").splitlines()) == 3
 
 

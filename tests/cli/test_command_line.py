@@ -7,14 +7,16 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 
 import numpy as np
 import pytest
 
-from dist_mem.__main__ import main, parse
-from dist_mem.config import load_config
+from dist_mem.__main__ import main
+from dist_mem.cli.parser import parse
+from dist_mem.config import TrainConfig, load_config
 from dist_mem.data import batch_plan
 from dist_mem.data.plan import make_plan
 from dist_mem.data.shard import TokenizedDocument, write_split
@@ -59,10 +61,10 @@ def test_only_rank_0_of_a_job_tells_of_a_typo(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for rank, told in (("0", True), ("1", False)):
+    for rank, reported in (("0", True), ("1", False)):
         monkeypatch.setenv("RANK", rank)
         assert main(["train", "train.stps=5"]) == 2
-        assert bool(capsys.readouterr().err) is told
+        assert bool(capsys.readouterr().err) is reported
 
 
 def test_each_node_tells_of_its_own_missing_file(
@@ -77,9 +79,16 @@ def test_each_node_tells_of_its_own_missing_file(
 def test_typo_in_the_memory_block_is_refused_before_anything_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "dist_mem.training.loop", None)  # importing it would fail
+    monkeypatch.setitem(sys.modules, "dist_mem.training.run", None)  # importing it would fail
     assert main(["train", "train.steps=5", "memory.mem_lenn=5"]) == 2
     assert "memory.mem_lenn: unknown key; did you mean memory.mem_len?" in capsys.readouterr().err
+
+
+def module_with(run: Callable[..., int]) -> ModuleType:
+    """A module with one function, which replaces one that takes long to import."""
+    module = ModuleType("module")
+    vars(module)["run"] = run
+    return module
 
 
 def test_train_hands_on_the_configuration_and_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +101,7 @@ def test_train_hands_on_the_configuration_and_the_exit_code(monkeypatch: pytest.
         seen.append((config, allowed))
         return 85
 
-    monkeypatch.setitem(sys.modules, "dist_mem.training.loop", SimpleNamespace(run=run))
+    monkeypatch.setitem(sys.modules, "dist_mem.training.run", module_with(run))
     assert main(["train", "train.steps=5", "--allow", "optimizer.betas", "--allow", "model"]) == 85
     config, allowed = seen[0]
     assert config.train.steps == 5
@@ -126,7 +135,7 @@ SET = "(a key of the configuration is set with key=value)"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "reported"),
     [
         (["train", "--steps", "100"], f"unrecognized option --steps; did you mean train.steps=100? {SET}"),
         (["train", "a.yaml", "--steps=100"], f"--steps; did you mean train.steps=100? {SET}"),
@@ -139,7 +148,10 @@ SET = "(a key of the configuration is set with key=value)"
         (["train", "a.yaml", "--chekc"], "did you mean --check?"),
         (["evaluate", "runs/x", "--lanes", "4"], "did you mean eval.lanes=4 or train.lanes=4?"),
         (["evaluate", "runs/x", "--chekpoint", "4"], "unrecognized option --chekpoint; did you mean --checkpoint?"),
-        (["evaluate", "runs/x", "--checkpoint", "lates"], "argument --checkpoint: 'lates' is no step: give a number"),
+        (
+            ["evaluate", "runs/x", "--checkpoint", "lates"],
+            "--checkpoint: 'lates' is not a step: give a number",
+        ),
         (["generate", "runs/x", "--prompt", "a", "--tokens", "many"], "--tokens: 'many' is not a whole number"),
         (["compare", "runs/x", "--spilt", "test"], "unrecognized option --spilt; did you mean --split?"),
         (["train", "--zzz"], "error: unrecognized option --zzz"),
@@ -147,24 +159,21 @@ SET = "(a key of the configuration is set with key=value)"
         (["chekpoints", "list", "x"], "did you mean checkpoints?"),
         (["x"], "there is no command 'x': commands are train, launch, "),
         ([], "give a command: train, launch, "),
-        (["reproduce", "recall", "--seeds", "a"], "--seeds: 'a' is no list of numbers, as 0,1,2"),
+        (["reproduce", "recall", "--seeds", "a"], "--seeds: 'a' is not a list of numbers"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_wrong_arguments_are_answered_with_what_was_meant(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], reported: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert told in refusal(arguments, capsys)
+    assert reported in refusal(arguments, capsys)
 
 
 @pytest.mark.parametrize("command", ["train", "launch"])
 def test_without_a_configuration_an_example_is_given(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command]) == 2
     error = capsys.readouterr().err
-    assert (
-        f"error: {command}: no configuration is given: give YAML files and key=value overrides, as in: dist-mem"
-        in error
-    )
+    assert f"error: {command}: no configuration: give YAML files and key=value overrides, as in: dist-mem" in error
     example = error.split("as in: ")[1].split()
     assert (ROOT / example[2]).is_file()
 
@@ -206,7 +215,7 @@ def test_config_prints_what_would_be_run(capsys: pytest.CaptureFixture[str]) -> 
     assert "mem_len: 128" in text
 
 
-def test_evaluate_and_compare_hand_on_what_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluate_and_compare_hand_on_what_they_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def run(*arguments: object, **options: object) -> int:
@@ -214,7 +223,7 @@ def test_evaluate_and_compare_hand_on_what_they_are_told(monkeypatch: pytest.Mon
         return 0
 
     for name in ("evaluate", "compare"):
-        monkeypatch.setitem(sys.modules, f"dist_mem.evaluation.{name}", SimpleNamespace(run=run))
+        monkeypatch.setitem(sys.modules, f"dist_mem.evaluation.{name}", module_with(run))
     assert main(["evaluate", "runs/x", "--split", "test", "--checkpoint", "5", "eval.lanes=3"]) == 0
     assert main(["compare", "runs/x", "runs/y"]) == 0
     expected = {"split": "test", "checkpoint": 5, "overrides": ["eval.lanes=3"], "without_memory": False}
@@ -273,13 +282,13 @@ def test_check_refuses_more_lanes_than_documents(data_dir: Path) -> None:
 def test_lanes_are_divided_among_ranks(
     lanes: int, micro_lanes: int, world: int, expected: tuple[int, ...], better: int
 ) -> None:
-    train = SimpleNamespace(lanes=lanes, micro_lanes=micro_lanes, segments_per_update=1)
+    train = TrainConfig(lanes=lanes, micro_lanes=micro_lanes, segments_per_update=1)
     assert batch_plan.batch_plan(train, world)[1:] == expected
     assert batch_plan.best_micro_lanes(train, world) == better
 
 
-def lanes_of_books(**train: int) -> SimpleNamespace:
-    return SimpleNamespace(**{"lanes": 16, "micro_lanes": 8, "segments_per_update": 1, **train})
+def lanes_of_books(*, lanes: int = 16, micro_lanes: int = 8, segments_per_update: int = 1) -> TrainConfig:
+    return TrainConfig(lanes=lanes, micro_lanes=micro_lanes, segments_per_update=segments_per_update)
 
 
 @pytest.mark.parametrize(

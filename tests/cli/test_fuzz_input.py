@@ -23,12 +23,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from dist_mem.__main__ import main
-from dist_mem.config import known_keys
-from dist_mem.config.bounds import MOST
-from dist_mem.config.constraints import CHOICES
+from dist_mem.config import Config, known_keys
+from dist_mem.config.keys import Metadata, find_key, keys_of
 from dist_mem.memory import described_memories
 from tests.support.asked_programs import Asked, running_programs
 from tests.support.jobs import write_config
+from tests.support.limits import limit
 
 pytestmark = pytest.mark.nightly
 
@@ -112,15 +112,22 @@ PIECES = [
 ]
 
 
+def metadata_of(key: str) -> Metadata:
+    found = find_key(Config, key)
+    options = [keys_of(options).get(key.rpartition(".")[2]) for _, options in described_memories().values()]
+    found = found or next((option for option in options if option and key.startswith("memory.")), None)
+    return found.metadata if found else Metadata()
+
+
 def edges(key: str) -> list[str]:
     """Numbers around the bounds of a key, and of machine words."""
-    ends = {0, 1, 2, 2**31, 2**63, 10**20, *((MOST[key],) if key in MOST else ())}
+    ends = {0, 1, 2, 2**31, 2**63, 10**20, int(metadata_of(key).at_most or 0)}
     return [str(number + step) for number in ends for step in (-1, 0, 1)]
 
 
 def texts(key: str) -> st.SearchStrategy[str]:
     """What may stand behind `key=`."""
-    words = [*CHOICES.get(key, ()), *(KINDS if key == "memory.kind" else ())]
+    words = [*metadata_of(key).choices, *(KINDS if key == "memory.kind" else ())]
     quoted = st.text(max_size=40).map(json.dumps)
     long = st.integers(1, 20_000).flatmap(
         lambda size: st.sampled_from(["x", "é", "9", "[", "x/"]).map(lambda a: a * size)
@@ -192,16 +199,16 @@ def test_any_input_is_taken_or_refused(
 ) -> None:
     here = tmp_path_factory.getbasetemp() / "empty"
     here.mkdir(exist_ok=True)
-    asked, told = usable(chosen), StringIO()
+    asked, reported = usable(chosen), StringIO()
     began = time.monotonic()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(told), redirect_stderr(told):
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(reported), redirect_stderr(reported):
         patch.chdir(here)
         try:
             code: Any = main(["train", str(config), "--check", *asked])
         except SystemExit as ended:
             code = ended.code
-    assert time.monotonic() - began < SLOW, f"{asked} took {time.monotonic() - began:.0f} s"
-    text = told.getvalue()
+    assert time.monotonic() - began < limit(SLOW), f"{asked} took {time.monotonic() - began:.0f} s"
+    text = reported.getvalue()
     check_answer(asked, code, text, [str(path) for path in here.iterdir()])
     if code == 2 and len(asked) == 1:
         assert any(name in text for name in named(asked[0])), f"{asked}: the key is not named\n{text[-3000:]}"

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from dist_mem.__main__ import build_parser, main
+from dist_mem.__main__ import main
+from dist_mem.cli.parser import build_parser
 from tests.support.paths import ROOT
 
-COMMANDS = next(action.choices for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+_, COMMANDS = build_parser()
 MISSING = "nowhere/absent"
 CALLS: dict[str, list[list[str]]] = {
     "train": [[f"{MISSING}.yaml"], [f"{MISSING}.yaml", "--check"], ["train.steps=1", f"deepspeed={MISSING}.json"]],
@@ -75,9 +75,9 @@ def path_options(builder: str, capsys: pytest.CaptureFixture[str]) -> list[list[
     """Options of a builder with a path to read, that is not there."""
     with pytest.raises(SystemExit):
         importlib.import_module(builder).main(["--help"])
-    told = capsys.readouterr().out
-    calls = [["--source", MISSING]] if "--source " in told else []
-    return [*calls, ["--source", ".", "--tokenizer-from", MISSING]] if "--tokenizer-from " in told else calls
+    reported = capsys.readouterr().out
+    calls = [["--source", MISSING]] if "--source " in reported else []
+    return [*calls, ["--source", ".", "--tokenizer-from", MISSING]] if "--tokenizer-from " in reported else calls
 
 
 @pytest.mark.parametrize("builder", sorted(path.stem for path in (ROOT / "shards").glob("build_*.py")))

@@ -20,6 +20,7 @@ EXAMPLE = EXAMPLES / "averages.py"
 PLANTED = {
     "FutureLeak": "no output depends on a later token",
     "PaddingLeak": "padding changes no real token",
+    "CountsRows": "fewer rows give real tokens the same outputs",
     "MutatedState": "forward modifies none of its inputs",
     "MutatedInput": "forward modifies none of its inputs",
     "LaneMixing": "lanes are independent",
@@ -47,36 +48,47 @@ def test_a_planted_bug_is_named_by_its_rule_first(name: str) -> None:
     assert first.rule.statement == PLANTED[name], first.message
 
 
+@pytest.mark.slow
 def test_the_command_tells_rule_smallest_case_and_usual_cause(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-memory", f"{BROKEN}:FutureLeak"]) == 1
-    told = capsys.readouterr().out
-    assert "rule 4 is broken: no output depends on a later token\n  found: token 1 of segment 0 changes earlier" in told
-    assert "smallest case: 2 lanes, segments of 2 tokens, 3 segments, 1 layers" in told
-    assert "usual cause: a mask that lets a query see keys after itself" in told
+    shown = capsys.readouterr().out
+    assert (
+        "rule 4 is broken: no output depends on a later token\n  found: token 1 of segment 0 changes earlier" in shown
+    )
+    assert "smallest case: 2 lanes, segments of 2 tokens, 3 segments, 1 layers" in shown
+    assert "usual cause: a mask that lets a query see keys after itself" in shown
 
 
 def test_one_error_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """Issue 15: an error in `reset_parameters` was reported as 17 broken rules with 17 causes."""
+    """Issue 15: an error in `reset_parameters` was shown as 17 broken rules with 17 causes."""
     assert main(["check-memory", f"{BROKEN}:RaisesInResetParameters"]) == 1
-    told = capsys.readouterr().out
-    assert told.count("AttributeError") == told.count("smallest case") == 1
-    assert "usual cause" not in told
+    shown = capsys.readouterr().out
+    assert shown.count("AttributeError") == shown.count("smallest case") == 1
+    assert "usual cause" not in shown
     line = next(n for n, text in enumerate(BROKEN.read_text().splitlines(), 1) if "self.gate.fill_(0.5)" in text)
-    assert f"{len(RULES)} rules could not be checked: the memory raises an error\n  found: AttributeError: " in told
-    assert f"'RaisesInResetParameters' object has no attribute 'gate' (broken_memories.py, line {line})\n" in told
-    assert f"breaks 0 of {len(RULES)} rules, {len(RULES)} could not be checked" in told
-    assert len(told.splitlines()) == 5
+    assert f"{len(RULES)} rules could not be checked: the memory raises an error\n  found: AttributeError: " in shown
+    assert f"'RaisesInResetParameters' object has no attribute 'gate' (broken_memories.py, line {line})\n" in shown
+    assert f"breaks 0 of {len(RULES)} rules, {len(RULES)} could not be checked" in shown
+    assert len(shown.splitlines()) == 5
 
 
+@pytest.mark.slow
 def test_writes_without_a_gradient_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-memory", f"{BROKEN}:WritesGetNoGradient"]) == 1
-    told = capsys.readouterr().out
-    assert "blocks.0.memory.write.weight has no gradient in segment 0" in told
-    assert "cause: writes get no gradient: it changes the state after a segment, and no loss of that segment" in told
-    assert "there is no gradient through time" in told and "examples/infini_attention.py" in told
-    assert f"breaks 1 of {len(RULES)} rules" in told
+    shown = capsys.readouterr().out
+    assert "blocks.0.memory.write.weight has no gradient in segment 0" in shown
+    assert "cause: writes get no gradient: it changes the state after a segment, and no loss of that segment" in shown
+    assert "there is no gradient through time" in shown and "examples/infini_attention.py" in shown
+    assert f"breaks 1 of {len(RULES)} rules" in shown
 
 
+def test_a_method_of_an_older_contract_is_refused_with_its_new_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-memory", f"{BROKEN}:OldNames"]) == 2
+    message = capsys.readouterr().err
+    assert "OldNames" in message and "begin" in message and "reset_parameters" in message
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "max_lines"), [("averages.py:Averages", 80), ("infini_attention.py:InfiniAttention", 100)]
 )
@@ -140,6 +152,7 @@ def test_installed_packages_offer_memories(tmp_path: Path, monkeypatch: pytest.M
         memory_class("their")
 
 
+@pytest.mark.slow
 def test_the_loader_can_be_the_first_thing_imported() -> None:
     """Its package imports it, and it needs the package's base class: not at import."""
     subprocess.run([sys.executable, "-c", "import dist_mem.memory.outside"], check=True)

@@ -20,6 +20,7 @@ from dist_mem.dialogue.answer import Answer, answer_all
 from dist_mem.dialogue.command import Settings
 from dist_mem.dialogue.replies import LEAKED, Conversation, Reply, choose_replies, find_replies, read_conversations
 from dist_mem.errors import UnusableError
+from dist_mem.evaluation import evaluate
 from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation.generate import generate
 from dist_mem.generation.reading import read, start
@@ -99,6 +100,7 @@ def test_a_reply_is_written_from_all_that_stands_before_it_and_nothing_else(
         assert answer.text == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turn", range(6))
 def test_references_and_what_follows_are_never_read(
     trained: TrainedModel, conversations: list[Conversation], turn: int
@@ -141,12 +143,13 @@ def run_dir(library: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("single_process")
 def test_the_command_reports_leaked_conversations_apart(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told: dict[str, Any] = {}
-    monkeypatch.setattr(command, "log_to_run", lambda config, **given: told.update(given))
+    reported: dict[str, Any] = {}
+    monkeypatch.setattr(evaluate, "log_to_run", lambda config, **given: reported.update(given))
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     assert command.run(run_dir, Settings(split="test")) == 0
     name = run_dir / "evaluations" / "dialogue-test-step-00000003"
@@ -162,8 +165,8 @@ def test_the_command_reports_leaked_conversations_apart(
         *[("talk0", turn) for turn in (3, 4, 5, 6)],
         *[("talk1", turn) for turn in (3, 4)],
     ]
-    assert told["metrics"]["test/dialogue_leaked_perplexity"] == groups["leaked"]["perplexity"]
-    assert told["step"] == 3
+    assert reported["metrics"]["test/dialogue_leaked_perplexity"] == groups["leaked"]["perplexity"]
+    assert reported["step"] == 3
     assert f"  A: {TURNS[0][2]}\n> A: {facts['replies'][0]['reply']}".rstrip() in name.with_suffix(".txt").read_text()
     output = capsys.readouterr()
     assert "3 all" in output.out
@@ -172,7 +175,6 @@ def test_the_command_reports_leaked_conversations_apart(
 
 @pytest.mark.usefixtures("single_process")
 def test_perplexity_is_that_of_evaluation_and_of_the_conversations_read(run_dir: Path, library: Path) -> None:
-    from dist_mem.evaluation import evaluate
     from dist_mem.evaluation.report import perplexity, read_report
 
     quiet = ["tracking.mlflow=false"]
@@ -190,8 +192,8 @@ def test_perplexity_is_that_of_evaluation_and_of_the_conversations_read(run_dir:
 def test_other_settings_leave_the_files_and_figures_of_the_usual_ones_alone(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[dict[str, float]] = []
-    monkeypatch.setattr(command, "log_to_run", lambda config, **given: told.append(given["metrics"]))
+    reported: list[dict[str, float]] = []
+    monkeypatch.setattr(evaluate, "log_to_run", lambda config, **given: reported.append(given["metrics"]))
     folder = run_dir / "evaluations"
     drawn = "-limit1-temperature0.5-top_p0.8-seed1"
     cases: list[tuple[Settings, list[str], str]] = [
@@ -209,9 +211,9 @@ def test_other_settings_leave_the_files_and_figures_of_the_usual_ones_alone(
             f"{name}.txt",
         }
         assert all(path.read_bytes() == content for path, content in before.items())
-        assert f"test{tag}/dialogue_f1" in told[-1]
+        assert f"test{tag}/dialogue_f1" in reported[-1]
         assert "test/dialogue_f1" in json.loads((folder / f"{name}.json").read_text())["figures"]
-    assert not set(told[0]) & set(told[1])
+    assert not set(reported[0]) & set(reported[1])
 
 
 @pytest.mark.usefixtures("single_process")
@@ -245,9 +247,9 @@ def test_without_wordnet_the_command_says_what_to_install(
 ) -> None:
     monkeypatch.setattr("dist_mem.dialogue.wordnet.DEBIAN_FOLDER", tmp_path)
     assert command.run(run_dir, Settings(split="test", num_tokens=1), overrides=["tracking.mlflow=false"]) == 0
-    told = capsys.readouterr().out
-    assert "n/a" in told
-    assert "METEOR needs WordNet: apt-get install wordnet-base" in told
+    reported = capsys.readouterr().out
+    assert "n/a" in reported
+    assert "METEOR needs WordNet: apt-get install wordnet-base" in reported
     facts = json.loads((run_dir / "evaluations" / "dialogue-test-step-00000003-tokens1.json").read_text())
     assert facts["groups"][0]["scores"]["meteor"] is None
 
@@ -256,7 +258,7 @@ def test_without_wordnet_the_command_says_what_to_install(
 def test_a_folder_without_wordnet_is_said_before_anything_is_scored(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "score_replies", lambda *_: pytest.fail("scored before the folder was looked at"))
+    monkeypatch.setattr(command, "score_split", lambda *_: pytest.fail("scored before the folder was looked at"))
     with pytest.raises(UnusableError, match=r"it has no data\.noun"):
         command.run(run_dir, Settings(split="test", wordnet=tmp_path), overrides=["tracking.mlflow=false"])
 

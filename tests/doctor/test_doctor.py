@@ -19,15 +19,19 @@ import pytest
 import torch.distributed as dist
 
 from dist_mem.cli.commands import load_checked
-from dist_mem.doctor import disks, machine, network, sizes
+from dist_mem.doctor import disks, machine, network
 from dist_mem.doctor.preflight import preflight
 from dist_mem.errors import UnfitError, UnusableError
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.findings import FAIL, OK, WARNING, Place, Remark, fail, failed_nodes, lines, may_pass, ok
 from dist_mem.runtime.hang_report import FAILED_NODES
-from dist_mem.runtime.rendezvous import Seat, check_accelerators, meet
+from dist_mem.runtime.network_interface import free_port
+from dist_mem.runtime.rendezvous import RankDevice, check_accelerators, wait_for_ranks
 from tests.support.jobs import train_here, write_config
-from tests.support.ranks import RankPool, free_port, launcher_environment
+from tests.support.limits import limit
+from tests.support.ranks import RankPool, launcher_environment
+
+pytestmark = pytest.mark.ranks
 
 PYTHON = [sys.executable, "-m", "dist_mem"]
 
@@ -50,7 +54,7 @@ def doctor(*arguments: str, cwd: Path, before: str = "") -> tuple[int, str]:
     """`dist-mem doctor` of one rank, after the shell lines `before`."""
     command = ["sh", "-c", f'{before}\nexec "$@"', "sh", *PYTHON, "doctor", *arguments]
     kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
-    done = subprocess.run(command, cwd=cwd, env=kept, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=cwd, env=kept, capture_output=True, text=True, timeout=limit(120))
     return done.returncode, done.stdout + done.stderr
 
 
@@ -65,10 +69,11 @@ def on_two_nodes(arguments: Sequence[str], *, cwd: Path, second: Sequence[str], 
         command = [*prefix, *PYTHON, "doctor", *arguments]
         pipe = subprocess.PIPE
         started.append(subprocess.Popen(command, cwd=cwd, env=environment, stdout=pipe, stderr=pipe, text=True))
-    texts = ["".join(process.communicate(timeout=180)) for process in started]
+    texts = ["".join(process.communicate(timeout=limit(180))) for process in started]
     return started[0].returncode, started[1].returncode, "".join(texts)
 
 
+@pytest.mark.slow
 def test_a_sound_machine_passes_without_a_configuration(tmp_path: Path) -> None:
     code, text = doctor(cwd=tmp_path)
     assert code == 0, text
@@ -78,11 +83,12 @@ def test_a_sound_machine_passes_without_a_configuration(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_sound_job_passes_on_two_ranks_and_leaves_nothing_behind(tmp_path: Path, books: Path) -> None:
     config = write_config(tmp_path / "config.yaml", books, tmp_path / "run")
     first, second, text = on_two_nodes([str(config)], cwd=tmp_path, second=[])
     assert (first, second) == (0, 0), text
-    for what in ("meeting", "configuration", "data", "run directory", "disk room", "inodes", "bandwidth", "clock"):
+    for what in ("rendezvous", "configuration", "data", "run directory", "disk room", "inodes", "bandwidth", "clock"):
         assert f"ok       {what} " in text
     assert "0 FAIL" in text
     warnings = [line for line in text.splitlines() if line.startswith(WARNING)]
@@ -90,6 +96,7 @@ def test_a_sound_job_passes_on_two_ranks_and_leaves_nothing_behind(tmp_path: Pat
     assert list((tmp_path / "run").iterdir()) == []
 
 
+@pytest.mark.slow
 @needs_mount
 def test_each_fault_of_one_node_is_named_with_its_node(tmp_path: Path, books: Path) -> None:
     """All at once, for a start takes seconds: another version, other configuration and data, few open files, a run
@@ -116,12 +123,13 @@ def test_each_fault_of_one_node_is_named_with_its_node(tmp_path: Path, books: Pa
         "data": f"{tar} has",
         "run directory": f"{tmp_path}/run (on tmpfs here) is not the folder that rank 0 has -> set run_dir",
     }
-    for what, told in expected.items():
-        assert any(what in line and "node2" in line and told in line for line in failures), f"{what} in\n{text}"
+    for what, text_of in expected.items():
+        assert any(what in line and "node2" in line and text_of in line for line in failures), f"{what} in\n{text}"
     assert not any("node1" in line.split(" -> ")[0].replace("node1 rank 0", "") for line in failures), text
     assert all(" -> " in line for line in failures)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("faketime") is None, reason="needs faketime")
 def test_a_clock_that_is_wrong_is_a_warning_with_its_offset(tmp_path: Path) -> None:
     first, second, text = on_two_nodes([], cwd=tmp_path, second=["faketime", "-f", "+3600s"])
@@ -131,6 +139,7 @@ def test_a_clock_that_is_wrong_is_a_warning_with_its_offset(tmp_path: Path) -> N
     assert "3,600.0 s ahead of that of node1" in found
 
 
+@pytest.mark.slow
 @needs_mount
 @pytest.mark.parametrize(("options", "what"), [("size=1m", "disk room"), ("size=64m,nr_inodes=20", "inodes")])
 def test_a_disk_without_room_for_two_checkpoints_fails(tmp_path: Path, books: Path, options: str, what: str) -> None:
@@ -139,13 +148,14 @@ def test_a_disk_without_room_for_two_checkpoints_fails(tmp_path: Path, books: Pa
     (tmp_path / "run").mkdir()
     script = f'mount -t tmpfs -o {options} tmpfs "{tmp_path}/run"\n'
     command = ["unshare", "-m", "sh", "-c", f'{script}exec "$@"', "sh", *PYTHON, "doctor", str(config)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=limit(120))
     assert done.returncode == 1
     assert f"{FAIL}     {what} " in done.stdout, done.stdout
     assert "keep fewer (checkpoint.keep_last)" in done.stdout
 
 
-def test_limits_that_are_low_but_do_are_raised_or_warned_of(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_low_limits_are_raised_or_a_warning(tmp_path: Path) -> None:
     code, text = doctor(cwd=tmp_path, before="ulimit -S -n 512")
     assert code == 0
     assert "ok       open files" in text
@@ -175,6 +185,7 @@ def _preflight(world: World, config_file: Path, changes: Sequence[Sequence[str]]
         del os.environ["SLURMD_NODENAME"]
 
 
+@pytest.mark.slow
 def test_preflight_refuses_on_all_ranks_with_one_message_and_notes_the_node(
     tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
 ) -> None:
@@ -183,11 +194,11 @@ def test_preflight_refuses_on_all_ranks_with_one_message_and_notes_the_node(
     shutil.copytree(books, other)
     tar = next((other / "train").glob("*.tar"))
     tar.unlink()
-    told = rank_pool(3).run(_preflight, config, [[], [], [f"data.path={other}"]])
-    assert told[0] == told[1] == told[2]
-    assert f"train/{tar.name}: missing, but" in told[0]
-    assert "node3" in told[0]
-    assert "on 2 of 3 ranks" in told[0]
+    messages = rank_pool(3).run(_preflight, config, [[], [], [f"data.path={other}"]])
+    assert messages[0] == messages[1] == messages[2]
+    assert f"train/{tar.name}: missing, but" in messages[0]
+    assert "node3" in messages[0]
+    assert "on 2 of 3 ranks" in messages[0]
     assert (tmp_path / "run" / FAILED_NODES).read_text() == "node3\n"
     assert rank_pool(3).run(_preflight, config, [[], [], []]) == [[], [], []]
 
@@ -196,12 +207,12 @@ def test_no_node_is_noted_for_a_fault_of_the_configuration(
     tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
 ) -> None:
     config = write_config(tmp_path / "config.yaml", books, tmp_path / "run")
-    told = rank_pool(2).run(_preflight, config, [[], ["train.seed=7"]])
-    assert "train.seed: 7, but 0 on 1 of 2 ranks -> give every rank the same files and overrides" in told[0]
+    messages = rank_pool(2).run(_preflight, config, [[], ["train.seed=7"]])
+    assert "train.seed: 7, but 0 on 1 of 2 ranks -> give every rank the same files and overrides" in messages[0]
     assert not (tmp_path / "run" / FAILED_NODES).exists()
 
 
-def test_places_may_differ_between_nodes_and_secrets_are_not_told(
+def test_paths_may_differ_between_nodes_and_secrets_are_not_printed(
     tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = write_config(tmp_path / "config.yaml", books, tmp_path / "run")
@@ -209,9 +220,9 @@ def test_places_may_differ_between_nodes_and_secrets_are_not_told(
     shutil.copytree(books, same)
     assert rank_pool(2).run(_preflight, config, [[], [f"data.path={same}"]]) == [[], []]
     secret = "tracking.run_name=${oc.env:DOCTOR_SECRET}"
-    told = rank_pool(2).run(_preflight_with_secret, config, secret)
-    assert "tracking.run_name: " in told[0]
-    assert "hunter2" not in told[0]
+    messages = rank_pool(2).run(_preflight_with_secret, config, secret)
+    assert "tracking.run_name: " in messages[0]
+    assert "hunter2" not in messages[0]
 
 
 def _preflight_with_secret(world: World, config: Path, override: str) -> str | list[str]:
@@ -248,6 +259,7 @@ def _get(world: World) -> list[str]:
     return _sums_with_fault(world, faulty=1, is_sender=False)
 
 
+@pytest.mark.slow
 def test_a_wrong_sum_names_the_rank_that_sent_it_or_got_it(rank_pool: Callable[[int], RankPool]) -> None:
     sent = rank_pool(3).run(_send)
     assert sent[0] == sent[1] == sent[2]
@@ -279,24 +291,30 @@ def test_skew_is_measured_within_its_own_margin(rank_pool: Callable[[int], RankP
 def test_the_slow_one_of_a_slow_pair_is_named() -> None:
     places = [Place(f"node{rank}", 2 * rank) for rank in range(4)]
     rates = {(0, 1): 9e9, (2, 3): 1e9, (0, 2): 9e9, (1, 3): 1e9}
-    told = [[network.PairSpeed(pair, rate) for pair, rate in rates.items() if rank in pair] for rank in range(4)]
-    (found,) = network.check_pairs(places, told)
+    measured = [[network.PairSpeed(pair, rate) for pair, rate in rates.items() if rank in pair] for rank in range(4)]
+    (found,) = network.check_pairs(places, measured)
     assert (found.level, found.place) == (WARNING, places[3])
-    even = [[pair._replace(rate=8e9) for pair in pairs] for pairs in told]
+    even = [[pair._replace(rate=8e9) for pair in pairs] for pairs in measured]
     assert [found.level for found in network.check_pairs(places, even)] == [OK]
 
 
-# Accelerators: what ranks tell of themselves is data.
+# Accelerators: the reports of the ranks are data.
 
 
-def seat(rank: int, gpu: str | None, *, node: str = "n1", model: str = "H200", visible: int = 4, **more: Any) -> Seat:
-    given = {"missing": None, **more}
-    return Seat(node, rank, rank % 4, gpu, model if gpu else "", 10**11 if gpu else 0, visible if gpu else 0, **given)
+def device(
+    rank: int, gpu: str | None, *, node: str = "n1", model: str = "H200", visible: int = 4, missing: str | None = None
+) -> RankDevice:
+    of_gpu = (model, 10**11, visible) if gpu else ("", 0, 0)
+    return RankDevice(node, rank, rank % 4, gpu, *of_gpu, missing)
 
 
 def test_a_node_without_its_gpu_in_a_gpu_job_fails() -> None:
-    seats = [seat(0, "a"), seat(1, "b"), seat(2, None, node="n2", missing="this node has a GPU; torch: no driver")]
-    (found,) = (one for one in check_accelerators(seats) if one.level == FAIL)
+    devices = [
+        device(0, "a"),
+        device(1, "b"),
+        device(2, None, node="n2", missing="this node has a GPU; torch: no driver"),
+    ]
+    (found,) = (one for one in check_accelerators(devices) if one.level == FAIL)
     assert found.place == Place("n2", 2)
     assert found.blames_node
     assert "no driver" in found.found
@@ -305,16 +323,16 @@ def test_a_node_without_its_gpu_in_a_gpu_job_fails() -> None:
 
 
 def test_gpus_that_slurm_gave_and_torch_does_not_see_fail() -> None:
-    lost = [seat(0, None, missing="Slurm has given this job GPUs; torch: built without CUDA")]
+    lost = [device(0, None, missing="Slurm has given this job GPUs; torch: built without CUDA")]
     assert [found.level for found in check_accelerators(lost)] == [FAIL]
-    idle = [seat(0, None, missing="this node has a GPU; torch: built without CUDA")]
+    idle = [device(0, None, missing="this node has a GPU; torch: built without CUDA")]
     assert [found.level for found in check_accelerators(idle)] == [WARNING]
-    assert [found.level for found in check_accelerators([seat(0, None)])] == [OK]
+    assert [found.level for found in check_accelerators([device(0, None)])] == [OK]
 
 
 def test_torch_without_cuda_on_nodes_with_gpus_is_no_fault_of_a_node() -> None:
     """Another node, or a requeue, would not help: exit code 2."""
-    lost = [seat(0, None, missing="Slurm has given this job GPUs; torch: built without CUDA")]
+    lost = [device(0, None, missing="Slurm has given this job GPUs; torch: built without CUDA")]
     found = [one for one in check_accelerators(lost) if one.level == FAIL]
     assert not may_pass(found, ["n1", "n2"])
     assert "install torch with CUDA" in found[0].fix
@@ -332,26 +350,27 @@ def test_doctor_fails_without_data(tmp_path: Path, books: Path, missing: str) ->
 
 
 def test_two_ranks_on_one_gpu_fail_and_a_gpu_of_each_passes() -> None:
-    (found,) = check_accelerators([seat(0, "a", visible=1), seat(1, "a", visible=1)])
+    (found,) = check_accelerators([device(0, "a", visible=1), device(1, "a", visible=1)])
     assert (found.level, found.what) == (FAIL, "GPU binding")
     assert "ranks 0, 1 have the same GPU, of 1 that they see" in found.found
-    assert [found.level for found in check_accelerators([seat(0, "a", visible=1), seat(1, "b", visible=1)])] == [OK]
+    assert [found.level for found in check_accelerators([device(0, "a", visible=1), device(1, "b", visible=1)])] == [OK]
 
 
 def test_another_kind_of_gpu_is_a_warning_that_names_the_rank() -> None:
-    found = [*check_accelerators([seat(0, "a"), seat(1, "b"), seat(2, "c", model="A100")])]
+    found = [*check_accelerators([device(0, "a"), device(1, "b"), device(2, "c", model="A100")])]
     assert [(one.level, one.place) for one in found if one.level != OK] == [(WARNING, Place("n1", 2))]
 
 
-def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**launcher_environment(0, 2, free_port()), "SLURMD_NODENAME": "node1"}.items():
         monkeypatch.setenv(name, value)
-    (found,) = (one for one in meet(seconds=0.5).findings if one.level == FAIL)
+    (found,) = (one for one in wait_for_ranks(seconds=0.5).findings if one.level == FAIL)
     assert "1 of 2 ranks have not come, and no other has for 0.5 s: 1" in found.found
     assert "node1" in found.fix
 
 
-def test_ranks_that_go_on_coming_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_late_ranks_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The patience is for the next rank, not for the last: 512 of them load torch from one disk."""
     port = free_port()
     for name, value in launcher_environment(0, 4, port).items():
@@ -361,18 +380,19 @@ def test_ranks_that_go_on_coming_are_waited_for(monkeypatch: pytest.MonkeyPatch)
         store = dist.PrefixStore("start-0", dist.TCPStore("127.0.0.1", port, is_master=False))
         for rank in (1, 2, 3):
             time.sleep(2.0)
-            store.set(f"doctor/seat/{rank}", json.dumps(seat(rank, None)))
-            store.add("doctor/seats", 1)
+            store.set(f"doctor/device/{rank}", json.dumps(device(rank, None)))
+            store.add("doctor/devices", 1)
         store.add("doctor/readers", 3)
 
     others = threading.Thread(target=come_late)
     others.start()
     try:
-        assert [one.level for one in meet(seconds=4.0).findings] == [OK, OK]
+        assert [one.level for one in wait_for_ranks(seconds=4.0).findings] == [OK, OK]
     finally:
         others.join()
 
 
+@pytest.mark.slow
 def test_missing_rank_ends_a_job_after_its_patience(tmp_path: Path, books: Path) -> None:
     """Also without the preflight, and both when rank 0 waits and when it is the one that does not come."""
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"watchdog": {"join_seconds": 2}})
@@ -380,10 +400,10 @@ def test_missing_rank_ends_a_job_after_its_patience(tmp_path: Path, books: Path)
         environment = {**os.environ, **launcher_environment(rank, 2, free_port()), "OMP_NUM_THREADS": "1"}
         environment |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # the first of its node, which speaks for it
         done = subprocess.run(
-            [*PYTHON, "train", str(config), *more], env=environment, capture_output=True, text=True, timeout=60
+            [*PYTHON, "train", str(config), *more], env=environment, capture_output=True, text=True, timeout=limit(60)
         )
         assert done.returncode == 1
-        wanted = "ranks have not come, and no other has for 2 s: 1" if rank == 0 else "no meeting at 127.0.0.1:"
+        wanted = "ranks have not come, and no other has for 2 s: 1" if rank == 0 else "no rendezvous at 127.0.0.1:"
         assert wanted in done.stderr
 
 
@@ -396,20 +416,20 @@ def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
 
 
-def test_buffers_of_dead_ranks_are_told_and_those_in_use_are_not(shm: Path) -> None:
+def test_buffers_of_dead_ranks_are_reported_and_those_in_use_are_not(shm: Path) -> None:
     living = shm / "deepspeed_allreduce_buffer_0_host_1_0"
     living.write_bytes(bytes(4096))
     os.utime(living, (0, 0))
     with living.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
-        assert levels(list(machine._check_shared_memory(1))) == [OK]
-    (found,) = machine._check_shared_memory(1)
+        assert levels(list(machine.check_shared_memory(1))) == [OK]
+    (found,) = machine.check_shared_memory(1)
     assert found.level == WARNING
     assert found.fix == f"rm {living}"
     os.utime(living)  # a rank that starts makes its file, and then maps it
-    assert levels(list(machine._check_shared_memory(1))) == [OK]
+    assert levels(list(machine.check_shared_memory(1))) == [OK]
 
 
-def test_caches_on_a_network_file_system_are_told_with_the_variable_to_set(
+def test_caches_on_a_network_file_system_are_reported_with_the_variable_to_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "home"))
@@ -438,14 +458,14 @@ def test_a_save_that_takes_longer_than_the_notice_fails(tmp_path: Path, books: P
     config = load_checked([str(write_config(tmp_path / "c.yaml", books, tmp_path / "run")), "launch.signal_seconds=60"])
 
     def level(seconds: float) -> list[str]:
-        return levels(list(sizes.check_stop_time(config, num_bytes=10**9, rate=10**9 / seconds)))
+        return levels(list(disks.check_stop_time(config, num_bytes=10**9, rate=10**9 / seconds)))
 
     assert [level(10), level(30), level(70)] == [[OK], [WARNING], [FAIL]]
 
 
 def test_time_that_is_over_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIST_MEM_JOB_END", "1000")
-    assert levels(list(machine._check_time_left())) == [FAIL]
+    assert levels(list(machine.check_time_left())) == [FAIL]
 
 
 @pytest.mark.parametrize("optimizer", [{"kind": "adamw"}, {"kind": "sgd"}, {"kind": "sgd", "momentum": 0.9}])
@@ -458,7 +478,7 @@ def test_the_size_of_a_checkpoint_is_known_before_there_is_one(
     assert rank_pool(2).run(train_here, config_file) == [0, 0]
     manifest = json.loads((tmp_path / "run" / "checkpoints" / "step-00000001" / "manifest.json").read_text())
     real = sum(entry["bytes"] for entry in manifest["files"].values())
-    expected = sizes.checkpoint_size(load_checked([str(config_file)]), 2)
+    expected = disks.checkpoint_size(load_checked([str(config_file)]), 2)
     assert expected.num_bytes == pytest.approx(real, rel=0.02)
     assert len(manifest["files"]) <= expected.num_files
 

@@ -1,50 +1,99 @@
-"""The doctor's look for MLflow's server asks that server alone, and sends it no secret."""
+"""The doctor's check of MLflow's store, and the exit code of faults that the preflight finds."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import errno
+from collections.abc import Callable
+from pathlib import Path
 
-from dist_mem.doctor.mlflow_server import _answers
+import pytest
+
+from dist_mem.cli.commands import load_checked
+from dist_mem.doctor import consistency
+from dist_mem.doctor.examine import examine
+from dist_mem.doctor.preflight import preflight
+from dist_mem.errors import UnfitError, UnusableError
+from dist_mem.runtime.distributed import World
+from dist_mem.runtime.findings import FAIL, WARNING, Finding
+from dist_mem.runtime.network_interface import free_port
+from tests.support.jobs import write_config
+from tests.support.mlflow_server import silent_address
+from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.ranks
+
+Pool = Callable[[int], RankPool]
 
 
-@contextmanager
-def server(status: int, *headers: tuple[str, str]) -> Iterator[tuple[int, list[str]]]:
-    """Its port, and the requests it has got, with their headers."""
-    requests: list[str] = []
+def find_mlflow(world: World, config_file: Path, uri: str) -> Finding:
+    """Return the finding of `dist-mem doctor` about MLflow."""
+    config = load_checked([str(config_file), "tracking.mlflow=true", f"tracking.uri={uri}"])
+    rounds = examine(config, world, is_thorough=True)
+    (found,) = (finding for finding in next(rounds) if finding.what == "MLflow")
+    rounds.close()
+    return found
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            requests.append(f"{self.path}\n{self.headers}")
-            self.send_response(status)
-            for header in headers:
-                self.send_header(*header)
-            self.end_headers()
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=listening.serve_forever)
-    thread.start()
+def start_error(world: World, config_file: Path, *overrides: str) -> str:
+    """Return the name of the error with which the preflight ends a job, and its message; "" if the job starts."""
     try:
-        yield listening.server_port, requests
-    finally:
-        listening.shutdown()
-        thread.join()
-        listening.server_close()
+        preflight(load_checked([str(config_file), *overrides]), world)
+    except (UnfitError, UnusableError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
-def test_a_redirect_is_an_answer_and_is_not_followed() -> None:
-    with server(200) as (other, at_other), server(302, ("Location", f"http://127.0.0.1:{other}/health")) as (port, _):
-        assert _answers(f"http://127.0.0.1:{port}")
-    assert at_other == []
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["drops", "accepts", "refuses"])
+def test_server_that_is_down_is_a_warning(tmp_path: Path, books: Path, rank_pool: Pool, kind: str) -> None:
+    config = write_config(tmp_path / "config.yaml", books, tmp_path / "run")
+    if kind == "refuses":
+        (found,) = rank_pool(1).run(find_mlflow, config, f"http://127.0.0.1:{free_port()}")
+    else:
+        with silent_address(accepting=kind == "accepts") as uri:
+            (found,) = rank_pool(1).run(find_mlflow, config, uri)
+    assert found.level == WARNING
+    assert "does not answer" in found.found and "tracking.uri" in found.fix
 
 
-def test_a_server_whose_address_has_credentials_answers_and_gets_none_of_them() -> None:
-    with server(200) as (port, requests):
-        assert _answers(f"http://ada:hunter2@127.0.0.1:{port}")
-    assert len(requests) == 1
-    assert "ada" not in requests[0] and "Authorization" not in requests[0]
+@pytest.mark.parametrize(
+    ("uri", "named"),
+    [
+        ("ftp://mlflow.example", "kind 'ftp'"),
+        ("http://[::1", "tracking.uri"),
+        ("sqlite:////nowhere/at/all/mlflow.db", "/nowhere/at/all"),
+    ],
+)
+def test_wrong_address_is_a_failure_that_no_restart_repairs(
+    tmp_path: Path, books: Path, rank_pool: Pool, uri: str, named: str
+) -> None:
+    config = write_config(tmp_path / "config.yaml", books, tmp_path / "run")
+    (error,) = rank_pool(1).run(start_error, config, "tracking.mlflow=true", f"tracking.uri='{uri}'")
+    assert error.startswith("UnusableError") and "tracking.uri" in error and named in error
+
+
+def fail_to_read(world: World, config_file: Path, code: int) -> str:
+    def fail(config: object) -> None:
+        raise OSError(code, "reading failed", "books/train/index.json")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(consistency, "check_tars", fail)
+        return start_error(world, config_file)
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (errno.EIO, "UnfitError"),
+        (errno.ESTALE, "UnfitError"),
+        (errno.ENOSPC, "UnfitError"),
+        (errno.ENOENT, "UnusableError"),
+        (errno.EACCES, "UnusableError"),
+    ],
+)
+def test_fault_of_a_disk_may_pass_and_a_wrong_path_does_not(
+    tmp_path: Path, books: Path, rank_pool: Pool, code: int, error: str
+) -> None:
+    config = write_config(tmp_path / "config.yaml", books, tmp_path / "run")
+    (found,) = rank_pool(1).run(fail_to_read, config, code)
+    assert found.startswith(error) and "books/train/index.json" in found and FAIL in found

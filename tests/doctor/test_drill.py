@@ -1,4 +1,4 @@
-"""The drill: what it calls survived has survived, and what has not is not called so."""
+"""The drill: it reports a job as survived only if it has survived."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _at_another_rate(job: DrillJob) -> list[int]:
     job.start("optimizer.lr=0.5")
     job.wait_for_step(25)
     job.signal(0, signal.SIGTERM)
-    return drill._ended(job, [85, 85])
+    return drill.expect_codes(job, [85, 85])
 
 
 def _killed_instead(job: DrillJob) -> list[int]:
@@ -32,21 +32,22 @@ def _killed_instead(job: DrillJob) -> list[int]:
     job.wait_for_step(5)
     for rank in (0, 1):
         job.signal(rank, signal.SIGKILL)
-    return drill._ended(job, [85, 85])
+    return drill.expect_codes(job, [85, 85])
 
 
-def test_the_drill_tells_what_survived_from_what_did_not(
+@pytest.mark.slow
+def test_drill_distinguishes_jobs_that_survived(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    faults = {"signal": drill._by_signal, "another rate": _at_another_rate, "killed": _killed_instead}
+    faults = {"signal": drill.break_by_signal, "another rate": _at_another_rate, "killed": _killed_instead}
     monkeypatch.setattr(drill, "FAULTS", faults)
     assert drill.run() == 1
-    told = {line.split("  ")[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert told["signal"].split()[1:3] == ["85", "85"]
-    assert told["signal"].endswith("yes")
-    assert "NO: its losses differ from step 2 on" in told["another rate"]
-    assert "NO: exit codes -9 -9, expected 85 85" in told["killed"]
-    assert any(line.startswith("1 of 3 survived") for line in told)
+    printed = {line.split("  ")[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert printed["signal"].split()[1:3] == ["85", "85"]
+    assert printed["signal"].endswith("yes")
+    assert "NO: its losses differ from step 2 on" in printed["another rate"]
+    assert "NO: exit codes -9 -9, expected 85 85" in printed["killed"]
+    assert any(line.startswith("1 of 3 survived") for line in printed)
     assert list(tmp_path.glob("dist_mem-drill-*/3-start1-rank0.txt"))  # to look at
 
 

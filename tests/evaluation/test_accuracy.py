@@ -18,13 +18,14 @@ from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.engine.engine import Engine
 from dist_mem.evaluation import compare
 from dist_mem.evaluation.report import Report, read_report, to_table, write_report
-from dist_mem.evaluation.scoring import evaluate_documents
 from dist_mem.model import MemoryLM
 from dist_mem.nn.vocabulary import Bin, Softmax, adaptive_bins, plain_bin
 from dist_mem.runtime.distributed import World
 from tests.support.ranks import RankPool
 from tests.support.scored_library import LENGTHS, SEG_LEN, TOKENIZER, make_config, make_document, score
 from tests.support.tiny import zero_block
+
+pytestmark = pytest.mark.ranks
 
 VOCAB = 53
 VOCABULARIES = {
@@ -105,17 +106,8 @@ def hits_on_ranks(world: World, split_dir: Path, stage: int) -> list[int | None]
     config = make_config(model=VOCABULARIES["adaptive, narrow"])
     engine = Engine(make_model("adaptive, narrow"), config, zero_block(stage), world_size=world.size, accumulation=1)
     engine.train(False)
-    report = evaluate_documents(
-        engine,
-        engine.init_state,
-        index=read_index(split_dir),
-        tokenizer=TOKENIZER,
-        num_lanes=3,
-        micro_lanes=1,
-        seg_len=SEG_LEN,
-        mem_len=0,
-        world=world,
-    )
+    index = read_index(split_dir)
+    report = score(index, engine, init_state=engine.init_state, micro_lanes=1, seg_len=SEG_LEN, mem_len=0, world=world)
     return [document.hits for document in report.documents]
 
 
@@ -165,7 +157,7 @@ def test_a_report_shows_it_and_one_without_hits_is_still_read(split_dir: Path, t
     share = f"{report.accuracy:.2%}"
     assert to_table(report).splitlines()[-len(report.documents)].endswith("%")
     assert share in to_table(report)
-    json_path = write_report(report, tmp_path, "test", facts={})[1]
+    json_path = write_report(report, tmp_path, "test", metadata={})[1]
     assert read_report(json_path) == report
     body: dict[str, Any] = json.loads(json_path.read_text())
     body["format_version"] = 1  # as they were before there were hits
@@ -188,6 +180,6 @@ def test_a_model_that_does_not_say_has_no_accuracy(split_dir: Path) -> None:
         return model(*args, **state)._replace(hits=None)
 
     silent.init_state = model.init_state  # type: ignore[attr-defined]
-    report: Report = score(read_index(split_dir), silent)  # type: ignore[arg-type]
+    report: Report = score(read_index(split_dir), silent)
     assert {document.hits for document in report.documents if document.num_scored} == {None}
     assert np.isnan(report.accuracy)

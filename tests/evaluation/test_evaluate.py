@@ -1,4 +1,4 @@
-"""The evaluate command: which checkpoint, which settings, who is told."""
+"""The evaluate command: which checkpoint, which settings, where the report goes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import torch
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import step_dir
 from dist_mem.config import ConfigError
-from dist_mem.data.shard import Index
+from dist_mem.data.shard import Index, read_index
 from dist_mem.errors import EXIT_DONE, UnusableError
 from dist_mem.evaluation import evaluate
-from dist_mem.evaluation.evaluate import evaluate_split, short_term_len
+from dist_mem.evaluation.protocol import short_term_len
 from dist_mem.evaluation.report import read_report
+from dist_mem.evaluation.scoring import score_split
 from dist_mem.tracking import progress
 from tests.support.scored_library import (
     ALONE,
@@ -56,13 +57,13 @@ def run_dir(library: Path, tmp_path: Path) -> Path:
 def test_the_command_scores_the_newest_checkpoint_and_tells_everyone(
     run_dir: Path, index: Index, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told: dict[str, Any] = {}
-    monkeypatch.setattr(evaluate, "log_to_run", lambda config, **given: told.update(given))
+    reported: dict[str, Any] = {}
+    monkeypatch.setattr(evaluate, "log_to_run", lambda config, **given: reported.update(given))
     assert evaluate.run(run_dir, split="test", overrides=["eval.lanes=3"]) == 0
     report = read_report(run_dir / "evaluations" / "test-step-00000012.json")
     assert_same(report, score(index, make_model()))
-    assert told["step"] == 12
-    assert told["metrics"] == report.figures()
+    assert reported["step"] == 12
+    assert reported["metrics"] == report.figures()
     assert "9 documents" in capsys.readouterr().out
 
 
@@ -94,14 +95,14 @@ def test_one_checkpoint_can_be_named_by_step_or_by_path(run_dir: Path) -> None:
 def test_a_quick_look_leaves_files_and_figures_of_the_whole_alone(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[dict[str, float]] = []
-    monkeypatch.setattr(evaluate, "log_to_run", lambda config, **given: told.append(given["metrics"]))
+    reported: list[dict[str, float]] = []
+    monkeypatch.setattr(evaluate, "log_to_run", lambda config, **given: reported.append(given["metrics"]))
     assert evaluate.run(run_dir, split="test") == 0
     files = {path: path.read_bytes() for path in (run_dir / "evaluations").iterdir()}
     assert evaluate.run(run_dir, split="test", overrides=["eval.max_document_len=20"]) == 0
     assert evaluate.run(run_dir, split="test", overrides=["eval.precision=bf16"]) == 0
     assert all(path.read_bytes() == content for path, content in files.items())
-    assert [set(figures) & set(told[0]) for figures in told[1:]] == [set(), set()]
+    assert [set(figures) & set(reported[0]) for figures in reported[1:]] == [set(), set()]
 
 
 @pytest.mark.usefixtures("single_process")
@@ -136,11 +137,11 @@ def test_a_split_is_scored_as_the_configuration_says(library: Path) -> None:
         seen.append(tuple(tokens.shape))
         return model(tokens, *args, **kwargs)
 
-    report = evaluate_split(
+    report = score_split(
         forward,
         lambda lane_ids: model.init_state(lane_ids, "cpu", torch.float32),
         config=config,
-        split="test",
+        index=read_index(library / "test"),
         tokenizer=TOKENIZER,
         world=ALONE,
     )

@@ -17,6 +17,8 @@ from tests.support.jobs import run_ranks, train_here, write_config
 from tests.support.ranks import RankPool
 from tests.support.scored_library import ALONE, LENGTHS, assert_same
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module", params=memory_kinds())
 def trained_run(
@@ -47,8 +49,17 @@ def evaluate_here(
     return evaluate_checkpoint(checkpoint, config, split="test", world=world, without_memory=without_memory)
 
 
-@pytest.mark.parametrize("num_lanes", [1, 5, 16])  # the last: more lanes than documents, and a rank without any
-@pytest.mark.parametrize("size", [1, 2, 4])
+SIZES = (1, 2, 4)
+LANES = (1, 5, 16)  # the last: more lanes than documents, and a rank without any
+# A Latin square: every pair of a memory, a number of ranks and a number of lanes is met, not every triple.
+PAIRS = [
+    pytest.param(kind, size, LANES[(number + index) % len(LANES)], marks=pytest.mark.slow if size == 4 else ())
+    for number, kind in enumerate(memory_kinds())
+    for index, size in enumerate(SIZES)
+]
+
+
+@pytest.mark.parametrize(("trained_run", "size", "num_lanes"), PAIRS, indirect=["trained_run"])
 def test_ranks_and_lanes_change_no_figure(
     trained_run: Path, library: Path, rank_pool: Callable[[int], RankPool], size: int, num_lanes: int
 ) -> None:
@@ -62,6 +73,7 @@ def test_ranks_and_lanes_change_no_figure(
     assert_same(reports[0], expected)
 
 
+@pytest.mark.slow
 def test_ranks_change_no_figure_without_memory_either(
     trained_run: Path, library: Path, rank_pool: Callable[[int], RankPool]
 ) -> None:
@@ -73,6 +85,7 @@ def test_ranks_change_no_figure_without_memory_either(
     assert (with_memory == expected) == trained_run.parent.name.startswith(("none", "causal"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trained_run", ["transformer_xl"], indirect=True)
 def test_the_command_on_two_ranks_says_what_one_rank_says(trained_run: Path, library: Path, tmp_path: Path) -> None:
     arguments = ["evaluate", str(trained_run), "--split", "test", f"data.path={library}", "eval.lanes=5"]

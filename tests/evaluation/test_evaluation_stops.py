@@ -19,11 +19,13 @@ from dist_mem.errors import EXIT_DONE, EXIT_REQUEUE
 from dist_mem.evaluation import cut_short, scoring
 from dist_mem.model import MemoryLM
 from dist_mem.runtime.distributed import World
-from dist_mem.tracking.sinks import read_points
+from dist_mem.tracking.tracker import read_points
 from tests.support.faults import PAGE
 from tests.support.forked_ranks import fork_server, run_forked
 from tests.support.jobs import build_books, checkpoint_content, difference, losses, train_here, write_config
 from tests.support.ranks import RankPool
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 Pool = Callable[[int], RankPool]
 FIRST = 3  # forward of an evaluation with which the signal comes

@@ -21,11 +21,14 @@ from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.report import Report
 from dist_mem.evaluation.trained_model import find_checkpoint, read_settings
 from dist_mem.memory import memory_class
-from tests.support.faults import assert_told, flip, small_disk
+from dist_mem.runtime.network_interface import free_port
+from tests.support.faults import assert_quoted, flip, small_disk
 from tests.support.jobs import train_here, write_config
 from tests.support.paths import EXAMPLES
-from tests.support.ranks import RankPool, free_port, launcher_environment
+from tests.support.ranks import RankPool, launcher_environment
 from tests.support.scored_library import ALONE
+
+pytestmark = pytest.mark.ranks
 
 SEG_LEN = 16  # of the configurations of tests/support/jobs.py
 EXAMPLE = EXAMPLES / "averages.py"
@@ -211,12 +214,12 @@ def test_what_cannot_be_exported_leaves_no_trace(
     (tmp_path / "taken").mkdir()
     options, message = UNUSABLE[fault]
     assert main(["export", str(run_dir), "--out", "new", *options]) == 2
-    assert_told(capfd.readouterr().err, message)
+    assert_quoted(capfd.readouterr().err, message)
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
 def test_a_full_disk_leaves_no_trace(tmp_path: Path, run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with small_disk(tmp_path / "small", "size=24k") as small:
         assert main(["export", str(run_dir), "--out", str(small / "new")]) == 1
-        assert_told(capfd.readouterr().err, " cannot be written: ", "No space left on device")
+        assert_quoted(capfd.readouterr().err, " cannot be written: ", "No space left on device")
         assert list(small.iterdir()) == []

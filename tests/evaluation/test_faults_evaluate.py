@@ -11,9 +11,12 @@ import pytest
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import step_dir
 from dist_mem.data.tokenizers.registry import train_sentencepiece
-from tests.support.faults import assert_told, flip, small_disk
+from dist_mem.runtime.network_interface import free_port
+from tests.support.faults import assert_quoted, flip, small_disk
 from tests.support.jobs import train_here, write_config
-from tests.support.ranks import RankPool, free_port, launcher_environment
+from tests.support.ranks import RankPool, launcher_environment
+
+pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +73,7 @@ def test_what_cannot_be_evaluated_is_an_error_of_its_own(
     spoil, message = UNUSABLE[fault]
     assert main(["evaluate", str(run_dir), *spoil(run_dir)]) == 2
     error = capfd.readouterr().err
-    assert_told(error, message)
+    assert_quoted(error, message)
     assert error.count("error: ") == 1
     if fault == "other step":
         assert error.endswith(f"{run_dir} has steps 5, 6\n")
@@ -82,21 +85,21 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_the_reason(
 ) -> None:
     flip(step_dir(run_dir, 6) / "lanes" / "rank-00001.safetensors", 200)
     assert main(["evaluate", str(run_dir)]) == 0
-    told = capfd.readouterr()
-    assert_told(told.err, "passed over: ", "SHA-256 differs from the manifest (damaged)")
-    assert str(step_dir(run_dir, 5)) in told.out
+    reported = capfd.readouterr()
+    assert_quoted(reported.err, "passed over: ", "SHA-256 differs from the manifest (damaged)")
+    assert str(step_dir(run_dir, 5)) in reported.out
 
 
 def test_a_report_that_cannot_be_written_is_shown_all_the_same(
     run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (run_dir / "evaluations").write_text("a file in the way")
-    assert main(["evaluate", str(run_dir)]) == 1
-    told = capfd.readouterr()
-    assert_told(told.err, "error: writing the report failed on 1 of 1 ranks.", "File exists: '")
-    assert "4 documents" in told.out
+    assert main(["evaluate", str(run_dir)]) == 2
+    reported = capfd.readouterr()
+    assert_quoted(reported.err, "error: writing the report failed: FileExistsError: [Errno 17]", "File exists: '")
+    assert "4 documents" in reported.out
     (run_dir / "evaluations").unlink()
     with small_disk(run_dir / "evaluations", "size=4k"):
         assert main(["evaluate", str(run_dir)]) == 1
-        assert_told(capfd.readouterr().err, "[Errno 28] No space left on device: '")
+        assert_quoted(capfd.readouterr().err, "[Errno 28] No space left on device: '")
         assert not list((run_dir / "evaluations").glob("*.partial"))

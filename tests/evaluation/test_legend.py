@@ -25,7 +25,7 @@ def write_config(folder: Path, name: str, memory: dict[str, Any], **blocks: Any)
 
 
 def test_runs_are_called_by_their_memories_and_what_else_differs(tmp_path: Path) -> None:
-    """The legend said `s_txl`, `s_ilin` (issue 15)."""
+    """The legend said `s_txl`, `s_ilin`."""
     runs = {
         "s_none": {"kind": "none"},
         "s_txl": TXL,
@@ -55,7 +55,7 @@ def test_seeds_of_one_configuration_have_one_label(tmp_path: Path) -> None:
     assert labels_of(names[:2], configs[:2]) == ["Transformer-XL"] * 2
 
 
-def test_runs_that_differ_in_much_are_told_apart_by_name(tmp_path: Path) -> None:
+def test_runs_that_differ_in_much_are_reported_apart_by_name(tmp_path: Path) -> None:
     other = {"train": {"steps": 3, "lanes": 2}, "model": {"d_inner": 8, "num_heads": 1}}
     configs = [write_config(tmp_path, "one", TXL), write_config(tmp_path, "two", TXL, **other)]
     assert labels_of(["one", "two"], configs) == ["Transformer-XL (one)", "Transformer-XL (two)"]

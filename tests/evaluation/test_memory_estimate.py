@@ -33,6 +33,8 @@ from dist_mem.runtime.machine_memory import Limit, _of_folders, memory_limits
 from tests.support.jobs import train_here, write_config
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.ranks
+
 ROOT = Path(__file__).parents[2] / "configs"
 VOCAB_SIZE = 20_000  # small: a large one would hide the memories
 SHIPPED = sorted([*ROOT.glob("*.yaml"), *ROOT.glob("papers/*.yaml"), *ROOT.glob("memory/*.yaml")])
@@ -127,6 +129,7 @@ def trained(world: World, config_file: Path, changes: list[str]) -> tuple[int, i
     return sum(part.num_bytes for part in parts), used.most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_training_needs_no_less_than_is_counted(

@@ -48,7 +48,7 @@ def test_picture_is_written_and_needs_recall_tokens(tmp_path: Path) -> None:
     assert not (tmp_path / "nothing.png").exists()
 
 
-def test_too_few_recall_tokens_to_draw_are_told(tmp_path: Path) -> None:
+def test_too_few_recall_tokens_to_draw_are_reported(tmp_path: Path) -> None:
     few = report([RecallScore(100, 30.0, MIN_TOKENS - 1)])
     with pytest.raises(ValueError, match=f"fewer than {MIN_TOKENS} recall tokens at every distance"):
         plot_recall([("few", few)], tmp_path / "few.png")

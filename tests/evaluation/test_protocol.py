@@ -19,12 +19,12 @@ from dist_mem.evaluation import evaluate, sweep
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.protocol import protocol_of, tag_of
 from dist_mem.evaluation.report import Report, read_report
-from dist_mem.evaluation.scoring import EvaluationError, evaluate_documents
+from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.evaluation.sweep import Row, parse_sweep, to_markdown
 from dist_mem.evaluation.trained_model import find_checkpoint, read_settings
 from dist_mem.memory import memory_options
 from dist_mem.model import MemoryLM
-from tests.support.scored_library import ALONE, MEM_LEN, SEG_LEN, TOKENIZER, make_config, save_weights
+from tests.support.scored_library import ALONE, MEM_LEN, SEG_LEN, TOKENIZER, make_config, save_weights, score
 
 COMPRESSIVE = {"kind": "compressive", "mem_len": MEM_LEN, "cmem_len": 4, "compression_rate": 2}
 INFINITE: dict[str, Any] = {"kind": "infinite", "num_basis": 8, "widths": [0.1], "num_samples": 16}
@@ -65,23 +65,14 @@ def score_built(index: Index, weights: MemoryLM, config: Any, *, mem_len: int, s
     """The report of a model that was built with these lengths and has the same weights."""
     model = MemoryLM(config, TOKENIZER.vocab_size).eval()
     model.load_state_dict(weights.state_dict())
-    return evaluate_documents(
-        model,
-        lambda lane_ids: model.init_state(lane_ids, "cpu", torch.float32),
-        index=index,
-        tokenizer=TOKENIZER,
-        num_lanes=3,
-        micro_lanes=2,
-        seg_len=seg_len,
-        mem_len=mem_len,
-        world=ALONE,
-    )
+    return score(index, model, seg_len=seg_len, mem_len=mem_len)
 
 
 def with_mem_len(memory: dict[str, Any], mem_len: int) -> dict[str, Any]:
     return memory | ({"over": {**memory["over"], "mem_len": mem_len}} if "over" in memory else {"mem_len": mem_len})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in MEMORIES if name not in ("infinite", "none")])
 def test_another_memory_length_is_that_of_a_model_built_with_it(
     library: Path, index: Index, tmp_path: Path, name: str
@@ -161,8 +152,8 @@ def test_training_takes_the_lengths_of_the_evaluate_command_and_leaves_them_alon
 def test_the_report_says_how_it_was_asked_and_leaves_the_run_s_own_alone(
     library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[dict[str, float]] = []
-    monkeypatch.setattr(evaluate, "log_to_run", lambda config, **given: told.append(given["metrics"]))
+    reported: list[dict[str, float]] = []
+    monkeypatch.setattr(evaluate, "log_to_run", lambda config, **given: reported.append(given["metrics"]))
     run_dir, _ = make_run(tmp_path, library, MEMORIES["transformer_xl"])
     command = ["evaluate", str(run_dir), "--split", "test", "tracking.mlflow=true"]
     assert main(command) == EXIT_DONE
@@ -172,11 +163,12 @@ def test_the_report_says_how_it_was_asked_and_leaves_the_run_s_own_alone(
     lengths |= {"max_document_len": None, "precision": "fp32", "without_memory": False}
     assert json.loads(own.read_text())["protocol"] == {**lengths, "mem_len": 16, "layout": "documents", "lanes": None}
     assert json.loads(other.read_text())["protocol"] == {**lengths, "mem_len": 24, "layout": "stream", "lanes": 3}
-    assert told[0]["test/word_perplexity"] == read_report(own).word_perplexity
-    assert told[1]["test-M24-stream3/word_perplexity"] == read_report(other).word_perplexity
-    assert not set(told[0]) & set(told[1])
+    assert reported[0]["test/word_perplexity"] == read_report(own).word_perplexity
+    assert reported[1]["test-M24-stream3/word_perplexity"] == read_report(other).word_perplexity
+    assert not set(reported[0]) & set(reported[1])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("single_process")
 def test_a_sweep_has_a_row_for_each_run_and_length_with_the_figures_of_single_evaluations(
     library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -267,7 +259,7 @@ def test_a_sweep_that_cannot_be_ends_before_the_first_evaluation(
     assert "eval.mem_len is 20, but must be a multiple of train.seg_len = 8" in output.err
     assert "perplexity" not in output.out
     assert main(["evaluate", str(run_dir), "--also", str(run_dir)]) == EXIT_USAGE
-    assert "one run at a time, but with --sweep" in capsys.readouterr().err
+    assert ": only with --sweep" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["lanes=1,2", "memory_len=64", "mem_len", "mem_len=", "mem_len=64,x", "mem_len=0"])

@@ -57,7 +57,7 @@ def test_figures_are_those_of_the_definitions() -> None:
 
 def test_a_report_survives_its_file(tmp_path: Path) -> None:
     report = make_report()
-    paths = write_report(report, tmp_path / "evaluations", "test-step-00000007", facts={"step": 7})
+    paths = write_report(report, tmp_path / "evaluations", "test-step-00000007", metadata={"step": 7})
     assert [path.name for path in paths] == ["test-step-00000007.csv", "test-step-00000007.json"]
     assert read_report(paths[1]) == report
     body = json.loads(paths[1].read_text())
@@ -83,7 +83,7 @@ def test_table_and_csv_show_documents_and_totals() -> None:
 
 
 def save_evaluation(run_dir: Path, report: Report, *, step: int = 5, tag: str = "") -> Path:
-    write_report(report, run_dir / "evaluations", f"{report.split}-step-{step:08d}{tag}", facts={})
+    write_report(report, run_dir / "evaluations", f"{report.split}-step-{step:08d}{tag}", metadata={})
     return run_dir
 
 
@@ -145,7 +145,7 @@ def test_a_report_without_memory_is_never_a_run_s_own(tmp_path: Path) -> None:
 def test_the_run_that_lacks_an_evaluation_is_named_wherever_it_stands(
     tmp_path: Path, position: int, exists: bool
 ) -> None:
-    """`compare runs/demo runs/nope` blamed runs/demo, for a split that nobody had asked for (issue 15)."""
+    """`compare runs/demo runs/nope` blamed runs/demo, for a split that nobody had asked for."""
     runs = [save_evaluation(tmp_path / name, make_report()) for name in ("one", "two")]
     nope = tmp_path / "nope"
     if exists:
@@ -218,7 +218,7 @@ def test_what_is_not_known_is_no_figure_and_shown_as_such(tmp_path: Path) -> Non
     report = replace(in_blocks(make_report()), documents=[empty], recall=[])
     assert report.figures() == {}
     assert report.figures() == replace(report, num_words=0).figures()
-    write_report(report, tmp_path, "test", facts={})
+    write_report(report, tmp_path, "test", metadata={})
     assert "NaN" not in (tmp_path / "test.json").read_text()
     assert "nan" not in to_table(report)
     assert shown(math.nan) == "n/a"

@@ -15,39 +15,29 @@ import torch
 
 from dist_mem.data.batch import IGNORE
 from dist_mem.data.shard import Index, ShardError, read_index, write_split
-from dist_mem.evaluation import scoring
-from dist_mem.evaluation import stream_scoring as stream
-from dist_mem.evaluation.evaluate import evaluate_split
+from dist_mem.evaluation import layouts, scoring
 from dist_mem.evaluation.report import Report
 from dist_mem.evaluation.scoring import EvaluationError
-from dist_mem.evaluation.stream_scoring import evaluate_stream
 from dist_mem.runtime.distributed import World
-from dist_mem.training.run import _open_data
+from dist_mem.training.opening import check_data
 from tests.support.ranks import RankPool
 from tests.support.scored_library import (
     ALONE,
     LENGTHS,
-    MEM_LEN,
     SEG_LEN,
     TOKENIZER,
     assert_same,
     make_config,
     make_document,
     make_model,
+    score,
 )
 
+pytestmark = pytest.mark.ranks
 
-def score_stream(index: Index, world: World = ALONE, *, num_lanes: int = 3, **overrides: Any) -> Report:
-    model = make_model()
-    given = {"seg_len": SEG_LEN, "mem_len": MEM_LEN, "micro_lanes": 2, "world": world, **overrides}
-    return evaluate_stream(
-        model,
-        lambda lane_ids: model.init_state(lane_ids, "cpu", torch.float32),
-        index=index,
-        tokenizer=TOKENIZER,
-        num_lanes=num_lanes,
-        **given,
-    )
+
+def score_stream(index: Index, world: World = ALONE, *, num_lanes: int = 3, **settings: Any) -> Report:
+    return score(index, make_model(), world=world, num_lanes=num_lanes, layout="stream", **settings)
 
 
 def score_here(world: World, library: Path, num_lanes: int) -> Report:
@@ -81,10 +71,10 @@ def plain_losses(num_lanes: int) -> tuple[np.ndarray, np.ndarray]:
 def test_every_token_counts_once_for_its_own_document(index: Index, num_lanes: int) -> None:
     (losses, hits), report = plain_losses(num_lanes), score_stream(index, num_lanes=num_lanes)
     ends = np.cumsum(LENGTHS)
-    for score, end, length in zip(report.documents, ends, LENGTHS, strict=True):
-        assert score.num_scored == length
-        assert score.nll == pytest.approx(losses[end - length : end].sum(), rel=1e-6)
-        assert score.hits == hits[end - length : end].sum()
+    for found, end, length in zip(report.documents, ends, LENGTHS, strict=True):
+        assert found.num_scored == length
+        assert found.nll == pytest.approx(losses[end - length : end].sum(), rel=1e-6)
+        assert found.hits == hits[end - length : end].sum()
     by_distance: dict[int, float] = {}
     recall = np.concatenate([make_document(number, length).recall for number, length in enumerate(LENGTHS)])
     for distance, loss in zip(recall.tolist(), losses.tolist(), strict=True):
@@ -109,18 +99,8 @@ def test_the_number_of_ranks_changes_no_figure(
 def test_one_document_in_one_lane_scores_as_in_the_layout_of_documents(tmp_path: Path) -> None:
     document = make_document(0, 100)
     write_split([document], tmp_path / "test", name="one", split="test", tokenizer_fingerprint=TOKENIZER.fingerprint)
-    model = make_model()
-    reports = [
-        evaluate_split(
-            model,
-            lambda lane_ids: model.init_state(lane_ids, "cpu", torch.float32),
-            config=make_config(data={"path": str(tmp_path)}, eval={"lanes": 1, "layout": layout}),
-            split="test",
-            tokenizer=TOKENIZER,
-            world=ALONE,
-        )
-        for layout in ("stream", "documents")
-    ]
+    index = read_index(tmp_path / "test")
+    reports = [score(index, make_model(), num_lanes=1, layout=layout) for layout in ("stream", "documents")]
     assert reports[0] == reports[1]
 
 
@@ -137,14 +117,14 @@ def test_masks_of_some_documents_hold_in_the_stream(tmp_path: Path) -> None:
     losses, _ = plain_losses(3)
     report = score_stream(read_index(tmp_path / "test"))
     ends = np.cumsum(LENGTHS)
-    for score, mask, end, length in zip(report.documents, masks, ends, LENGTHS, strict=True):
+    for found, mask, end, length in zip(report.documents, masks, ends, LENGTHS, strict=True):
         counted = losses[end - length : end][slice(None) if mask is None else mask]
-        assert score.num_scored == len(counted)
-        assert score.nll == pytest.approx(counted.sum(), rel=1e-6)
+        assert found.num_scored == len(counted)
+        assert found.nll == pytest.approx(counted.sum(), rel=1e-6)
 
 
 def test_a_token_that_is_not_scored_is_an_error(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = stream.stream_batches
+    batches = layouts.stream_batches
 
     def one_less(*args: Any, **kwargs: Any) -> Any:
         for number, groups in enumerate(batches(*args, **kwargs)):
@@ -152,7 +132,7 @@ def test_a_token_that_is_not_scored_is_an_error(index: Index, monkeypatch: pytes
                 groups[0][0].targets[0, 3] = IGNORE
             yield groups
 
-    monkeypatch.setattr(stream, "stream_batches", one_less)
+    monkeypatch.setattr(layouts, "stream_batches", one_less)
     with pytest.raises(EvaluationError, match="99 tokens scored, 100 expected"):
         score_stream(index)
 
@@ -178,4 +158,4 @@ def test_too_many_lanes_are_refused_before_the_training(library: Path) -> None:
     evaluation = {"every": 1, "split": "test", "layout": "stream", "lanes": 1000}
     config = make_config(data={"path": str(library), "train_split": "test"}, eval=evaluation)
     with pytest.raises(ValueError, match=r"eval\.lanes = 1000, but .*260 tokens"):
-        _open_data(config)
+        check_data(config, ["test", "test"])

@@ -24,6 +24,8 @@ from tests.support.jobs import build_books, train_here, write_config
 from tests.support.paths import ROOT
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.ranks
+
 LANES = 8  # of the training, see jobs.write_config
 
 

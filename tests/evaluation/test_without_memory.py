@@ -116,8 +116,8 @@ def make_report(recall: dict[int, tuple[float, int]], *, nll: float, num_scored:
 def test_the_command_writes_apart_and_prints_the_gain(
     library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told: list[dict[str, float]] = []
-    monkeypatch.setattr(evaluate, "log_to_run", lambda config, **given: told.append(given["metrics"]))
+    reported: list[dict[str, float]] = []
+    monkeypatch.setattr(evaluate, "log_to_run", lambda config, **given: reported.append(given["metrics"]))
     run_dir, _ = make_run(tmp_path, library, MEMORIES["lamemo"])
     command = ["evaluate", str(run_dir), "--split", "test", "tracking.mlflow=true", "eval.mem_len=24"]
     assert main([*command, "--without-memory"]) == EXIT_DONE
@@ -134,12 +134,12 @@ def test_the_command_writes_apart_and_prints_the_gain(
     assert main([*command, "--without-memory"]) == EXIT_DONE
     assert f"gain of the memory: {gain.nats:.4f} nats per token" in capsys.readouterr().out
     assert json.loads(Path(f"{name}-without-memory.json").read_text())["protocol"]["without_memory"] is True
-    assert told[0]["test-M24-without-memory/token_perplexity"] == without.token_perplexity
-    assert told[1]["test-M24/token_perplexity"] == with_memory.token_perplexity
+    assert reported[0]["test-M24-without-memory/token_perplexity"] == without.token_perplexity
+    assert reported[1]["test-M24/token_perplexity"] == with_memory.token_perplexity
 
 
 @pytest.mark.usefixtures("single_process")
-def test_a_report_of_other_tokens_is_named_and_no_gain_is_told(
+def test_a_report_of_other_tokens_is_named_and_no_gain_is_reported(
     library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir, _ = make_run(tmp_path, library, MEMORIES["transformer_xl"])
@@ -157,4 +157,4 @@ def test_a_report_of_other_tokens_is_named_and_no_gain_is_told(
 
 def test_it_is_no_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", "runs/x", "--without-memory", "--sweep", "mem_len=4"]) == EXIT_USAGE
-    assert "--without-memory: one evaluation at a time" in capsys.readouterr().err
+    assert "--without-memory: not with --sweep" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from dist_mem.generation.generate import generate, stream
 from dist_mem.generation.reading import Reading, next_log_probs, read, select, start
 from dist_mem.generation.sampling import Sampling, choose
 from dist_mem.memory.base import named_tensors
-from tests.support.contract_cases import CASES, SEG_LEN, small_model
+from tests.support.contract_cases import SEG_LEN, case_params, small_model
 
 BOS = VOCAB - 1
 PROMPT_LENS = [0, 1, SEG_LEN - 1, SEG_LEN, SEG_LEN + 1, 3 * SEG_LEN + 2]
@@ -70,8 +70,13 @@ def same_reading(one: Reading, other: Reading) -> bool:
 CUT_FROM_END = ["none", "infinite over causal", "infinite, sticky"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "cut"), [*((case, "start") for case in CASES), *((case, "end") for case in CUT_FROM_END)]
+    ("case", "cut"),
+    [
+        *(pytest.param(*case.values, "start", marks=case.marks) for case in case_params()),
+        *((case, "end") for case in CUT_FROM_END),
+    ],
 )
 def test_generation_equals_reading_the_document_anew_at_every_token(case: str, cut: str) -> None:
     """Whatever `data.cut` says: where a text ends is not known, so generation reads from its start."""
@@ -92,7 +97,8 @@ def test_generation_equals_reading_the_document_anew_at_every_token(case: str, c
         assert torch.equal(again, written)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", case_params())
 def test_a_lane_alone_writes_what_it_writes_in_a_batch(case: str) -> None:
     trained = trained_model(case)
     batch = read(trained, start(trained, len(PROMPT_LENS)), prompts())
@@ -106,7 +112,7 @@ def test_a_lane_alone_writes_what_it_writes_in_a_batch(case: str) -> None:
         assert torch.equal(written.tokens[0], together.tokens[lane])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", case_params())
 def test_how_tokens_came_to_be_read_does_not_matter_to_the_last_bit(case: str) -> None:
     trained = trained_model(case, torch.float32)
     prompt = prompts()[-1]

@@ -21,7 +21,10 @@ from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.generation.command import read_prompt
 from dist_mem.generation.text import printable
 from tests.support.jobs import build_books, train_here, write_config
+from tests.support.limits import limit
 from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.ranks
 
 SEG_LEN = 16  # of jobs.write_config
 PROMPT = "mirukoten solqua verba \u20ac"
@@ -143,7 +146,7 @@ def test_a_reader_that_has_enough_ends_it_quietly(folder: Path, tmp_path: Path, 
         [sys.executable, "-m", "dist_mem", *map(str, arguments)],
         stdout=writer,
         stderr=subprocess.PIPE,
-        timeout=120,
+        timeout=limit(120),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     os.close(writer)
@@ -154,7 +157,7 @@ def test_a_reader_that_has_enough_ends_it_quietly(folder: Path, tmp_path: Path, 
 
 def test_a_long_print_for_a_reader_that_has_enough_ends_quietly() -> None:
     command = f"{sys.executable} -m dist_mem config | true; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=limit(120))
     assert (done.stdout, done.stderr) == ("141\n", "")
 
 
@@ -182,7 +185,7 @@ def test_ctrl_c_ends_with_the_text_so_far(folder: Path, tmp_path: Path) -> None:
     assert process.stdout is not None
     begin = process.stdout.read(1)  # text comes while it is written: the whole would take hours
     process.send_signal(signal.SIGINT)
-    rest, err = process.communicate(timeout=120)
+    rest, err = process.communicate(timeout=limit(120))
     assert process.returncode == 0, err
     text = json.loads(out.read_text(encoding="utf-8"))["continuations"][0]["texts"][0]
     assert len(begin) == 1 and b"stopped; " in err and b"Traceback" not in err

@@ -8,23 +8,25 @@ import pytest
 import torch
 
 from dist_mem.contract.subject import VOCAB, Size, Subject
-from dist_mem.generation.short_segments import FEWEST, STEP, num_rows
+from dist_mem.generation.reading import ROW_STEP as STEP
+from dist_mem.generation.reading import num_rows
 from dist_mem.memory import memory_class
-from dist_mem.memory.base import Memory
 from dist_mem.model import MemoryLM
-from tests.support.contract_cases import CASES
+from tests.support.contract_cases import CASES, small_model
+from tests.support.contract_cases import SEG_LEN as CASES_LEN
+from tests.support.paths import EXAMPLES
 
 SEG_LEN = 3 * STEP
 
 
-def blocks() -> dict[str, dict[str, Any]]:
-    """The cases of the contract tests whose memories may be short, in the options that fit this segment."""
-    kinds = {name: block for name, block in CASES.items() if memory_class(block["kind"]) in FEWEST}
-    return {name: {**block, **memory_class(block["kind"]).small_options(SEG_LEN)} for name, block in kinds.items()}
-
-
 def model_of(block: dict[str, Any]) -> MemoryLM:
     return Subject(lambda _: block, Size(lanes=2, seg_len=SEG_LEN, segments=4, layers=3)).model().double().eval()
+
+
+def blocks() -> dict[str, dict[str, Any]]:
+    """The cases of the contract tests whose memories compute less than T rows, in the options that fit this segment."""
+    names = [name for name in CASES if small_model(name).memories()[0].min_seg_len < CASES_LEN]
+    return {name: {**CASES[name], **memory_class(CASES[name]["kind"]).small_options(SEG_LEN)} for name in names}
 
 
 @pytest.mark.parametrize("case", blocks())
@@ -37,7 +39,7 @@ def test_fewer_rows_give_the_same_outputs(case: str) -> None:
         tokens = torch.randint(0, VOCAB, (2, SEG_LEN), generator=generator)
         for longest in (2, STEP, STEP + 1):
             valid_len = torch.tensor([longest, 1])
-            rows = num_rows(model, longest, seg_len=SEG_LEN)
+            rows = num_rows(model, longest)
             assert longest <= rows < SEG_LEN
             whole = model.features(tokens, valid_len, state=state).hidden
             short = model.features(tokens[:, :rows], valid_len, state=state).hidden
@@ -48,26 +50,17 @@ def test_fewer_rows_give_the_same_outputs(case: str) -> None:
 
 def test_a_complete_segment_has_all_its_rows() -> None:
     model = model_of({"kind": "none"})
-    assert [num_rows(model, longest, seg_len=SEG_LEN) for longest in (1, STEP, STEP + 1, 2 * STEP + 1, SEG_LEN)] == [
+    assert [num_rows(model, open_len) for open_len in (1, STEP, STEP + 1, 2 * STEP + 1, SEG_LEN)] == [
         STEP, STEP, 2 * STEP, SEG_LEN, SEG_LEN
     ]  # fmt: skip
-    assert num_rows(model, 40, seg_len=40) == 40
 
 
 def test_compression_has_as_many_rows_as_one_compressed_row_takes() -> None:
     block = {"kind": "compressive", "mem_len": SEG_LEN, "cmem_len": 4, "compression_rate": STEP + 1}
-    assert num_rows(model_of(block), 1, seg_len=SEG_LEN) == 2 * STEP
+    assert num_rows(model_of(block), 1) == 2 * STEP
 
 
-def test_memories_that_were_not_tried_get_whole_segments() -> None:
-    class Unknown(memory_class("transformer_xl")):  # type: ignore[misc]
-        pass
-
-    model = model_of({"kind": "transformer_xl", "mem_len": SEG_LEN})
-    assert num_rows(model, 1, seg_len=SEG_LEN) == STEP
-    last = model.blocks[-1]
-    assert isinstance(last.memory, Memory)
-    last.memory = Unknown(last.memory.spec, last.memory.options)
-    assert num_rows(model, 1, seg_len=SEG_LEN) == SEG_LEN
-    assert num_rows(model_of(CASES["infinite"]), 1, seg_len=SEG_LEN) == SEG_LEN
-    assert num_rows(torch.nn.Linear(1, 1), 1, seg_len=SEG_LEN) == SEG_LEN
+def test_a_memory_gets_whole_segments_unless_it_says_otherwise() -> None:
+    assert num_rows(model_of({"kind": "transformer_xl", "mem_len": SEG_LEN}), 1) == STEP
+    assert num_rows(model_of({"kind": str(EXAMPLES / "averages.py:Averages")}), 1) == SEG_LEN
+    assert num_rows(model_of(CASES["infinite"]), 1) == SEG_LEN

@@ -13,7 +13,7 @@ from dist_mem.config import Config, DataConfig, TrainConfig
 from dist_mem.contract.subject import VOCAB
 from dist_mem.evaluation.trained_model import TrainedModel
 from tests.generation.test_generation import BOS, same_reading, trained_model
-from tests.support.contract_cases import CASES, SEG_LEN
+from tests.support.contract_cases import SEG_LEN, case_params
 
 LENGTH = 3 * SEG_LEN + 2
 SPLITS = [0, 1, SEG_LEN - 1, SEG_LEN, SEG_LEN + 1, 3 * SEG_LEN - 1, LENGTH]
@@ -35,8 +35,9 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.nan_to_num(-1.0), other.nan_to_num(-1.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", case_params())
 def test_a_text_scored_in_parts_scores_as_the_whole_to_the_last_bit(case: str, blocks: bool) -> None:
     """Issue 15: a continued text lost the tokens of the open segment, and BOS was put before the rest."""
     trained, tokens = model(case, blocks=blocks), text()

@@ -153,7 +153,7 @@ def small_folder(tmp_path: Path, **changes: Any) -> Path:
     return tmp_path
 
 
-def test_sizes_that_are_not_the_folders_are_told_with_the_right_ones(tmp_path: Path) -> None:
+def test_sizes_that_are_not_the_folders_are_reported_with_the_right_ones(tmp_path: Path) -> None:
     folder = small_folder(tmp_path)
     config = gpt2_config(model={"pretrained": str(folder), "num_layers": 2, "d_inner": 64})
     with pytest.raises(UnusableError, match=r"set model\.num_layers=3 model\.d_inner=96"):

@@ -31,7 +31,7 @@ def test_configuration_is_read_from_the_copy_though_its_files_are_edited_or_gone
     assert load_config(["a.yaml", "train.seed=4"]) == before
 
 
-def test_copy_has_the_package_and_what_git_says_of_it_and_no_more(tmp_path: Path) -> None:
+def test_copy_has_the_package_and_its_git_state_and_no_more(tmp_path: Path) -> None:
     snapshot.make(tmp_path / "copy", [], {"tags": {"a": "b"}, "diff": "c", "commit": "d+"})
     assert sorted(path.name for path in (tmp_path / "copy" / "code").iterdir()) == ["dist_mem", "git.json"]
     package = tmp_path / "copy" / "code" / "dist_mem"

@@ -14,8 +14,11 @@ from pathlib import Path
 import pytest
 
 from dist_mem.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USAGE
-from tests.support.jobs import logged_steps, losses, run_ranks, wait_for, write_config
-from tests.support.ranks import free_port
+from dist_mem.runtime.network_interface import free_port
+from tests.support.jobs import logged_steps, losses, run_ranks, write_config
+from tests.support.limits import limit, wait_until
+
+pytestmark = pytest.mark.ranks
 
 BIN = Path(sys.executable).parent
 NODES = ("127.0.0.2", "127.0.0.3")
@@ -66,11 +69,13 @@ def ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     daemon = subprocess.Popen([SSHD, "-D", "-f", str(folder / "sshd_config"), "-E", str(folder / "log")])
     try:
         answers = [str(wrapper), NODES[1], "true"]
-        wait_for(lambda: subprocess.run(answers, capture_output=True, check=False).returncode == 0, "sshd", seconds=30)
+        wait_until(
+            lambda: subprocess.run(answers, capture_output=True, check=False).returncode == 0, "sshd", seconds=30
+        )
         yield wrapper.parent
     finally:
         daemon.terminate()
-        daemon.wait(30)
+        daemon.wait(limit(30))
 
 
 def start(ssh: Path, config: Path, *overrides: str) -> subprocess.Popen[str]:
@@ -105,14 +110,14 @@ def ranks_of(run: Path) -> dict[int, int]:
 
 def finish(launcher: subprocess.Popen[str]) -> tuple[int, str]:
     try:
-        text = launcher.communicate(timeout=200)[0]
+        text = launcher.communicate(timeout=limit(200))[0]
     finally:
         launcher.kill()
     return launcher.returncode, text
 
 
 @pytest.mark.nightly
-def test_a_hostfile_trains_over_ssh_and_hands_on_every_exit_code(tmp_path: Path, books: Path, ssh: Path) -> None:
+def test_hostfile_trains_over_ssh_and_passes_on_every_exit_code(tmp_path: Path, books: Path, ssh: Path) -> None:
     changes = {"train": {"steps": 4}, "model": {"dropout": 0.0}}
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", changes)
     code, text = finish(start(ssh, config))
@@ -127,7 +132,7 @@ def test_a_hostfile_trains_over_ssh_and_hands_on_every_exit_code(tmp_path: Path,
 
     launcher = start(ssh, config, "train.steps=100000")
     try:
-        wait_for(lambda: len(logged_steps(tmp_path / "run")) > 6, "steps of the longer run")
+        wait_until(lambda: len(logged_steps(tmp_path / "run")) > 6, "steps of the longer run")
         os.kill(ranks_of(tmp_path)[1], signal.SIGUSR2)
         code, text = finish(launcher)
         assert code == EXIT_REQUEUE, text
@@ -136,7 +141,7 @@ def test_a_hostfile_trains_over_ssh_and_hands_on_every_exit_code(tmp_path: Path,
 
         launcher = start(ssh, config, "train.steps=100000")
         begun = len(logged_steps(tmp_path / "run"))
-        wait_for(lambda: len(logged_steps(tmp_path / "run")) > begun + 3, "steps after the restart")
+        wait_until(lambda: len(logged_steps(tmp_path / "run")) > begun + 3, "steps after the restart")
         os.kill(ranks_of(tmp_path)[1], signal.SIGKILL)
         code, text = finish(launcher)
         assert code == 256 - signal.SIGKILL, text

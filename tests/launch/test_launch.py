@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from dist_mem.runtime.network_interface import free_port
 from tests.support.jobs import losses, write_config
+from tests.support.limits import limit
 from tests.support.paths import ROOT
-from tests.support.ranks import free_port
+
+pytestmark = pytest.mark.ranks
 
 BIN = Path(sys.executable).parent
 
@@ -40,7 +43,7 @@ def launch(name: str, config: Path, *overrides: str, python_path: str = "") -> s
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=limit(200),
     )
 
 
@@ -49,6 +52,7 @@ def shared_buffers() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("deepspeed_allreduce_buffer_*")}
 
 
+@pytest.mark.slow
 def test_all_launchers_train_to_the_same_losses(tmp_path: Path, books: Path) -> None:
     found = {}
     before = shared_buffers()
@@ -63,6 +67,7 @@ def test_all_launchers_train_to_the_same_losses(tmp_path: Path, books: Path) -> 
     assert shared_buffers() <= before, "66 MiB of memory a rank would stay behind"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(LAUNCHERS))
 def test_launcher_passes_the_exit_code_of_a_refused_configuration(tmp_path: Path, books: Path, name: str) -> None:
     done = launch(name, write_config(tmp_path / "run.yaml", books, tmp_path / "run"), "train.lane=4")
@@ -71,8 +76,9 @@ def test_launcher_passes_the_exit_code_of_a_refused_configuration(tmp_path: Path
     assert (done.stdout + done.stderr).count("train.lane: unknown key; did you mean train.lanes?") == 1
 
 
-def test_torchrun_does_not_end_the_rank_that_tells_before_it_has_told(tmp_path: Path, books: Path) -> None:
-    """It ends all ranks as soon as one has ended; rank 0, which alone tells, is the slower one here."""
+@pytest.mark.slow
+def test_torchrun_does_not_end_the_reporting_rank_before_it_has_printed(tmp_path: Path, books: Path) -> None:
+    """It ends all ranks as soon as one has ended; rank 0, which alone prints, is the slower one here."""
     slow = tmp_path / "slow" / "sitecustomize.py"
     slow.parent.mkdir()
     slow.write_text("import os, time\nif os.environ.get('RANK') == '0':\n    time.sleep(1.0)\n", encoding="utf-8")

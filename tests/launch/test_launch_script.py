@@ -1,4 +1,4 @@
-"""The batch script as it is rendered: golden files, sites, wrong values; and that it hands its arguments on unharmed.
+"""The batch script as it is rendered: golden files, sites, wrong values; and that it passes its arguments on unchanged.
 
 What it does after its ranks have ended is in test_slurm_script.py.
 """
@@ -80,7 +80,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that is all of PATH."""
     (tmp_path / "programs").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "programs"))
-    monkeypatch.setitem(sys.modules, "dist_mem.training.loop", None)  # training would fail
+    monkeypatch.setitem(sys.modules, "dist_mem.training.run", None)  # training would fail
     return tmp_path / "programs"
 
 
@@ -148,9 +148,9 @@ def test_wrong_value_is_refused_with_its_key_and_the_fix(
     assert not (tmp_path / "run").exists()
 
 
-def test_all_wrong_values_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_wrong_values_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "train.steps=1", "launch.nodes=x", "launch.env=[A]", "launch.image=b", "--dry-run"]) == 2
-    assert capsys.readouterr().err.count("launch.") == 4  # launch.image stands beside launch.container
+    assert capsys.readouterr().err.count("launch.") == 4  # launch.image is in the line of launch.container
 
 
 @pytest.mark.parametrize(
@@ -181,8 +181,8 @@ def test_script_to_fill_in_has_a_line_for_all_that_clusters_ask_for() -> None:
         assert f"\n##SBATCH --{option}" in text
 
 
-def test_dry_run_hands_in_nothing(tmp_path: Path, programs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    program(programs / "sbatch", f"#!/bin/sh\n: >{tmp_path}/handed_in\n")
+def test_dry_run_submits_nothing(tmp_path: Path, programs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program(programs / "sbatch", f"#!/bin/sh\n: >{tmp_path}/submitted\n")
     script = rendered(capsys, "train.steps=1", f"run_dir={tmp_path / 'run'}", "--nodes", "60-64", "--dry-run")
     assert "#SBATCH --nodes=60-64\n" in script
     assert sorted(path.name for path in tmp_path.iterdir()) == ["programs"]
@@ -251,7 +251,8 @@ def test_shell_expands_names_in_a_site_and_nothing_else(
     assert not (tmp_path / "gone").exists()
 
 
-def test_refusal_of_sbatch_is_told(slurm: Cluster, tmp_path: Path) -> None:
+@pytest.mark.slurm
+def test_refusal_of_sbatch_is_reported(slurm: Cluster, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dist_mem", "launch", "train.steps=1", f"run_dir={tmp_path / 'run'}"]
     wrong = ["preflight=false", "launch.gpus_per_node=0", "--partition", "absent"]
     done = subprocess.run([*command, *wrong], env=slurm.environment, capture_output=True, text=True, check=False)
@@ -261,7 +262,7 @@ def test_refusal_of_sbatch_is_told(slurm: Cluster, tmp_path: Path) -> None:
     assert slurm.call("squeue", "--noheader") == ""
 
 
-# In place of dist-mem: what each process is told, a line of JSON in a file of its own.
+# In place of dist-mem: writes the arguments of each process, a line of JSON in a file of its own.
 TOLD = f"""#!{sys.executable}
 import json, os, sys
 name = sys.argv[1] + os.environ.get("SLURM_PROCID", "") if sys.argv[1] == "train" else sys.argv[1]
@@ -272,7 +273,7 @@ if name == "train0":
         json.dump(dict(os.environ), file)
 print("run")
 """
-# In place of Apptainer, which is not at hand in tests: notes its arguments and executes what stands after the image.
+# In place of Apptainer, which tests do not have: writes its arguments and executes what stands after the image.
 APPTAINER = """#!/bin/bash
 printf '%s\\n' "$@" >"$TOLD/apptainer-$$"
 while [ "$1" != image.sif ]; do shift; done
@@ -283,8 +284,8 @@ exec "$@"
 
 @pytest.fixture
 def job(slurm: Cluster, tmp_path: Path) -> Path:
-    """A folder to hand jobs in from: stand-ins in bin/, what they are told in told/."""
-    for name in ("bin", "told"):
+    """A folder to submit jobs from: stand-ins in bin/, their arguments in received/."""
+    for name in ("bin", "received"):
         (tmp_path / name).mkdir()
     program(tmp_path / "bin" / "dist-mem", TOLD)
     program(tmp_path / "bin" / "apptainer", APPTAINER)
@@ -295,9 +296,9 @@ def job(slurm: Cluster, tmp_path: Path) -> Path:
 
 
 def finish(slurm: Cluster, folder: Path, *command: str) -> str:
-    """Run a command that hands in a job, see the job done; what the command says."""
+    """Run a command that submits a job, wait for its end, and return the command's output."""
     path = f"{folder / 'bin'}{os.pathsep}{slurm.environment['PATH']}"
-    environment = {**slurm.environment, "PATH": path, "TOLD": str(folder / "told"), "PYTHONPATH": str(ROOT)}
+    environment = {**slurm.environment, "PATH": path, "TOLD": str(folder / "received"), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     number = done.stdout.split()[-1]
@@ -307,10 +308,11 @@ def finish(slurm: Cluster, folder: Path, *command: str) -> str:
     return done.stderr
 
 
-def told(folder: Path) -> dict[str, list[str]]:
-    return {path.name: json.loads(path.read_text()) for path in (folder / "told").glob("[ct]*")}
+def received(folder: Path) -> dict[str, list[str]]:
+    return {path.name: json.loads(path.read_text()) for path in (folder / "received").glob("[ct]*")}
 
 
+@pytest.mark.slurm
 def test_arguments_reach_every_rank_as_they_were_given(slurm: Cluster, job: Path) -> None:
     arguments = ["my config.yaml", AWKWARD, "train.epochs=null", "launch.nodes=2"]
     said = finish(
@@ -318,28 +320,30 @@ def test_arguments_reach_every_rank_as_they_were_given(slurm: Cluster, job: Path
     )
     assert "submitted: run/slurm/job.sbatch; its logs, one a node: run/slurm/" in said
     arguments.append("run_dir=run")
-    assert told(job) == {
+    assert received(job) == {
         "config": ["config", "--get", "run_dir", *arguments],
         **{f"train{rank}": ["train", *arguments] for rank in range(4)},
     }
     assert not (job / "gone").exists()
 
 
+@pytest.mark.slurm
 def test_script_names_no_folder_for_compiled_code_that_others_could_have_made(slurm: Cluster, job: Path) -> None:
-    """Each rank looks whose it is, on its own node (test_node_caches.py); the script sees only the first one."""
+    """Each rank looks for its own caches, on its own node (test_node_caches.py); the script sees only the first one."""
     finish(slurm, job, sys.executable, "-m", "dist_mem", "launch", "my config.yaml", "run_dir=run", "--time", "0:10:00")
-    found = json.loads((job / "told" / "environment").read_text())
+    found = json.loads((job / "received" / "environment").read_text())
     shared = found.get("DIST_MEM_CACHES", "/tmp")
     named = {name: path for name, path in found.items() if path.startswith(f"{shared}/dist_mem")}
     assert named == {}
 
 
+@pytest.mark.slurm
 def test_ranks_have_their_environment_where_sbatch_exports_none(slurm: Cluster, job: Path) -> None:
     """srun takes --export=NONE for itself too, from the environment that sbatch makes: ranks would have no PATH."""
-    site = {"setup": [f"export PATH={job / 'bin'}:$PATH TOLD={job / 'told'}"], "directives": ["--export=NONE"]}
+    site = {"setup": [f"export PATH={job / 'bin'}:$PATH TOLD={job / 'received'}"], "directives": ["--export=NONE"]}
     (job / "site.yaml").write_text(json.dumps({"launch": site}))
     finish(slurm, job, sys.executable, "-m", "dist_mem", "launch", "my config.yaml", "site.yaml", "run_dir=run")
-    assert told(job)["train0"][:2] == ["train", "my config.yaml"]
+    assert received(job)["train0"][:2] == ["train", "my config.yaml"]
 
 
 def test_setup_may_use_variables_that_are_not_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -371,6 +375,7 @@ def test_threads_that_the_user_has_set_stay(
     assert done.stdout.strip() == threads
 
 
+@pytest.mark.slurm
 def test_line_of_an_array_reaches_every_rank_with_its_quotes(
     slurm: Cluster, job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -379,13 +384,14 @@ def test_line_of_an_array_reaches_every_rank_with_its_quotes(
     (job / "sweep.txt").write_text("'not this.yaml'\n'my config.yaml' \"name=a 'b' c\" train.seed=3 x=[1,\\ 2]\n")
     command = ["sbatch", "--parsable", "--array=2", "array.sbatch", "sweep.txt"]
     finish(slurm, job, *command)
-    assert told(job)["train0"] == ["train", "my config.yaml", "name=a 'b' c", "train.seed=3", "x=[1, 2]"]
+    assert received(job)["train0"] == ["train", "my config.yaml", "name=a 'b' c", "train.seed=3", "x=[1, 2]"]
 
 
+@pytest.mark.slurm
 def test_every_command_of_an_apptainer_job_runs_in_the_image(slurm: Cluster, job: Path) -> None:
     site = ["launch.container=apptainer", "launch.image=image.sif", "launch.mounts=[/my data]", "launch.nodes=2"]
     finish(slurm, job, sys.executable, "-m", "dist_mem", "launch", "my config.yaml", "run_dir=run", *site)
-    called = [path.read_text().splitlines() for path in (job / "told").glob("apptainer-*")]
+    called = [path.read_text().splitlines() for path in (job / "received").glob("apptainer-*")]
     image = ["exec", "--bind", str(job), "--pwd", str(job), "--bind", "/my data", "image.sif", "dist-mem"]
     assert [call[: len(image)] for call in called] == [image] * 5, "the configuration, and four ranks"
-    assert sorted(told(job)) == ["config", "train0", "train1", "train2", "train3"]
+    assert sorted(received(job)) == ["config", "train0", "train1", "train2", "train3"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_mem.runtime import environment
+from dist_mem.runtime import compilers
 
 OTHER = 65534  # nobody
 VARIABLES = ("TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "MPLCONFIGDIR")
@@ -49,7 +49,7 @@ def test_folder_that_others_may_fill_is_never_used(
 ) -> None:
     folder = node_disk / f"dist_mem-{os.getuid()}"
     plant(folder)
-    environment.use_node_caches()
+    compilers.use_node_caches()
     used = [Path(os.environ[name]) for name in VARIABLES]
     assert all(path.is_relative_to(node_disk.parent / "home") for path in used), used
     assert f"{folder} must be a folder of this user" in capsys.readouterr().err
@@ -58,7 +58,7 @@ def test_folder_that_others_may_fill_is_never_used(
 def test_own_folder_is_made_for_its_user_alone_and_used(node_disk: Path) -> None:
     os.environ["TRITON_CACHE_DIR"] = "/mine"
     for _ in range(2):  # made, then found
-        environment.use_node_caches()
+        compilers.use_node_caches()
     folder = node_disk / f"dist_mem-{os.getuid()}"
     assert folder.stat().st_mode & 0o777 == 0o700
     assert os.environ["TORCH_EXTENSIONS_DIR"] == str(folder / "torch_extensions")
@@ -67,5 +67,5 @@ def test_own_folder_is_made_for_its_user_alone_and_used(node_disk: Path) -> None
 
 def test_without_a_node_disk_nothing_is_set(node_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DIST_MEM_CACHES")
-    environment.use_node_caches()
+    compilers.use_node_caches()
     assert not set(VARIABLES) & os.environ.keys()

@@ -15,9 +15,10 @@ import pytest
 
 from tests.launch.test_slurm_jobs import path_of
 from tests.support.jobs import logged_steps, write_config
+from tests.support.limits import limit
 from tests.support.slurm_cluster import Cluster
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 LAUNCH = {"gpus_per_node": "0", "tasks_per_node": 2, "time": "0:20:00"}
 
@@ -38,7 +39,7 @@ class Run(NamedTuple):
         variables = {**self.slurm.environment, **own, **environment}
         command = [sys.executable, "-m", "dist_mem", *arguments]
         done = subprocess.run(
-            command, cwd=self.folder, env=variables, capture_output=True, text=True, timeout=300, check=False
+            command, cwd=self.folder, env=variables, capture_output=True, text=True, timeout=limit(300), check=False
         )
         print(f"$ dist-mem {' '.join(arguments)}   # exit code {done.returncode}\n{done.stdout}{done.stderr}")
         assert done.returncode == code, done.stdout + done.stderr
@@ -145,8 +146,8 @@ def test_cancelled_job_saves_and_stays_cancelled(make_run: Callable[..., Run], r
     assert running["step"] >= 20 and running["steps"] == 100_000
     assert min(running[key] for key in ("loss", "tokens_per_second", "steps_per_second", "seconds_left")) > 0
     assert "step" in run.call("logs", "run")[0]
-    told = run.call("cancel", "run")[0]
-    assert f"job {job}" in told and "will not start again" in told
+    printed = run.call("cancel", "run")[0]
+    assert f"job {job}" in printed and "will not start again" in printed
     assert run.slurm.call("squeue", "--noheader") == ""
     steps = sorted(path.name for path in (run.directory / "checkpoints").glob("step-*"))
     assert len(steps) == 1, "it has saved where it stopped"

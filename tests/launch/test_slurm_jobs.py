@@ -21,11 +21,12 @@ from dist_mem.launch.script import render
 from dist_mem.runtime.environment import extension_cache
 from dist_mem.tracking.mlflow_run import connect
 from tests.launch.test_slurm_script import ENDED, launch_block
-from tests.support.jobs import logged_steps, run_ranks, wait_for, write_config
+from tests.support.jobs import logged_steps, run_ranks, write_config
+from tests.support.limits import wait_until
 from tests.support.paths import ROOT
 from tests.support.slurm_cluster import Cluster
 
-pytestmark = pytest.mark.timeout(1800)  # minutes on a busy machine
+pytestmark = [pytest.mark.ranks, pytest.mark.slurm, pytest.mark.timeout(1800)]  # minutes on a busy machine
 BIN = Path(sys.executable).parent
 STICKY = {
     "kind": "infinite",
@@ -48,7 +49,7 @@ def job_config(
     return path
 
 
-class Handed(NamedTuple):
+class Submitted(NamedTuple):
     """A job in the queue."""
 
     job: str
@@ -57,7 +58,7 @@ class Handed(NamedTuple):
 
     def wait_for_step(self, slurm: Cluster, step: int) -> None:
         """Until it has logged that step."""
-        wait_for(
+        wait_until(
             lambda: max(logged_steps(self.run), default=0) >= step or slurm.state(self.job) in ENDED,
             f"step {step}",
             seconds=240,
@@ -70,21 +71,21 @@ class Handed(NamedTuple):
         return "\n".join(f"== {path.name}\n{path.read_text()}" for path in paths)
 
 
-def hand_in(
+def submit(
     slurm: Cluster, folder: Path, config: Path, *, environment: dict[str, str] | None = None, **launch: Any
-) -> Handed:
+) -> Submitted:
     folder.mkdir(exist_ok=True)
     (folder / "job.sbatch").write_text(render(launch_block(**launch), job_name="trial"))
     job = slurm.submit(
         f"--chdir={folder}", str(folder / "job.sbatch"), str(config), **path_of(slurm), **(environment or {})
     )
-    return Handed(job, Path(OmegaConf.load(config).run_dir), folder)
+    return Submitted(job, Path(OmegaConf.load(config).run_dir), folder)
 
 
 def path_of(slurm: Cluster) -> dict[str, str]:
     """The environment of sbatch: this installation, and where DeepSpeed's op is compiled already."""
     compiled = os.environ.get("TORCH_EXTENSIONS_DIR", str(extension_cache()))
-    ranks = {"RANK": "0", "WORLD_SIZE": "1"}  # of the shell that hands it in: they must not count
+    ranks = {"RANK": "0", "WORLD_SIZE": "1"}  # of the submitting shell, which must not count
     return {**ranks, "PATH": f"{BIN}{os.pathsep}{slurm.environment['PATH']}", "TORCH_EXTENSIONS_DIR": compiled}
 
 
@@ -118,9 +119,9 @@ def newest(run: Path) -> Path:
     return max(path for path in (run / "checkpoints").iterdir() if path.name.startswith("step-"))
 
 
-def one_signal(slurm: Cluster, rank: int, number: signal.Signals, handed: Handed) -> None:
-    wait_for(lambda: rank in pids_of_ranks(slurm, handed.job), "the rank's process")
-    os.kill(pids_of_ranks(slurm, handed.job)[rank], number)
+def one_signal(slurm: Cluster, rank: int, number: signal.Signals, submitted: Submitted) -> None:
+    wait_until(lambda: rank in pids_of_ranks(slurm, submitted.job), "the rank's process")
+    os.kill(pids_of_ranks(slurm, submitted.job)[rank], number)
 
 
 def test_signal_to_one_rank_saves_requeues_and_ends_as_if_nothing_had_been(
@@ -129,25 +130,25 @@ def test_signal_to_one_rank_saves_requeues_and_ends_as_if_nothing_had_been(
     changes = {"train": {"steps": 100}, "checkpoint": {"every": None}}
     tracked = {"tracking": {"mlflow": True, "uri": sqlite_uri, "system_metrics": False, "every": 10, "send": "always"}}
     config = job_config(tmp_path / "job.yaml", books, tmp_path / "run", changes, tracked, memory=STICKY)
-    handed = hand_in(slurm, tmp_path / "slurm", config)
-    handed.wait_for_step(slurm, 10)
-    one_signal(slurm, 1, signal.SIGUSR2, handed)
-    assert slurm.wait_for_state(handed.job, *ENDED) == "COMPLETED", handed.log()
-    assert slurm.facts(handed.job)["Restarts"] == "1"
-    assert handed.log().count("requeued") == 1
+    submitted = submit(slurm, tmp_path / "slurm", config)
+    submitted.wait_for_step(slurm, 10)
+    one_signal(slurm, 1, signal.SIGUSR2, submitted)
+    assert slurm.wait_for_state(submitted.job, *ENDED) == "COMPLETED", submitted.log()
+    assert slurm.facts(submitted.job)["Restarts"] == "1"
+    assert submitted.log().count("requeued") == 1
 
     straight = job_config(tmp_path / "straight.yaml", books, tmp_path / "straight", changes, memory=STICKY)
     codes, text = run_ranks(["train", str(straight)], world_size=2, cwd=tmp_path)
     assert codes == [0, 0], text
-    assert len(list((handed.run / "checkpoints").glob("step-*"))) == 2, "one of the stop, one of the end"
-    assert_same_checkpoint(newest(handed.run), newest(tmp_path / "straight"))
+    assert len(list((submitted.run / "checkpoints").glob("step-*"))) == 2, "one of the stop, one of the end"
+    assert_same_checkpoint(newest(submitted.run), newest(tmp_path / "straight"))
 
     client = connect(sqlite_uri)
-    run_id = (handed.run / "mlflow_run_id").read_text().strip()
+    run_id = (submitted.run / "mlflow_run_id").read_text().strip()
     run = client.get_run(run_id)
     assert run.info.status == "FINISHED"
     assert [point.step for point in client.get_metric_history(run_id, "loss")] == list(range(10, 101, 10))
-    assert run.data.tags["SLURM_JOB_ID"] == handed.job
+    assert run.data.tags["SLURM_JOB_ID"] == submitted.job
     assert run.data.tags["SLURM_RESTART_COUNT"] == "1"
 
 
@@ -162,24 +163,26 @@ def test_edit_in_mid_run_does_not_enter_at_the_next_start(
     memory = {"kind": f"{tmp_path}/mine.py:Averages"}
     config = job_config(tmp_path / "job.yaml", books, tmp_path / "run", changes, memory=memory)
     code = {"PYTHONPATH": f"{tmp_path}/code"}
-    handed = hand_in(slurm, tmp_path / "slurm", config, environment=code, snapshot=True, restart=restart)
-    handed.wait_for_step(slurm, 10)
+    submitted = submit(slurm, tmp_path / "slurm", config, environment=code, snapshot=True, restart=restart)
+    submitted.wait_for_step(slurm, 10)
     for path in (tmp_path / "code" / "dist_mem" / "__main__.py", tmp_path / "mine.py"):
         path.write_text("raise SystemExit('an edit has entered')\n")
     config.write_text(f"run_dir: {tmp_path}/other\ntrain: {{steps: 7}}\n")
-    one_signal(slurm, 1, signal.SIGUSR2, handed)
-    assert slurm.wait_for_state(handed.job, *ENDED) == ("COMPLETED" if restart == "requeue" else "FAILED"), handed.log()
+    one_signal(slurm, 1, signal.SIGUSR2, submitted)
+    assert slurm.wait_for_state(submitted.job, *ENDED) == ("COMPLETED" if restart == "requeue" else "FAILED"), (
+        submitted.log()
+    )
     slurm.wait(lambda: not slurm.call("squeue", "--noheader"), "the job after it", seconds=180)
-    assert logged_steps(handed.run) == list(range(1, 101)), handed.log()
-    assert "an edit has entered" not in handed.log()
+    assert logged_steps(submitted.run) == list(range(1, 101)), submitted.log()
+    assert "an edit has entered" not in submitted.log()
     assert not (tmp_path / "other").exists()
-    (copied,) = handed.run.glob("slurm/*/snapshot")
+    (copied,) = submitted.run.glob("slurm/*/snapshot")
     assert sorted(path.name for path in copied.iterdir()) == ["code", "files"]
     if restart == "requeue":
-        assert not list(handed.folder.glob(".dist_mem-*")), "the pointer goes with the job"
+        assert not list(submitted.folder.glob(".dist_mem-*")), "the pointer goes with the job"
 
 
-def test_array_trains_every_line_once_however_often_it_is_handed_in(
+def test_array_trains_every_line_once_however_often_it_is_submitted(
     slurm: Cluster, books: Path, tmp_path: Path
 ) -> None:
     changes = {"train": {"steps": 20}, "launch": {"nodes": "1"}}
@@ -219,46 +222,52 @@ def test_time_limit_is_met_with_a_save_and_a_requeue(slurm: Cluster, books: Path
     """The signal of --signal, from Slurm itself; the clock would come later."""
     changes = {"train": {"steps": 4000}, "checkpoint": {"every": None}, "tracking": {"every": 100}}
     config = job_config(tmp_path / "job.yaml", books, tmp_path / "run", changes, memory=STICKY)
-    handed = hand_in(slurm, tmp_path / "slurm", config, time="0:01:00", signal_seconds=40)
-    assert slurm.wait_for_state(handed.job, *ENDED, seconds=900) == "COMPLETED", handed.log()
-    restarts = int(slurm.facts(handed.job)["Restarts"])
-    assert restarts >= 1 and handed.log().count("requeued") == restarts
-    assert handed.log().count("by a signal (SIGUSR2") == restarts
+    submitted = submit(slurm, tmp_path / "slurm", config, time="0:01:00", signal_seconds=40)
+    assert slurm.wait_for_state(submitted.job, *ENDED, seconds=900) == "COMPLETED", submitted.log()
+    restarts = int(slurm.facts(submitted.job)["Restarts"])
+    assert restarts >= 1 and submitted.log().count("requeued") == restarts
+    assert submitted.log().count("by a signal (SIGUSR2") == restarts
     straight = job_config(tmp_path / "straight.yaml", books, tmp_path / "straight", changes, memory=STICKY)
     codes, text = run_ranks(["train", str(straight)], world_size=2, cwd=tmp_path)
     assert codes == [0, 0], text
-    assert_same_checkpoint(newest(handed.run), newest(tmp_path / "straight"))
+    assert_same_checkpoint(newest(submitted.run), newest(tmp_path / "straight"))
 
 
 class Event(NamedTuple):
     """Something that happens to a job, and what is to come of it."""
 
-    happen: Callable[[Cluster, Handed], Any]
+    happen: Callable[[Cluster, Submitted], Any]
     state: str
     restarts: int
 
 
-def node_down(slurm: Cluster, handed: Handed) -> None:
+def node_down(slurm: Cluster, submitted: Submitted) -> None:
     slurm.call("scontrol", "update", "nodename=node2", "state=down", "reason=test")
-    slurm.wait(lambda: slurm.state(handed.job) != "RUNNING", "the job to be taken off the node")
+    slurm.wait(lambda: slurm.state(submitted.job) != "RUNNING", "the job to be taken off the node")
     slurm.call("scontrol", "update", "nodename=node2", "state=resume", check=False)  # or it has come back by itself
 
 
-def preemption(slurm: Cluster, handed: Handed) -> None:
+def preemption(slurm: Cluster, submitted: Submitted) -> None:
     wanted = ("--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null")
     slurm.submit(*wanted, "--wrap=sleep 2")
-    slurm.wait(lambda: slurm.state(handed.job) != "RUNNING", "the job to give way")
+    slurm.wait(lambda: slurm.state(submitted.job) != "RUNNING", "the job to give way")
 
 
 EVENTS = {
     "preemption": Event(preemption, "COMPLETED", 1),
-    "scontrol requeue": Event(lambda slurm, handed: slurm.call("scontrol", "requeue", handed.job), "COMPLETED", 1),
-    "scancel --signal=TERM": Event(
-        lambda slurm, handed: slurm.call("scancel", "--signal=TERM", handed.job), "COMPLETED", 1
+    "scontrol requeue": Event(
+        lambda slurm, submitted: slurm.call("scontrol", "requeue", submitted.job), "COMPLETED", 1
     ),
-    "scancel": Event(lambda slurm, handed: slurm.call("scancel", handed.job), "CANCELLED", 0),
-    "kill -9 of rank 0": Event(lambda slurm, handed: one_signal(slurm, 0, signal.SIGKILL, handed), "COMPLETED", 1),
-    "kill -9 of rank 1": Event(lambda slurm, handed: one_signal(slurm, 1, signal.SIGKILL, handed), "COMPLETED", 1),
+    "scancel --signal=TERM": Event(
+        lambda slurm, submitted: slurm.call("scancel", "--signal=TERM", submitted.job), "COMPLETED", 1
+    ),
+    "scancel": Event(lambda slurm, submitted: slurm.call("scancel", submitted.job), "CANCELLED", 0),
+    "kill -9 of rank 0": Event(
+        lambda slurm, submitted: one_signal(slurm, 0, signal.SIGKILL, submitted), "COMPLETED", 1
+    ),
+    "kill -9 of rank 1": Event(
+        lambda slurm, submitted: one_signal(slurm, 1, signal.SIGKILL, submitted), "COMPLETED", 1
+    ),
     "node down": Event(node_down, "COMPLETED", 1),
 }
 
@@ -271,22 +280,22 @@ def test_nothing_is_lost_whatever_happens(
     changes = {"train": {"steps": 600}, "checkpoint": {"every": 50}}
     tracked = {"tracking": {"mlflow": True, "uri": sqlite_uri, "system_metrics": False, "every": 10, "send": "always"}}
     config = job_config(tmp_path / "job.yaml", books, tmp_path / "run", changes, tracked, memory=STICKY)
-    handed = hand_in(slurm, tmp_path / "slurm", config)
-    handed.wait_for_step(slurm, 120)
+    submitted = submit(slurm, tmp_path / "slurm", config)
+    submitted.wait_for_step(slurm, 120)
     event = EVENTS[name]
-    event.happen(slurm, handed)
-    assert slurm.wait_for_state(handed.job, *ENDED, seconds=400) == event.state, handed.log()
-    assert slurm.facts(handed.job)["Restarts"] == str(event.restarts)
-    if event.state == "CANCELLED":  # resubmitted, it goes on
-        slurm.wait(lambda: "Slurm itself is ending" in handed.log(), "the script to end")
-        assert newest(handed.run).name > "step-00000119"
-        second = hand_in(slurm, tmp_path / "slurm", config)
+    event.happen(slurm, submitted)
+    assert slurm.wait_for_state(submitted.job, *ENDED, seconds=400) == event.state, submitted.log()
+    assert slurm.facts(submitted.job)["Restarts"] == str(event.restarts)
+    if event.state == "CANCELLED":  # resubmitted, it continues
+        slurm.wait(lambda: "Slurm itself is ending" in submitted.log(), "the script to end")
+        assert newest(submitted.run).name > "step-00000119"
+        second = submit(slurm, tmp_path / "slurm", config)
         assert slurm.wait_for_state(second.job, *ENDED, seconds=400) == "COMPLETED", second.log()
     straight = job_config(tmp_path / "straight.yaml", books, tmp_path / "straight", changes, memory=STICKY)
     codes, text = run_ranks(["train", str(straight)], world_size=2, cwd=tmp_path)
     assert codes == [0, 0], text
-    assert_same_checkpoint(newest(handed.run), newest(tmp_path / "straight"))
-    client, run_id = connect(sqlite_uri), (handed.run / "mlflow_run_id").read_text().strip()
+    assert_same_checkpoint(newest(submitted.run), newest(tmp_path / "straight"))
+    client, run_id = connect(sqlite_uri), (submitted.run / "mlflow_run_id").read_text().strip()
     assert client.get_run(run_id).info.status == "FINISHED"
     assert [point.step for point in client.get_metric_history(run_id, "loss")] == list(range(10, 601, 10))
 
@@ -297,19 +306,19 @@ def test_twenty_signals_to_a_random_rank_at_a_random_time(slurm: Cluster, books:
     draw = random.Random(0)
     changes = {"train": {"steps": 100_000}, "checkpoint": {"every": None}}
     config = job_config(tmp_path / "job.yaml", books, tmp_path / "run", changes, memory=STICKY)
-    handed = hand_in(slurm, tmp_path / "slurm", config)
+    submitted = submit(slurm, tmp_path / "slurm", config)
     saved: list[int] = []
     for trial in range(20):
-        done = max(logged_steps(handed.run), default=0)
-        handed.wait_for_step(slurm, done + draw.randint(1, 60))
+        done = max(logged_steps(submitted.run), default=0)
+        submitted.wait_for_step(slurm, done + draw.randint(1, 60))
         number = draw.choice([signal.SIGUSR2, signal.SIGTERM, signal.SIGINT])
-        one_signal(slurm, draw.randrange(2), number, handed)
-        slurm.wait(lambda: len(list((handed.run / "checkpoints").glob("step-*"))) > len(saved), "the save")
-        restarted = partial(lambda count: slurm.facts(handed.job).get("Restarts") == str(count), trial + 1)
+        one_signal(slurm, draw.randrange(2), number, submitted)
+        slurm.wait(lambda: len(list((submitted.run / "checkpoints").glob("step-*"))) > len(saved), "the save")
+        restarted = partial(lambda count: slurm.facts(submitted.job).get("Restarts") == str(count), trial + 1)
         slurm.wait(restarted, "the requeue", seconds=120)
-        saved.append(int(newest(handed.run).name.removeprefix("step-")))
+        saved.append(int(newest(submitted.run).name.removeprefix("step-")))
     assert saved == sorted(set(saved)) and len(saved) == 20
-    assert handed.log().count("requeued") == 20
+    assert submitted.log().count("requeued") == 20
     print(f"steps saved: {saved}")
-    slurm.call("scancel", handed.job)
-    slurm.wait_for_state(handed.job, *ENDED)
+    slurm.call("scancel", submitted.job)
+    slurm.wait_for_state(submitted.job, *ENDED)

@@ -18,7 +18,9 @@ from dist_mem.config import load_config
 from dist_mem.launch.script import render
 from tests.support.slurm_cluster import Cluster
 
-# Its exit codes, one a start, stand in a file; a new checkpoint comes with each `+`.
+pytestmark = pytest.mark.slurm
+
+# Its exit codes, one a start, are in a file; a new checkpoint comes with each `+`.
 RANKS = """\
 #!/bin/bash
 if [ "$1" = config ]; then echo "$PWD/run"; exit "$(cat ../code 2>/dev/null || echo 0)"; fi
@@ -69,12 +71,12 @@ CASES = {
     "stopped, but there is STOP": Case("85+ 0", {}, 1, "FAILED", 85, "run/STOP is there"),
     "stopped without progress": Case("85 85 0", {"max_stalled": 2}, 2, "FAILED", 85, "no new checkpoint in 2 starts"),
     "without progress in between": Case(
-        "85 85+ 85 0", {"max_stalled": 2, "restart": "resubmit"}, 4, "FAILED", 85, "resubmitted"
+        "85 85+ 85 0", {"max_stalled": 2, "restart": "resubmit"}, 4, "FAILED", 85, "resubmitted as job"
     ),
     "none": Case("85+ 0", {"restart": "none"}, 1, "FAILED", 85, "submit it again to resume"),
-    "resubmit": Case("85+ 0", {"restart": "resubmit"}, 2, "FAILED", 85, "resubmitted"),
-    "exclude": Case("86+ 0", {"exclude_failed": True, "nodes": "1"}, 2, "FAILED", 86, "resubmitted"),
-    "unfit node": Case("1 0", {"exclude_failed": True, "nodes": "1"}, 2, "FAILED", 1, "resubmitted"),
+    "resubmit": Case("85+ 0", {"restart": "resubmit"}, 2, "FAILED", 85, "resubmitted as job"),
+    "exclude": Case("86+ 0", {"exclude_failed": True, "nodes": "1"}, 2, "FAILED", 86, "resubmitted as job"),
+    "unfit node": Case("1 0", {"exclude_failed": True, "nodes": "1"}, 2, "FAILED", 1, "resubmitted as job"),
     "chain": Case("85+ 0 0", {"restart": "chain", "chain": 3}, 2, "FAILED", 85, "the next job of the chain resumes"),
     "setup as conda's": Case("0", {"setup": CONDA}, 1, "COMPLETED", 0, "activated books"),
     "range of nodes": Case("0", {"nodes": "1-2"}, 1, "COMPLETED", 0, ""),
@@ -96,7 +98,7 @@ def launch_block(**changes: Any) -> Any:
     config = load_config(
         ["train.steps=1", "launch.nodes=2", "launch.gpus_per_node=0", "launch.time='0:20:00'", "launch.snapshot=false"]
     )
-    return OmegaConf.merge(config.launch, changes)  # type: ignore[attr-defined]
+    return OmegaConf.merge(config.launch, changes)
 
 
 def write_ranks(folder: Path, codes: str) -> None:
@@ -107,7 +109,7 @@ def write_ranks(folder: Path, codes: str) -> None:
     (folder / "run" / "slurm").mkdir(parents=True)
 
 
-def hand_in(slurm: Cluster, folder: Path, case: Case, *options: str) -> str:
+def submit(slurm: Cluster, folder: Path, case: Case, *options: str) -> str:
     write_ranks(folder, "\n".join(case.codes.split()) + "\n")
     if "STOP" in case.said:
         (folder / "run" / "STOP").touch()
@@ -122,7 +124,7 @@ def outcomes(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     """All cases, run side by side."""
     base = tmp_path_factory.mktemp("slurm")
     folders = {name: base / name.replace(" ", "_").replace(",", "") for name in CASES}
-    jobs = {name: hand_in(slurm, folders[name], case) for name, case in CASES.items()}
+    jobs = {name: submit(slurm, folders[name], case) for name, case in CASES.items()}
     slurm.wait(lambda: not slurm.call("squeue", "--noheader"), "all jobs to end", seconds=240)
     outcomes = {}
     for name, job in jobs.items():
@@ -153,7 +155,7 @@ def test_log_of_the_job_has_the_reason_of_every_end_once(outcomes: dict[str, Out
 def test_log_of_the_job_names_what_a_node_lacks(slurm: Cluster, tmp_path: Path) -> None:
     """The first node has nothing to say: its rank was ended because that of the second one had."""
     folder = tmp_path / "job"
-    job = hand_in(slurm, folder, Case("1", {"restart": "none"}, 1, "FAILED", 1, ""))
+    job = submit(slurm, folder, Case("1", {"restart": "none"}, 1, "FAILED", 1, ""))
     lacking = RANKS.replace("starts=", '[ "$SLURMD_NODENAME" = node1 ] || exec /absent/.venv/bin/python\nstarts=', 1)
     lacking = lacking.replace("  code=", "  sleep 60\n  code=", 1)
     (folder / "dist-mem").write_text(lacking)
@@ -164,7 +166,7 @@ def test_log_of_the_job_names_what_a_node_lacks(slurm: Cluster, tmp_path: Path) 
     assert "/absent" in shown.splitlines()[1], "first what has an error, and being ended is none"
 
 
-def test_ranks_are_told_their_arguments_meeting_point_and_end(outcomes: dict[str, Outcome]) -> None:
+def test_ranks_receive_their_arguments_rendezvous_address_and_end(outcomes: dict[str, Outcome]) -> None:
     arguments, restarts, nodes, master, end, now = outcomes["stopped, then done"].starts[1]
     assert arguments == "train a b.yaml x.y=[1, 2]"
     assert (restarts, nodes) == ("1", "node[1-2]")
@@ -190,7 +192,7 @@ def test_node_that_failed_is_left_out(outcomes: dict[str, Outcome], name: str) -
 
 def test_range_of_nodes_survives_a_resubmission_without_an_unfit_node(slurm: Cluster, tmp_path: Path) -> None:
     case = Case("1 0", {"exclude_failed": True, "nodes": "1-2"}, 2, "FAILED", 1, "")
-    job = hand_in(slurm, tmp_path / "job", case, "--ntasks=2")  # it begins on both nodes
+    job = submit(slurm, tmp_path / "job", case, "--ntasks=2")  # it begins on both nodes
     slurm.wait_for_state(job, *ENDED)
     slurm.wait(lambda: not slurm.call("squeue", "--noheader"), "the second job to end", seconds=120)
     log = "".join(path.read_text() for path in sorted((tmp_path / "job").glob("trial-*.log")))
@@ -202,9 +204,9 @@ def test_range_of_nodes_survives_a_resubmission_without_an_unfit_node(slurm: Clu
     assert log.count("resubmitted") == 1
 
 
-def test_refused_resubmission_is_told_once_with_the_reason_and_at_once(slurm: Cluster, tmp_path: Path) -> None:
+def test_refused_resubmission_is_reported_once_with_the_reason_and_at_once(slurm: Cluster, tmp_path: Path) -> None:
     """Two nodes of two, and one of them must be left out."""
-    job = hand_in(slurm, tmp_path / "job", Case("1 0", {"exclude_failed": True, "nodes": "2"}, 1, "FAILED", 1, ""))
+    job = submit(slurm, tmp_path / "job", Case("1 0", {"exclude_failed": True, "nodes": "2"}, 1, "FAILED", 1, ""))
     assert slurm.wait_for_state(job, *ENDED, seconds=60) == "FAILED"
     log = next((tmp_path / "job").glob("trial-*.log")).read_text()
     assert "resubmitted" not in log.replace("not resubmitted", "")
@@ -222,16 +224,48 @@ def test_finished_run_cancels_the_rest_of_its_chain(slurm: Cluster, outcomes: di
 def test_wrong_configuration_ends_before_any_rank_is_started(slurm: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / "job"
     (tmp_path / "code").write_text("2")
-    job = hand_in(slurm, folder, Case("0", {}, 0, "FAILED", 2, ""))
+    job = submit(slurm, folder, Case("0", {}, 0, "FAILED", 2, ""))
     assert slurm.wait_for_state(job, *ENDED) == "FAILED"
     assert slurm.facts(job)["ExitCode"] == "2:0"
     assert not (folder / "starts").exists()
 
 
+@pytest.mark.parametrize(("code", "second"), [("2", "CANCELLED"), ("1", "FAILED"), ("255", "FAILED")])
+def test_only_a_wrong_configuration_cancels_the_chain(slurm: Cluster, tmp_path: Path, code: str, second: str) -> None:
+    """A disk, or a registry of images, that is down now may be there for the next job."""
+    (tmp_path / "code").write_text(code)
+    job = submit(slurm, tmp_path / "job", Case("0", {"restart": "chain", "chain": 2}, 0, "FAILED", int(code), ""))
+    slurm.wait(lambda: not slurm.call("squeue", "--noheader"), "all jobs to end", seconds=120)
+    assert slurm.facts(f"{job}_1")["ExitCode"] == f"{code}:0"
+    assert slurm.facts(f"{job}_2")["JobState"] == second
+
+
+def test_program_that_is_missing_on_the_nodes_is_no_wrong_configuration(slurm: Cluster, tmp_path: Path) -> None:
+    """srun ends with 2, ENOENT, as dist-mem does for a wrong configuration; but no rank 0 has noted that code."""
+    folder = tmp_path / "job"
+    job = submit(slurm, folder, Case("0", {"restart": "none"}, 1, "FAILED", 1, ""))
+    (folder / "dist-mem").write_text(RANKS.replace("starts=", "exit 2\nstarts=", 1))
+    assert slurm.wait_for_state(job, *ENDED) == "FAILED"
+    assert slurm.facts(job)["ExitCode"] == "1:0"
+
+
+def test_snapshot_that_is_gone_is_named(slurm: Cluster, tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    write_ranks(folder, "0\n")
+    script = render(launch_block(), job_name="trial", snapshot=folder / "absent")
+    (folder / "job.sbatch").write_text(script)
+    path = f"{folder}{os.pathsep}{slurm.environment['PATH']}"
+    job = slurm.submit(f"--chdir={folder}", str(folder / "job.sbatch"), "a.yaml", PATH=path)
+    assert slurm.wait_for_state(job, *ENDED) == "FAILED"
+    assert slurm.facts(job)["ExitCode"] == "2:0"
+    log = next(folder.glob("trial-*.log")).read_text()
+    assert "the copy of the code that this job runs cannot be read" in log and f"{folder}/absent" in log
+
+
 def test_cancelled_job_does_not_come_back(slurm: Cluster, tmp_path: Path) -> None:
     """Its ranks save and end with 85, as always; but who cancels a job does not want it again."""
     folder = tmp_path / "job"
-    job = hand_in(slurm, folder, Case("85+ 0", {}, 1, "CANCELLED", 85, ""))
+    job = submit(slurm, folder, Case("85+ 0", {}, 1, "CANCELLED", 85, ""))
     slow = RANKS.replace("  code=", '  trap "echo 85 >$DIST_MEM_EXIT_CODE; exit 85" TERM; sleep 60 & wait\n  code=')
     (folder / "dist-mem").write_text(slow)
     slurm.wait(lambda: (folder / "starts").exists(), "the ranks to start")
@@ -264,7 +298,7 @@ def test_tasks_of_an_array_start_again_each_for_itself(slurm: Cluster, tmp_path:
 def test_job_that_overran_its_time_starts_again(slurm: Cluster, tmp_path: Path) -> None:
     """Slurm would let it go: what it takes off itself at the time limit it does not requeue."""
     folder = tmp_path / "job"
-    job = hand_in(slurm, folder, Case("85+ 0", {"time": "0:01:00", "signal_seconds": 5}, 2, "COMPLETED", 0, ""))
+    job = submit(slurm, folder, Case("85+ 0", {"time": "0:01:00", "signal_seconds": 5}, 2, "COMPLETED", 0, ""))
     deaf = RANKS.replace("  code=", '  [ "$(wc -l <$starts)" = 1 ] && { trap "" TERM USR2; sleep 200; }\n  code=')
     (folder / "dist-mem").write_text(deaf)
     slurm.wait(lambda: slurm.state(job) == "COMPLETED", "the second start to end", seconds=280)

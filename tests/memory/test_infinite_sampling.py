@@ -1,4 +1,4 @@
-"""Where sticky memories sample the past, and the draws they use."""
+"""Sticky memories sample the past where it was read, with reproducible draws."""
 
 from __future__ import annotations
 

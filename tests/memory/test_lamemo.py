@@ -349,9 +349,9 @@ def test_bfloat16_activations_keep_s_in_float32() -> None:
     ("options", "message"),
     [
         ({"mem_len": 0}, r"memory\.mem_len is 0"),
-        ({"positions": "signed"}, r"memory\.positions is 'signed', but must be disentangled or shared"),
+        ({"positions": "signed"}, r"memory\.positions is 'signed', but must be one of disentangled, shared"),
         ({"epsilon": -1e-6}, r"memory\.epsilon is -1e-06, but must be at least 0 and less than 1"),
-        ({"window": "all"}, r"memory\.window is 'all', but must be previous or segment"),
+        ({"window": "all"}, r"memory\.window is 'all', but must be one of previous, segment"),
         ({"look_ahead": False, "interpolation": False}, r"memory\.interpolation is false and memory\.look_ahead too"),
     ],
 )

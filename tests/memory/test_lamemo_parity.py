@@ -112,7 +112,7 @@ def assert_look_ahead(weights: list[Tensor], golden: LaMemoGolden, prefix: str) 
 
 @pytest.fixture
 def joint_weights(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """What `refresh_weights` returns, block after block."""
+    """Return the results of `refresh_weights`, block after block."""
     seen: list[Tensor] = []
     refresh_weights = look_ahead.refresh_weights
 

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dist_mem.config import AdaptiveConfig
 from dist_mem.model import MemoryLM, describe
 from dist_mem.nn.flops import Flops
-from tests.support.contract_cases import CASES, SEG_LEN, small_model
+from tests.support.contract_cases import SEG_LEN, case_params, small_model
 from tests.support.tiny import tiny_config
 
 REALISTIC = {
@@ -34,7 +34,7 @@ SEGMENTS_TO_FILL = 5
 
 
 def counted(model: MemoryLM, targets: Tensor) -> Flops:
-    """What torch counts in one segment of one lane, the memory full; targets (1, T)."""
+    """Return torch's count for one segment of one lane with a full memory; targets (1, T)."""
     tokens, valid_len = torch.zeros_like(targets), torch.tensor([targets.shape[1]])
     state = model.init_state(torch.arange(1), "cpu", torch.float32)
     with torch.no_grad():
@@ -55,12 +55,13 @@ def realistic(memory: dict[str, Any], **model_keys: Any) -> Any:
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", case_params())
 def test_formulas_equal_torchs_count(case: str, norm: str) -> None:
     model = small_model(case, norm=norm)
     assert model.flops() == counted(model, torch.zeros(1, SEG_LEN, dtype=torch.int64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", REALISTIC_CASES.values(), ids=REALISTIC_CASES)
 def test_formulas_equal_torchs_count_at_other_widths(memory: dict[str, Any]) -> None:
     model = MemoryLM(realistic(memory), VOCAB)

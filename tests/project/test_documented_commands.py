@@ -41,8 +41,8 @@ def checked(*worlds: int) -> Callable[[Tree, str], None]:
         words = shlex.split(command, comments=True)
         first = next(index for index, word in enumerate(words) if word.endswith(".yaml"))
         for world in worlds:
-            told = tree.must(f"dist-mem train {shlex.join(words[first:])} --check --world {world}")
-            assert not IDLE.search(told), told
+            reported = tree.must(f"dist-mem train {shlex.join(words[first:])} --check --world {world}")
+            assert not IDLE.search(reported), reported
 
     return check
 
@@ -67,9 +67,9 @@ def sweep(tree: Tree, _: str) -> None:
 
 def dry_run(tree: Tree, command: str) -> None:
     """The script can be made, for ranks of which none is idle."""
-    told = tree.must(f"{shlex.join(shlex.split(command, comments=True))} --dry-run")
-    assert "#SBATCH" in told
-    assert not IDLE.search(told), told
+    reported = tree.must(f"{shlex.join(shlex.split(command, comments=True))} --dry-run")
+    assert "#SBATCH" in reported
+    assert not IDLE.search(reported), reported
 
 
 def sketch(_: Tree, program: str) -> None:
@@ -272,6 +272,7 @@ def run_item(tree: Tree, item: Item, programs: list[str]) -> str:
     return tree.must("python page.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
 def test_everything_on_the_page_runs(
     page: Path, tmp_path: Path, warm_address: Path, request: pytest.FixtureRequest
@@ -288,8 +289,8 @@ def test_everything_on_the_page_runs(
     for item in items_of(page):
         entry = not_run(page, item)
         try:
-            told = run_item(tree, item, programs) if entry is None else entry.check(tree, item.text)
-            assert told is None or not IDLE.search(told), f"$ {item.text}\n{told}"
+            reported = run_item(tree, item, programs) if entry is None else entry.check(tree, item.text)
+            assert reported is None or not IDLE.search(reported), f"$ {item.text}\n{reported}"
         except AssertionError as error:
             failures.append(str(error))
     assert not failures, f"{len(failures)} of the commands:\n\n" + "\n\n".join(failures)
@@ -301,6 +302,7 @@ def test_what_is_not_run_stands_on_its_page() -> None:
     assert [name for name in PREPARED if name not in map(name_of, WITH_COMMANDS)] == []
 
 
+@pytest.mark.slow
 def test_make_clean_removes_all_that_the_demo_made(tmp_path: Path, warm_address: Path, after_demo: Tree) -> None:
     tree = fresh_tree(tmp_path, warm_address, after_demo)
     made = {path.name for path in tmp_path.iterdir()} - tree.cloned

@@ -41,7 +41,28 @@ DOORS = {
     "mlflow": "tracking",
     "webdataset": "data",
 }
-WITHOUT_TORCH = ("errors", "config", "launch", "runtime.environment", "runtime.signals")
+# attributes of DeepSpeed's objects that it does not document; they may stand in engine/ only
+DEEPSPEED_ATTRIBUTES = (
+    "_reassign_or_swap_out_partitioned_parameters",
+    "checkpoint_event_epilogue",
+    "checkpoint_event_prologue",
+    "ds_id",
+    "ds_numel",
+    "ds_shape",
+    "ds_tensor",
+    "fp16_groups",
+    "fp32_groups",
+    "fp32_partitioned_groups_flat",
+    "partition_size",
+    "refresh_fp32_params",
+    "round_robin_bit16_groups",
+    "round_robin_bit16_offsets",
+    "single_partition_of_fp32_groups",
+    "update_lp_params",
+    "zero_optimization_stage",
+)
+READ_ENVIRONMENT = {"runtime.compilers", "runtime.environment", "runtime.ranks"}
+WITHOUT_TORCH = ("errors", "config", "launch", "runtime.signals", *READ_ENVIRONMENT)
 
 
 def module_name(path: Path) -> str:
@@ -130,9 +151,19 @@ def test_each_library_has_one_door(library: str) -> None:
     assert not strangers, f"{library} is imported by {strangers}; its door is {DOORS[library]}"
 
 
+def test_attributes_of_deepspeed_have_one_door() -> None:
+    used = {
+        (name, attribute)
+        for name, path in MODULES.items()
+        for attribute in re.findall(r"\w+", path.read_text(encoding="utf-8"))
+        if attribute in DEEPSPEED_ATTRIBUTES and not is_within(name, "engine")
+    }
+    assert not used, f"{used} belong into engine/, which alone knows DeepSpeed's layout"
+
+
 def test_environment_variables_have_one_door() -> None:
     readers = {name for name, path in MODULES.items() if "os.environ" in path.read_text(encoding="utf-8")}
-    assert readers == {"runtime.environment"}
+    assert readers == READ_ENVIRONMENT
 
 
 def test_configuration_is_read_without_torch() -> None:

@@ -95,6 +95,7 @@ def dist_mem(installed: Path, *arguments: str, cwd: Path) -> str:
     return run(*command, cwd=cwd, environment={**os.environ, "PYTHONPATH": str(installed)})
 
 
+@pytest.mark.slow
 def test_the_folder_that_contains_a_clone_does_not_hide_the_package(clone: Path) -> None:
     """Issue 15: Python imported the clone's own folder, also named dist_mem, as a namespace package.
 
@@ -113,6 +114,7 @@ def test_the_folder_that_contains_a_clone_does_not_hide_the_package(clone: Path)
     assert "load_model" in names
 
 
+@pytest.mark.slow
 def test_wheel_has_every_file_of_the_package(installed: Path) -> None:
     def files(folder: Path) -> set[str]:
         found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
@@ -121,6 +123,7 @@ def test_wheel_has_every_file_of_the_package(installed: Path) -> None:
     assert files(installed / "dist_mem") == files(ROOT / "dist_mem")
 
 
+@pytest.mark.slow
 def test_commands_of_the_wheel_need_nothing_of_the_checkout(installed: Path, tmp_path: Path) -> None:
     script = dist_mem(installed, "launch", "train.steps=1", "--nodes", "2", "--dry-run", cwd=tmp_path)
     assert "#SBATCH --nodes=2\n" in script
@@ -132,7 +135,7 @@ def test_commands_of_the_wheel_need_nothing_of_the_checkout(installed: Path, tmp
 @pytest.mark.nightly
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="the network is cut by unshare, as root")
 def test_setup_and_tests_pass_from_the_wheelhouse_with_the_network_cut(tmp_path: Path) -> None:
-    """The wheelhouse is made from what pip is told here; the rest happens where there is no network at all."""
+    """The wheelhouse is made with the options of pip here; the rest happens where there is no network at all."""
     clone, wheels = copy_project(tmp_path / "clone"), tmp_path / "wheelhouse"
     made = run("launch/wheelhouse.sh", str(wheels), cwd=clone, environment={**os.environ, "PYTHON": sys.executable})
     assert re.search(r"wheelhouse: \d+ wheels, ", made)

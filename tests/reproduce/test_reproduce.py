@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,17 +28,18 @@ from dist_mem.reproduce.parent_run import ParentRun
 from dist_mem.reproduce.results import cell, draw, to_markdown
 from dist_mem.reproduce.runs import Run, all_runs, columns_of, keep_result, launcher, train_command
 from dist_mem.reproduce.tables import FOLDER, Table, load_table, table_names
+from dist_mem.runtime.network_interface import free_port
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.tracking.mlflow_run import connect
 from tests.support.jobs import build_books, write_config
-from tests.support.jobs import wait_for as wait_until
+from tests.support.limits import limit, wait_until
 from tests.support.paths import ROOT
-from tests.support.ranks import free_port
 
 TABLES = table_names(ROOT / FOLDER)
 STEPS = 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TABLES)
 def test_every_row_of_every_table_is_a_configuration(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
@@ -107,7 +107,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, errors = process.communicate(timeout=600)
+    out, errors = process.communicate(timeout=limit(600))
     return process.returncode, out, errors
 
 
@@ -127,7 +127,13 @@ def test_a_killed_table_goes_on_and_ends_as_one_left_alone(folder: Path) -> None
     for number in (signal.SIGTERM, signal.SIGKILL):
         process = start(folder, "--out", "killed")
         checkpoints = folder / "killed" / "runs" / ("none-seed0" if number == signal.SIGTERM else "xl-seed0")
-        wait_for(lambda where=checkpoints: list(where.glob("checkpoints/step-*")), process)
+        wait_until(
+            lambda where=checkpoints, process=process: (
+                process.poll() is not None or list(where.glob("checkpoints/step-*"))
+            ),
+            "a checkpoint",
+            seconds=200,
+        )
         if number == signal.SIGTERM:
             process.terminate()  # of the command alone: it tells its training
             assert finish(process)[0] == EXIT_REQUEUE
@@ -141,14 +147,7 @@ def test_a_killed_table_goes_on_and_ends_as_one_left_alone(folder: Path) -> None
     assert all(values(folder, "killed").values())
 
 
-def wait_for(condition: Any, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 200
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
+@pytest.mark.slow
 def test_runs_stand_under_a_parent_in_mlflow(folder: Path) -> None:
     assert finish(start(folder, "--out", "out", "--rows", "xl", "train.steps=2", "checkpoint.every=null"))[0] == 0
     from dist_mem.tracking.mlflow_run import connect
@@ -164,6 +163,7 @@ def test_runs_stand_under_a_parent_in_mlflow(folder: Path) -> None:
     assert child.data.metrics["test/token_perplexity"] == expected
 
 
+@pytest.mark.slow
 def test_a_row_that_diverges_is_a_row_that_says_so(folder: Path) -> None:
     options = ["--rows", "xl", "--out", "out", "optimizer.kind=sgd", "optimizer.lr=1e30", "tracking.mlflow=false"]
     code, text, errors = finish(start(folder, *options))
@@ -191,6 +191,7 @@ def test_what_cannot_be_run_is_refused(folder: Path) -> None:
         load_table("two", folder / FOLDER)
 
 
+@pytest.mark.slow
 def test_a_changed_definition_does_not_mix_with_old_runs(folder: Path) -> None:
     (folder / "out" / "runs").mkdir(parents=True)
     (folder / "out" / "made_from.txt").write_text("something else")
@@ -287,7 +288,7 @@ def test_rows_and_seeds_of_earlier_calls_stay_in_the_table(here: Path) -> None:
     assert "- seeds: 0, 1" in text
 
 
-def test_what_is_measured_is_told_where_data_of_another_row_are_missing(
+def test_what_is_measured_is_reported_where_data_of_another_row_are_missing(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changed(here, lambda table: table["scales"]["tiny"]["points"].update({"": {"data": "nowhere"}}))
@@ -312,6 +313,7 @@ def test_without_mlflow_a_table_is_made_all_the_same(here: Path, capsys: pytest.
     assert "MLflow did not receive the table: MlflowException: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_mlflow_takes_the_figures_of_every_table(sqlite_uri: str, client: Any, tmp_path: Path) -> None:
     experiment = client.get_experiment_by_name("dist_mem")
     parent = object.__new__(ParentRun)
@@ -348,7 +350,8 @@ time.sleep(200)
 """
 
 
-def test_ranks_are_told_of_a_signal_before_the_command_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_a_signal_reaches_the_ranks_before_the_command_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a_rank.py").write_text(RANK)
     monkeypatch.chdir(tmp_path)
     table = load_table("lamemo.table1", ROOT / FOLDER)
@@ -356,8 +359,7 @@ def test_ranks_are_told_of_a_signal_before_the_command_ends(tmp_path: Path, monk
     job = Job(table, table.scales["tiny"], tmp_path, [], 2, [], stop, {"PYTHONPATH": str(tmp_path)})
 
     def tell() -> None:
-        while len(list(tmp_path.glob("up-*"))) < 2:
-            time.sleep(0.05)
+        wait_until(lambda: len(list(tmp_path.glob("up-*"))) == 2, "both ranks")
         stop.received = "SIGTERM"
 
     threading.Thread(target=tell, daemon=True).start()
@@ -375,6 +377,7 @@ def test_a_setpriv_that_knows_no_death_signal_is_left_alone(tmp_path: Path, monk
     assert tied(["train"]) == ["train"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv (util-linux)")
 def test_a_training_saves_when_the_command_is_killed(tmp_path: Path) -> None:
     (tmp_path / "a_rank.py").write_text(RANK)

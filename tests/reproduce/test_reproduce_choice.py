@@ -10,9 +10,8 @@ import yaml
 
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.report import DocumentScore, RecallScore, Report, write_report
-from dist_mem.reproduce.choice import measured, runs_behind, shown_rows
 from dist_mem.reproduce.results import cell, draw, to_csv, to_markdown
-from dist_mem.reproduce.runs import all_runs, figure_of, keep_result, with_done
+from dist_mem.reproduce.runs import all_runs, figure_of, keep_result, measured, runs_behind, shown_rows, with_done
 from dist_mem.reproduce.tables import Column, Table, load_table
 
 TABLE: dict[str, Any] = {
@@ -162,7 +161,7 @@ def test_names_that_no_file_or_figure_can_have_are_refused(tmp_path: Path, name:
 def test_recall_is_read_between_two_distances(tmp_path: Path) -> None:
     recall = [RecallScore(10, 1.0, 1), RecallScore(40, 4.0, 2), RecallScore(90, 9.0, 3)]
     report = Report("test", "a", "b", None, 32, 0, 4, [DocumentScore("d", "t", 14.0, 6, 4, 9)], recall)
-    path = write_report(report, tmp_path, "test-step-00000007", facts={"step": 7})[-1]
+    path = write_report(report, tmp_path, "test-step-00000007", metadata={"step": 7})[-1]
 
     def column(*band: int) -> Column:
         return Column(figure="recall_perplexity", band=list(band))

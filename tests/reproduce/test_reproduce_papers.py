@@ -15,8 +15,7 @@ import pytest
 
 from dist_mem.config import load_config
 from dist_mem.memory import memory_options
-from dist_mem.reproduce.choice import candidates
-from dist_mem.reproduce.runs import all_runs, train_command
+from dist_mem.reproduce.runs import all_runs, candidates, train_command
 from dist_mem.reproduce.tables import FOLDER, Scale, Table, load_table, table_names
 from tests.support.paths import ROOT
 

@@ -11,9 +11,8 @@ import yaml
 
 from dist_mem.__main__ import main
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
-from dist_mem.reproduce.choice import runs_behind
 from dist_mem.reproduce.results import cell, draw, to_csv, to_markdown
-from dist_mem.reproduce.runs import all_runs, keep_result
+from dist_mem.reproduce.runs import all_runs, keep_result, runs_behind
 from dist_mem.reproduce.tables import FOLDER, load_table, table_names
 from tests.support.jobs import build_books, write_config
 from tests.support.paths import ROOT
@@ -23,6 +22,7 @@ SCALES = [
 ]  # every table, every scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "scale"), SCALES)
 def test_check_lists_every_row_without_any_data(
     name: str, scale: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -84,6 +84,7 @@ def read(folder: Path) -> dict[str, Any]:
     return table
 
 
+@pytest.mark.slow
 def test_a_table_is_taken_from_any_path(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", "my/mine.yaml", "--rows", "none", "checkpoint.every=null"]) == EXIT_DONE
     text = (own / "runs" / "reproduce" / "mine.tiny" / "table.md").read_text()
@@ -97,7 +98,7 @@ def test_check_tells_data_that_are_built_and_the_papers_figures(own: Path, capsy
     text = capsys.readouterr().out
     assert "every row: my/job.yaml" in text
     assert "steps=7 " in text
-    assert text.count("steps=7 ") == 1  # what all rows share is told once
+    assert text.count("steps=7 ") == 1  # what all rows share is printed once
     assert re.search(r"\nnone: None\n  memory +kind=none\n  parameters +[\d,]+ \(the paper: 2 M\)\n", text)
     assert re.search(r" data \S+, train: \d+ documents.*; 7 steps", " ".join(text.split()))  # lines are wrapped
     assert re.search(r"  the paper +test 1\.5\n", text)
