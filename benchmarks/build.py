@@ -8,17 +8,16 @@ The table shows medians over the rounds. Encoding with workers includes starting
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "shards"))
+from lib.common import ROOT, arguments_of, interleaved, load
+
+sys.path.insert(0, str(ROOT / "shards"))
 
 from build_sample import SIZES
 from build_sample import write_split as write_library
@@ -55,19 +54,10 @@ def encode_all(data_dir: Path, texts: Sequence[str], *, num_workers: int) -> int
         return sum(counts)
 
 
-def seconds(function: Callable[[], Any]) -> float:
-    """Return the wall time of one call."""
-    began = time.perf_counter()
-    function()
-    return time.perf_counter() - began
-
-
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments_of(__doc__, vocab_size=1280, rounds=3)
     parser.add_argument("--source", type=Path, help="folder with texts (default: the sample library)")
-    parser.add_argument("--vocab-size", type=int, default=1280)
-    parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     documents = read_documents(arguments.source)
     texts = [document.text() for document in documents]
@@ -88,8 +78,8 @@ def main() -> None:
         ]
 
         def write() -> None:
-            facts = {"name": "bench", "split": "train", "tokenizer_fingerprint": trained.fingerprint}
-            write_split(tokenized, data_dir / "train", **facts)
+            metadata = {"name": "bench", "split": "train", "tokenizer_fingerprint": trained.fingerprint}
+            write_split(tokenized, data_dir / "train", **metadata)
 
         def build(num_workers: int) -> None:
             options = {"name": "bench", "vocab_size": arguments.vocab_size, "overwrite": True}
@@ -110,13 +100,9 @@ def main() -> None:
         }
         if not recalling:
             del parts["place recall spans"]
-        times: dict[str, list[float]] = {name: [] for name in parts}
-        for _ in range(arguments.rounds):
-            for name, part in parts.items():
-                times[name].append(seconds(part))
+        times = interleaved(parts, arguments.rounds)
     num_tokens = sum(len(tokens) for tokens, _ in encoded)
-    print(f"{len(texts)} documents, {num_bytes / 1e6:.1f} MB, {num_tokens:,} tokens; {os.cpu_count()} cores, "
-          f"load {os.getloadavg()[0]:.1f}")  # fmt: skip
+    print(f"{len(texts)} documents, {num_bytes / 1e6:.1f} MB, {num_tokens:,} tokens; {load()}")
     print(f"{'':<40}{'seconds':>9}{'MB/s of text':>14}{'lowest to highest':>20}")
     for name, found in times.items():
         spread = f"{num_bytes / max(found) / 1e6:.1f} to {num_bytes / min(found) / 1e6:.1f}"

@@ -12,14 +12,11 @@ Training continues during a save in the background: its cost is the stall, and t
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
 import shutil
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+from lib.common import ROOT, arguments_of, build_sample, load, output_of_rank0, start_ranks
+
 OPTIONS = [
     str(ROOT / "configs" / "demo.yaml"),
     *("model.num_layers=3", "model.d_model=736", "model.num_heads=8", "model.d_inner=2944", "model.init_std=0.02"),
@@ -42,20 +40,6 @@ def options(data: Path, run_dir: Path, num_steps: int) -> list[str]:
     return [*OPTIONS, f"data.path={data}", f"run_dir={run_dir}", f"train.steps={num_steps}"]
 
 
-def launch(command: list[str], num_ranks: int) -> list[subprocess.Popen[str]]:
-    """Start the command on every rank; only rank 0's output can be read."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    processes = []
-    for rank in range(num_ranks):
-        ranks = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": num_ranks}
-        extra = {name: str(value) for name, value in ranks.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-        processes.append(subprocess.Popen(command, env=os.environ | extra, stdout=output, stderr=output, text=True))
-    return processes
-
-
 class Bench:
     """One rank of a job that is saved, restored and trained in turn."""
 
@@ -63,15 +47,15 @@ class Bench:
         from dist_mem.config import load_config
         from dist_mem.memory import memory_options
         from dist_mem.runtime import distributed
-        from dist_mem.training.loop import first_update
-        from dist_mem.training.run import open_job
+        from dist_mem.runtime.signals import StopSignal
+        from dist_mem.training.opening import open_run
 
         self.folder = folder
         self.distributed = distributed
         self.world = distributed.initialize(threads=1)
         config = load_config(options(folder / "data", folder / "run", 10**6), memory_options=memory_options)
-        self.job = open_job(config, self.world)
-        self.update, self.num_scored = first_update(self.job)
+        self.context, self.state = open_run(config, self.world, None, StopSignal([]))
+        self.context.feed.read_first()
         self.seconds: dict[str, list[float]] = {}
 
     def note(self, part: str, seconds: float) -> None:
@@ -87,27 +71,28 @@ class Bench:
 
     def step(self) -> float:
         """Train one step and return its seconds."""
-        from dist_mem.training.loop import read_ahead
-        from dist_mem.training.step import Flags, train_step
+        from dist_mem.training.step import train_step
 
         began = time.perf_counter()
-        ahead = read_ahead(self.job)
-        assert not isinstance(ahead, Exception), ahead
-        outcome = train_step(self.job, self.update, self.num_scored, ahead.num_scored, Flags())
-        self.update, self.num_scored = ahead, outcome.next_scored
-        self.job.step += 1
+        feed = self.context.feed
+        next_scored = feed.read_ahead()
+        self.state, outcome = train_step(
+            self.context, self.state, feed.update, feed.num_scored, next_scored=next_scored
+        )
+        feed.advance(outcome.next_scored)
         return time.perf_counter() - began
 
     def save(self, *, background: bool) -> Any:
         """Save, and train until the checkpoint is written on all ranks."""
         from dist_mem.training.hooks import save
 
-        self.job.config.checkpoint.background = background
-        save(self.job)
-        saved, steps = self.job.saver.finished(), []
+        self.context.config.checkpoint.background = background
+        save(self.context, self.state)
+        saver = self.context.saver
+        saved, steps = saver.finished(), []
         while self.distributed.sum_over_ranks([not saved], self.world.device)[0]:
             steps.append(self.step())
-            saved = saved or self.job.saver.finished()
+            saved = saved or saver.finished()
         if background:
             self.note("save in the background: stall", saved[0].stall_seconds)
             self.note("save in the background: until it is on disk", saved[0].seconds)
@@ -141,12 +126,21 @@ class Bench:
         self.timed("plain writing of zeros", write_zeros)
         path.unlink()
 
+    def restore(self) -> None:
+        """Verify and read the newest checkpoint."""
+        from dist_mem.checkpoint.resume_choice import AUTO, choose_checkpoint
+        from dist_mem.training.resume import load_checkpoint
+
+        context = self.context
+        choice = choose_checkpoint(AUTO, context.run_dir, self.world)
+        assert choice is not None
+        self.state = load_checkpoint(
+            choice, context.config, context.config, self.world, engine=context.engine, lane_ids=context.lane_ids
+        )
+
     def round(self) -> Any:
         """Measure everything once."""
         from safetensors.torch import load_file
-
-        from dist_mem.training.loop import first_update
-        from dist_mem.training.resume import restore_into
 
         for _ in range(STEPS):
             self.note("a step alone", self.step())
@@ -155,8 +149,9 @@ class Bench:
         saved = self.save(background=False)
         files = saved.written.path.glob(f"*/rank-{self.world.rank:05d}.safetensors")
         self.plain({f"{path}/{name}": tensor for path in files for name, tensor in load_file(path).items()})
-        self.timed("verify and restore", lambda: restore_into(self.job, saved.written.path))
-        self.update, self.num_scored = first_update(self.job)
+        self.timed("verify and restore", self.restore)
+        self.context.feed.restart(self.state.cursors)
+        self.context.feed.read_first()
         if self.world.rank == 0:
             for path in (beside.written.path, saved.written.path):
                 shutil.rmtree(path)
@@ -168,8 +163,8 @@ def measure_rank(folder: Path, num_rounds: int) -> None:
     bench = Bench(folder)
     bench.step()  # creates the optimizer state
     saved = [bench.round() for _ in range(num_rounds)][-1]
-    bench.job.reader.close()
-    bench.job.saver.close()
+    bench.context.feed.close()
+    bench.context.saver.close()
     if bench.world.rank == 0:
         written = saved.written
         what = f"{written.num_bytes:,} bytes, {written.num_files} files, {written.num_fsyncs} fsyncs"
@@ -182,39 +177,32 @@ def seconds_to_step(step: int, data: Path, run_dir: Path, num_ranks: int) -> flo
     metrics = run_dir / "metrics.jsonl"
     began = time.time()
     command = [sys.executable, "-m", "dist_mem", "train", *options(data, run_dir, step)]
-    processes = launch(command, num_ranks)
+    processes = start_ranks(command, num_ranks)
     while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
         if processes[0].poll() is not None:
-            sys.exit(f"the job failed:\n{processes[0].communicate()[1]}")
+            break
         time.sleep(0.01)
     seconds = time.time() - began
-    for process in processes:
-        process.communicate(timeout=300)
+    output_of_rank0(processes)
     return seconds
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = arguments_of(__doc__, ranks=2, rounds=5)
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: that of temporary files")
     arguments = parser.parse_args()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
-        build = [sys.executable, str(ROOT / "shards" / "build_sample.py"), "--size", "tiny"]
-        subprocess.run([*build, "--out", str(folder / "data")], check=True, capture_output=True)
+        build_sample(folder / "data")
         command = [sys.executable, __file__, "--rank", str(folder), str(arguments.rounds)]
-        output, errors = launch(command, arguments.ranks)[0].communicate()
-        if not output:
-            sys.exit(f"the measurement failed:\n{errors}")
-        found = json.loads(output.splitlines()[-1])
+        found = json.loads(output_of_rank0(start_ranks(command, arguments.ranks)).splitlines()[-1])
         starts: dict[str, list[float]] = {"fresh start to the first step": [], "restart to the first step": []}
         for number in range(min(arguments.rounds, 3)):
             for step, seconds in enumerate(starts.values(), start=1):
                 seconds.append(seconds_to_step(step, folder / "data", folder / f"start-{number}", arguments.ranks))
-    print(f"{arguments.ranks} ranks, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {arguments.rounds} rounds")
+    print(f"{arguments.ranks} ranks, {load()}, {arguments.rounds} rounds")
     print(found["what"])
     print(f"{'seconds':<48}{'median':>8}{'least':>8}{'most':>8}{'MB/s':>8}")
     for part, seconds in (found["seconds"] | starts).items():

@@ -16,7 +16,6 @@ requirement of the project and needs an older numpy; install it in a separate en
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import tempfile
 import time
@@ -26,9 +25,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from lib.common import arguments_of, load
 from lib.lane_readers import Reader, open_readers, streaming
 
-from dist_mem.data.lanes import BLOCK_UPDATES
 from dist_mem.data.shard import TokenizedDocument, write_split
 from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
@@ -76,8 +75,7 @@ def compare(folder: Path, num_lanes: int, seg_len: int, arguments: argparse.Name
         batch = next(reader.batches)
         kinds = [(part.dtype, part.shape, part.is_contiguous()) for part in batch if part is not None]
         assert kinds == [(torch.int64, (num_lanes, seg_len), True)] * 2 + kinds[2:] and len(kinds) == 5, reader.name
-    blocks = -(-int(arguments.round_tokens * 1e6) // (num_lanes * seg_len * BLOCK_UPDATES))
-    num_batches = max(2, blocks) * BLOCK_UPDATES  # dist_mem reads in blocks: count whole ones
+    num_batches = -(-int(arguments.round_tokens * 1e6) // (num_lanes * seg_len))
     rates: dict[str, list[float]] = {reader.name: [] for reader in readers}
     for _ in range(arguments.rounds):
         for reader in readers:
@@ -96,10 +94,9 @@ def compare(folder: Path, num_lanes: int, seg_len: int, arguments: argparse.Name
 
 def main() -> None:
     """Measure every shape and print a table for it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments_of(__doc__, rounds=7)
     parser.add_argument("--tokens", type=float, default=60, help="millions of tokens to write (default: 60)")
     parser.add_argument("--round-tokens", type=float, default=6, help="millions of tokens of one round (default: 6)")
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--shapes", nargs="+", default=["8x512", "64x150", "256x512"], metavar="LANESxTOKENS")
     parser.add_argument(
         "--cpu-time",
@@ -111,16 +108,14 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, numpy {np.__version__}, torch {torch.__version__}")
+    print(f"{load()}, numpy {np.__version__}, torch {torch.__version__}")
     with tempfile.TemporaryDirectory() as folder:
         write_data(Path(folder), int(arguments.tokens * 1e6))
         for shape in arguments.shapes:
             compare(Path(folder), *map(int, shape.split("x")), arguments)
     if streaming is None:
         print("\nmosaicml-streaming: not installed (python benchmarks/data.py --help says how)")
-    print(
-        f"load {os.getloadavg()[0]:.1f} at the end; an H200 takes about {STEP_SECONDS * 1e3:.0f} ms for 8 x 512 tokens"
-    )
+    print(f"{load()} at the end; an H200 takes about {STEP_SECONDS * 1e3:.0f} ms for 8 x 512 tokens")
 
 
 if __name__ == "__main__":

@@ -4,22 +4,22 @@
     python benchmarks/generate.py --lanes 16 --seg-len 128 --mem-len 128
 
 Each round generates one segment of T tokens, so that the open segment has every length once, after 500 and after 5,000
-tokens of the document. "anew" reads all 5,000 tokens from the start in segments of T, as generation without a carried
-memory would for every token. Rounds are interleaved and medians printed, so that a busy moment of the machine affects
-all cases alike.
+tokens of the document. "rereading" reads all 5,000 tokens from the start in segments of T, as generation without a
+carried memory would for every token. Rounds are interleaved and medians printed, so that a busy moment of the machine
+affects all cases alike.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from memory import configuration, memories, seconds
+from lib.common import arguments_of, interleaved, load
+from memory import configuration, device_seconds, memories
 
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.evaluation.trained_model import TrainedModel
@@ -54,24 +54,17 @@ def calls(trained: TrainedModel, arguments: argparse.Namespace) -> dict[str, Cal
     def write(reading: Any) -> Callable[[], Any]:
         return lambda: generate(trained, reading, num_tokens=arguments.seg_len, sampling=SAMPLING)
 
-    def anew() -> Any:
+    def reread() -> Any:
         return next_log_probs(trained, read(trained, start(trained, arguments.lanes), documents))
 
-    return {"early": write(early), "late": write(late), "anew": anew}
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"num_layers": 2, "d_model": 128, "num_heads": 4, "d_head": 32, "d_inner": 256}
-    run = {"seg_len": 64, "mem_len": 192, "lanes": 1, "vocab": 4096, "rounds": 5, "threads": 1}
-    for name, value in {**sizes, **run}.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help="default: %(default)s")
-    return parser.parse_args()
+    return {"early": write(early), "late": write(late), "rereading": reread}
 
 
 def main() -> None:
     """Print the table."""
-    arguments = parse()
+    sizes = {"num_layers": 2, "d_model": 128, "num_heads": 4, "d_head": 32, "d_inner": 256}
+    run = {"seg_len": 64, "mem_len": 192, "lanes": 1, "vocab": 4096, "rounds": 5, "threads": 1}
+    arguments = arguments_of(__doc__, **sizes, **run).parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(arguments.threads)
     timed = {
@@ -79,17 +72,15 @@ def main() -> None:
         for kind, memory in memories(arguments.mem_len).items()
         for what, call in calls(trained_model(memory, arguments, device), arguments).items()
     }
-    times: dict[Any, list[float]] = {case: [] for case in timed}
-    for _ in range(arguments.rounds):
-        for case, call in timed.items():
-            times[case].append(seconds(call, device))
+    times = interleaved(timed, arguments.rounds, device_seconds)
     medians = {case: statistics.median(values) for case, values in times.items()}
     tokens = arguments.lanes * arguments.seg_len
-    print(f"{'memory':<30}{f'after {EARLY}':>12}{f'after {LATE:,}':>13}{'anew':>8}   tokens/s, {arguments.lanes} lanes")
+    head = f"{'memory':<30}{f'after {EARLY}':>12}{f'after {LATE:,}':>13}{'rereading':>11}"
+    print(f"{head}   tokens/s, {arguments.lanes} lanes")
     for kind in memories(arguments.mem_len):
         early, late = (tokens / medians[kind, what] for what in ("early", "late"))
-        print(f"{kind:<30}{early:>12,.1f}{late:>13,.1f}{arguments.lanes / medians[kind, 'anew']:>8,.2f}")
-    rounds = f"medians of {arguments.rounds} rounds, {arguments.threads} threads, load {os.getloadavg()[0]:.1f}"
+        print(f"{kind:<30}{early:>12,.1f}{late:>13,.1f}{arguments.lanes / medians[kind, 'rereading']:>11,.2f}")
+    rounds = f"medians of {arguments.rounds} rounds, {arguments.threads} threads, {load()}"
     print(f"T {arguments.seg_len}, M {arguments.mem_len}; {rounds}")
 
 

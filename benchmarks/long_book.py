@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import resource
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from lib.common import arguments_of, load, seconds
 from omegaconf import OmegaConf
 
 from dist_mem.config import Config
@@ -79,9 +78,7 @@ class Book:
 
     def seconds(self, state: LMState) -> float:
         """Return the time of one step from a state, which is not changed."""
-        began = time.perf_counter()
-        self.read(state)
-        taken = time.perf_counter() - began
+        taken = seconds(lambda: self.read(state))
         self.optimizer.zero_grad()
         return taken
 
@@ -104,24 +101,18 @@ def measure(memory: dict[str, Any], arguments: argparse.Namespace) -> str:
     return "".join([*sizes, *times, *(f"{value:>9,.1f}" for value in resident)])
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--segments", type=int, nargs="+", default=[2, 20, 200], help="default: %(default)s")
-    for name, value in {"seg_len": 64, "mem_len": 128, "steps": 500, "rounds": 15, "threads": 2}.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help="default: %(default)s")
-    return parser.parse_args()
-
-
 def main() -> None:
     """Print the table."""
-    arguments = parse()
+    parser = arguments_of(__doc__, seg_len=64, mem_len=128, steps=500, rounds=15, threads=2)
+    parser.add_argument("--segments", type=int, nargs="+", default=[2, 20, 200], help="default: %(default)s")
+    arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     ages = sorted(arguments.segments)
     head = [f"{f'bytes@{age}':>9}" for age in ages] + [f"{f'ms@{age}':>7}" for age in ages]
     print(f"{'memory':<22}{''.join(head)}{f'MB@{arguments.steps // 5}':>9}{f'MB@{arguments.steps}':>9}")
     for name, memory in memories(arguments.mem_len).items():
         print(f"{name:<22}{measure(memory, arguments)}", flush=True)
-    print(f"medians of {arguments.rounds} rounds, {arguments.threads} threads, load {os.getloadavg()[0]:.1f}")
+    print(f"medians of {arguments.rounds} rounds, {arguments.threads} threads, {load()}")
 
 
 if __name__ == "__main__":

@@ -11,13 +11,12 @@ cases alike. FLOPs are those of dist_mem/nn/flops.py.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from lib.common import arguments_of, interleaved, load, seconds
 from omegaconf import OmegaConf
 
 from dist_mem.config import Config
@@ -45,15 +44,12 @@ def memories(mem_len: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def seconds(function: Step, device: torch.device) -> float:
-    """Return the wall time of one call."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    function()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
+def device_seconds(function: Step) -> float:
+    """Return the wall time of one call, including its work on a GPU."""
+    if not torch.cuda.is_available():
+        return seconds(function)
+    torch.cuda.synchronize()
+    return seconds(lambda: (function(), torch.cuda.synchronize()))
 
 
 def matrix_product(dtype: torch.dtype, device: torch.device) -> tuple[Step, int]:
@@ -125,18 +121,11 @@ def long_term_layer(sampling: str, dtype: torch.dtype, device: torch.device) -> 
     return step
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"num_layers": 4, "d_model": 410, "num_heads": 10, "d_head": 41, "d_inner": 2100}
-    run = {"seg_len": 150, "mem_len": 150, "lanes": 4, "vocab": 8192, "rounds": 9, "threads": 2}
-    for name, value in {**sizes, **run}.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help="default: %(default)s")
-    return parser.parse_args()
-
-
 def main() -> None:
     """Print both tables."""
-    arguments = parse()
+    sizes = {"num_layers": 4, "d_model": 410, "num_heads": 10, "d_head": 41, "d_inner": 2100}
+    run = {"seg_len": 150, "mem_len": 150, "lanes": 4, "vocab": 8192, "rounds": 9, "threads": 2}
+    arguments = arguments_of(__doc__, **sizes, **run).parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(arguments.threads)
     products = {name: matrix_product(dtype, device) for name, dtype in DTYPES.items()}
@@ -152,10 +141,7 @@ def main() -> None:
     }
     calls: dict[Any, Step] = {name: call for name, (call, _) in products.items()}
     calls |= {case: call for case, (call, _) in steps.items()} | layers
-    times: dict[Any, list[float]] = {case: [] for case in calls}
-    for _ in range(arguments.rounds):
-        for case, call in calls.items():
-            times[case].append(seconds(call, device))
+    times = interleaved(calls, arguments.rounds, device_seconds)
     medians = {case: statistics.median(values) for case, values in times.items()}
     rates = {name: flops / medians[name] for name, (_, flops) in products.items()}
 
@@ -172,7 +158,7 @@ def main() -> None:
     for sampling, name in layers:
         milliseconds = medians[sampling, name] * 1e3
         print(f"one long-term layer, T = N = S = 512, D 768, 12 heads, {sampling}, {name}: {milliseconds:.1f} ms")
-    rounds = f"medians of {arguments.rounds} rounds, {arguments.threads} threads, load {os.getloadavg()[0]:.1f}"
+    rounds = f"medians of {arguments.rounds} rounds, {arguments.threads} threads, {load()}"
     print(f"matrix products: {', '.join(f'{p} {rate / 1e9:,.0f} GFLOP/s' for p, rate in rates.items())}; {rounds}")
 
 

@@ -12,12 +12,10 @@ waits for data.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -27,26 +25,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+from lib.common import ROOT, arguments_of, build_sample, load, output_of_rank0, start_ranks
+
 CONFIG = ROOT / "configs" / "demo.yaml"
 FIRST_STEP = "first step"
 MODULES = {
     "import torch": "torch",
     "import omegaconf, configuration": "dist_mem.config",
     "import deepspeed": "dist_mem.engine.engine",
-    "import the rest of dist_mem": "dist_mem.training.loop",
+    "import the rest of dist_mem": "dist_mem.training.run",
 }
 # Timed calls: (module, name in it) -> part; for a class, creating an instance is timed.
 PARTS = {
     ("dist_mem.cli.commands", "load_checked"): "read the configuration",
     ("dist_mem.runtime.distributed", "initialize"): "join the process group",
-    ("dist_mem.training.loop", "hold_run_dir"): "hold the run directory",
-    ("dist_mem.training.run", "_open_data"): "open tokenizer and indexes",
-    ("dist_mem.training.run", "start_communication"): "load DeepSpeed's communication op",
-    ("dist_mem.training.run", "MemoryLM"): "make the model",
-    ("dist_mem.training.run", "Engine"): "initialize DeepSpeed",
-    ("dist_mem.training.run", "training_reader"): "plan and open the lanes",
-    ("dist_mem.training.run", "start_tracking"): "start tracking (imports mlflow)",
+    ("dist_mem.training.run", "hold_run_dir"): "hold the run directory",
+    ("dist_mem.training.opening", "_open_data"): "open tokenizer and indexes",
+    ("dist_mem.training.opening", "start_communication"): "load DeepSpeed's communication op",
+    ("dist_mem.training.opening", "MemoryLM"): "make the model",
+    ("dist_mem.training.opening", "Engine"): "initialize DeepSpeed",
+    ("dist_mem.training.feed", "training_reader"): "plan and open the lanes",
+    ("dist_mem.training.opening", "start_tracking"): "start tracking (imports mlflow)",
     ("dist_mem.training.loop", "train_step"): FIRST_STEP,
 }
 REST = "the rest"
@@ -113,22 +112,8 @@ def job_options(data: Path, run_dir: Path) -> list[str]:
 
 def start_job(data: Path, run_dir: Path, num_ranks: int) -> dict[str, float]:
     """Start a new job; return the seconds of every part on rank 0."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     command = [sys.executable, __file__, "--rank", repr(time.time()), *job_options(data, run_dir)]
-    processes = []
-    for rank in range(num_ranks):
-        ranks = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": num_ranks}
-        launched = {name: str(value) for name, value in ranks.items()}
-        launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment = os.environ | (launched if num_ranks > 1 else {})
-        output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-        processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.PIPE, text=True))
-    outputs = [process.communicate(timeout=300) for process in processes]
-    if processes[0].returncode != 0:
-        sys.exit(f"the job failed:\n{outputs[0][1]}")
-    return json.loads(outputs[0][0].splitlines()[-1])
+    return json.loads(output_of_rank0(start_ranks(command, num_ranks)).splitlines()[-1])
 
 
 def first_job(data: Path, run_dir: Path) -> float:
@@ -152,14 +137,11 @@ def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
 
 def main() -> None:
     """Print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
+    arguments = arguments_of(__doc__, rounds=3).parse_args()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
-        build = [sys.executable, str(ROOT / "shards" / "build_sample.py"), "--size", "tiny", "--out", str(data)]
-        subprocess.run(build, check=True, capture_output=True)
+        build_sample(data)
         wait_share = first_job(data, Path(folder) / "first")
         jobs: dict[int, list[dict[str, float]]] = {1: [], 2: []}
         commands: dict[str, list[float]] = {name: [] for name in COMMANDS}
@@ -168,7 +150,7 @@ def main() -> None:
                 found.append(start_job(data, Path(folder) / f"run-{num_ranks}-{number}", num_ranks))
             for name, command in COMMANDS.items():
                 commands[name].append(command_seconds(command))
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {arguments.rounds} rounds")
+    print(f"{load()}, {arguments.rounds} rounds")
     print(f"share of 50 steps of two ranks spent waiting for data: {wait_share:.4%}")
     print(f"{'to the end of the first step, seconds':<44}{'1 rank':>8}{'2 ranks':>9}")
     one, two = medians(jobs[1]), medians(jobs[2])

@@ -1,0 +1,77 @@
+"""Functions that several benchmarks share: arguments, interleaved rounds, jobs of several ranks, the sample library."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def arguments_of(doc: str | None, **defaults: int) -> argparse.ArgumentParser:
+    """Return a parser with one option per whole number, for example `--seg-len` for `seg_len`."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in defaults.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help="default: %(default)s")
+    return parser
+
+
+def load() -> str:
+    """Return the number of cores and the load of this machine."""
+    return f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+
+
+def seconds(function: Callable[[], Any]) -> float:
+    """Return the wall time of one call."""
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
+
+
+def interleaved(
+    calls: dict[Any, Callable[[], Any]], rounds: int, clock: Callable[[Callable[[], Any]], float] = seconds
+) -> dict[Any, list[float]]:
+    """Return the seconds of every call in every round; a busy moment of the machine affects all calls alike."""
+    times: dict[Any, list[float]] = {case: [] for case in calls}
+    for _ in range(rounds):
+        for case, call in calls.items():
+            times[case].append(clock(call))
+    return times
+
+
+def build_sample(data: Path) -> None:
+    """Build the tiny sample library."""
+    build = [sys.executable, str(ROOT / "shards" / "build_sample.py"), "--size", "tiny", "--out", str(data)]
+    subprocess.run(build, check=True, capture_output=True)
+
+
+def start_ranks(command: list[str], num_ranks: int) -> list[subprocess.Popen[str]]:
+    """Start the command as every rank of one job, with a launcher's variables if there are several ranks.
+
+    Only the output of rank 0 can be read.
+    """
+    from dist_mem.runtime.network_interface import free_port  # not at the top: start.py times imports in the ranks
+
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = []
+    for rank in range(num_ranks):
+        ranks = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": num_ranks}
+        launched = place | {name: str(value) for name, value in ranks.items()}
+        environment = os.environ | (launched if num_ranks > 1 else {})
+        output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+        processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output, text=True))
+    return processes
+
+
+def output_of_rank0(processes: list[subprocess.Popen[str]]) -> str:
+    """Wait for a job and return the output of rank 0. Exit with its errors if it failed."""
+    outputs = [process.communicate() for process in processes]
+    if processes[0].returncode != 0:
+        sys.exit(f"the job failed:\n{outputs[0][1]}")
+    return outputs[0][0]
