@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,37 +62,47 @@ def start_tracking(
         measurements: names of metrics that an exact resume does not repeat, such as times.
     """
     make_folder(run_dir)
-    progress = progress_sink(total_steps=total_steps, first_step=first_step, every=config.tracking.every)
-    if config.tracking.mlflow:
-        settle_run_id(run_dir, run_id, report=progress.message)
-    guard = partial(refuse_if_taken_over_throttled, run_dir)
-    path = run_dir / METRICS_FILE
-    metrics_file = MetricsFile(path, first_step=first_step, num_points=num_points, guard=guard)
-    if metrics_file.num_lost:
-        kept = f"{len(metrics_file.kept)} of the {num_points} points that were logged up to step {first_step}"
-        progress.message(f"warning: {path} has {kept}; the others are lost")
-    sinks: list[Sink] = [metrics_file, progress]  # progress last: other sinks report through it until they are closed
-    if config.tracking.mlflow:
-        path = run_dir / JOURNAL
-        if not path.exists():  # a new run, or MLflow was off until now
-            header = Header(new_uid(), config.tracking.run_name or config.name, experiment_of(config))
-            points = [Entry("point", int(point.time * 1000), _body(point)) for point in metrics_file.kept]
-            write_journal(path, header, points)
-        sink = _journal_sink(
-            config,
-            run_dir,
-            Journal(path, guard),
-            metrics_file.kept,
-            first_step=first_step,
-            measurements=measurements,
-            report=progress.message,
-        )
-        sinks.insert(1, sink)
-    tracker = Tracker(sinks)
-    # Unresolved: a value from the environment may be a secret.
-    tree: Any = OmegaConf.to_container(config, resolve=False)
-    tracker.log_params(tree, step=first_step)
+    with ExitStack() as on_failure:  # a start that fails leaves no file open
+        progress = progress_sink(total_steps=total_steps, first_step=first_step, every=config.tracking.every)
+        on_failure.callback(progress.close, "FAILED")
+        if config.tracking.mlflow:
+            settle_run_id(run_dir, run_id, report=progress.message)
+        guard = partial(refuse_if_taken_over_throttled, run_dir)
+        path = run_dir / METRICS_FILE
+        metrics_file = MetricsFile(path, first_step=first_step, num_points=num_points, guard=guard)
+        on_failure.callback(metrics_file.close, "FAILED")
+        if metrics_file.num_lost:
+            kept = f"{len(metrics_file.kept)} of the {num_points} points that were logged up to step {first_step}"
+            progress.message(f"warning: {path} has {kept}; the others are lost")
+        sinks: list[Sink] = [metrics_file, progress]  # progress last: others report through it until they are closed
+        if config.tracking.mlflow:
+            journal = _open_journal(config, run_dir, metrics_file.kept, guard)
+            on_failure.callback(journal.close)
+            sink = _journal_sink(
+                config,
+                run_dir,
+                journal,
+                metrics_file.kept,
+                first_step=first_step,
+                measurements=measurements,
+                report=progress.message,
+                on_failure=on_failure,
+            )
+            sinks.insert(1, sink)
+        tracker = Tracker(sinks)
+        # Unresolved: a value from the environment may be a secret.
+        tree: Any = OmegaConf.to_container(config, resolve=False)
+        tracker.log_params(tree, step=first_step)
+        on_failure.pop_all()
     return tracker
+
+
+def _open_journal(config: Config, run_dir: Path, kept: Sequence[Point], guard: Callable[[], None]) -> Journal:
+    path = run_dir / JOURNAL
+    if not path.exists():  # a new run, or MLflow was off until now
+        header = Header(new_uid(), config.tracking.run_name or config.name, experiment_of(config))
+        write_journal(path, header, [Entry("point", int(point.time * 1000), _body(point)) for point in kept])
+    return Journal(path, guard)
 
 
 def _journal_sink(
@@ -103,6 +114,7 @@ def _journal_sink(
     first_step: int,
     measurements: Collection[str],
     report: Callable[[str], None],
+    on_failure: ExitStack,
 ) -> JournalSink:
     """Return the sink of the run's journal, after adding points logged without MLflow, and the start of this job."""
     sending = choose_sending(config)
@@ -121,6 +133,7 @@ def _journal_sink(
         measurements=measurements,
         report=report,
     )
+    on_failure.callback(sink.close, "FAILED")
     if config.tracking.system_metrics:
         sink.add_system_metrics(history.num_system_points)
     sink.record("tags", {f"dist_mem.start_{history.num_starts + 1:03}": start_in_words(first_step)})

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import psutil
 import pytest
 
 from dist_mem.config import save_config
@@ -90,6 +91,12 @@ def test_wrong_address_is_refused_and_named(run_dir: Path, uri: str, named: str)
     assert "tracking.uri" in str(caught.value) and named in str(caught.value)
 
 
+def open_files(folder: Path) -> list[str]:
+    """Return the files under a folder that this process has open."""
+    names = [file.path for file in psutil.Process().open_files()]
+    return [name for name in names if Path(name).is_relative_to(folder)]
+
+
 def remove_journal(run_dir: Path) -> Path:
     (run_dir / JOURNAL).unlink()
     return run_dir / JOURNAL
@@ -134,7 +141,6 @@ def test_io_error_is_1(
     assert str(run_dir / JOURNAL) in capsys.readouterr().err
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files of the start that failed
 @pytest.mark.parametrize("options", ["size=1m", "ro"])
 def test_disk_that_is_full_or_read_only_at_the_start_is_no_error_of_the_user(tmp_path: Path, options: str) -> None:
     """An OSError, which `run_error` sorts by its number; a ValueError would always be 2."""
@@ -145,9 +151,9 @@ def test_disk_that_is_full_or_read_only_at_the_start_is_no_error_of_the_user(tmp
             start(config_for("http://mlflow.example", tracking={"send": "never"}), disk / "run")
         assert str(disk) in str(caught.value)
         assert run_error(caught.value).exit_code == EXIT_FAILED
+        assert open_files(disk) == []
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("spoil", [damage_header, make_newer, damage_metrics])
 def test_run_directory_that_is_damaged_is_an_error_of_the_user_at_the_start(
     run_dir: Path, spoil: Callable[[Path], Path]
@@ -156,3 +162,4 @@ def test_run_directory_that_is_damaged_is_an_error_of_the_user_at_the_start(
     with pytest.raises(UnusableError) as caught:
         start(config_for("http://mlflow.example", tracking={"send": "never"}), run_dir)
     assert str(path) in str(caught.value)
+    assert open_files(run_dir) == []
