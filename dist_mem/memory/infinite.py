@@ -26,6 +26,9 @@ from dist_mem.memory.base import LayerSpec, Memory, MemoryOutput, MemoryState, S
 from dist_mem.memory.parts.basis import Fit, Geometry, evaluate_basis, expected_basis, fit_first, fit_matrices
 from dist_mem.memory.parts.densities import affine_densities, divergence, make_projection, moments
 from dist_mem.memory.parts.infinite_options import InfiniteOptions, check_growth, check_options
+from dist_mem.memory.parts.inspection import Inspection
+from dist_mem.memory.parts.signal_inspection import forget_signal, inspect_signal
+from dist_mem.memory.parts.signal_places import Trace
 from dist_mem.memory.parts.sticky import read_histogram, sample_positions
 from dist_mem.nn.flops import Flops, product
 from dist_mem.nn.layers import Dropout, merge_heads, split_heads
@@ -93,6 +96,10 @@ class Infinite(Memory):
     @property
     def norm(self) -> nn.Module:
         return norm_of(self.over)
+
+    @property
+    def kept_len(self) -> int:
+        return self.over.kept_len
 
     @property
     def evicted_len(self) -> int:
@@ -273,6 +280,13 @@ class Infinite(Memory):
         values = split_heads(self.value(signal.to(dtype)), self.spec.num_heads)  # (H, B, N, K)
         expected = expected_basis(mu, variance, **self.basis).to(dtype)  # (H, B, T, N)
         return self.output(merge_heads(expected @ values))
+
+    @torch.no_grad()
+    def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: Trace | None = None) -> Inspection:
+        return inspect_signal(self, x, state, valid_len, trace)
+
+    def forget(self, state: State, begin: Tensor, end: Tensor, trace: Trace | None = None) -> State:
+        return forget_signal(self, state, begin, end, trace)
 
     def regulariser(self, mu: Tensor, variance: Tensor, counted: Tensor) -> Tensor:
         """Return the weighted divergence (B,), reduced over heads by `kl_heads`, averaged over `counted` (B, T)."""
