@@ -23,7 +23,7 @@ from dist_mem.evaluation.sweep import names_of
 from dist_mem.inspection.figures import ELSEWHERE, figure_named, figures
 from dist_mem.inspection.figures.parts.figure import Drawn
 from dist_mem.inspection.figures.parts.source import Settings, Source
-from dist_mem.inspection.figures.parts.style import save
+from dist_mem.inspection.figures.parts.style import save, styled
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.files import make_folder, write_text
 from dist_mem.runtime.signals import StopSignal
@@ -80,12 +80,13 @@ def _run(
     labels = labels_of(names_of(paths), [one.directory / "config.yaml" for one in found])
     sources = [Source(one, label, settings, world, check) for one, label in zip(found, labels, strict=True)]
     tag = report_name(tag_of(sources[0].config), settings.document or "")
-    drawn = figure_named(name).draw(name, sources)
     first = sources[0]
     run_dir = found[0].run_dir
     target = folder or run_dir / "figures"
     stem = report_name(f"{name}-{first.split}-step-{found[0].manifest['step']:08d}", tag)
-    files = write_figure(drawn, target, stem, form=form)
+    with styled():
+        drawn = figure_named(name).draw(name, sources)
+        files = write_figure(drawn, target, stem, form=form)
     print(drawn.caption)
     if target.resolve().is_relative_to(run_dir.resolve()):
         kept = [run_dir / path.resolve().relative_to(run_dir.resolve()) for path in files]

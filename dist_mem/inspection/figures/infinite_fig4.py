@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from dist_mem.data.documents import Document
-from dist_mem.data.shard import ShardError
 from dist_mem.dialogue.answer import Answer, answer_all
 from dist_mem.dialogue.replies import Conversation, choose_replies, find_replies
+from dist_mem.errors import UnusableError
 from dist_mem.generation.sampling import Sampling
 from dist_mem.inspection.figures.parts.figure import Drawn, Figure, Table
 from dist_mem.inspection.figures.parts.signal import is_empty, least_tokens, mass_on_words, signal_memories
@@ -104,7 +104,7 @@ def draw(name: str, sources: Sequence[Source]) -> Drawn:
 
 def _conversation(source: Source, document: Document) -> Conversation:
     if document.scored is None:
-        raise ShardError(
+        raise UnusableError(
             f"{source.documents.index.split_dir}: the documents have no replies: infinite.fig4 shows answers in a "
             "dialogue; point data.path at data built by shards/build_cmu_dog.py"
         )

@@ -38,7 +38,7 @@ def mean_alpha(source: Source, num_segments: int) -> tuple[dict[int, Tensor], in
             if bool((spans.begin == spans.end).any()):
                 continue
             for number, alpha in found.items():
-                mean = alpha[0].double().mean(dim=1).cpu()
+                mean = alpha[0].double().mean(dim=0).cpu()  # over the heads
                 sums[number] = sums[number] + mean if number in sums else mean
             count += 1
             if count == num_segments:

@@ -109,13 +109,14 @@ def draw(name: str, sources: Sequence[Source]) -> Drawn:
     right.set_xlabel("t (tokens; below 0: to the right)")
     right.set_ylabel("variance of the positional term")
     right.set_ylim(bottom=0)
-    right.legend(frameon=False, ncols=2)
+    right.legend(frameon=False, loc="upper left")
     for axes in (left, right):
         mark_lines(axes, [0.0])
         axes.tick_params(color=BLACK)
     caption = (
         f"Left: g(t) of appendix B, divided by D squared, for the paper's D = {PAPER_D} and the run's D = {d_model}. "
-        f"Right: variance of the positional term (q + v) W_R R_t over queries of split {source.split}, mean over "
+        f"Right: variance of the positional term (q + v) W_R R_t over queries of split {source.split}, before "
+        "the division by the root of the head width, mean over "
         f"heads, of {source.label}."
     )
     return Drawn(picture, Table(("curve", "D or layer", "t", "value"), rows), caption)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -34,14 +35,19 @@ _SETTINGS: Any = {
 }
 
 
+def styled() -> AbstractContextManager[None]:
+    """Return a context in which figures are drawn and saved in this style."""
+    from matplotlib import rc_context  # takes a second to import
+
+    return rc_context(_SETTINGS)
+
+
 def new_picture(height: float, *, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Any, Any]:
     """Return a matplotlib figure of the text's width, and its axes (an array if there are several)."""
-    from matplotlib import rc_context  # takes a second to import
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # takes a second to import
 
-    with rc_context(_SETTINGS):
-        picture = Figure(figsize=(WIDTH, height), layout="constrained")
-        return picture, picture.subplots(rows, columns, **options)
+    picture = Figure(figsize=(WIDTH, height), layout="constrained")
+    return picture, picture.subplots(rows, columns, **options)
 
 
 def styles(number: int) -> list[dict[str, Any]]:
@@ -56,7 +62,7 @@ def ordered_styles(number: int) -> list[dict[str, Any]]:
     from matplotlib import colormaps
 
     shades = colormaps["cividis"]
-    places = [0.85 * place / max(1, number - 1) for place in range(number)]  # the last is too light
+    places = [0.78 * place / max(1, number - 1) for place in range(number)]  # the last is too light
     return [{"color": shades(place), "linestyle": DASHES[index % len(DASHES)]} for index, place in enumerate(places)]
 
 
@@ -70,12 +76,9 @@ def mark_lines(axes: Any, places: Sequence[float], label: str | None = None) -> 
 
 def save(picture: Any, path: Path, *, caption: str) -> None:
     """Write a picture atomically, in the format of its suffix, with its caption in the file."""
-    from matplotlib import rc_context
-
     content, kind = BytesIO(), path.suffix.removeprefix(".")
     notes: dict[str, str | None] = {"Title": path.stem, "Description": caption}
     if kind == "svg":
         notes["Date"] = None
-    with rc_context(_SETTINGS):
-        picture.savefig(content, format=kind, dpi=DPI, metadata=notes)
+    picture.savefig(content, format=kind, dpi=DPI, metadata=notes)
     write_bytes(path, content.getvalue())

@@ -11,6 +11,7 @@ from dist_mem.data.tokenizers.base import Tokenizer
 
 LINE = 92  # characters of a line in a picture
 _SPACE = b" \n\t\r"
+_LAST = "\u2500"  # the letters before it are in matplotlib's monospace font
 
 
 class Word(NamedTuple):
@@ -93,7 +94,13 @@ def draw_text(axes: Any, lines: Sequence[Sequence[tuple[int, Shaded]]], *, size:
             if shade > 0:
                 box = {"width": len(text), "height": 0.86, "color": color, "alpha": shade, "linewidth": 0}
                 axes.add_patch(_rectangle((column, row + 0.07), **box))
-            axes.text(column, row + 0.5, text.replace("$", r"\$"), family="monospace", fontsize=size, va="center")
+            axes.text(column, row + 0.5, shown(text), family="monospace", fontsize=size, va="center")
+
+
+def shown(text: str) -> str:
+    """Return a text as the font can draw it; a letter that it lacks becomes U+FFFD."""
+    drawn = "".join(letter if letter.isprintable() and letter < _LAST else "\ufffd" for letter in text)
+    return drawn.replace("$", r"\$")
 
 
 def _rectangle(corner: tuple[float, float], **shape: Any) -> Any:
