@@ -86,8 +86,8 @@ def draw(name: str, sources: Sequence[Source]) -> Drawn:
         lines += lines_of([Shaded(f"Answer {number + 1}:", 0.0, color), *_colored(one.answer.text, color)])
     lines += [[]]
     lines += lines_of(_shaded(found))[: MOST_LINES - len(lines)]
-    picture, axes = new_picture(0.155 * len(lines) + 0.5)
-    draw_text(axes, lines, size=6.5)
+    picture, axes = new_picture(0.165 * len(lines) + 0.5)
+    draw_text(axes, lines, size=7.6)
     axes.set_title("answers, and the words of the long-term memory that they attended to", loc="left")
     rows = [
         (number + 1, place, word.text, value)

@@ -107,8 +107,8 @@ def draw(name: str, sources: Sequence[Source]) -> Drawn:
     shaded = [place for place, value in enumerate(gain.attention) if value > LIMIT]
     best = sorted(range(len(words)), key=lambda place: -gain.attention[place])[:5]
     lines = lines_of(_excerpts(words, gain, shaded or best))[:MOST_LINES]
-    picture, axes = new_picture(0.155 * len(lines) + 0.5)
-    draw_text(axes, lines, size=6.5)
+    picture, axes = new_picture(0.165 * len(lines) + 0.5)
+    draw_text(axes, lines, size=7.6)
     before = " ".join(word.text for word in words if gain.word.begin - 60 < word.begin < gain.word.begin)
     axes.set_title(f"predicted: {gain.word.text!r}, {gain.nats:.2f} nats better than {baseline.label}", loc="left")
     rows = [(place, words[place].text, value) for place, value in enumerate(gain.attention) if value > 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +12,6 @@ from dist_mem.data.tokenizers.base import Tokenizer
 
 LINE = 92  # characters of a line in a picture
 _SPACE = b" \n\t\r"
-_LAST = "\u2500"  # the letters before it are in matplotlib's monospace font
 
 
 class Word(NamedTuple):
@@ -99,8 +99,17 @@ def draw_text(axes: Any, lines: Sequence[Sequence[tuple[int, Shaded]]], *, size:
 
 def shown(text: str) -> str:
     """Return a text as the font can draw it; a letter that it lacks becomes U+FFFD."""
-    drawn = "".join(letter if letter.isprintable() and letter < _LAST else "\ufffd" for letter in text)
+    known = _letters()
+    drawn = "".join(letter if ord(letter) in known else "\ufffd" for letter in text)
     return drawn.replace("$", r"\$")
+
+
+@lru_cache(maxsize=1)
+def _letters() -> frozenset[int]:
+    """Return the code points in matplotlib's monospace font."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    return frozenset(get_font(findfont(FontProperties(family="monospace"))).get_charmap())
 
 
 def _rectangle(corner: tuple[float, float], **shape: Any) -> Any:
