@@ -95,6 +95,11 @@ def _by_word(space: Tensor, spans: Spans, words: Sequence[Word]) -> list[float]:
     return by_word.tolist()
 
 
+def largest_tenth(values: Sequence[float]) -> float:
+    """Return the share of the tenth of the words that has most space."""
+    return sum(sorted(values, reverse=True)[: max(1, len(values) // 10)]) / sum(values)
+
+
 def draw(name: str, sources: Sequence[Source]) -> Drawn:
     source = sources[0]
     memory = signal_memories(source, name)[-1]
@@ -120,12 +125,13 @@ def draw(name: str, sources: Sequence[Source]) -> Drawn:
         for place, (word, even, sticky) in enumerate(zip(space.words, space.even, space.sticky, strict=True))
     ]
     listed = " | ".join(f"{text!r} {value:.4f}" for text, value in found) or "none"
-    old = sum(space.sticky[: space.borders[-1]]) / max(sum(space.even[: space.borders[-1]]), 1e-12)
+    oldest = sum(space.sticky[: space.borders[0]]) / sum(space.even[: space.borders[0]])
+    tenths = [largest_tenth(values) for values in (space.sticky, space.even)]
     caption = (
         f"Memory space of each word in the last layer's signal after {space.updates} updates, document "
         f"{space.document} of split {source.split}. Dashed: borders between updates; dotted: {limit:.4f}, above which "
-        f"a phrase counts. Words of older updates have {old:.2f} times the space that they have "
-        "without sticky memories."
+        f"a phrase counts. The oldest update has {oldest:.2f} times the space that it has without sticky "
+        f"memories, and the tenth of the words with most space has {tenths[0]:.0%} of all (without: {tenths[1]:.0%})."
     )
     return Drawn(
         picture, Table(("place", "word", "even", "sticky"), rows), caption, f"Phrases with the largest space: {listed}"
