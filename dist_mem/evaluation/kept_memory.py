@@ -131,18 +131,21 @@ def _refuse_another_model(trained: TrainedModel, found: MemoryFile) -> None:
     if then != now:
         raise UnusableError(f"{path} was read with tokenizer {then[:12]}, but this model's is {now[:12]}: {again}")
     theirs, mine = found.header["settings"], model_settings(trained)
-    for key in sorted(theirs.keys() | mine.keys()):
-        if (was := theirs.get(key)) != (here := mine.get(key)) or (key in theirs) != (key in mine):
-            value = 0 if (key, was) == ("eval.clamp_len", None) else was  # null would mean: as trained
-            fix = f"give {key}={_written(value)}, or {again}" if key.startswith("eval.") else again
-            raise UnusableError(f"{path} was read with {key} = {_written(was)}, but here it is {_written(here)}: {fix}")
-    weights = digest_of(trained.model.state_dict())
-    if found.header["model"]["weights_sha256"] != weights:
-        name, step = (found.header["model"][key] for key in ("name", "step"))
+    other = [key for key in sorted(theirs.keys() | mine.keys()) if theirs.get(key) != mine.get(key)]
+    reader, weights = found.header["model"], digest_of(trained.model.state_dict())
+    if reader["weights_sha256"] != weights and "eval.precision" not in other:  # which changes the weights
         raise UnusableError(
-            f"{path} was read by another model ({name} at step {step}, weights "
-            f"{found.header['model']['weights_sha256'][:12]}), not by {trained.checkpoint.directory} (step "
-            f"{trained.checkpoint.manifest['step']}, weights {weights[:12]}): give that model, or {again}"
+            f"{path} was read by another model ({reader['name']} at step {reader['step']}, weights "
+            f"{reader['weights_sha256'][:12]}), not by {trained.checkpoint.directory} (weights {weights[:12]}): give "
+            f"that model, or {again}"
+        )
+    for key in other:
+        was = (
+            0 if (key, theirs.get(key)) == ("eval.clamp_len", None) else theirs.get(key)
+        )  # null would mean: as trained
+        fix = f"give {key}={_written(was)}, or {again}" if key.startswith("eval.") else again
+        raise UnusableError(
+            f"{path} was read with {key} = {_written(was)}, but here it is {_written(mine.get(key))}: {fix}"
         )
 
 
