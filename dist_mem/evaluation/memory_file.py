@@ -6,7 +6,7 @@
 The tensors are those of the lane's `LMState`, by the names of `named_tensors`, and `open_segment`, the inputs after the
 last complete segment. The header has one entry, `dist_mem_memory`: JSON with what the memory was read from and by, and
 a SHA-256 of all of it and of the tensors. A file contains only data, and equal memories make equal files
-(docs/reference/memory_files.md). Which model may use a file is decided in kept_memory.py.
+(docs/howto/memory_files.md). Which model may use a file is decided in kept_memory.py.
 """
 
 from __future__ import annotations
