@@ -28,6 +28,7 @@ from tests.support.scored_library import ALONE
 pytestmark = pytest.mark.ranks
 
 SEGMENTS = 6
+FULL_OR_NOT = ("compressive", "lamemo", "transformer_xl")  # memories that hold the newest tokens
 
 
 @pytest.fixture
@@ -119,6 +120,7 @@ def test_training_logs_them_and_is_the_same_without_at_every_stage(
         points[stage, passage] = losses(run_dir), figures_logged(run_dir)
     assert points[3, 4][0] == points[3, 0][0]
     assert points[3, 0][1] == [] and len(points[3, 4][1]) == 2
+    assert all(("memory/full_lanes" in point) == (kind in FULL_OR_NOT) for point in points[3, 4][1])
     for first, other in zip(points[0, 4][1], points[3, 4][1], strict=True):
         assert first == pytest.approx(other, rel=1e-4, abs=1e-5)
 
