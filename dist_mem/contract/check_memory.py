@@ -14,7 +14,7 @@ import torch
 
 from dist_mem.config import ConfigError
 from dist_mem.config.check import Problem
-from dist_mem.contract import rules
+from dist_mem.contract import inspection_rules, rules
 from dist_mem.contract.subject import BrokenRuleError, Size, Subject
 from dist_mem.memory import memory_class
 from dist_mem.memory.outside import line_in
@@ -102,6 +102,18 @@ RULES = (
     Rule(
         3, "a later segment depends on an earlier one", rules.it_remembers,
         "the new state is not returned, or never read",
+    ),
+    Rule(
+        10, "inspection changes nothing", inspection_rules.inspection_changes_nothing,
+        "inspect changes its input in place, or keeps something in an attribute that forward reads",
+    ),
+    Rule(
+        10, "what a query reads are shares of the past", inspection_rules.weights_are_shares_of_the_past,
+        "weights after dropout, rows with another order than their spans, or spans that do not move with the segment",
+    ),
+    Rule(
+        10, "forget takes out what is named, and nothing else", inspection_rules.forgetting_takes_out_what_is_named,
+        "a mask that is not applied to every read, or that mixes lanes",
     ),
 )  # fmt: skip
 

@@ -10,6 +10,7 @@ and with `data.cut: end` a document's first, which may be short
 4. causal  5. lanes are independent; a reset lane equals a fresh one  6. document ends are masks, never branches
 7. parameters are used only in the forward of a module that registers them  8. randomness is a counter hash
 9. parity with the published reference vectors where they exist
+10. `inspect` and `forget`, where a memory has them, tell and take out what is read, and change nothing else
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
+from dist_mem.memory.parts.inspection import Inspection
 from dist_mem.nn.flops import Flops
 from dist_mem.nn.layer_spec import LayerSpec
 
@@ -71,6 +73,11 @@ class Memory(nn.Module):
         return self.spec.seg_len
 
     @property
+    def kept_len(self) -> int:
+        """Number of tokens, the newest, whose rows a full memory holds; what it evicts is older."""
+        return 0
+
+    @property
     def takes_short_first(self) -> bool:
         """Whether the first segment of a document may be committed with less than T tokens (`spec.short_first`).
 
@@ -109,6 +116,33 @@ class Memory(nn.Module):
     def forward(self, x: Tensor, state: MemoryState, valid_len: Tensor) -> MemoryOutput:
         """Attend, and return the new state; see the class."""
         raise NotImplementedError
+
+    @torch.no_grad()
+    def inspect(self, x: Tensor, state: MemoryState, valid_len: Tensor, trace: Any = None) -> Inspection:
+        """Return what `forward` reads with these arguments, and from which tokens; see `Inspection`.
+
+        It changes nothing, and a forward that nobody inspects does nothing for it. By default nothing is returned.
+
+        Args:
+            trace: of the last call for the same lanes; None if they begin their documents.
+        """
+        return Inspection()
+
+    def forget(self, state: MemoryState, begin: Tensor, end: Tensor, trace: Any = None) -> MemoryState:
+        """Return the state without what it holds of the tokens in [begin, end), for a counterfactual.
+
+        The rows are taken out, not replaced: other rows, and their distances, stay. A lane with an empty range keeps
+        its outputs bit for bit. The state may have more tensors than before, so it is for reading on, not for a
+        checkpoint.
+
+        Args:
+            begin, end: (B,) int64, counted from the next segment's first token: -1 is the newest in the memory.
+            trace: of the last `inspect` call; a memory that moves what it holds needs it.
+
+        Raises:
+            NotImplementedError: the memory does not implement it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement forget")
 
     def reset_parameters(self) -> None:
         """Adjust initial weights after the model has drawn them all by one rule; by default none changes.

@@ -25,8 +25,18 @@ from dist_mem.config.keys import TOKENS, key
 from dist_mem.memory import transformer_xl
 from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, check_choices, select_lanes
 from dist_mem.memory.parts.compression import COMPRESSIONS
+from dist_mem.memory.parts.inspection import (
+    Inspection,
+    Spans,
+    compressed_spans,
+    overlapping,
+    rows_of,
+    segment_rows,
+    token_spans,
+)
+from dist_mem.memory.parts.shown import Shown, take_out, valid_rows, zero_hidden
 from dist_mem.nn.flops import Flops, product, relative_attention
-from dist_mem.nn.layers import Norm, RelativeAttention, newest_rows, split_heads, visible_keys
+from dist_mem.nn.layers import Attended, Norm, RelativeAttention, split_heads, visible_keys
 from dist_mem.nn.plain_attention import BIASES, PlainAttention, plain_attention_flops
 
 
@@ -93,6 +103,11 @@ class Compressive(Memory):
         return [*self.compression.parameters(), *(decoder.parameters() if decoder else ())]
 
     @property
+    def kept_len(self) -> int:
+        rows = self.spec.seg_len // self.options.compression_rate
+        return int(self.options.mem_len + self.options.cmem_len // rows * self.spec.seg_len)
+
+    @property
     def min_seg_len(self) -> int:
         return int(self.options.compression_rate)  # the rows pushed out are compressed even if the result is discarded
 
@@ -140,22 +155,71 @@ class Compressive(Memory):
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         memory, compressed = state
         seg_len, cmem_len, mem_len = x.shape[1], self.options.cmem_len, self.options.mem_len
-        context = torch.cat([compressed.hidden, memory.hidden], dim=1).to(x.dtype)
-        valid = [newest_rows(compressed.length, cmem_len), newest_rows(memory.length, mem_len)]
-        visible = visible_keys(torch.cat(valid, dim=1), seg_len, same_length=self.spec.same_length)
-        y, query, weights = self.attention(self.norm(x), self.norm(context), visible)
-
+        y, query, weights = self.attend(x, state)
         old = memory.hidden[:, :seg_len].to(x.dtype)
-        usage = weights.detach()[..., cmem_len : cmem_len + seg_len].float().mean((0, 2))
-        new = self.compression(old, usage)
+        new = self.compression(old, self.usage(weights, seg_len))
         is_full = memory.length == mem_len
-        kept = select_lanes(is_full, transformer_xl.push(compressed, new), compressed)
-        evicted = Evicted(compressed.hidden[:, : new.shape[1]].to(x.dtype), is_full & (compressed.length == cmem_len))
+        kept = select_lanes(is_full, transformer_xl.push(compressed, new, self.shown_new(memory, seg_len)), compressed)
+        oldest = zero_hidden(compressed.hidden[:, : new.shape[1]], compressed.shown).to(x.dtype)
+        evicted = Evicted(oldest, is_full & (compressed.length == cmem_len))
         aux = {}
         if self.learns and torch.is_grad_enabled():
             loss = self.compression_loss(query.detach(), old, new)
             aux["compression"] = torch.where(is_full & (valid_len == seg_len), self.options.loss_weight * loss, 0.0)
         return MemoryOutput(y, State(transformer_xl.push(memory, x), kept), aux, query, evicted)
+
+    def attend(self, x: Tensor, state: State) -> Attended:
+        """Attend to the compressed memory, the memory and the segment, in this order."""
+        memory, compressed = state
+        context = torch.cat([compressed.hidden, memory.hidden], dim=1).to(x.dtype)
+        valid = [valid_rows(part.length, part.hidden.shape[1], part.shown) for part in (compressed, memory)]
+        visible = visible_keys(torch.cat(valid, dim=1), x.shape[1], same_length=self.spec.same_length)
+        attended: Attended = self.attention(self.norm(x), self.norm(context), visible)
+        return attended
+
+    def shown_new(self, memory: transformer_xl.State, seg_len: int) -> Shown:
+        """Return which rows compressed from the oldest T are shown: those of which nothing was taken out."""
+        if not isinstance(memory.shown, Tensor):
+            return ()
+        rate = self.options.compression_rate
+        return memory.shown[:, : seg_len // rate * rate].unflatten(1, (-1, rate)).all(dim=2)
+
+    @torch.no_grad()
+    def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: None = None) -> Inspection:
+        """Its value `compression_loss` (B,) is that of the rows that leave the memory now; nan where none do."""
+        cmem_len, mem_len, seg_len = self.options.cmem_len, self.options.mem_len, x.shape[1]
+        _, query, weights = self.attend(x, state)
+        compressed, memory, segment = weights.tensor_split([cmem_len, cmem_len + mem_len], dim=-1)
+        rows = {
+            "compressed": rows_of(compressed, self.compressed_spans(state)),
+            "memory": rows_of(memory, token_spans(state.memory.length, mem_len)),
+            "segment": segment_rows(segment, valid_len),
+        }
+        if not self.learns:
+            return Inspection(rows)
+        old = state.memory.hidden[:, :seg_len].to(x.dtype)
+        loss = self.compression_loss(query, old, self.compression(old, self.usage(weights, seg_len)))
+        leaves = (state.memory.length == mem_len) & (valid_len == seg_len)
+        return Inspection(rows, {"compression_loss": torch.where(leaves, loss, torch.nan)})
+
+    def usage(self, weights: Tensor, seg_len: int) -> Tensor:
+        """Return the mean attention to the oldest T rows of the memory, (B, T); weights (H, B, T, C + M + T)."""
+        first = self.options.cmem_len
+        return weights.detach()[..., first : first + seg_len].float().mean((0, 2))
+
+    def compressed_spans(self, state: State) -> Spans:
+        """Return the tokens of the C compressed rows."""
+        sizes = {"kept_len": self.options.mem_len, "seg_len": self.spec.seg_len, "rate": self.options.compression_rate}
+        return compressed_spans(state.compressed.length, self.options.cmem_len, **sizes)
+
+    def forget(self, state: State, begin: Tensor, end: Tensor, trace: None = None) -> State:
+        memory, compressed = state
+        spans = token_spans(memory.length, self.options.mem_len), self.compressed_spans(state)
+        taken = [overlapping(part, begin, end) for part in spans]
+        return State(
+            memory._replace(shown=take_out(memory.shown, taken[0])),
+            compressed._replace(shown=take_out(compressed.shown, taken[1])),
+        )
 
     def compression_loss(self, query: Tensor, old: Tensor, new: Tensor) -> Tensor:
         """Return the loss of compressing `old` (B, T, D) to `new` (B, T // c, D): (B,), a norm, not squared (paper).

@@ -15,19 +15,23 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dist_mem.config.keys import TOKENS, key
 from dist_mem.memory import transformer_xl
 from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, Stem, check_choices, whole_segments
-from dist_mem.memory.parts.look_ahead import LookAheadAttention, Past, row_blocks, visible_ahead
+from dist_mem.memory.parts.inspection import Inspection, overlapping, rows_of, segment_rows, token_spans
+from dist_mem.memory.parts.look_ahead import LookAheadAttention, Past, Refreshed, row_blocks, visible_ahead
+from dist_mem.memory.parts.shown import Shown, append_shown, take_out, valid_rows, zero_hidden
 from dist_mem.nn.flops import Flops, attending, product, relative_attention
-from dist_mem.nn.layers import RelativeAttention, newest_rows, visible_keys
+from dist_mem.nn.layers import Attended, RelativeAttention, visible_keys
 
 
 class State(NamedTuple):
     past: Past | tuple[()]  # of the M memory rows, newest last, 0 where not yet filled; () in the last block
     length: Tensor  # (B,) int64, how many of the newest rows are valid
+    shown: Shown = ()
 
 
 class EmbeddingStem(Stem):
@@ -101,6 +105,10 @@ class LaMemo(Memory):
         return 1
 
     @property
+    def kept_len(self) -> int:
+        return int(self.options.mem_len)
+
+    @property
     def evicted_len(self) -> int:
         return whole_segments(self.options.mem_len, seg_len=self.spec.seg_len)
 
@@ -144,17 +152,41 @@ class LaMemo(Memory):
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         mem_len = self.options.mem_len
         num_tokens = x.shape[1] - mem_len
-        valid = newest_rows(state.length, mem_len)
-        visible = visible_keys(valid, num_tokens, same_length=self.spec.same_length)
-        rows = self.norm(x)
+        shown = append_shown(state.shown, (), num_tokens)
         length = (state.length + num_tokens).clamp(max=mem_len)
-        evicted = Evicted(x[:, : self.spec.seg_len].detach(), state.length == mem_len)
+        evicted = Evicted(zero_hidden(x[:, : self.spec.seg_len].detach(), state.shown), state.length == mem_len)
+        attended = self.attend(x, state, valid_len)
+        past = attended.past if isinstance(attended, Refreshed) else ()
+        return MemoryOutput(attended.y, State(past, length, shown), {}, attended.query, evicted)
+
+    def attend(self, x: Tensor, state: State, valid_len: Tensor) -> Attended | Refreshed:
+        """Attend to memory rows and segment; in all blocks but the last, memory rows look ahead."""
+        mem_len = self.options.mem_len
+        valid = valid_rows(state.length, mem_len, state.shown)
+        visible = visible_keys(valid, x.shape[1] - mem_len, same_length=self.spec.same_length)
+        rows = self.norm(x)
         if not self.refreshes:
-            y, query = self.attention(rows[:, mem_len:], rows[:, :mem_len], visible)[:2]
-            return MemoryOutput(y, State((), length), {}, query, evicted)
+            attended: Attended = self.attention(rows[:, mem_len:], rows[:, :mem_len], visible)
+            return attended
         window_len = state.length.clamp(max=self.spec.seg_len)
         if self.options.window == "segment":
             window_len = torch.minimum(state.length, valid_len)
         ahead = visible_ahead(valid, window_len, self.window)
-        y, query, past = self.attention(rows, state.past, visible, ahead)
-        return MemoryOutput(y, State(past, length), {}, query, evicted)
+        if isinstance(state.shown, Tensor):
+            newest = state.shown[:, mem_len - self.window + 1 :]
+            ahead = ahead & F.pad(newest, (0, 1), value=True)[:, None]  # the last key is the segment's first token
+        refreshed: Refreshed = self.attention(rows, state.past, visible, ahead)
+        return refreshed
+
+    @torch.no_grad()
+    def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: None = None) -> Inspection:
+        attended = self.attend(x, state, valid_len)
+        memory, segment = attended.weights.tensor_split([self.options.mem_len], dim=-1)
+        spans = token_spans(state.length, self.options.mem_len)
+        rows = {"memory": rows_of(memory, spans), "segment": segment_rows(segment, valid_len)}
+        values = {"alpha": attended.alpha.permute(1, 0, 2)} if isinstance(attended, Refreshed) else {}
+        return Inspection(rows, values)
+
+    def forget(self, state: State, begin: Tensor, end: Tensor, trace: None = None) -> State:
+        spans = token_spans(state.length, self.options.mem_len)
+        return state._replace(shown=take_out(state.shown, overlapping(spans, begin, end)))

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput
+from dist_mem.memory.parts.inspection import Inspection, segment_rows
 from dist_mem.nn.flops import Flops, relative_attention
-from dist_mem.nn.layers import RelativeAttention, visible_keys
+from dist_mem.nn.layers import Attended, RelativeAttention, visible_keys
 from dist_mem.nn.plain_attention import PlainAttention
 
 
@@ -53,10 +54,22 @@ class NoMemory(Memory):
         return relative_attention(self.spec, context_len=0, context_learns=False)
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
-        no_context = x.new_empty(x.shape[0], 0, x.shape[2])
-        nothing = no_context.new_empty(x.shape[0], 0, dtype=torch.bool)
-        visible = visible_keys(nothing, x.shape[1], same_length=False)
-        y, query, _ = self.attention(self.norm(x), no_context, visible)
+        y, query, _ = self.attend(x)
         # Raw rows, before the layer norm, as the published GPT-2 code passes them to its long-term memory.
         everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
         return MemoryOutput(y, state, {}, query, everything)
+
+    def attend(self, x: Tensor) -> Attended:
+        """Attend to the segment."""
+        no_context = x.new_empty(x.shape[0], 0, x.shape[2])
+        nothing = no_context.new_empty(x.shape[0], 0, dtype=torch.bool)
+        visible = visible_keys(nothing, x.shape[1], same_length=False)
+        attended: Attended = self.attention(self.norm(x), no_context, visible)
+        return attended
+
+    @torch.no_grad()
+    def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: None = None) -> Inspection:
+        return Inspection({"segment": segment_rows(self.attend(x).weights, valid_len)})
+
+    def forget(self, state: State, begin: Tensor, end: Tensor, trace: None = None) -> State:
+        return state

@@ -15,13 +15,16 @@ from torch import Tensor, nn
 
 from dist_mem.config.keys import TOKENS, key
 from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, whole_segments
+from dist_mem.memory.parts.inspection import Inspection, overlapping, rows_of, segment_rows, token_spans
+from dist_mem.memory.parts.shown import Shown, append_shown, take_out, valid_rows, zero_hidden
 from dist_mem.nn.flops import Flops, relative_attention
-from dist_mem.nn.layers import RelativeAttention, newest_rows, visible_keys
+from dist_mem.nn.layers import Attended, RelativeAttention, visible_keys
 
 
 class State(NamedTuple):
     hidden: Tensor  # (B, M, D), the block's last inputs, newest last; rows not yet filled are 0
     length: Tensor  # (B,) int64, how many of the newest rows are valid
+    shown: Shown = ()
 
 
 def empty(num_lanes: int, num_rows: int, d_model: int, *, device: torch.device | str, dtype: torch.dtype) -> State:
@@ -30,12 +33,13 @@ def empty(num_lanes: int, num_rows: int, d_model: int, *, device: torch.device |
     return State(hidden, torch.zeros(num_lanes, device=device, dtype=torch.int64))
 
 
-def push(state: State, rows: Tensor) -> State:
-    """Append rows (B, T, D), all real, and keep the newest M."""
+def push(state: State, rows: Tensor, are_shown: Shown = ()) -> State:
+    """Append rows (B, T, D), all real, and keep the newest M; `are_shown` (B, T) bool, (): all are."""
     mem_len, num_rows = state.hidden.shape[1], rows.shape[1]
     newest = rows.detach()[:, -mem_len:].to(state.hidden.dtype)
     hidden = torch.cat([state.hidden[:, num_rows:], newest], dim=1)
-    return State(hidden, (state.length + num_rows).clamp(max=mem_len))
+    shown = append_shown(state.shown, are_shown, num_rows)
+    return State(hidden, (state.length + num_rows).clamp(max=mem_len), shown)
 
 
 def check_mem_len(mem_len: int) -> None:
@@ -66,6 +70,10 @@ class TransformerXL(Memory):
         return 1
 
     @property
+    def kept_len(self) -> int:
+        return int(self.options.mem_len)
+
+    @property
     def evicted_len(self) -> int:
         return whole_segments(self.options.mem_len, seg_len=self.spec.seg_len)
 
@@ -81,8 +89,23 @@ class TransformerXL(Memory):
         return relative_attention(self.spec, context_len=self.options.mem_len, context_learns=learns)
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
-        valid = newest_rows(state.length, state.hidden.shape[1])
+        y, query, _ = self.attend(x, state)
+        rows = zero_hidden(state.hidden[:, : x.shape[1]], state.shown).to(x.dtype)
+        return MemoryOutput(y, push(state, x), {}, query, Evicted(rows, state.length == self.options.mem_len))
+
+    def attend(self, x: Tensor, state: State) -> Attended:
+        """Attend to the memory and the segment."""
+        valid = valid_rows(state.length, state.hidden.shape[1], state.shown)
         visible = visible_keys(valid, x.shape[1], same_length=self.spec.same_length)
-        y, query, _ = self.attention(self.norm(x), self.norm(state.hidden.to(x.dtype)), visible)
-        evicted = Evicted(state.hidden[:, : x.shape[1]].to(x.dtype), state.length == self.options.mem_len)
-        return MemoryOutput(y, push(state, x), {}, query, evicted)
+        attended: Attended = self.attention(self.norm(x), self.norm(state.hidden.to(x.dtype)), visible)
+        return attended
+
+    @torch.no_grad()
+    def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: None = None) -> Inspection:
+        memory, segment = self.attend(x, state).weights.tensor_split([self.options.mem_len], dim=-1)
+        spans = token_spans(state.length, self.options.mem_len)
+        return Inspection({"memory": rows_of(memory, spans), "segment": segment_rows(segment, valid_len)})
+
+    def forget(self, state: State, begin: Tensor, end: Tensor, trace: None = None) -> State:
+        spans = token_spans(state.length, self.options.mem_len)
+        return state._replace(shown=take_out(state.shown, overlapping(spans, begin, end)))

@@ -35,6 +35,8 @@ class Refreshed(NamedTuple):
     y: Tensor  # (B, M + T, D), before the residual: the refreshed memory rows, then the segment
     query: Tensor  # (H, B, T, K) of the segment, before biases
     past: Past  # of the newest M of the M + T rows, without gradient
+    weights: Tensor  # (H, B, T, M + T), attention probabilities of the segment before dropout
+    alpha: Tensor  # (H, B, M), weight of a memory row's old context, eq. 11
 
 
 def visible_ahead(valid: Tensor, window_len: Tensor, num_keys: int) -> Tensor:
@@ -191,19 +193,26 @@ class LookAheadAttention(RelativeProjections):
         masked = scores + torch.where(visible, 0.0, -math.inf)
         weights = masked.softmax(dim=-1)
         context = self.attention_dropout(weights.to(value.dtype)) @ value
-        refreshed = self.refresh(query[:, :, :mem_len], key, value, position, past, ahead)
+        refreshed, alpha = self.refresh(query[:, :, :mem_len], key, value, position, past, ahead)
         contexts = torch.cat([refreshed.context, context.permute(1, 2, 0, 3)], dim=1)
         log_sums = torch.cat([refreshed.log_sum, log_sum_exp(masked, weights).permute(1, 2, 0)], dim=1)
         newest = Past(
             contexts[:, -mem_len:].detach().to(past.context.dtype, copy=True),
             log_sums[:, -mem_len:].to(past.log_sum.dtype),
         )
-        return Refreshed(self.dropout(self.output(contexts.flatten(-2))), segment_query, newest)
+        y = self.dropout(self.output(contexts.flatten(-2)))
+        return Refreshed(y, segment_query, newest, weights, alpha)
 
-    def refresh(self, query: Tensor, key: Tensor, value: Tensor, position: Tensor, past: Past, ahead: Tensor) -> Past:
-        """Return the refreshed attention results of memory rows: query (H, B, M, K), the rest as in `forward`."""
+    def refresh(
+        self, query: Tensor, key: Tensor, value: Tensor, position: Tensor, past: Past, ahead: Tensor
+    ) -> tuple[Past, Tensor]:
+        """Return the refreshed attention results of memory rows, and alpha (H, B, M).
+
+        Args:
+            query: (H, B, M, K); the rest as in `forward`.
+        """
         if not self.look_ahead:
-            return Past(past.context.to(value.dtype), past.log_sum)
+            return Past(past.context.to(value.dtype), past.log_sum), torch.ones_like(past.log_sum).permute(2, 0, 1)
         window = slice(self.mem_len - self.window + 1, self.mem_len + 1)
         scores = ahead_scores(
             query,
@@ -218,7 +227,7 @@ class LookAheadAttention(RelativeProjections):
         alpha, looking = weights[..., :1], weights[..., 1:]
         attended = self.attention_dropout(looking.to(value.dtype)) @ value[:, :, window]
         context = alpha * past.context.permute(2, 0, 1, 3) + attended
-        return Past(context.to(value.dtype).permute(1, 2, 0, 3), log_sum.permute(1, 2, 0))
+        return Past(context.to(value.dtype).permute(1, 2, 0, 3), log_sum.permute(1, 2, 0)), alpha[..., 0]
 
     def ahead_position_keys(self, position: Tensor) -> Tensor:
         """Return W_r R_t at t = 1, ..., M and a dummy, (H, K, M + 1), from those of the segment; or at t = -1, ..., -M.

@@ -1,0 +1,70 @@
+"""What a memory layer read, and from which tokens: the answer of `Memory.inspect`.
+
+Tokens are counted from the first token of the segment that reads: it is token 0, and the newest token in the memory is
+token -1. Shape letters: B lanes, T segment, R rows, H heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Spans(NamedTuple):
+    """The tokens that rows came from; begin = end for a row that holds nothing."""
+
+    begin: Tensor  # (B, R) int64, the first of them
+    end: Tensor  # (B, R) int64, one past the last
+
+
+class Rows(NamedTuple):
+    """Rows that a layer reads, how much each query reads of each, and the tokens that they came from."""
+
+    weights: Tensor  # (H, B, T, R) float32 or wider, probability mass; 0 for a row that holds nothing
+    spans: Spans
+
+
+class Inspection(NamedTuple):
+    """What one layer read in one segment. Queries past `valid_len` have values without a meaning."""
+
+    # By kind: segment | memory | compressed | signal. The weights of those that share a softmax sum to 1; those of
+    # `signal` sum to the mass that its densities have within [0, 1].
+    rows: Mapping[str, Rows] = MappingProxyType({})
+    values: Mapping[str, Tensor] = MappingProxyType({})  # others, by name
+    trace: Any = None  # given to the next call for the same lanes; None where their documents begin
+
+
+def token_spans(length: Tensor, num_rows: int) -> Spans:
+    """Return the spans of a cache with a row a token, of which the newest `length` (B,) are valid."""
+    begin = torch.arange(-num_rows, 0, device=length.device).expand(len(length), -1)
+    return Spans(begin, begin + (begin >= -length[:, None]))
+
+
+def compressed_spans(length: Tensor, num_rows: int, *, kept_len: int, seg_len: int, rate: int) -> Spans:
+    """Return the spans of rows older than `kept_len` tokens: T // rate of them a segment, each from `rate` tokens."""
+    a_segment = seg_len // rate
+    age = torch.arange(num_rows - 1, -1, -1, device=length.device)  # 0: the newest row
+    segment = age.div(a_segment, rounding_mode="floor") + 1
+    within = a_segment - 1 - age % a_segment
+    begin = (within * rate - segment * seg_len - kept_len).expand(len(length), -1)
+    return Spans(begin, begin + rate * (age < length[:, None]))
+
+
+def rows_of(weights: Tensor, spans: Spans) -> Rows:
+    """Return rows with weights (H, B, T, R) in float32 or wider."""
+    return Rows(weights.detach().to(torch.promote_types(weights.dtype, torch.float32)), spans)
+
+
+def segment_rows(weights: Tensor, valid_len: Tensor) -> Rows:
+    """Return the rows of the segment itself, (H, B, T, T)."""
+    begin = torch.arange(weights.shape[-1], device=weights.device).expand(len(valid_len), -1)
+    return rows_of(weights, Spans(begin, begin + (begin < valid_len[:, None])))
+
+
+def overlapping(spans: Spans, begin: Tensor, end: Tensor) -> Tensor:
+    """Return which rows came from a token in [begin, end), both (B,): (B, R) bool."""
+    return (spans.begin < end[:, None]) & (spans.end > begin[:, None]) & (spans.begin < spans.end)

@@ -1,0 +1,54 @@
+"""Inspect the memories of a model in the forwards that it computes anyway.
+
+with Inspector(model.memories()) as inspector:
+    state = model(tokens, targets, valid_len, state=state).state
+    inspector.layers[0].rows["memory"].weights
+    inspector.commit()  # the segment was complete, so its state was kept
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor, nn
+
+from dist_mem.memory.base import Memory, MemoryState
+from dist_mem.memory.parts.inspection import Inspection
+
+
+class Inspector:
+    """While entered, every forward of these memories is inspected; all lanes commit together, or none does."""
+
+    def __init__(self, memories: Sequence[Memory], traces: Sequence[Any] | None = None) -> None:
+        """`traces`: of the lanes' documents so far, as `traces` of the inspector that read them; None: they begin."""
+        self.memories = tuple(memories)
+        self.layers = [Inspection() for _ in self.memories]  # of the last forward, in order from the embedding
+        self.traces: list[Any] = list(traces) if traces is not None else [None for _ in self.memories]
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> Inspector:
+        for number, memory in enumerate(self.memories):
+            handle = memory.register_forward_pre_hook(self._hook(number))
+            self._hooks.callback(handle.remove)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._hooks.close()
+
+    def _hook(self, number: int) -> Any:
+        def inspect(memory: nn.Module, inputs: tuple[Tensor, MemoryState, Tensor]) -> None:
+            assert isinstance(memory, Memory)
+            self.layers[number] = memory.inspect(*inputs, self.traces[number])
+
+        return inspect
+
+    def forget(self, blocks: Sequence[MemoryState], begin: Tensor, end: Tensor) -> tuple[MemoryState, ...]:
+        """Return the states of all blocks without the tokens in [begin, end); see `Memory.forget`."""
+        parts = zip(self.memories, blocks, self.traces, strict=True)
+        return tuple(memory.forget(state, begin, end, trace) for memory, state, trace in parts)
+
+    def commit(self) -> None:
+        """Go on from the segment that was read last."""
+        self.traces = [layer.trace for layer in self.layers]

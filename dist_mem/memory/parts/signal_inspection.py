@@ -1,0 +1,106 @@
+"""`inspect` and `forget` of the infinity-former's signal.
+
+Shape letters: B lanes, T segment, E evicted rows, N basis functions, D model, H heads, P rows of a lane so far, R bins.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dist_mem.memory.parts.basis import evaluate_basis
+from dist_mem.memory.parts.inspection import Inspection, Spans, rows_of
+from dist_mem.memory.parts.signal import Signal, State
+from dist_mem.memory.parts.signal_places import NUM_BINS, Trace, append, bin_spans, row_spans, without_rows
+
+
+def inspect_signal(memory: Signal, x: Tensor, state: State, valid_len: Tensor, trace: Trace | None) -> Inspection:
+    """Return what the memory below read, and the mass of the densities in R bins of the signal.
+
+    Values: `mu` and `variance` (H, B, T) of the densities, `histogram` (B, num_bins) of sticky sampling after this
+    segment, `regression_error` (B,): squared error of the rows that have just entered, over their squares.
+    """
+    below = memory.over.inspect(x, state.over, valid_len, trace.over if trace else None)
+    output = memory.forward(x, state, valid_len)  # a call would inspect again, see Inspector
+    signal, num_tokens = memory.append_pending(state, x.dtype)
+    mu, variance = memory.read_densities(output.query, signal)
+    places = [_places(memory, state, lane, trace) for lane in range(len(x))]
+    bins = [bin_spans(lane, _spans(memory, len(lane)), NUM_BINS) for lane in places]
+    spans = Spans(*(torch.stack(parts).to(x.device) for parts in zip(*bins, strict=True)))
+    edges = torch.linspace(0.0, 1.0, NUM_BINS + 1, device=mu.device, dtype=mu.dtype)
+    mass = torch.special.ndtr((edges - mu[..., None]) * variance[..., None].rsqrt()).diff(dim=-1)
+    mass = torch.where((num_tokens > 0)[:, None, None], mass, 0.0)
+    values = {
+        **below.values,
+        "mu": mu,
+        "variance": variance,
+        "histogram": output.state.histogram,
+        "regression_error": _newest_error(memory, state, signal, places, x.dtype),
+    }
+    return Inspection({**below.rows, "signal": rows_of(mass, spans)}, values, Trace(below.trace, tuple(places)))
+
+
+def forget_signal(memory: Signal, state: State, begin: Tensor, end: Tensor, trace: Trace | None) -> State:
+    """Return the state without what signal, pending rows and the memory below hold of the tokens in [begin, end).
+
+    Raises:
+        ValueError: the signal holds rows, and there is no trace of where they are.
+    """
+    if trace is None and (state.num_tokens > 0).any():
+        raise ValueError(
+            "the long-term memory holds rows whose places are not known: inspect from the document's start"
+        )
+    over = memory.over.forget(state.over, begin, end, trace.over if trace else None)
+    pending = _spans(memory, state.pending.shape[1])
+    coefficients = state.coefficients.clone()
+    kept = state.pending.clone()
+    for lane, (first, last) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
+        if last <= first:
+            continue
+        kept[lane, (pending.begin < last) & (pending.end > first)] = 0.0
+        if trace is None or not state.num_tokens[lane]:
+            continue
+        places = trace.places[lane]
+        shift = memory.spec.seg_len if state.has_pending[lane] else 0  # the signal ends before the pending rows
+        spans = _spans(memory, len(places))
+        taken = (spans.begin - shift < last) & (spans.end - shift > first)
+        coefficients[lane] = without_rows(coefficients[lane], places, taken, memory.geometry)
+    return state._replace(over=over, pending=kept, coefficients=coefficients)
+
+
+def _spans(memory: Signal, num_rows: int) -> Spans:
+    return row_spans(
+        num_rows, kept_len=memory.kept_len, seg_len=memory.spec.seg_len, per_update=memory.geometry.num_rows
+    )
+
+
+def _places(memory: Signal, state: State, lane: int, trace: Trace | None) -> Tensor:
+    """Return the places of a lane's rows in the signal that this segment reads, (P,)."""
+    places = trace.places[lane] if trace else torch.empty(0, dtype=torch.float64)
+    if not state.has_pending[lane]:
+        return places
+    threshold = memory.options.memory_threshold
+    is_first = not state.num_tokens[lane] or (threshold is not None and bool(state.num_tokens[lane] >= threshold))
+    if not is_first and not len(places):
+        raise ValueError(
+            "the long-term memory holds rows whose places are not known: inspect from the document's start"
+        )
+    num_rows = memory.geometry.num_rows
+    if isinstance(state.pending_len, Tensor):
+        num_rows = int(state.pending_len[lane])
+    moved_by = None if memory.options.sampling == "linear" else memory.positions(state)[lane]
+    return append(places, moved_by, num_rows, memory.geometry, is_first=is_first)
+
+
+def _newest_error(memory: Signal, state: State, signal: Tensor, places: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return the relative squared error of the newest rows of each lane's signal, (B,); 0 where none entered."""
+    entered = memory.entering(state, dtype)
+    errors = signal.new_zeros(len(signal))
+    for lane in range(len(signal)):
+        if not state.has_pending[lane]:
+            continue
+        num_rows = len(entered[lane]) if not isinstance(state.pending_len, Tensor) else int(state.pending_len[lane])
+        rows = entered[lane, :num_rows].to(signal.dtype)
+        estimate = evaluate_basis(places[lane][-num_rows:].to(signal), **memory.basis) @ signal[lane]
+        errors[lane] = (estimate - rows).square().sum() / rows.square().sum().clamp(min=1e-30)
+    return errors
