@@ -98,6 +98,7 @@ def test_a_document_cut_short_keeps_its_length(library: Path, tmp_path: Path) ->
     assert [document.num_scored for document in report.documents] == [min(length, 10) for length in LENGTHS]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("single_process")
 def test_the_command_says_after_what_and_writes_apart(
     library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -136,7 +136,7 @@ def test_a_memory_is_read_on_and_saved_again(tmp_path: Path) -> None:
 
 
 def test_a_long_text_is_read_in_parts_as_at_once() -> None:
-    trained, text = model("compressive"), words(300 * SEG_LEN + 3)
+    trained, text = model("compressive"), words(70 * SEG_LEN + 3)
     whole = read(trained, start(trained), [trained.tokenizer.encode(text)])
     assert same_reading(read_text(trained, text).reading, whole)
 
