@@ -12,6 +12,8 @@
     dist-mem checkpoints verify runs/demo
     dist-mem compare runs/none runs/demo
     dist-mem generate runs/demo --prompt-file book.txt --tokens 500
+    dist-mem read book.txt --run runs/demo -o book.mem
+    dist-mem memory show book.mem
     dist-mem inspect runs/infinite --split test
     dist-mem track sync runs/demo
     dist-mem prepare verify data/sample

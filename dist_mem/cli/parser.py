@@ -39,6 +39,8 @@ def build_parser() -> tuple[ArgumentParser, Parsers]:
             run.inspect: _add_inspect,
             run.figure: _add_figure,
             run.generate: _add_generate,
+            run.read: _add_read,
+            run.memory: _add_memory_files,
             run.dialogue: _add_dialogue,
             run.export: _add_export,
             run.reproduce: _add_reproduce,
@@ -155,6 +157,7 @@ def _add_checkpoint(added: ArgumentParser) -> None:
 def _add_evaluate(added: ArgumentParser) -> None:
     _add_model(added)
     added.add_argument("--without-memory", action="store_true", help="empty the memory at every segment")
+    _add_memory(added, "every document continues")
     added.add_argument("--sweep", metavar="KEY=LENGTHS", help="several lengths: mem_len=64,128,... or seg_len=...")
     added.add_argument(
         "--also", type=Path, action="append", default=[], metavar="RUN", help="another run for --sweep; repeatable"
@@ -204,9 +207,10 @@ def _add_generate(added: ArgumentParser) -> None:
     added.add_argument("run", nargs="?", help=_MODEL)
     added.add_argument("overrides", nargs="*", help="key=value overrides, as for `dist-mem evaluate`")
     added.add_argument("--compare", nargs="+", default=[], metavar="RUN", help="compare these runs on the same prompt")
-    prompt = added.add_mutually_exclusive_group(required=True)
+    prompt = added.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue; empty: begin a document")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 file to continue, of any length")
+    _add_memory(added, "the prompt continues")
     _add_sampling(added, tokens=256, top_p=0.95)
     added.add_argument("--top-k", type=count, metavar="K", help="draw from the K likeliest tokens (default: all)")
     added.add_argument(
@@ -218,8 +222,28 @@ def _add_generate(added: ArgumentParser) -> None:
     )
 
 
+def _add_memory(added: ArgumentParser, what: str) -> None:
+    """Add the option of commands that continue from a memory file."""
+    added.add_argument("--memory", type=Path, metavar="FILE", help=f"`dist-mem read` wrote it; {what} its text")
+
+
+def _add_read(added: ArgumentParser) -> None:
+    added.add_argument("text", type=Path, help="UTF-8 file, of any length")
+    added.add_argument("overrides", nargs="*", help="key=value overrides, as for `dist-mem evaluate`")
+    added.add_argument("--run", type=Path, required=True, metavar="RUN", help=_MODEL)
+    added.add_argument("--out", "-o", type=Path, required=True, metavar="FILE", help="memory file to write")
+    _add_memory(added, "the text continues")
+    _add_checkpoint(added)
+
+
+def _add_memory_files(added: ArgumentParser) -> None:
+    added.add_argument("action", choices=["show"])
+    added.add_argument("file", type=Path, metavar="FILE", help="a memory file, as `dist-mem read` writes it")
+
+
 def _add_dialogue(added: ArgumentParser) -> None:
     _add_model(added)
+    _add_memory(added, "every conversation continues")
     added.add_argument("--limit", type=count, metavar="N", help="read the first N conversations (default: all)")
     added.add_argument("--turns", type=count, metavar="N", help="replies per conversation, spread (default: all)")
     _add_sampling(added, tokens=50, top_p=0.9)
