@@ -24,11 +24,12 @@ from dist_mem.inspection.figures.parts.figure import Drawn, Figure, Table
 from dist_mem.inspection.figures.parts.signal import is_empty, least_tokens, mass_on_words, signal_memories
 from dist_mem.inspection.figures.parts.source import Source
 from dist_mem.inspection.figures.parts.style import BLUE, GREEN, ORANGE, new_picture
-from dist_mem.inspection.figures.parts.words import Shaded, Word, draw_text, lines_of, phrases, words_of
+from dist_mem.inspection.figures.parts.words import Shaded, Word, draw_text, excerpts, lines_of, phrases, words_of
 
 NUM_ANSWERS, NUM_TOKENS = 3, 50
 COLORS = (ORANGE, BLUE, GREEN)
 THRESHOLD = 3.0  # times the mean over the words in the memory
+AROUND = 6  # words shown on both sides of a shaded one
 MOST_LINES = 34
 NAMES = ("infinite.fig4", "infinite.fig12")
 
@@ -85,7 +86,7 @@ def draw(name: str, sources: Sequence[Source]) -> Drawn:
     for number, (one, color) in enumerate(zip(found, COLORS, strict=False)):
         lines += lines_of([Shaded(f"Answer {number + 1}:", 0.0, color), *_colored(one.answer.text, color)])
     lines += [[]]
-    lines += lines_of(_shaded(found))[: MOST_LINES - len(lines)]
+    lines += lines_of(excerpts(_shaded(found), AROUND))[: MOST_LINES - len(lines)]
     picture, axes = new_picture(0.165 * len(lines) + 0.5)
     draw_text(axes, lines, size=7.6)
     axes.set_title("answers, and the words of the long-term memory that they attended to", loc="left")
@@ -131,8 +132,8 @@ def _shaded(found: Sequence[Looked]) -> list[Shaded]:
 def _text(found: Sequence[Looked]) -> str:
     parts = []
     for number, one in enumerate(found):
-        excerpts = phrases(one.words, one.attention, above=limit_of(one))[:5]
-        listed = " | ".join(f"{text!r} {value:.4f}" for text, value in excerpts) or "none"
+        parts_read = phrases(one.words, one.attention, above=limit_of(one))[:5]
+        listed = " | ".join(f"{text!r} {value:.4f}" for text, value in parts_read) or "none"
         parts.append(
             f"Answer {number + 1}: {one.answer.text}\n\nPeople's: {one.answer.reference}\n\nExcerpts: {listed}"
         )

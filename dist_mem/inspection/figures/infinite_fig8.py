@@ -27,7 +27,7 @@ from dist_mem.inspection.figures.parts.signal import (
 )
 from dist_mem.inspection.figures.parts.source import Source
 from dist_mem.inspection.figures.parts.style import VERMILION, new_picture
-from dist_mem.inspection.figures.parts.words import Shaded, Word, bare, draw_text, lines_of, words_of
+from dist_mem.inspection.figures.parts.words import Shaded, Word, bare, draw_text, excerpts, lines_of, words_of
 from dist_mem.inspection.walk import walk
 
 LIMIT = 0.05  # attention of a shaded word
@@ -106,7 +106,7 @@ def draw(name: str, sources: Sequence[Source]) -> Drawn:
     gain = chosen[min(NAMES.index(name), len(chosen) - 1)]
     shaded = [place for place, value in enumerate(gain.attention) if value > LIMIT]
     best = sorted(range(len(words)), key=lambda place: -gain.attention[place])[:5]
-    lines = lines_of(_excerpts(words, gain, shaded or best))[:MOST_LINES]
+    lines = lines_of(excerpts(_shaded(words, gain, shaded or best), AROUND))[:MOST_LINES]
     picture, axes = new_picture(0.165 * len(lines) + 0.5)
     draw_text(axes, lines, size=7.6)
     before = " ".join(word.text for word in words if gain.word.begin - 60 < word.begin < gain.word.begin)
@@ -125,20 +125,11 @@ def draw(name: str, sources: Sequence[Source]) -> Drawn:
     return Drawn(picture, Table(("place", "word", "attention"), rows), caption, text)
 
 
-def _excerpts(words: Sequence[Word], gain: Gain, shaded: Sequence[int]) -> list[Shaded]:
-    """Return the words around the shaded ones; "[...]" stands for what is left out."""
-    top = max((gain.attention[place] for place in shaded), default=1.0)
-    shown: list[Shaded] = []
-    newest = -1
-    for place, word in enumerate(words):
-        if not any(abs(place - other) <= AROUND for other in shaded):
-            continue
-        if place != newest + 1:
-            shown.append(Shaded("[...]", 0.0, VERMILION))
-        newest = place
-        shade = 0.15 + 0.6 * gain.attention[place] / top if place in shaded else 0.0
-        shown.append(Shaded(word.text, shade, VERMILION))
-    return shown
+def _shaded(words: Sequence[Word], gain: Gain, chosen: Sequence[int]) -> list[Shaded]:
+    """Return all words, the chosen ones shaded by their attention."""
+    top = max((gain.attention[place] for place in chosen), default=1.0)
+    shades = {place: 0.15 + 0.6 * gain.attention[place] / top for place in chosen}
+    return [Shaded(word.text, shades.get(place, 0.0), VERMILION) for place, word in enumerate(words)]
 
 
 FIGURE = Figure(

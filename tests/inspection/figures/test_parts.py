@@ -14,7 +14,7 @@ from dist_mem.inspection.figures.infinite_fig8 import Gain, same_word_share
 from dist_mem.inspection.figures.lamemo_fig7 import g
 from dist_mem.inspection.figures.parts.signal import update_marks
 from dist_mem.inspection.figures.parts.token_mass import mass_by_distance, token_mass
-from dist_mem.inspection.figures.parts.words import LINE, Shaded, Word, lines_of, phrases, words_of
+from dist_mem.inspection.figures.parts.words import LINE, Shaded, Word, excerpts, lines_of, phrases, words_of
 from dist_mem.memory.parts.inspection import Rows, Spans
 
 HEADS, TOKENS, ROWS = 2, 5, 7
@@ -104,6 +104,13 @@ def test_lines_hold_every_word_once_and_are_not_too_long() -> None:
     lines = lines_of(words)
     assert [word for line in lines for _, word in line] == words
     assert all(column + len(word.text) <= LINE for line in lines for column, word in line)
+
+
+def test_excerpts_are_what_is_near_a_shaded_word() -> None:
+    words = [Shaded(str(place), float(place in (1, 9, 10)), "C0") for place in range(14)]
+    texts = [word.text for word in excerpts(words, 2)]
+    assert texts == ["0", "1", "2", "3", "[...]", "7", "8", "9", "10", "11", "12"]
+    assert excerpts([word._replace(shade=0.0) for word in words], 2) == []
 
 
 def test_the_share_of_the_same_word_is_of_attention_and_of_text() -> None:

@@ -71,6 +71,20 @@ class Shaded(NamedTuple):
     color: str
 
 
+def excerpts(words: Sequence[Shaded], around: int) -> list[Shaded]:
+    """Return the shaded words and so many on both sides of each; "[...]" stands for what is left out."""
+    shaded = [place for place, word in enumerate(words) if word.shade > 0]
+    kept = sorted({near for place in shaded for near in range(max(0, place - around), place + around + 1)})
+    found: list[Shaded] = []
+    newest = -1
+    for place in kept:
+        if place < len(words):
+            found += [words[place]._replace(text="[...]", shade=0.0)] if place != newest + 1 else []
+            found.append(words[place])
+            newest = place
+    return found
+
+
 def lines_of(words: Sequence[Shaded]) -> list[list[tuple[int, Shaded]]]:
     """Return the words in lines of at most LINE characters, each with its column."""
     lines: list[list[tuple[int, Shaded]]] = [[]]
