@@ -31,6 +31,7 @@ LAYERS = [
     "dialogue",
     "doctor",
     "training",
+    "replay",
     "reproduce",
     "cli",
     "__main__",
