@@ -6,6 +6,7 @@ rank runs it, as `torchrun --nproc-per-node 2 -m dist_mem replay RUN --step S`. 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from dist_mem.training.hooks import end_saving
 from dist_mem.training.meter import MEASUREMENTS
 from dist_mem.training.opening import open_run
 
+_OF_UPDATE = frozenset({"grad_norm", "grad_norm_model", "grad_norm_aux", "lr"})
 _SHOWN = ("loss", "grad_norm")  # recorded metrics that are always printed
 
 
@@ -106,16 +108,19 @@ def replay(
 
 
 def differing(point: Recorded, found: Recomputed) -> list[str]:
-    """Return the names of the metrics of a recorded point whose recomputed values are not the same bits.
-
-    Measurements of the machine are left out; nan equals nan.
-    """
+    """Return the names of the metrics of a recorded point whose recomputed values are not the same bits."""
     again = found.points.get(point.last, {})
-    return [name for name in _repeatable(point) if repr(point.metrics[name]) != repr(again.get(name))]
+    names = _comparable(point, found)
+    return [name for name in names if repr(point.metrics[name]) != repr(again.get(name))]  # nan equals nan
 
 
-def _repeatable(point: Recorded) -> list[str]:
-    return [name for name in point.metrics if name not in MEASUREMENTS]
+def _comparable(point: Recorded, found: Recomputed) -> list[str]:
+    """Return the names of the metrics that follow from the updates, without measurements of the machine.
+
+    After a step that was only read, the run logs norm and rate of an update before its rollback.
+    """
+    left_out = MEASUREMENTS | (_OF_UPDATE if point.last <= found.first_trained else frozenset())
+    return [name for name in point.metrics if name not in left_out]
 
 
 def report(
@@ -133,14 +138,13 @@ def report(
     if point is None:
         yield f"step {step} is not recorded, or the run changed before its next point: there is nothing to compare"
     for other in compared:
-        names = differing(other, found)
         if other == point:
-            yield from _comparison(other, found.points.get(other.last, {}), names)
-        elif names:
-            yield f"{other}: {', '.join(names)} differ"
+            yield from _comparison(other, found)
+        elif names := differing(other, found):
+            yield f"{other}: {', '.join(names)} {'differs' if len(names) == 1 else 'differ'}"
     others = [other for other in compared if other != point]
-    equal = sum(not differing(other, found) for other in others)
     if others:
+        equal = sum(not differing(other, found) for other in others)
         yield f"{equal} of {len(others)} other recorded points on the way are equal, bit for bit"
     yield "lane  rank  document  scored tokens  loss, nats per token"
     for lane in found.lanes:
@@ -149,16 +153,15 @@ def report(
         yield f"{lane.lane:>4}  {lane.rank:>4}  {entry:<8}  {lane.num_scored:>13}  {loss:.4f}"
 
 
-def _comparison(point: Recorded, found: dict[str, float], names: Sequence[str]) -> Iterator[str]:
+def _comparison(point: Recorded, found: Recomputed) -> Iterator[str]:
     """Yield the lines that compare a recorded point: the shown metrics, and others that differ."""
+    again, names, differ = found.points.get(point.last, {}), _comparable(point, found), differing(point, found)
     yield f"recorded at {point}:"
-    for name in dict.fromkeys([*_SHOWN, *names]):
-        recorded, again = point.metrics.get(name), found.get(name)
-        if recorded is None or again is None:
-            yield f"  {name}: recorded {recorded!r}, computed again {again!r}"
-        elif name in names:
-            yield f"  {name}: recorded {recorded!r}, computed again {again!r}: differs by {again - recorded:.3g}"
+    for name in [name for name in names if name in _SHOWN or name in differ]:
+        if name in differ:
+            values = f"recorded {point.metrics[name]!r}, computed again {again.get(name)!r}"
+            yield f"  {name}: {values}: differs by {again.get(name, math.nan) - point.metrics[name]:.3g}"
         else:
-            yield f"  {name}: {recorded!r}, equal bit for bit"
-    equal = [name for name in _repeatable(point) if name not in names and name not in _SHOWN]
+            yield f"  {name}: {point.metrics[name]!r}, equal bit for bit"
+    equal = [name for name in names if name not in differ and name not in _SHOWN]
     yield f"  {len(equal)} other metrics are equal, bit for bit: {', '.join(equal)}"

@@ -48,6 +48,7 @@ class Recomputed(NamedTuple):
     gradient_norm: float
     lanes: list[LaneLoss]  # by lane, without idle lanes
     messages: list[str]  # of divergences
+    first_trained: int  # steps up to this one were only read, after a rollback
 
 
 def choose_start(run_dir: Path, parts: Sequence[Part], step: int, world: World) -> Choice | None:
@@ -127,7 +128,7 @@ def recompute(context: Context, state: TrainState, *, step: int, last: int, chec
         if made == context.total_steps or is_multiple(made, context.config.tracking.every):
             points[made] = meter.read(context.engine)
         feed.advance(outcome.next_scored)
-    return Recomputed(points, loss, gradient_norm, lanes, messages)
+    return Recomputed(points, loss, gradient_norm, lanes, messages, context.divergence.first_trained)
 
 
 @contextmanager
