@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from dist_mem.data.batch_plan import counted
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnfitError, UnusableError
 from dist_mem.evaluation.evaluate import as_job, use_threads
 from dist_mem.replay.recompute import Recomputed, change_within, choose_start, recompute, resumption_of
@@ -52,9 +53,8 @@ def run(run_dir: Path, step: int, overrides: Sequence[str] = (), early: StopSign
         arguments = ["replay", str(run_dir), "--step", str(step), *overrides]
         return run_ranks(arguments, part.ranks, device=part.device, early=early)
     if world_size != part.ranks:
-        raise UnusableError(
-            f"step {step} was made on {part.ranks} ranks, this job has {world_size}: start {part.ranks}"
-        )
+        made = f"step {step} was made on {counted(part.ranks, 'rank')}"
+        raise UnusableError(f"{made}, this job has {world_size}: start {part.ranks}")
     codes: list[int] = []
     as_job(lambda world, check: codes.append(replay(world, run_dir, step, overrides, check)), overrides, early)
     return codes[0]
@@ -95,7 +95,7 @@ def replay(
             raise UnusableError(f"--step {step}: the run has {context.total_steps} steps")
         context.divergence.first_trained = part.first_trained
         last = point.last if point else step
-        tracker.message(f"computing steps {first + 1} to {last} again, on {part.ranks} ranks")
+        tracker.message(f"computing steps {first + 1} to {last} again, on {counted(part.ranks, 'rank')}")
         found = recompute(context, state, step=step, last=last, check=check)
     finally:
         context.feed.close()

@@ -115,6 +115,7 @@ def test_steps_around_a_divergence_are_equal(tmp_path: Path, books: Path, rank_p
         assert code == EXIT_DONE, lines
 
 
+@pytest.mark.slow
 def test_a_planted_difference_is_named_with_both_values(tmp_path: Path, books: Path, rank_pool: Pool) -> None:
     run_dir = tmp_path / "run"
     config = write_config(tmp_path / "run.yaml", books, run_dir, {"train": {"steps": 8}})
@@ -139,7 +140,7 @@ def test_a_planted_difference_is_named_with_both_values(tmp_path: Path, books: P
     assert any("there is nothing to compare" in line for line in lines)
     codes, text = run_ranks(["replay", str(run_dir), "--step", "3"], world_size=2, cwd=tmp_path)
     assert codes == [EXIT_USAGE] * 2
-    assert "error: step 3 was made on 1 ranks, this job has 2: start 1" in text
+    assert "error: step 3 was made on 1 rank, this job has 2: start 1" in text
 
 
 @pytest.mark.slow
