@@ -31,8 +31,9 @@ from dist_mem.evaluation.evaluate import as_job, found_by_all, use_threads
 from dist_mem.evaluation.protocol import protocol_of, report_name, tag_of
 from dist_mem.evaluation.trained_model import TrainedModel, init_state, open_model, read_settings, tokenizer_of_data
 from dist_mem.memory.base import MemoryOutput
-from dist_mem.memory.infinite import Infinite, State
+from dist_mem.memory.infinite import Infinite
 from dist_mem.memory.parts.basis import evaluate_basis, first_positions, update_positions
+from dist_mem.memory.parts.signal import State
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.signals import StopSignal

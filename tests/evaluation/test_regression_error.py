@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from dist_mem.evaluation.regression_error import Errors, Watch, run
-from dist_mem.memory.infinite import Infinite, State
+from dist_mem.memory.infinite import Infinite
+from dist_mem.memory.parts.signal import State
 from dist_mem.model import MemoryLM
 from dist_mem.tracking import progress
 from tests.memory.test_infinite import SEG_LEN, WIDTH, memory_of, smooth

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput
-from dist_mem.memory.infinite import Infinite, State
+from dist_mem.memory.infinite import Infinite
 from dist_mem.memory.parts import basis
 from dist_mem.memory.parts.basis import Fit, evaluate_basis, expected_basis
+from dist_mem.memory.parts.signal import State
 from tests.support import paths
 
 GOLDEN = paths.GOLDEN / "infinite"

@@ -5,20 +5,16 @@ Shape letters: B lanes, T segment, E evicted rows, N basis functions, D model, H
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from dist_mem.memory.parts.basis import evaluate_basis
 from dist_mem.memory.parts.inspection import Inspection, Spans, rows_of
+from dist_mem.memory.parts.signal import Signal, State
 from dist_mem.memory.parts.signal_places import NUM_BINS, Trace, append, bin_spans, row_spans, without_rows
 
-if TYPE_CHECKING:
-    from dist_mem.memory.infinite import Infinite, State
 
-
-def inspect_signal(memory: Infinite, x: Tensor, state: State, valid_len: Tensor, trace: Trace | None) -> Inspection:
+def inspect_signal(memory: Signal, x: Tensor, state: State, valid_len: Tensor, trace: Trace | None) -> Inspection:
     """Return what the memory below read, and the mass of the densities in R bins of the signal.
 
     Values: `mu` and `variance` (H, B, T) of the densities, `histogram` (B, num_bins) of sticky sampling after this
@@ -44,7 +40,7 @@ def inspect_signal(memory: Infinite, x: Tensor, state: State, valid_len: Tensor,
     return Inspection({**below.rows, "signal": rows_of(mass, spans)}, values, Trace(below.trace, tuple(places)))
 
 
-def forget_signal(memory: Infinite, state: State, begin: Tensor, end: Tensor, trace: Trace | None) -> State:
+def forget_signal(memory: Signal, state: State, begin: Tensor, end: Tensor, trace: Trace | None) -> State:
     """Return the state without what signal, pending rows and the memory below hold of the tokens in [begin, end).
 
     Raises:
@@ -72,13 +68,13 @@ def forget_signal(memory: Infinite, state: State, begin: Tensor, end: Tensor, tr
     return state._replace(over=over, pending=kept, coefficients=coefficients)
 
 
-def _spans(memory: Infinite, num_rows: int) -> Spans:
+def _spans(memory: Signal, num_rows: int) -> Spans:
     return row_spans(
         num_rows, kept_len=memory.kept_len, seg_len=memory.spec.seg_len, per_update=memory.geometry.num_rows
     )
 
 
-def _places(memory: Infinite, state: State, lane: int, trace: Trace | None) -> Tensor:
+def _places(memory: Signal, state: State, lane: int, trace: Trace | None) -> Tensor:
     """Return the places of a lane's rows in the signal that this segment reads, (P,)."""
     places = trace.places[lane] if trace else torch.empty(0, dtype=torch.float64)
     if not state.has_pending[lane]:
@@ -96,7 +92,7 @@ def _places(memory: Infinite, state: State, lane: int, trace: Trace | None) -> T
     return append(places, moved_by, num_rows, memory.geometry, is_first=is_first)
 
 
-def _newest_error(memory: Infinite, state: State, signal: Tensor, places: list[Tensor], dtype: torch.dtype) -> Tensor:
+def _newest_error(memory: Signal, state: State, signal: Tensor, places: list[Tensor], dtype: torch.dtype) -> Tensor:
     """Return the relative squared error of the newest rows of each lane's signal, (B,); 0 where none entered."""
     entered = memory.entering(state, dtype)
     errors = signal.new_zeros(len(signal))

@@ -1,0 +1,166 @@
+"""The signal of an infinity-former's long-term memory: how rows enter it, how it is contracted, and how it is read.
+
+dist_mem/memory/infinite.py makes a memory of it. Shape letters: B lanes, T segment, E evicted rows, S samples, N basis
+functions, D model, H heads, K head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dist_mem.memory.base import LayerSpec, Memory, MemoryState
+from dist_mem.memory.parts.basis import Fit, Geometry, evaluate_basis, expected_basis, fit_first, fit_matrices
+from dist_mem.memory.parts.densities import affine_densities, divergence, make_projection, moments
+from dist_mem.memory.parts.infinite_options import InfiniteOptions, check_growth, check_options
+from dist_mem.memory.parts.sticky import sample_positions
+from dist_mem.nn.layers import Dropout, merge_heads, split_heads
+
+
+class State(NamedTuple):
+    over: MemoryState  # of the memory below
+    coefficients: Tensor  # (B, N, D) float32 at least, of the signal before `pending`; 0 without memory
+    num_tokens: Tensor  # (B,) int64, tokens in the signal; 0 without memory
+    pending: Tensor  # (B, E, D), rows that the memory below evicted in the last segment
+    has_pending: Tensor  # (B,) bool
+    histogram: Tensor  # (B, num_bins) float32 at least, where the last segment read; for sticky sampling
+    document: Tensor  # (B,) int64, document id, a counter of the random draws
+    segment: Tensor  # (B,) int64, index of the segment in the document, another such counter
+    pending_len: Tensor | tuple[()] = ()  # (B,) int64, how many rows of `pending` are real; (): all
+
+
+def norm_of(memory: Memory) -> nn.Module:
+    """Return the layer norm of a memory's input, the identity with post-norm.
+
+    Raises:
+        ValueError: the memory has no `norm`.
+    """
+    norm = getattr(memory, "norm", None)
+    if not isinstance(norm, nn.Module):
+        raise ValueError(
+            "memory.store is normed, but the memory below has no layer norm `norm`: set memory.store to raw, or "
+            "memory.over.kind to a memory that has one"
+        )
+    return norm
+
+
+class Signal(Memory):
+    """The parameters of a long-term memory over another one, and what is computed with its signal."""
+
+    def __init__(self, spec: LayerSpec, options: InfiniteOptions, over: Memory) -> None:
+        super().__init__(spec, options)
+        check_options(options)
+        width = spec.num_heads * spec.d_head
+        self.over = over
+        if options.store == "normed":
+            norm_of(over)
+        self.gate = nn.Conv1d(spec.d_model, spec.d_model, kernel_size=3, padding=1) if options.gate else None
+        # Weights of the networks for mean and variance.
+        self.densities = nn.Parameter(torch.zeros(2, options.num_basis)) if options.density == "affine" else None
+        self.density_bias = nn.Parameter(torch.zeros(2)) if options.density_bias else None
+        heads = {"num_heads": spec.num_heads, "d_head": spec.d_head}
+        self.key = make_projection(options.projections, spec.d_model, **heads)
+        self.value = make_projection(options.projections, spec.d_model, **heads)
+        self.output = nn.Linear(width, spec.d_model, bias=False)
+        self.dropout = Dropout(spec.dropout)
+        self.basis: dict[str, Any] = {"widths": tuple(options.widths), "num_basis": options.num_basis}
+        self.geometry = Geometry(
+            **self.basis,
+            ridge=options.ridge,
+            tau=options.tau,
+            num_samples=options.num_samples,
+            num_rows=over.evicted_len,
+            padding=options.padding,
+        )
+        check_growth(self.geometry, forgets=options.memory_threshold is not None)
+
+    @property
+    def norm(self) -> nn.Module:
+        return norm_of(self.over)
+
+    @property
+    def kept_len(self) -> int:
+        return self.over.kept_len
+
+    def append_pending(self, state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the coefficients (B, N, D) of past and pending rows, and how many tokens they hold (B,)."""
+        old, num_tokens, has_pending = state.coefficients, state.num_tokens, state.has_pending
+        fit = fit_matrices(self.geometry, device=old.device, dtype=old.dtype)
+        if self.options.memory_threshold is not None:
+            full = has_pending & (num_tokens >= self.options.memory_threshold)
+            old, num_tokens = old.masked_fill(full[:, None, None], 0.0), num_tokens.masked_fill(full, 0)
+        rows = self.entering(state, dtype).to(old.dtype)
+        is_first = (num_tokens == 0)[:, None, None]
+        num_new: Tensor | int = self.spec.seg_len
+        if isinstance(state.pending_len, Tensor):
+            num_new = state.pending_len
+            fitted = torch.where(is_first, fit_first(rows, num_new, geometry=self.geometry), fit.new @ rows)
+        else:
+            fitted = torch.where(is_first, fit.first, fit.new) @ rows
+        appended = self.contract(old, state, fit) + fitted  # no past contracts to 0
+        signal = torch.where(has_pending[:, None, None], appended, old)
+        return signal, num_tokens + num_new * has_pending
+
+    def entering(self, state: State, dtype: torch.dtype) -> Tensor:
+        """Return the pending rows as input of the regression: (B, E, D)."""
+        rows = state.pending.to(dtype)
+        if self.options.store == "normed":
+            rows = self.norm(rows)
+        if isinstance(state.pending_len, Tensor):
+            real = torch.arange(rows.shape[1], device=rows.device) < state.pending_len[:, None]
+            rows = torch.where(real[..., None], rows, 0.0)  # a layer norm turns padding into its bias
+        if self.gate is None:
+            return rows
+        return rows * self.gate(rows.transpose(1, 2)).transpose(1, 2).sigmoid()
+
+    def contract(self, coefficients: Tensor, state: State, fit: Fit) -> Tensor:
+        """Return the part of the new coefficients that is the past, sampled at S points spread evenly in (0, tau]."""
+        if self.options.sampling == "linear":
+            return fit.linear @ coefficients
+        positions = self.positions(state).to(coefficients.dtype)
+        return fit.past @ (evaluate_basis(positions, **self.basis) @ coefficients)
+
+    def positions(self, state: State) -> Tensor:
+        """Return the positions at which sticky sampling samples the past: (B, S)."""
+        return sample_positions(
+            state.histogram,
+            self.options.sampling,
+            num_samples=self.options.num_samples,
+            counters=(self.spec.seed, self.spec.layer_index, state.document, state.segment),
+        )
+
+    def read_densities(self, query: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean in (0, 1) and variance of the density under which each query reads, both (H, B, T)."""
+        exact, floor = query.to(signal.dtype), self.options.variance_floor
+        if self.densities is not None:
+            weighted = self.densities.to(signal.dtype) @ signal  # (B, 2, D)
+            mu, variance = affine_densities(exact, self.keys(weighted, query.dtype), self.density_bias)
+            return mu, variance.clamp(min=floor)
+        number = self.options.num_samples
+        places = (torch.arange(number, device=signal.device, dtype=signal.dtype) + 0.5) / number
+        rows = evaluate_basis(places, **self.basis) @ signal  # (B, S, D)
+        mu, variance = moments(exact, self.keys(rows, query.dtype), places)
+        return mu, variance + floor
+
+    def keys(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Project rows of the signal (B, R, D) to keys (H, B, R, K), in the dtype of the activations."""
+        return split_heads(self.key(rows.to(dtype)), self.spec.num_heads).to(rows.dtype)
+
+    def read(self, mu: Tensor, variance: Tensor, signal: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the expected signal under each head's densities, (B, T, D).
+
+        An empty memory reads 0, because no layer here has a bias.
+        """
+        values = split_heads(self.value(signal.to(dtype)), self.spec.num_heads)  # (H, B, N, K)
+        expected = expected_basis(mu, variance, **self.basis).to(dtype)  # (H, B, T, N)
+        return self.output(merge_heads(expected @ values))
+
+    def regulariser(self, mu: Tensor, variance: Tensor, counted: Tensor) -> Tensor:
+        """Return the weighted divergence (B,), reduced over heads by `kl_heads`, averaged over `counted` (B, T)."""
+        options = self.options
+        kl = divergence(mu, variance, prior_std=options.prior_std, prior_mean=options.prior_mean)
+        reduced = kl.sum(dim=0) if options.kl_heads == "sum" else kl.mean(dim=0)
+        total = torch.where(counted, reduced, 0.0).sum(dim=1)
+        return options.kl_weight * total / counted.sum(dim=1).clamp(min=1)
