@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from dist_mem.cli import commands as run
-from dist_mem.cli import jobs
+from dist_mem.cli import jobs, steps
 from dist_mem.cli.arguments import count, keys_of, names, seed, seeds, split, step, unknown_command, unknown_option
 
 Command = Callable[[Namespace], int]
@@ -32,6 +32,8 @@ def build_parser() -> tuple[ArgumentParser, Parsers]:
             jobs.cancel: _add_cancel,
             run.checkpoints: _add_checkpoints,
             run.track: _add_track,
+            steps.batch: _add_batch,
+            steps.replay: _add_step,
         },
         "use a trained model": {
             run.evaluate: _add_evaluate,
@@ -293,6 +295,19 @@ def _add_prepare(added: ArgumentParser) -> None:
         metavar="NAME",
         help="verify only this split; repeatable (default: all; for a URL train, validation, test)",
     )
+
+
+def _add_step(added: ArgumentParser) -> None:
+    """Add the arguments of commands about one step of a run."""
+    added.add_argument("run", type=Path, help="a run directory")
+    added.add_argument("overrides", nargs="*", help="data.path=FOLDER if the data have moved")
+    added.add_argument("--step", type=count, required=True, metavar="S", help="as in metrics.jsonl")
+
+
+def _add_batch(added: ArgumentParser) -> None:
+    _add_step(added)
+    added.add_argument("--rank", type=partial(count, least=0), metavar="R", help="only its lanes (default: all ranks)")
+    added.add_argument("--full", action="store_true", help="print whole segments (default: beginning and end)")
 
 
 def _add_track(added: ArgumentParser) -> None:

@@ -132,6 +132,15 @@ class LaneReader:
         return sum(epochs) / len(epochs) if epochs else 0.0
 
 
+def training_plan(config: Config, index: Index) -> Plan:
+    """Return the plan of a training on this split. Raises ValueError if there are too few documents."""
+    data, train = config.data, config.train
+    lengths = cut_lengths([entry.num_tokens for entry in index.documents], data.max_document_len)
+    return make_plan(
+        lengths, num_lanes=train.lanes, seg_len=train.seg_len, seed=data.seed, layout=data.layout, cut=data.cut
+    )
+
+
 def training_reader(config: Config, *, world_size: int, rank: int, cursors: Tensor | None = None) -> LaneReader:
     """Open the training split and read this rank's lanes, from the beginning or from saved cursors.
 
@@ -140,19 +149,10 @@ def training_reader(config: Config, *, world_size: int, rank: int, cursors: Tens
     tokenizer, index = open_tokenizer(config.data), open_index(config.data, config.data.train_split)
     check_tokenizer(index, tokenizer)
     train = config.train
-    lengths = cut_lengths([entry.num_tokens for entry in index.documents], config.data.max_document_len)
-    plan = make_plan(
-        lengths,
-        num_lanes=train.lanes,
-        seg_len=train.seg_len,
-        seed=config.data.seed,
-        layout=config.data.layout,
-        cut=config.data.cut,
-    )
     return LaneReader(
         config.data,
         index,
-        plan,
+        training_plan(config, index),
         lane_ids=lanes_of_rank(train.lanes, world_size=world_size, rank=rank, micro_lanes=train.micro_lanes),
         micro_lanes=train.micro_lanes,
         segments_per_update=train.segments_per_update,

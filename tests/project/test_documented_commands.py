@@ -242,6 +242,7 @@ PREPARED: dict[str, list[str | Callable[[Tree], None]]] = {
     "docs/howto/doctor.md": [DEMO],
     "docs/howto/evaluate.md": [DEMO, exported, sorting_runs],
     "docs/howto/generate.md": [DEMO, book],
+    "docs/howto/loss_spike.md": [DEMO],
     "docs/howto/gpt2.md": [pretrained],
     "docs/howto/memory_files.md": [DEMO, book],
     "docs/start/python.md": [DEMO, book],
