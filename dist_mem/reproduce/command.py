@@ -27,6 +27,7 @@ from dist_mem.reproduce.runs import (
     columns_of,
     data_of,
     evaluate_command,
+    figure_commands,
     figure_of,
     keep_result,
     measured,
@@ -160,6 +161,7 @@ def _run(job: Job, *, name: str) -> int:
     try:
         for number, item in enumerate(job.runs, start=1):
             _one_run(job, item, progress=f"[{number}/{len(job.runs)}]")
+        _draw_figures(job)
         code, status = EXIT_DONE, "FINISHED"
     except StoppedError:
         print(f"stopped; the same command continues from here: {job.out}", file=sys.stderr)
@@ -206,6 +208,16 @@ def _one_run(job: Job, item: Run, *, progress: str) -> None:
     while left := [name for name in missing if read_result(item, name) is None]:
         for name, value in _measure(job, item, missing, left[0]).items():
             report(f"{item.name}: {name} {'n/a' if value is None else f'{value:.4g}'}")
+
+
+def _draw_figures(job: Job) -> None:
+    """Draw the figures of the table; one that its runs do not give, as one that diverged, is left out and said."""
+    for name, command in figure_commands(job.table, job.runs, job.out, job.extra).items():
+        try:
+            job.command(command, f"figure-{name}")
+            print(f"{name}: {job.out / 'figures'}", flush=True)
+        except CommandError as error:
+            print(f"{name} is not drawn: {error}", file=sys.stderr)
 
 
 def _build(job: Job, item: Run, splits: set[str], report: Callable[[str], None]) -> None:

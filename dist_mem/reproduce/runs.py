@@ -181,6 +181,18 @@ def evaluate_command(run: Run, column: Column, extra: Sequence[str]) -> list[str
     return [*launcher(1), column.command, str(run.directory), "--split", column.split, *column.evaluate, *overrides]
 
 
+def figure_commands(table: Table, runs: Sequence[Run], out: Path, extra: Sequence[str]) -> dict[str, list[str]]:
+    """Return the arguments of `dist-mem figure` for each figure of the table whose rows are all among the runs."""
+    found = {}
+    overrides = [text for text in extra if text.startswith(("eval.", "tracking."))]
+    for name, rows in table.figures.items():
+        first = {run.row: str(run.directory) for run in reversed(runs)}
+        if all(row in first for row in rows):
+            directories = [first[row] for row in rows]
+            found[name] = [*launcher(1), "figure", name, *directories, *overrides, "-o", str(out / "figures")]
+    return found
+
+
 def newest_report(run: Run, column: Column) -> Path:
     """Return the report of the measurement that has just ended.
 

@@ -92,6 +92,7 @@ class Table:
     rows: dict[str, Row] = field(default_factory=dict)
     columns: dict[str, Column] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    figures: dict[str, list[str]] = field(default_factory=dict)  # of `dist-mem figure` -> rows whose runs it shows
     scales: dict[str, Scale] = field(default_factory=dict)
 
 
@@ -142,6 +143,10 @@ def load_table(name: str, folder: Path = FOLDER) -> Table:
         odd = [size for size in row.sizes if size not in SIZES]
         if odd:
             raise UnusableError(f"{path}: rows.{name}.sizes has {odd[0]!r}, not one of {', '.join(SIZES)}")
+    for figure, rows in table.figures.items():
+        strangers = [row for row in rows if row not in table.rows]
+        if strangers:
+            raise UnusableError(f"{path}: figures.{figure} has {strangers[0]!r}, which is not a row of the table")
     for scale_name, scale in table.scales.items():
         scale.name = scale_name
         _check_scale(table, scale, where=f"{path}: scales.{scale_name}")

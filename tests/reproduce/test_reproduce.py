@@ -148,6 +148,22 @@ def test_a_killed_table_goes_on_and_ends_as_one_left_alone(folder: Path) -> None
 
 
 @pytest.mark.slow
+def test_figures_are_drawn_from_the_rows_that_they_show(folder: Path) -> None:
+    table = yaml.safe_load((folder / FOLDER / "two.yaml").read_text())
+    write_table(
+        folder, {**table, "figures": {"lamemo.fig7": ["xl"], "lamemo.fig8": ["xl", "none"], "lamemo.fig6": ["xl"]}}
+    )
+    code, text, errors = finish(start(folder, "--out", "out", "--rows", "xl", "train.steps=2", "checkpoint.every=null"))
+    assert code == 0, errors
+    assert "lamemo.fig7: out/figures" in text
+    assert "lamemo.fig6 is not drawn: " in errors  # it has no alpha
+    assert {path.name.partition("-")[0] for path in (folder / "out" / "figures").iterdir()} == {"lamemo.fig7"}
+    write_table(folder, {**table, "figures": {"lamemo.fig7": ["lamemo"]}})
+    with pytest.raises(UnusableError, match=r"figures\.lamemo\.fig7 has 'lamemo', which is not a row"):
+        load_table(str(folder / FOLDER / "two.yaml"))
+
+
+@pytest.mark.slow
 def test_runs_stand_under_a_parent_in_mlflow(folder: Path) -> None:
     assert finish(start(folder, "--out", "out", "--rows", "xl", "train.steps=2", "checkpoint.every=null"))[0] == 0
     from dist_mem.tracking.mlflow_run import connect
