@@ -29,6 +29,7 @@ LAYERS = [
     "evaluation",
     "generation",
     "dialogue",
+    "inspection",
     "doctor",
     "training",
     "reproduce",
