@@ -37,6 +37,7 @@ def build_parser() -> tuple[ArgumentParser, Parsers]:
             run.evaluate: _add_evaluate,
             run.compare: _add_compare,
             run.inspect: _add_inspect,
+            run.report: _add_report,
             run.generate: _add_generate,
             run.dialogue: _add_dialogue,
             run.export: _add_export,
@@ -230,6 +231,17 @@ def _add_inspect(added: ArgumentParser) -> None:
     added.add_argument(
         "--limit", type=count, default=100, metavar="N", help="read the first N documents (default: 100)"
     )
+
+
+def _add_report(added: ArgumentParser) -> None:
+    added.add_argument("runs", nargs="+", metavar="RUN", help="run directories, and key=value overrides")
+    book = added.add_mutually_exclusive_group()
+    book.add_argument("--book", metavar="ID", help="show this document, read by the first run")
+    book.add_argument("--text", type=Path, metavar="FILE", help="show this UTF-8 file, read by the first run")
+    added.add_argument("--split", type=split, metavar="NAME", help="split of --book (default: eval.split)")
+    added.add_argument("--no-removals", action="store_true", help="do not read the book without each passage")
+    added.add_argument("-o", "--out", type=Path, metavar="FILE", help="file to write (default: RUN/report.html)")
+    added.set_defaults(overrides=[])  # those after an option
 
 
 def _add_reproduce(added: ArgumentParser) -> None:
