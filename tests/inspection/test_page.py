@@ -88,6 +88,7 @@ def test_a_page_of_a_run_is_well_formed_and_needs_no_network(run_dir: Path) -> N
     (run_dir / "figures").mkdir()
     (run_dir / "figures" / "fig7.svg").write_text('<svg xmlns="http://www.w3.org/2000/svg"/>')
     (run_dir / "figures" / "fig7.png").write_bytes(b"of the same figure")
+    (run_dir / "figures" / "fig7.md").write_text("Attention <over> the signal.\n\n> an excerpt\n")
     for name, scored in (
         ("test-step-00000003", asked(run_dir)),
         ("test-step-00000003-without-memory", emptied(run_dir)),
@@ -98,7 +99,7 @@ def test_a_page_of_a_run_is_well_formed_and_needs_no_network(run_dir: Path) -> N
     found = checked(page)
     assert [attributes["alt"] for name, attributes in found.elements if name == "img"] == ["fig7"]
     gain = (emptied(run_dir).nll - asked(run_dir).nll) / asked(run_dir).num_scored
-    for text in ("memory.kind", "transformer_xl", f"{gain:.4f}", "Title 3", "recall tokens", ">loss<"):
+    for text in ("memory.kind", "transformer_xl", f"{gain:.4f}", "Title 3", "recall tokens", ">loss<", "&lt;over&gt;"):
         assert text in page, text
 
 

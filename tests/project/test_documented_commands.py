@@ -239,6 +239,7 @@ PREPARED: dict[str, list[str | Callable[[Tree], None]]] = {
     "docs/howto/generate.md": [DEMO, book],
     "docs/howto/gpt2.md": [pretrained],
     "docs/start/python.md": [DEMO, book],
+    "docs/howto/report.md": [DEMO, book],
     "docs/howto/reproduce.md": [DEMO],
     "docs/howto/resume.md": [DEMO, moved],
     "shards/README.md": [corpora_of_papers],

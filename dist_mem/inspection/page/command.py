@@ -23,6 +23,7 @@ from dist_mem.data.documents import Document, Documents
 from dist_mem.data.plan import cut_lengths, segment_starts
 from dist_mem.errors import EXIT_DONE, UnusableError, run_error
 from dist_mem.evaluation.evaluate import use_threads
+from dist_mem.evaluation.sweep import names_of
 from dist_mem.evaluation.trained_model import TrainedModel, load_model
 from dist_mem.inspection.counterfactual import remove_passages
 from dist_mem.inspection.page.assemble import Section, assembled
@@ -71,7 +72,7 @@ def run(runs: Sequence[Path], asked: Asked, *, out: Path | None, overrides: Sequ
 
 def report(runs: Sequence[Path], asked: Asked, *, overrides: Sequence[str] = ()) -> str:
     """Return the page. Raises as `run`, and OSError or ValueError for a file of a run that cannot be read."""
-    labels = labels_of(runs)
+    labels = names_of(runs)
     settings = settings_table(runs, labels)  # first: it finds out which directories are none of a run
     evaluations = [entry for path, label in zip(runs, labels, strict=True) for entry in find_evaluations(path, label)]
     sections = [
@@ -85,12 +86,6 @@ def report(runs: Sequence[Path], asked: Asked, *, overrides: Sequence[str] = ())
         book = encoded(_book(runs, labels, asked, overrides), room=ROOM)
     footer = f"Made by dist-mem report {' '.join(labels)}. This file needs no network."
     return assembled(", ".join(labels), [part for part in sections if part.content], footer=footer, book=book)
-
-
-def labels_of(runs: Sequence[Path]) -> list[str]:
-    """Return the names of the runs: those of their directories, or whole paths if two are equal."""
-    names = [path.resolve().name for path in runs]
-    return names if len(set(names)) == len(names) else [str(path) for path in runs]
 
 
 def _book(runs: Sequence[Path], labels: Sequence[str], asked: Asked, overrides: Sequence[str]) -> Book:
