@@ -127,3 +127,18 @@ def seeds(text: str) -> list[int]:
     if len(set(numbers)) != len(numbers):
         raise argparse.ArgumentTypeError(f"{text} has a seed twice")
     return numbers
+
+
+def position(text: str) -> int:
+    """Parse the position of a token in a document; 0 is the first."""
+    return count(text, least=0, most=10**9)
+
+
+def span(text: str) -> tuple[int, int]:
+    """Parse a range of tokens of a document, BEGIN:END, without END itself."""
+    begin, colon, end = text.partition(":")
+    if not colon:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a range of tokens: give BEGIN:END, as 128:192")
+    if position(begin) >= position(end):
+        raise argparse.ArgumentTypeError(f"{shown(text)}: the range is empty: END must be greater than BEGIN")
+    return position(begin), position(end)

@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dist_mem.cli import inspecting
 from dist_mem.config import Config, load_config, to_yaml, value_of
 from dist_mem.config.check import stop_on
 from dist_mem.config.docs import schema_as_yaml
 from dist_mem.config.resume_rules import check_allowed
 from dist_mem.config.text_checks import check_texts
 from dist_mem.errors import EXIT_FAILED, RunError, StoppedEarlyError, UnusableError
+from dist_mem.runtime.environment import wants_colour
 from dist_mem.runtime.ranks import note_exit_code
 from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
 
@@ -202,11 +204,17 @@ def dialogue(options: argparse.Namespace) -> int:
 
 
 def inspect(options: argparse.Namespace) -> int:
-    """Measure how much of its input an infinity-former's memory has kept."""
+    """Show what memory changed in a text, or how much an infinity-former's memory has kept."""
+    has_document = inspecting.has_document(options)
     with StopSignal(OF_SCHEDULERS) as early:
         from dist_mem.runtime.distributed import choose_accelerator
 
         choose_accelerator()
+        if has_document:
+            from dist_mem.inspection import command
+            from dist_mem.inspection.request import request_of
+
+            return command.run(request_of(options, with_colour=wants_colour(options.color)), early=early)
         from dist_mem.evaluation.regression_error import run
 
         settings = {"split": options.split, "checkpoint": options.checkpoint, "overrides": options.overrides}

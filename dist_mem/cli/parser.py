@@ -11,8 +11,18 @@ from functools import partial
 from pathlib import Path
 
 from dist_mem.cli import commands as run
-from dist_mem.cli import jobs
-from dist_mem.cli.arguments import count, keys_of, names, seed, seeds, split, step, unknown_command, unknown_option
+from dist_mem.cli import inspecting, jobs
+from dist_mem.cli.arguments import (
+    count,
+    keys_of,
+    names,
+    seed,
+    seeds,
+    split,
+    step,
+    unknown_command,
+    unknown_option,
+)
 
 Command = Callable[[Namespace], int]
 Parsers = dict[str, ArgumentParser]  # of the commands, by name
@@ -138,10 +148,10 @@ def _add_doctor(added: ArgumentParser) -> None:
     added.add_argument("--drill", action="store_true", help="break a small job in every way, and report the results")
 
 
-def _add_model(added: ArgumentParser) -> None:
+def _add_model(added: ArgumentParser, *, overrides: str = "key=value overrides of eval.* and data.path") -> None:
     """Add the arguments of commands that read one split with one trained model."""
     added.add_argument("run", type=Path, help=_MODEL)
-    added.add_argument("overrides", nargs="*", help="key=value overrides of eval.* and data.path")
+    added.add_argument("overrides", nargs="*", help=overrides)
     added.add_argument("--split", type=split, metavar="NAME", help="split to read (default: eval.split)")
     _add_checkpoint(added)
 
@@ -227,10 +237,8 @@ def _add_dialogue(added: ArgumentParser) -> None:
 
 
 def _add_inspect(added: ArgumentParser) -> None:
-    _add_model(added)
-    added.add_argument(
-        "--limit", type=count, default=100, metavar="N", help="read the first N documents (default: 100)"
-    )
+    _add_model(added, overrides="another run to compare with, and key=value overrides of eval.* and data.path")
+    inspecting.add_arguments(added)
 
 
 def _add_report(added: ArgumentParser) -> None:
