@@ -227,14 +227,15 @@ def report(options: argparse.Namespace) -> int:
     runs = [Path(text) for text in options.runs if text not in given]
     if not runs:
         raise UnusableError("report: no run: give a run directory, as in: dist-mem report runs/demo")
-    if options.book is not None or options.text is not None:
+    overrides = (*given, *options.overrides)
+    with StopSignal(OF_SCHEDULERS) as early:
         from dist_mem.runtime.distributed import choose_accelerator
 
         choose_accelerator()
-    from dist_mem.inspection.page.command import Asked, run
+        from dist_mem.inspection.page.command import Asked, run
 
-    asked = Asked(options.book, options.text, options.split, not options.no_removals)
-    return run(runs, asked, out=options.out, overrides=[*given, *options.overrides])
+        asked = Asked(runs, options.book, options.text, options.split, not options.no_removals, overrides)
+        return run(asked, out=options.out, early=early)
 
 
 def prepare(options: argparse.Namespace) -> int:

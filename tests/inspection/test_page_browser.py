@@ -141,6 +141,14 @@ def test_the_page_adds_up_the_gains_and_joins_cut_characters(browser: Browser, f
     assert page.complaints() == []
 
 
+def test_a_link_leads_to_a_token(browser: Browser, file: Path) -> None:
+    page = opened(browser, file, 1280)
+    page.value("location.hash = '#token-701'")
+    page.wait_for("document.querySelector('.chosen').dataset.token === '700'")
+    assert "\u22122.000" in details(page)
+    assert page.complaints() == []
+
+
 def test_the_buttons_turn_pages(browser: Browser, file: Path) -> None:
     page = opened(browser, file, 400)
     assert page.value("document.getElementById('back').disabled")

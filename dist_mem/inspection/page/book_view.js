@@ -143,6 +143,14 @@ class BookView {
     byId(`t${this.chosen}`).scrollIntoView({ block: "nearest" });
   }
 
+  /** Choose the token of a link, "#token-302", counted from 1. */
+  follow(link) {
+    const [, number] = /^#token-(\d+)$/.exec(link) ?? [];
+    if (!number) return;
+    this.choose(Number(number) - 1);
+    byId(`t${this.chosen}`).scrollIntoView({ block: "center" });
+  }
+
   /** Mark the chosen token, and the tokens of this page that its layers looked at. */
   mark() {
     for (const old of byId("text").querySelectorAll(".chosen, .seen")) {

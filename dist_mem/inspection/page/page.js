@@ -23,6 +23,10 @@ if (byId("book-data")) {
   if (typeof DecompressionStream === "undefined") {
     byId("book-sum").textContent = "This browser is too old to read the book of this page; one of 2023 or later can.";
   } else {
-    Book.read(JSON.parse(byId("book-data").textContent)).then((book) => new BookView(book));
+    Book.read(JSON.parse(byId("book-data").textContent)).then((book) => {
+      const view = new BookView(book);
+      addEventListener("hashchange", () => view.follow(location.hash));
+      view.follow(location.hash);
+    });
   }
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from dist_mem.config.check import flatten
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.memory_gain import counterpart, is_without_memory, memory_gain
 from dist_mem.evaluation.report import TABLE_ROWS, Report, accuracy, perplexity, read_report, recall_bands, shown
+from dist_mem.inspection.aggregates import Aggregates
 from dist_mem.inspection.page.markup import Markup, element, joined, table
 
 _OTHER_COMMANDS = ("dialogue-", "inspect-")  # whose files in RUN/evaluations are no reports of `dist-mem evaluate`
@@ -111,6 +113,30 @@ def _documents(entry: Evaluation) -> Markup:
     note = element("p", f"and {more} more, in {entry.path.with_suffix('.csv').name}") if more > 0 else ""
     found = table(name, ["document", "title", "tokens", "word ppl", "token ppl", "accuracy"], rows, num_text=2)
     return element("details", element("summary", name), found, note)
+
+
+def gain_tables(found: Aggregates) -> Markup:
+    """Return which words gain from the memory: the largest gains, and groups of words."""
+    top = [[each.word.text, each.word.kind, _token(each.word.first), f"{each.gain:+.3f}"] for each in found.top]
+    parts = [table("Largest gains", ["word", "class", "token", "nats"], top, num_text=2)]
+    for name, groups in (
+        ("By class of word", found.by_class),
+        ("Names, by tokens since their last mention", found.by_distance),
+        ("By position in the book", found.by_position),
+    ):
+        rows = [
+            [group.label, f"{group.num_words:,}", f"{group.gain:+.1f}", shown(group.mean, "+.3f")] for group in groups
+        ]
+        parts.append(table(name, ["", "words", "nats", "nats per word"], rows))
+    share = found.share_of_names
+    note = f"{found.names_in_top} of the {len(found.top)} largest gains are names."
+    note += "" if math.isnan(share) else f" All names together have {share:.0%} of the total gain."
+    return joined([element("p", note), element("div", *parts, class_="tables")])
+
+
+def _token(position: int) -> Markup:
+    """Return a link to a token of the book."""
+    return element("a", f"{position + 1:,}", href=f"#token-{position + 1}")
 
 
 def settings_table(run_dirs: Sequence[Path], labels: Sequence[str]) -> Markup:
