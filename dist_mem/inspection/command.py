@@ -26,7 +26,7 @@ from dist_mem.inspection.aggregates import Aggregates, aggregate, word_gains
 from dist_mem.inspection.content import content_of
 from dist_mem.inspection.counterfactual import Counterfactual, Passage, remove_passages
 from dist_mem.inspection.reading import DocumentReading, read_document
-from dist_mem.inspection.request import Request, Subject, open_other, open_subject, settings_of
+from dist_mem.inspection.request import Request, Subject, open_other, open_subject, read_text, settings_of
 from dist_mem.inspection.shown import aggregates_tables, coloured, gains_table, legend, passages_table, top_table
 from dist_mem.inspection.words import Word, words_of
 from dist_mem.runtime.distributed import World
@@ -58,11 +58,12 @@ def run(request: Request, *, early: StopSignal | None = None) -> int:
 def _run(world: World, check: StopCheck, *, request: Request) -> None:
     if world.size > 1:
         raise ValueError(f"dist-mem inspect runs on one process, not on {world.size}")
+    text = None if request.text is None else read_text(request.text)  # before checkpoints are verified
     found = found_by_all(request.run, request.checkpoint, world)
     config = settings_of(request, found)
     use_threads(config)
     protocol, tag = protocol_of(config), tag_of(config)
-    subject = open_subject(request, found, world)
+    subject = open_subject(request, found, world, text)
     subject.trained.model.register_forward_pre_hook(check)
     other = None
     if request.against is not None:

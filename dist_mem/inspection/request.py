@@ -83,8 +83,8 @@ def is_run(text: str) -> bool:
     return "=" not in text or Path(text).is_dir()
 
 
-def open_subject(request: Request, found: Checkpoint, world: World) -> Subject:
-    """Open the model of the first run, and the book or the text.
+def open_subject(request: Request, found: Checkpoint, world: World, text: str | None) -> Subject:
+    """Open the model of the first run, and the book, or the document of a text.
 
     Raises:
         UnusableError, ValueError: the settings, the data or the document are invalid.
@@ -96,9 +96,9 @@ def open_subject(request: Request, found: Checkpoint, world: World) -> Subject:
         trained = open_model(found, config, tokenizer_of_data(found, config), world.device)
         document, title = open_book(config, split, request.book, bos_id=trained.tokenizer.bos_id)
         return Subject(trained, document, title, f"{split}-{request.book}")
-    assert request.text is not None
+    assert request.text is not None and text is not None
     trained = open_model(found, config, tokenizer_of_checkpoint(found, config), world.device)
-    document = text_document(trained, read_text(request.text)).part(0, config.eval.max_document_len or 2**62)
+    document = text_document(trained, text).part(0, config.eval.max_document_len or 2**62)
     return Subject(trained, document, str(request.text), f"text-{request.text.stem}")
 
 

@@ -32,7 +32,7 @@ CALLS: dict[str, list[list[str]]] = {
     ],
     "reproduce": [[MISSING]],
     "dialogue": [[MISSING], [MISSING, "--wordnet", "other"]],
-    "inspect": [[MISSING]],
+    "inspect": [[MISSING], [MISSING, "--book", "1"], ["run", "--text", MISSING]],
     "prepare": [["verify", MISSING], ["verify", MISSING, "--split", "train"]],
     "track": [["sync", MISSING]],
     "check-memory": [[f"{MISSING}.py:Memory"]],
