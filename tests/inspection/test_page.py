@@ -23,6 +23,7 @@ from tests.evaluation.test_protocol import MEMORIES, asked, make_run
 from tests.evaluation.test_without_memory import emptied
 from tests.support.tracked import config_for, job
 
+pytestmark = pytest.mark.usefixtures("single_process")
 HOSTILE = '</script><script>alert(1)</script> <!-- & "<img src=x onerror=alert(2)>" ]]> it was é, ∞\n'
 
 

@@ -58,7 +58,8 @@ class BookView {
       }
       means.push(number ? sum / number : 0);
     }
-    const high = Math.max(0.01, ...means), low = Math.min(0, ...means), scale = 60 / (high - low), zero = 2 + high * scale;
+    const high = Math.max(0.01, ...means), low = Math.min(0, ...means);
+    const scale = 60 / (high - low), zero = 2 + high * scale;
     const draw = (name, attributes) => {
       const drawn = document.createElementNS("http://www.w3.org/2000/svg", name);
       for (const [key, value] of Object.entries(attributes)) drawn.setAttribute(key, value);
@@ -116,7 +117,7 @@ class BookView {
     const { book } = this, last = Math.floor((book.length - 1) / PAGE) * PAGE;
     this.first = Math.min(last, Math.max(0, Math.floor(token / PAGE) * PAGE));
     const end = Math.min(book.length, this.first + PAGE);
-    byId("text").replaceChildren(...book.texts(this.first, end).map((text, n) => this.token(this.first + n, text)));
+    byId("text").replaceChildren(...book.texts(this.first, end).flatMap((text, n) => this.token(this.first + n, text)));
     byId("page").value = this.first / PAGE + 1;
     byId("back").disabled = this.first === 0;
     byId("on").disabled = this.first === last;
@@ -126,13 +127,16 @@ class BookView {
     this.mark();
   }
 
+  /** Return a token's text as an element, after its leading space, which a line break would cut off. */
   token(token, text) {
+    const space = /^ +(?=\S)/.exec(text)?.[0] ?? "", rest = text.slice(space.length);
     const classes = ["t", shade(this.colour(token))];
     if (text.startsWith("\n")) classes.push("line-end");
     if (token && this.book.borderSet.has(token)) classes.push("border");
-    const made = make("span", { class: classes.join(" "), id: `t${token}`, role: "option", "aria-selected": "false" }, text);
+    const attributes = { class: classes.join(" "), id: `t${token}`, role: "option", "aria-selected": "false" };
+    const made = make("span", attributes, rest);
     made.dataset.token = token;
-    return made;
+    return [space, made];
   }
 
   /** Choose a token, on whichever page it is, and show its details. */
