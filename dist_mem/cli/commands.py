@@ -223,7 +223,7 @@ def inspect(options: argparse.Namespace) -> int:
 
 def report(options: argparse.Namespace) -> int:
     """Write one HTML file about runs: settings, curves, tables, figures, a book."""
-    given = [text for text in options.runs if "=" in text and not Path(text).exists()]
+    given = [text for text in options.runs if "=" in text and not Path(text).is_dir()]
     runs = [Path(text) for text in options.runs if text not in given]
     if not runs:
         raise UnusableError("report: no run: give a run directory, as in: dist-mem report runs/demo")

@@ -32,7 +32,7 @@ from dist_mem.inspection.page.markup import Markup
 from dist_mem.inspection.page.pictures import pictures
 from dist_mem.inspection.page.tables import evaluation_tables, find_evaluations, gain_tables, settings_table
 from dist_mem.inspection.reading import read_document
-from dist_mem.inspection.request import Request, open_other, open_subject, settings_of
+from dist_mem.inspection.request import Request, open_other, open_subject, read_text, settings_of
 from dist_mem.inspection.words import words_of
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.files import write_text
@@ -116,10 +116,11 @@ def _book(asked: Asked, world: World, check: StopCheck) -> Book:
     request = Request(
         asked.runs[0], against, book=asked.book, text=asked.text, split=asked.split, overrides=asked.overrides
     )
+    text = None if asked.text is None else read_text(asked.text)  # before checkpoints are verified
     found = found_by_all(request.run, None, world)
     config = settings_of(request, found)
     use_threads(config)
-    trained, document, title, _ = open_subject(request, found, world)
+    trained, document, title, _ = open_subject(request, found, world, text)
     other = None if against is None else open_other(request, found_by_all(against, None, world), world)
     for model in (trained, other):
         if model is not None:
