@@ -34,6 +34,21 @@ async function withNumbers(value) {
   return Object.fromEntries(parts);
 }
 
+/** Return passages with those that touch made one, the most read first. */
+function joined(passages) {
+  const found = [];
+  for (const passage of passages.sort((one, other) => one.begin - other.begin)) {
+    const last = found.at(-1);
+    if (last && passage.begin <= last.end) {
+      last.end = Math.max(last.end, passage.end);
+      last.share += passage.share;
+    } else {
+      found.push(passage);
+    }
+  }
+  return found.sort((one, other) => other.share - one.share);
+}
+
 class Book {
   static async read(stored) {
     const { pieces, ...rest } = stored;
@@ -104,7 +119,7 @@ class Book {
         const begin = token - back[n];
         if (length[n]) passages.push({ begin, end: begin + length[n], share: shares[n] / MASS_STEPS });
       }
-      return { layer, kind, mass: mass[place] / MASS_STEPS, passages };
+      return { layer, kind, mass: mass[place] / MASS_STEPS, passages: joined(passages) };
     });
   }
 

@@ -73,7 +73,7 @@ class Details {
     const found = book.whereLooked(token);
     if (!found.length) return [title, make("p", { class: "hint" }, "This model has no memory to look into.")];
     return [title, ...found.flatMap(({ layer, kind, mass, passages }) => [
-      make("h4", {}, `Layer ${layer}, ${kind}: ${percent(mass)} of its attention`),
+      make("h4", {}, `Layer ${layer}, ${kind}: ${percent(mass)} of its ${kind === "signal" ? "density" : "attention"}`),
       passages.length ? make("ol", {}, ...passages.map((one) => this.passage(token, one)))
         : make("p", { class: "hint" }, "The memory is empty."),
     ])];
