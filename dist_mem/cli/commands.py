@@ -114,6 +114,9 @@ def evaluate(options: argparse.Namespace) -> int:
         raise UnusableError(f"--also {options.also[0]}: only with --sweep; evaluate one run at a time otherwise")
     if options.without_memory and is_sweep:
         raise UnusableError("--without-memory: not with --sweep; evaluate one setting at a time")
+    if options.memory is not None and (is_sweep or options.without_memory):
+        other = "--sweep, because a memory is that of one setting" if is_sweep else "--without-memory, which empties it"
+        raise UnusableError(f"--memory {options.memory}: not with {other}")
     with StopSignal(OF_SCHEDULERS) as early:  # before the imports, which take seconds
         from dist_mem.runtime.distributed import choose_accelerator
 
@@ -125,7 +128,8 @@ def evaluate(options: argparse.Namespace) -> int:
             return sweep.run([options.run, *options.also], options.sweep, early=early, **settings)
         from dist_mem.evaluation.evaluate import run
 
-        return run(options.run, without_memory=options.without_memory, early=early, **settings)
+        given = {"without_memory": options.without_memory, "memory": options.memory}
+        return run(options.run, early=early, **given, **settings)
 
 
 def export(options: argparse.Namespace) -> int:
@@ -167,6 +171,24 @@ def generate(options: argparse.Namespace) -> int:
     from dist_mem.generation.command import request_of, run
 
     return run(request_of(options))
+
+
+def read(options: argparse.Namespace) -> int:
+    """Read a text once and write its memory, from which other commands continue."""
+    from dist_mem.runtime.distributed import choose_accelerator
+
+    choose_accelerator()
+    from dist_mem.generation.memory_command import run_read
+
+    given = {"memory": options.memory, "checkpoint": options.checkpoint, "overrides": options.overrides}
+    return run_read(options.text, options.run, options.out, **given)
+
+
+def memory(options: argparse.Namespace) -> int:
+    """Show what a memory file contains."""
+    from dist_mem.generation.memory_command import run_show
+
+    return run_show(options.file)
 
 
 def reproduce(options: argparse.Namespace) -> int:

@@ -28,6 +28,7 @@ from dist_mem.runtime.distributed import on_all_ranks, sum_tensor
 from dist_mem.runtime.watchdog import beat
 from dist_mem.training.context import Context, TrainState
 from dist_mem.training.divergence import METRICS, ROLLBACK, Decision
+from dist_mem.training.history import begin_part
 from dist_mem.training.resume import load_checkpoint
 from dist_mem.training.step import Outcome
 from dist_mem.training.stopping import Stopping
@@ -225,6 +226,9 @@ def carry_out(context: Context, state: TrainState, decision: Decision) -> TrainS
         state = _roll_back(context, decision)
         with context.failure.kept():
             context.tracker.rewind(state.step)
+            if context.world.rank == 0:
+                first_trained = context.divergence.first_trained
+                begin_part(context.config, context.world, state.step, first_trained=first_trained)
     record(context, state.step, {METRICS[decision.action]: context.divergence.counts[decision.action]})
     tag(context, f"divergence.step_{decision.step}", decision.message)
     return state

@@ -81,6 +81,9 @@ def test_a_click_on_a_token_shows_its_details(browser: Browser, file: Path, widt
     ):
         assert text in shown, shown
     assert HOSTILE.decode() in shown, "the text of the passage stands there as text"
+    page.click("#removed details summary")
+    page.wait_for("document.querySelectorAll('#removed details[open] li').length === 1")
+    assert "+4.500 nats" in details(page)
     page.click("#removed li:first-child button")
     assert chosen(page) == 19
     page.click("#t90")
