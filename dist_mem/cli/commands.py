@@ -243,23 +243,6 @@ def inspect(options: argparse.Namespace) -> int:
         return run(options.run, limit=options.limit, early=early, **settings)
 
 
-def report(options: argparse.Namespace) -> int:
-    """Write one HTML file about runs: settings, curves, tables, figures, a book."""
-    given = [text for text in options.runs if "=" in text and not Path(text).is_dir()]
-    runs = [Path(text) for text in options.runs if text not in given]
-    if not runs:
-        raise UnusableError("report: no run: give a run directory, as in: dist-mem report runs/demo")
-    overrides = (*given, *options.overrides)
-    with StopSignal(OF_SCHEDULERS) as early:
-        from dist_mem.runtime.distributed import choose_accelerator
-
-        choose_accelerator()
-        from dist_mem.inspection.page.command import Asked, run
-
-        asked = Asked(runs, options.book, options.text, options.split, not options.no_removals, overrides)
-        return run(asked, out=options.out, early=early)
-
-
 def prepare(options: argparse.Namespace) -> int:
     """Verify a data directory: every tar, every document, the tokenizer."""
     from dist_mem.data.remote.fetch import show

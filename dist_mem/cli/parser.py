@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from dist_mem.cli import commands as run
-from dist_mem.cli import inspecting, jobs, steps
+from dist_mem.cli import inspecting, jobs, reporting, steps
 from dist_mem.cli.arguments import count, keys_of, names, seed, seeds, split, step, unknown_command, unknown_option
 
 Command = Callable[[Namespace], int]
@@ -39,7 +39,7 @@ def build_parser() -> tuple[ArgumentParser, Parsers]:
             run.evaluate: _add_evaluate,
             run.compare: _add_compare,
             run.inspect: _add_inspect,
-            run.report: _add_report,
+            reporting.report: reporting.add_arguments,
             run.generate: _add_generate,
             run.read: _add_read,
             run.memory: _add_memory_files,
@@ -255,17 +255,6 @@ def _add_dialogue(added: ArgumentParser) -> None:
 def _add_inspect(added: ArgumentParser) -> None:
     _add_model(added, overrides="another run to compare with, and key=value overrides of eval.* and data.path")
     inspecting.add_arguments(added)
-
-
-def _add_report(added: ArgumentParser) -> None:
-    added.add_argument("runs", nargs="+", metavar="RUN", help="run directories, and key=value overrides")
-    book = added.add_mutually_exclusive_group()
-    book.add_argument("--book", metavar="ID", help="show this document, read by the first run")
-    book.add_argument("--text", type=Path, metavar="FILE", help="show this UTF-8 file, read by the first run")
-    added.add_argument("--split", type=split, metavar="NAME", help="split of --book (default: eval.split)")
-    added.add_argument("--no-removals", action="store_true", help="do not read the book without each passage")
-    added.add_argument("-o", "--out", type=Path, metavar="FILE", help="file to write (default: RUN/report.html)")
-    added.set_defaults(overrides=[])  # those after an option
 
 
 def _add_reproduce(added: ArgumentParser) -> None:

@@ -163,6 +163,7 @@ def test_a_second_run_reads_the_book_too(run_dir: Path, library: Path, tmp_path:
         (["runs/absent"], "config.yaml is missing; give the directory of a run"),
         (["--book", "doc77", "--split", "test"], "has no such document; it has doc0, doc1"),
         (["--text", "absent.txt"], "absent.txt"),
+        (["--split", "test"], "--split test: only with --book"),
         (["model.d_model=8", "--book", "doc1"], "is fixed by the checkpoint"),
     ],
 )
