@@ -76,8 +76,9 @@ def run(asked: Asked, *, out: Path | None, early: StopSignal | None = None) -> i
     def work(world: World, check: StopCheck) -> None:
         if world.size > 1:
             raise UnusableError(f"dist-mem report runs on one process, not on {world.size}")
-        _settings(asked)  # before the model reads for hours
-        _publish(_page(asked, _book(asked, world, check)), path, asked)
+        text = None if asked.text is None else read_text(asked.text)
+        _settings(asked)  # what is wrong is said before a model reads for hours
+        _publish(_page(asked, _book(asked, text, world, check)), path, asked)
 
     return as_job(work, asked.overrides, early)
 
@@ -110,13 +111,12 @@ def _settings(asked: Asked) -> Markup:
     return settings_table(asked.runs, names_of(asked.runs))
 
 
-def _book(asked: Asked, world: World, check: StopCheck) -> Book:
+def _book(asked: Asked, text: str | None, world: World, check: StopCheck) -> Book:
     """Read the book with the first run, and with the second if there is one."""
     against = asked.runs[1] if len(asked.runs) > 1 else None
     request = Request(
         asked.runs[0], against, book=asked.book, text=asked.text, split=asked.split, overrides=asked.overrides
     )
-    text = None if asked.text is None else read_text(asked.text)  # before checkpoints are verified
     found = found_by_all(request.run, None, world)
     config = settings_of(request, found)
     use_threads(config)
