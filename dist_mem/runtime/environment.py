@@ -10,6 +10,7 @@ import hashlib
 import math
 import os
 import socket
+import sys
 import sysconfig
 import threading
 from collections.abc import Mapping
@@ -24,6 +25,11 @@ from dist_mem.runtime.files import is_file
 def is_set(name: str) -> bool:
     """Return whether a variable of this name is set."""
     return name in os.environ
+
+
+def wants_colour(choice: str) -> bool:
+    """Return whether to print colours: `always`, `never`, or `auto`: on a terminal, unless NO_COLOR is set."""
+    return choice == "always" or (choice == "auto" and sys.stdout.isatty() and not is_set("NO_COLOR"))
 
 
 def quiet_tracking_environment() -> None:

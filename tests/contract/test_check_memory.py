@@ -37,6 +37,12 @@ PLANTED = {
     "UnusedParameter": "every parameter gets a gradient in every step",
     "WritesGetNoGradient": "every parameter gets a gradient in every step",
     "ForgetsEverything": "a later segment depends on an earlier one",
+    "InspectionChangesState": "inspection changes nothing",
+    "SpansOfTheFuture": "what a query reads are shares of the past",
+    "WeightsAreNoShares": "what a query reads are shares of the past",
+    "ForgetsNothing": "forget takes out what is named, and nothing else",
+    "ForgetsInAllLanes": "forget takes out what is named, and nothing else",
+    "ForgetsInPlace": "forget takes out what is named, and nothing else",
 }
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_mem.memory.base import MemoryOutput
+from dist_mem.memory.parts.inspection import Inspection, Rows, Spans, overlapping, token_spans
 from dist_mem.memory.transformer_xl import State, TransformerXL
 from dist_mem.nn.layers import newest_rows
 
@@ -172,3 +173,46 @@ class ReadsInvalidRows(TransformerXL):
         output = super().forward(x, State(state.hidden, longest), valid_len)
         assert newest_rows(longest, state.hidden.shape[1]).dtype == torch.bool
         return output
+
+
+class InspectionChangesState(TransformerXL):
+    """Marks the rows that it has been asked about."""
+
+    def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: None = None) -> Inspection:
+        state.hidden.add_(1.0)
+        return super().inspect(x, state, valid_len, trace)
+
+
+class SpansOfTheFuture(TransformerXL):
+    """Counts tokens from the memory's first row on, so that rows of the segment are later than their queries."""
+
+    def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: None = None) -> Inspection:
+        found = super().inspect(x, state, valid_len, trace)
+        moved = {
+            kind: Rows(weights, Spans(spans.begin + self.options.mem_len, spans.end + self.options.mem_len))
+            for kind, (weights, spans) in found.rows.items()
+        }
+        return found._replace(rows=moved)
+
+
+class WeightsAreNoShares(TransformerXL):
+    def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: None = None) -> Inspection:
+        found = super().inspect(x, state, valid_len, trace)
+        return found._replace(rows={kind: Rows(2.0 * weights, spans) for kind, (weights, spans) in found.rows.items()})
+
+
+class ForgetsNothing(TransformerXL):
+    def forget(self, state: State, begin: Tensor, end: Tensor, trace: None = None) -> State:
+        return state
+
+
+class ForgetsInAllLanes(TransformerXL):
+    def forget(self, state: State, begin: Tensor, end: Tensor, trace: None = None) -> State:
+        return super().forget(state, begin.amin().expand_as(begin), end.amax().expand_as(end), trace)
+
+
+class ForgetsInPlace(TransformerXL):
+    def forget(self, state: State, begin: Tensor, end: Tensor, trace: None = None) -> State:
+        spans = token_spans(state.length, self.options.mem_len)
+        state.hidden[overlapping(spans, begin, end)] = 0.0
+        return super().forget(state, begin, end, trace)

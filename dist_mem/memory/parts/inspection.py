@@ -66,5 +66,6 @@ def segment_rows(weights: Tensor, valid_len: Tensor) -> Rows:
 
 
 def overlapping(spans: Spans, begin: Tensor, end: Tensor) -> Tensor:
-    """Return which rows came from a token in [begin, end), both (B,): (B, R) bool."""
-    return (spans.begin < end[:, None]) & (spans.end > begin[:, None]) & (spans.begin < spans.end)
+    """Return which rows came from a token in [begin, end), both (B,): (B, R) bool; none if the range is empty."""
+    reaches = (spans.begin < end[:, None]) & (spans.end > begin[:, None])
+    return reaches & (spans.begin < spans.end) & (begin < end)[:, None]

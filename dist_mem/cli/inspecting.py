@@ -1,0 +1,53 @@
+"""The arguments of `dist-mem inspect`: of the inspection of one document, and of the regression error of a split."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from dist_mem.cli.arguments import count, position, span
+from dist_mem.errors import UnusableError
+
+_OF_DOCUMENTS = ("without", "passages", "empty_at", "show")  # options that need a document
+
+
+def add_arguments(added: ArgumentParser) -> None:
+    """Add the arguments but the run."""
+    text = added.add_mutually_exclusive_group()
+    text.add_argument("--book", metavar="ID", help="show what memory changed in this document of the split")
+    text.add_argument("--text", type=Path, metavar="FILE", help="show what memory changed in this UTF-8 file")
+    removed = added.add_mutually_exclusive_group()
+    removed.add_argument("--without", type=span, metavar="BEGIN:END", help="take these tokens out of the memory")
+    removed.add_argument(
+        "--passages",
+        type=count,
+        nargs="?",
+        const=32,
+        metavar="N",
+        help="take out every segment in turn, of at most N before each segment (default: 32)",
+    )
+    added.add_argument("--empty-at", type=position, metavar="TOKEN", help="also empty the memory there")
+    added.add_argument("--show", type=span, metavar="BEGIN:END", help="print these tokens (default: the largest gains)")
+    added.add_argument("--color", choices=["auto", "always", "never"], default="auto", help="default: on a terminal")
+    added.add_argument(
+        "--limit",
+        type=count,
+        default=100,
+        metavar="N",
+        help="without --book and --text: the regression error over the first N documents (default: 100)",
+    )
+
+
+def has_document(options: Namespace) -> bool:
+    """Return whether a document is to be inspected.
+
+    Raises:
+        UnusableError: none is, but an argument is only for one.
+    """
+    if options.book is not None or options.text is not None:
+        return True
+    given = [f"--{name.replace('_', '-')}" for name in _OF_DOCUMENTS if getattr(options, name) is not None]
+    given += [text for text in options.overrides if "=" not in text]
+    if given:
+        raise UnusableError(f"inspect: {given[0]} is for one document: give --book ID or --text FILE too")
+    return False

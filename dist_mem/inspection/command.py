@@ -1,0 +1,173 @@
+"""The inspect command: what memory changed for every word of a text.
+
+    dist-mem inspect runs/demo --book 0 --split test
+    dist-mem inspect runs/demo runs/demo_none --text book.txt --passages
+
+It reads one document on one process and prints the gain in nats over the same model without its memory, over another
+run, over a memory emptied at one place, or over one without a passage; words are coloured by the last of these that is
+asked for. RUN/evaluations/inspect-NAME-step-STEP.json has all figures of every token.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dist_mem.evaluation.cut_short import StopCheck
+from dist_mem.evaluation.evaluate import as_job, described, found_by_all, use_threads
+from dist_mem.evaluation.protocol import protocol_of, report_name, tag_of
+from dist_mem.inspection.aggregates import Aggregates, aggregate, word_gains
+from dist_mem.inspection.content import content_of
+from dist_mem.inspection.counterfactual import Counterfactual, Passage, remove_passages
+from dist_mem.inspection.reading import DocumentReading, read_document
+from dist_mem.inspection.request import Request, Subject, open_other, open_subject, read_text, settings_of
+from dist_mem.inspection.shown import aggregates_tables, coloured, gains_table, legend, passages_table, top_table
+from dist_mem.inspection.words import Word, words_of
+from dist_mem.runtime.distributed import World
+from dist_mem.runtime.files import write_text
+from dist_mem.runtime.signals import StopSignal
+
+SHOWN = 300  # tokens of the text that are printed unless --show names others
+
+
+class Comparison(NamedTuple):
+    """What the losses with memory are compared with."""
+
+    name: str
+    gain: Tensor  # (N,) float64, nats; nan where a token is not scored
+
+
+def run(request: Request, *, early: StopSignal | None = None) -> int:
+    """Run the command on one process and return its exit code.
+
+    Args:
+        early: as in `evaluate.run`.
+
+    Raises:
+        UnusableError: a checkpoint, the data, the document or an option is invalid.
+    """
+    return as_job(partial(_run, request=request), request.overrides, early)
+
+
+def _run(world: World, check: StopCheck, *, request: Request) -> None:
+    if world.size > 1:
+        raise ValueError(f"dist-mem inspect runs on one process, not on {world.size}")
+    text = None if request.text is None else read_text(request.text)  # before checkpoints are verified
+    found = found_by_all(request.run, request.checkpoint, world)
+    config = settings_of(request, found)
+    use_threads(config)
+    protocol, tag = protocol_of(config), tag_of(config)
+    subject = open_subject(request, found, world, text)
+    subject.trained.model.register_forward_pre_hook(check)
+    other = None
+    if request.against is not None:
+        other = open_other(request, found_by_all(request.against, None, world), world)
+        other.model.register_forward_pre_hook(check)
+    reading = read_document(subject.trained, subject.document, other=other, empty_at=request.empty_at)
+    removed = _removed(request, subject)
+    comparisons = _comparisons(request, reading, removed)
+    words = words_of(reading.pieces)
+    aggregates = aggregate(words, comparisons[-1].gain)
+    print(f'{found.directory}, "{subject.title}", {protocol}')
+    _show(request, reading, removed, comparisons, words, aggregates)
+    content = {
+        **described(found, subject.trained.config, protocol),
+        "title": subject.title,
+        **content_of(reading, removed, words, {each.name: each.gain for each in comparisons}, aggregates),
+    }
+    folder = found.run_dir / "evaluations"
+    folder.mkdir(exist_ok=True)
+    target = folder / f"{_file_name(request, subject, int(found.manifest['step']), tag)}.json"
+    write_text(target, json.dumps(content) + "\n")
+    print(f"written: {target}", file=sys.stderr)
+
+
+def _file_name(request: Request, subject: Subject, step: int, tag: str) -> str:
+    """Return the name of the JSON; what is compared is a part of it, so that no other result is replaced."""
+    name = re.sub(r"[^\w.-]", "_", subject.name)
+    asked = [
+        f"against-{request.against.resolve().name}" if request.against else "",
+        "" if request.empty_at is None else f"empty-at-{request.empty_at}",
+        f"without-{request.without.begin}-{request.without.end}" if request.without else "",
+    ]
+    return report_name(f"inspect-{name}-step-{step:08d}", tag, *asked)
+
+
+def _removed(request: Request, subject: Subject) -> Counterfactual | None:
+    """Return the document without the passages that are asked for; None if none is."""
+    if request.without is not None:
+        return remove_passages(subject.trained, subject.document, [request.without])
+    if request.passages is not None:
+        return remove_passages(subject.trained, subject.document, most=request.passages)
+    return None
+
+
+def _comparisons(request: Request, reading: DocumentReading, removed: Counterfactual | None) -> list[Comparison]:
+    """Return the comparisons that are asked for; the last one is shown in detail."""
+    nll = reading.nll.double()
+    found = [Comparison("memory off", reading.gain)]
+    if reading.other is not None:
+        found.append(Comparison(f"{request.against}", reading.other.double() - nll))
+    if reading.emptied is not None:
+        found.append(Comparison(f"memory emptied at {request.empty_at}", reading.emptied.double() - nll))
+    if request.without is not None and removed is not None:
+        rise = removed.without(request.without).double()
+        rise = torch.where(rise.isnan(), 0.0, rise).masked_fill(nll.isnan(), torch.nan)
+        found.append(Comparison(f"memory without {request.without.begin}:{request.without.end}", rise))
+    return found
+
+
+def _show(
+    request: Request,
+    reading: DocumentReading,
+    removed: Counterfactual | None,
+    comparisons: list[Comparison],
+    words: list[Word],
+    aggregates: Aggregates,
+) -> None:
+    rows = [(name, float(gain.nansum()), int((~gain.isnan()).sum())) for name, gain in comparisons]
+    print("\n".join(gains_table(rows)))
+    print(f"\nby word, gain over {comparisons[-1].name}:")
+    print("\n".join(aggregates_tables(aggregates)))
+    print()
+    reasons = [_reason(reading, removed, each.word, comparisons[-1].gain) for each in aggregates.top]
+    print(top_table(aggregates.top, reading.pieces, reasons))
+    if removed is not None:
+        print()
+        print("\n".join(passages_table(removed, words, reading.pieces)))
+    span = request.show or _largest(comparisons[-1].gain)
+    end = min(span.end, len(reading.pieces))
+    print(f"\ntokens {span.begin} to {end}; {legend(with_colour=request.with_colour)}\n")
+    found = word_gains(words, comparisons[-1].gain)
+    print(coloured(found, reading.pieces, Passage(span.begin, end), with_colour=request.with_colour))
+
+
+def _largest(gain: Tensor) -> Passage:
+    """Return the SHOWN tokens in a row with the largest gain in all."""
+    if len(gain) <= SHOWN:
+        return Passage(0, len(gain))
+    sums = gain.nan_to_num(0.0).unfold(0, SHOWN, 1).sum(dim=1)
+    begin = int(sums.argmax())
+    return Passage(begin, begin + SHOWN)
+
+
+def _reason(
+    reading: DocumentReading, removed: Counterfactual | None, word: Word, gain: Tensor
+) -> tuple[Passage, float] | None:
+    """Return the passage that a word needs most, and its nats; without a search, what was read most, and its mass."""
+    position = word.first + int(gain[word.first : word.end].argmax())
+    if removed is not None:
+        needed = removed.most_harmful()
+        if not needed.rise[position].isnan():
+            return Passage(int(needed.begin[position]), int(needed.end[position])), float(needed.rise[position])
+    looked = [found for layer in reading.layers for found in layer.values()]
+    if not looked:
+        return None
+    most = max(looked, key=lambda found: float(found.shares[position, 0]))
+    return Passage(int(most.begin[position, 0]), int(most.end[position, 0])), float(most.shares[position, 0])

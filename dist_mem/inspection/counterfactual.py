@@ -1,0 +1,176 @@
+"""The counterfactual: what would each token have cost without one passage in the memory?
+
+Before a segment is read, the rows of one passage are taken out of the memory (`Memory.forget`), and the segment is read
+again; the memory that is carried on keeps the passage. This costs a forward of the segment per passage; passages share
+forwards as lanes. Rows of later passages stay: what they have already taken from the passage, they keep.
+Shape letters: N tokens of the document, P passages, T segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dist_mem.data.batch import IGNORE
+from dist_mem.data.documents import Document
+from dist_mem.errors import UnusableError
+from dist_mem.evaluation.trained_model import TrainedModel
+from dist_mem.inspection.looked import mass_by_span, mass_in, memory_rows
+from dist_mem.inspection.walk import Step, walk
+from dist_mem.memory.base import map_state
+from dist_mem.memory.parts.inspector import Inspector
+from dist_mem.model import LMState
+from dist_mem.tracking.progress import Progress
+
+LANES = 16  # passages that share a forward
+MOST = 32  # passages tried per segment
+
+
+class Passage(NamedTuple):
+    """The tokens at positions [begin, end) of a document; -1 is its BOS."""
+
+    begin: int
+    end: int
+
+
+class Removals(NamedTuple):
+    """One segment, read again without each of several passages."""
+
+    first: int  # position of the first target
+    passages: list[Passage]  # P, oldest first
+    rise: Tensor  # (P, T) float32, by how many nats each target's loss rises; nan where it is not scored
+
+
+class MostHarmful(NamedTuple):
+    """Per token, the passage whose removal raises its loss most; begin = end = 0 and nan where none was removed."""
+
+    begin: Tensor  # (N,) int64, position
+    end: Tensor  # (N,) int64
+    rise: Tensor  # (N,) float32, nats; negative if every removal helps
+
+
+class Counterfactual(NamedTuple):
+    """The document without passages of it, each segment of which some passage was in the memory."""
+
+    num_tokens: int
+    removals: list[Removals]  # in the order of the document
+
+    def most_harmful(self) -> MostHarmful:
+        """Return, per token, the passage that it needs most."""
+        begin, end = torch.zeros(2, self.num_tokens, dtype=torch.int64)
+        rise = torch.full((self.num_tokens,), torch.nan)
+        for first, passages, rises in self.removals:
+            worst = rises.nan_to_num(-torch.inf).max(dim=0)
+            is_scored = ~rises[0].isnan()
+            here = first + is_scored.nonzero().flatten()
+            places = torch.tensor(passages)[worst.indices[is_scored]]
+            begin[here], end[here] = places[:, 0], places[:, 1]
+            rise[here] = worst.values[is_scored]
+        return MostHarmful(begin, end, rise)
+
+    def passages(self) -> list[Passage]:
+        """Return every passage that was removed, in order."""
+        return sorted({passage for removal in self.removals for passage in removal.passages})
+
+    def without(self, passage: Passage) -> Tensor:
+        """Return by how much each token's loss rises without a passage, (N,) float32; nan where it was not removed."""
+        rise = torch.full((self.num_tokens,), torch.nan)
+        for removal in self.removals:
+            if passage in removal.passages:
+                here = slice(removal.first, removal.first + removal.rise.shape[1])
+                rise[here] = removal.rise[removal.passages.index(passage), : len(rise[here])]
+        return rise
+
+
+@torch.no_grad()
+def remove_passages(
+    trained: TrainedModel,
+    document: Document,
+    passages: Sequence[Passage] | None = None,
+    *,
+    most: int = MOST,
+    lanes: int = LANES,
+) -> Counterfactual:
+    """Read every segment of a document again without each passage that is in the memory before it.
+
+    Args:
+        passages: None: the segments of the document.
+        most: per segment, at most so many passages: half of them the newest, half the most attended of the others.
+        lanes: passages that share a forward.
+
+    Raises:
+        UnusableError: the memory cannot forget.
+    """
+    memories = trained.model.memories()
+    removals: list[Removals] = []
+    read: list[Passage] = []  # the segments in the memory
+    inspector = Inspector(memories)
+    with Progress(len(document.tokens), "removing passages") as progress:
+        steps = walk(trained, document)
+        while (step := _inspected(steps, inspector)) is not None:
+            within = _in_memory(inspector, step, read if passages is None else passages, most)
+            if within:
+                rise = _rises(trained, inspector, step, within, lanes)
+                removals.append(Removals(step.first_input + 1, within, rise))
+            if step.is_kept:
+                read.append(Passage(step.first_input, step.first_input + step.num_inputs))
+                inspector.commit()
+            progress.add(step.num_inputs)
+    return Counterfactual(len(document.tokens), removals)
+
+
+def _inspected(steps: Iterator[Step], inspector: Inspector) -> Step | None:
+    """Return the next step, inspected; the forwards between steps are not."""
+    with inspector:
+        return next(steps, None)
+
+
+def _in_memory(inspector: Inspector, step: Step, passages: Sequence[Passage], most: int) -> list[Passage]:
+    """Return the passages of which some layer holds a row, at most `most` of them, in their order."""
+    if not passages:
+        return []
+    begin, end = torch.tensor(passages).T
+    mass, is_held = torch.zeros(len(passages)), torch.zeros(len(passages), dtype=torch.bool)
+    for layer in inspector.layers:
+        for rows in memory_rows(layer).values():
+            by_span, spans = mass_by_span(rows, step.num_inputs, step.first_input)
+            mass += mass_in(by_span, spans, begin, end).sum(dim=0)
+            overlap = (spans.begin[:, None] < end) & (spans.end[:, None] > begin) & (spans.begin < spans.end)[:, None]
+            is_held |= overlap.any(dim=0)
+    held = is_held.nonzero().flatten().tolist()
+    if len(held) > most:
+        older, newest = held[: -(most // 2)], held[-(most // 2) :]
+        attended = sorted(older, key=lambda number: -float(mass[number]))[: most - most // 2]
+        held = sorted([*attended, *newest])
+    return [passages[number] for number in held]
+
+
+def _rises(trained: TrainedModel, inspector: Inspector, step: Step, passages: Sequence[Passage], lanes: int) -> Tensor:
+    """Return by how much the loss of each target rises without each passage, (P, T) float32."""
+    parts = []
+    for start in range(0, len(passages), lanes):
+        some = passages[start : start + lanes]
+        nothing = Passage(step.first_input, step.first_input)
+        states = [_without(trained, inspector, step, passage) for passage in (nothing, *some)]
+        state = map_state(lambda *tensors: torch.cat(tensors), *states)
+        tokens, targets, valid_len = (
+            part.expand(len(states), *part.shape[1:])
+            for part in (step.batch.tokens, step.batch.targets, step.batch.valid_len)
+        )
+        nll = trained.model(tokens, targets, valid_len, state=state).nll.float()
+        rise = (nll[1:] - nll[0]).masked_fill(step.batch.targets == IGNORE, torch.nan)
+        parts.append(rise.cpu())
+    return torch.cat(parts)
+
+
+def _without(trained: TrainedModel, inspector: Inspector, step: Step, passage: Passage) -> LMState:
+    """Return the memory before a step without a passage; of one lane, because a lane's trace is its own."""
+    begin, end = (torch.tensor([min(position - step.first_input, 0)], device=trained.device) for position in passage)
+    try:
+        blocks = inspector.forget(step.state.blocks, begin, end)
+    except NotImplementedError as error:
+        raise UnusableError(f"memory.kind is {trained.config.memory['kind']!r}: {error}; see Memory.forget") from error
+    return step.state._replace(blocks=blocks)

@@ -1,0 +1,141 @@
+"""What memory changed for every token of one document, and where each layer looked.
+
+    reading = read_document(trained, document)
+    reading.gain.nansum()  # nats: the difference of `dist-mem evaluate` with and without --without-memory
+
+Shape letters: N tokens of the document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dist_mem.data.documents import Document
+from dist_mem.data.plan import segment_starts
+from dist_mem.errors import UnusableError
+from dist_mem.evaluation.trained_model import TrainedModel
+from dist_mem.inspection.looked import Looked, memory_rows, nowhere, put_looked
+from dist_mem.inspection.walk import always, losses_of, put_losses, walk
+from dist_mem.memory.parts.inspector import Inspector
+from dist_mem.tracking.progress import Progress
+
+TOP = 3  # passages kept per token, layer and kind of rows
+
+
+class DocumentReading(NamedTuple):
+    """One document, read with memory and without; every tensor has a row per token of the document.
+
+    Losses are float32, in nats, and nan where a token is not scored.
+    """
+
+    document: Document
+    pieces: list[str]  # the text of every token
+    nll: Tensor  # (N,)
+    without: Tensor  # (N,) with the memory emptied before every segment
+    emptied: Tensor | None  # (N,) with the memory emptied once, at `empty_at`; None: not asked for
+    other: Tensor | None  # (N,) of the other model; None: there is none
+    layers: tuple[Mapping[str, Looked], ...]  # by kind of rows: memory | compressed | signal; empty: none is read
+
+    @property
+    def gain(self) -> Tensor:
+        """What memory gained per token, (N,) float64; nan where a token is not scored."""
+        return self.without.double() - self.nll.double()
+
+
+def text_document(trained: TrainedModel, text: str) -> Document:
+    """Return a text as a document.
+
+    Raises:
+        UnusableError: the text is empty.
+    """
+    tokens = trained.tokenizer.encode(text)
+    if not len(tokens):
+        raise UnusableError("the text has no tokens: there is nothing to read")
+    return Document(0, tokens, scored=None, recall=None)
+
+
+def check_same_tokens(trained: TrainedModel, other: TrainedModel) -> None:
+    """Raise UnusableError unless two models have the same tokenizer."""
+    first, second = (model.tokenizer.fingerprint for model in (trained, other))
+    if first != second:
+        raise UnusableError(
+            f"{other.checkpoint.run_dir} has the tokenizer {second[:12]}, but {trained.checkpoint.run_dir} has "
+            f"{first[:12]}: their tokens differ; give two runs that were trained on the same data"
+        )
+
+
+def read_document(
+    trained: TrainedModel,
+    document: Document,
+    *,
+    other: TrainedModel | None = None,
+    empty_at: int | None = None,
+    top: int = TOP,
+) -> DocumentReading:
+    """Read a document with memory and without, and with the memory of another model.
+
+    Args:
+        empty_at: position; the memory is also emptied once, before the first segment that begins there or later.
+        top: passages to keep per token, layer and kind of rows.
+
+    Raises:
+        UnusableError: the models have different tokenizers.
+    """
+    if other is not None:
+        check_same_tokens(trained, other)
+    passes = 2 + (other is not None) + (empty_at is not None)
+    with Progress(passes * len(document.tokens), "reading") as progress:
+        nll, layers = _read_with_memory(trained, document, top, progress)
+        without = losses_of(trained, document, progress, always)
+        emptied = None
+        if empty_at is not None:
+            place = first_border(trained, document, empty_at)
+            emptied = losses_of(trained, document, progress, lambda begin: begin == place)
+        theirs = None if other is None else losses_of(other, document, progress)
+    return DocumentReading(document, pieces_of(trained, document.tokens), nll, without, emptied, theirs, layers)
+
+
+def first_border(trained: TrainedModel, document: Document, position: int) -> int:
+    """Return the position where the first segment begins that begins at `position` or later.
+
+    Raises:
+        UnusableError: none does.
+    """
+    length, train = len(document.tokens), trained.config
+    starts = segment_starts(length, seg_len=train.train.seg_len, cut=train.data.cut)
+    later = starts[starts >= position]
+    if position < 0 or not len(later):
+        raise UnusableError(
+            f"--empty-at {position}: no segment of the document begins there or later; give a position of 0 to "
+            f"{starts[-1]}"
+        )
+    return int(later[0])
+
+
+def _read_with_memory(
+    trained: TrainedModel, document: Document, top: int, progress: Progress
+) -> tuple[Tensor, tuple[dict[str, Looked], ...]]:
+    """Return the losses, and where each layer looked."""
+    num_tokens = len(document.tokens)
+    losses = torch.full((num_tokens,), torch.nan)
+    layers: tuple[dict[str, Looked], ...] = tuple({} for _ in trained.model.memories())
+    with Inspector(trained.model.memories()) as inspector:
+        for step in walk(trained, document):
+            put_losses(losses, step, step.output.nll[0])
+            for looked, layer in zip(layers, inspector.layers, strict=True):
+                for kind, rows in memory_rows(layer).items():
+                    put_looked(looked.setdefault(kind, nowhere(num_tokens, top)), step, rows)
+            if step.is_kept:
+                inspector.commit()
+            progress.add(step.num_inputs)
+    return losses, layers
+
+
+def pieces_of(trained: TrainedModel, tokens: np.ndarray) -> list[str]:
+    """Return the text of every token; bytes of a cut character become U+FFFD."""
+    return [trained.tokenizer.pieces[token].decode("utf-8", "replace") for token in tokens.tolist()]

@@ -1,0 +1,146 @@
+"""What `dist-mem inspect` is asked for, and the model and document that it reads."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from dist_mem.config import Config
+from dist_mem.data.directory import open_index, refresh
+from dist_mem.data.documents import Document, Documents
+from dist_mem.data.plan import cut_lengths
+from dist_mem.errors import UnusableError
+from dist_mem.evaluation.trained_model import (
+    Checkpoint,
+    TrainedModel,
+    open_model,
+    read_settings,
+    tokenizer_of_checkpoint,
+    tokenizer_of_data,
+)
+from dist_mem.inspection.counterfactual import Passage
+from dist_mem.inspection.reading import text_document
+from dist_mem.runtime.distributed import World
+
+
+@dataclass(frozen=True)
+class Request:
+    """The settings of an inspection."""
+
+    run: Path  # a run directory, one checkpoint in it, or an export
+    against: Path | None = None  # another one, with the same tokenizer
+    book: str | None = None  # id of a document; None: a text is given
+    text: Path | None = None  # UTF-8 file
+    split: str | None = None  # of the book; None: eval.split
+    checkpoint: int | None = None  # step of the first run; None: the newest that verifies
+    empty_at: int | None = None  # position at which the memory is emptied
+    without: Passage | None = None  # tokens to take out of the memory
+    passages: int | None = None  # remove every segment in turn, at most so many per segment; None: none
+    show: Passage | None = None  # tokens to print; None: those with the largest gains
+    with_colour: bool = False
+    overrides: tuple[str, ...] = ()
+
+
+class Subject(NamedTuple):
+    """What is inspected."""
+
+    trained: TrainedModel
+    document: Document
+    title: str
+    name: str  # for names of files
+
+
+def request_of(options: argparse.Namespace, *, with_colour: bool) -> Request:
+    """Return the request of a command line.
+
+    Raises:
+        UnusableError: more than one other run is given.
+    """
+    runs = [text for text in options.overrides if is_run(text)]
+    if len(runs) > 1:
+        raise UnusableError(f"inspect: {options.run} is compared with one run, but {', '.join(runs)} are given")
+    return Request(
+        run=options.run,
+        against=Path(runs[0]) if runs else None,
+        book=options.book,
+        text=options.text,
+        split=options.split,
+        checkpoint=options.checkpoint,
+        empty_at=options.empty_at,
+        without=options.without and Passage(*options.without),
+        passages=options.passages,
+        show=options.show and Passage(*options.show),
+        with_colour=with_colour,
+        overrides=tuple(text for text in options.overrides if not is_run(text)),
+    )
+
+
+def is_run(text: str) -> bool:
+    """Return whether an argument is the path of a run, and no key=value."""
+    return "=" not in text or Path(text).is_dir()
+
+
+def open_subject(request: Request, found: Checkpoint, world: World, text: str | None) -> Subject:
+    """Open the model of the first run, and the book, or the document of a text.
+
+    Raises:
+        UnusableError, ValueError: the settings, the data or the document are invalid.
+    """
+    config = settings_of(request, found)
+    if request.book is not None:
+        split = request.split or config.eval.split
+        refresh(config.data, [split])
+        trained = open_model(found, config, tokenizer_of_data(found, config), world.device)
+        document, title = open_book(config, split, request.book, bos_id=trained.tokenizer.bos_id)
+        return Subject(trained, document, title, f"{split}-{request.book}")
+    assert request.text is not None and text is not None
+    trained = open_model(found, config, tokenizer_of_checkpoint(found, config), world.device)
+    document = text_document(trained, text).part(0, config.eval.max_document_len or 2**62)
+    return Subject(trained, document, str(request.text), f"text-{request.text.stem}")
+
+
+def settings_of(request: Request, found: Checkpoint) -> Config:
+    """Return the configuration of a checkpoint for this request: documents are read one by one."""
+    reads_data = request.book is not None or not found.has_tokenizer
+    return read_settings(found.directory, [*request.overrides, "eval.layout=documents"], reads_data=reads_data)
+
+
+def open_other(request: Request, found: Checkpoint, world: World) -> TrainedModel:
+    """Open the model of the other run; it needs no data, because its checkpoint has the tokenizer."""
+    config = read_settings(found.directory, request.overrides, reads_data=not found.has_tokenizer)
+    return open_model(found, config, tokenizer_of_checkpoint(found, config), world.device)
+
+
+def open_book(config: Config, split: str, book: str, *, bos_id: int) -> tuple[Document, str]:
+    """Return a document of a split by its id, and its title.
+
+    Raises:
+        UnusableError: there is none, or it is empty.
+    """
+    index = open_index(config.data, split)
+    ids = [entry.id for entry in index.documents]
+    if book not in ids:
+        some: Sequence[str] = ids[:5]
+        raise UnusableError(f"--book {book}: {index.split_dir} has no such document; it has {', '.join(some)}, ...")
+    number = ids.index(book)
+    lengths = cut_lengths([entry.num_tokens for entry in index.documents], config.eval.max_document_len)
+    if not lengths[number]:
+        raise UnusableError(f"--book {book}: this document of {index.split_dir} has no tokens; give another one")
+    return Documents(index, lengths, bos_id=bos_id).open(number), index.documents[number].title
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a UTF-8 file.
+
+    Raises:
+        UnusableError: it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UnusableError(f"--text {path}: not a UTF-8 text ({error}); convert it to UTF-8") from error
+    except OSError as error:
+        raise UnusableError(f"--text {path}: {error.strerror}; give a file with a text") from error

@@ -1,0 +1,148 @@
+"""Show in a terminal what memory changed: tables, and the text with its words coloured by gain.
+
+Without colour a word's gain stands behind it where it is large: `Holt[+3.2]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dist_mem.evaluation.report import aligned, shown
+from dist_mem.inspection.aggregates import Aggregates, Group, WordGain, word_gains
+from dist_mem.inspection.counterfactual import Counterfactual, Passage
+from dist_mem.inspection.words import Word
+
+LEVELS = (0.25, 1.0, 3.0)  # nats; from each on, another colour
+_GAINS = ("48;5;153;38;5;16", "48;5;75;38;5;16", "48;5;25;38;5;231")  # light to dark blue
+_LOSSES = ("48;5;223;38;5;16", "48;5;215;38;5;16", "48;5;130;38;5;231")  # light to dark orange
+_MARKED = 1.0  # nats, from which on a gain is written without colour
+PASSAGES, NEEDING = 10, 4  # lines of the table of passages, and words of each
+_CONTEXT = 4  # tokens on both sides of a word
+
+
+def gains_table(comparisons: Sequence[tuple[str, float, int]]) -> list[str]:
+    """Return the lines of a table with one comparison a line: its name, total gain in nats, and scored tokens."""
+    names, totals, counts = zip(*comparisons, strict=True)
+    means = [f"{total / count:.4f}" if count else "n/a" for total, count in zip(totals, counts, strict=True)]
+    return aligned(
+        [
+            ["gain over", *names],
+            ["nats per token", *means],
+            ["nats", *(f"{total:,.2f}" for total in totals)],
+            ["tokens", *(f"{count:,}" for count in counts)],
+        ]
+    )
+
+
+def aggregates_tables(found: Aggregates) -> list[str]:
+    """Return the lines of the tables by class, by distance to a name's last mention, and by position."""
+    tables = {
+        "word class": found.by_class,
+        "names, tokens to the last mention": found.by_distance,
+        "tokens of the document": found.by_position,
+    }
+    lines: list[str] = []
+    for title, groups in tables.items():
+        lines += ["", *_groups_table(title, groups, found.total)]
+    share = shown(100 * found.share_of_names, ".1f")
+    names = f"{found.names_in_top} of the {len(found.top)} largest gains are names; names have {share} % of the gain"
+    return [*lines, "", names]
+
+
+def _groups_table(title: str, groups: Sequence[Group], total: float) -> list[str]:
+    shares = [f"{group.gain / total:.1%}" if total else "n/a" for group in groups]
+    return aligned(
+        [
+            [title, *(group.label for group in groups)],
+            ["words", *(f"{group.num_words:,}" for group in groups)],
+            ["nats per word", *(shown(group.mean, ".4f") for group in groups)],
+            ["share of the gain", *shares],
+        ]
+    )
+
+
+def top_table(top: Sequence[WordGain], pieces: Sequence[str], reasons: Sequence[tuple[Passage, float] | None]) -> str:
+    """Return a table of the largest gains; `reasons`: the passage that matters to each word, and how much."""
+    matters = [_reason(each.word, reason, pieces) for each, reason in zip(top, reasons, strict=True)]
+    return "\n".join(
+        aligned(
+            [
+                ["position", *(str(each.word.first) for each in top)],
+                ["gain", *(f"{each.gain:.2f}" for each in top)],
+                ["class", *(each.word.kind for each in top)],
+                ["word", *(each.word.text for each in top)],
+                ["in", *(around(each.word.first, each.word.end, pieces) for each in top)],
+                ["passage that matters", *matters],
+            ]
+        )
+    )
+
+
+def _reason(word: Word, reason: tuple[Passage, float] | None, pieces: Sequence[str]) -> str:
+    if reason is None:
+        return ""
+    passage, value = reason
+    return f"{passage.begin}:{passage.end} ({value:.2f}) {excerpt(word, passage, pieces)}"
+
+
+def around(first: int, end: int, pieces: Sequence[str]) -> str:
+    """Return some text around tokens [first, end), on one line."""
+    return " ".join("".join(pieces[max(0, first - _CONTEXT) : end + _CONTEXT]).split())
+
+
+def excerpt(word: Word, passage: Passage, pieces: Sequence[str]) -> str:
+    """Return the part of a passage around its last mention of the word; its beginning if it has none."""
+    wanted = word.text.strip()
+    for position in reversed(range(max(0, passage.begin), min(passage.end, len(pieces)))):
+        if wanted and pieces[position].strip() == wanted:
+            return around(position, position + 1, pieces)
+    begin = max(0, passage.begin)
+    return " ".join("".join(pieces[begin : min(passage.end, begin + 2 * _CONTEXT + 1)]).split())
+
+
+def coloured(words: Sequence[WordGain], pieces: Sequence[str], span: Passage, *, with_colour: bool) -> str:
+    """Return the text of tokens [begin, end), its words coloured, or marked, by gain."""
+    parts, position = [], span.begin
+    for word, gain, _ in words:
+        if word.first < position or word.end > span.end:
+            continue
+        parts.append("".join(pieces[position : word.first]))
+        text = "".join(pieces[word.first : word.end])
+        inner = text.lstrip()
+        parts.append(text[: len(text) - len(inner)] + _marked(inner, gain, with_colour=with_colour))
+        position = word.end
+    return "".join([*parts, *pieces[position : span.end]])
+
+
+def _marked(text: str, gain: float, *, with_colour: bool) -> str:
+    if not with_colour:
+        return f"{text}[{gain:+.1f}]" if abs(gain) >= _MARKED else text
+    level = sum(abs(gain) >= edge for edge in LEVELS)
+    return f"\x1b[{(_GAINS if gain > 0 else _LOSSES)[level - 1]}m{text}\x1b[0m" if level else text
+
+
+def legend(*, with_colour: bool) -> str:
+    """Return the meaning of colours or marks."""
+    if not with_colour:
+        return f"gains and losses of {_MARKED:g} nat and more are marked [nats]"
+    gains = " ".join(_marked(f" +{edge:g} ", edge, with_colour=True) for edge in LEVELS)
+    losses = " ".join(_marked(f" -{edge:g} ", -edge, with_colour=True) for edge in LEVELS)
+    return f"nats from: {gains}   {losses}"
+
+
+def passages_table(removed: Counterfactual, words: Sequence[Word], pieces: Sequence[str]) -> list[str]:
+    """Return the lines of a table of the passages that later tokens need most, and of what needs them."""
+    rises = [(passage, removed.without(passage).double()) for passage in removed.passages()]
+    largest = sorted(rises, key=lambda found: -float(found[1].nansum()))[:PASSAGES]
+    needing = []
+    for _, rise in largest:
+        found = sorted(word_gains(words, rise), key=lambda each: -each.gain)[:NEEDING]
+        needing.append(", ".join(f"{each.word.text} at {each.word.first} ({each.gain:.2f})" for each in found))
+    return aligned(
+        [
+            ["passage removed", *(f"{passage.begin}:{passage.end}" for passage, _ in largest)],
+            ["nats", *(f"{float(rise.nansum()):.2f}" for _, rise in largest)],
+            ["begins", *(around(max(0, passage.begin), max(0, passage.begin), pieces) for passage, _ in largest)],
+            ["later words that get worse", *needing],
+        ]
+    )

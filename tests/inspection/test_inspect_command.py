@@ -1,0 +1,103 @@
+"""`dist-mem inspect RUN --book ID`: what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_mem.__main__ import main
+from tests.evaluation.test_protocol import MEMORIES, asked, make_run
+from tests.evaluation.test_without_memory import emptied
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+
+@pytest.fixture
+def run_dir(library: Path, tmp_path: Path) -> Path:
+    return make_run(tmp_path, library, MEMORIES["transformer_xl"])[0]
+
+
+def written(run_dir: Path) -> dict[str, Any]:
+    (path,) = (run_dir / "evaluations").glob("inspect-*.json")
+    content: dict[str, Any] = json.loads(path.read_text())
+    path.unlink()
+    return content
+
+
+def test_it_prints_tables_and_writes_every_token(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(run_dir), "--book", "doc0", "--split", "test", "--passages"]) == 0
+    printed = capsys.readouterr().out
+    assert "memory off" in printed and "of the 20 largest gains are names" in printed
+    assert "later words that get worse" in printed and "\x1b[" not in printed
+    content = written(run_dir)
+    gains = [
+        without - nll
+        for nll, without in zip(content["losses"]["nll"], content["losses"]["without_memory"], strict=True)
+    ]
+    difference = emptied(run_dir).documents[0].nll - asked(run_dir).documents[0].nll
+    assert sum(gains) / 100 == pytest.approx(difference / 100, abs=1e-6)
+    assert content["figures"]["memory off"] == pytest.approx(difference, abs=1e-4)
+    assert len(content["pieces"]) == len(content["passages"]["most_harmful"]["rise"]) == 100
+    assert set(content["layers"][0]["memory"]) == {"mass", "begin", "end", "shares"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "comparison", "tag"),
+    [
+        (["--empty-at", "40"], "memory emptied at 40", "-empty-at-40"),
+        (["--without", "30:40"], "memory without 30:40", "-without-30-40"),
+        (["OTHER"], "OTHER", "-against-run"),
+    ],
+)
+def test_every_comparison_has_its_file(
+    run_dir: Path,
+    library: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    comparison: str,
+    tag: str,
+) -> None:
+    other, _ = make_run(tmp_path / "other", library, MEMORIES["none"])
+    given = [text.replace("OTHER", str(other)) for text in arguments]
+    assert main(["inspect", str(run_dir), *given, "--book", "doc6", "--split", "test", "--color", "always"]) == 0
+    assert "\x1b[48;5;" in capsys.readouterr().out
+    assert (run_dir / "evaluations" / f"inspect-test-doc6-step-00000003{tag}.json").exists()
+    assert set(written(run_dir)["figures"]) == {"memory off", comparison.replace("OTHER", str(other))}
+
+
+def test_a_text_of_ones_own_is_read(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "a text.txt").write_text("Mara Holt of Dunwick told Mara Holt's friend.")
+    arguments = ["--text", str(tmp_path / "a text.txt")]
+    assert main(["inspect", str(run_dir), *arguments]) == 0
+    assert "".join(written(run_dir)["pieces"]) == "Mara Holt of Dunwick told Mara Holt's friend."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--passages"], "--passages is for one document: give --book ID or --text FILE too"),
+        (["--book", "99", "--split", "test"], "--book 99: "),
+        (["--book", "doc1", "--split", "test"], "this document of "),
+        (["--book", "doc6", "--split", "test", "--empty-at", "64"], "--empty-at 64: no segment"),
+        (["--book", "doc6", "--split", "test", "a", "b"], "is compared with one run, but a, b are given"),
+        (["--book", "doc6", "--split", "test", "absent"], "absent does not exist"),
+    ],
+)
+def test_what_cannot_be_inspected_is_named(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["inspect", str(run_dir), *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(run_dir.rglob("inspect-*"))
+
+
+@pytest.mark.parametrize("text", ["5", "9:3", "3:3", "a:b"])
+def test_a_range_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["inspect", "run", "--book", "1", "--without", text])
+    assert ended.value.code == 2
+    assert "--without" in capsys.readouterr().err
