@@ -243,6 +243,34 @@ def inspect(options: argparse.Namespace) -> int:
         return run(options.run, limit=options.limit, early=early, **settings)
 
 
+def figure(options: argparse.Namespace) -> int:
+    """Draw a figure of the papers from trained runs."""
+    if not options.list and options.name is None:
+        raise UnusableError("figure: give a name and a run, as in: dist-mem figure infinite.fig7 RUN; or --list")
+    with StopSignal(OF_SCHEDULERS) as early:
+        from dist_mem.runtime.distributed import choose_accelerator
+
+        choose_accelerator()
+        from dist_mem.inspection import figure_command as command
+        from dist_mem.inspection.figures.parts.source import Settings
+
+        if options.list:
+            print(command.described())
+            return 0
+        overrides = tuple(text for text in options.runs if "=" in text)
+        runs = [Path(text) for text in options.runs if text not in overrides]
+        settings = Settings(options.split, options.document, options.tokens, overrides)
+        return command.run(
+            options.name,
+            runs,
+            settings,
+            checkpoint=options.checkpoint,
+            folder=options.out,
+            form=options.format,
+            early=early,
+        )
+
+
 def prepare(options: argparse.Namespace) -> int:
     """Verify a data directory: every tar, every document, the tokenizer."""
     from dist_mem.data.remote.fetch import show

@@ -40,6 +40,7 @@ def build_parser() -> tuple[ArgumentParser, Parsers]:
             run.compare: _add_compare,
             run.inspect: _add_inspect,
             reporting.report: reporting.add_arguments,
+            run.figure: _add_figure,
             run.generate: _add_generate,
             run.read: _add_read,
             run.memory: _add_memory_files,
@@ -255,6 +256,18 @@ def _add_dialogue(added: ArgumentParser) -> None:
 def _add_inspect(added: ArgumentParser) -> None:
     _add_model(added, overrides="another run to compare with, and key=value overrides of eval.* and data.path")
     inspecting.add_arguments(added)
+
+
+def _add_figure(added: ArgumentParser) -> None:
+    added.add_argument("name", nargs="?", help="as in the papers, for example infinite.fig7; see --list")
+    added.add_argument("runs", nargs="*", help=f"{_MODEL}; then key=value overrides, as for `evaluate`")
+    added.add_argument("--list", action="store_true", help="list all figures")
+    added.add_argument("--split", type=split, metavar="NAME", help="split to read (default: eval.split)")
+    added.add_argument("--document", metavar="ID", help="read this document of the split")
+    added.add_argument("--tokens", type=count, metavar="N", help="tokens to read (default: as many as the paper)")
+    _add_checkpoint(added)
+    added.add_argument("-o", "--out", type=Path, metavar="FOLDER", help="folder to write (default: RUN/figures)")
+    added.add_argument("--format", choices=["png", "svg"], default="png", help="of the picture (default: png)")
 
 
 def _add_reproduce(added: ArgumentParser) -> None:

@@ -120,6 +120,10 @@ NOT_RUN = [
     ),
     NotRun("docs/howto/doctor.md", "srun", "two nodes of 8 GPUs; see test_slurm_jobs.py", parsed),
     NotRun("docs/howto/doctor.md", "dist-mem doctor --drill", "two minutes; test_drill.py", parsed),
+    NotRun("docs/howto/figures.md", "dist-mem figure lamemo.fig6", "one layer has no alpha; test_figures.py", parsed),
+    NotRun(
+        "docs/howto/figures.md", "dist-mem figure infinite.fig8", "may predict no word better; test_figures.py", parsed
+    ),
     NotRun("docs/howto/offline.md", "bash launch/wheelhouse.sh", "test_wheelhouse.py", shell_syntax),
     NotRun("docs/howto/offline.md", "PIP_NO_INDEX=1", "needs the wheelhouse; test_wheelhouse.py", make_rules),
     NotRun("docs/howto/offline.md", "make test", "is what runs this", make_rules),
@@ -233,6 +237,7 @@ PREPARED: dict[str, list[str | Callable[[Tree], None]]] = {
     "docs/reference/config.md": [DEMO],
     "docs/howto/data.md": [corpora],
     "docs/howto/dialogue.md": [dialogues],
+    "docs/howto/figures.md": [DEMO],
     "docs/howto/divergence.md": [DEMO],
     "docs/howto/doctor.md": [DEMO],
     "docs/howto/evaluate.md": [DEMO, exported, sorting_runs],
