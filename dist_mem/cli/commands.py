@@ -173,24 +173,6 @@ def generate(options: argparse.Namespace) -> int:
     return run(request_of(options))
 
 
-def read(options: argparse.Namespace) -> int:
-    """Read a text once and write its memory, from which other commands continue."""
-    from dist_mem.runtime.distributed import choose_accelerator
-
-    choose_accelerator()
-    from dist_mem.generation.memory_command import run_read
-
-    given = {"memory": options.memory, "checkpoint": options.checkpoint, "overrides": options.overrides}
-    return run_read(options.text, options.run, options.out, **given)
-
-
-def memory(options: argparse.Namespace) -> int:
-    """Show what a memory file contains."""
-    from dist_mem.generation.memory_command import run_show
-
-    return run_show(options.file)
-
-
 def reproduce(options: argparse.Namespace) -> int:
     """Train and evaluate every row of a table of the papers, or of yours."""
     from dist_mem.reproduce.command import run
@@ -241,34 +223,6 @@ def inspect(options: argparse.Namespace) -> int:
 
         settings = {"split": options.split, "checkpoint": options.checkpoint, "overrides": options.overrides}
         return run(options.run, limit=options.limit, early=early, **settings)
-
-
-def figure(options: argparse.Namespace) -> int:
-    """Draw a figure of the papers from trained runs."""
-    if not options.list and options.name is None:
-        raise UnusableError("figure: give a name and a run, as in: dist-mem figure infinite.fig7 RUN; or --list")
-    with StopSignal(OF_SCHEDULERS) as early:
-        from dist_mem.runtime.distributed import choose_accelerator
-
-        choose_accelerator()
-        from dist_mem.inspection import figure_command as command
-        from dist_mem.inspection.figures.parts.source import Settings
-
-        if options.list:
-            print(command.described())
-            return 0
-        overrides = tuple(text for text in options.runs if "=" in text)
-        runs = [Path(text) for text in options.runs if text not in overrides]
-        settings = Settings(options.split, options.document, options.tokens, overrides)
-        return command.run(
-            options.name,
-            runs,
-            settings,
-            checkpoint=options.checkpoint,
-            folder=options.out,
-            form=options.format,
-            early=early,
-        )
 
 
 def prepare(options: argparse.Namespace) -> int:
