@@ -7,6 +7,7 @@ steps and runs. Every rank reads it, because ZeRO-3 needs every rank in a forwar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,13 @@ from dist_mem.memory.parts.inspector import Inspector
 from dist_mem.model import empty_memories
 
 PREFIX = "memory/"  # of the metrics
+
+
+class PassageRead(NamedTuple):
+    """What the memory read of the passage, and gained."""
+
+    figures: dict[str, float]  # by the names they are logged under
+    layers: list[dict[str, float]]  # `mass_by_age` of every layer, the mean over segments
 
 
 def open_passage(index: Index, config: Config, bos_id: int) -> list[Batch]:
@@ -53,8 +61,8 @@ def passage_figures(
     memories: Sequence[Memory],
     batches: Sequence[Batch],
     device: torch.device,
-) -> dict[str, float]:
-    """Return the figures of a passage by the names they are logged under; {} for one without segments.
+) -> PassageRead:
+    """Read a passage and return its figures; there are none for one without segments.
 
     `memory/gain` is in nats per token: the loss with the memory emptied before every segment, less that with it.
 
@@ -63,9 +71,10 @@ def passage_figures(
         memories: those of the model that `forward` computes, which are inspected in it.
     """
     if not batches:
-        return {}
+        return PassageRead({}, [])
     state = init_state(batches[0].document)
     figures: dict[str, list[float]] = {}
+    by_layer: list[dict[str, float]] = [{} for _ in memories]
     inspector = Inspector(memories)
     for batch in (host_batch.to(device) for host_batch in batches):
         tensors = batch.tokens, batch.targets, batch.valid_len
@@ -78,5 +87,9 @@ def passage_figures(
         read = mass_by_age(inspector.layers, batch.valid_len, seg_len=batch.tokens.shape[1])
         for name, figure in ({"gain": float(gain)} | read | mean_values(inspector.layers)).items():
             figures.setdefault(name, []).append(figure)
+        for mean, layer in zip(by_layer, inspector.layers, strict=True):
+            for name, mass in mass_by_age([layer], batch.valid_len, seg_len=batch.tokens.shape[1]).items():
+                mean[name] = mean.get(name, 0.0) + mass / len(batches)
     means = {name: sum(several) / len(several) for name, several in figures.items()}
-    return {PREFIX + name: figure for name, figure in (means | state_figures(state.blocks)).items()}
+    named = {PREFIX + name: figure for name, figure in (means | state_figures(state.blocks)).items()}
+    return PassageRead(named, by_layer)

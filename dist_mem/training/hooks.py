@@ -23,7 +23,8 @@ from dist_mem.data.tokenizers.registry import tokenizer_files
 from dist_mem.errors import CutShortError, DivergedError, RunError, TakenOverError
 from dist_mem.evaluation.cut_short import stop_check
 from dist_mem.evaluation.scoring import score_split
-from dist_mem.inspection.passage import PREFIX, open_passage, passage_figures
+from dist_mem.inspection.passage import PREFIX, PassageRead, open_passage, passage_figures
+from dist_mem.inspection.passage_picture import write_passage_picture
 from dist_mem.runtime.distributed import on_all_ranks, sum_tensor
 from dist_mem.runtime.watchdog import beat
 from dist_mem.training.context import Context, TrainState
@@ -88,8 +89,8 @@ def evaluate_if_owed(context: Context, state: TrainState, stopping: Stopping, *,
         return state
     with context.meter.paused():
         try:
-            loss, figures = evaluate_now(context, stopping)
-            figures |= full_lanes(context, state)
+            loss, figures, read = evaluate_now(context, stopping)
+            figures |= read.figures | full_lanes(context, state)
         except CutShortError:
             return state
         except RunError:
@@ -97,6 +98,7 @@ def evaluate_if_owed(context: Context, state: TrainState, stopping: Stopping, *,
                 save(context, state)
             raise
         record(context, state.step, figures)
+        draw_passage(context, state.step, read)
     return state._replace(validation={"step": state.step, "loss": loss})
 
 
@@ -166,8 +168,10 @@ def end_saving(context: Context) -> None:
     report_saved(context)
 
 
-def evaluate_now(context: Context, stopping: Stopping) -> tuple[float, dict[str, float]]:
-    """Return loss and metrics of the validation split, scored with fresh lanes; the training's state is unaffected.
+def evaluate_now(context: Context, stopping: Stopping) -> tuple[float, dict[str, float], PassageRead]:
+    """Return loss and metrics of the validation split, and what the memory read of its passage.
+
+    Lanes are fresh, and the training's state is unaffected.
 
     Raises:
         CutShortError: on every rank; there is a reason to stop.
@@ -197,7 +201,17 @@ def evaluate_now(context: Context, stopping: Stopping) -> tuple[float, dict[str,
     memories = engine.module.memories()
     read = passage_figures(forward, engine.init_state, memories, passage, context.world.device)
     engine.train(True)
-    return found.nll / found.num_scored, found.figures() | read
+    return found.nll / found.num_scored, found.figures(), read
+
+
+def draw_passage(context: Context, step: int, read: PassageRead) -> None:
+    """Draw where the layers looked, if `eval.figures`, and add the files to the MLflow run."""
+    if not context.config.eval.figures or context.world.rank != 0:
+        return
+    beat("drawing")
+    with context.failure.kept():
+        for path in write_passage_picture(read.layers, context.run_dir / "figures", step=step):
+            context.tracker.log_artifact(str(path.relative_to(context.run_dir)))
 
 
 def full_lanes(context: Context, state: TrainState) -> dict[str, float]:

@@ -51,7 +51,7 @@ def init_of(model: MemoryLM) -> Callable[[Tensor], LMState]:
 
 def figures_of(model: MemoryLM, config: Any, index: Index, books: Path) -> dict[str, float]:
     passage = open_passage(index, config, load_tokenizer(books).bos_id)
-    return passage_figures(model, init_of(model), model.memories(), passage, torch.device("cpu"))
+    return passage_figures(model, init_of(model), model.memories(), passage, torch.device("cpu")).figures
 
 
 @pytest.mark.parametrize("kind", [*memory_kinds(), "infinite over transformer_xl", "infinite over compressive"])
@@ -115,9 +115,12 @@ def test_training_logs_them_and_is_the_same_without_at_every_stage(
     for stage, passage in ((0, 4), (3, 4), (3, 0)):
         run_dir = tmp_path / f"stage-{stage}-{passage}"
         changes = [f"run_dir={run_dir}", "eval.every=2", "eval.max_document_len=64", "train.steps=4"]
-        changes += [f"eval.passage={passage}", f"deepspeed.zero_optimization.stage={stage}"]
+        changes += [f"eval.passage={passage}", "eval.figures=true", f"deepspeed.zero_optimization.stage={stage}"]
         assert rank_pool(2).run(train_here, config, changes) == [0, 0]
         points[stage, passage] = losses(run_dir), figures_logged(run_dir)
+        drawn = sorted(path.name for path in run_dir.glob("figures/*.svg"))
+        has_picture = passage > 0 and kind not in ("none", "causal")
+        assert drawn == ["passage-step-00000002.svg", "passage-step-00000004.svg"] * has_picture
     assert points[3, 4][0] == points[3, 0][0]
     assert points[3, 0][1] == [] and len(points[3, 4][1]) == 2
     assert all(("memory/full_lanes" in point) == (kind in FULL_OR_NOT) for point in points[3, 4][1])
