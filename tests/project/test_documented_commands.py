@@ -238,6 +238,7 @@ PREPARED: dict[str, list[str | Callable[[Tree], None]]] = {
     "docs/howto/evaluate.md": [DEMO, exported, sorting_runs],
     "docs/howto/generate.md": [DEMO, book],
     "docs/howto/gpt2.md": [pretrained],
+    "docs/howto/inspect.md": [DEMO, book],
     "docs/start/python.md": [DEMO, book],
     "docs/howto/reproduce.md": [DEMO],
     "docs/howto/resume.md": [DEMO, moved],
