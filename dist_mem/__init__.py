@@ -22,6 +22,7 @@ From Python (docs/start/python.md; `import dist_mem` itself loads nothing)
     start, read  texts read so far, one a lane; next_log_probs: probabilities of the next token
     generate     continue the text of all lanes, with a Sampling
     init_state   empty memories
+    read_text    the memory of a whole text; save_memory, load_memory: in a file, to continue from at any time
     read_lanes   the memories that lanes carried at the checkpoint; start_from: texts that continue from these
 """
 
@@ -34,12 +35,13 @@ if TYPE_CHECKING:
     from dist_mem.generation.generate import generate
     from dist_mem.generation.reading import next_log_probs, read, start, start_from
     from dist_mem.generation.sampling import Sampling
+    from dist_mem.generation.text_memory import load_memory, read_text, save_memory
     from dist_mem.generation.text_scores import score
 
 __version__ = "0.1.0"
 __all__ = [
-    "Sampling", "generate", "init_state", "load_model", "next_log_probs", "read", "read_lanes", "score", "start",
-    "start_from",
+    "Sampling", "generate", "init_state", "load_memory", "load_model", "next_log_probs", "read", "read_lanes",
+    "read_text", "save_memory", "score", "start", "start_from",
 ]  # fmt: skip
 
 
@@ -51,7 +53,7 @@ def __getattr__(name: str) -> Any:
 
     choose_accelerator()
     from dist_mem.evaluation import trained_model as trained
-    from dist_mem.generation import generate, reading, sampling, text_scores
+    from dist_mem.generation import generate, reading, sampling, text_memory, text_scores
 
-    modules = (trained, generate, reading, sampling, text_scores)
+    modules = (trained, generate, reading, sampling, text_memory, text_scores)
     return next(getattr(module, name) for module in modules if hasattr(module, name))

@@ -12,13 +12,17 @@
     dist-mem checkpoints verify runs/demo
     dist-mem compare runs/none runs/demo
     dist-mem generate runs/demo --prompt-file book.txt --tokens 500
+    dist-mem read book.txt --run runs/demo -o book.mem
+    dist-mem memory show book.mem
     dist-mem inspect runs/infinite --split test
     dist-mem track sync runs/demo
+    dist-mem batch runs/demo --step 57
+    dist-mem replay runs/demo --step 57
     dist-mem prepare verify data/sample
     dist-mem check-memory examples/averages.py:Averages
     dist-mem config configs/demo.yaml
 
-cli/parser.py defines the arguments; cli/commands.py and cli/jobs.py contain the functions of the commands.
+cli/parser.py defines the arguments; cli/commands.py, jobs.py and steps.py contain the functions of the commands.
 """
 
 from __future__ import annotations
@@ -43,7 +47,9 @@ from dist_mem.runtime.ranks import is_first_on_node
 
 def _is_reported_elsewhere(options: argparse.Namespace) -> bool:
     """Return whether another rank prints the same error. One rank per node prints, as files may differ by node."""
-    if options.command not in ("train", "evaluate", "inspect", "dialogue") or getattr(options, "check", False):
+    if options.command not in ("train", "evaluate", "inspect", "dialogue", "replay") or getattr(
+        options, "check", False
+    ):
         return False
     return not is_first_on_node()
 

@@ -88,15 +88,13 @@ class StoppedEarlyError(StoppedError):
 
 
 def run_error(error: Exception, message: str | None = None) -> RunError:
-    """Return the error to report for `error`, with this message (default: its own).
+    """Return the error to report for `error`, with this message (default: its own); a RunError is that error itself.
 
     A ValueError is the user's. An OSError is the user's if it lasts until somebody changes a path or a permission, and
     the machine's otherwise (a full disk, a failing one, a network): another start may then succeed.
     """
-    if isinstance(error, RunError) and message is None:
+    if isinstance(error, RunError):
         return error
     text = str(error) if message is None else message
-    if isinstance(error, RunError):
-        return type(error)(text)
     is_lasting = error.errno in _LASTING if isinstance(error, OSError) else isinstance(error, ValueError)
     return UnusableError(text) if is_lasting else UnfitError(text)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -99,6 +100,21 @@ def read_lanes(
     ]
     cursors = filled("cursors", torch.zeros(len(lane_ids), 3, dtype=torch.int64))
     return Lanes(lane_ids=lane_ids, cursors=cursors, states=states)
+
+
+def read_cursors(directory: Path, manifest: Mapping[str, Any], num_lanes: int) -> list[list[int]]:
+    """Return the cursors of lanes 0 to `num_lanes` - 1 of a checkpoint, without reading their memories.
+
+    Raises:
+        CheckpointError: a lane is not in the checkpoint, or a file cannot be read.
+    """
+    rows = _rows_of(directory, manifest, range(num_lanes))
+    opened: dict[str, dict[str, Tensor]] = {}
+    for name in {name for name, _ in rows}:
+        with reading(directory / name), safe_open(directory / name, "pt") as file:
+            opened[name] = {key: file.get_tensor(key) for key in ("lane_ids", "cursors")}
+    _check_lane_ids(directory, opened, rows, range(num_lanes))
+    return [opened[name]["cursors"][row].tolist() for name, row in rows]
 
 
 def _rows_of(directory: Path, manifest: Mapping[str, Any], lane_ids: Sequence[int]) -> list[tuple[str, int]]:

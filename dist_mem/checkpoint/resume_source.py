@@ -16,6 +16,7 @@ from dist_mem.checkpoint.manifest import read_manifest
 from dist_mem.checkpoint.resume_choice import Choice, choose_checkpoint, find_candidates, readable
 from dist_mem.config import Config, ConfigError, load_config, read_config
 from dist_mem.config.resume_rules import Change, check_changes
+from dist_mem.data.shard import Index
 from dist_mem.errors import CheckpointError
 from dist_mem.memory import memory_options
 from dist_mem.runtime.distributed import World, decided_by_rank0
@@ -70,6 +71,16 @@ def check_run_dir(config: Config, allowed: Sequence[str] = ()) -> None:
             continue
         _check_changes(saved, config, manifest, allowed)
         return
+
+
+def check_data(directory: Path, manifest: Mapping[str, Any], index: Index) -> None:
+    """Raise CheckpointError if a checkpoint was trained on another split than this one."""
+    trained = manifest["data_fingerprint"]
+    if trained != index.fingerprint:
+        raise CheckpointError(
+            f"{directory}: was trained on a split with fingerprint {trained[:12]}, {index.split_dir} has "
+            f"{index.fingerprint[:12]}; set data.path to the same data"
+        )
 
 
 def _check_changes(saved: Config, config: Config, manifest: Mapping[str, Any], allowed: Sequence[str]) -> list[Change]:

@@ -11,18 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from dist_mem.cli import commands as run
-from dist_mem.cli import inspecting, jobs
-from dist_mem.cli.arguments import (
-    count,
-    keys_of,
-    names,
-    seed,
-    seeds,
-    split,
-    step,
-    unknown_command,
-    unknown_option,
-)
+from dist_mem.cli import inspecting, jobs, steps
+from dist_mem.cli.arguments import count, keys_of, names, seed, seeds, split, step, unknown_command, unknown_option
 
 Command = Callable[[Namespace], int]
 Parsers = dict[str, ArgumentParser]  # of the commands, by name
@@ -42,12 +32,17 @@ def build_parser() -> tuple[ArgumentParser, Parsers]:
             jobs.cancel: _add_cancel,
             run.checkpoints: _add_checkpoints,
             run.track: _add_track,
+            steps.batch: _add_batch,
+            steps.replay: _add_step,
         },
         "use a trained model": {
             run.evaluate: _add_evaluate,
             run.compare: _add_compare,
-            run.inspect: _add_inspect,
+            inspecting.inspect: _add_inspect,
+            inspecting.figure: _add_figure,
             run.generate: _add_generate,
+            run.read: _add_read,
+            run.memory: _add_memory_files,
             run.dialogue: _add_dialogue,
             run.export: _add_export,
             run.reproduce: _add_reproduce,
@@ -164,6 +159,7 @@ def _add_checkpoint(added: ArgumentParser) -> None:
 def _add_evaluate(added: ArgumentParser) -> None:
     _add_model(added)
     added.add_argument("--without-memory", action="store_true", help="empty the memory at every segment")
+    _add_memory(added, "every document continues")
     added.add_argument("--sweep", metavar="KEY=LENGTHS", help="several lengths: mem_len=64,128,... or seg_len=...")
     added.add_argument(
         "--also", type=Path, action="append", default=[], metavar="RUN", help="another run for --sweep; repeatable"
@@ -213,9 +209,10 @@ def _add_generate(added: ArgumentParser) -> None:
     added.add_argument("run", nargs="?", help=_MODEL)
     added.add_argument("overrides", nargs="*", help="key=value overrides, as for `dist-mem evaluate`")
     added.add_argument("--compare", nargs="+", default=[], metavar="RUN", help="compare these runs on the same prompt")
-    prompt = added.add_mutually_exclusive_group(required=True)
+    prompt = added.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue; empty: begin a document")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 file to continue, of any length")
+    _add_memory(added, "the prompt continues")
     _add_sampling(added, tokens=256, top_p=0.95)
     added.add_argument("--top-k", type=count, metavar="K", help="draw from the K likeliest tokens (default: all)")
     added.add_argument(
@@ -227,8 +224,28 @@ def _add_generate(added: ArgumentParser) -> None:
     )
 
 
+def _add_memory(added: ArgumentParser, what: str) -> None:
+    """Add the option of commands that continue from a memory file."""
+    added.add_argument("--memory", type=Path, metavar="FILE", help=f"`dist-mem read` wrote it; {what} its text")
+
+
+def _add_read(added: ArgumentParser) -> None:
+    added.add_argument("text", type=Path, help="UTF-8 file, of any length")
+    added.add_argument("overrides", nargs="*", help="key=value overrides, as for `dist-mem evaluate`")
+    added.add_argument("--run", type=Path, required=True, metavar="RUN", help=_MODEL)
+    added.add_argument("--out", "-o", type=Path, required=True, metavar="FILE", help="memory file to write")
+    _add_memory(added, "the text continues")
+    _add_checkpoint(added)
+
+
+def _add_memory_files(added: ArgumentParser) -> None:
+    added.add_argument("action", choices=["show"])
+    added.add_argument("file", type=Path, metavar="FILE", help="a memory file, as `dist-mem read` writes it")
+
+
 def _add_dialogue(added: ArgumentParser) -> None:
     _add_model(added)
+    _add_memory(added, "every conversation continues")
     added.add_argument("--limit", type=count, metavar="N", help="read the first N conversations (default: all)")
     added.add_argument("--turns", type=count, metavar="N", help="replies per conversation, spread (default: all)")
     _add_sampling(added, tokens=50, top_p=0.9)
@@ -238,6 +255,11 @@ def _add_dialogue(added: ArgumentParser) -> None:
 def _add_inspect(added: ArgumentParser) -> None:
     _add_model(added, overrides="another run to compare with, and key=value overrides of eval.* and data.path")
     inspecting.add_arguments(added)
+
+
+def _add_figure(added: ArgumentParser) -> None:
+    inspecting.add_figure_arguments(added, _MODEL)
+    _add_checkpoint(added)
 
 
 def _add_reproduce(added: ArgumentParser) -> None:
@@ -264,6 +286,19 @@ def _add_prepare(added: ArgumentParser) -> None:
         metavar="NAME",
         help="verify only this split; repeatable (default: all; for a URL train, validation, test)",
     )
+
+
+def _add_step(added: ArgumentParser) -> None:
+    """Add the arguments of commands about one step of a run."""
+    added.add_argument("run", type=Path, help="a run directory")
+    added.add_argument("overrides", nargs="*", help="data.path=FOLDER if the data have moved")
+    added.add_argument("--step", type=count, required=True, metavar="S", help="as in metrics.jsonl")
+
+
+def _add_batch(added: ArgumentParser) -> None:
+    _add_step(added)
+    added.add_argument("--rank", type=partial(count, least=0), metavar="R", help="only its lanes (default: all ranks)")
+    added.add_argument("--full", action="store_true", help="print whole segments (default: beginning and end)")
 
 
 def _add_track(added: ArgumentParser) -> None:

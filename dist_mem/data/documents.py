@@ -53,21 +53,34 @@ def join(parts: Sequence[Document]) -> Document:
     )
 
 
+NOTHING = np.empty(0, dtype=np.uint16)
+
+
 class Documents:
     """Opens the documents of a split; each is checked against its checksum when it is opened."""
 
-    def __init__(self, index: Index, lengths: np.ndarray, *, bos_id: int, on_corrupt: str | None = None) -> None:
+    def __init__(
+        self,
+        index: Index,
+        lengths: np.ndarray,
+        *,
+        bos_id: int,
+        on_corrupt: str | None = None,
+        prefix: np.ndarray = NOTHING,
+    ) -> None:
         """Open documents of `index`.
 
         Args:
             lengths: (documents,) number of tokens read of each, as in the plan.
             on_corrupt: as data.on_corrupt; None: stop, and no configuration can change that.
+            prefix: (num_tokens,) tokens that are read before the first of every document, and not scored.
         """
         self.index = index
         self.lengths = lengths
         self.bos_id = bos_id
         self.has_recall = any(entry.recall_offset is not None for entry in index.documents)
         self._on_corrupt = on_corrupt
+        self._prefix = Document(-1, prefix, np.zeros(len(prefix), dtype=bool), None)
         self._warned: set[int] = set()
 
     def __len__(self) -> int:
@@ -82,12 +95,15 @@ class Documents:
         """Open a document; raise ShardError, with document and shard, if its checksum does not match."""
         check_document(self.index, number)
         length = int(self.lengths[number])
-        return Document(
+        document = Document(
             number,
             read_tokens(self.index, number, 0, length),
             read_mask(self.index, number, 0, length),
             read_recall(self.index, number, 0, length),
         )
+        if not len(self._prefix.tokens):
+            return document
+        return join([self._prefix, document])._replace(number=number)
 
     def open_or_skip(self, number: int) -> Document | None:
         """Open a document; return None if it is damaged and data.on_corrupt is `skip`, with one warning for each."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from dist_mem.config import Config, DataConfig
 from dist_mem.data.batch import IGNORE, Batch, Update
 from dist_mem.data.directory import open_index, open_tokenizer
-from dist_mem.data.documents import Documents
+from dist_mem.data.documents import NOTHING, Documents
 from dist_mem.data.plan import (
     START,
     Cursor,
@@ -132,6 +132,15 @@ class LaneReader:
         return sum(epochs) / len(epochs) if epochs else 0.0
 
 
+def training_plan(config: Config, index: Index) -> Plan:
+    """Return the plan of a training on this split. Raises ValueError if there are too few documents."""
+    data, train = config.data, config.train
+    lengths = cut_lengths([entry.num_tokens for entry in index.documents], data.max_document_len)
+    return make_plan(
+        lengths, num_lanes=train.lanes, seg_len=train.seg_len, seed=data.seed, layout=data.layout, cut=data.cut
+    )
+
+
 def training_reader(config: Config, *, world_size: int, rank: int, cursors: Tensor | None = None) -> LaneReader:
     """Open the training split and read this rank's lanes, from the beginning or from saved cursors.
 
@@ -140,19 +149,10 @@ def training_reader(config: Config, *, world_size: int, rank: int, cursors: Tens
     tokenizer, index = open_tokenizer(config.data), open_index(config.data, config.data.train_split)
     check_tokenizer(index, tokenizer)
     train = config.train
-    lengths = cut_lengths([entry.num_tokens for entry in index.documents], config.data.max_document_len)
-    plan = make_plan(
-        lengths,
-        num_lanes=train.lanes,
-        seg_len=train.seg_len,
-        seed=config.data.seed,
-        layout=config.data.layout,
-        cut=config.data.cut,
-    )
     return LaneReader(
         config.data,
         index,
-        plan,
+        training_plan(config, index),
         lane_ids=lanes_of_rank(train.lanes, world_size=world_size, rank=rank, micro_lanes=train.micro_lanes),
         micro_lanes=train.micro_lanes,
         segments_per_update=train.segments_per_update,
@@ -173,19 +173,21 @@ def evaluation_batches(
     max_document_len: int | None = None,
     blocks: bool = False,
     cut: str = "start",
+    prefix: np.ndarray = NOTHING,
 ) -> Iterator[list[Batch]]:
     """Yield the micro-batches of one rank in each step, with a row for each lane that still reads (`forward_sizes`).
 
     `plan_lanes` is the `evaluation_plan` of all lanes. Row r of micro-batch m is the same lane in every step; the last
-    lanes end first. Raises ShardError for a damaged document, because a score needs all documents.
+    lanes end first. `prefix`, (num_tokens,), is read before every document, as in `Documents`. Raises ShardError for a
+    damaged document, because a score needs all documents.
     """
     lengths = cut_lengths([entry.num_tokens for entry in index.documents], max_document_len)
-    documents = Documents(index, lengths, bos_id=bos_id)
+    documents = Documents(index, lengths, bos_id=bos_id, prefix=prefix)
     lanes = [
         chain(read_documents(documents, [numbers], seg_len=seg_len, cut=cut), repeat(IDLE))
         for numbers in plan_lanes[rank::world_size]
     ]
-    for num_busy in busy_lanes(plan_lanes, lengths, seg_len=seg_len):
+    for num_busy in busy_lanes(plan_lanes, lengths + len(prefix), seg_len=seg_len):
         sizes = forward_sizes(num_busy, world_size=world_size, rank=rank, micro_lanes=micro_lanes)
         groups = [lanes[number * micro_lanes :][:size] for number, size in enumerate(sizes)]
         yield [

@@ -16,7 +16,7 @@ import numpy as np
 from dist_mem.dialogue.replies import Conversation, Reply, line_ends, line_of
 from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation.generate import generate
-from dist_mem.generation.reading import read, select, start
+from dist_mem.generation.reading import Reading, read, select, start
 from dist_mem.generation.sampling import Sampling
 
 
@@ -37,12 +37,14 @@ def answer_all(
     num_lanes: int,
     num_tokens: int,
     sampling: Sampling,
+    after: Reading | None = None,
 ) -> Iterator[Answer]:
     """Yield a reply of the model for each chosen reply; its random numbers do not depend on the rest of the batch.
 
     Args:
         chosen: chosen replies of each conversation, in order.  num_lanes: conversations read at once.
         num_tokens: maximum length of a reply; a reply ends at the end of its line.
+        after: reading of a text, with one lane, that every conversation continues; None: each is a document.
     """
     order = sorted(range(len(conversations)), key=lambda place: len(chosen[place]))  # lanes of a batch end together
     for first in range(0, len(order), num_lanes):
@@ -53,6 +55,7 @@ def answer_all(
             [chosen[place] for place in batch],
             num_tokens=num_tokens,
             sampling=sampling,
+            after=after,
         )
 
 
@@ -63,9 +66,13 @@ def _answer_batch(
     *,
     num_tokens: int,
     sampling: Sampling,
+    after: Reading | None,
 ) -> Iterator[Answer]:
     stop_ids = line_ends(trained.tokenizer)
-    reading = start(trained, document_ids=[conversation.number for conversation in conversations])
+    if after is None:
+        reading = start(trained, document_ids=[conversation.number for conversation in conversations])
+    else:
+        reading = select(after, [0] * len(conversations))
     lanes = list(range(len(conversations)))
     read_so_far = [0] * len(lanes)
     for turn in range(max(map(len, chosen), default=0)):

@@ -37,18 +37,20 @@ from dist_mem.dialogue.scores import (
 from dist_mem.dialogue.wordnet import open_wordnet
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.cut_short import StopCheck
-from dist_mem.evaluation.evaluate import as_job, described, found_by_all, track, use_threads
+from dist_mem.evaluation.evaluate import as_job, described, found_by_all, read_before, track, use_threads
+from dist_mem.evaluation.kept_memory import states_and_inputs
+from dist_mem.evaluation.memory_file import MemoryFile
 from dist_mem.evaluation.protocol import protocol_of, report_name, tag_of
 from dist_mem.evaluation.scoring import score_split
 from dist_mem.evaluation.trained_model import (
     Checkpoint,
     TrainedModel,
-    init_state,
     open_model,
     read_settings,
     tokenizer_of_data,
 )
 from dist_mem.generation.sampling import Sampling
+from dist_mem.generation.text_memory import load_memory
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.signals import StopSignal
@@ -66,6 +68,7 @@ class Settings:
     turns: int | None = None  # replies generated per conversation, spread over it; None: all from the third on
     num_tokens: int = 50  # maximum length of a reply
     sampling: Sampling = field(default_factory=lambda: Sampling(top_p=0.9))
+    memory: Path | None = None  # memory file of a text that every conversation continues; None: each is a document
     wordnet: Path | None = None  # folder of WordNet; None: Debian's folder, if it exists
 
 
@@ -94,6 +97,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         turns=options.turns,
         num_tokens=options.tokens,
         sampling=sampling,
+        memory=options.memory,
         wordnet=options.wordnet,
     )
 
@@ -137,7 +141,8 @@ def _run(
         )
     use_threads(config)
     split = settings.split or config.eval.split
-    tag = report_name(tag_of(config), settings_tag(settings))
+    before = read_before(settings.memory, config, world)
+    tag = report_name(tag_of(config), settings_tag(settings), before.tag if before else "")
     open_wordnet(settings.wordnet)  # fail early if the folder is wrong
     refresh(config.data, [split])
     index = first_documents(open_index(config.data, split), settings.limit)
@@ -146,7 +151,7 @@ def _run(
     trained.model.register_forward_pre_hook(check)
     report = score_split(
         trained.model,
-        partial(init_state, trained),
+        *states_and_inputs(trained, before),
         config=config,
         index=index,
         tokenizer=trained.tokenizer,
@@ -154,7 +159,9 @@ def _run(
     )
     answers = score_answers(trained, conversations, settings)
     groups = group_scores(report.documents, answers)
-    _publish(found, config, split, settings, conversations, groups, answers, trained, tag=tag, overrides=overrides)
+    _publish(
+        found, config, split, settings, conversations, groups, answers, trained, before, tag=tag, overrides=overrides
+    )
 
 
 def first_documents(index: Index, limit: int | None) -> Index:
@@ -179,6 +186,7 @@ def score_answers(
         num_lanes=trained.config.eval.lanes,
         num_tokens=settings.num_tokens,
         sampling=settings.sampling,
+        after=None if settings.memory is None else load_memory(trained, settings.memory).reading,
     )
     scored = []
     with Progress(sum(map(len, chosen)), "writing replies", unit="replies") as progress:
@@ -197,6 +205,7 @@ def _publish(
     groups: Sequence[GroupScore],
     answers: Sequence[ScoredAnswer],
     trained: TrainedModel,
+    before: MemoryFile | None,
     *,
     tag: str,
     overrides: Sequence[str],
@@ -209,15 +218,16 @@ def _publish(
     protocol = protocol_of(config)
     sampling = settings.sampling
     print(
-        f"{checkpoint.directory}, split {split}, {protocol}, top-p {sampling.top_p}, temperature "
-        f"{sampling.temperature}, seed {sampling.seed}"
+        f"{checkpoint.directory}, split {split}, {protocol}{f', {before}' if before else ''}, top-p {sampling.top_p}, "
+        f"temperature {sampling.temperature}, seed {sampling.seed}"
     )
     print(to_table(groups))
     content = {
         "format_version": FORMAT_VERSION,
-        **described(checkpoint, config, protocol),
+        **described(checkpoint, config, protocol, before),
         "settings": {
             **vars(settings),
+            "memory": settings.memory and str(settings.memory),
             "split": split,
             "sampling": vars(sampling),
             "wordnet": settings.wordnet and str(settings.wordnet),

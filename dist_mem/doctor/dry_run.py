@@ -12,7 +12,8 @@ from typing import Any
 from dist_mem.config import Config, deepspeed_block
 from dist_mem.data.batch_plan import batch_plan, counted, idle_work, num_readable, steps_per_epoch, total_steps
 from dist_mem.data.directory import local_dir, open_index, refresh
-from dist_mem.data.plan import Plan, cut_lengths, make_plan
+from dist_mem.data.lanes import training_plan
+from dist_mem.data.plan import Plan
 from dist_mem.data.remote.fetch import show
 from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_metadata
 from dist_mem.errors import UnusableError
@@ -135,12 +136,7 @@ def _built_plan(config: Config) -> Plan | None:
     """Return the plan of the training split; None if the data is not built yet."""
     if not _data_is_built(config):
         return None
-    data, train = config.data, config.train
-    documents = open_index(data, data.train_split).documents
-    lengths = cut_lengths([entry.num_tokens for entry in documents], data.max_document_len)
-    return make_plan(
-        lengths, num_lanes=train.lanes, seg_len=train.seg_len, seed=data.seed, layout=data.layout, cut=data.cut
-    )
+    return training_plan(config, open_index(config.data, config.data.train_split))
 
 
 def _data_lines(config: Config, plan: Plan | None) -> Iterator[tuple[str, str]]:

@@ -14,16 +14,17 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from dist_mem.config import Config, load_config
 from dist_mem.data.directory import open_index, refresh_on_all_ranks
-from dist_mem.errors import EXIT_DONE, CutShortError, run_error
+from dist_mem.errors import EXIT_DONE, CutShortError, UnusableError, run_error
 from dist_mem.evaluation.cut_short import StopCheck, stop_check
+from dist_mem.evaluation.kept_memory import states_and_inputs
 from dist_mem.evaluation.memory_estimate import evaluated_lanes, refuse_what_cannot_fit, scoring_parts
+from dist_mem.evaluation.memory_file import MemoryFile, read_memory_file
 from dist_mem.evaluation.memory_gain import gain_beside, is_without_memory
 from dist_mem.evaluation.protocol import Protocol, protocol_of, report_name, tag_of
 from dist_mem.evaluation.report import Report, to_table, write_report
@@ -31,7 +32,6 @@ from dist_mem.evaluation.scoring import score_split
 from dist_mem.evaluation.trained_model import (
     Checkpoint,
     find_checkpoint,
-    init_state,
     open_model,
     read_settings,
     tokenizer_of_data,
@@ -53,11 +53,16 @@ def evaluate_checkpoint(
     world: World,
     check: StopCheck | None = None,
     without_memory: bool = False,
+    memory: MemoryFile | None = None,
 ) -> Report:
     """Score a split with the model of a checkpoint; every rank calls it.
 
+    Args:
+        memory: memory of a text that every document continues; only with the layout `documents`.
+
     Raises:
         CutShortError: on every rank; raised by `check`.
+        UnusableError: on every rank; another model has read `memory`.
     """
     refresh_on_all_ranks(config.data, [split])
     tokenizer = tokenizer_of_data(checkpoint, config)
@@ -74,7 +79,7 @@ def evaluate_checkpoint(
         trained.model.register_forward_pre_hook(check)
     return score_split(
         trained.model,
-        partial(init_state, trained),
+        *states_and_inputs(trained, memory),
         config=config,
         index=index,
         tokenizer=tokenizer,
@@ -90,6 +95,7 @@ def run(
     checkpoint: int | None = None,
     overrides: Sequence[str] = (),
     without_memory: bool = False,
+    memory: Path | None = None,
     early: StopSignal | None = None,
 ) -> int:
     """Run the command `dist-mem evaluate`; return the exit code of the process.
@@ -100,27 +106,29 @@ def run(
         checkpoint: step of the checkpoint; None: the newest that verifies.
         overrides: `key=value`, of the keys in `trained_model.OVERRIDABLE`.
         without_memory: empty the memory at every segment, and report the gain of the memory.
+        memory: a memory file; every document continues the text of which it is the memory.
         early: the handler that has received a scheduler's signals until now.
 
     Raises:
-        UnusableError: checkpoint, data or overrides cannot be used as they are.
+        UnusableError: checkpoint, data, overrides or memory cannot be used as they are.
     """
 
     def work(world: World, check: StopCheck) -> None:
         found = found_by_all(path, checkpoint, world)
         config = read_settings(found.directory, overrides, reads_data=True)
         use_threads(config)
-        tag = tag_of(config, without_memory=without_memory)
+        before = read_before(memory, config, world)
+        tag = report_name(tag_of(config, without_memory=without_memory), before.tag if before else "")
         scored = split or config.eval.split
         report = evaluate_checkpoint(
-            found, config, split=scored, world=world, check=check, without_memory=without_memory
+            found, config, split=scored, world=world, check=check, without_memory=without_memory, memory=before
         )
         protocol = protocol_of(config, without_memory=without_memory)
         command = shlex.join(["dist-mem", "evaluate", str(path), "--split", scored, *overrides])
         command += "" if checkpoint is None else f" --checkpoint {checkpoint}"
 
         def publish() -> None:
-            written = _publish(report, found, config, protocol, tag=tag, overrides=overrides)
+            written = _publish(report, found, config, protocol, tag=tag, overrides=overrides, memory=before)
             _print_gain(report, written, command)
 
         written_by_rank0(publish, world, "writing the report")
@@ -191,6 +199,23 @@ def written_by_rank0(write: Callable[[], None], world: World, what: str) -> None
     on_all_ranks(lambda: write() if world.rank == 0 else None, what)
 
 
+def read_before(path: Path | None, config: Config, world: World) -> MemoryFile | None:
+    """Read a memory file on every rank; None: none is given.
+
+    Raises:
+        UnusableError, UnfitError: on every rank; as `read_memory_file`, or a stream cannot continue it.
+    """
+    if path is None:
+        return None
+    if config.eval.layout == "stream":
+        raise UnusableError(
+            f"--memory {path}: eval.layout is stream, whose lanes begin within documents: set eval.layout=documents"
+        )
+    if world.size == 1:
+        return read_memory_file(path)
+    return on_all_ranks(lambda: read_memory_file(path), f"reading {path}")
+
+
 def use_threads(config: Config) -> None:
     """Apply `train.threads`, which is known only now; `initialize` has divided the cores among the ranks."""
     if config.train.threads:
@@ -205,16 +230,17 @@ def _publish(
     *,
     tag: str,
     overrides: Sequence[str] = (),
+    memory: MemoryFile | None = None,
 ) -> Path:
     """Print the report, write its files, and add its metrics to the run in MLflow; return the path of the JSON.
 
     `tag` is part of their names, so that results of another protocol do not replace those of the run's own.
     """
     step = checkpoint.manifest["step"]
-    print(f"{checkpoint.directory}, split {report.split}, {protocol}")
+    print(f"{checkpoint.directory}, split {report.split}, {protocol}{f', {memory}' if memory else ''}")
     print(to_table(report))
     name = report_name(f"{report.split}-step-{step:08d}", tag)
-    metadata = described(checkpoint, config, protocol)
+    metadata = described(checkpoint, config, protocol, memory)
     files = write_report(report, checkpoint.run_dir / "evaluations", name, metadata=metadata)
     prefix = report_name(report.split, tag)
     metrics = {f"{prefix}{figure.removeprefix(report.split)}": value for figure, value in report.figures().items()}
@@ -222,10 +248,13 @@ def _publish(
     return files[1]
 
 
-def described(checkpoint: Checkpoint, config: Config, protocol: Protocol) -> dict[str, object]:
-    """Return what a report's JSON says of the model and the protocol."""
+def described(
+    checkpoint: Checkpoint, config: Config, protocol: Protocol, memory: MemoryFile | None = None
+) -> dict[str, object]:
+    """Return what a report's JSON says of the model, the protocol and the memory file."""
     step, directory = checkpoint.manifest["step"], str(checkpoint.directory)
-    return {"checkpoint": directory, "step": step, "config": config.name, "protocol": protocol._asdict()}
+    before = {"memory_file": {"path": str(memory.path), **memory.header}} if memory else {}
+    return {"checkpoint": directory, "step": step, "config": config.name, "protocol": protocol._asdict(), **before}
 
 
 def track(

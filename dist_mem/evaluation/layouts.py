@@ -13,7 +13,6 @@ So the metrics depend on the number of lanes, but not on the number of ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +27,7 @@ from dist_mem.evaluation.extent import Extent
 from dist_mem.evaluation.protocol import protocol_of
 from dist_mem.runtime.distributed import World
 
+NO_INPUTS = np.empty(0, dtype=np.int64)
 Step = Sequence[tuple[Batch, Tensor]]  # micro-batches, each with the document of every row (B,) or target (B, T) int64
 
 
@@ -38,24 +38,56 @@ class Part(NamedTuple):
     documents: list[int]  # that this rank reads, in whole or in part
     own: set[int]  # those of them whose size it measures; every document that is read is some rank's own
     num_tokens: int  # that this rank reads
+    all_tokens: int  # that all ranks read together
     steps: Iterator[Step]
 
 
-def part_of_rank(index: Index, lengths: np.ndarray, *, config: Config, bos_id: int, world: World) -> Part:
-    """Return what a rank reads of a split, given the tokens to read of each document, (documents,)."""
-    part = _part_of_stream if config.eval.layout == "stream" else _part_of_documents
+def part_of_rank(
+    index: Index,
+    lengths: np.ndarray,
+    *,
+    config: Config,
+    bos_id: int,
+    world: World,
+    inputs: np.ndarray = NO_INPUTS,
+) -> Part:
+    """Return what a rank reads of a split, given the tokens to read of each document, (documents,).
+
+    Args:
+        inputs: (num_inputs,) inputs of an open segment that every document continues (`score_split`); none: BOS. Not
+            with a stream, whose lanes begin within documents.
+    """
     micro_lanes = min(config.train.micro_lanes, -(-config.eval.lanes // world.size))
-    return part(index, lengths, config=config, micro_lanes=micro_lanes, bos_id=bos_id, world=world)
+    if config.eval.layout != "stream":
+        return _part_of_documents(
+            index, lengths, config=config, micro_lanes=micro_lanes, bos_id=bos_id, world=world, inputs=inputs
+        )
+    assert not len(inputs), "refused by the command"
+    return _part_of_stream(index, lengths, config=config, micro_lanes=micro_lanes, bos_id=bos_id, world=world)
 
 
 def _part_of_documents(
-    index: Index, lengths: np.ndarray, *, config: Config, micro_lanes: int, bos_id: int, world: World
+    index: Index,
+    lengths: np.ndarray,
+    *,
+    config: Config,
+    micro_lanes: int,
+    bos_id: int,
+    world: World,
+    inputs: np.ndarray,
 ) -> Part:
-    protocol, cut = protocol_of(config), config.data.cut
-    plan = evaluation_plan(lengths, num_lanes=config.eval.lanes, seg_len=protocol.seg_len)
+    protocol = protocol_of(config)
+    cut = "start" if len(inputs) else config.data.cut  # a text that is continued has been cut from its start
+    first, prefix = (bos_id, inputs) if protocol.blocks or not len(inputs) else (int(inputs[0]), inputs[1:])
+    num_read = np.where(lengths > 0, lengths + len(prefix), 0)
+    plan = evaluation_plan(num_read, num_lanes=config.eval.lanes, seg_len=protocol.seg_len)
     mine = [document for documents in plan[world.rank :: world.size] for document in documents]
-    starts = partial(segment_starts, seg_len=protocol.seg_len, cut=cut)
-    extent = Extent(lengths, lambda document: starts(lengths[document])) if protocol.blocks else Extent(lengths)
+
+    def starts(document: int) -> np.ndarray:
+        places = segment_starts(num_read[document], seg_len=protocol.seg_len, cut=cut) - len(prefix)
+        return places[places >= 0]
+
+    extent = Extent(lengths, starts) if protocol.blocks else Extent(lengths)
     batches = evaluation_batches(
         index,
         plan,
@@ -63,13 +95,14 @@ def _part_of_documents(
         rank=world.rank,
         micro_lanes=micro_lanes,
         seg_len=protocol.seg_len,
-        bos_id=bos_id,
+        bos_id=first,
         max_document_len=config.eval.max_document_len,
         blocks=protocol.blocks,
         cut=cut,
+        prefix=prefix,
     )
     steps = ([(batch, batch.document) for batch in step] for step in batches)
-    return Part(extent, mine, set(mine), int(lengths[mine].sum()), steps)
+    return Part(extent, mine, set(mine), int(num_read[mine].sum()), int(num_read.sum()), steps)
 
 
 def _part_of_stream(
@@ -90,4 +123,5 @@ def _part_of_stream(
     steps = stream_batches(
         index, plan, lane_ids=lane_ids, micro_lanes=micro_lanes, bos_id=bos_id, blocks=protocol.blocks
     )
-    return Part(extent, read.tolist(), set(read[starts[read] >= begin].tolist()), end - begin, steps)
+    own = set(read[starts[read] >= begin].tolist())
+    return Part(extent, read.tolist(), own, end - begin, int(lengths.sum()), steps)

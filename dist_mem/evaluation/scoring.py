@@ -24,7 +24,7 @@ from dist_mem.data.shard import Index, read_mask
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.errors import RunError
 from dist_mem.evaluation.extent import Extent, Share, agreed_share, is_whole
-from dist_mem.evaluation.layouts import Step, part_of_rank
+from dist_mem.evaluation.layouts import NO_INPUTS, Step, part_of_rank
 from dist_mem.evaluation.protocol import protocol_of, short_term_len
 from dist_mem.evaluation.report import DocumentScore, RecallScore, Report, total_words
 from dist_mem.memory.base import map_state
@@ -55,6 +55,7 @@ class Sums(NamedTuple):
 def score_split(
     forward: Forward,
     init_state: InitState,
+    inputs: np.ndarray = NO_INPUTS,
     *,
     config: Config,
     index: Index,
@@ -66,6 +67,9 @@ def score_split(
 
     Args:
         forward: the model or engine in evaluation mode.
+        inputs: (num_inputs,) int64: the states of `init_state` are memories of a text, which every document continues,
+            and these are the inputs of its open segment; they are read again before every document, and not scored.
+            If empty, every document begins with BOS.
         config: the lengths are those that it has for training, except `eval.seg_len`; `apply_protocol` replaces them by
             those of `eval`. `eval.layout`, `eval.blocks`, `eval.lanes` and `eval.max_document_len` always apply.
         without_memory: read every segment with an empty memory; the same tokens are scored.
@@ -76,11 +80,10 @@ def score_split(
         EvaluationError: on every rank; a loss is not finite, not every token was scored once, or none was.
     """
     lengths = lengths_to_score(index, tokenizer, config)
-    part = part_of_rank(index, lengths, config=config, bos_id=tokenizer.bos_id, world=world)
+    part = part_of_rank(index, lengths, config=config, bos_id=tokenizer.bos_id, world=world, inputs=inputs)
     share = agreed_share(index, part.documents, part.own, part.extent, tokenizer, world)
-    sums, total = _empty_sums(share, world.device), int(lengths.sum())
-    of_rank = part.num_tokens / total
-    with Progress(total, f"scoring {index.split}", shown=world.rank == 0, share=of_rank) as progress:
+    sums, of_rank = _empty_sums(share, world.device), part.num_tokens / part.all_tokens
+    with Progress(part.all_tokens, f"scoring {index.split}", shown=world.rank == 0, share=of_rank) as progress:
         score_batches(forward, init_state, part.steps, sums, progress=progress, without_memory=without_memory)
     sums = _over_ranks(sums, world)
     check_complete(index, part.extent, sums)

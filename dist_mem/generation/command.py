@@ -22,18 +22,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED, RunError, UnusableError
 from dist_mem.evaluation.memory_estimate import refuse_what_cannot_fit, writing_parts
 from dist_mem.evaluation.protocol import short_term_len
-from dist_mem.evaluation.trained_model import TrainedModel, load_model
+from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation import output as report
 from dist_mem.generation.generate import stream
 from dist_mem.generation.output import Continuation, heading
 from dist_mem.generation.reading import Reading, read, select, start
 from dist_mem.generation.sampling import Sampling
-from dist_mem.generation.text import TextWriter, printable
+from dist_mem.generation.text import TextWriter, printable, read_file
+from dist_mem.generation.text_memory import load_memory, open_to_generate
 from dist_mem.runtime.signals import StopSignal
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_]+)+=")
@@ -52,14 +51,19 @@ class Request:
     checkpoint: int | None
     out: Path | None
     compare: bool
+    memory: Path | None = None  # memory file of a text that the prompt continues
 
 
 def request_of(options: argparse.Namespace) -> Request:
     """Return the request of a command line; runs and `key=value` overrides may come in any order.
 
     Raises:
-        UnusableError: the prompt or a number is invalid.
+        UnusableError: the prompt or a number is invalid, or there is neither a prompt nor a memory.
     """
+    if options.prompt is None and options.prompt_file is None and options.memory is None:
+        raise UnusableError("give --prompt TEXT, --prompt-file FILE or --memory FILE; --prompt '' begins a document")
+    if options.memory is not None and options.compare:
+        raise UnusableError(f"--memory {options.memory}: not with --compare, because a memory is that of one model")
     arguments = [*([options.run] if options.run else []), *options.overrides, *options.compare]
     overrides = [text for text in arguments if _OVERRIDE.match(text)]
     try:
@@ -76,6 +80,7 @@ def request_of(options: argparse.Namespace) -> Request:
         checkpoint=options.checkpoint,
         out=options.out,
         compare=bool(options.compare),
+        memory=options.memory,
     )
 
 
@@ -87,14 +92,7 @@ def read_prompt(text: str | None, path: Path | None) -> str:
     """
     if path is None:
         return (text or "").replace("\r\n", "\n").replace("\r", "\n")
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UnusableError(
-            f"--prompt-file {path}: byte {error.start} is not UTF-8; convert the file, as with iconv -t utf-8"
-        ) from error
-    except OSError as error:
-        raise UnusableError(f"--prompt-file {path}: {error.strerror}") from error
+    return read_file(path, "--prompt-file")
 
 
 def run(request: Request) -> int:
@@ -125,7 +123,7 @@ def run(request: Request) -> int:
         if request.out is not None:
             report.write(request.out, done, request.prompt, request.sampling)
             print(f"written: {request.out}", file=sys.stderr)
-    except UnusableError:
+    except RunError:
         raise
     except (OSError, ValueError) as error:
         raise UnusableError(str(error)) from error
@@ -134,15 +132,13 @@ def run(request: Request) -> int:
 
 def _continue(path: Path, request: Request) -> Continuation:
     """Load a run, read the prompt and generate."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    trained = load_model(path, *request.overrides, step=request.checkpoint, device=device)
-    if trained.config.train.threads:
-        torch.set_num_threads(trained.config.train.threads)
+    trained = open_to_generate(path, request.overrides, request.checkpoint)
     began = time.monotonic()
     tokens = trained.tokenizer.encode(request.prompt)
     parts = writing_parts(trained.config, trained.tokenizer.vocab_size, num_samples=request.num_samples)
     refuse_what_cannot_fit(parts, trained.device)
-    reading = read(trained, start(trained), [tokens])
+    before = None if request.memory is None else load_memory(trained, request.memory)
+    reading = read(trained, before.reading if before else start(trained), [tokens])
     metadata: dict[str, Any] = {
         "run": str(path),
         "checkpoint": str(trained.checkpoint.directory),
@@ -151,7 +147,10 @@ def _continue(path: Path, request: Request) -> Continuation:
         "seg_len": trained.config.train.seg_len,
         "mem_len": short_term_len(trained.config.memory),
         "prompt_tokens": len(tokens),
+        "memory_file": None if request.memory is None else str(request.memory),
     }
+    if before is not None:
+        print(f"{request.memory}: {before.num_tokens:,} tokens read before", file=sys.stderr)
     print(f"{path}: prompt of {len(tokens):,} tokens read in {time.monotonic() - began:.1f} s", file=sys.stderr)
     return _write(trained, select(reading, [0] * request.num_samples), request, metadata)
 

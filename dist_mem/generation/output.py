@@ -32,6 +32,7 @@ class Continuation:
     seconds: float  # to generate all texts, without reading the prompt
     texts: list[str]
     stopped: bool  # by Ctrl-C or a closed pipe
+    memory_file: str | None = None  # whose text the prompt continues; None: the prompt begins a document
 
     @property
     def title(self) -> str:

@@ -1,11 +1,33 @@
-"""Incremental decoding of tokens to text; bytes of an incomplete character are held back."""
+"""Text in and out: files, and incremental decoding of tokens, which holds back bytes of an incomplete character."""
 
 from __future__ import annotations
 
 import codecs
 import unicodedata
+from pathlib import Path
 
 from dist_mem.data.tokenizers.base import Tokenizer
+from dist_mem.errors import UnusableError
+
+
+def read_file(path: Path, option: str) -> str:
+    """Return a text with LF line ends and without a byte order mark (U+FEFF), as the builders read training texts.
+
+    Args:
+        option: of the command line that names the file, for messages; empty: a positional argument.
+
+    Raises:
+        UnusableError: the file does not exist or is not UTF-8.
+    """
+    named = f"{option} {path}".strip()
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UnusableError(
+            f"{named}: byte {error.start} is not UTF-8; convert the file, as with iconv -t utf-8"
+        ) from error
+    except OSError as error:
+        raise UnusableError(f"{named}: {error.strerror}") from error
 
 
 class TextWriter:

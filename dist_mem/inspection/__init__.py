@@ -1,1 +1,1 @@
-"""What a trained model's memory does with one text: where it looks, what it gains, what a passage is worth."""
+"""Inspection: what a memory holds, where a model looks in it, and what it changes."""

@@ -157,8 +157,7 @@ class Compressive(Memory):
         seg_len, cmem_len, mem_len = x.shape[1], self.options.cmem_len, self.options.mem_len
         y, query, weights = self.attend(x, state)
         old = memory.hidden[:, :seg_len].to(x.dtype)
-        usage = weights.detach()[..., cmem_len : cmem_len + seg_len].float().mean((0, 2))
-        new = self.compression(old, usage)
+        new = self.compression(old, self.usage(weights, seg_len))
         is_full = memory.length == mem_len
         kept = select_lanes(is_full, transformer_xl.push(compressed, new, self.shown_new(memory, seg_len)), compressed)
         oldest = zero_hidden(compressed.hidden[:, : new.shape[1]], compressed.shown).to(x.dtype)
@@ -187,15 +186,26 @@ class Compressive(Memory):
 
     @torch.no_grad()
     def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: None = None) -> Inspection:
-        cmem_len, mem_len = self.options.cmem_len, self.options.mem_len
-        weights = self.attend(x, state).weights
+        """Its value `compression_loss` (B,) is that of the rows that leave the memory now; nan where none do."""
+        cmem_len, mem_len, seg_len = self.options.cmem_len, self.options.mem_len, x.shape[1]
+        _, query, weights = self.attend(x, state)
         compressed, memory, segment = weights.tensor_split([cmem_len, cmem_len + mem_len], dim=-1)
         rows = {
             "compressed": rows_of(compressed, self.compressed_spans(state)),
             "memory": rows_of(memory, token_spans(state.memory.length, mem_len)),
             "segment": segment_rows(segment, valid_len),
         }
-        return Inspection(rows)
+        if not self.learns:
+            return Inspection(rows)
+        old = state.memory.hidden[:, :seg_len].to(x.dtype)
+        loss = self.compression_loss(query, old, self.compression(old, self.usage(weights, seg_len)))
+        leaves = (state.memory.length == mem_len) & (valid_len == seg_len)
+        return Inspection(rows, {"compression_loss": torch.where(leaves, loss, torch.nan)})
+
+    def usage(self, weights: Tensor, seg_len: int) -> Tensor:
+        """Return the mean attention to the oldest T rows of the memory, (B, T); weights (H, B, T, C + M + T)."""
+        first = self.options.cmem_len
+        return weights.detach()[..., first : first + seg_len].float().mean((0, 2))
 
     def compressed_spans(self, state: State) -> Spans:
         """Return the tokens of the C compressed rows."""

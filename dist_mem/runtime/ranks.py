@@ -43,6 +43,11 @@ def read_ranks(environ: Mapping[str, str] = os.environ) -> tuple[int, int, int, 
     return 0, 1, 0, 1
 
 
+def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a launcher started this process as a rank of a job."""
+    return "WORLD_SIZE" in environ or in_job_step(environ)
+
+
 def is_rank0() -> bool:
     """Return whether this is rank 0, which prints for the job; works before anything is initialized."""
     return _is_first(0)

@@ -36,7 +36,7 @@ def check_tracking(config: Config, run_dir: Path) -> str | None:
     """Check the store of a job that is to send to it; ask a server once, for a few seconds at most.
 
     Returns:
-        Why a server does not answer; None if it grants access, or if none is asked.
+        Why a server does not answer; None if it grants access, or if no server is used.
 
     Raises:
         UnusableError: the store's address or the id of the MLflow run is invalid, the server refuses this user (401,

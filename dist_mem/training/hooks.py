@@ -9,6 +9,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from dist_mem.checkpoint.lane_states import Lanes
 from dist_mem.checkpoint.manifest import TOKENIZER_DIR
 from dist_mem.checkpoint.resume_choice import AUTO, choose_checkpoint
@@ -21,9 +23,12 @@ from dist_mem.data.tokenizers.registry import tokenizer_files
 from dist_mem.errors import CutShortError, DivergedError, RunError, TakenOverError
 from dist_mem.evaluation.cut_short import stop_check
 from dist_mem.evaluation.scoring import score_split
+from dist_mem.inspection.passage import PREFIX, open_passage, passage_figures
+from dist_mem.runtime.distributed import on_all_ranks, sum_tensor
 from dist_mem.runtime.watchdog import beat
 from dist_mem.training.context import Context, TrainState
 from dist_mem.training.divergence import METRICS, ROLLBACK, Decision
+from dist_mem.training.history import begin_part
 from dist_mem.training.resume import load_checkpoint
 from dist_mem.training.step import Outcome
 from dist_mem.training.stopping import Stopping
@@ -84,6 +89,7 @@ def evaluate_if_owed(context: Context, state: TrainState, stopping: Stopping, *,
     with context.meter.paused():
         try:
             loss, figures = evaluate_now(context, stopping)
+            figures |= full_lanes(context, state)
         except CutShortError:
             return state
         except RunError:
@@ -176,16 +182,36 @@ def evaluate_now(context: Context, stopping: Stopping) -> tuple[float, dict[str,
         check()
         return engine(*tensors, **state)
 
+    index = open_index(context.config.data, context.config.eval.split)
     found = score_split(
         forward,
         engine.init_state,
         config=context.config,
-        index=open_index(context.config.data, context.config.eval.split),
+        index=index,
         tokenizer=context.tokenizer,
         world=context.world,
     )
+    passage = on_all_ranks(
+        lambda: open_passage(index, context.config, context.tokenizer.bos_id), f"opening {index.split_dir}"
+    )
+    memories = engine.module.memories()
+    read = passage_figures(forward, engine.init_state, memories, passage, context.world.device)
     engine.train(True)
-    return found.nll / found.num_scored, found.figures()
+    return found.nll / found.num_scored, found.figures() | read
+
+
+def full_lanes(context: Context, state: TrainState) -> dict[str, float]:
+    """Return the share of the training's lanes that are so far into a document that their memory is full.
+
+    There is none for a memory that holds no tokens. Every rank calls it.
+    """
+    kept_len = max(memory.kept_len for memory in context.engine.module.memories())
+    if not kept_len:
+        return {}
+    counts = torch.tensor([int((state.cursors[:, 2] >= kept_len).sum()), len(state.cursors)], dtype=torch.float64)
+    if context.world.size > 1:
+        counts = sum_tensor(counts, context.world.device)
+    return {f"{PREFIX}full_lanes": float(counts[0] / counts[1])}
 
 
 def carry_out(context: Context, state: TrainState, decision: Decision) -> TrainState:
@@ -200,6 +226,9 @@ def carry_out(context: Context, state: TrainState, decision: Decision) -> TrainS
         state = _roll_back(context, decision)
         with context.failure.kept():
             context.tracker.rewind(state.step)
+            if context.world.rank == 0:
+                first_trained = context.divergence.first_trained
+                begin_part(context.config, context.world, state.step, first_trained=first_trained)
     record(context, state.step, {METRICS[decision.action]: context.divergence.counts[decision.action]})
     tag(context, f"divergence.step_{decision.step}", decision.message)
     return state

@@ -13,7 +13,7 @@ from dist_mem.training.stopping import Stopping
 
 
 def train(context: Context, state: TrainState, stopping: Stopping) -> tuple[TrainState, int]:
-    """Train to the last step, or until any rank is asked to stop or has failed; return the last state, and a code.
+    """Train to the last step, or until any rank must stop or has failed; return the last state, and a code.
 
     Raises:
         RunError: on every rank, once the last step is saved.

@@ -37,6 +37,7 @@ from dist_mem.tracking.tracker import Tracker
 from dist_mem.training.context import Context, TrainState
 from dist_mem.training.divergence import Divergence
 from dist_mem.training.feed import Feed
+from dist_mem.training.history import begin_part
 from dist_mem.training.local_failure import LocalFailure
 from dist_mem.training.meter import MEASUREMENTS, Meter
 from dist_mem.training.resume import Start, start
@@ -45,20 +46,26 @@ LONGEST_GUESS = 100.0  # seconds; limit of the estimate of a save by the restore
 
 
 def open_run(
-    config: Config, world: World, resumption: Resumption | None, stop_signal: StopSignal
+    config: Config,
+    world: World,
+    resumption: Resumption | None,
+    stop_signal: StopSignal,
+    *,
+    tracker: Tracker | None = None,
 ) -> tuple[Context, TrainState]:
     """Build model, engine, feed and tracker; restore the checkpoint to resume from, if there is one; collective.
 
     Args:
         resumption: from `find_resumption`.
         stop_signal: Ctrl-C ends the start between two of its parts.
+        tracker: used in place of the run's own; then nothing is written into the run directory.
 
     Raises:
         RunError: on every rank; data, configuration, checkpoints or run directory cannot be used, or
             `StoppedEarlyError`.
     """
     try:
-        return _open_run(config, world, resumption, stop_signal)
+        return _open_run(config, world, resumption, stop_signal, tracker)
     except RunError:
         raise
     except ValueError as error:  # a memory, the plan or DeepSpeed rejects a value of the configuration
@@ -66,7 +73,7 @@ def open_run(
 
 
 def _open_run(
-    config: Config, world: World, resumption: Resumption | None, stop_signal: StopSignal
+    config: Config, world: World, resumption: Resumption | None, stop_signal: StopSignal, tracker: Tracker | None
 ) -> tuple[Context, TrainState]:
     tokenizer, indexes = _open_data(config)
     leave_if_interrupted(stop_signal)
@@ -97,7 +104,7 @@ def _open_run(
     lane_segments = config.train.lanes * config.train.segments_per_update
     meter = Meter(lane_segments_per_update=lane_segments, saved=begin.metadata.get("meter"))
     feed = Feed(config, world, meter, failure, cursors=begin.state.cursors)
-    tracker = _open_run_dir(config, world, begin, indexes, memory_sources, total_steps(config, feed.plan))
+    tracker = tracker or _open_run_dir(config, world, begin, indexes, memory_sources, total_steps(config, feed.plan))
     for message in [*begin.messages, *messages, *_idle_work(config, world, feed)]:
         tracker.message(message)
     context = Context(
@@ -159,7 +166,7 @@ def _open_run_dir(
     memory_sources: dict[str, str],
     total_steps: int,
 ) -> Tracker:
-    """Open checkpoints, config.yaml and tracking on rank 0; return a tracker that records nothing on other ranks."""
+    """Open checkpoints, config.yaml, tracking, history on rank 0; return a tracker that records nothing elsewhere."""
     run_dir = Path(config.run_dir)
 
     def open_on_rank0() -> Tracker:
@@ -179,6 +186,8 @@ def _open_run_dir(
         if config.tracking.mlflow:
             describe_run(tracker, config, world, indexes, memory_sources)
             tracker.log_tags(begin.tags)
+        first_trained = begin.metadata.get("divergence", {}).get("first_trained", 0)
+        begin_part(config, world, begin.state.step, first_trained=first_trained)
         return tracker
 
     with announced(f"opening {run_dir}" + (" and MLflow" if config.tracking.mlflow else "")):

@@ -24,12 +24,11 @@ from dist_mem.checkpoint.engine_files import EngineReader
 from dist_mem.checkpoint.lane_states import Lanes, read_lanes, read_random_state, set_random_state
 from dist_mem.checkpoint.manifest import run_of
 from dist_mem.checkpoint.resume_choice import Choice
-from dist_mem.checkpoint.resume_source import Resumption
+from dist_mem.checkpoint.resume_source import Resumption, check_data
 from dist_mem.config import Config
 from dist_mem.config.environment_values import hide
 from dist_mem.data.shard import Index
 from dist_mem.engine.engine import Engine
-from dist_mem.errors import CheckpointError
 from dist_mem.runtime.distributed import World, on_all_ranks
 from dist_mem.tracking.provenance import code_differences
 from dist_mem.training.context import TrainState
@@ -95,7 +94,7 @@ def start(
     began = time.perf_counter()
     choice, saved, changes, seconds = resumption
     directory, manifest = choice.directory, choice.manifest
-    on_all_ranks(lambda: _check_data(choice, index), f"comparing the data of {directory}")
+    on_all_ranks(lambda: check_data(directory, manifest, index), f"comparing the data of {directory}")
     state = load_checkpoint(choice, saved, config, world, engine=engine, lane_ids=lane_ids)
     is_own = run_of(directory).resolve() == run_dir.resolve()
     messages = [f"passed over: {reason}" for reason in choice.passed_over]
@@ -132,15 +131,6 @@ def load_checkpoint(
     fresh = empty_lanes(config, engine, lane_ids)
     lanes = _read_lanes(choice, saved, config, world, fresh)
     return TrainState(manifest["step"], lanes.states, lanes.cursors, manifest.get("validation"))
-
-
-def _check_data(choice: Choice, index: Index) -> None:
-    trained = choice.manifest["data_fingerprint"]
-    if trained != index.fingerprint:
-        raise CheckpointError(
-            f"{choice.directory}: was trained on a split with fingerprint {trained[:12]}, {index.split_dir} has "
-            f"{index.fingerprint[:12]}; set data.path to the same data"
-        )
 
 
 def _is_same_division(choice: Choice, saved: Config, config: Config, world: World) -> bool:

@@ -226,7 +226,8 @@ def test_evaluate_and_compare_hand_on_what_they_are_reported(monkeypatch: pytest
         monkeypatch.setitem(sys.modules, f"dist_mem.evaluation.{name}", module_with(run))
     assert main(["evaluate", "runs/x", "--split", "test", "--checkpoint", "5", "eval.lanes=3"]) == 0
     assert main(["compare", "runs/x", "runs/y"]) == 0
-    expected = {"split": "test", "checkpoint": 5, "overrides": ["eval.lanes=3"], "without_memory": False}
+    expected: dict[str, object] = {"split": "test", "checkpoint": 5, "overrides": ["eval.lanes=3"]}
+    expected |= {"without_memory": False, "memory": None}
     assert isinstance(calls[0][1].pop("early"), StopSignal)
     assert calls == [
         ((Path("runs/x"),), expected),

@@ -120,6 +120,22 @@ def test_references_and_what_follows_are_never_read(
     assert not later or later != [answer.text for answer in after[turn + 1 :]]  # the history is read
 
 
+def test_conversations_continue_what_was_read_before(trained: TrainedModel, conversations: list[Conversation]) -> None:
+    text = TOKENIZER.encode("A shark eats a swimmer.\n")
+    before = read(trained, start(trained), [text])
+    chosen = [conversation.replies for conversation in conversations]
+    settings: dict[str, Any] = {"num_lanes": 3, "num_tokens": NUM_TOKENS, "sampling": SAMPLING}
+    found = list(answer_all(trained, conversations, chosen, after=before, **settings))
+    for answer in found:
+        conversation, place = answer.conversation, answer.place
+        history = np.concatenate([text, conversation.tokens[: place.start]])
+        reading = read(trained, start(trained), [history])
+        streams = [conversation.number * 2**32 + place.start]
+        written = generate(trained, reading, num_tokens=NUM_TOKENS, sampling=SAMPLING, stop_ids=[10], streams=streams)
+        assert answer.text == TOKENIZER.decode(written.tokens[0].numpy()).split("\n")[0].strip()
+    assert {answer.text for answer in found} != {answer.text for answer in answers(trained, conversations)}
+
+
 @pytest.mark.parametrize("num_lanes", [1, 2])
 def test_conversations_beside_it_change_no_reply(
     trained: TrainedModel, conversations: list[Conversation], num_lanes: int

@@ -118,6 +118,7 @@ def test_what_cannot_be_done_is_said_in_one_line(
         ([run, "--prompt", "a", "--top-p", "1.5"], "--top-p is 1.5"),
         ([run, "model.d_model=8", "--prompt", "a"], "model.d_model: is fixed by the checkpoint"),
         ([tmp_path / "no_run", "--prompt", "a"], "no checkpoint"),
+        ([run], "give --prompt TEXT, --prompt-file FILE or --memory FILE"),
         (["--prompt", "a"], "0 runs are given"),
         ([run, "--prompt", "a", "--out", tmp_path / "latin1.txt" / "a.json"], "latin1.txt"),
         ([run, "--prompt", "a", "--out", tmp_path], f"--out {tmp_path} is a directory"),
@@ -127,7 +128,6 @@ def test_what_cannot_be_done_is_said_in_one_line(
         code, out, err = ask(capsys, *arguments)
         assert (code, out) == (2, "") and message in err, (arguments, err)
     for wrong in (
-        [str(run)],
         [str(run), "--prompt", "a", "--prompt-file", "b"],
         [str(run), "--prompt", "a", "--tokens", "0"],
         [str(run), "--prompt", "a", "--top-k", "0"],

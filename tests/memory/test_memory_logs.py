@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 
 from dist_mem.contract.check_memory import failures
 from dist_mem.contract.subject import Size, Subject
-from dist_mem.engine.engine import Engine
 from dist_mem.memory import memory_class
 from dist_mem.runtime.distributed import World
 from dist_mem.tracking.tracker import read_points
@@ -21,7 +20,7 @@ from dist_mem.training.meter import Meter, Totals
 from tests.support.jobs import losses, train_here, write_config
 from tests.support.paths import EXAMPLES, SUPPORT
 from tests.support.ranks import RankPool
-from tests.support.tiny import full_parameters, ragged_segments, run_steps, tiny_config, tiny_job
+from tests.support.tiny import Gradients, full_parameters, ragged_segments, run_steps, tiny_config, tiny_job
 
 pytestmark = pytest.mark.ranks
 
@@ -30,28 +29,13 @@ LOGGING = f"{SUPPORT / 'logging_memory.py'}:Logging"
 SIZES: dict[str, Any] = {"lanes": 6, "micro_lanes": 2, "segments_per_update": 2}
 
 
-class FixedNorms:
-    """The part of an engine that the meter reads."""
-
-    lr = 0.1
-
-    def gradient_norm(self) -> float:
-        return 1.0
-
-    def gradient_norms(self) -> None:
-        return None
-
-
-ENGINE = cast(Engine, FixedNorms())
-
-
 def logs_of_two_steps(world: World, kind: str, stage: int) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Return the metrics after two updates, and the parameters."""
     job = tiny_job(tiny_config({"train": SIZES, "memory": {"kind": kind}}), world, stage=stage)
     meter = Meter(lane_segments_per_update=12)
     for outcome in run_steps(job, first=0, last=2):
         meter.add(outcome.totals, epoch=0.0, logs=outcome.logs)
-    return meter.read(ENGINE), full_parameters(job)
+    return meter.read(Gradients()), full_parameters(job)
 
 
 @pytest.mark.slow
@@ -91,9 +75,9 @@ def test_a_saved_meter_goes_on_with_what_was_logged() -> None:
     second = Meter(lane_segments_per_update=4, saved=json.loads(json.dumps(first.state())))
     for meter in (straight, second):
         meter.add(Totals(num_read=1), epoch=0.2, logs={"share": 0.2})
-    figures = [meter.read(ENGINE)["memory/share"] for meter in (straight, second)]
+    figures = [meter.read(Gradients())["memory/share"] for meter in (straight, second)]
     assert figures == [pytest.approx(0.225)] * 2
-    assert "memory/share" not in straight.read(ENGINE)
+    assert "memory/share" not in straight.read(Gradients())
 
 
 def test_the_recurrent_example_trains_and_logs(

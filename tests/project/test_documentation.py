@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -109,3 +110,9 @@ def test_readme_names_every_module() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_make_targets_named_in_the_text_exist(page: Path) -> None:
     check_make(re.findall(r"`make ([a-z]+)", page.read_text(encoding="utf-8")))
+
+
+def test_the_pictures_of_the_memories_are_those_of_their_script() -> None:
+    drawing = runpy.run_path(str(ROOT / "docs" / "images" / "draw_memories.py"))
+    for path, content in drawing["drawn"]().items():
+        assert path.read_text(encoding="utf-8") == content, "python docs/images/draw_memories.py"

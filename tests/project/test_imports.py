@@ -32,6 +32,7 @@ LAYERS = [
     "inspection",
     "doctor",
     "training",
+    "replay",
     "reproduce",
     "cli",
     "__main__",

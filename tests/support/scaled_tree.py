@@ -3,7 +3,7 @@
 The commands of the pages are changed only by `STAND_INS` and in their step numbers. Differences from a user's tree:
 
 - `SMALLER`: models of one layer of 16, and few steps, in the copies of the configurations;
-- step numbers in commands (`--checkpoint 400`, `train.steps=2000`) are divided by 50, as the demo's steps are;
+- step numbers in commands (`--checkpoint 400`, `--step 450`, `train.steps=2000`) are divided by 50, as the demo's are;
 - `dist-mem` and `python -m dist_mem` are forked from a process that has imported everything (warm_programs.py).
 """
 
@@ -54,7 +54,7 @@ STAND_INS = {
     "reproduce lamemo.table3 ": "reproduce lamemo.table3 --rows lamemo train.steps=100 schedule.warmup_steps=1 ",
     "--tokenizer sentencepiece": "--tokenizer sentencepiece --vocab-size 2000",
 }
-_STEP = re.compile(r"(--checkpoint |\btrain\.steps=)(\d+)")
+_STEP = re.compile(r"(--checkpoint |--step |\btrain\.steps=)(\d+)")
 
 
 class Tree:

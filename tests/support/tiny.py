@@ -28,6 +28,18 @@ TINY = {
 }
 
 
+class Gradients:
+    """The figures of an engine that a meter logs."""
+
+    lr = 0.1
+
+    def gradient_norm(self) -> float:
+        return 1.0
+
+    def gradient_norms(self) -> None:
+        return None
+
+
 def tiny_config(*overrides: dict[str, Any]) -> Any:
     """Return the configuration of a model that trains in milliseconds."""
     return OmegaConf.merge(OmegaConf.structured(Config), TINY, *overrides)

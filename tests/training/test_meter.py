@@ -25,7 +25,7 @@ from dist_mem.training.run import run_job
 from tests.support.jobs import build_books, finish, start_ranks, train_here, write_config
 from tests.support.limits import wait_until
 from tests.support.ranks import RankPool
-from tests.support.tiny import VOCAB, ragged_segments, tiny_config, tiny_job, update_of_rank
+from tests.support.tiny import VOCAB, Gradients, ragged_segments, tiny_config, tiny_job, update_of_rank
 
 pytestmark = pytest.mark.ranks
 
@@ -35,18 +35,6 @@ class Clock:
     """Seconds that pass when the test says so."""
 
     now: float = 100.0
-
-
-class Gradients:
-    """The figures of an engine that a meter logs."""
-
-    lr = 0.1
-
-    def gradient_norm(self) -> float:
-        return 1.0
-
-    def gradient_norms(self) -> None:
-        return None
 
 
 @pytest.fixture

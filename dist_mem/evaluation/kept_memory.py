@@ -1,0 +1,169 @@
+"""The memory of one lane outside a run: what a memory file keeps of it, and which model may continue from it.
+
+A model continues from a memory that it has read itself, or that the same model has read elsewhere: a checkpoint, its
+copy, or its export in the same precision. The SHA-256 of the weights decides, not the name of a run, and the settings
+on which a state depends must be equal. So a continuation equals that of reading the text again, on the same kind of
+machine bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from torch import Tensor
+
+from dist_mem.config.check import flatten
+from dist_mem.errors import UnusableError
+from dist_mem.evaluation.layouts import NO_INPUTS
+from dist_mem.evaluation.memory_file import OPEN_SEGMENT, MemoryFile, TextRead, digest_of, write_memory_file
+from dist_mem.evaluation.protocol import protocol_of
+from dist_mem.evaluation.scoring import InitState
+from dist_mem.evaluation.trained_model import TrainedModel, init_state
+from dist_mem.memory import memory_class, memory_options
+from dist_mem.memory.base import map_state, named_tensors
+from dist_mem.memory.outside import is_file
+from dist_mem.model import LMState
+
+_OF_EVAL = ("seg_len", "mem_len", "clamp_len", "same_length", "blocks", "precision")  # fields of Protocol, keys of eval
+
+
+class KeptMemory(NamedTuple):
+    """The memory of one lane, at any place of a text."""
+
+    state: LMState  # one lane, after its last complete segment
+    inputs: Tensor  # (num_inputs,) int64, on the CPU: inputs of the open segment; BOS comes first at a text's start
+    texts: tuple[TextRead, ...]  # in the order in which they were read, as one document
+
+
+def states_and_inputs(trained: TrainedModel, memory: MemoryFile | None) -> tuple[InitState, np.ndarray]:
+    """Return the states in which documents begin and the inputs before them, as `score_split` takes both.
+
+    Args:
+        memory: of a text that every document continues; None: documents begin with empty memories and BOS.
+
+    Raises:
+        UnusableError: another model has read `memory`.
+    """
+    if memory is None:
+        return partial(init_state, trained), NO_INPUTS
+    kept = fit(trained, memory)
+
+    def begin(document_ids: Tensor) -> LMState:
+        return map_state(lambda part: part.expand(len(document_ids), *part.shape[1:]), kept.state)
+
+    return begin, kept.inputs.numpy()
+
+
+def model_settings(trained: TrainedModel) -> dict[str, Any]:
+    """Return the settings that a memory depends on besides the weights, by their keys of the configuration."""
+    config, spec = trained.config, trained.model.memories()[0].spec
+    protocol, types = protocol_of(config)._asdict(), trained.model.token_types
+    kind, options = memory_options(config.memory)
+    settings = {
+        **{f"eval.{name}": protocol[name] for name in _OF_EVAL},
+        "model.num_heads": spec.num_heads,
+        "model.norm": spec.norm,
+        "model.token_types": types and [types.ids, types.markers],
+        "train.seed": spec.seed,
+        "data.cut": config.data.cut,
+        **flatten(_portable({"kind": kind, **vars(options)}), "memory"),
+    }
+    return cast(dict[str, Any], json.loads(json.dumps(settings, default=str)))
+
+
+def _portable(block: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a memory block that names memories from outside the package by the SHA-256 of their file."""
+    kind: str = block["kind"]
+    if is_file(kind):
+        kind = f"{memory_class(kind).__module__}:{kind.rpartition(':')[2]}"
+    below = {"over": _portable(block["over"])} if "over" in block else {}
+    return {**block, "kind": kind, **below}
+
+
+def write_kept(trained: TrainedModel, memory: KeptMemory, path: Path) -> None:
+    """Write a memory of this model into a file, atomically.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    header = {
+        "model": {
+            "name": trained.config.name,
+            "step": trained.checkpoint.manifest["step"],
+            "weights_sha256": digest_of(trained.model.state_dict()),
+        },
+        "tokenizer_fingerprint": trained.tokenizer.fingerprint,
+        "settings": model_settings(trained),
+        "texts": [read._asdict() for read in memory.texts],
+    }
+    write_memory_file(path, header, {**named_tensors(memory.state), OPEN_SEGMENT: memory.inputs})
+
+
+def fit(trained: TrainedModel, found: MemoryFile) -> KeptMemory:
+    """Return the memory in a file, on the device of the model.
+
+    Raises:
+        UnusableError: another model has read it, or this one with other settings.
+    """
+    _refuse_another_model(trained, found)
+    state = _fitting(trained, found)
+    inputs = found.tensors[OPEN_SEGMENT]
+    seg_len, vocab_size = trained.config.train.seg_len, trained.tokenizer.vocab_size
+    if len(inputs) > seg_len or not all(0 <= token < vocab_size for token in inputs.tolist()):
+        raise UnusableError(f"{found.path}: {OPEN_SEGMENT} is no segment of this model: {_again(trained, found.path)}")
+    return KeptMemory(state, inputs, found.texts)
+
+
+def _again(trained: TrainedModel, path: Path) -> str:
+    """Return the command that makes the file for this model."""
+    return f"read the text again with this model: dist-mem read TEXT --run {trained.checkpoint.run_dir} -o {path}"
+
+
+def _refuse_another_model(trained: TrainedModel, found: MemoryFile) -> None:
+    """Raise UnusableError, with what differs and the fix, unless the file is a memory of this model."""
+    path, again = found.path, _again(trained, found.path)
+    then, now = found.header["tokenizer_fingerprint"], trained.tokenizer.fingerprint
+    if then != now:
+        raise UnusableError(f"{path} was read with tokenizer {then[:12]}, but this model's is {now[:12]}: {again}")
+    theirs, mine = found.header["settings"], model_settings(trained)
+    other = [key for key in sorted(theirs.keys() | mine.keys()) if theirs.get(key) != mine.get(key)]
+    reader, weights = found.header["model"], digest_of(trained.model.state_dict())
+    if reader["weights_sha256"] != weights and "eval.precision" not in other:  # which changes the weights
+        raise UnusableError(
+            f"{path} was read by another model ({reader['name']} at step {reader['step']}, weights "
+            f"{reader['weights_sha256'][:12]}), not by {trained.checkpoint.directory} (weights {weights[:12]}): give "
+            f"that model, or {again}"
+        )
+    for key in other:
+        was = (
+            0 if (key, theirs.get(key)) == ("eval.clamp_len", None) else theirs.get(key)
+        )  # null would mean: as trained
+        fix = f"give {key}={_written(was)}, or {again}" if key.startswith("eval.") else again
+        raise UnusableError(
+            f"{path} was read with {key} = {_written(was)}, but here it is {_written(mine.get(key))}: {fix}"
+        )
+
+
+def _written(value: Any) -> str:
+    """Return a value as on the command line."""
+    return json.dumps(value).strip('"')
+
+
+def _fitting(trained: TrainedModel, found: MemoryFile) -> LMState:
+    """Return the tensors of a file as a state of the model. Raises UnusableError if they do not fit."""
+    empty = init_state(trained)
+    wanted = {name: (part.dtype, tuple(part.shape)) for name, part in named_tensors(empty).items()}
+    has = {name: (part.dtype, tuple(part.shape)) for name, part in found.tensors.items() if name != OPEN_SEGMENT}
+    for name in sorted(wanted.keys() | has.keys()):
+        if wanted.get(name) != has.get(name):
+            theirs, mine = (str(side.get(name, "missing")) for side in (has, wanted))
+            raise UnusableError(
+                f"{found.path}: {name} is {theirs}, but in this model {mine}: {_again(trained, found.path)}"
+            )
+    names = iter(wanted)  # walks a state in the same order as map_state
+    return map_state(lambda part: found.tensors[next(names)].to(part.device), empty)

@@ -1,0 +1,84 @@
+"""How figures look: in the column of a page, readable in print, and told apart by people who see colours differently.
+
+The colours are those of Okabe and Ito (2008, "Color Universal Design"); ordered lines take them from matplotlib's
+`cividis`, which is dark at one end and light at the other. Lines differ in dashes too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from dist_mem.runtime.files import write_bytes
+
+BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, YELLOW, BLACK = COLORS = (
+    *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000"),
+)
+WIDTH = 6.3  # inches, the text of an A4 page
+DPI = 200
+DASHES = ("-", "--", "-.", ":")
+MARK = "mark"  # gid of lines that are no data
+_SETTINGS: Any = {
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.labelsize": 9,
+    "legend.fontsize": 8,
+    "lines.linewidth": 1.3,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.hashsalt": "dist_mem",  # equal data, equal file
+    "svg.fonttype": "none",
+}
+
+
+def styled() -> AbstractContextManager[None]:
+    """Return a context in which figures are drawn and saved in this style."""
+    from matplotlib import rc_context  # takes a second to import
+
+    return rc_context(_SETTINGS)
+
+
+def new_picture(height: float, *, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Any, Any]:
+    """Return a matplotlib figure of the text's width, and its axes (an array if there are several)."""
+    from matplotlib.figure import Figure  # takes a second to import
+
+    picture = Figure(figsize=(WIDTH, height), layout="constrained")
+    return picture, picture.subplots(rows, columns, **options)
+
+
+def styles(number: int) -> list[dict[str, Any]]:
+    """Return colour and dashes of unordered lines."""
+    named = [color for color in COLORS if color != YELLOW]  # too light for a line on white
+    colors = itertools.islice(itertools.cycle(named), number)
+    return [{"color": color, "linestyle": DASHES[place % len(DASHES)]} for place, color in enumerate(colors)]
+
+
+def ordered_styles(number: int) -> list[dict[str, Any]]:
+    """Return colour and dashes of lines in an order, such as layers."""
+    from matplotlib import colormaps
+
+    shades = colormaps["cividis"]
+    places = [0.78 * place / max(1, number - 1) for place in range(number)]  # the last is too light
+    return [{"color": shades(place), "linestyle": DASHES[index % len(DASHES)]} for index, place in enumerate(places)]
+
+
+def mark_lines(axes: Any, places: Sequence[float], label: str | None = None) -> None:
+    """Draw dashed vertical lines that are no data."""
+    for number, place in enumerate(places):
+        axes.axvline(
+            place, color="0.45", linewidth=0.8, linestyle=(0, (4, 3)), gid=MARK, label=None if number else label
+        )
+
+
+def save(picture: Any, path: Path, *, caption: str) -> None:
+    """Write a picture atomically, in the format of its suffix, with its caption in the file."""
+    content, kind = BytesIO(), path.suffix.removeprefix(".")
+    notes: dict[str, str | None] = {"Title": path.stem, "Description": caption}
+    if kind == "svg":
+        notes["Date"] = None
+    picture.savefig(content, format=kind, dpi=DPI, metadata=notes)
+    write_bytes(path, content.getvalue())

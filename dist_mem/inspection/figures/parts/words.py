@@ -1,0 +1,132 @@
+"""Words of a document's tokens, phrases of neighbouring words, and a picture of a text whose words are shaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dist_mem.data.tokenizers.base import Tokenizer
+
+LINE = 92  # characters of a line in a picture
+_SPACE = b" \n\t\r"
+
+
+class Word(NamedTuple):
+    """The tokens [begin, end) of a document, up to the space before the next word."""
+
+    begin: int
+    end: int
+    text: str  # without outer spaces
+
+
+def words_of(tokenizer: Tokenizer, tokens: np.ndarray) -> list[Word]:
+    """Return the words of a document in order; every token is in one of them, spaces in the word after them."""
+    pieces = [tokenizer.pieces[token] for token in tokens.tolist()]
+    begins = []
+    has_text = True
+    for place, piece in enumerate(pieces):
+        # A token of spaces begins a word, and is joined by the text after it.
+        if has_text and (place == 0 or piece[:1] in _spaces() or pieces[place - 1][-1:] in _spaces()):
+            begins.append(place)
+            has_text = False
+        has_text = has_text or bool(piece.strip(_SPACE))
+    ends = [*begins[1:], len(pieces)]
+    return [
+        Word(begin, end, b"".join(pieces[begin:end]).decode("utf-8", "replace").strip())
+        for begin, end in zip(begins, ends, strict=False)
+    ]
+
+
+def _spaces() -> tuple[bytes, ...]:
+    return tuple(bytes([code]) for code in _SPACE)
+
+
+def bare(text: str) -> str:
+    """Return a word without its punctuation, in lower case."""
+    return "".join(letter for letter in text.lower() if letter.isalnum())
+
+
+def phrases(words: Sequence[Word], values: Sequence[float], *, above: float) -> list[tuple[str, float]]:
+    """Return neighbouring words with values above a limit as phrases, with their largest value, largest first."""
+    found: list[tuple[str, float]] = []
+    run: list[int] = []
+    for place in range(len(words) + 1):
+        if place < len(words) and values[place] > above:
+            run.append(place)
+        elif run:
+            text = " ".join(words[member].text for member in run)
+            found.append((text, max(values[member] for member in run)))
+            run = []
+    return sorted(found, key=lambda item: -item[1])
+
+
+class Shaded(NamedTuple):
+    """A word to draw; shade 0 is white."""
+
+    text: str
+    shade: float  # 0 to 1
+    color: str
+
+
+def excerpts(words: Sequence[Shaded], around: int) -> list[Shaded]:
+    """Return the shaded words and so many on both sides of each; "[...]" stands for what is left out."""
+    shaded = [place for place, word in enumerate(words) if word.shade > 0]
+    kept = sorted({near for place in shaded for near in range(max(0, place - around), place + around + 1)})
+    found: list[Shaded] = []
+    newest = -1
+    for place in kept:
+        if place < len(words):
+            found += [words[place]._replace(text="[...]", shade=0.0)] if place != newest + 1 else []
+            found.append(words[place])
+            newest = place
+    return found
+
+
+def lines_of(words: Sequence[Shaded]) -> list[list[tuple[int, Shaded]]]:
+    """Return the words in lines of at most LINE characters, each with its column."""
+    lines: list[list[tuple[int, Shaded]]] = [[]]
+    column = 0
+    for word in words:
+        if lines[-1] and column + len(word.text) > LINE:
+            lines.append([])
+            column = 0
+        lines[-1].append((column, word))
+        column += len(word.text) + 1
+    return lines
+
+
+def draw_text(axes: Any, lines: Sequence[Sequence[tuple[int, Shaded]]], *, size: float) -> None:
+    """Draw lines of shaded words into axes, in a font of `size` points whose letters have equal widths."""
+    axes.set_xlim(0, LINE)
+    axes.set_ylim(len(lines), 0)
+    axes.axis("off")
+    for row, line in enumerate(lines):
+        for column, (text, shade, color) in line:
+            if shade > 0:
+                box = {"width": len(text), "height": 0.86, "color": color, "alpha": shade, "linewidth": 0}
+                axes.add_patch(_rectangle((column, row + 0.07), **box))
+            axes.text(column, row + 0.5, shown(text), family="monospace", fontsize=size, va="center")
+
+
+def shown(text: str) -> str:
+    """Return a text as the font can draw it; a letter that it lacks becomes U+FFFD."""
+    known = _letters()
+    drawn = "".join(letter if ord(letter) in known else "\ufffd" for letter in text)
+    return drawn.replace("$", r"\$")
+
+
+@lru_cache(maxsize=1)
+def _letters() -> frozenset[int]:
+    """Return the code points in matplotlib's monospace font."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    return frozenset(get_font(findfont(FontProperties(family="monospace"))).get_charmap())
+
+
+def _rectangle(corner: tuple[float, float], **shape: Any) -> Any:
+    from matplotlib.patches import Rectangle  # takes a second to import
+
+    return Rectangle(corner, shape.pop("width"), shape.pop("height"), **shape)

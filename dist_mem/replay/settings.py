@@ -1,0 +1,78 @@
+"""The configuration of a part of a run, as it was, for a command that reads the run and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from dist_mem.checkpoint.manifest import read_manifest
+from dist_mem.config import Config, ConfigError, load_config
+from dist_mem.config.check import Problem, stop_on
+from dist_mem.config.resume_rules import changed_keys
+from dist_mem.config.sources import plain_block
+from dist_mem.data.remote.fetch import is_remote
+from dist_mem.memory import memory_options
+from dist_mem.memory.outside import kept_kinds
+from dist_mem.training.history import HISTORY, Part
+
+OF_DATA = ("data.path", "data.allow_pipe", "data.cache", "data.stage")
+OF_REPLAY = (*OF_DATA, "eval.allow_code", "watchdog.join_seconds")
+# Neither evaluation nor tracking changes an update. Hooks that measure slow ranks are not needed.
+_WITHOUT = ("eval.every=null", "checkpoint.keep_best=null", "tracking.mlflow=false", "watchdog.straggler=null")
+
+
+def read_part(run_dir: Path, part: Part, overrides: Sequence[str], *, allowed: Sequence[str] = OF_DATA) -> Config:
+    """Return the configuration of a part, without the options of its memory; no code of a memory runs.
+
+    Raises:
+        ConfigError: an override of another key, or data at a server or from a command that only the run names.
+    """
+    _check_keys(overrides, allowed)
+    config = _load(part, overrides)
+    if is_remote(config.data.path) and not any(text.startswith("data.path=") for text in overrides):
+        where = f"servers and commands that only {run_dir / HISTORY} names are not used"
+        raise ConfigError([Problem("data.path", f"give data.path=FOLDER or its URL: {where}")])
+    config.run_dir = str(run_dir)
+    return config
+
+
+def read_part_with_memory(run_dir: Path, part: Part, overrides: Sequence[str], *, checkpoint: Path | None) -> Config:
+    """Return the configuration of a part with the options of its memory, to build its model.
+
+    Args:
+        checkpoint: has the programs of memories as trained; None: they are read where the run read them.
+
+    Raises:
+        ConfigError: as `read_part`; a memory is a program, without eval.allow_code; or a value of the environment
+            has changed since the checkpoint.
+    """
+    given = read_part(run_dir, part, overrides, allowed=OF_REPLAY)
+    kept = kept_kinds(plain_block(given.memory), checkpoint or run_dir)
+    if kept and not given.eval.allow_code:
+        text = f"is a program, which a replay of {run_dir} would run: read it, then add eval.allow_code=true"
+        raise ConfigError([Problem("memory", text)])
+    config = _load(part, [*(kept if checkpoint else ()), *overrides], with_memory=True)
+    then = read_manifest(checkpoint).get("environment", {}) if checkpoint else {}
+    stop_on(
+        Problem(change.key, f"is {change.new}, which has another value than in training; set it back")
+        for change in changed_keys(config, config, then)
+    )
+    config.run_dir, config.train.threads = str(run_dir), part.threads
+    return config
+
+
+def _load(part: Part, overrides: Sequence[str], *, with_memory: bool = False) -> Config:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / f"config-of-step-{part.step}.yaml"
+        path.write_text(part.config, encoding="utf-8")
+        return load_config([str(path), *_WITHOUT, *overrides], memory_options=memory_options if with_memory else None)
+
+
+def _check_keys(overrides: Sequence[str], allowed: Sequence[str]) -> None:
+    """Raise ConfigError for an override that would change what is read or computed."""
+    stop_on(
+        Problem(key, f"is that of the run; this command may set {', '.join(allowed)}")
+        for key in (text.partition("=")[0] for text in overrides)
+        if key not in allowed
+    )

@@ -1,0 +1,107 @@
+"""The history of a run, `RUN/history.jsonl`: from which step on it was trained with which configuration on which ranks.
+
+A start and a rollback each begin a part of the run: a line with the step they continue from. A new line removes those
+of the same and of later steps, because their parts are made again. So step s was made by the last line before it.
+
+    {"step": 40, "ranks": 2, "threads": 1, "device": "cpu", "first_trained": 0, "config": "name: demo\\n..."}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from dist_mem.config import Config, to_yaml
+from dist_mem.errors import UnusableError
+from dist_mem.runtime.distributed import World
+from dist_mem.runtime.file_schema import check, integer, one_of, record, text
+from dist_mem.runtime.files import write_text
+
+HISTORY = "history.jsonl"
+
+
+class Part(NamedTuple):
+    """A part of a run, from a start or a rollback on."""
+
+    step: int  # of the state that it begins with; its first update makes step + 1
+    ranks: int
+    threads: int  # CPU threads of rank 0; sums of other numbers of threads may differ in the last bit
+    device: str  # "cpu" or "cuda"
+    first_trained: int  # as in `Divergence`: updates before it are read, and not trained on
+    config: str  # YAML, as in config.yaml
+
+    def is_like(self, other: Part) -> bool:
+        """Whether both parts make the same updates; then a resume between them changes no bit."""
+        return self._replace(step=0) == other._replace(step=0)
+
+
+_PART = record(
+    {
+        "step": integer(),
+        "ranks": integer(1),
+        "threads": integer(1),
+        "device": one_of("cpu", "cuda"),
+        "first_trained": integer(),
+        "config": text,
+    },
+    is_open=True,
+)
+
+
+def begin_part(config: Config, world: World, step: int, *, first_trained: int) -> None:
+    """Add the part that begins now to the history of a run, in place of those from its step on; on rank 0.
+
+    Raises:
+        UnusableError: the history is damaged.
+        OSError: it cannot be written.
+    """
+    run_dir, threads = Path(config.run_dir), torch.get_num_threads()
+    part = Part(step, world.size, threads, world.device.type, first_trained, to_yaml(config))
+    kept = [earlier for earlier in _read(run_dir) if earlier.step < part.step]
+    write_text(run_dir / HISTORY, "".join(json.dumps(one._asdict()) + "\n" for one in [*kept, part]))
+
+
+def read_history(run_dir: Path) -> list[Part]:
+    """Return the parts of a run, in the order of their steps.
+
+    Raises:
+        UnusableError: the run has no history, or a damaged one.
+    """
+    parts = _read(run_dir)
+    if not parts:
+        path = run_dir / HISTORY
+        raise UnusableError(f"{path} is missing: give the directory of a run; runs of an older dist_mem have none")
+    return parts
+
+
+def part_of(parts: Sequence[Part], step: int) -> Part:
+    """Return the part whose update made this step.
+
+    Raises:
+        UnusableError: the run begins later.
+    """
+    before = [part for part in parts if part.step < step]
+    if not before:
+        first = parts[0].step
+        begins = f"the run begins at step {first}, with a checkpoint of another run" if first else "steps count from 1"
+        raise UnusableError(f"--step {step}: {begins}; give a step from {first + 1} on")
+    return before[-1]
+
+
+def _read(run_dir: Path) -> list[Part]:
+    path = run_dir / HISTORY
+    if not path.exists():
+        return []
+    parts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            body = json.loads(line)
+        except ValueError as error:
+            raise UnusableError(f"{path} is damaged: line {number} is not JSON ({error}); remove the file") from error
+        check(body, _PART, path, UnusableError, "; remove the file")
+        parts.append(Part(**{name: body[name] for name in Part._fields}))
+    return parts

@@ -1,0 +1,166 @@
+"""Every figure, by discovery, from a tiny run of every memory: drawn with its numbers, or refused with the reason."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_mem.__main__ import main
+from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
+from dist_mem.inspection.figure_command import write_figure
+from dist_mem.inspection.figures import ELSEWHERE, figure_named, figures
+from dist_mem.inspection.figures.infinite_fig7 import densities
+from dist_mem.inspection.figures.infinite_fig10 import memory_space
+from dist_mem.inspection.figures.lamemo_fig6 import mean_alpha, shown_layers
+from dist_mem.inspection.figures.parts.figure import Drawn
+from dist_mem.inspection.figures.parts.signal import signal_memories
+from dist_mem.inspection.figures.parts.style import MARK, styled
+from tests.support.figure_runs import make_run, memories, source_of, write_documents
+
+KINDS = list(memories())
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("figures")
+    data = write_documents(folder / "data")
+    return {kind: make_run(folder / kind, data, block) for kind, block in memories().items()}
+
+
+def draw(name: str, kind: str, runs: dict[str, Path]) -> Drawn:
+    figure = figure_named(name)
+    sources = [source_of(runs[each]) for each in [kind, "transformer_xl"][: figure.least_runs]]
+    with styled():
+        return figure.draw(name, sources)
+
+
+def plotted(drawn: Drawn) -> list[float]:
+    """The heights of every line and bar that shows data."""
+    found: list[float] = []
+    for axes in drawn.picture.axes:
+        lines = [line for line in axes.lines if line.get_gid() != MARK and len(line.get_ydata()) > 2]
+        found += [float(value) for line in lines for value in line.get_ydata() if value == value]
+        found += [float(bar.get_height()) for container in axes.containers for bar in container]
+    return found
+
+
+MADE = {
+    **{name: {"infinite", "sticky"} for name in ("infinite.fig4", "infinite.fig12", "infinite.fig7")},
+    **{name: {"infinite", "sticky"} for name in ("infinite.fig8", "infinite.fig9")},
+    **{name: {"sticky"} for name in ("infinite.fig5", "infinite.fig10", "infinite.fig11")},
+    **{name: set(KINDS) for name in ("lamemo.fig1", "lamemo.fig8")},
+    "lamemo.fig6": {"lamemo"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", figures())
+def test_every_figure_is_drawn_from_its_memories_with_its_numbers_or_refused(
+    name: str, runs: dict[str, Path], tmp_path: Path
+) -> None:
+    made = set()
+    kinds = KINDS if name == figure_named(name).names[0] else ["sticky"]  # others differ in the document only
+    for kind in kinds:
+        try:
+            drawn = draw(name, kind, runs)
+        except UnusableError as error:
+            assert re.search(
+                rf"memory\.kind is '{'infinite' if kind == 'sticky' else kind}', but {name[:5]}", str(error)
+            )
+            continue
+        made.add(kind)
+        with styled():
+            files = write_figure(drawn, tmp_path / kind, name, form="svg")
+        assert [path.suffix for path in files] == [".svg", ".csv", ".md"]
+        rows = list(csv.reader(io.StringIO(files[1].read_text(encoding="utf-8"))))
+        assert all(len(row) == len(rows[0]) for row in rows)
+        numbers = {float(cell) for row in rows[1:] for cell in row if re.fullmatch(r"-?[\d.]+(e-?\d+)?", cell)}
+        assert set(plotted(drawn)) <= numbers, "the file has not every number of the picture"
+        assert drawn.caption in files[2].read_text(encoding="utf-8")
+    assert made
+    assert made == MADE.get(name, made) & set(kinds)
+
+
+def test_the_space_of_all_words_is_one_with_and_without_sticky_memories(runs: dict[str, Path]) -> None:
+    source = source_of(runs["sticky"])
+    space = memory_space(source, signal_memories(source, "infinite.fig10")[-1], 0)
+    assert sum(space.sticky) == pytest.approx(1.0)
+    assert sum(space.even) == pytest.approx(1.0)
+    assert len(space.words) == len(space.sticky) == len(space.even)
+    assert len(space.borders) == 4
+    assert space.borders == sorted(space.borders)
+
+
+@pytest.mark.parametrize("kind", ["infinite", "sticky"])
+def test_densities_are_at_most_one_in_all(kind: str, runs: dict[str, Path]) -> None:
+    found, count = densities(source_of(runs[kind]), 40)
+    integrals = found.mean(dim=2)
+    assert count >= 40
+    assert (found >= 0).all()
+    assert (integrals <= 1 + 1e-6).all()
+    assert (integrals > 0).all()
+
+
+def test_alpha_is_a_share(runs: dict[str, Path]) -> None:
+    alpha, count = mean_alpha(source_of(runs["lamemo"]), 3)
+    assert list(alpha) == [0, 1]  # of three layers; the last refreshes nothing
+    assert count == 3
+    for values in alpha.values():
+        assert values.shape == (memories()["lamemo"]["mem_len"],)
+        assert ((values >= 0) & (values <= 1)).all()
+        assert not torch.equal(values, torch.ones_like(values))
+
+
+def test_layers_are_spread_over_the_model() -> None:
+    assert shown_layers([0, 1, 2]) == [0, 1, 2]
+    spread = shown_layers(list(range(15)))
+    assert len(spread) == 8
+    assert (spread[0], spread[-1]) == (0, 14)
+
+
+def run_main(*arguments: str) -> int:
+    return main(["figure", *arguments])
+
+
+@pytest.mark.usefixtures("single_process")
+def test_the_command_writes_into_the_run_or_a_folder(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(runs["lamemo"])
+    assert run_main("lamemo.fig6", run, "--tokens", "16", "--split", "test") == EXIT_DONE
+    names = sorted(path.name for path in (runs["lamemo"] / "figures").iterdir())
+    assert names == [f"lamemo.fig6-test-step-00000003.{ending}" for ending in ("csv", "md", "png")]
+    assert run_main("lamemo.fig6", run, "--format", "svg", "-o", str(tmp_path / "out")) == EXIT_DONE
+    assert "<svg" in next((tmp_path / "out").glob("*.svg")).read_text(encoding="utf-8")
+    assert "written: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lamemo.fig99", "RUN"], r"there is no figure 'lamemo\.fig99'; figures are: infinite\.fig4"),
+        (["infinite.fig8", "RUN"], r"infinite\.fig8 is made from RUN BASELINE.* but 1 runs are given"),
+        (["lamemo.fig5", "RUN"], r"lamemo\.fig5 is drawn by another command: dist-mem reproduce"),
+        (["lamemo.fig6", "RUN", "--document", "doc9"], r"--document doc9: split test has no such document"),
+        ([], r"give a name and a run"),
+    ],
+)
+@pytest.mark.usefixtures("single_process")
+def test_a_wrong_command_says_what_is_wrong(
+    arguments: list[str], message: str, runs: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: list[Any] = [str(runs["lamemo"]) if word == "RUN" else word for word in arguments]
+    assert run_main(*given) == EXIT_USAGE
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_the_list_names_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main("--list") == EXIT_DONE
+    printed = capsys.readouterr().out
+    assert [line.split()[0] for line in printed.splitlines()] == [*figures(), *ELSEWHERE]
