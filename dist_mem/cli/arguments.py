@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import re
+from argparse import ArgumentParser
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 from dist_mem.config.check import nearest, shown
 from dist_mem.config.keys import SEED, STEPS
 from dist_mem.config.load import known_keys
+
+MODEL = "a run directory, one checkpoint in it, or an export"  # in the help of commands
 
 _MIN_SIMILARITY = 0.7  # at which an option or a key is suggested
 _MAX_COUNT = 1_000_000
@@ -142,3 +146,15 @@ def span(text: str) -> tuple[int, int]:
     if position(begin) >= position(end):
         raise argparse.ArgumentTypeError(f"{shown(text)}: the range is empty: END must be greater than BEGIN")
     return position(begin), position(end)
+
+
+def add_checkpoint(added: ArgumentParser) -> None:
+    """Add the option that chooses a checkpoint of a run."""
+    added.add_argument(
+        "--checkpoint", type=step, metavar="STEP", help="which checkpoint (default: the newest that verifies)"
+    )
+
+
+def add_memory(added: ArgumentParser, what: str) -> None:
+    """Add the option of commands that continue from a memory file."""
+    added.add_argument("--memory", type=Path, metavar="FILE", help=f"`dist-mem read` wrote it; {what} its text")

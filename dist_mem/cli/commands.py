@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dist_mem.cli import inspecting
 from dist_mem.config import Config, load_config, to_yaml, value_of
 from dist_mem.config.check import stop_on
 from dist_mem.config.docs import schema_as_yaml
 from dist_mem.config.resume_rules import check_allowed
 from dist_mem.config.text_checks import check_texts
 from dist_mem.errors import EXIT_FAILED, RunError, StoppedEarlyError, UnusableError
+from dist_mem.runtime.environment import wants_colour
 from dist_mem.runtime.ranks import note_exit_code
 from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
 
@@ -171,24 +173,6 @@ def generate(options: argparse.Namespace) -> int:
     return run(request_of(options))
 
 
-def read(options: argparse.Namespace) -> int:
-    """Read a text once and write its memory, from which other commands continue."""
-    from dist_mem.runtime.distributed import choose_accelerator
-
-    choose_accelerator()
-    from dist_mem.generation.memory_command import run_read
-
-    given = {"memory": options.memory, "checkpoint": options.checkpoint, "overrides": options.overrides}
-    return run_read(options.text, options.run, options.out, **given)
-
-
-def memory(options: argparse.Namespace) -> int:
-    """Show what a memory file contains."""
-    from dist_mem.generation.memory_command import run_show
-
-    return run_show(options.file)
-
-
 def reproduce(options: argparse.Namespace) -> int:
     """Train and evaluate every row of a table of the papers, or of yours."""
     from dist_mem.reproduce.command import run
@@ -221,6 +205,24 @@ def dialogue(options: argparse.Namespace) -> int:
 
         settings = {"checkpoint": options.checkpoint, "overrides": options.overrides}
         return run(options.run, settings_of(options), early=early, **settings)
+
+
+def inspect(options: argparse.Namespace) -> int:
+    """Show what memory changed in a text, or how much an infinity-former's memory has kept."""
+    has_document = inspecting.has_document(options)
+    with StopSignal(OF_SCHEDULERS) as early:
+        from dist_mem.runtime.distributed import choose_accelerator
+
+        choose_accelerator()
+        if has_document:
+            from dist_mem.inspection import command
+            from dist_mem.inspection.request import request_of
+
+            return command.run(request_of(options, with_colour=wants_colour(options.color)), early=early)
+        from dist_mem.evaluation.regression_error import run
+
+        settings = {"split": options.split, "checkpoint": options.checkpoint, "overrides": options.overrides}
+        return run(options.run, limit=options.limit, early=early, **settings)
 
 
 def prepare(options: argparse.Namespace) -> int:

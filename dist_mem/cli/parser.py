@@ -11,14 +11,25 @@ from functools import partial
 from pathlib import Path
 
 from dist_mem.cli import commands as run
-from dist_mem.cli import inspecting, jobs, steps
-from dist_mem.cli.arguments import count, keys_of, names, seed, seeds, split, step, unknown_command, unknown_option
+from dist_mem.cli import drawing, inspecting, jobs, memory_files, reporting, steps
+from dist_mem.cli.arguments import (
+    MODEL,
+    add_checkpoint,
+    add_memory,
+    count,
+    keys_of,
+    names,
+    seed,
+    seeds,
+    split,
+    unknown_command,
+    unknown_option,
+)
 
 Command = Callable[[Namespace], int]
 Parsers = dict[str, ArgumentParser]  # of the commands, by name
 
 _CONFIG = "YAML files, merged left to right, and key=value overrides"
-_MODEL = "a run directory, one checkpoint in it, or an export"
 
 
 def build_parser() -> tuple[ArgumentParser, Parsers]:
@@ -38,11 +49,12 @@ def build_parser() -> tuple[ArgumentParser, Parsers]:
         "use a trained model": {
             run.evaluate: _add_evaluate,
             run.compare: _add_compare,
-            inspecting.inspect: _add_inspect,
-            inspecting.figure: _add_figure,
+            run.inspect: _add_inspect,
+            drawing.figure: drawing.add_arguments,
+            reporting.report: reporting.add_arguments,
             run.generate: _add_generate,
-            run.read: _add_read,
-            run.memory: _add_memory_files,
+            memory_files.read: memory_files.add_read_arguments,
+            memory_files.memory: memory_files.add_memory_arguments,
             run.dialogue: _add_dialogue,
             run.export: _add_export,
             run.reproduce: _add_reproduce,
@@ -144,22 +156,16 @@ def _add_doctor(added: ArgumentParser) -> None:
 
 def _add_model(added: ArgumentParser, *, overrides: str = "key=value overrides of eval.* and data.path") -> None:
     """Add the arguments of commands that read one split with one trained model."""
-    added.add_argument("run", type=Path, help=_MODEL)
+    added.add_argument("run", type=Path, help=MODEL)
     added.add_argument("overrides", nargs="*", help=overrides)
     added.add_argument("--split", type=split, metavar="NAME", help="split to read (default: eval.split)")
-    _add_checkpoint(added)
-
-
-def _add_checkpoint(added: ArgumentParser) -> None:
-    added.add_argument(
-        "--checkpoint", type=step, metavar="STEP", help="which checkpoint (default: the newest that verifies)"
-    )
+    add_checkpoint(added)
 
 
 def _add_evaluate(added: ArgumentParser) -> None:
     _add_model(added)
     added.add_argument("--without-memory", action="store_true", help="empty the memory at every segment")
-    _add_memory(added, "every document continues")
+    add_memory(added, "every document continues")
     added.add_argument("--sweep", metavar="KEY=LENGTHS", help="several lengths: mem_len=64,128,... or seg_len=...")
     added.add_argument(
         "--also", type=Path, action="append", default=[], metavar="RUN", help="another run for --sweep; repeatable"
@@ -171,7 +177,7 @@ def _add_export(added: ArgumentParser) -> None:
         "run", type=Path, help="a run directory, one checkpoint in it, or CONFIG.yaml for an untrained model"
     )
     added.add_argument("overrides", nargs="*", help="data.path=FOLDER if the data and their tokenizer have moved")
-    _add_checkpoint(added)
+    add_checkpoint(added)
     added.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="directory to write")
     added.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of the weights (default: fp32)")
     added.add_argument(
@@ -206,46 +212,27 @@ def _add_sampling(added: ArgumentParser, *, tokens: int, top_p: float) -> None:
 
 
 def _add_generate(added: ArgumentParser) -> None:
-    added.add_argument("run", nargs="?", help=_MODEL)
+    added.add_argument("run", nargs="?", help=MODEL)
     added.add_argument("overrides", nargs="*", help="key=value overrides, as for `dist-mem evaluate`")
     added.add_argument("--compare", nargs="+", default=[], metavar="RUN", help="compare these runs on the same prompt")
     prompt = added.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue; empty: begin a document")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 file to continue, of any length")
-    _add_memory(added, "the prompt continues")
+    add_memory(added, "the prompt continues")
     _add_sampling(added, tokens=256, top_p=0.95)
     added.add_argument("--top-k", type=count, metavar="K", help="draw from the K likeliest tokens (default: all)")
     added.add_argument(
         "--samples", type=partial(count, most=10_000), default=1, metavar="N", help="texts in one batch (default: 1)"
     )
-    _add_checkpoint(added)
+    add_checkpoint(added)
     added.add_argument(
         "--out", type=Path, metavar="FILE", help="also write the text to FILE; .json and .md: with all figures"
     )
 
 
-def _add_memory(added: ArgumentParser, what: str) -> None:
-    """Add the option of commands that continue from a memory file."""
-    added.add_argument("--memory", type=Path, metavar="FILE", help=f"`dist-mem read` wrote it; {what} its text")
-
-
-def _add_read(added: ArgumentParser) -> None:
-    added.add_argument("text", type=Path, help="UTF-8 file, of any length")
-    added.add_argument("overrides", nargs="*", help="key=value overrides, as for `dist-mem evaluate`")
-    added.add_argument("--run", type=Path, required=True, metavar="RUN", help=_MODEL)
-    added.add_argument("--out", "-o", type=Path, required=True, metavar="FILE", help="memory file to write")
-    _add_memory(added, "the text continues")
-    _add_checkpoint(added)
-
-
-def _add_memory_files(added: ArgumentParser) -> None:
-    added.add_argument("action", choices=["show"])
-    added.add_argument("file", type=Path, metavar="FILE", help="a memory file, as `dist-mem read` writes it")
-
-
 def _add_dialogue(added: ArgumentParser) -> None:
     _add_model(added)
-    _add_memory(added, "every conversation continues")
+    add_memory(added, "every conversation continues")
     added.add_argument("--limit", type=count, metavar="N", help="read the first N conversations (default: all)")
     added.add_argument("--turns", type=count, metavar="N", help="replies per conversation, spread (default: all)")
     _add_sampling(added, tokens=50, top_p=0.9)
@@ -255,11 +242,6 @@ def _add_dialogue(added: ArgumentParser) -> None:
 def _add_inspect(added: ArgumentParser) -> None:
     _add_model(added, overrides="another run to compare with, and key=value overrides of eval.* and data.path")
     inspecting.add_arguments(added)
-
-
-def _add_figure(added: ArgumentParser) -> None:
-    inspecting.add_figure_arguments(added, _MODEL)
-    _add_checkpoint(added)
 
 
 def _add_reproduce(added: ArgumentParser) -> None:

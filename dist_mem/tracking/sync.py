@@ -66,12 +66,12 @@ def run(run_dirs: Sequence[Path], overrides: Sequence[str] = (), files: Sequence
         raise UnusableError("give the directories of one or more runs")
     blocks = [OmegaConf.create({"tracking": read_sources([file])[0].tree.get("tracking") or {}}) for file in files]
     given = OmegaConf.merge(*blocks, OmegaConf.create(read_overrides(overrides)))
-    configs = [_read_config(run_dir, given) for run_dir in run_dirs]
+    configs = [read_config(run_dir, given) for run_dir in run_dirs]
     named = [f"tracking.uri={uri}"] if (uri := OmegaConf.select(given, "tracking.uri")) else []
     return max(_sync(config, run_dir, named) for config, run_dir in zip(configs, run_dirs, strict=True))
 
 
-def _read_config(run_dir: Path, given: Any) -> Config:
+def read_config(run_dir: Path, given: Any) -> Config:
     """Read the configuration of a run and check its `tracking`; the rest may need another environment."""
     unresolved: Any = OmegaConf.to_container(given)
     stop_on([problem._replace(where=COMMAND_LINE) for problem in check_credentials(unresolved)])
@@ -179,6 +179,7 @@ def log_to_run(
     """Add metrics and files of the run directory to a running or finished run; its status does not change.
 
     Args:
+        metrics: of `step`; empty: only files are added.
         overrides: of the command line; a server that neither they nor the environment name is not contacted.
 
     Returns:
@@ -190,9 +191,9 @@ def log_to_run(
         return f"{journal} is missing: the run was never tracked with MLflow, and neither is this evaluation"
     now = int(time.time() * 1000)
     artifacts = [Entry("artifact", now, {"path": str(path.relative_to(run_dir))}) for path in files]
-    point = Entry("point", now, {"step": step, "metrics": metrics})
+    points = [Entry("point", now, {"step": step, "metrics": metrics})] if metrics else []
     path = journal.parent / _EVALUATIONS.replace("*", new_uid())
-    write_journal(path, read_header(journal), [point, *artifacts])  # in one write: a sender deletes it
+    write_journal(path, read_header(journal), [*points, *artifacts])  # in one write: a sender deletes it
     is_named = is_named_by_user(config, overrides)
     if not (is_named or is_local(store_uri(config))):
         return f"only the run directory names its MLflow server; to send the evaluation: {_naming(config, run_dir)}"

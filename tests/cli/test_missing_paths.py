@@ -33,12 +33,20 @@ CALLS: dict[str, list[list[str]]] = {
     "reproduce": [[MISSING]],
     "dialogue": [[MISSING], [MISSING, "--wordnet", "other"]],
     "inspect": [[MISSING], [MISSING, "--book", "1"], ["run", "--text", MISSING]],
+    "report": [[MISSING], [MISSING, "--book", "1"], ["run", "--text", MISSING]],
     "prepare": [["verify", MISSING], ["verify", MISSING, "--split", "train"]],
     "track": [["sync", MISSING]],
     "check-memory": [[f"{MISSING}.py:Memory"]],
     "config": [[f"{MISSING}.yaml"], [f"{MISSING}.yaml", "--get", "run_dir"]],
 }
-WRITTEN = {("export", "out"), ("generate", "out"), ("compare", "plot"), ("reproduce", "out"), ("config", "snapshot")}
+WRITTEN = {
+    ("export", "out"),
+    ("generate", "out"),
+    ("compare", "plot"),
+    ("reproduce", "out"),
+    ("report", "out"),
+    ("config", "snapshot"),
+}
 ELSEWHERE = {("evaluate", "also"), ("dialogue", "wordnet")}  # looked for after the run, see test_evaluate.py, ...
 
 

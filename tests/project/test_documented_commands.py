@@ -247,6 +247,7 @@ PREPARED: dict[str, list[str | Callable[[Tree], None]]] = {
     "docs/howto/inspect.md": [DEMO, book],
     "docs/howto/memory_files.md": [DEMO, book],
     "docs/start/python.md": [DEMO, book],
+    "docs/howto/report.md": [DEMO, book],
     "docs/howto/reproduce.md": [DEMO],
     "docs/howto/resume.md": [DEMO, moved],
     "shards/README.md": [corpora_of_papers],

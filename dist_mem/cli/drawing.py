@@ -1,0 +1,52 @@
+"""The command figure: its arguments and its function."""
+
+from __future__ import annotations
+
+import argparse
+from argparse import ArgumentParser
+from pathlib import Path
+
+from dist_mem.cli.arguments import MODEL, add_checkpoint, count, split
+from dist_mem.errors import UnusableError
+from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
+
+
+def add_arguments(added: ArgumentParser) -> None:
+    """Add the arguments of `dist-mem figure`."""
+    added.add_argument("name", nargs="?", help="as in the papers, for example infinite.fig7; see --list")
+    added.add_argument("runs", nargs="*", help=f"{MODEL}; then key=value overrides, as for `evaluate`")
+    added.add_argument("--list", action="store_true", help="list all figures")
+    added.add_argument("--split", type=split, metavar="NAME", help="split to read (default: eval.split)")
+    added.add_argument("--document", metavar="ID", help="read this document of the split")
+    added.add_argument("--tokens", type=count, metavar="N", help="tokens to read (default: as many as the paper)")
+    add_checkpoint(added)
+    added.add_argument("-o", "--out", type=Path, metavar="FOLDER", help="folder to write (default: RUN/figures)")
+    added.add_argument("--format", choices=["png", "svg"], default="png", help="of the picture (default: png)")
+
+
+def figure(options: argparse.Namespace) -> int:
+    """Draw a figure of the papers from trained runs."""
+    if not options.list and options.name is None:
+        raise UnusableError("figure: give a name and a run, as in: dist-mem figure infinite.fig7 RUN; or --list")
+    with StopSignal(OF_SCHEDULERS) as early:
+        from dist_mem.runtime.distributed import choose_accelerator
+
+        choose_accelerator()
+        from dist_mem.inspection import figure_command as command
+        from dist_mem.inspection.figures.parts.source import Settings
+
+        if options.list:
+            print(command.described())
+            return 0
+        overrides = tuple(text for text in options.runs if "=" in text)
+        runs = [Path(text) for text in options.runs if text not in overrides]
+        settings = Settings(options.split, options.document, options.tokens, overrides)
+        return command.run(
+            options.name,
+            runs,
+            settings,
+            checkpoint=options.checkpoint,
+            folder=options.out,
+            form=options.format,
+            early=early,
+        )

@@ -1,0 +1,41 @@
+"""The command report: its arguments and its function."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from dist_mem.cli.arguments import split
+from dist_mem.errors import UnusableError
+from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
+
+
+def add_arguments(added: ArgumentParser) -> None:
+    """Add the arguments of `dist-mem report`."""
+    added.add_argument("runs", nargs="+", metavar="RUN", help="run directories, and key=value overrides")
+    book = added.add_mutually_exclusive_group()
+    book.add_argument("--book", metavar="ID", help="show this document, read by the first run")
+    book.add_argument("--text", type=Path, metavar="FILE", help="show this UTF-8 file, read by the first run")
+    added.add_argument("--split", type=split, metavar="NAME", help="split of --book (default: eval.split)")
+    added.add_argument("--no-removals", action="store_true", help="do not read the book without each passage")
+    added.add_argument("-o", "--out", type=Path, metavar="FILE", help="file to write (default: RUN/report.html)")
+    added.set_defaults(overrides=[])  # those after an option
+
+
+def report(options: Namespace) -> int:
+    """Write one HTML file about runs: settings, curves, tables, figures, a book."""
+    given = [text for text in options.runs if "=" in text and not Path(text).is_dir()]
+    runs = [Path(text) for text in options.runs if text not in given]
+    if not runs:
+        raise UnusableError("report: no run: give a run directory, as in: dist-mem report runs/demo")
+    if options.split is not None and options.book is None:
+        raise UnusableError(f"--split {options.split}: only with --book; it is the split of that document")
+    with StopSignal(OF_SCHEDULERS) as early:
+        from dist_mem.runtime.distributed import choose_accelerator
+
+        choose_accelerator()
+        from dist_mem.inspection.page.command import Asked, run
+
+        overrides = (*given, *options.overrides)
+        asked = Asked(runs, options.book, options.text, options.split, not options.no_removals, overrides)
+        return run(asked, out=options.out, early=early)

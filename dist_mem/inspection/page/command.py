@@ -1,0 +1,157 @@
+"""The report command: one self-contained HTML file about one or several runs.
+
+    dist-mem report runs/demo
+    dist-mem report runs/demo runs/demo_none --book 900000
+    dist-mem report runs/demo --text book.txt -o book.html
+
+Without a book, only files of the runs are read. With one, the first run reads it with memory, without, and without each
+passage in its memory; a second run reads it too. The page is added to the first run in MLflow.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import OmegaConf
+
+from dist_mem.config.sources import read_overrides
+from dist_mem.data.plan import segment_starts
+from dist_mem.errors import EXIT_DONE, UnusableError, run_error
+from dist_mem.evaluation.cut_short import StopCheck
+from dist_mem.evaluation.evaluate import as_job, found_by_all, use_threads
+from dist_mem.evaluation.sweep import names_of
+from dist_mem.inspection.aggregates import aggregate
+from dist_mem.inspection.counterfactual import MOST, remove_passages
+from dist_mem.inspection.page.assemble import Section, assembled
+from dist_mem.inspection.page.book import Book, encoded
+from dist_mem.inspection.page.curves import charts
+from dist_mem.inspection.page.markup import Markup
+from dist_mem.inspection.page.pictures import pictures
+from dist_mem.inspection.page.tables import evaluation_tables, find_evaluations, gain_tables, settings_table
+from dist_mem.inspection.reading import read_document
+from dist_mem.inspection.request import Request, open_other, open_subject, read_text, settings_of
+from dist_mem.inspection.words import words_of
+from dist_mem.runtime.distributed import World
+from dist_mem.runtime.files import write_text
+from dist_mem.runtime.signals import StopSignal
+from dist_mem.tracking.sync import log_to_run, read_config
+from dist_mem.tracking.tracker import METRICS_FILE, read_points
+
+PAGE_NAME = "report.html"
+ROOM = 9_000_000  # bytes of the page's book; the details of tokens are cut to fit
+
+
+class Asked(NamedTuple):
+    """What the page shows."""
+
+    runs: Sequence[Path]
+    book: str | None = None  # id of a document, which the first run reads, and the second if there is one
+    text: Path | None = None  # a UTF-8 file that is read in place of it
+    split: str | None = None  # of the document; None: eval.split
+    removes: bool = True  # the book is also read without each passage
+    overrides: tuple[str, ...] = ()  # `key=value` of the keys in `trained_model.OVERRIDABLE`
+
+
+def run(asked: Asked, *, out: Path | None, early: StopSignal | None = None) -> int:
+    """Run the command; return the exit code of the process.
+
+    Args:
+        out: the file to write; None: report.html in the first run.
+        early: as in `evaluate.run`.
+
+    Raises:
+        UnusableError: a run, the document, the text or an override cannot be used.
+    """
+    path = out or asked.runs[0] / PAGE_NAME
+    if asked.book is None and asked.text is None:
+        try:
+            _publish(_page(asked), path, asked)
+        except (OSError, ValueError) as error:
+            raise run_error(error) from error
+        return EXIT_DONE
+
+    def work(world: World, check: StopCheck) -> None:
+        if world.size > 1:
+            raise UnusableError(f"dist-mem report runs on one process, not on {world.size}")
+        text = None if asked.text is None else read_text(asked.text)
+        _settings(asked)  # what is wrong is said before a model reads for hours
+        _publish(_page(asked, _book(asked, text, world, check)), path, asked)
+
+    return as_job(work, asked.overrides, early)
+
+
+def _page(asked: Asked, book: Book | None = None) -> str:
+    """Return the page. Raises OSError or ValueError for a file of a run that cannot be read."""
+    labels = names_of(asked.runs)
+    settings = _settings(asked)
+    evaluations = [
+        entry for path, label in zip(asked.runs, labels, strict=True) for entry in find_evaluations(path, label)
+    ]
+    sections = [
+        Section("Curves", charts([read_points(path / METRICS_FILE) for path in asked.runs], labels)),
+        Section("Evaluations", evaluation_tables(evaluations)),
+        Section("Figures", pictures(asked.runs, labels)),
+        Section("Settings", settings),
+    ]
+    if book is not None:
+        gains = aggregate(words_of(book.reading.pieces), book.reading.gain)
+        sections.insert(0, Section("Words", gain_tables(gains)))
+    return assembled(
+        ", ".join(labels),
+        [part for part in sections if part.content],
+        footer=f"Made by dist-mem report {' '.join(labels)}. This file needs no network.",
+        book=None if book is None else encoded(book, room=ROOM),
+    )
+
+
+def _settings(asked: Asked) -> Markup:
+    return settings_table(asked.runs, names_of(asked.runs))
+
+
+def _book(asked: Asked, text: str | None, world: World, check: StopCheck) -> Book:
+    """Read the book with the first run, and with the second if there is one."""
+    against = asked.runs[1] if len(asked.runs) > 1 else None
+    request = Request(
+        asked.runs[0], against, book=asked.book, text=asked.text, split=asked.split, overrides=asked.overrides
+    )
+    found = found_by_all(request.run, None, world)
+    config = settings_of(request, found)
+    use_threads(config)
+    trained, document, title, _ = open_subject(request, found, world, text)
+    other = None if against is None else open_other(request, found_by_all(against, None, world), world)
+    for model in (trained, other):
+        if model is not None:
+            model.model.register_forward_pre_hook(check)
+    reading = read_document(trained, document, other=other)
+    labels = names_of(asked.runs)
+    return Book(
+        title if asked.text is None else asked.text.name,  # a path tells more of this machine than a page should
+        labels[0],
+        trained.tokenizer.pieces,
+        reading,
+        remove_passages(trained, document, most=MOST) if asked.removes else None,
+        segment_starts(len(document.tokens), seg_len=config.train.seg_len, cut=config.data.cut),
+        labels[1] if other is not None else None,
+    )
+
+
+def _publish(page: str, path: Path, asked: Asked) -> None:
+    """Write the page, and add it to the first run in MLflow, if it is in its directory and the run is tracked."""
+    write_text(path, page)
+    print(f"written: {path} ({path.stat().st_size / 1e6:.1f} MB)")
+    run_dir = asked.runs[0].resolve()
+    given: Any = OmegaConf.create(read_overrides([text for text in asked.overrides if text.startswith("tracking.")]))
+    config = read_config(run_dir, given)
+    if not config.tracking.mlflow:
+        return
+    if not path.resolve().is_relative_to(run_dir):
+        print(f"not added to the run in MLflow, because {path} is outside of {asked.runs[0]}", file=sys.stderr)
+        return
+    complaint = log_to_run(
+        config, run_dir=run_dir, step=0, metrics={}, files=[path.resolve()], overrides=asked.overrides
+    )
+    if complaint:
+        print(complaint, file=sys.stderr)

@@ -1,0 +1,51 @@
+"""HTML and SVG elements as text in which everything that is not markup is escaped."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable
+
+VOID = ("br", "img", "input", "meta")  # elements without an end tag
+
+
+class Markup(str):
+    """Text that is HTML already; any other str is escaped where it is put into an element."""
+
+
+def element(name: str, *children: str, **attributes: str | float) -> Markup:
+    """Return an element.
+
+    Args:
+        children: text, which is escaped, or `Markup`.
+        attributes: values, which are escaped; `class_` is the attribute `class`, `data_x` is `data-x`.
+    """
+    given = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"' for key, value in attributes.items()
+    )
+    if name in VOID:
+        return Markup(f"<{name}{given}>")
+    return Markup(f"<{name}{given}>{joined(children)}</{name}>")
+
+
+def joined(children: Iterable[str]) -> Markup:
+    """Return several pieces in a row, escaping those that are not `Markup`."""
+    return Markup("".join(part if isinstance(part, Markup) else html.escape(part) for part in children))
+
+
+def table(caption: str, header: Iterable[str], rows: Iterable[Iterable[str]], *, num_text: int = 1) -> Markup:
+    """Return a table that scrolls sideways if it is wider than the page.
+
+    Args:
+        num_text: the number of columns, from the left, that hold text; those after them hold numbers.
+    """
+
+    def cells(name: str, texts: Iterable[str]) -> Markup:
+        numbered = enumerate(texts)
+        return joined(element(name, text, class_="text" if n < num_text else "number") for n, text in numbered)
+
+    head = element("thead", element("tr", cells("th", header)))
+    body = element("tbody", *(element("tr", cells("td", row)) for row in rows))
+    return element(
+        "div", element("table", element("caption", caption), head, body), class_="wide", tabindex="0", role="region",
+        aria_label=caption,
+    )  # fmt: skip

@@ -1,0 +1,213 @@
+"""The report page as a file: well formed, of no network, with nothing of a text taken for markup."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_mem.__main__ import main
+from dist_mem.config import load_config, save_config
+from dist_mem.errors import EXIT_DONE, EXIT_USAGE
+from dist_mem.evaluation.report import write_report
+from dist_mem.inspection.page.columns import numbers
+from dist_mem.inspection.page.curves import Axis, Curve, chart, curves_of, nice_ticks
+from dist_mem.inspection.page.markup import VOID, element
+from dist_mem.tracking.tracker import Point
+from tests.evaluation.test_protocol import MEMORIES, asked, make_run
+from tests.evaluation.test_without_memory import emptied
+from tests.support.tracked import config_for, job
+
+pytestmark = pytest.mark.usefixtures("single_process")
+HOSTILE = '</script><script>alert(1)</script> <!-- & "<img src=x onerror=alert(2)>" ]]> it was é, ∞\n'
+
+
+class Checker(HTMLParser):
+    """Collects the elements of a page, and what is wrong with their nesting."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.problems: list[str] = []
+        self.feed(page)
+        self.close()
+        self.problems += [f"<{name}> is not closed" for name in self.open]
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attributes)))
+        if tag not in (*VOID, "link"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.problems.append(f"</{tag}> at line {self.getpos()[0]}")
+
+
+def checked(page: str) -> Checker:
+    """Assert that a page is well formed and refers to nothing outside of itself."""
+    found = Checker(page)
+    assert found.problems == []
+    ids = [attributes["id"] for _, attributes in found.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    for name, attributes in found.elements:
+        for key in ("src", "href", "action", "data", "srcset", "poster", "xlink:href"):
+            assert (attributes.get(key) or "#").startswith(("#", "data:")), (name, attributes)
+        assert not [key for key in attributes if key.startswith("on") or key == "style"], (name, attributes)
+    assert not re.search(r"https?://(?!www\.w3\.org/)|@import|url\(", page)
+    policy = next(a["content"] for name, a in found.elements if name == "meta" and "http-equiv" in a)
+    assert policy is not None and policy.startswith("default-src 'none'; img-src data:;") and "unsafe" not in policy
+    assert [name for name, a in found.elements].count("script") == 1 + ("book-data" in ids)
+    return found
+
+
+def book_of(page: str) -> Any:
+    return json.loads(page.partition('id="book-data">')[2].partition("</script>")[0])
+
+
+@pytest.fixture
+def run_dir(library: Path, tmp_path: Path) -> Path:
+    """A run with a memory, whose config.yaml and curves lie where a training leaves them."""
+    folder, _ = make_run(tmp_path, library, MEMORIES["transformer_xl"])
+    (folder / "config.yaml").write_text(next(folder.glob("checkpoints/*/config.yaml")).read_text())
+    points = [{"step": step, "time": 0.0, "metrics": {"loss": 5 / step, "lr": 0.1}} for step in range(1, 9)]
+    points.append({"step": 9, "time": 0.0, "metrics": {"loss": math.nan, "validation/token_perplexity": 4.0}})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
+    return folder
+
+
+def report(*arguments: object) -> int:
+    return main(["report", *map(str, arguments), "tracking.mlflow=false"])
+
+
+def test_a_page_of_a_run_is_well_formed_and_needs_no_network(run_dir: Path) -> None:
+    (run_dir / "figures").mkdir()
+    (run_dir / "figures" / "fig7.svg").write_text('<svg xmlns="http://www.w3.org/2000/svg"/>')
+    (run_dir / "figures" / "fig7.png").write_bytes(b"of the same figure")
+    (run_dir / "figures" / "fig7.md").write_text("Attention <over> the signal.\n\n> an excerpt\n")
+    for name, scored in (
+        ("test-step-00000003", asked(run_dir)),
+        ("test-step-00000003-without-memory", emptied(run_dir)),
+    ):
+        write_report(scored, run_dir / "evaluations", name, metadata={})
+    assert report(run_dir) == EXIT_DONE
+    page = (run_dir / "report.html").read_text(encoding="utf-8")
+    found = checked(page)
+    assert [attributes["alt"] for name, attributes in found.elements if name == "img"] == ["fig7"]
+    gain = (emptied(run_dir).nll - asked(run_dir).nll) / asked(run_dir).num_scored
+    for text in ("memory.kind", "transformer_xl", f"{gain:.4f}", "Title 3", "recall tokens", ">loss<", "&lt;over&gt;"):
+        assert text in page, text
+
+
+def test_the_page_of_a_run_without_points_or_evaluations_says_so(run_dir: Path, tmp_path: Path) -> None:
+    (run_dir / "metrics.jsonl").unlink()
+    assert report(run_dir, "-o", tmp_path / "page.html") == EXIT_DONE
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    checked(page)
+    assert "have logged no point" in page and "No evaluation yet" in page
+
+
+@pytest.mark.parametrize("memory", ["transformer_xl", "none", "infinite_over_compressive"])
+def test_the_sum_of_the_gains_is_the_difference_of_the_evaluations(library: Path, tmp_path: Path, memory: str) -> None:
+    folder, _ = make_run(tmp_path, library, MEMORIES[memory])
+    (folder / "config.yaml").write_text(next(folder.glob("checkpoints/*/config.yaml")).read_text())
+    assert report(folder, "--book", "doc4", "--split", "test") == EXIT_DONE
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    checked(page)
+    stored = book_of(page)
+    gains = numbers(stored["without"]).astype(float) - numbers(stored["nll"])
+    scores = [{document.id: document.nll for document in found(folder).documents} for found in (emptied, asked)]
+    assert gains.sum() == pytest.approx(scores[0]["doc4"] - scores[1]["doc4"], abs=1e-6)
+    assert stored["total"]["nll"] == pytest.approx(scores[1]["doc4"], abs=1e-6)
+
+
+def test_no_text_is_taken_for_markup(run_dir: Path, tmp_path: Path) -> None:
+    hostile_run = tmp_path / "a<b>&'c"
+    run_dir.rename(hostile_run)
+    text = tmp_path / "<script>x.txt"
+    text.write_text(HOSTILE * 5, encoding="utf-8")
+    out = tmp_path / "page.html"
+    assert report(hostile_run, "--text", text, "-o", out) == EXIT_DONE
+    page = out.read_text(encoding="utf-8")
+    found = checked(page)
+    assert "img" not in [name for name, _ in found.elements]
+    assert "<title>a&lt;b&gt;&amp;&#x27;c</title>" in page
+    stored = book_of(page)
+    pieces = [stored["pieces"][number].encode("latin-1") for number in numbers(stored["ids"]).tolist()]
+    assert b"".join(pieces).decode() == HOSTILE * 5
+    assert stored["title"] == "<script>x.txt"
+
+
+def test_a_second_run_reads_the_book_too(run_dir: Path, library: Path, tmp_path: Path) -> None:
+    other, _ = make_run(tmp_path / "none", library, MEMORIES["none"])
+    other = other.rename(tmp_path / "other")
+    (other / "config.yaml").write_text(next(other.glob("checkpoints/*/config.yaml")).read_text())
+    assert report(run_dir, other, "--book", "doc4", "--split", "test", "--no-removals") == EXIT_DONE
+    page = (run_dir / "report.html").read_text(encoding="utf-8")
+    checked(page)
+    stored = book_of(page)
+    losses = {document.id: document.nll for document in asked(other).documents}
+    assert stored["other"] == "other" and stored["removed"] is None
+    assert numbers(stored["others"]).astype(float).sum() == pytest.approx(losses["doc4"], abs=1e-4)
+    assert "Settings that differ" in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["runs/absent"], "config.yaml is missing; give the directory of a run"),
+        (["--book", "doc77", "--split", "test"], "has no such document; it has doc0, doc1"),
+        (["--text", "absent.txt"], "absent.txt"),
+        (["--split", "test"], "--split test: only with --book"),
+        (["model.d_model=8", "--book", "doc1"], "is fixed by the checkpoint"),
+    ],
+)
+def test_what_cannot_be_reported_is_said(
+    run_dir: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [] if arguments[0].startswith("runs/") else [run_dir]
+    assert report(*runs, *arguments) == EXIT_USAGE
+    assert message in capsys.readouterr().err
+    assert not (run_dir / "report.html").exists()
+
+
+def test_the_page_is_added_to_the_run_in_mlflow(
+    run_dir: Path, sqlite_uri: str, client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracker = job(config_for(sqlite_uri), run_dir, {1: 2.0})
+    save_config(load_config([str(run_dir / "config.yaml"), "tracking.mlflow=true"]), run_dir / "config.yaml")
+    arguments = ["report", str(run_dir), f"tracking.uri={sqlite_uri}"]
+    assert main(arguments) == EXIT_DONE
+    assert [file.path for file in client.list_artifacts(tracker.run_id)] == ["report.html"]
+    assert main([*arguments, "-o", str(tmp_path / "page.html")]) == EXIT_DONE
+    assert "not added to the run in MLflow" in capsys.readouterr().err
+
+
+def test_elements_escape_all_but_markup() -> None:
+    inner = element("b", "<&>")
+    assert element("p", inner, "a<b", title='"x"') == '<p title="&quot;x&quot;"><b>&lt;&amp;&gt;</b>a&lt;b</p>'
+
+
+def test_curves_keep_spikes_and_break_where_a_value_is_not_finite() -> None:
+    losses = [1.0] * 5000
+    losses[2503], losses[4000] = 9.0, math.nan
+    (curve,) = curves_of([[Point(step, 0.0, {"loss": loss}) for step, loss in enumerate(losses)]])["loss"]
+    drawn = chart("loss", [curve])
+    assert "from 1 to 9" in drawn
+    (path,) = re.findall(r' d="([^"]*)" class="line', drawn)
+    assert path.count("M") == 2 and min(float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", path)) == 10.0
+    assert path.count("L") < 600
+    assert "no finite value" in chart("loss", [Curve(0, [1], [math.inf])])
+
+
+@pytest.mark.parametrize(("low", "high", "is_log"), [(0.0, 1.0, False), (-3.0, 7e5, False), (1.0, 1464.0, True)])
+def test_ticks_are_few_and_within_the_axis(low: float, high: float, is_log: bool) -> None:
+    found = nice_ticks(Axis(low, high, is_log))
+    assert 2 <= len(found) <= 8
+    assert all(low * (1 - 1e-9) <= value <= high * (1 + 1e-9) for value in found if low > 0)
+    assert found == sorted(found)
