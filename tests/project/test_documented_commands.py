@@ -244,6 +244,7 @@ PREPARED: dict[str, list[str | Callable[[Tree], None]]] = {
     "docs/howto/generate.md": [DEMO, book],
     "docs/howto/loss_spike.md": [DEMO],
     "docs/howto/gpt2.md": [pretrained],
+    "docs/howto/inspect.md": [DEMO, book],
     "docs/howto/memory_files.md": [DEMO, book],
     "docs/start/python.md": [DEMO, book],
     "docs/howto/report.md": [DEMO, book],
