@@ -34,6 +34,11 @@ CALLS: dict[str, list[list[str]]] = {
     "dialogue": [[MISSING], [MISSING, "--wordnet", "other"]],
     "inspect": [[MISSING], [MISSING, "--book", "1"], ["run", "--text", MISSING]],
     "report": [[MISSING], [MISSING, "--book", "1"], ["run", "--text", MISSING]],
+    "figure": [["lamemo.fig1", MISSING]],
+    "read": [[MISSING, "--run", "run", "--out", "out"], [str(ROOT / "README.md"), "--run", MISSING, "--out", "out"]],
+    "memory": [["show", MISSING]],
+    "batch": [[MISSING, "--step", "1"]],
+    "replay": [[MISSING, "--step", "1"]],
     "prepare": [["verify", MISSING], ["verify", MISSING, "--split", "train"]],
     "track": [["sync", MISSING]],
     "check-memory": [[f"{MISSING}.py:Memory"]],
@@ -45,9 +50,13 @@ WRITTEN = {
     ("compare", "plot"),
     ("reproduce", "out"),
     ("report", "out"),
+    ("figure", "out"),
+    ("read", "out"),
     ("config", "snapshot"),
 }
-ELSEWHERE = {("evaluate", "also"), ("dialogue", "wordnet")}  # looked for after the run, see test_evaluate.py, ...
+# Looked for after the run, see test_evaluate.py, test_memory_command.py, ...
+ELSEWHERE = {("evaluate", "also"), ("dialogue", "wordnet")}
+ELSEWHERE |= {(command, "memory") for command in ("evaluate", "generate", "dialogue", "read")}
 
 
 @pytest.fixture(autouse=True)

@@ -61,6 +61,16 @@ def test_a_book_read_before_is_continued_as_one_that_is_read_now(
     assert out == ask(capsys, run_dir, *overrides, "--prompt-file", further, *OPTIONS)[1]
 
 
+@pytest.mark.parametrize("command", ["generate", "evaluate", "read"])
+def test_a_memory_file_that_is_not_there_is_named(
+    run_dir: Path, book: Path, command: str, capsys: pytest.CaptureFixture[str], single_process: None
+) -> None:
+    absent = book.with_name("absent.mem")
+    given = [book, "--run", run_dir, "-o", book.with_name("out.mem")] if command == "read" else [run_dir]
+    assert main([command, *map(str, given), "--memory", str(absent)]) == EXIT_USAGE
+    assert str(absent) in capsys.readouterr().err
+
+
 def test_several_samples_continue_one_memory(run_dir: Path, book: Path, capsys: pytest.CaptureFixture[str]) -> None:
     memory = read(book, run_dir)
     texts = []
