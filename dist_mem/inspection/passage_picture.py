@@ -24,7 +24,7 @@ def write_passage_picture(layers: Sequence[Mapping[str, float]], folder: Path, *
         return []
     rows = [
         (number, kind, band, layer.get(f"{kind}_{band}", 0.0))
-        for number, layer in enumerate(layers)
+        for number, layer in enumerate(layers, start=1)
         for kind in kinds
         for band, _, _ in BANDS
     ]
@@ -32,7 +32,7 @@ def write_passage_picture(layers: Sequence[Mapping[str, float]], folder: Path, *
         picture, axes = new_picture(2.8, columns=len(kinds), squeeze=False, sharey=True)
         names = [band.replace("_to_", "-").replace("_up", "+") for band, _, _ in BANDS]
         for (column,), kind in zip(axes.T, kinds, strict=True):
-            for number, style in enumerate(ordered_styles(len(layers))):
+            for number, style in enumerate(ordered_styles(len(layers)), start=1):
                 shares = [share for layer, of, _, share in rows if (layer, of) == (number, kind)]
                 column.plot(names, shares, marker="o", markersize=3, label=f"layer {number}", **style)
             column.set_title(_TITLES[kind])

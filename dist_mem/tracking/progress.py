@@ -17,6 +17,7 @@ from dist_mem.tracking.tracker import Point, Sink
 LOSS = "loss"
 PERPLEXITY = "perplexity"
 TOKENS_PER_SECOND = "tokens_per_second"
+GAIN = "memory/gain"  # the one figure of an evaluation's passage that is shown
 LINE_SECONDS = 30.0  # between the lines of `Progress`
 
 
@@ -30,9 +31,10 @@ def _measures(metrics: Mapping[str, float]) -> Iterator[str]:
 
 
 def _details(point: Point) -> str:
-    """Format a point of an evaluation: all metrics, with the name of the split once."""
+    """Format a point of an evaluation: the metrics of its split, whose name comes once, and the memory's gain."""
     split = next(iter(point.metrics), "").split("/")[0]
-    figures = (f"{name.removeprefix(f'{split}/')} {value:,.2f}" for name, value in point.metrics.items())
+    shown = {name: value for name, value in point.metrics.items() if name.startswith(f"{split}/") or name == GAIN}
+    figures = (f"{name.removeprefix(f'{split}/')} {value:,.2f}" for name, value in shown.items())
     return "  ".join([f"step {point.step}: {split}", *figures])
 
 
