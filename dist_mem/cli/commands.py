@@ -219,7 +219,7 @@ def inspect(options: argparse.Namespace) -> int:
             from dist_mem.inspection.request import request_of
 
             return command.run(request_of(options, with_colour=wants_colour(options.color)), early=early)
-        from dist_mem.evaluation.regression_error import run
+        from dist_mem.inspection.regression_error import run
 
         settings = {"split": options.split, "checkpoint": options.checkpoint, "overrides": options.overrides}
         return run(options.run, limit=options.limit, early=early, **settings)

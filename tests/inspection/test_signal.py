@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dist_mem.data.shard import Index
-from dist_mem.evaluation.regression_error import watched
+from dist_mem.inspection.regression_error import watched
 from dist_mem.inspection.walk import walk
 from dist_mem.memory.infinite import Infinite
 from dist_mem.memory.parts.basis import evaluate_basis

@@ -25,11 +25,11 @@ from torch import Tensor
 from dist_mem.data.directory import open_index, refresh
 from dist_mem.data.documents import Documents
 from dist_mem.data.plan import cut_lengths
-from dist_mem.data.segments import collate, document_segments
 from dist_mem.evaluation.cut_short import StopCheck
 from dist_mem.evaluation.evaluate import as_job, found_by_all, use_threads
 from dist_mem.evaluation.protocol import protocol_of, report_name, tag_of
-from dist_mem.evaluation.trained_model import TrainedModel, init_state, open_model, read_settings, tokenizer_of_data
+from dist_mem.evaluation.trained_model import TrainedModel, open_model, read_settings, tokenizer_of_data
+from dist_mem.inspection.walk import walk
 from dist_mem.memory.base import MemoryOutput
 from dist_mem.memory.infinite import Infinite
 from dist_mem.memory.parts.basis import evaluate_basis, first_positions, update_positions
@@ -134,24 +134,14 @@ def regression_errors(trained: TrainedModel, documents: Documents) -> list[Error
             raise ValueError(f"memory.kind is {trained.config.memory['kind']!r}: only `infinite` has a regression")
         with Progress(int(documents.lengths.sum()), f"reading {documents.index.split}") as progress:
             for number in range(len(documents)):
-                _read_document(trained, documents, number, progress)
+                for step in walk(trained, documents.open(number)):
+                    progress.add(step.num_inputs)
                 for watch in watches:
                     watch.end_document()
     found = [watch.errors() for watch in watches]
     if not found[0].num_documents:
         raise ValueError("no document is long enough for rows to enter the long-term memory: use longer documents")
     return found
-
-
-def _read_document(trained: TrainedModel, documents: Documents, number: int, progress: Progress) -> None:
-    """Read one document from an empty memory."""
-    config = trained.config
-    state, seg_len = init_state(trained, [number]), config.train.seg_len
-    document, blocks, cut = documents.open(number), config.data.blocks, config.data.cut
-    for segment in document_segments(document, seg_len=seg_len, bos_id=documents.bos_id, cut=cut):
-        batch = collate([segment], seg_len=seg_len, with_recall=False, blocks=blocks).to(trained.device)
-        state = trained.model(batch.tokens, batch.targets, batch.valid_len, state=state).state
-        progress.add(segment.length)
 
 
 def run(

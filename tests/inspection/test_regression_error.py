@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dist_mem.evaluation.regression_error import Errors, Watch, run
+from dist_mem.inspection.regression_error import Errors, Watch, run
 from dist_mem.memory.infinite import Infinite
 from dist_mem.memory.parts.signal import State
 from dist_mem.model import MemoryLM
