@@ -21,10 +21,9 @@ from torch import Tensor
 from dist_mem.__main__ import main
 from dist_mem.config import Config, ConfigError, load_config, save_config
 from dist_mem.config.resume_rules import check_changes
-from dist_mem.data.batch import IGNORE, Update
-from dist_mem.data.documents import Documents
+from dist_mem.data.batch import IGNORE
 from dist_mem.data.lanes import training_reader
-from dist_mem.data.plan import Cursor, cut_lengths, lanes_of_rank, make_plan
+from dist_mem.data.plan import Cursor
 from dist_mem.data.shard import Index, TokenizedDocument, read_index, write_split
 from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.errors import EXIT_DONE
@@ -42,9 +41,8 @@ from tests.generation.test_generation import NUM_TOKENS, PROMPT_LENS, SAMPLING, 
 from tests.support.gpt2_models import gpt2_config, save_random_gpt2
 from tests.support.jobs import build_books, train_here, write_config
 from tests.support.lane_corpus import (
-    BOS,
     LAYOUTS,
-    SEG_LEN,
+    READER_OPTIONS,
     assert_equal_batches,
     assert_equal_updates,
     assert_resumes_everywhere,
@@ -52,35 +50,15 @@ from tests.support.lane_corpus import (
     first_updates,
     global_steps,
     make_split,
+    simply,
 )
 from tests.support.paths import ROOT
 from tests.support.ranks import RankPool, launcher_environment
 from tests.support.scored_library import ALONE, LENGTHS, TOKENIZER, assert_same, make_config, make_document, make_model
-from tests.support.simple_lanes import simple_updates
 
 pytestmark = pytest.mark.ranks
 
 EVAL_LEN = 8  # T of the evaluations
-
-
-def simply(index: Index, count: int, *, cursors: Tensor | None = None, **options: Any) -> list[Update]:
-    """`first_updates` in blocks the simple way."""
-    data = {"layout": "documents", "seed": 0, "max_document_len": None, "on_corrupt": "stop", "num_lanes": 3}
-    given = {name: options.pop(name, default) for name, default in data.items()}
-    lengths = cut_lengths([entry.num_tokens for entry in index.documents], given["max_document_len"])
-    num_lanes, micro_lanes = given["num_lanes"], options.pop("micro_lanes", 1)
-    plan = make_plan(lengths, num_lanes=num_lanes, seg_len=SEG_LEN, seed=given["seed"], layout=given["layout"])
-    documents = Documents(index, lengths, bos_id=BOS, on_corrupt=given["on_corrupt"])
-    updates = simple_updates(
-        documents,
-        plan,
-        lane_ids=lanes_of_rank(num_lanes, 1, 0, micro_lanes),
-        micro_lanes=micro_lanes,
-        cursors=None if cursors is None else [Cursor(*row) for row in cursors.tolist()],
-        blocks=True,
-        **options,
-    )
-    return list(islice(updates, count))
 
 
 @pytest.fixture(scope="module")
@@ -90,17 +68,9 @@ def rich_index(tmp_path_factory: pytest.TempPathFactory) -> Index:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"num_lanes": 5, "micro_lanes": 2, "segments_per_update": 3},
-        {"max_document_len": 7, "seed": 4},
-        {"num_lanes": 1, "segments_per_update": 2},
-    ],
-)
+@pytest.mark.parametrize("options", READER_OPTIONS)
 def test_blocks_equal_single_ones(rich_index: Index, layout: str, options: dict[str, Any]) -> None:
-    simple = simply(rich_index, 70, layout=layout, **options)
+    simple = simply(rich_index, 70, layout=layout, blocks=True, **options)
     for one, other in zip(simple, first_updates(rich_index, 70, layout=layout, blocks=True, **options), strict=True):
         assert_equal_updates(one, other)
 
@@ -111,7 +81,7 @@ def test_damaged_documents_are_skipped_alike(tmp_path: Path, layout: str) -> Non
     for document in (3, 6):
         damage(written, document)
     options = {"layout": layout, "on_corrupt": "skip", "segments_per_update": 2}
-    simple = simply(read_index(tmp_path), 50, **options)
+    simple = simply(read_index(tmp_path), 50, blocks=True, **options)
     assert sum(update.documents_skipped for update in simple) > 4
     for one, other in zip(simple, first_updates(read_index(tmp_path), 50, blocks=True, **options), strict=True):
         assert_equal_updates(one, other)
@@ -134,7 +104,11 @@ def test_any_corpus_is_read_as_without_blocks_but_for_the_first_target(
     cursors = first_updates(index, resume_at + 1, **options)[-1].cursors
     plain = first_updates(index, 30, cursors=cursors, **options)
     blocks = first_updates(index, 30, cursors=cursors, blocks=True, **options)
-    for one, other in zip(simply(index, 30, cursors=cursors, **options), blocks, strict=True):
+    for one, other in zip(
+        simply(index, 30, cursors=[Cursor(*row) for row in cursors.tolist()], blocks=True, **options),
+        blocks,
+        strict=True,
+    ):
         assert_equal_updates(one, other)
     for before, after in zip(plain, blocks, strict=True):
         assert torch.equal(before.cursors, after.cursors)

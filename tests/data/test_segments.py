@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,41 +10,18 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from dist_mem.data.batch import Update
-from dist_mem.data.documents import Documents
-from dist_mem.data.plan import Cursor, cut_lengths, lanes_of_rank, make_plan
+from dist_mem.data.plan import Cursor
 from dist_mem.data.shard import Index, read_index
 from tests.support.lane_corpus import (
-    BOS,
     LAYOUTS,
-    SEG_LEN,
+    READER_OPTIONS,
     assert_equal_updates,
     damage,
     first_updates,
     make_split,
     reader_of,
+    simply,
 )
-from tests.support.simple_lanes import simple_updates
-
-
-def simply(
-    index: Index,
-    count: int,
-    *,
-    num_lanes: int = 3,
-    micro_lanes: int = 1,
-    layout: str = "documents",
-    seed: int = 0,
-    max_document_len: int | None = None,
-    on_corrupt: str = "stop",
-    **options: Any,
-) -> list[Update]:
-    """`first_updates` of the reference reader."""
-    lengths = cut_lengths([entry.num_tokens for entry in index.documents], max_document_len)
-    plan = make_plan(lengths, num_lanes=num_lanes, seg_len=SEG_LEN, seed=seed, layout=layout)
-    documents = Documents(index, lengths, bos_id=BOS, on_corrupt=on_corrupt)
-    lane_ids = lanes_of_rank(num_lanes, 1, 0, micro_lanes)
-    return list(islice(simple_updates(documents, plan, lane_ids=lane_ids, micro_lanes=micro_lanes, **options), count))
 
 
 @pytest.fixture
@@ -54,15 +30,7 @@ def index(tmp_path: Path) -> Index:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"num_lanes": 5, "micro_lanes": 2, "segments_per_update": 3},
-        {"max_document_len": 7, "seed": 4},
-        {"num_lanes": 1, "segments_per_update": 2},
-    ],
-)
+@pytest.mark.parametrize("options", READER_OPTIONS)
 def test_updates_equal_those_read_token_by_token(index: Index, layout: str, options: dict[str, Any]) -> None:
     simple, updates = (read(index, 70, layout=layout, **options) for read in (simply, first_updates))
     for one, other in zip(simple, updates, strict=True):

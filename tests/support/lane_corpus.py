@@ -14,12 +14,21 @@ from torch import Tensor
 
 from dist_mem.config import DataConfig
 from dist_mem.data.batch import IGNORE, Batch, Update
+from dist_mem.data.documents import Documents
 from dist_mem.data.lanes import LaneReader
 from dist_mem.data.plan import cut_lengths, lanes_of_rank, make_plan
 from dist_mem.data.shard import Index, TokenizedDocument, write_split
+from tests.support.simple_lanes import simple_updates
 
 SEG_LEN = 4
 BOS = 60_000
+# of a plan and its reader, for tests that compare readers
+READER_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"num_lanes": 5, "micro_lanes": 2, "segments_per_update": 3},
+    {"max_document_len": 7, "seed": 4},
+    {"num_lanes": 1, "segments_per_update": 2},
+]
 LENGTHS = [9, 0, 3, 30, 1, 4, 8, 17, 2, 5, 12]
 STARTS = np.cumsum([0, *LENGTHS]).tolist()  # of each document, the number of its first token
 ONE_TOKEN_DOCUMENT = 42  # the only token of document 4
@@ -148,3 +157,23 @@ def assert_resumes_everywhere(index: Index, num_updates: int, **options: Any) ->
         resumed = first_updates(index, len(expected), cursors=before.cursors, **options)
         for one, other in zip(expected, resumed, strict=True):
             assert_equal_updates(one, other)
+
+
+def simply(
+    index: Index,
+    count: int,
+    *,
+    num_lanes: int = 3,
+    micro_lanes: int = 1,
+    layout: str = "documents",
+    seed: int = 0,
+    max_document_len: int | None = None,
+    on_corrupt: str = "stop",
+    **options: Any,
+) -> list[Update]:
+    """Return what `first_updates` returns, read by the reference reader."""
+    lengths = cut_lengths([entry.num_tokens for entry in index.documents], max_document_len)
+    plan = make_plan(lengths, num_lanes=num_lanes, seg_len=SEG_LEN, seed=seed, layout=layout)
+    documents = Documents(index, lengths, bos_id=BOS, on_corrupt=on_corrupt)
+    lane_ids = lanes_of_rank(num_lanes, 1, 0, micro_lanes)
+    return list(islice(simple_updates(documents, plan, lane_ids=lane_ids, micro_lanes=micro_lanes, **options), count))
