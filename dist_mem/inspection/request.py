@@ -1,4 +1,4 @@
-"""What `dist-mem inspect` is asked for, and the model and document that it reads."""
+"""The arguments of `dist-mem inspect`, and the model and document that it reads."""
 
 from __future__ import annotations
 

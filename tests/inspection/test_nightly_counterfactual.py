@@ -1,4 +1,4 @@
-"""Where it is known which passage tells a word, the counterfactual finds it. Run by `make nightly`.
+"""Where it is known which passage a word refers to, the counterfactual finds it. Run by `make nightly`.
 
 The sample library records the latest mention of every word that can be predicted only from an earlier one. If a single
 passage in the memory has the word, that passage must be the one whose removal is the most harmful, and without it the
@@ -38,7 +38,7 @@ LEAST_NAMED = 0.9
 
 
 class Recalled(NamedTuple):
-    """A recall word that one passage in the memory tells."""
+    """A recall word that stands in one passage of the memory."""
 
     is_named: bool  # its passage is the most harmful one to remove
     nll: float
@@ -59,10 +59,10 @@ def recalled(trained: TrainedModel, documents: Documents, number: int, reach: in
     for position in np.nonzero(document.recall)[0].tolist():
         referent, first = position - int(document.recall[position]), position // SEG_LEN * SEG_LEN - 1
         passage = (referent + 1) // SEG_LEN
-        told = range(max(0, first - reach), position)
-        mentions = {(place + 1) // SEG_LEN for place in told if tokens[place] == tokens[position]}
+        reached = range(max(0, first - reach), position)
+        mentions = {(place + 1) // SEG_LEN for place in reached if tokens[place] == tokens[position]}
         if not first - reach <= referent < first or mentions != {passage}:
-            continue  # in the segment or out of reach; or told twice
+            continue  # in the segment or out of reach; or in two passages
         own = next(found for found in removed.passages() if found.begin <= referent < found.end)
         nll = float(reading.nll[position])
         yield Recalled(

@@ -151,8 +151,8 @@ def test_alpha_is_a_share_and_that_of_the_forward(
     num_compared = 0
     with Inspector(trained.model.memories()) as inspector:
         for step in walk(trained, document):
-            told = [layer.values["alpha"] for layer in inspector.layers if "alpha" in layer.values]
-            for alpha in told:
+            alphas = [layer.values["alpha"] for layer in inspector.layers if "alpha" in layer.values]
+            for alpha in alphas:
                 assert alpha.min() >= 0.0 and alpha.max() <= 1.0
                 assert sum(torch.equal(alpha, other.permute(1, 0, 2)) for other in found) >= 2
                 num_compared += 1

@@ -128,7 +128,7 @@ def _book(asked: Asked, text: str | None, world: World, check: StopCheck) -> Boo
     reading = read_document(trained, document, other=other)
     labels = names_of(asked.runs)
     return Book(
-        title if asked.text is None else asked.text.name,  # a path tells more of this machine than a page should
+        title if asked.text is None else asked.text.name,  # not its path: the page may be sent to others
         labels[0],
         trained.tokenizer.pieces,
         reading,
