@@ -8,19 +8,20 @@ vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from collections.abc import Sequence
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from dist_mem.block import Block, make_block
 from dist_mem.config import Config, ModelConfig
-from dist_mem.memory import build_memory
-from dist_mem.memory.base import LayerSpec, Memory, MemoryState, named_tensors, select_lanes
-from dist_mem.nn import gpt2 as gpt2
-from dist_mem.nn.flops import Flops, product
-from dist_mem.nn.layers import DTYPES, Dropout, FeedForward, initialize
+from dist_mem.memory.base import Memory, MemoryState, named_tensors, select_lanes
+from dist_mem.nn import published
+from dist_mem.nn.flops import Flops
+from dist_mem.nn.layers import DTYPES, Dropout, initialize
+from dist_mem.nn.norms import make_norm
+from dist_mem.nn.placement import Placement
 from dist_mem.nn.token_types import TokenTypes
 from dist_mem.nn.vocabulary import Bin, Embedding, Softmax, adaptive_bins, plain_bin
 
@@ -46,6 +47,11 @@ class LMOutput(NamedTuple):
     logs: dict[str, Tensor]  # as in Features
 
 
+class Start(NamedTuple):  # of documents, in the lanes of one segment
+    fresh: LMState  # empty memories of all lanes
+    is_new_document: Tensor  # (B,) bool
+
+
 def reset_lanes(state: LMState, fresh: LMState, is_new_document: Tensor) -> LMState:
     """Return the state with fresh memories in the lanes that start a document, (B,) bool."""
     return select_lanes(is_new_document, fresh, state)
@@ -56,74 +62,42 @@ def empty_memories(state: LMState, fresh: LMState) -> LMState:
     return fresh._replace(types=state.types)
 
 
-class BlockOutput(NamedTuple):
-    y: Tensor  # (B, T, D), after the rows of a stem, if any
-    state: MemoryState  # of the memory
-    aux: dict[str, Tensor]  # name -> (B,) weighted auxiliary loss per lane
-    logs: dict[str, Tensor]  # name -> (B,) float32, without gradient
-
-
-class Block(nn.Module):
-    """Memory layer (attention) and feed-forward, each with its residual and its layer norm.
-
-    With pre-norm the memory normalises its input, because stored and new rows pass through the same norm.
-    """
-
-    def __init__(self, memory: Memory, feed_forward: FeedForward | gpt2.FeedForward, *, dropout: float = 0.0) -> None:
-        """`dropout` applies to the memory's output, including a long-term memory's reading, after its own dropout."""
-        super().__init__()
-        spec = memory.spec
-        self.pre_norm = spec.norm == "pre"
-        self.memory = memory
-        self.dropout = Dropout(dropout)
-        self.attention_norm = nn.Identity() if self.pre_norm else nn.LayerNorm(spec.d_model)
-        self.feed_forward = feed_forward
-        self.feed_forward_norm = nn.LayerNorm(spec.d_model)
-
-    def forward(self, x: Tensor, state: MemoryState, valid_len: Tensor) -> BlockOutput:
-        y, state, aux, _, _, logs = self.memory(x, state, valid_len)
-        attended = self.attention_norm(x[:, -y.shape[1] :] + self.dropout(y))
-        if self.pre_norm:
-            out = attended + self.feed_forward(self.feed_forward_norm(attended))
-        else:
-            out = self.feed_forward_norm(attended + self.feed_forward(attended))
-        values = {name: value.detach().float().expand(len(x)) for name, value in logs.items()}
-        return BlockOutput(out, state, aux, values)
-
-    def flops(self) -> Flops | None:
-        """Count a complete segment of one lane; None if the memory does not count its operations."""
-        memory, d_inner = self.memory, self.feed_forward.expand.out_features
-        flops = memory.flops()
-        return flops and flops + product(memory.num_rows, 2 * memory.spec.d_model, d_inner)
-
-
 class MemoryLM(nn.Module):
     """A language model whose blocks carry memory from segment to segment."""
 
-    def __init__(self, config: Config, vocab_size: int) -> None:
+    def __init__(self, config: Config, vocab_size: int, placement: Placement | None = None) -> None:
+        """`placement` says where the weights go; None: they stay on the CPU, in fp32."""
         super().__init__()
-        model = config.model
+        model, place = config.model, placement or Placement()
         bins = vocabulary_bins(model, vocab_size)
-        self.activation_checkpointing = config.train.activation_checkpointing
         self.commits_short = config.data.cut == "end"
-        self.embedding = make_embedding(model, bins)
+        self.embedding = place.made(make_embedding(model, bins))
         self.token_types = TokenTypes(model.token_types, vocab_size) if model.token_types else None
-        self.blocks = nn.ModuleList(make_block(config, index) for index in range(model.num_layers))
+        self.blocks = nn.ModuleList(place.made(make_block(config, index)) for index in range(model.num_layers))
         # Deviation: the published pre-norm model has no norm before the softmax; post-norm blocks end with one.
-        self.final_norm = nn.LayerNorm(model.d_model) if model.norm == "pre" and model.final_norm else nn.Identity()
-        is_gpt2 = model.kind == "gpt2"
-        self.head = (gpt2.Softmax if is_gpt2 else Softmax)(bins, d_model=model.d_model)
+        rms_eps = model.norm_eps if model.kind == "llama" else None
+        has_norm = model.norm == "pre" and model.final_norm
+        self.final_norm = make_norm(model.d_model, rms_eps=rms_eps) if has_norm else nn.Identity()
+        self.kind = model.kind
+        is_published = model.kind != "transformer"
+        self.head = place.made((published.Softmax if is_published else Softmax)(bins, d_model=model.d_model))
         self.dropout = Dropout(model.dropout)
-        self.last_dropout = nn.Identity() if is_gpt2 else self.dropout
-        initialize(self, std=model.init_std)
-        if is_gpt2:
-            gpt2.scale_residual_weights(self, num_layers=model.num_layers)
-        if model.tie_embeddings:
-            self.head.tie(self.embedding)
-        for memory in self.memories():
-            memory.reset_parameters()
-            memory.tie_parameters(self.memories()[0])
+        self.last_dropout = nn.Identity() if is_published else self.dropout
+        for part in (self.embedding, *self.blocks, self.final_norm, self.head):
+            with place.drawn(part):
+                self._initialize(part, model)
         self.stem = self.memories()[0].stem()
+
+    def _initialize(self, part: nn.Module, model: ModelConfig) -> None:
+        """Draw the weights of a part, and share those that it has in common with an earlier one."""
+        initialize(part, std=model.init_std)
+        if model.kind != "transformer":
+            published.scale_residual_weights(part, num_layers=model.num_layers)
+        if part is self.head and model.tie_embeddings:
+            self.head.tie(self.embedding)
+        if isinstance(part, Block):
+            part.memory.reset_parameters()
+            part.memory.tie_parameters(self.memories()[0])
 
     def memories(self) -> list[Memory]:
         """Return the memory layer of every block."""
@@ -149,10 +123,7 @@ class MemoryLM(nn.Module):
         logs: dict[str, list[Tensor]] = {}
         committed = []
         for block, old in zip(self.blocks, state.blocks, strict=True):
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                output = checkpoint(block, x, old, valid_len, use_reentrant=False)
-            else:
-                output = block(x, old, valid_len)
+            output = block(x, old, valid_len)
             x = output.y
             committed.append(select_lanes(is_kept, output.state, old))
             for name, loss in output.aux.items():
@@ -171,20 +142,45 @@ class MemoryLM(nn.Module):
         types = self.token_types(tokens, valid_len, state)
         return self.embedding(tokens, types.ids), types.state
 
-    def forward(self, tokens: Tensor, targets: Tensor, valid_len: Tensor, *, state: LMState) -> LMOutput:
-        """Score one segment of every lane.
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        valid_len: Tensor,
+        *,
+        state: LMState,
+        later: Sequence[Start | None] = (),
+    ) -> LMOutput:
+        """Score one segment of every lane, or a window of n segments through which gradients flow (`Memory`).
 
         Args:
             tokens: (B, T) int64, real tokens first.  targets: (B, T) int64, IGNORE where nothing is scored.
             valid_len: (B,) int64, real tokens; 0 for an idle lane. With `data.cut: end` less than T only where a
                 document begins.  state: see `init_state` and `reset_lanes`.
+            later: of every later segment of a window, the lanes that begin a document in it, None if none does. Then
+                tokens, targets and nll are (B, n T), valid_len and the values of logs (B, n).
         """
+        if later:
+            return self._window(tokens, targets, valid_len, state, later)
         hidden, aux, state, logs = self.features(tokens, valid_len, state=state)
         scores = self.head(hidden, targets)
         return LMOutput(scores.nll, scores.hits, aux, state, logs)
 
+    def _window(
+        self, tokens: Tensor, targets: Tensor, valid_len: Tensor, state: LMState, later: Sequence[Start | None]
+    ) -> LMOutput:
+        outputs, num = list[LMOutput](), 1 + len(later)
+        texts = zip(tokens.chunk(num, 1), targets.chunk(num, 1), valid_len.unbind(1), strict=True)
+        for start, segment in zip((None, *later), texts, strict=True):
+            state = state if start is None else reset_lanes(state, *start)
+            outputs.append(self.forward(*segment, state=state))
+            state = outputs[-1].state
+        aux = {name: torch.stack([output.aux[name] for output in outputs]).sum(0) for name in outputs[0].aux}
+        logs = {name: torch.stack([output.logs[name] for output in outputs], 1) for name in outputs[0].logs}
+        return LMOutput(torch.cat([output.nll for output in outputs], 1), None, aux, state, logs)
+
     def flops(self) -> Flops | None:
-        """Count a complete segment of one lane, all memories full; None if a memory does not count its operations."""
+        """Count a forward over complete segments, all memories full; None if a memory does not count its operations."""
         seg_len = self.memories()[0].spec.seg_len
         total = self.embedding.flops(seg_len) + self.head.flops(seg_len)
         for block in self.blocks:
@@ -203,48 +199,8 @@ class MemoryLM(nn.Module):
 def make_embedding(model: ModelConfig, bins: list[Bin]) -> Embedding:
     """Return the embedding layer; GPT-2's has learned positions."""
     if model.kind == "gpt2":
-        return gpt2.Embedding(bins, d_model=model.d_model, num_positions=model.num_positions)
-    return Embedding(bins, d_model=model.d_model)
-
-
-def make_block(config: Config, layer_index: int) -> Block:
-    """Return block `layer_index`, with its memory.
-
-    GPT-2 applies dropout to the sum of attention and long-term memory, as published; other models apply it to each.
-    """
-    model = config.model
-    spec = layer_spec(config, layer_index)
-    sizes: dict[str, Any] = {"d_inner": model.d_inner, "dropout": model.dropout}
-    if model.kind == "gpt2":
-        memory = build_memory(config.memory, replace(spec, dropout=0.0))
-        return Block(memory, gpt2.FeedForward(model.d_model, **sizes), dropout=model.dropout)
-    return Block(build_memory(config.memory, spec), FeedForward(model.d_model, **sizes))
-
-
-def layer_spec(config: Config, layer_index: int) -> LayerSpec:
-    """Return the shapes and options of the memory of block `layer_index`."""
-    model = config.model
-    if model.norm not in ("pre", "post"):
-        raise ValueError(f"model.norm is {model.norm!r}, but must be pre or post")
-    if model.d_head is None and model.d_model % model.num_heads:
-        raise ValueError(
-            f"model.d_model is {model.d_model}, no multiple of model.num_heads = {model.num_heads}; give model.d_head"
-        )
-    return LayerSpec(
-        layer_index=layer_index,
-        num_layers=model.num_layers,
-        d_model=model.d_model,
-        num_heads=model.num_heads,
-        d_head=model.d_head or model.d_model // model.num_heads,
-        seg_len=config.train.seg_len,
-        dropout=model.dropout,
-        attention_dropout=model.attention_dropout,
-        norm=model.norm,
-        clamp_len=model.clamp_len,
-        same_length=model.same_length,
-        seed=config.train.seed,
-        short_first=config.data.cut == "end",
-    )
+        return published.GPT2Embedding(bins, d_model=model.d_model, num_positions=model.num_positions)
+    return (published.Embedding if model.kind == "llama" else Embedding)(bins, d_model=model.d_model)
 
 
 def vocabulary_bins(model: ModelConfig, vocab_size: int) -> list[Bin]:
@@ -264,10 +220,25 @@ def vocabulary_bins(model: ModelConfig, vocab_size: int) -> list[Bin]:
     )
 
 
-def describe(config: Config, vocab_size: int) -> dict[str, int]:
+def flops_per_token(model: MemoryLM, seg_len: int, num_lanes: int) -> dict[str, int]:
+    """Return the FLOPs of a token in forwards of so many lanes; nothing if a memory does not count its operations."""
+    counted = model.flops()
+    if counted is None:
+        return {}
+    flops, num_tokens = counted.of_lanes(num_lanes), num_lanes * seg_len
+    return {
+        "scoring_flops_per_token": round(flops.scoring / num_tokens),
+        "training_flops_per_token": round(flops.training / num_tokens),
+    }
+
+
+def describe(config: Config, vocab_size: int, *, num_lanes: int | None = None) -> dict[str, int]:
     """Return sizes of a configuration, without allocating it: parameters, bytes of memory per lane, FLOPs per token.
 
     The FLOPs are those of `MemoryLM.flops`; they are left out if a memory does not count its operations.
+
+    Args:
+        num_lanes: of a forward pass, which share some operations; None: `train.micro_batch_size`.
     """
     dtype = DTYPES[config.train.precision]
     with torch.device("meta"):
@@ -275,16 +246,7 @@ def describe(config: Config, vocab_size: int) -> dict[str, int]:
         state = model.init_state(torch.zeros(1, dtype=torch.int64), "meta", dtype)
     vocabulary = {id(parameter) for part in (model.embedding, model.head) for parameter in part.parameters()}
     counts = {id(parameter): parameter.numel() for parameter in model.parameters()}
-    flops = model.flops()
-    per_token = (
-        {}
-        if flops is None
-        else {
-            "scoring_flops_per_token": round(flops.scoring / config.train.seg_len),
-            "training_flops_per_token": round(flops.training / config.train.seg_len),
-        }
-    )
-    return per_token | {
+    return flops_per_token(model, config.train.seg_len, num_lanes or config.train.micro_batch_size) | {
         "num_parameters": sum(counts.values()),
         "num_vocabulary_parameters": sum(count for key, count in counts.items() if key in vocabulary),
         "num_layer_parameters": sum(count for key, count in counts.items() if key not in vocabulary),

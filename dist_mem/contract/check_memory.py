@@ -14,7 +14,7 @@ import torch
 
 from dist_mem.config import ConfigError
 from dist_mem.config.check import Problem
-from dist_mem.contract import inspection_rules, rules
+from dist_mem.contract import gradient_rules, inspection_rules, rules
 from dist_mem.contract.subject import BrokenRuleError, Size, Subject
 from dist_mem.memory import memory_class
 from dist_mem.memory.outside import line_in
@@ -36,8 +36,8 @@ RULES = (
         "a state that grows, or that takes the dtype of the activations: cast to the dtype of the old state",
     ),
     Rule(
-        2, "the state carries no gradient", rules.state_has_no_gradient,
-        "a missing .detach() where rows enter the state: there is no gradient through time",
+        2, "the state carries no gradient, unless carries_gradient says so", gradient_rules.gradient_flows_as_declared,
+        "a missing .detach() where rows enter the state, or one too many in a memory with carries_gradient",
     ),
     Rule(
         1, "forward modifies none of its inputs", rules.changes_nothing_it_was_given,
@@ -92,7 +92,7 @@ RULES = (
         "layer.weight used outside layer.forward: ZeRO-3 gathers a parameter only there",
     ),
     Rule(
-        6, "every parameter gets a gradient in every step", rules.every_parameter_gets_a_gradient,
+        6, "every parameter gets a gradient in every step", gradient_rules.every_parameter_gets_a_gradient,
         "a parameter that is not used for an empty memory or an idle lane: multiply by a 0/1 mask instead",
     ),
     Rule(
@@ -135,21 +135,26 @@ class Failure(NamedTuple):
     is_error: bool  # the memory raised an error that the rule does not expect
 
 
-def failures(block: Callable[[int], dict[str, Any]], source: Path | None = None) -> Iterator[Failure]:
+def failures(
+    block: Callable[[int], dict[str, Any]], source: Path | None = None, sizes: Sequence[Size] = SIZES
+) -> Iterator[Failure]:
     """Yield the rules that a memory breaks.
 
     Args:
         block: segment length -> the `memory:` block of the configuration.
         source: the memory's file.
+        sizes: smallest first.
     """
     for rule in RULES:
-        failure = _first_failure(rule, block, source)
+        failure = _first_failure(rule, block, source, sizes)
         if failure is not None:
             yield failure
 
 
-def _first_failure(rule: Rule, block: Callable[[int], dict[str, Any]], source: Path | None) -> Failure | None:
-    for size in SIZES:
+def _first_failure(
+    rule: Rule, block: Callable[[int], dict[str, Any]], source: Path | None, sizes: Sequence[Size]
+) -> Failure | None:
+    for size in sizes:
         for norm in ("pre", "post"):
             try:
                 rule.check(Subject(block, size, norm))

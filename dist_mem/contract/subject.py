@@ -5,8 +5,8 @@ A rule takes a `Subject` and raises `BrokenRuleError` if the memory breaks it. S
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dist_mem.config import Config, DataConfig, ModelConfig, TrainConfig
 from dist_mem.data.batch import IGNORE
-from dist_mem.memory.base import named_tensors
+from dist_mem.memory.base import detached, named_tensors
 from dist_mem.model import LMOutput, LMState, MemoryLM
 
 Segment = tuple[Tensor, Tensor]  # tokens and targets, both (lanes, seg_len) int64
@@ -47,12 +47,14 @@ class Subject:
     size: Size
     norm: str = "pre"
     cut: str = "start"  # as `data.cut`; end: the first segment that is read is short in most lanes
+    attention: str = "auto"  # as `model.attention`
+    keys: Mapping[str, Any] = field(default_factory=dict)  # further keys of `model`
 
-    def model(self, *, dropout: float = 0.0, checkpointing: bool = False) -> MemoryLM:
+    def model(self, *, dropout: float = 0.0, checkpointing: str = "none") -> MemoryLM:
         """Return a model with large weights: attention far from uniform reveals bugs that small weights hide."""
-        model = ModelConfig(
-            num_layers=self.size.layers, d_model=12, num_heads=2, d_head=5, d_inner=16, norm=self.norm, dropout=dropout
-        )
+        widths = {"d_model": 12, "num_heads": 2, "d_head": 5, "d_inner": 16}
+        model = ModelConfig(num_layers=self.size.layers, norm=self.norm, dropout=dropout, **{**widths, **self.keys})
+        model.attention = self.attention
         model.init_std = 0.5
         train = TrainConfig(seg_len=self.size.seg_len, activation_checkpointing=checkpointing)
         torch.manual_seed(0)
@@ -83,13 +85,22 @@ class Subject:
         return model.init_state(torch.arange(self.size.lanes), "cpu", dtype)
 
     def read(
-        self, model: MemoryLM, segments: list[Segment] | None = None, state: LMState | None = None
+        self,
+        model: MemoryLM,
+        segments: list[Segment] | None = None,
+        state: LMState | None = None,
+        *,
+        is_window: bool = False,
     ) -> Iterator[LMOutput]:
-        """Read segments of documents one after the other, and yield the outputs; by default from empty memories."""
+        """Read segments of documents one after the other, and yield the outputs; by default from empty memories.
+
+        Args:
+            is_window: gradients may flow through the states between them.
+        """
         state = self.fresh(model) if state is None else state
         for number, (tokens, targets) in enumerate(self.segments() if segments is None else segments):
             output = model(tokens, targets, self.lengths(number), state=state)
-            state = output.state
+            state = output.state if is_window else detached(output.state)
             yield output
 
     @torch.no_grad()

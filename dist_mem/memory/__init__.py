@@ -96,6 +96,11 @@ def build_memory(block: Mapping[str, Any], spec: LayerSpec) -> Memory:
             f"data.cut is end, but memory.kind = {kind} keeps whole segments only, and there a document begins with a "
             "short one: set data.cut to start, or memory.kind to none, causal, or infinite over one of these"
         )
+    if spec.tf32 and memory.needs_exact_products:
+        raise ValueError(
+            f"train.tf32 is true, but memory.kind = {kind} computes in exact fp32: set train.tf32 to false; "
+            "train.precision = bf16 is faster still, and leaves these products exact"
+        )
     return memory
 
 

@@ -5,8 +5,9 @@ that `forward` takes and returns; `forward` modifies none of its inputs. The mod
 decides whether a new state is kept (rule 3), and a lane that starts a new document starts empty.
 
 Rules, each tested on every memory by discovery (tests/memory/test_memory_contract.py):
-1. pure  2. same structure, shapes, dtypes; no gradient through the state  3. only complete segments are committed,
-and with `data.cut: end` a document's first, which may be short
+1. pure  2. same structure, shapes, dtypes; no gradient beyond the update, and within it only through the states of
+memories that say so (`carries_gradient`)  3. only complete segments are committed, and with `data.cut: end` a
+document's first, which may be short
 4. causal  5. lanes are independent; a reset lane equals a fresh one  6. document ends are masks, never branches
 7. parameters are used only in the forward of a module that registers them  8. randomness is a counter hash
 9. parity with the published reference vectors where they exist
@@ -41,7 +42,7 @@ class Evicted(NamedTuple):
 
 class MemoryOutput(NamedTuple):
     y: Tensor  # (B, T, D) attention sub-layer output of the last T rows of x, before the residual
-    state: MemoryState  # the same NamedTuple type as the input state, without gradient
+    state: MemoryState  # the same NamedTuple type as the input state; without gradient unless `carries_gradient`
     aux: dict[str, Tensor]  # name -> (B,) weighted auxiliary loss per lane, averaged over real queries
     query: Tensor  # (H, B, T, K) content queries of the segment, before biases; a memory over this one reads with them
     evicted: Evicted  # as if every segment were complete: for other segments the model discards the new state anyway
@@ -86,6 +87,16 @@ class Memory(nn.Module):
         return False
 
     @property
+    def needs_exact_products(self) -> bool:
+        """Whether products of float32 must be exact here, so that `train.tf32` is refused: those of a regression."""
+        return False
+
+    @property
+    def carries_gradient(self) -> bool:
+        """Whether gradients flow through the state to the earlier segments of a window (`train.bptt_segments`)."""
+        return False
+
+    @property
     def min_seg_len(self) -> int:
         """Fewest rows of x for which an incomplete segment has the outputs that T rows give; T unless overridden.
 
@@ -99,7 +110,7 @@ class Memory(nn.Module):
         return self.spec.seg_len
 
     def flops(self) -> Flops | None:
-        """Return the operations of a complete segment of one lane with a full memory; None if not counted."""
+        """Return the operations of a forward over complete segments with full memories; None if not counted."""
         return None
 
     def stem(self) -> Stem:
@@ -145,13 +156,16 @@ class Memory(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} does not implement forget")
 
     def reset_parameters(self) -> None:
-        """Adjust initial weights after the model has drawn them all by one rule; by default none changes.
+        """Adjust initial weights after the model has drawn those of the block by one rule; by default none changes.
 
         The model calls it once, after `initialize`; PyTorch calls it only on a meta-device module wrapped in FSDP.
         """
 
     def tie_parameters(self, first: Any) -> None:
-        """Use parameters of the first block's memory, as u and v of relative attention; by default none is shared."""
+        """Use parameters of the first block's memory, as u and v of relative attention; by default none is shared.
+
+        Share the parameters, and do not read their values: at ZeRO stage 3 these are divided among the ranks already.
+        """
 
     def auxiliary_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that learn from an auxiliary loss only; their gradient norm is logged separately."""
@@ -213,6 +227,12 @@ def select_lanes(keep_new: Tensor, new: StateT, old: StateT) -> StateT:
         return torch.where(mask, new_part, old_part)
 
     return map_state(choose, new, old)
+
+
+def detached(state: StateT) -> StateT:
+    """Return the state without gradient: the border of a window of `train.bptt_segments` segments."""
+    cut: StateT = map_state(Tensor.detach, state)
+    return cut
 
 
 def named_tensors(state: MemoryState, prefix: str = "") -> dict[str, Tensor]:

@@ -1,22 +1,24 @@
 """GPT-2's attention within the segment, which remembers nothing; a long-term memory may be built over it.
 
-It adds no positions: in GPT-2 (model.kind: gpt2) the rows contain learned ones. Source: Radford et al. 2019; Martins et
-al. 2022, "infinity-former", sec. 4.2. Alone, this memory is the paper's GPT-2; `infinite` over it is the
-infinity-former.
+It adds no positions: in GPT-2 (model.kind: gpt2) the rows contain learned ones. In a Llama it has rotary positions, as
+`none` has there. Source: Radford et al. 2019; Martins et al. 2022, "infinity-former", sec. 4.2. Alone, this memory is
+the paper's GPT-2; `infinite` over it is the infinity-former.
 """
 
 from __future__ import annotations
 
 from dist_mem.memory.none import NoMemory
 from dist_mem.nn.flops import Flops
+from dist_mem.nn.layers import RelativeAttention
 from dist_mem.nn.plain_attention import PlainAttention, plain_attention_flops
+from dist_mem.nn.rotary_attention import RotaryAttention, attention_of
 
 
 class Causal(NoMemory):
     """GPT-2's causal attention within the segment."""
 
-    def make_attention(self) -> PlainAttention:
-        return PlainAttention(self.spec)
+    def make_attention(self) -> RelativeAttention | RotaryAttention | PlainAttention:
+        return PlainAttention(self.spec) if self.spec.llama is None else attention_of(self.spec)
 
     def flops(self) -> Flops:
         return plain_attention_flops(self.spec, context_len=0, context_learns=False)

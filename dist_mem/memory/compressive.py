@@ -35,9 +35,11 @@ from dist_mem.memory.parts.inspection import (
     token_spans,
 )
 from dist_mem.memory.parts.shown import Shown, take_out, valid_rows, zero_hidden
-from dist_mem.nn.flops import Flops, product, relative_attention
-from dist_mem.nn.layers import Attended, Norm, RelativeAttention, split_heads, visible_keys
+from dist_mem.nn.flops import Flops, product
+from dist_mem.nn.layers import Attended, AttentionLayer, RelativeAttention, visible_keys
+from dist_mem.nn.norms import input_norm
 from dist_mem.nn.plain_attention import BIASES, PlainAttention, plain_attention_flops
+from dist_mem.nn.rotary_attention import RotaryAttention, attention_flops, attention_of, repeat_heads
 
 
 class State(NamedTuple):
@@ -45,7 +47,7 @@ class State(NamedTuple):
     compressed: transformer_xl.State  # C rows, older than those
 
 
-def content_attention(attention: RelativeAttention | PlainAttention, query: Tensor, rows: Tensor) -> Tensor:
+def content_attention(attention: AttentionLayer, query: Tensor, rows: Tensor) -> Tensor:
     """Compute softmax(q k^T / sqrt(K)) v without positions or mask (Algorithm 2), with a gradient for `rows` only.
 
     Args:
@@ -54,8 +56,7 @@ def content_attention(attention: RelativeAttention | PlainAttention, query: Tens
     Returns:
         (H, B, T, K), one context a query.
     """
-    pairs = split_heads(attention.key_value(rows, frozen=True), 2 * attention.num_heads)
-    key, value = pairs.chunk(2)
+    key, value = (repeat_heads(part, len(query)) for part in attention.pairs(rows, frozen=True))
     scores = query @ key.mT / math.sqrt(query.shape[-1])
     return scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1).to(value.dtype) @ value
 
@@ -82,14 +83,18 @@ class Compressive(Memory):
     def __init__(self, spec: LayerSpec, options: Options) -> None:
         super().__init__(spec, options)
         check_options(options, seg_len=spec.seg_len)
-        self.norm = Norm(spec.d_model) if spec.norm == "pre" else nn.Identity()
-        self.attention: RelativeAttention | PlainAttention = (
-            RelativeAttention(**spec.attention)
-            if options.positions == "relative"
-            else PlainAttention(spec, bias=options.positions)
-        )
+        self.norm = input_norm(spec)
+        if spec.llama is not None and options.positions != "relative":
+            raise ValueError(
+                f"memory.positions is {options.positions}, which is for GPT-2's attention: in a Llama, set "
+                "memory.positions to relative, which means rotary positions there"
+            )
+        is_relative = options.positions == "relative"
+        self.attention: RelativeAttention | RotaryAttention | PlainAttention
+        self.attention = attention_of(spec) if is_relative else PlainAttention(spec, bias=options.positions)
         rate = options.compression_rate
         self.compression = COMPRESSIONS[options.compression](spec.d_model, rate=rate)
+        self.attention.shows_weights = self.compression.needs_usage
         self.learns = any(True for _ in self.compression.parameters())
         if self.learns and options.compression_loss == "autoencoder":
             self.decoder = nn.ConvTranspose1d(spec.d_model, spec.d_model, rate, stride=rate)
@@ -134,7 +139,7 @@ class Compressive(Memory):
     def flops(self) -> Flops:
         spec, options = self.spec, self.options
         context_len = options.cmem_len + options.mem_len
-        count = relative_attention if options.positions == "relative" else plain_attention_flops
+        count = attention_flops if options.positions == "relative" else plain_attention_flops
         attention = count(spec, context_len=context_len, context_learns=spec.norm == "pre")
         return attention + self.compression.flops(spec.d_model, spec.seg_len) + self.loss_flops()
 
@@ -147,17 +152,19 @@ class Compressive(Memory):
             return Flops()
         if self.options.compression_loss == "autoencoder":
             return product(rows, d_model, rate * d_model, scored=False)
-        target = product(seg_len, 2 * d_model + 2 * seg_len, width, gradients=0, scored=False)
-        keys = product(rows, d_model, 2 * width, gradients=1, scored=False)
+        target = product(seg_len, d_model, 2 * self.spec.kv_width, gradients=0, scored=False)
+        target += product(seg_len, 2 * seg_len, width, gradients=0, scored=False)
+        keys = product(rows, d_model, 2 * self.spec.kv_width, gradients=1, scored=False)
         scores = product(seg_len, width, rows, gradients=1, scored=False)
         return target + keys + scores + product(seg_len, rows, width, scored=False)
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         memory, compressed = state
         seg_len, cmem_len, mem_len = x.shape[1], self.options.cmem_len, self.options.mem_len
-        y, query, weights = self.attend(x, state)
+        attended = self.attend(x, state, weights=self.compression.needs_usage)
+        y, query, _ = attended
         old = memory.hidden[:, :seg_len].to(x.dtype)
-        new = self.compression(old, self.usage(weights, seg_len))
+        new = self.compression(old, self.usage(attended, seg_len))
         is_full = memory.length == mem_len
         kept = select_lanes(is_full, transformer_xl.push(compressed, new, self.shown_new(memory, seg_len)), compressed)
         oldest = zero_hidden(compressed.hidden[:, : new.shape[1]], compressed.shown).to(x.dtype)
@@ -168,13 +175,13 @@ class Compressive(Memory):
             aux["compression"] = torch.where(is_full & (valid_len == seg_len), self.options.loss_weight * loss, 0.0)
         return MemoryOutput(y, State(transformer_xl.push(memory, x), kept), aux, query, evicted)
 
-    def attend(self, x: Tensor, state: State) -> Attended:
+    def attend(self, x: Tensor, state: State, *, weights: bool) -> Attended:
         """Attend to the compressed memory, the memory and the segment, in this order."""
         memory, compressed = state
         context = torch.cat([compressed.hidden, memory.hidden], dim=1).to(x.dtype)
         valid = [valid_rows(part.length, part.hidden.shape[1], part.shown) for part in (compressed, memory)]
         visible = visible_keys(torch.cat(valid, dim=1), x.shape[1], same_length=self.spec.same_length)
-        attended: Attended = self.attention(self.norm(x), self.norm(context), visible)
+        attended: Attended = self.attention(self.norm(x), self.norm(context), visible, weights=weights)
         return attended
 
     def shown_new(self, memory: transformer_xl.State, seg_len: int) -> Shown:
@@ -188,8 +195,8 @@ class Compressive(Memory):
     def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: None = None) -> Inspection:
         """Its value `compression_loss` (B,) is that of the rows that leave the memory now; nan where none do."""
         cmem_len, mem_len, seg_len = self.options.cmem_len, self.options.mem_len, x.shape[1]
-        _, query, weights = self.attend(x, state)
-        compressed, memory, segment = weights.tensor_split([cmem_len, cmem_len + mem_len], dim=-1)
+        attended = self.attend(x, state, weights=True)
+        compressed, memory, segment = attended.shares().tensor_split([cmem_len, cmem_len + mem_len], dim=-1)
         rows = {
             "compressed": rows_of(compressed, self.compressed_spans(state)),
             "memory": rows_of(memory, token_spans(state.memory.length, mem_len)),
@@ -198,14 +205,16 @@ class Compressive(Memory):
         if not self.learns:
             return Inspection(rows)
         old = state.memory.hidden[:, :seg_len].to(x.dtype)
-        loss = self.compression_loss(query, old, self.compression(old, self.usage(weights, seg_len)))
+        loss = self.compression_loss(attended.query, old, self.compression(old, self.usage(attended, seg_len)))
         leaves = (state.memory.length == mem_len) & (valid_len == seg_len)
         return Inspection(rows, {"compression_loss": torch.where(leaves, loss, torch.nan)})
 
-    def usage(self, weights: Tensor, seg_len: int) -> Tensor:
-        """Return the mean attention to the oldest T rows of the memory, (B, T); weights (H, B, T, C + M + T)."""
+    def usage(self, attended: Attended, seg_len: int) -> Tensor | None:
+        """Return the mean attention to the oldest T rows of the memory, (B, T), if the compression needs it."""
         first = self.options.cmem_len
-        return weights.detach()[..., first : first + seg_len].float().mean((0, 2))
+        if not self.compression.needs_usage:
+            return None
+        return attended.shares().detach()[..., first : first + seg_len].float().mean((0, 2))
 
     def compressed_spans(self, state: State) -> Spans:
         """Return the tokens of the C compressed rows."""

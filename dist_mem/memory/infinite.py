@@ -45,9 +45,17 @@ class Infinite(Signal):
     def takes_short_first(self) -> bool:
         return self.over.takes_short_first  # and then what it evicts is the segment itself
 
+    @property
+    def carries_gradient(self) -> bool:
+        return self.over.carries_gradient
+
+    @property
+    def needs_exact_products(self) -> bool:
+        return True  # of the coefficients, whose errors would add up over a document
+
     @classmethod
     def small_options(cls, seg_len: int) -> dict[str, Any]:
-        return {"num_basis": 8, "widths": [0.1, 0.2], "num_samples": 2 * seg_len, "kl_weight": 0.1}
+        return {"num_basis": 8, "basis_widths": [0.1, 0.2], "num_samples": 2 * seg_len, "kl_weight": 0.1}
 
     def stem(self) -> Stem:
         return self.over.stem()

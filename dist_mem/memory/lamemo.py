@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from dist_mem.config.keys import TOKENS, key
 from dist_mem.memory import transformer_xl
@@ -26,6 +26,7 @@ from dist_mem.memory.parts.look_ahead import LookAheadAttention, Past, Refreshed
 from dist_mem.memory.parts.shown import Shown, append_shown, take_out, valid_rows, zero_hidden
 from dist_mem.nn.flops import Flops, attending, product, relative_attention
 from dist_mem.nn.layers import Attended, RelativeAttention, visible_keys
+from dist_mem.nn.norms import input_norm
 
 
 class State(NamedTuple):
@@ -79,7 +80,12 @@ class LaMemo(Memory):
     def __init__(self, spec: LayerSpec, options: Options) -> None:
         super().__init__(spec, options)
         check_options(options)
-        self.norm = nn.LayerNorm(spec.d_model) if spec.norm == "pre" else nn.Identity()
+        if spec.llama is not None:
+            raise ValueError(
+                "memory.kind is lamemo, whose look-ahead is defined by Transformer-XL's scores of distances, which a "
+                "Llama does not have: set memory.kind to transformer_xl, or model.kind to transformer"
+            )
+        self.norm = input_norm(spec)
         self.window = min(spec.seg_len, options.mem_len)
         self.refreshes = spec.layer_index < spec.num_layers - 1
         self.attention: RelativeAttention | LookAheadAttention
@@ -143,7 +149,7 @@ class LaMemo(Memory):
         if not self.options.look_ahead:
             return total
         if self.options.positions == "shared":
-            total += product(mem_len + 1, d_model, width, gradients=1)
+            total += product(mem_len + 1, d_model, width, gradients=1).once()
         for begin, end in row_blocks(mem_len, self.window):
             columns = self.window + min(end - begin, mem_len - self.window + 1 - begin)
             total += product(end - begin, width, columns)
@@ -155,36 +161,36 @@ class LaMemo(Memory):
         shown = append_shown(state.shown, (), num_tokens)
         length = (state.length + num_tokens).clamp(max=mem_len)
         evicted = Evicted(zero_hidden(x[:, : self.spec.seg_len].detach(), state.shown), state.length == mem_len)
-        attended = self.attend(x, state, valid_len)
-        past = attended.past if isinstance(attended, Refreshed) else ()
+        attended, refreshed = self.attend(x, state, valid_len, weights=False)
+        past = refreshed.past if refreshed else ()
         return MemoryOutput(attended.y, State(past, length, shown), {}, attended.query, evicted)
 
-    def attend(self, x: Tensor, state: State, valid_len: Tensor) -> Attended | Refreshed:
+    def attend(self, x: Tensor, state: State, valid_len: Tensor, *, weights: bool) -> tuple[Attended, Refreshed | None]:
         """Attend to memory rows and segment; in all blocks but the last, memory rows look ahead."""
         mem_len = self.options.mem_len
         valid = valid_rows(state.length, mem_len, state.shown)
         visible = visible_keys(valid, x.shape[1] - mem_len, same_length=self.spec.same_length)
         rows = self.norm(x)
         if not self.refreshes:
-            attended: Attended = self.attention(rows[:, mem_len:], rows[:, :mem_len], visible)
-            return attended
+            return self.attention(rows[:, mem_len:], rows[:, :mem_len], visible, weights=weights), None
         window_len = state.length.clamp(max=self.spec.seg_len)
         if self.options.window == "segment":
             window_len = torch.minimum(state.length, valid_len)
         ahead = visible_ahead(valid, window_len, self.window)
         if isinstance(state.shown, Tensor):
             newest = state.shown[:, mem_len - self.window + 1 :]
-            ahead = ahead & F.pad(newest, (0, 1), value=True)[:, None]  # the last key is the segment's first token
-        refreshed: Refreshed = self.attention(rows, state.past, visible, ahead)
-        return refreshed
+            # The last key is the segment's first token.
+            ahead = ahead._replace(valid=ahead.valid & F.pad(newest, (0, 1), value=True))
+        read: tuple[Attended, Refreshed] = self.attention(rows, state.past, visible, ahead, weights=weights)
+        return read
 
     @torch.no_grad()
     def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: None = None) -> Inspection:
-        attended = self.attend(x, state, valid_len)
-        memory, segment = attended.weights.tensor_split([self.options.mem_len], dim=-1)
+        attended, refreshed = self.attend(x, state, valid_len, weights=True)
+        memory, segment = attended.shares().tensor_split([self.options.mem_len], dim=-1)
         spans = token_spans(state.length, self.options.mem_len)
         rows = {"memory": rows_of(memory, spans), "segment": segment_rows(segment, valid_len)}
-        values = {"alpha": attended.alpha.permute(1, 0, 2)} if isinstance(attended, Refreshed) else {}
+        values = {"alpha": refreshed.alpha.permute(1, 0, 2)} if refreshed else {}
         return Inspection(rows, values)
 
     def forget(self, state: State, begin: Tensor, end: Tensor, trace: None = None) -> State:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput
 from dist_mem.memory.parts.inspection import Inspection, segment_rows
-from dist_mem.nn.flops import Flops, relative_attention
+from dist_mem.nn.flops import Flops
 from dist_mem.nn.layers import Attended, RelativeAttention, visible_keys
+from dist_mem.nn.norms import input_norm
 from dist_mem.nn.plain_attention import PlainAttention
+from dist_mem.nn.rotary_attention import RotaryAttention, attention_flops, attention_of
 
 
 class State(NamedTuple):
@@ -19,7 +21,7 @@ class State(NamedTuple):
 
 
 class NoMemory(Memory):
-    """Relative attention within the segment."""
+    """Attention within the segment, with relative positions, or rotary ones in a Llama."""
 
     def __init__(self, spec: LayerSpec, options: Memory.Options) -> None:
         super().__init__(spec, options)
@@ -28,12 +30,12 @@ class NoMemory(Memory):
             raise ValueError(
                 f"model.same_length needs a memory: set it to false, or memory.kind to another than {kind}"
             )
-        self.norm = nn.LayerNorm(spec.d_model) if spec.norm == "pre" else nn.Identity()
+        self.norm = input_norm(spec)
         self.attention = self.make_attention()
 
-    def make_attention(self) -> RelativeAttention | PlainAttention:
+    def make_attention(self) -> RelativeAttention | RotaryAttention | PlainAttention:
         """Return the attention layer."""
-        return RelativeAttention(**self.spec.attention)
+        return attention_of(self.spec)
 
     def tie_parameters(self, first: Memory) -> None:
         assert isinstance(first, NoMemory)
@@ -51,25 +53,25 @@ class NoMemory(Memory):
         return State()
 
     def flops(self) -> Flops:
-        return relative_attention(self.spec, context_len=0, context_learns=False)
+        return attention_flops(self.spec, context_len=0, context_learns=False)
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
-        y, query, _ = self.attend(x)
+        y, query, _ = self.attend(x, weights=False)
         # Raw rows, before the layer norm, as the published GPT-2 code passes them to its long-term memory.
         everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
         return MemoryOutput(y, state, {}, query, everything)
 
-    def attend(self, x: Tensor) -> Attended:
+    def attend(self, x: Tensor, *, weights: bool) -> Attended:
         """Attend to the segment."""
         no_context = x.new_empty(x.shape[0], 0, x.shape[2])
         nothing = no_context.new_empty(x.shape[0], 0, dtype=torch.bool)
         visible = visible_keys(nothing, x.shape[1], same_length=False)
-        attended: Attended = self.attention(self.norm(x), no_context, visible)
+        attended: Attended = self.attention(self.norm(x), no_context, visible, weights=weights)
         return attended
 
     @torch.no_grad()
     def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: None = None) -> Inspection:
-        return Inspection({"segment": segment_rows(self.attend(x).weights, valid_len)})
+        return Inspection({"segment": segment_rows(self.attend(x, weights=True).shares(), valid_len)})
 
     def forget(self, state: State, begin: Tensor, end: Tensor, trace: None = None) -> State:
         return state

@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib.metadata import entry_points
 from itertools import chain, count
 from pathlib import Path
@@ -30,6 +31,11 @@ def is_file(kind: str) -> bool:
 
 def offered_kinds() -> list[str]:
     """Return the names under which installed packages offer memories."""
+    return _offered_along(tuple(sys.path))
+
+
+@cache  # it reads the metadata of every installed package, and every block of a model asks
+def _offered_along(search_path: tuple[str, ...]) -> list[str]:
     return sorted(entry_points(group=GROUP).names)
 
 

@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dist_mem.config.keys import TOKENS, key
 from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, whole_segments
 from dist_mem.memory.parts.inspection import Inspection, overlapping, rows_of, segment_rows, token_spans
 from dist_mem.memory.parts.shown import Shown, append_shown, take_out, valid_rows, zero_hidden
-from dist_mem.nn.flops import Flops, relative_attention
-from dist_mem.nn.layers import Attended, RelativeAttention, visible_keys
+from dist_mem.nn.flops import Flops
+from dist_mem.nn.layers import Attended, visible_keys
+from dist_mem.nn.norms import input_norm
+from dist_mem.nn.rotary_attention import attention_flops, attention_of
 
 
 class State(NamedTuple):
@@ -49,7 +51,7 @@ def check_mem_len(mem_len: int) -> None:
 
 
 class TransformerXL(Memory):
-    """Relative attention to the segment and the block's last M inputs."""
+    """Attention to the segment and the block's last M inputs, with relative positions, or rotary ones in a Llama."""
 
     @dataclass
     class Options:
@@ -58,8 +60,8 @@ class TransformerXL(Memory):
     def __init__(self, spec: LayerSpec, options: Options) -> None:
         super().__init__(spec, options)
         check_mem_len(options.mem_len)
-        self.norm = nn.LayerNorm(spec.d_model) if spec.norm == "pre" else nn.Identity()
-        self.attention = RelativeAttention(**spec.attention)
+        self.norm = input_norm(spec)
+        self.attention = attention_of(spec)
 
     @classmethod
     def small_options(cls, seg_len: int) -> dict[str, Any]:
@@ -86,23 +88,24 @@ class TransformerXL(Memory):
 
     def flops(self) -> Flops:
         learns = self.spec.norm == "pre"  # through the norm of the context
-        return relative_attention(self.spec, context_len=self.options.mem_len, context_learns=learns)
+        return attention_flops(self.spec, context_len=self.options.mem_len, context_learns=learns)
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
-        y, query, _ = self.attend(x, state)
+        y, query, _ = self.attend(x, state, weights=False)
         rows = zero_hidden(state.hidden[:, : x.shape[1]], state.shown).to(x.dtype)
         return MemoryOutput(y, push(state, x), {}, query, Evicted(rows, state.length == self.options.mem_len))
 
-    def attend(self, x: Tensor, state: State) -> Attended:
+    def attend(self, x: Tensor, state: State, *, weights: bool) -> Attended:
         """Attend to the memory and the segment."""
         valid = valid_rows(state.length, state.hidden.shape[1], state.shown)
         visible = visible_keys(valid, x.shape[1], same_length=self.spec.same_length)
-        attended: Attended = self.attention(self.norm(x), self.norm(state.hidden.to(x.dtype)), visible)
+        rows, context = self.norm(x), self.norm(state.hidden.to(x.dtype))
+        attended: Attended = self.attention(rows, context, visible, weights=weights)
         return attended
 
     @torch.no_grad()
     def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: None = None) -> Inspection:
-        memory, segment = self.attend(x, state).weights.tensor_split([self.options.mem_len], dim=-1)
+        memory, segment = self.attend(x, state, weights=True).shares().tensor_split([self.options.mem_len], dim=-1)
         spans = token_spans(state.length, self.options.mem_len)
         return Inspection({"memory": rows_of(memory, spans), "segment": segment_rows(segment, valid_len)})
 

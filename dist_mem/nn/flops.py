@@ -1,4 +1,4 @@
-"""Floating-point operations of one complete segment of one lane with a full memory, by formula.
+"""Floating-point operations of a forward over complete segments of lanes with full memories, by formula.
 
 Only matrix products and convolutions count; all else is below one per cent. A multiplication and an addition are two
 operations, as in torch's own counter. That counter is not used because it imports torch's compiler, which costs a
@@ -7,18 +7,30 @@ operations, as in torch's own counter. That counter is not used because it impor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from dist_mem.nn.layer_spec import LayerSpec
 
 
 @dataclass(frozen=True)
 class Flops:
-    scoring: int = 0  # a forward
-    training: int = 0  # a forward and a backward, without the recomputation of activation checkpointing
+    """Operations that each lane of a forward costs, and operations that do not depend on the number of its lanes."""
+
+    scoring: int = 0  # a forward, per lane
+    training: int = 0  # a forward and a backward, per lane, without the recomputation of activation checkpointing
+    scoring_once: int = 0  # the same two for operations made once for all lanes
+    training_once: int = 0
 
     def __add__(self, other: Flops) -> Flops:
-        return Flops(self.scoring + other.scoring, self.training + other.training)
+        return Flops(*(mine + others for mine, others in zip(astuple(self), astuple(other), strict=True)))
+
+    def once(self) -> Flops:
+        """Return the same operations as made once for all lanes."""
+        return Flops(0, 0, self.scoring, self.training)
+
+    def of_lanes(self, num_lanes: int) -> Flops:
+        """Return all operations of a forward of so many lanes, as `scoring` and `training`."""
+        return Flops(num_lanes * self.scoring + self.scoring_once, num_lanes * self.training + self.training_once)
 
 
 def product(rows: int, inner: int, columns: int, *, gradients: int = 2, scored: bool = True) -> Flops:
@@ -42,6 +54,6 @@ def relative_attention(spec: LayerSpec, *, context_len: int, context_learns: boo
 
 def attending(num_queries: int, num_keys: int, *, d_model: int, width: int) -> Flops:
     """Count the scores by content and by distance, the table of distances, and the weighted sum of the values."""
-    table = product(num_keys + 1, d_model, width, gradients=1)
+    table = product(num_keys + 1, d_model, width, gradients=1).once()
     scores = product(num_queries, width, num_keys) + product(num_queries, width, num_keys + 1)
     return table + scores + product(num_queries, num_keys, width)

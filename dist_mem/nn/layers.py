@@ -1,21 +1,26 @@
 """Transformer layers without memory: relative attention, feed-forward, masks.
 
-A memory layer (dist_mem/memory/) decides which rows are attended to; this module attends. Source: Dai et al. 2019,
-"Transformer-XL", sec. 3.3, and the authors' PyTorch code. Shape letters: B lanes, T segment, M context rows, J = M + T
-keys, D model, H heads, K head width.
-
-Inside attention the head axis comes first, (H, B, T, K). The position scores of all lanes are then one product per head
-with a table that the lanes share, and the table is never expanded over the lanes.
+A memory layer (dist_mem/memory/) decides which rows are attended to; this module projects them, and attention.py
+attends. Source: Dai et al. 2019, "Transformer-XL", sec. 3.3, and the authors' PyTorch code. Shape letters: B lanes, T
+segment, M context rows, J = M + T keys, D model, H heads, K head width.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from dist_mem.nn.attention import Choice, attend, choose, simple_scores
+from dist_mem.nn.attention import masked_softmax as masked_softmax
+from dist_mem.nn.attention_inputs import Inputs, Relative, Visible
+from dist_mem.nn.attention_inputs import newest_rows as newest_rows
+from dist_mem.nn.attention_inputs import visible_keys as visible_keys
+from dist_mem.nn.kernel_shapes import device_type_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # train.precision
 
@@ -37,40 +42,6 @@ def key_distances(num_keys: int, *, clamp_len: int | None, device: torch.device)
     return distances.clamp(min=0, max=clamp_len)
 
 
-def align_distances(scores: Tensor) -> Tensor:
-    """Turn columns of distances J - 1, ..., 0, dummy into keys 0, ..., J - 1: (..., T, J + 1) -> (..., T, J).
-
-    Query i is at key J - T + i, so key j is at distance J - T + i - j, which is column T - 1 - i + j. That is entry
-    (T - 1) + i J + j of the flat (T, J + 1) block: a contiguous window, so this returns a view where the published code
-    pads and copies. Only keys up to the query's position are meaningful; the rest must be masked.
-    """
-    num_queries, num_columns = scores.shape[-2:]
-    num_keys = num_columns - 1
-    window = scores.flatten(-2).narrow(-1, num_queries - 1, num_queries * num_keys)
-    return window.unflatten(-1, (num_queries, num_keys))
-
-
-def visible_keys(context_valid: Tensor, num_queries: int, *, same_length: bool) -> Tensor:
-    """Return which keys each query may see: (B, M) bool valid context rows -> (B, T, M + T) bool.
-
-    Query i sees the valid context and the segment up to itself; with `same_length` only keys j > i, so exactly M of
-    them once the context is full. A query always sees itself, so no row is empty and the softmax never computes 0/0,
-    even in idle lanes.
-    """
-    context_len = context_valid.shape[1]
-    query = torch.arange(num_queries, device=context_valid.device)[:, None]
-    key = torch.arange(context_len + num_queries, device=context_valid.device)
-    reachable = key <= context_len + query
-    if same_length:
-        reachable = reachable & (key > query)
-    return reachable & F.pad(context_valid, (0, num_queries), value=True)[:, None]
-
-
-def newest_rows(length: Tensor, num_rows: int) -> Tensor:
-    """Return the mask of the `length` newest of right-aligned rows: (B,) int64 -> (B, num_rows) bool."""
-    return torch.arange(num_rows, device=length.device) >= num_rows - length[:, None]
-
-
 def split_heads(rows: Tensor, num_heads: int) -> Tensor:
     """Split the last axis into heads: (B, T, H * K) -> (H, B, T, K), a view."""
     return rows.unflatten(-1, (num_heads, -1)).permute(2, 0, 1, 3)
@@ -81,33 +52,32 @@ def merge_heads(context: Tensor) -> Tensor:
     return context.permute(1, 2, 0, 3).flatten(-2)
 
 
-def relative_scores(
-    query: Tensor, key: Tensor, position: Tensor, *, content_bias: Tensor, position_bias: Tensor
-) -> Tensor:
-    """Compute score(i, j) = [(q_i + u) . k_j + (q_i + v) . r_(i-j)] / sqrt(K) in float32 or wider.
+def relative_queries(
+    query: Tensor, position: Tensor, *, content_bias: Tensor, position_bias: Tensor
+) -> tuple[Tensor, Relative]:
+    """Return (q + u) / sqrt(K), and the scores by distance (q + v) . r / sqrt(K) of a segment's queries.
 
     Args:
-        query: (H, B, T, K).  key: (H, B, J, K).  position: (H, K, J + 1), W_r R_t at `key_distances`.
+        query: (H, B, T, K).  position: (H, K, J + 1), W_r R_t at `key_distances`.
         content_bias, position_bias: u and v, (H, K).
-
-    Returns:
-        (H, B, T, J). Entries of keys after the query are meaningless.
     """
-    num_heads, num_lanes, num_queries, d_head = query.shape
-    scale = 1.0 / math.sqrt(d_head)
+    scale = 1.0 / math.sqrt(query.shape[-1])
     content_query = (query + content_bias[:, None, None]) * scale
     position_query = (query + position_bias[:, None, None]) * scale
-    by_distance = torch.bmm(position_query.reshape(num_heads, num_lanes * num_queries, d_head), position)
-    by_position = align_distances(by_distance.unflatten(1, (num_lanes, num_queries)))
-    by_content = content_query @ key.transpose(-1, -2)
-    # Half-precision terms are added in float32: the two can be large and of opposite sign.
-    return by_content.to(torch.promote_types(by_content.dtype, torch.float32)) + by_position
+    return content_query, Relative(position_query, position, query.shape[2] - 1)
 
 
-def masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:
-    """Return the softmax over the visible keys: scores (H, B, T, J) float32 or float64, visible (B, T, J) bool."""
-    # Add the mask: masked_fill costs four times as much, and again in the backward, where its gradient is 0 anyway.
-    return (scores + torch.where(visible, 0.0, -math.inf)).softmax(dim=-1)
+# torch.compile cannot trace `random_`; as an operation of its own it draws the same bits.
+_OPS = torch.library.Library("dist_mem", "FRAGMENT")
+_OPS.define("fill_random(Tensor(a!) words) -> ()")
+
+
+def _fill_random(words: Tensor) -> None:
+    words.random_(-(2**63), None)
+
+
+_OPS.impl("fill_random", _fill_random, "CPU")
+_OPS.impl("fill_random", lambda words: None, "Meta")
 
 
 class Dropout(nn.Module):
@@ -122,7 +92,8 @@ class Dropout(nn.Module):
             return x
         if x.device.type != "cpu":
             return F.dropout(x, 1.0 - self.keep / 2**16)
-        words = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
+        words = torch.empty((x.numel() + 3) // 4, dtype=torch.int64)
+        torch.ops.dist_mem.fill_random(words)
         kept = words.view(torch.int16)[: x.numel()].view(x.shape) < self.keep - 2**15
         return x * kept.to(x.dtype).mul_(2**16 / self.keep)
 
@@ -151,22 +122,87 @@ class Projection(nn.Linear):
         return _FrozenProduct.apply(x, self.weight) if frozen else super().forward(x)
 
 
-class Norm(nn.LayerNorm):
-    """Layer norm; if called with `frozen`, the input gets a gradient, and gain and bias do not."""
-
-    def forward(self, x: Tensor, frozen: bool = False) -> Tensor:
-        gain, bias = (self.weight.detach(), self.bias.detach()) if frozen else (self.weight, self.bias)
-        return F.layer_norm(x, self.normalized_shape, gain, bias, self.eps)
-
-
 class Attended(NamedTuple):
     y: Tensor  # (B, T, D), before the residual
     query: Tensor  # (H, B, T, K), before biases
-    weights: Tensor  # (H, B, T, M + T), attention probabilities before dropout
+    weights: Tensor | None = None  # (H, B, T, M + T), attention probabilities before dropout, where asked for
+
+    def shares(self) -> Tensor:
+        """Return the weights, which were asked for."""
+        assert self.weights is not None
+        return self.weights
 
 
-class RelativeProjections(nn.Module):
+class AttentionLayer(nn.Module):
+    """Base of layers that attend by the back end of `model.attention`; they have `key_value` and `num_heads`."""
+
+    key_value: nn.Module
+    num_heads: int
+    num_kv_heads: int | None = None  # G, heads of keys and values; None: H
+    is_relative = False  # whether there are scores by distance
+    needs_log_sum = False  # whether it needs the log of the sum of exponentials
+    shows_weights = False  # whether a memory reads the weights in every forward
+
+    def __init__(self, *, attention_dropout: float, back_end: str) -> None:
+        super().__init__()
+        self.attention_dropout = Dropout(attention_dropout)
+        self.back_end = back_end
+        self.drops = self.attention_dropout.keep < 2**16
+        if self.drops and back_end not in ("auto", "simple"):
+            raise ValueError(
+                f"model.attention is {back_end}, which has no probabilities to drop: set model.attention_dropout to 0, "
+                "or model.attention to auto or simple"
+            )
+        if self.needs_log_sum and back_end == "sdpa":
+            raise ValueError(
+                "model.attention is sdpa, which returns no log of the sum of exponentials, and look-ahead attention "
+                "needs it: set model.attention to auto, simple, chunked or flex"
+            )
+
+    def pairs(self, *parts: Tensor, frozen: bool = False) -> tuple[Tensor, Tensor]:
+        """Return keys and values (G, B, J, K) of rows (B, J, D) in parts, any of which may be empty."""
+        # Project them separately, so that no gradient is computed for context rows that need none.
+        num_heads = 2 * (self.num_kv_heads or self.num_heads)
+        projected = [split_heads(self.key_value(rows, frozen), num_heads) for rows in parts if rows.shape[1]]
+        key, value = torch.cat(projected, dim=2).chunk(2)
+        return key, value
+
+    def choose(self, device_type: str, num_queries: int) -> Choice:
+        """Return the back end that attends, and why."""
+        if self.shows_weights:
+            return Choice("simple", "the memory reads the probabilities, which only it has")
+        if self.back_end == "auto":
+            return choose(device_type, num_queries, relative=self.is_relative, drops=self.drops)
+        if self.back_end == "flex" and self.needs_log_sum and device_type == "cpu":
+            return Choice("chunked", "on CPUs FlexAttention returns no log of the sum of exponentials")
+        return Choice(self.back_end, "model.attention")
+
+    def read(self, inputs: Inputs, *, weights: bool) -> tuple[Tensor, Tensor | None]:
+        """Return the attended rows (H, B, T, K); and if asked for the weights, which then `simple` computes."""
+        back_end = self.choose(device_type_of(inputs.query), inputs.query.shape[2]).back_end
+        if isinstance(inputs.visible, Tensor) and self.back_end not in ("auto", "simple"):
+            raise ValueError(
+                f"model.attention is {self.back_end}, but this memory gives attention a mask, not the description that "
+                "dist_mem.nn.layers.visible_keys returns: set model.attention to auto or simple"
+            )
+        if back_end != "simple" and not weights and isinstance(inputs.visible, Visible):
+            return attend(inputs, back_end).rows, None
+        shares = masked_softmax(simple_scores(inputs), inputs.visible).to(inputs.value.dtype)
+        return self.attention_dropout(shares) @ inputs.value, shares if weights else None
+
+
+def describe_attention(model: nn.Module, device_type: str, num_queries: int) -> list[str]:
+    """Return one line for each back end that layers of the model use for segments of `num_queries` tokens, and why."""
+    layers = [layer for layer in model.modules() if isinstance(layer, AttentionLayer)]
+    choices = Counter(layer.choose(device_type, num_queries) for layer in layers)
+    of_all = f"of {len(layers)} layers"
+    return [f"attention of {count} {of_all}: {choice.back_end} ({choice.reason})" for choice, count in choices.items()]
+
+
+class RelativeProjections(AttentionLayer):
     """The parameters of attention with relative positions."""
+
+    is_relative = True
 
     def __init__(
         self,
@@ -177,8 +213,9 @@ class RelativeProjections(nn.Module):
         dropout: float,
         attention_dropout: float,
         clamp_len: int | None,
+        back_end: str = "auto",
     ) -> None:
-        super().__init__()
+        super().__init__(attention_dropout=attention_dropout, back_end=back_end)
         self.num_heads = num_heads
         self.clamp_len = clamp_len
         width = num_heads * d_head
@@ -189,7 +226,6 @@ class RelativeProjections(nn.Module):
         self.content_bias = nn.Parameter(torch.zeros(num_heads, d_head))  # u, see share_biases
         self.position_bias = nn.Parameter(torch.zeros(num_heads, d_head))  # v
         self.dropout = Dropout(dropout)
-        self.attention_dropout = Dropout(attention_dropout)
 
     def share_biases(self, first: nn.Module) -> None:
         """Use u and v of another layer; both register them, because ZeRO-3 gathers what a module itself registers."""
@@ -211,27 +247,24 @@ class RelativeProjections(nn.Module):
 class RelativeAttention(RelativeProjections):
     """Multi-head attention with relative positions over context rows and the segment itself."""
 
-    def forward(self, x: Tensor, context: Tensor, visible: Tensor) -> Attended:
+    def forward(self, x: Tensor, context: Tensor, visible: Visible, *, weights: bool = False) -> Attended:
         """Attend from the segment to the context and the segment.
 
         Args:
-            x: (B, T, D).  context: (B, M, D), M may be 0.  visible: (B, T, M + T) bool, see `visible_keys`.
+            x: (B, T, D).  context: (B, M, D), M may be 0.
+            visible: see `visible_keys`; or a mask (B, T, M + T) bool, for which only `simple` computes.
+            weights: whether to return attention probabilities.
         """
         query = split_heads(self.query(x), self.num_heads)
-        # Project them separately, so that no gradient is computed for context rows that need none.
-        parts = [rows for rows in (context, x) if rows.shape[1]]
-        pairs = [split_heads(self.key_value(rows), 2 * self.num_heads) for rows in parts]
-        key, value = torch.cat(pairs, dim=2).chunk(2)
-        scores = relative_scores(
+        key, value = self.pairs(context, x)
+        content_query, relative = relative_queries(
             query,
-            key,
             self.position_keys(x, num_keys=key.shape[2]),
             content_bias=self.content_bias,
             position_bias=self.position_bias,
         )
-        weights = masked_softmax(scores, visible).to(value.dtype)
-        context_rows = self.attention_dropout(weights) @ value
-        return Attended(self.dropout(self.output(merge_heads(context_rows))), query, weights)
+        rows, shares = self.read(Inputs(content_query, key, value, visible, relative), weights=weights)
+        return Attended(self.dropout(self.output(merge_heads(rows))), query, shares)
 
 
 class FeedForward(nn.Module):
@@ -244,17 +277,18 @@ class FeedForward(nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.contract(self.dropout(F.relu(self.expand(x), inplace=True))))
+        # Not in place: the output of a linear map is a view, and autograd copies the gradient of a changed view twice.
+        return self.dropout(self.contract(self.dropout(F.relu(self.expand(x)))))
 
 
 @torch.no_grad()
 def initialize(module: nn.Module, *, std: float) -> None:
-    """Draw matrices from N(0, std^2), set biases to 0 and layer norms to the identity.
+    """Draw matrices from N(0, std^2), set biases to 0 and norms to the identity.
 
     Deviation: the published code draws layer norm gains from N(1, 0.02) and embedding projections from N(0, 0.01).
     """
     for child in module.modules():
-        norm = isinstance(child, nn.LayerNorm)
+        norm = isinstance(child, nn.LayerNorm | nn.RMSNorm)
         for name, parameter in child.named_parameters(recurse=False):
             if parameter.is_meta:
                 continue  # it has no values; drawing them would import torch._dynamo, which costs a --check one second

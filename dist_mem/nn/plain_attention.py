@@ -12,9 +12,11 @@ import math
 import torch
 from torch import Tensor, nn
 
+from dist_mem.nn.attention_inputs import Inputs, Visible
+from dist_mem.nn.constants import constant
 from dist_mem.nn.flops import Flops, product
 from dist_mem.nn.layer_spec import LayerSpec
-from dist_mem.nn.layers import Attended, Dropout, Projection, masked_softmax, merge_heads, split_heads
+from dist_mem.nn.layers import Attended, AttentionLayer, Dropout, Projection, merge_heads, split_heads
 
 # none: only the rows may contain positions | alibi: every distance counts | alibi_memory: only that of context rows
 BIASES = ("none", "alibi", "alibi_memory")
@@ -50,47 +52,42 @@ def alibi_bias(num_heads: int, *, num_queries: int, context_len: int, bias: str,
     distance = context_len + query - key
     if bias == "alibi_memory":
         distance = distance.masked_fill(key >= context_len, 0)
-    slopes = torch.tensor(alibi_slopes(num_heads), device=device)
+    slopes = constant(tuple(alibi_slopes(num_heads)), device=device, dtype=torch.float32)
     return -slopes[:, None, None, None] * distance
 
 
-class PlainAttention(nn.Module):
+class PlainAttention(AttentionLayer):
     """Multi-head attention over context rows and the segment itself; all projections have biases."""
 
     def __init__(self, spec: LayerSpec, *, bias: str = "none") -> None:
-        super().__init__()
+        super().__init__(attention_dropout=spec.attention_dropout, back_end=spec.back_end)
         width = spec.num_heads * spec.d_head
         self.num_heads, self.bias = spec.num_heads, bias
         self.query = BiasedProjection(spec.d_model, width)
         self.key_value = BiasedProjection(spec.d_model, 2 * width)
         self.output = BiasedProjection(width, spec.d_model)
         self.dropout = Dropout(spec.dropout)
-        self.attention_dropout = Dropout(spec.attention_dropout)
 
     def share_biases(self, first: nn.Module) -> None:
         """Share nothing: this attention has no u and v."""
 
-    def forward(self, x: Tensor, context: Tensor, visible: Tensor) -> Attended:
-        """Attend as `layers.RelativeAttention` does: x (B, T, D), context (B, M, D), visible (B, T, M + T) bool."""
+    def forward(self, x: Tensor, context: Tensor, visible: Visible, *, weights: bool = False) -> Attended:
+        """Attend as `layers.RelativeAttention` does."""
         query = split_heads(self.query(x), self.num_heads)
-        # Project them separately, so that no gradient is computed for context rows that need none.
-        parts = [rows for rows in (context, x) if rows.shape[1]]
-        pairs = [split_heads(self.key_value(rows), 2 * self.num_heads) for rows in parts]
-        key, value = torch.cat(pairs, dim=2).chunk(2)
-        scores = (query / math.sqrt(query.shape[-1])) @ key.mT
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        key, value = self.pairs(context, x)
+        bias = None
         if self.bias != "none":
             lengths = {"num_queries": x.shape[1], "context_len": context.shape[1]}
-            scores = scores + alibi_bias(self.num_heads, **lengths, bias=self.bias, device=x.device)
-        weights = masked_softmax(scores, visible).to(value.dtype)
-        rows = self.attention_dropout(weights) @ value
-        return Attended(self.dropout(self.output(merge_heads(rows))), query, weights)
+            bias = alibi_bias(self.num_heads, **lengths, bias=self.bias, device=x.device)
+        inputs = Inputs(query / math.sqrt(query.shape[-1]), key, value, visible, bias=bias)
+        rows, shares = self.read(inputs, weights=weights)
+        return Attended(self.dropout(self.output(merge_heads(rows))), query, shares)
 
 
 def plain_attention_flops(spec: LayerSpec, *, context_len: int, context_learns: bool) -> Flops:
-    """Count `PlainAttention` over a context; `context_learns` if the context rows get a gradient."""
+    """Count `PlainAttention`, or rotary attention, over a context; `context_learns` if its rows get a gradient."""
     seg_len, d_model, width = spec.seg_len, spec.d_model, spec.num_heads * spec.d_head
-    keys = product(context_len, d_model, 2 * width, gradients=1 + context_learns)
-    segment = product(seg_len, d_model, 3 * width) + product(seg_len, width, d_model)
+    keys = product(context_len, d_model, 2 * spec.kv_width, gradients=1 + context_learns)
+    segment = product(seg_len, d_model, width + 2 * spec.kv_width) + product(seg_len, width, d_model)
     num_keys = context_len + seg_len
     return segment + keys + product(seg_len, width, num_keys) + product(seg_len, num_keys, width)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dist_mem.config import TokenTypeConfig
+from dist_mem.nn.constants import constant
 
 
 class State(NamedTuple):
@@ -61,4 +62,5 @@ class TokenTypes:
         types = torch.where(last >= 0, begun.gather(1, last.clamp(min=0)), state.current[:, None])
         newest = seen.gather(1, valid_len[:, None] + torch.arange(width, device=tokens.device))
         so_far = torch.cat([state.current[:, None], types], dim=1).gather(1, valid_len[:, None])
-        return Types(torch.tensor(self.ids, device=tokens.device)[types], State(newest, so_far[:, 0]))
+        ids = constant(tuple(self.ids), device=tokens.device, dtype=torch.int64)
+        return Types(ids[types], State(newest, so_far[:, 0]))

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dist_mem.data.batch import IGNORE
+from dist_mem.nn.cross_entropy import Weights, full_precision, linear, linear_cross_entropy, row_chunks
 from dist_mem.nn.flops import Flops, product
 
 
@@ -130,13 +131,14 @@ class BinLogits(nn.Module):
         if projection:
             self.projection = embedding.projection
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, columns: Tensor | None = None) -> Tensor:
+        """Return logits (R, V) of hidden (R, D); or if given the `columns` (R,) of the targets, the losses (R,)."""
         if self.projection is not None:
             hidden = hidden @ self.projection
-        logits = F.linear(hidden, self.weight, self.bias)
-        if self.cluster_weight is None:
-            return logits
-        return torch.cat([logits, F.linear(hidden, self.cluster_weight, self.cluster_bias)], dim=-1)
+        weights: Weights = ((self.weight, self.bias),)
+        if self.cluster_weight is not None:
+            weights += ((self.cluster_weight, self.cluster_bias),)
+        return linear(hidden, weights) if columns is None else linear_cross_entropy(hidden, columns, weights)
 
 
 class Scores(NamedTuple):
@@ -163,37 +165,73 @@ class Softmax(nn.Module):
     def forward(self, hidden: Tensor, targets: Tensor) -> Scores:
         """Score hidden (B, T, D) against targets (B, T) int64, which are IGNORE where nothing is scored."""
         rows, row_targets = hidden.flatten(0, 1), targets.flatten()
+        if self.training:
+            return Scores(self.losses(rows, row_targets).view_as(targets), None)
+        num_columns = self.spans[0].size + len(self.spans) - 1
+        chunks = row_chunks(len(rows), max(num_columns, *(part.size for part in self.spans)))
+        scores = [self.simple_scores(rows[chunk], row_targets[chunk]) for chunk in chunks]
+        return Scores(*(torch.cat(parts).view_as(targets) for parts in zip(*scores, strict=True)))
+
+    def losses(self, rows: Tensor, targets: Tensor) -> Tensor:
+        """Compute negative log-likelihoods without logits of all rows: rows (R, D), targets (R,) -> (R,)."""
+        nll: Tensor = self.bins[0](rows, self.head_columns(targets))
         if len(self.spans) == 1:
-            logits = full_precision(self.bins[0](rows))
-            nll = F.cross_entropy(logits, row_targets, ignore_index=IGNORE, reduction="none")
-            hits = None if self.training else logits.argmax(-1) == row_targets
-        else:
-            nll, hits = self.adaptive_scores(rows, row_targets)
-        return Scores(nll.view_as(targets), None if hits is None else hits.view_as(targets))
+            return nll
+        order, counts = self.rows_by_bin(targets)
+        for part, logits, chosen in zip(self.spans[1:], self.bins[1:], order.split(counts)[1:], strict=True):
+            # Row 0 is added with weight 0, so that the bin always runs.
+            chosen = F.pad(chosen, (0, 1), value=0)
+            weight = F.pad(torch.ones_like(chosen[1:]), (0, 1), value=0)
+            local = (targets[chosen] - part.start).clamp(0, part.size - 1)
+            nll = nll.index_add(0, chosen, logits(rows[chosen], local) * weight)
+        return nll
+
+    def rows_by_bin(self, targets: Tensor) -> tuple[Tensor, list[int]]:
+        """Return the indices of rows in the order of their bins, (R,), and the number of rows of every bin.
+
+        The order within a bin is that of the rows. A GPU waits once for the host, for the numbers of all bins; reading
+        `nonzero` of each bin would wait at every bin. Rows without a target belong to bin 0.
+        """
+        bins = torch.stack([targets >= part.start for part in self.spans[1:]]).sum(0)
+        counts = (bins[:, None] == torch.arange(len(self.spans), device=targets.device)).sum(0)
+        return bins.argsort(stable=True), counts.tolist()
+
+    def head_columns(self, targets: Tensor) -> Tensor:
+        """Return the column of each target in the head: its own, or that of its bin; (R,)."""
+        column = targets
+        for index, part in enumerate(self.spans[1:], start=1):
+            column = torch.where(part.holds(targets), self.cluster_column(index), column)
+        return column
+
+    def simple_scores(self, rows: Tensor, targets: Tensor) -> Scores:
+        """Compute losses from whole logits, and whether targets are most probable: rows (R, D), targets (R,)."""
+        if len(self.spans) > 1:
+            return self.adaptive_scores(rows, targets)
+        logits = full_precision(self.bins[0](rows))
+        nll = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
+        return Scores(nll, logits.argmax(-1) == targets)
 
     def flops(self, num_tokens: int) -> Flops:
         """Count one lane. Adaptive bins after the first count as if no target were in them: it depends on the data."""
         sizes = [sum(matrix.numel() for matrix in logits.parameters() if matrix.dim() == 2) for logits in self.bins]
-        return product(num_tokens, sizes[0], 1) + product(1, sum(sizes[1:]), 1)
+        return product(num_tokens, sizes[0], 1) + product(1, sum(sizes[1:]), 1).once()
 
     def adaptive_scores(self, rows: Tensor, targets: Tensor) -> Scores:
         """Compute log p(w in bin i) = log-probability of bin i in the head + that of w in bin i.
 
         rows (R, D), targets (R,) -> (R,) each.
         """
-        column = targets
-        for index, part in enumerate(self.spans[1:], start=1):
-            column = torch.where(part.holds(targets), self.cluster_column(index), column)
+        column = self.head_columns(targets)
         head_logits = full_precision(self.bins[0](rows))
         nll = F.cross_entropy(head_logits, column, ignore_index=IGNORE, reduction="none")
         for part, logits in zip(self.spans[1:], self.bins[1:], strict=True):
-            # Only the rows of this bin (one host sync on a GPU), and row 0 with weight 0, so that the bin always runs.
+            # Only the rows of this bin, and row 0 with weight 0, so that the bin always runs.
             chosen = F.pad(part.holds(targets).nonzero().squeeze(1), (0, 1), value=0)
             weight = F.pad(torch.ones_like(chosen[1:]), (0, 1), value=0)
             local = (targets[chosen] - part.start).clamp(0, part.size - 1)
             bin_nll = F.cross_entropy(full_precision(logits(rows[chosen])), local, reduction="none")
             nll = nll.index_add(0, chosen, bin_nll * weight)
-        return Scores(nll, None if self.training else self.adaptive_hits(rows, targets, column, head_logits, nll))
+        return Scores(nll, self.adaptive_hits(rows, targets, column, head_logits, nll))
 
     def adaptive_hits(self, rows: Tensor, targets: Tensor, column: Tensor, head_logits: Tensor, nll: Tensor) -> Tensor:
         """Return whether every other token is less probable than the target, (R,) bool.
@@ -228,8 +266,3 @@ class Softmax(nn.Module):
     def cluster_column(self, index: int) -> int:
         """Return the column of the head that scores bin `index` >= 1: counted from the end, as published."""
         return self.spans[0].size + len(self.spans) - 1 - index
-
-
-def full_precision(logits: Tensor) -> Tensor:
-    """Cast half precision to float32; leave wider types."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -13,10 +13,10 @@ from torch import Tensor
 from dist_mem.config import ConfigError, load_config
 from dist_mem.engine.optimizer import parameter_groups
 from dist_mem.errors import UnusableError
-from dist_mem.gpt2.folder import load_pretrained
 from dist_mem.memory import memory_options
 from dist_mem.model import MemoryLM
 from dist_mem.nn.plain_attention import alibi_bias, alibi_slopes
+from dist_mem.published.folder import load_pretrained
 from tests.support.gpt2_models import LTM, SEG_LEN, VOCAB, build, fresh, gpt2_config, save_random_gpt2
 
 COMPRESSIVE = {"kind": "compressive", "mem_len": SEG_LEN, "cmem_len": SEG_LEN, "compression_rate": 3}
@@ -89,7 +89,7 @@ def test_one_dropout_mask_lies_on_attention_and_memory_together() -> None:
 def test_two_learning_rates_split_the_model_at_the_memory() -> None:
     """The group of docs/howto/gpt2.md takes exactly the long-term memory's parameters."""
     model = build(gpt2_config(LTM))
-    config = gpt2_config(LTM, optimizer={"lr": 5e-5, "groups": [{"match": LTM_ONLY, "lr": 2.5e-4}]})
+    config = gpt2_config(LTM, optimizer={"lr": 5e-5, "groups": [{"param_regex": LTM_ONLY, "lr": 2.5e-4}]})
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = parameter_groups(model, config.optimizer)
     fast = {names[id(part)] for group in groups if group["lr"] == 2.5e-4 for part in group["params"]}

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dist_mem.gpt2.names import take_published, to_published
 from dist_mem.model import LMOutput, MemoryLM
+from dist_mem.published.names import take_published, to_published
 from tests.memory.test_infinite_parity import WEIGHTS, assert_close, ours, theirs
 from tests.support import paths
 from tests.support.gpt2_models import SEG_LEN, VOCAB, build, fresh, gpt2_config, save_random_gpt2
@@ -29,7 +29,7 @@ PUBLISHED_MEMORY = {
     "over": {"kind": "causal"},
     "num_basis": 128,
     "num_samples": 512,
-    "widths": [0.005, 0.01],
+    "basis_widths": [0.005, 0.01],
     "tau": 0.5,
     "prior_mean": -1.0,
     "kl_weight": 0.01,

@@ -1,4 +1,4 @@
-"""A pretrained GPT-2 in the training loop: at every ZeRO stage, resumed without its folder, exported and read again."""
+"""A pretrained GPT-2 in training, at all ZeRO stages (so is a Llama): resumed without its folder, exported, read."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from dist_mem.evaluation.export import run as export
 from dist_mem.evaluation.trained_model import load_model
 from dist_mem.generation.text_scores import score
-from dist_mem.gpt2.names import take_published
+from dist_mem.published.names import take_published
 from dist_mem.runtime.distributed import World
+from tests.support import llama_models
 from tests.support.gpt2_models import LTM, SIZES, build, fresh, save_random_gpt2
 from tests.support.jobs import checkpoint_content, difference, losses, train_here, write_config
 from tests.support.ranks import RankPool
@@ -35,7 +36,9 @@ CASES: dict[str, dict[str, Any]] = {
     "linear": LTM,
     "sticky": STICKY,
     "alibi": {"kind": "compressive", "mem_len": 8, "cmem_len": 8, "compression_rate": 2, "positions": "alibi"},
+    "llama": {**STICKY, "over": {"kind": "transformer_xl", "mem_len": 8}},
 }
+LLAMA = {**llama_models.SIZES, "kind": "llama", "qkv_bias": True}
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +49,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def five_losses(world: World, stage: int, case: str) -> list[float]:
-    optimizer = {"kind": "adamw", "lr": 2e-3, "groups": [{"match": "memory", "lr": 5e-3}]}
-    config = tiny_config({"model": {**MODEL, "d_inner": 96}, "optimizer": optimizer, "train": {"micro_lanes": 2}})
+    optimizer = {"kind": "adamw", "lr": 2e-3, "groups": [{"param_regex": "memory", "lr": 5e-3}]}
+    model = LLAMA if case == "llama" else {**MODEL, "d_inner": 96}
+    config = tiny_config({"model": model, "optimizer": optimizer, "train": {"micro_batch_size": 2}})
     config.memory = CASES[case]
     return [
         outcome.totals.nll / outcome.totals.num_scored
@@ -75,7 +79,7 @@ def write(path: Path, books: Path, run_dir: Path, pretrained: Path, **blocks: An
     base: dict[str, Any] = {
         "model": {**MODEL, "pretrained": str(pretrained)},
         "memory": MEMORY,
-        "optimizer": {"groups": [{"match": LTM_ONLY, "lr": 1e-2}]},
+        "optimizer": {"groups": [{"param_regex": LTM_ONLY, "lr": 1e-2}]},
         "schedule": {"kind": "constant"},
     }
     config = OmegaConf.merge(OmegaConf.load(write_config(path, books, run_dir)), base, blocks)
@@ -112,7 +116,7 @@ def test_training_only_the_memory_leaves_gpt2_as_it_was(
     tmp_path: Path, books: Path, folder: Path, rank_pool: Callable[[int], RankPool], stage: int
 ) -> None:
     """Bit for bit, from the file of the pretrained weights to the export of the run, weight decay on."""
-    groups = [{"match": LTM_ONLY, "lr": 1e-2}, {"match": ".*", "trainable": False}]
+    groups = [{"param_regex": LTM_ONLY, "lr": 1e-2}, {"param_regex": ".*", "trainable": False}]
     zero = {"deepspeed": {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}}
     optimizer = {"optimizer": {"groups": groups}}
     write(tmp_path / "run.yaml", books, tmp_path / "run", folder, **optimizer, **zero)
@@ -165,13 +169,3 @@ def test_a_configuration_is_exported_as_it_would_begin(tmp_path: Path, books: Pa
     assert difference(dict(opened.model.state_dict()), dict(expected.state_dict())) is None
     assert opened.config.model.pretrained is None, "a place of this machine"
     assert score(opened, "It was the best of times.").nll.isfinite().all()
-
-
-def test_other_models_have_no_such_layout(
-    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool], capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_config(tmp_path / "run.yaml", books, tmp_path / "run")
-    assert rank_pool(1).run(train_here, tmp_path / "run.yaml", ["train.steps=1"]) == [0]
-    with pytest.raises(ValueError, match=r"--format transformers is for model\.kind=gpt2"):
-        export(tmp_path / "run", out=tmp_path / "hf", layout="transformers")
-    assert not (tmp_path / "hf").exists()

@@ -11,6 +11,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from dist_mem.checkpoint.manifest import describe_file, read_manifest, write_manifest
 from dist_mem.data.builders.builder import build_dataset
 from dist_mem.data.builders.source import SourceDocument
 from dist_mem.data.tokenizers.byte_pairs import train_byte_pairs
@@ -64,10 +65,10 @@ def test_losses_are_ours(folders: tuple[Path, Path], opened: Any) -> None:
     targets = ids[:, 1:, None]
     with torch.no_grad():
         whole = opened(ids).logits
-        carried, parts = None, []
+        cache, parts = None, []
         for part in ids.split([1, 30, 7, 50, ids.shape[1] - 88], dim=1):
-            output = opened(part, carried=carried)
-            carried = output.carried
+            output = opened(part, past_key_values=cache)
+            cache = output.past_key_values
             parts.append(output.logits)
     for logits in (whole, torch.cat(parts, dim=1)):
         found = -logits[:, :-1].gather(2, targets)[0, :, 0]
@@ -102,49 +103,18 @@ def test_generate_carries_the_memory(folders: tuple[Path, Path], opened: Any) ->
     assert (near - far).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("num_new", [1, 2, 3 * SEG_LEN])
-def test_generate_reads_all_that_is_new_after_what_was_read_before(
-    folders: tuple[Path, Path], opened: Any, num_new: int
-) -> None:
-    ids = ids_of(folders[1], TEXT)
-    with torch.no_grad():
-        carried = opened(ids[:, :-num_new]).carried
-    forwards: list[int] = []
-    hook = opened.register_forward_pre_hook(
-        lambda _, __, given: forwards.append(given["input_ids"].shape[1]), with_kwargs=True
-    )
-    options = {"max_new_tokens": SEG_LEN, "do_sample": False, "eos_token_id": None, "output_logits": True}
-    options["return_dict_in_generate"] = True
-    new = opened.generate(ids[:, -num_new:], carried=carried, **options)
-    assert forwards == [num_new] + [1] * (SEG_LEN - 1)
-    hook.remove()
-    whole = opened.generate(ids, **options)
-    assert torch.equal(new.sequences[:, num_new:], whole.sequences[:, ids.shape[1] :])
-    torch.testing.assert_close(torch.stack(new.logits), torch.stack(whole.logits), rtol=0, atol=1e-5)
-
-
-def test_beams_are_refused_for_they_would_swap_memories(folders: tuple[Path, Path], opened: Any) -> None:
-    """Else a beam would be scored with the memory of another: `generate` reorders only caches that it knows."""
-    ids = ids_of(folders[1], "It was")
-    with pytest.raises(ValueError, match="num_beams"):
-        opened.generate(ids, num_beams=3, max_new_tokens=2 * SEG_LEN)
-
-
-def test_padding_and_unknown_options_are_refused(folders: tuple[Path, Path], opened: Any) -> None:
-    ids = ids_of(folders[1], "It was")
-    mask = torch.ones_like(ids)
-    mask[:, 0] = 0
-    with pytest.raises(ValueError, match="padding for text"):
-        opened.generate(ids, attention_mask=mask, max_new_tokens=1)
-    with pytest.raises(ValueError, match="takes no device_map"):
-        type(opened).from_pretrained(folders[1], device_map="auto")
+def test_both_folders_have_the_same_weights(folders: tuple[Path, Path]) -> None:
+    """Hugging Face's names and layout are exact in both directions."""
+    ours, theirs = (load_model(folder).model.state_dict() for folder in folders)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
 @pytest.mark.parametrize("below", [False, True])
 def test_a_program_that_a_folder_names_as_its_memory_is_not_run(
     folders: tuple[Path, Path], tmp_path: Path, below: bool
 ) -> None:
-    from dist_mem.gpt2.modeling_dist_mem import MemoryGPT2
+    from dist_mem.generation.transformers_model import MemoryGPT2
 
     folder = Path(shutil.copytree(folders[1], tmp_path / "model"))
     (folder / "mine.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'marker')!r})\n", encoding="utf-8")
@@ -152,6 +122,9 @@ def test_a_program_that_a_folder_names_as_its_memory_is_not_run(
     program = {"kind": f"{folder / 'mine.py'}:Mine"}
     settings.memory = {**LTM, "over": program} if below else program
     OmegaConf.save(settings, folder / "config.yaml")
-    with pytest.raises(ValueError, match=r"config\.yaml: memory names .*mine\.py: it is a program, and not run"):
+    manifest = read_manifest(folder)
+    manifest["files"]["config.yaml"] = describe_file(folder / "config.yaml")
+    write_manifest(folder, manifest)
+    with pytest.raises(ValueError, match=r"mine\.py is a program, which loading .* would run"):
         MemoryGPT2.from_pretrained(folder)
     assert not (tmp_path / "marker").exists()

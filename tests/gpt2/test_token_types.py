@@ -18,10 +18,10 @@ from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation.generate import stream
 from dist_mem.generation.reading import next_log_probs, read, start
-from dist_mem.gpt2.folder import load_pretrained
 from dist_mem.memory import memory_options
 from dist_mem.model import MemoryLM
 from dist_mem.nn.token_types import TokenTypes
+from dist_mem.published.folder import load_pretrained
 from tests.generation.test_generation import NUM_TOKENS, PROMPT_LENS, SAMPLING, anew, prompts
 from tests.support.gpt2_models import LTM, SEG_LEN, VOCAB, build, gpt2_config, save_random_gpt2
 from tests.support.paths import ROOT
@@ -86,7 +86,7 @@ def test_they_are_embedded_as_in_hugging_faces_gpt2(tmp_path: Path) -> None:
 class TypedSubject(Subject):
     """A small GPT-2 with token types around the memory."""
 
-    def model(self, *, dropout: float = 0.0, checkpointing: bool = False) -> MemoryLM:
+    def model(self, *, dropout: float = 0.0, checkpointing: str = "none") -> MemoryLM:
         sizes = {"num_layers": self.size.layers, "d_model": 12, "num_heads": 2, "d_inner": 16, "num_positions": 16}
         model = ModelConfig(kind="gpt2", **sizes, dropout=dropout, init_std=0.5, token_types=configured())
         train = TrainConfig(seg_len=self.size.seg_len, activation_checkpointing=checkpointing)
@@ -95,7 +95,7 @@ class TypedSubject(Subject):
         return MemoryLM(Config(data=data, model=model, memory=block, train=train), SMALL_VOCAB)
 
 
-@pytest.mark.parametrize("cut", ["start", "end"])
+@pytest.mark.parametrize("cut", ["start", pytest.param("end", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rule", RULES, ids=[rule.statement for rule in RULES])
 def test_the_contract_holds_with_types(rule: Rule, cut: str) -> None:
     rule.check(TypedSubject(lambda _: LTM, Size(lanes=4, seg_len=4, segments=4, layers=2), "pre", cut))

@@ -19,7 +19,7 @@ from dist_mem.model import MemoryLM
 from tests.memory.test_infinite_parity import GivenQueries, layer_spec
 
 WIDTH, NUM_HEADS, D_HEAD, SEG_LEN, LANES = 8, 2, 4, 6, 3
-SMALL = {"num_basis": 16, "widths": [0.05, 0.1], "num_samples": 12, "tau": 0.5, "kl_weight": 1.0, "ridge": 0.1}
+SMALL = {"num_basis": 16, "basis_widths": [0.05, 0.1], "num_samples": 12, "tau": 0.5, "kl_weight": 1.0, "ridge": 0.1}
 
 
 def spec_of() -> LayerSpec:
@@ -169,7 +169,7 @@ def test_state_stays_as_large_as_it_began() -> None:
 
 
 def test_moments_are_those_of_a_softmax_over_samples_of_the_signal() -> None:
-    memory, inputs = memory_of(density="moments"), segments(3)
+    memory, inputs = memory_of(density="softmax_moments"), segments(3)
     state = read(memory, inputs[:2])[-1].state
     signal, _ = memory.append_pending(state, torch.float64)
     query = memory.over(inputs[2], state.over, torch.full((LANES,), SEG_LEN)).query
@@ -186,10 +186,10 @@ def test_moments_are_those_of_a_softmax_over_samples_of_the_signal() -> None:
 
 def test_by_moments_a_query_finds_the_row_that_is_like_it_wherever_it_lies() -> None:
     """The affine networks of the paper know places, not rows: they would have to be trained for each."""
-    narrow: dict[str, Any] = {"num_basis": 64, "widths": [0.01, 0.02], "num_samples": 64, "variance_floor": 1e-6}
+    narrow: dict[str, Any] = {"num_basis": 64, "basis_widths": [0.01, 0.02], "num_samples": 64, "variance_floor": 1e-6}
     narrow["ridge"] = 1e-3
     narrow["memory_threshold"] = 10**6  # such a signal may not grow for ever
-    memory = memory_of(density="moments", gate=False, **narrow)
+    memory = memory_of(density="softmax_moments", gate=False, **narrow)
     torch.nn.init.eye_(memory.key.weight)
     for row in range(SEG_LEN):
         x = torch.zeros(LANES, SEG_LEN, WIDTH, dtype=torch.float64)
@@ -303,7 +303,7 @@ def test_another_memory_below_takes_none_of_the_former_options(tmp_path: Any) ->
         (["memory.over.kind=transformer_xl", "memory.over.mem_len=x"], "memory.over.mem_len: is 'x', but must be an"),
         (["memory.over=transformer_xl"], "memory.over: is 'transformer_xl', but must be a block with a kind"),
         (["memory.num_bases=3"], "did you mean memory.num_basis?"),
-        (["memory.widths=3"], "memory.widths: is 3, but must be a list of numbers"),
+        (["memory.basis_widths=3"], "memory.basis_widths: is 3, but must be a list of numbers"),
     ],
 )
 def test_wrong_keys_of_the_memory_below_are_refused_by_name(overrides: list[str], message: str) -> None:
@@ -320,16 +320,19 @@ def test_wrong_keys_of_the_memory_below_are_refused_by_name(overrides: list[str]
         ({"kl_heads": "max"}, "memory.kl_heads is 'max', but must be one of mean, sum"),
         ({"projections": "none"}, "memory.projections is 'none', but must be one of full, heads"),
         ({"store": "post"}, "memory.store is 'post', but must be one of raw, normed"),
-        ({"density": "moments", "density_bias": True}, "memory.density_bias is true, but memory.density = moments has"),
-        ({"density": "sharp"}, "memory.density is 'sharp', but must be one of affine, moments"),
+        (
+            {"density": "softmax_moments", "density_bias": True},
+            "memory.density_bias is true, but memory.density = softmax_moments has",
+        ),
+        ({"density": "sharp"}, "memory.density is 'sharp', but must be one of affine, softmax_moments"),
         ({"num_basis": 15}, "memory.num_basis is 15, but must be a multiple of 2"),
         ({"num_samples": 0}, "memory.num_samples is 0, but must be greater than 0"),
         ({"ridge": 0.0}, "memory.ridge is 0.0, but must be greater than 0"),
         ({"prior_std": -1.0}, "memory.prior_std is -1.0"),
         ({"variance_floor": 0.0}, "memory.variance_floor is 0.0"),
         ({"tau": 1.0}, "memory.tau is 1.0, but must lie between 0 and 1"),
-        ({"widths": [0.1, -0.1]}, "memory.widths is"),
-        ({"widths": []}, "memory.widths is"),
+        ({"basis_widths": [0.1, -0.1]}, "memory.basis_widths is"),
+        ({"basis_widths": []}, "memory.basis_widths is"),
         ({"memory_threshold": 0}, "memory.memory_threshold is 0, but must be at least 1; null"),
         (
             {"over": {"kind": "transformer_xl", "mem_len": SEG_LEN + 1}},
@@ -349,11 +352,13 @@ def test_wrong_values_are_refused_by_name(options: dict[str, Any], message: str)
 
 def test_a_signal_that_would_grow_without_end_is_refused() -> None:
     """And what is let pass stays bounded over 300 segments; what is forgotten in time may grow until then."""
-    narrow = {"num_basis": 64, "widths": [0.005, 0.01], "num_samples": 64, "tau": 0.75, "ridge": 0.5}
-    with pytest.raises(ValueError, match=r"memory.widths are \[0.005, 0.01\], too narrow for memory.num_basis = 64 .*"):
+    narrow = {"num_basis": 64, "basis_widths": [0.005, 0.01], "num_samples": 64, "tau": 0.75, "ridge": 0.5}
+    with pytest.raises(
+        ValueError, match=r"memory.basis_widths are \[0.005, 0.01\], too narrow for memory.num_basis = 64 .*"
+    ):
         memory_of(**narrow)
     memory_of(**narrow, memory_threshold=2048)
-    memory = memory_of(**{**narrow, "widths": [0.01, 0.05]}, gate=False)
+    memory = memory_of(**{**narrow, "basis_widths": [0.01, 0.05]}, gate=False)
     state = read(memory, segments(300))[-1].state
     assert state.coefficients.abs().max() < 100.0
 

@@ -23,7 +23,7 @@ WIDTH, NUM_HEADS, D_HEAD, SEG_LEN, LANES, SEGMENTS = 8, 2, 4, 6, 2, 4
 NUM_BASIS, NUM_SAMPLES, WIDTHS, TAU, RIDGE = 16, 12, (0.05, 0.1), 0.5, 0.1
 KL_WEIGHT, PRIOR_STD, FLOOR = 0.3, 0.2, 1e-4
 OPTIONS: dict[str, Any] = {
-    "num_basis": NUM_BASIS, "num_samples": NUM_SAMPLES, "widths": list(WIDTHS), "tau": TAU, "ridge": RIDGE,
+    "num_basis": NUM_BASIS, "num_samples": NUM_SAMPLES, "basis_widths": list(WIDTHS), "tau": TAU, "ridge": RIDGE,
     "kl_weight": KL_WEIGHT, "prior_std": PRIOR_STD, "variance_floor": FLOOR, "padding": "none",
     "over": {"kind": "causal"},
 }  # fmt: skip

@@ -25,8 +25,8 @@ from tests.support import paths
 GOLDEN = paths.GOLDEN / "infinite"
 INJECTED, RECOMPUTED = 1e-9, 2e-5  # golden README
 PUBLISHED = {
-    "gpt2": {"widths": [0.005, 0.01], "prior_mean": -1.0},
-    "sort": {"widths": [0.01, 0.05], "variance_floor": 1e-6},
+    "gpt2": {"basis_widths": [0.005, 0.01], "prior_mean": -1.0},
+    "sort": {"basis_widths": [0.01, 0.05], "variance_floor": 1e-6},
 }
 WEIGHTS = {
     "mask_net_weight": "gate.weight",

@@ -129,8 +129,8 @@ class Refresh:
         valid = newest_rows(self.length, self.mem_len)
         visible = visible_keys(valid, self.seg_len, same_length=False)
         ahead = visible_ahead(valid, self.window_len, self.attention.window)
-        result = self.attention(self.x, self.past, visible, ahead)
-        return result.y.unflatten(-1, (self.num_heads, self.d_head)), result.past
+        attended, refreshed = self.attention(self.x, self.past, visible, ahead)
+        return attended.y.unflatten(-1, (self.num_heads, self.d_head)), refreshed.past
 
     def looped(self, lane: int, row: int, head: int) -> tuple[Tensor, float]:
         """New C (K,) and s of one memory row, from the formulas."""
@@ -191,7 +191,7 @@ def test_refresh_equals_explicit_loops(mem_len: int, seg_len: int, options: dict
 def test_window_is_the_newest_rows_and_the_first_token() -> None:
     """M = 5, W = 3, so the keys are rows 3 and 4 and token 5; lanes of 5, 2, 1 and 0 rows, and a window of 2."""
     length = torch.tensor([5, 2, 1, 0, 5])
-    visible = visible_ahead(newest_rows(length, 5), torch.tensor([3, 2, 1, 0, 2]), 3).int().tolist()
+    visible = visible_ahead(newest_rows(length, 5), torch.tensor([3, 2, 1, 0, 2]), 3).mask().int().tolist()
     full = [[1, 1, 1], [1, 1, 1], [1, 1, 1], [0, 1, 1], [0, 0, 1]]
     none = [0, 0, 0]
     assert visible[0] == full

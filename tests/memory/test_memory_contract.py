@@ -13,30 +13,43 @@ import pytest
 from dist_mem.contract.check_memory import RULES, Rule
 from dist_mem.contract.rules import no_output_depends_on_a_later_token
 from dist_mem.contract.subject import Size
-from tests.support.contract_cases import CASES, SEG_LEN, case_params, subject, takes_short_first
+from dist_mem.memory import build_memory
+from tests.support.contract_cases import CASES, SEG_LEN, case_params, rotated, subject, takes_short_first
 
 
-@pytest.mark.parametrize("norm", ["pre", "post"])
 @pytest.mark.parametrize("rule", RULES, ids=[rule.statement for rule in RULES])
-@pytest.mark.parametrize("case", case_params())
+@pytest.mark.parametrize(("case", "norm"), rotated(CASES, ["pre", "post"]))
 def test_memory_keeps_the_contract(case: str, rule: Rule, norm: str) -> None:
     rule.check(subject(case, norm))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=[rule.statement for rule in RULES])
-@pytest.mark.parametrize("case", case_params(filter(takes_short_first, CASES)))
+@pytest.mark.parametrize("case", case_params(filter(takes_short_first, CASES), every=True))
 def test_memory_keeps_the_contract_with_short_first_segments(case: str, rule: Rule) -> None:
     """Documents that are cut from their end (`data.cut`)."""
     rule.check(subject(case, cut="end"))
 
 
-@pytest.mark.parametrize("case", case_params(case for case in CASES if not takes_short_first(case)))
+@pytest.mark.parametrize("case", case_params((case for case in CASES if not takes_short_first(case)), every=True))
 def test_other_memories_refuse_documents_that_are_cut_from_their_end(case: str) -> None:
     with pytest.raises(ValueError, match=r"data\.cut is end, but memory\.(over\.)*kind = .* set data\.cut to start"):
         subject(case, cut="end").model()
 
 
-@pytest.mark.parametrize("case", case_params())
+@pytest.mark.parametrize("case", case_params(every=True))
+def test_tf32_is_refused_where_a_memory_computes_in_float32(case: str) -> None:
+    """A regression whose errors would add up over a document; all other products of float32 may be rounded."""
+    made = subject(case)
+    memory = made.model().memories()[0]
+    block, rounded = made.block(made.size.seg_len), replace(memory.spec, tf32=True)
+    if memory.needs_exact_products:
+        with pytest.raises(ValueError, match=r"train\.tf32 is true, but memory\.(over\.)*kind = .* in exact fp32"):
+            build_memory(block, rounded)
+    else:
+        assert build_memory(block, rounded).spec.tf32
+
+
+@pytest.mark.parametrize("case", case_params(every=True))
 def test_no_future_token_changes_an_earlier_loss_over_six_segments_and_four_layers(case: str) -> None:
     size = Size(lanes=2, seg_len=SEG_LEN, segments=6, layers=4)
     no_output_depends_on_a_later_token(replace(subject(case), size=size))

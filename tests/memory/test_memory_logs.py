@@ -26,7 +26,7 @@ pytestmark = pytest.mark.ranks
 
 LOGGING = f"{SUPPORT / 'logging_memory.py'}:Logging"
 # Six lanes in groups of two on two ranks: two places are idle.
-SIZES: dict[str, Any] = {"lanes": 6, "micro_lanes": 2, "segments_per_update": 2}
+SIZES: dict[str, Any] = {"global_batch_size": 6, "micro_batch_size": 2, "segments_per_update": 2}
 
 
 def logs_of_two_steps(world: World, kind: str, stage: int) -> tuple[dict[str, float], dict[str, torch.Tensor]]:

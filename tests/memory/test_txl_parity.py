@@ -17,7 +17,9 @@ from torch import Tensor
 
 from dist_mem.config import AdaptiveConfig, Config, ModelConfig, TrainConfig
 from dist_mem.model import LMOutput, LMState, MemoryLM
-from dist_mem.nn.layers import align_distances, key_distances, relative_scores, sinusoid_table, visible_keys
+from dist_mem.nn.attention import simple_scores
+from dist_mem.nn.attention_inputs import Inputs, align_distances
+from dist_mem.nn.layers import key_distances, relative_queries, sinusoid_table, visible_keys
 from tests.support import paths
 
 GOLDEN = paths.GOLDEN / "txl"
@@ -256,7 +258,9 @@ def test_fast_scores_equal_explicit_loops(context_len: int, clamp_len: int | Non
     distances = key_distances(key.shape[2], clamp_len=clamp_len, device=query.device)
     table = sinusoid_table(distances, d_model, torch.float64)
     position = (table @ weight.T).unflatten(-1, (num_heads, d_head)).permute(1, 2, 0)
-    fast = relative_scores(query, key, position, content_bias=u, position_bias=v)
+    content_query, relative = relative_queries(query, position, content_bias=u, position_bias=v)
+    visible = visible_keys(torch.ones(num_lanes, context_len, dtype=torch.bool), num_queries, same_length=False)
+    fast = simple_scores(Inputs(content_query, key, key, visible, relative))
     for place, expected in looped_scores(query, key, weight, u=u, v=v, clamp_len=clamp_len).items():
         assert abs(fast[place].item() - expected) <= 1e-9, place
 
@@ -274,8 +278,8 @@ def test_aligned_column_is_the_distance() -> None:
 def test_same_length_sees_exactly_m_keys_once_full() -> None:
     mem_len, num_queries = 5, 4
     full = torch.ones(1, mem_len, dtype=torch.bool)
-    assert visible_keys(full, num_queries, same_length=True).sum(-1).tolist() == [[mem_len] * num_queries]
-    assert visible_keys(full, num_queries, same_length=False).sum(-1).tolist() == [[6, 7, 8, 9]]
+    assert visible_keys(full, num_queries, same_length=True).mask().sum(-1).tolist() == [[mem_len] * num_queries]
+    assert visible_keys(full, num_queries, same_length=False).mask().sum(-1).tolist() == [[6, 7, 8, 9]]
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dist_mem.config import AdaptiveConfig
 from dist_mem.model import MemoryLM, describe
 from dist_mem.nn.flops import Flops
-from tests.support.contract_cases import SEG_LEN, case_params, small_model
+from tests.support.contract_cases import CASES, SEG_LEN, rotated, small_model
 from tests.support.tiny import tiny_config
 
 REALISTIC = {
@@ -25,7 +25,7 @@ REALISTIC_CASES: dict[str, dict[str, Any]] = {
     "compressive": {"kind": "compressive", "mem_len": 96, "cmem_len": 40, "compression_rate": 5},
     "lamemo": {"kind": "lamemo", "mem_len": 110},
     "infinite": {"kind": "infinite", "num_basis": 64, "num_samples": 80, "sampling": "sticky"},
-    "infinite, moments": {"kind": "infinite", "num_basis": 64, "num_samples": 80, "density": "moments"},
+    "infinite, moments": {"kind": "infinite", "num_basis": 64, "num_samples": 80, "density": "softmax_moments"},
     "infinite, no gate": {"kind": "infinite", "num_basis": 64, "gate": False},
     "infinite over lamemo": {"kind": "infinite", "num_basis": 64, "over": {"kind": "lamemo", "mem_len": 96}},
 }
@@ -34,9 +34,10 @@ SEGMENTS_TO_FILL = 5
 
 
 def counted(model: MemoryLM, targets: Tensor) -> Flops:
-    """Return torch's count for one segment of one lane with a full memory; targets (1, T)."""
-    tokens, valid_len = torch.zeros_like(targets), torch.tensor([targets.shape[1]])
-    state = model.init_state(torch.arange(1), "cpu", torch.float32)
+    """Return torch's count for one segment of every lane, with full memories; targets (B, T)."""
+    num_lanes, seg_len = targets.shape
+    tokens, valid_len = torch.zeros_like(targets), torch.full((num_lanes,), seg_len)
+    state = model.init_state(torch.arange(num_lanes), "cpu", torch.float32)
     with torch.no_grad():
         for _ in range(SEGMENTS_TO_FILL):
             state = model(tokens, targets, valid_len, state=state).state
@@ -48,30 +49,39 @@ def counted(model: MemoryLM, targets: Tensor) -> Flops:
     return Flops(scoring.get_total_flops(), training.get_total_flops())
 
 
+def of_one_lane(model: MemoryLM) -> Flops:
+    flops = model.flops()
+    assert flops is not None
+    return flops.of_lanes(1)
+
+
 def realistic(memory: dict[str, Any], **model_keys: Any) -> Any:
     config = tiny_config(REALISTIC, {"model": model_keys})
     config.memory = memory
     return config
 
 
-@pytest.mark.parametrize("norm", ["pre", "post"])
-@pytest.mark.parametrize("case", case_params())
+@pytest.mark.parametrize(("case", "norm"), rotated(CASES, ["pre", "post"]))
 def test_formulas_equal_torchs_count(case: str, norm: str) -> None:
     model = small_model(case, norm=norm)
-    assert model.flops() == counted(model, torch.zeros(1, SEG_LEN, dtype=torch.int64))
+    flops = model.flops()
+    assert flops is not None
+    for num_lanes in (1, 3):  # tables of distances are made once for all lanes
+        targets = torch.zeros(num_lanes, SEG_LEN, dtype=torch.int64)
+        assert flops.of_lanes(num_lanes) == counted(model, targets), f"{num_lanes} lanes"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", REALISTIC_CASES.values(), ids=REALISTIC_CASES)
 def test_formulas_equal_torchs_count_at_other_widths(memory: dict[str, Any]) -> None:
     model = MemoryLM(realistic(memory), VOCAB)
-    assert model.flops() == counted(model, torch.zeros(1, 48, dtype=torch.int64))
+    assert of_one_lane(model) == counted(model, torch.zeros(1, 48, dtype=torch.int64))
 
 
 def test_adaptive_vocabulary_counts_its_first_bin() -> None:
     adaptive = AdaptiveConfig([100, 300], div_val=2)
     model = MemoryLM(realistic({"kind": "none"}, adaptive=adaptive), VOCAB)
-    assert model.flops() == counted(model, torch.zeros(1, 48, dtype=torch.int64))
+    assert of_one_lane(model) == counted(model, torch.zeros(1, 48, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(("kind", "mem_len"), [("none", 0), ("transformer_xl", 100)])
@@ -80,7 +90,7 @@ def test_formulas_equal_plain_arithmetic(kind: str, mem_len: int) -> None:
     memory = {"kind": kind} | ({"mem_len": mem_len} if mem_len else {})
     per_row, keys_values, seg_len, num_keys = 4 * 96 * 80 + 2 * 96 * 256, 2 * 96 * 80, 48, 48 + mem_len
     layer = per_row + keys_values * mem_len / seg_len + 3 * num_keys * 80 + 96 * 80 * num_keys / seg_len
-    facts = describe(realistic(memory), VOCAB)
+    facts = describe(realistic(memory), VOCAB, num_lanes=1)
     assert facts["scoring_flops_per_token"] == pytest.approx(2 * (3 * layer + 96 * VOCAB), rel=5e-3)
     assert 2.7 < facts["training_flops_per_token"] / facts["scoring_flops_per_token"] <= 3
 

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dist_mem.nn.constants import constant
+
 _LOWEST = -60.0  # log of the least expectation: exp is up to twelve times as slow where float32 underflows
 
 
@@ -71,7 +73,7 @@ class ExpectedBasis(torch.autograd.Function):
 def _distances(mu: Tensor, variance: Tensor, widths: tuple[float, ...], num_basis: int) -> tuple[Tensor, Tensor]:
     """Return c - mu (..., N / W), and v + s^2 (..., W)."""
     centres = torch.linspace(0.0, 1.0, num_basis // len(widths), device=mu.device, dtype=mu.dtype)
-    squares = torch.tensor([width**2 for width in widths], device=mu.device, dtype=mu.dtype)
+    squares = constant(tuple(width**2 for width in widths), device=mu.device, dtype=mu.dtype)
     return centres - mu[..., None], variance[..., None] + squares
 
 

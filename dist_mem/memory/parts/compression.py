@@ -15,14 +15,16 @@ class Compression(nn.Module):
     """Base class of compressions.
 
     `forward(rows, usage)` takes rows (B, T, D) and usage (B, T), the attention that each row receives, and returns
-    (B, T // c, D).
+    (B, T // c, D). Usage is None unless `needs_usage`.
     """
+
+    needs_usage = False
 
     def __init__(self, d_model: int, *, rate: int) -> None:
         super().__init__()
         self.rate = rate
 
-    def forward(self, rows: Tensor, usage: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, usage: Tensor | None) -> Tensor:
         raise NotImplementedError
 
     def flops(self, d_model: int, num_rows: int) -> Flops:
@@ -33,21 +35,24 @@ class Compression(nn.Module):
 class MeanPool(Compression):
     """Mean of every c rows."""
 
-    def forward(self, rows: Tensor, usage: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, usage: Tensor | None) -> Tensor:
         return F.avg_pool1d(rows.mT, self.rate).mT
 
 
 class MaxPool(Compression):
     """Maximum of every c rows."""
 
-    def forward(self, rows: Tensor, usage: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, usage: Tensor | None) -> Tensor:
         return F.max_pool1d(rows.mT, self.rate).mT
 
 
 class MostUsed(Compression):
     """Keep the rows that the segment's queries attend to most, in their order."""
 
-    def forward(self, rows: Tensor, usage: Tensor) -> Tensor:
+    needs_usage = True
+
+    def forward(self, rows: Tensor, usage: Tensor | None) -> Tensor:
+        assert usage is not None
         kept = usage.topk(rows.shape[1] // self.rate, dim=1).indices.sort(dim=1).values
         return rows.gather(1, kept[..., None].expand(-1, -1, rows.shape[2]))
 
@@ -59,7 +64,7 @@ class Convolution(Compression):
         super().__init__(d_model, rate=rate)
         self.convolution = nn.Conv1d(d_model, d_model, rate, stride=rate)
 
-    def forward(self, rows: Tensor, usage: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, usage: Tensor | None) -> Tensor:
         return self.convolution(rows.mT).mT
 
     def flops(self, d_model: int, num_rows: int) -> Flops:
@@ -79,7 +84,7 @@ class DilatedConvolutions(Compression):
         )
         self.convolution = nn.Conv1d(d_model, d_model, rate, stride=rate)
 
-    def forward(self, rows: Tensor, usage: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, usage: Tensor | None) -> Tensor:
         columns = rows.mT
         for convolution in self.mixing:
             columns = columns + F.relu(convolution(columns))

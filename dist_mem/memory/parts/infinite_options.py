@@ -21,7 +21,7 @@ class InfiniteOptions(Memory.Options):
 
     over: Any = field(default_factory=lambda: {"kind": "none"})  # the memory below; none: this one alone
     num_basis: int = key(256, at_most=2_048)  # N; published: 512
-    widths: list[float] = field(default_factory=lambda: [0.005, 0.01])  # published sorting: 0.01, 0.05
+    basis_widths: list[float] = field(default_factory=lambda: [0.005, 0.01])  # published sorting: 0.01, 0.05
     ridge: float = 0.5  # published sorting: 1
     tau: float = 0.75  # share of [0, 1] that the past is contracted to, as published for sorting; GPT-2: 0.5
     # S, points at which the past is sampled to contract it; published: 512
@@ -30,7 +30,8 @@ class InfiniteOptions(Memory.Options):
     padding: str = "published"  # published: bin middles, zero rows on both sides of the signal | none: the paper
     sampling: str = "linear"  # linear | sticky, as published | stratified: sticky with less noise
     num_bins: int = key(128, at_most=65_536)  # of the histogram of sticky sampling
-    density: str = "affine"  # affine: the paper's networks | moments: of a softmax over the samples, see `moments`
+    # affine: the paper's networks | softmax_moments: of a softmax over the samples, see `moments`
+    density: str = "affine"
     density_bias: bool = False  # of the affine networks, as in eq. 9-10; the released code has none
     projections: str = "full"  # full: D x D keys and values, as released | heads: d x d on each head's slice, eq. 8
     store: str = "raw"  # raw: rows of the block's input | normed: after its layer norm, as released for dialogue
@@ -51,7 +52,7 @@ def check_options(options: InfiniteOptions) -> None:
         options,
         sampling=("linear", "sticky", "stratified"),
         padding=("published", "none"),
-        density=("affine", "moments"),
+        density=("affine", "softmax_moments"),
         projections=("full", "heads"),
         kl_heads=("mean", "sum"),
         store=("raw", "normed"),
@@ -61,12 +62,12 @@ def check_options(options: InfiniteOptions) -> None:
             raise ValueError(f"memory.{name} is {getattr(options, name)}, but must be greater than 0")
     if not 0.0 < options.tau < 1.0:
         raise ValueError(f"memory.tau is {options.tau}, but must lie between 0 and 1")
-    if not options.widths or not all(width > 0 for width in options.widths):
-        raise ValueError(f"memory.widths is {options.widths}, but must be a list of numbers greater than 0")
-    if options.num_basis % len(options.widths):
+    if not options.basis_widths or not all(width > 0 for width in options.basis_widths):
+        raise ValueError(f"memory.basis_widths is {options.basis_widths}, but must be a list of numbers greater than 0")
+    if options.num_basis % len(options.basis_widths):
         raise ValueError(
-            f"memory.num_basis is {options.num_basis}, but must be a multiple of {len(options.widths)}, the number of "
-            "memory.widths: every centre has one basis function of each width"
+            f"memory.num_basis is {options.num_basis}, but must be a multiple of {len(options.basis_widths)}, the "
+            "number of memory.basis_widths: every centre has one basis function of each width"
         )
     for name in ("output_init", "kl_weight"):
         if getattr(options, name) < 0:
@@ -97,7 +98,7 @@ def check_growth(geometry: Geometry, *, forgets: bool) -> None:
     factor = 0.0 if forgets else growth(geometry)
     if factor >= 1.0:
         raise ValueError(
-            f"memory.widths are {list(geometry.widths)}, too narrow for memory.num_basis = {geometry.num_basis} with "
-            f"memory.num_samples = {geometry.num_samples}: the remembered signal grows {factor:.2f} times at every "
-            "update; take wider ones, or more basis functions"
+            f"memory.basis_widths are {list(geometry.widths)}, too narrow for memory.num_basis = {geometry.num_basis} "
+            f"with memory.num_samples = {geometry.num_samples}: the remembered signal grows {factor:.2f} times at "
+            "every update; take wider ones, or more basis functions"
         )

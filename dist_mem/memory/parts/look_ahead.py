@@ -21,7 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_mem.nn.layers import RelativeProjections, relative_scores, sinusoid_table, split_heads
+from dist_mem.nn.attention import attend, masked, simple_scores
+from dist_mem.nn.attention_inputs import Inputs, Visible
+from dist_mem.nn.chunked_attention import log_sum_exp
+from dist_mem.nn.kernel_shapes import device_type_of
+from dist_mem.nn.layers import Attended, RelativeProjections, relative_queries, sinusoid_table, split_heads
+from dist_mem.nn.position_scores import add_by_distance
 
 
 class Past(NamedTuple):
@@ -32,23 +37,19 @@ class Past(NamedTuple):
 
 
 class Refreshed(NamedTuple):
-    y: Tensor  # (B, M + T, D), before the residual: the refreshed memory rows, then the segment
-    query: Tensor  # (H, B, T, K) of the segment, before biases
     past: Past  # of the newest M of the M + T rows, without gradient
-    weights: Tensor  # (H, B, T, M + T), attention probabilities of the segment before dropout
     alpha: Tensor  # (H, B, M), weight of a memory row's old context, eq. 11
 
 
-def visible_ahead(valid: Tensor, window_len: Tensor, num_keys: int) -> Tensor:
-    """Return which of the W window keys each memory row sees, (B, M, W) bool: valid (B, M) bool, window_len (B,) int64.
+def visible_ahead(valid: Tensor, window_len: Tensor, num_keys: int) -> Visible:
+    """Return which of the W window keys each memory row sees: valid (B, M) bool, window_len (B,) int64.
 
     A valid row sees the keys to its right among the newest `window_len`.
     """
     mem_len = valid.shape[1]
-    row = torch.arange(mem_len, device=valid.device)[:, None]
     key = torch.arange(mem_len - num_keys + 1, mem_len + 1, device=valid.device)
     in_window = key > mem_len - window_len[:, None]
-    return (key > row) & in_window[:, None] & valid[..., None]
+    return Visible(in_window, mem_len, num_keys, above=num_keys - mem_len - 1, sees=valid)
 
 
 def row_blocks(mem_len: int, window: int) -> list[tuple[int, int]]:
@@ -75,31 +76,19 @@ def ahead_scores(
     window = key.shape[2]
     scale = 1.0 / math.sqrt(d_head)
     position_query = (query + position_bias[:, None, None]) * scale
-    blocks: list[Tensor] = []
+    tables, offsets = [], []
     for begin, end in row_blocks(mem_len, window):
         rows = end - begin
         # Row r of the block and key c have distance nearest + c - r. Columns begin at distance 1, or at the smallest
-        # distance in the block, so that this is column skipped + c - r: as in `align_distances`, entry
-        # skipped + r (columns - 1) + c of the flat block, a contiguous window.
+        # distance in the block, so that this is column skipped + c - r.
         nearest = mem_len - window + 1 - begin
         skipped = min(rows, nearest) - 1
-        columns = window + skipped + 1
         distances = position[..., nearest - skipped - 1 : nearest + window]
         block_query = position_query[:, :, begin:end].reshape(num_heads, num_lanes * rows, d_head)
-        flat = torch.bmm(block_query, distances).view(num_heads, num_lanes, rows * columns)
-        aligned = flat.narrow(-1, skipped, rows * (columns - 1)).unflatten(-1, (rows, columns - 1))
-        blocks.append(aligned[..., :window])
-    by_position = torch.cat(blocks, dim=2) if len(blocks) > 1 else blocks[0]
+        tables.append(torch.bmm(block_query, distances).unflatten(1, (num_lanes, rows)))
+        offsets.append(skipped)
     by_content = ((query + content_bias[:, None, None]) * scale) @ key.transpose(-1, -2)
-    return by_content.to(torch.promote_types(by_content.dtype, torch.float32)) + by_position
-
-
-def log_sum_exp(scores: Tensor, weights: Tensor) -> Tensor:
-    """Return the log of the sum of exponentials over the last axis, from the scores and their softmax, no gradient.
-
-    It is the largest score minus the log of its weight: two maxima instead of a second pass of exponentials.
-    """
-    return scores.detach().amax(-1) - weights.detach().amax(-1).log()
+    return add_by_distance(by_content, tables, offsets)
 
 
 def epsilon_shift(log_sum: Tensor, scores: Tensor, visible: Tensor, *, epsilon: float) -> Tensor:
@@ -144,8 +133,26 @@ def refresh_weights(
     return (joint + F.pad(shift.expand_as(scores), (1, 0))).softmax(dim=-1), joint.detach().logsumexp(-1)
 
 
+def shares_of_old(log_sum: Tensor, ahead: Tensor, *, interpolation: bool, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Return alpha and the new s without gradient, both (H, B, M), as `refresh_weights` from the sums alone.
+
+    Args:
+        log_sum: s.  ahead: s_ahead; -inf where no key is visible.
+    """
+    sees = ahead > -math.inf
+    gap = torch.where(sees, log_sum - ahead, 0.0)
+    if epsilon:
+        exponent = math.log(epsilon) + gap.clamp(min=0.0)
+        gap = gap - torch.logaddexp(exponent, torch.zeros_like(exponent))
+    alpha = torch.where(sees, gap.sigmoid() if interpolation else 0.0 * gap, 1.0)
+    total = torch.logaddexp(log_sum, ahead) if interpolation else torch.where(sees, ahead, log_sum)
+    return alpha, total.detach()
+
+
 class LookAheadAttention(RelativeProjections):
     """Relative attention of the segment to memory and segment, and of the memory rows to keys on their right."""
+
+    needs_log_sum = True
 
     def __init__(
         self,
@@ -175,36 +182,53 @@ class LookAheadAttention(RelativeProjections):
         assert isinstance(first, LookAheadAttention)
         self.ahead_bias = first.ahead_bias
 
-    def forward(self, x: Tensor, past: Past, visible: Tensor, ahead: Tensor) -> Refreshed:
+    def forward(
+        self, x: Tensor, past: Past, visible: Visible, ahead: Visible, *, weights: bool = False
+    ) -> tuple[Attended, Refreshed]:
         """Attend from the segment to memory and segment, and refresh the attention results of the memory rows.
 
         Args:
             x: (B, M + T, D), memory rows first.  past: of the memory rows.
-            visible: (B, T, M + T) bool, see `visible_keys`.  ahead: (B, M, W) bool, see `visible_ahead`.
+            visible: see `visible_keys`.  ahead: see `visible_ahead`.
+            weights: whether to return attention probabilities of the segment.
+
+        Returns:
+            The attended rows are (B, M + T, D), before the residual: the refreshed memory rows, then the segment.
         """
         mem_len = self.mem_len
         query = split_heads(self.query(x if self.look_ahead else x[:, mem_len:]), self.num_heads)
         key, value = split_heads(self.key_value(x), 2 * self.num_heads).contiguous().chunk(2)
         position = self.position_keys(x, num_keys=x.shape[1])
         segment_query = query[:, :, mem_len - x.shape[1] :]
-        scores = relative_scores(
-            segment_query, key, position, content_bias=self.content_bias, position_bias=self.position_bias
+        content_query, relative = relative_queries(
+            segment_query, position, content_bias=self.content_bias, position_bias=self.position_bias
         )
-        masked = scores + torch.where(visible, 0.0, -math.inf)
-        weights = masked.softmax(dim=-1)
-        context = self.attention_dropout(weights.to(value.dtype)) @ value
-        refreshed, alpha = self.refresh(query[:, :, :mem_len], key, value, position, past, ahead)
+        back_end = "simple" if weights else self.choose(device_type_of(x), segment_query.shape[2]).back_end
+        inputs = Inputs(content_query, key, value, visible, relative)
+        context, log_sum, shares = self.attend_segment(inputs, back_end)
+        refreshed, alpha = self.refresh(query[:, :, :mem_len], key, value, position, past, ahead, back_end)
         contexts = torch.cat([refreshed.context, context.permute(1, 2, 0, 3)], dim=1)
-        log_sums = torch.cat([refreshed.log_sum, log_sum_exp(masked, weights).permute(1, 2, 0)], dim=1)
+        log_sums = torch.cat([refreshed.log_sum, log_sum.permute(1, 2, 0)], dim=1)
         newest = Past(
             contexts[:, -mem_len:].detach().to(past.context.dtype, copy=True),
             log_sums[:, -mem_len:].to(past.log_sum.dtype),
         )
         y = self.dropout(self.output(contexts.flatten(-2)))
-        return Refreshed(y, segment_query, newest, weights, alpha)
+        return Attended(y, segment_query, shares if weights else None), Refreshed(newest, alpha)
+
+    def attend_segment(self, inputs: Inputs, back_end: str) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return contexts, log-sums without gradient and, if `back_end` is simple, probabilities of the segment."""
+        if back_end != "simple":
+            rows, log_sum = attend(inputs, back_end, log_sum=True)
+            assert log_sum is not None
+            return rows, log_sum.detach(), None
+        scores = masked(simple_scores(inputs), inputs.visible)
+        shares = scores.softmax(dim=-1)
+        context = self.attention_dropout(shares.to(inputs.value.dtype)) @ inputs.value
+        return context, log_sum_exp(scores, shares), shares
 
     def refresh(
-        self, query: Tensor, key: Tensor, value: Tensor, position: Tensor, past: Past, ahead: Tensor
+        self, query: Tensor, key: Tensor, value: Tensor, position: Tensor, past: Past, ahead: Visible, back_end: str
     ) -> tuple[Past, Tensor]:
         """Return the refreshed attention results of memory rows, and alpha (H, B, M).
 
@@ -214,19 +238,25 @@ class LookAheadAttention(RelativeProjections):
         if not self.look_ahead:
             return Past(past.context.to(value.dtype), past.log_sum), torch.ones_like(past.log_sum).permute(2, 0, 1)
         window = slice(self.mem_len - self.window + 1, self.mem_len + 1)
-        scores = ahead_scores(
-            query,
-            key[:, :, window],
-            self.ahead_position_keys(position),
-            content_bias=self.content_bias,
-            position_bias=self.position_bias if self.ahead_bias is None else self.ahead_bias,
-        )
-        weights, log_sum = refresh_weights(
-            past.log_sum.permute(2, 0, 1), scores, ahead, interpolation=self.interpolation, epsilon=self.epsilon
-        )
-        alpha, looking = weights[..., :1], weights[..., 1:]
-        attended = self.attention_dropout(looking.to(value.dtype)) @ value[:, :, window]
-        context = alpha * past.context.permute(2, 0, 1, 3) + attended
+        key, value, table = key[:, :, window], value[:, :, window], self.ahead_position_keys(position)
+        position_bias = self.position_bias if self.ahead_bias is None else self.ahead_bias
+        biases = {"content_bias": self.content_bias, "position_bias": position_bias}
+        old_log_sum, old_context = past.log_sum.permute(2, 0, 1), past.context.permute(2, 0, 1, 3)
+        options: dict[str, Any] = {"interpolation": self.interpolation, "epsilon": self.epsilon}
+        if back_end == "simple":
+            scores = ahead_scores(query, key, table, **biases)
+            weights, log_sum = refresh_weights(old_log_sum, scores, ahead.mask(), **options)
+            alpha, looking = weights[..., :1], weights[..., 1:]
+            attended = self.attention_dropout(looking.to(value.dtype)) @ value
+        else:
+            content_query, relative = relative_queries(query, table, **biases)
+            relative = relative._replace(first=self.mem_len - self.window)
+            rows, log_sum_ahead = attend(Inputs(content_query, key, value, ahead, relative), back_end, log_sum=True)
+            assert log_sum_ahead is not None
+            alpha, log_sum = shares_of_old(old_log_sum, log_sum_ahead, **options)
+            alpha = alpha[..., None]
+            attended = (1.0 - alpha) * rows
+        context = alpha * old_context + attended
         return Past(context.to(value.dtype).permute(1, 2, 0, 3), log_sum.permute(1, 2, 0)), alpha[..., 0]
 
     def ahead_position_keys(self, position: Tensor) -> Tensor:

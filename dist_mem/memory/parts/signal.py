@@ -65,7 +65,7 @@ class Signal(Memory):
         self.value = make_projection(options.projections, spec.d_model, **heads)
         self.output = nn.Linear(width, spec.d_model, bias=False)
         self.dropout = Dropout(spec.dropout)
-        self.basis: dict[str, Any] = {"widths": tuple(options.widths), "num_basis": options.num_basis}
+        self.basis: dict[str, Any] = {"widths": tuple(options.basis_widths), "num_basis": options.num_basis}
         self.geometry = Geometry(
             **self.basis,
             ridge=options.ridge,

@@ -1,0 +1,185 @@
+"""A transformer block: a memory layer (attention) and a feed-forward layer, and how it runs in training.
+
+In training a part of a block may be recomputed in the backward instead of being saved
+(`train.activation_checkpointing`), and be compiled (`train.compile`). Without gradient a block runs as it is written.
+Whole functions of a block are compiled, so the hooks of ZeRO, which gather its parameters, stay outside of the graphs.
+Shape letters: B lanes, T segment, D model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dist_mem.config import Config, ModelConfig
+from dist_mem.memory import build_memory
+from dist_mem.memory.base import LayerSpec, Memory, MemoryState
+from dist_mem.nn.compiled import compiled
+from dist_mem.nn.flops import Flops, product
+from dist_mem.nn.layer_spec import LlamaSpec
+from dist_mem.nn.layers import Dropout, FeedForward
+from dist_mem.nn.norms import make_norm
+from dist_mem.nn.published import GPT2FeedForward, SwiGLU
+
+
+class BlockOutput(NamedTuple):
+    y: Tensor  # (B, T, D), after the rows of a stem, if any
+    state: MemoryState  # of the memory
+    aux: dict[str, Tensor]  # name -> (B,) weighted auxiliary loss per lane
+    logs: dict[str, Tensor]  # name -> (B,) float32, without gradient
+
+
+class Block(nn.Module):
+    """Memory layer (attention) and feed-forward, each with its residual and its norm.
+
+    With pre-norm the memory normalises its input, because stored and new rows pass through the same norm.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        feed_forward: FeedForward | GPT2FeedForward | SwiGLU,
+        dropout: float = 0.0,
+        *,
+        recomputed: str = "none",
+        is_compiled: bool = False,
+    ) -> None:
+        """Make a block.
+
+        Args:
+            dropout: of the memory's output, including a long-term memory's reading, after its own dropout.
+            recomputed: none | blocks | attention | feed_forward: what the backward recomputes of this block.
+            is_compiled: compile the block in training. What is recomputed is a graph of its own: recomputation inside
+                of one would draw another dropout.
+        """
+        super().__init__()
+        spec = memory.spec
+        self.pre_norm = spec.norm == "pre"
+        self.recomputed = recomputed
+        self.is_compiled = is_compiled
+        self.has_run = False
+        self.memory = memory
+        self.dropout = Dropout(dropout)
+        self.attention_norm = nn.Identity() if self.pre_norm else make_norm(spec.d_model, rms_eps=spec.rms_eps)
+        self.feed_forward = feed_forward
+        self.feed_forward_norm = make_norm(spec.d_model, rms_eps=spec.rms_eps)
+
+    def forward(self, x: Tensor, state: MemoryState, valid_len: Tensor) -> BlockOutput:
+        if self.recomputed in ("none", "blocks"):
+            whole: BlockOutput = self.run(Block.whole, x, state, valid_len, recompute=self.recomputed == "blocks")
+            return whole
+        attended = self.run(Block.attend, x, state, valid_len, recompute=self.recomputed == "attention")
+        return attended._replace(y=self.run(Block.feed, attended.y, recompute=self.recomputed == "feed_forward"))
+
+    def run(self, part: Callable[..., Any], *inputs: Any, recompute: bool) -> Any:
+        """Run a part of this block, one of its functions below; without gradient as it is written."""
+        if not torch.is_grad_enabled():
+            return part(self, *inputs)
+        if self.is_compiled:
+            self.run_once(part, *inputs)
+            part = compiled(part)
+        return checkpoint(part, self, *inputs, use_reentrant=False) if recompute else part(self, *inputs)
+
+    def run_once(self, part: Callable[..., Any], x: Tensor, *inputs: Any) -> None:
+        """Before a part is compiled, run it as it is written: memories then compute constants and cache them."""
+        if not self.has_run:
+            devices = [x.device] if x.device.type == "cuda" else []
+            with torch.no_grad(), torch.random.fork_rng(devices):
+                part(self, x, *inputs)
+        self.has_run = True
+
+    def whole(self, x: Tensor, state: MemoryState, valid_len: Tensor) -> BlockOutput:
+        """Run both sub-layers."""
+        attended = self.attend(x, state, valid_len)
+        return attended._replace(y=self.feed(attended.y))
+
+    def attend(self, x: Tensor, state: MemoryState, valid_len: Tensor) -> BlockOutput:
+        """Run the memory layer, with its residual."""
+        y, state, aux, _, _, logs = self.memory(x, state, valid_len)
+        attended = self.attention_norm(x[:, -y.shape[1] :] + self.dropout(y))
+        values = {name: value.detach().float().expand(len(x)) for name, value in logs.items()}
+        return BlockOutput(attended, state, aux, values)
+
+    def feed(self, attended: Tensor) -> Tensor:
+        """Run the feed-forward layer, with its residual: (B, T, D) -> (B, T, D)."""
+        if self.pre_norm:
+            return attended + self.feed_forward(self.feed_forward_norm(attended))
+        normed: Tensor = self.feed_forward_norm(attended + self.feed_forward(attended))
+        return normed
+
+    def flops(self) -> Flops | None:
+        """Count a forward over complete segments; None if the memory does not count its operations."""
+        memory, layer = self.memory, self.feed_forward
+        flops = memory.flops()
+        columns = layer.expand.out_features + layer.contract.in_features
+        return flops and flops + product(memory.num_rows, memory.spec.d_model, columns)
+
+
+def num_recomputed(num_layers: int, share: float) -> int:
+    """Return how many blocks, the first ones, `train.activation_checkpointing_share` selects; at least one."""
+    return math.ceil(share * num_layers - 1e-9)
+
+
+def make_block(config: Config, layer_index: int) -> Block:
+    """Return block `layer_index`, with its memory.
+
+    GPT-2 applies dropout to the sum of attention and long-term memory, as published, and so does Llama here, which is
+    published without dropout; other models apply it to each.
+    """
+    model, train = config.model, config.train
+    spec = layer_spec(config, layer_index)
+    is_saved = layer_index >= num_recomputed(model.num_layers, train.activation_checkpointing_share)
+    training: dict[str, Any] = {
+        "recomputed": "none" if is_saved else train.activation_checkpointing,
+        "is_compiled": train.compile,
+    }
+    sizes: dict[str, Any] = {"d_inner": model.d_inner, "dropout": model.dropout}
+    if model.kind != "transformer":
+        memory, layer = replace(spec, dropout=0.0), SwiGLU if spec.llama else GPT2FeedForward
+        return Block(build_memory(config.memory, memory), layer(model.d_model, **sizes), model.dropout, **training)
+    return Block(build_memory(config.memory, spec), FeedForward(model.d_model, **sizes), **training)
+
+
+def layer_spec(config: Config, layer_index: int) -> LayerSpec:
+    """Return the shapes and options of the memory of block `layer_index`."""
+    model = config.model
+    if model.norm not in ("pre", "post"):
+        raise ValueError(f"model.norm is {model.norm!r}, but must be pre or post")
+    if model.d_head is None and model.d_model % model.num_heads:
+        raise ValueError(
+            f"model.d_model is {model.d_model}, no multiple of model.num_heads = {model.num_heads}; give model.d_head"
+        )
+    return LayerSpec(
+        layer_index=layer_index,
+        num_layers=model.num_layers,
+        d_model=model.d_model,
+        num_heads=model.num_heads,
+        d_head=model.d_head or model.d_model // model.num_heads,
+        seg_len=config.train.seg_len,
+        dropout=model.dropout,
+        attention_dropout=model.attention_dropout,
+        norm=model.norm,
+        clamp_len=model.clamp_len,
+        same_length=model.same_length,
+        seed=config.train.seed,
+        back_end=model.attention,
+        short_first=config.data.cut == "end",
+        tf32=config.train.tf32,
+        llama=llama_spec(model) if model.kind == "llama" else None,
+    )
+
+
+def llama_spec(model: ModelConfig) -> LlamaSpec:
+    """Return what only the blocks of a Llama have."""
+    return LlamaSpec(
+        num_kv_heads=model.num_kv_heads or model.num_heads,
+        rope_theta=model.rope_theta,
+        norm_eps=model.norm_eps,
+        qkv_bias=model.qkv_bias,
+    )

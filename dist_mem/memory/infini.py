@@ -1,0 +1,190 @@
+"""Infini-attention (Munkhdalai et al. 2024): one matrix per head, to which every segment adds its keys and values.
+
+Source: arXiv 2404.07143v2, eqs. 5 to 11. Gradients flow through the state within an update (`train.bptt_segments`);
+with one segment a window, nothing teaches the memory what later segments need, as they read it as a constant. The paper
+has windows of 16 segments of 2,048 tokens. Deviations: the sum that divides a reading is at least 1e-10 (the paper
+divides by 0 if the memory is empty), and scores are divided by the root of the head's width, not of the model's.
+Shape letters: B lanes, T segment, D model, H heads, K head width.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dist_mem.config.keys import key
+from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput
+from dist_mem.memory.parts.inspection import Inspection, segment_rows
+from dist_mem.nn.attention_inputs import Inputs
+from dist_mem.nn.flops import Flops, product
+from dist_mem.nn.layers import AttentionLayer, Dropout, Projection, merge_heads, split_heads, visible_keys
+from dist_mem.nn.norms import input_norm
+
+
+class State(NamedTuple):
+    matrix: Tensor  # (B, H, K, K) float32 at least: sigma(k)^T v, summed over all written tokens
+    norm: Tensor  # (B, H, K) float32 at least: sigma(k), summed; 0 only in an empty memory
+
+
+class Rows(NamedTuple):
+    """What a segment projects to, all heads side by side."""
+
+    query: Tensor  # (B, T, H K)
+    key: Tensor  # (B, T, H K)
+    value: Tensor  # (B, T, H K)
+
+
+class SegmentAttention(AttentionLayer):
+    """The projections, and causal attention within the segment with rotary positions, which begin at 0 in each."""
+
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__(attention_dropout=spec.attention_dropout, back_end=spec.back_end)
+        width = spec.num_heads * spec.d_head
+        self.num_heads = spec.num_heads
+        self.query, self.key_value = Projection(spec.d_model, width), Projection(spec.d_model, 2 * width)
+        self.output = Projection(width, spec.d_model)
+        self.dropout = Dropout(spec.dropout)
+
+    def project(self, rows: Tensor) -> Rows:
+        """Project rows (B, T, D)."""
+        return Rows(self.query(rows), *self.key_value(rows).chunk(2, dim=-1))
+
+    def attend(self, rows: Rows, *, weights: bool) -> tuple[Tensor, Tensor | None]:
+        """Return what the segment says, (H, B, T, K), and if asked for the probabilities (H, B, T, T)."""
+        query, keys, value = (split_heads(part, self.num_heads) for part in rows)
+        nothing = torch.empty(query.shape[1], 0, dtype=torch.bool, device=query.device)
+        visible = visible_keys(nothing, query.shape[2], same_length=False)
+        scaled = rotated(query) / math.sqrt(query.shape[-1])
+        return self.read(Inputs(scaled, rotated(keys), value, visible), weights=weights)
+
+    def merged(self, rows: Tensor) -> Tensor:
+        """Return the output of all heads, (H, B, T, K) -> (B, T, D)."""
+        y: Tensor = self.dropout(self.output(merge_heads(rows)))
+        return y
+
+
+class Infini(Memory):
+    """Attention within the segment, mixed with a reading of all earlier segments by a gate per head."""
+
+    @dataclass
+    class Options:
+        rule: str = key("delta", choices=("delta", "linear"))  # write what the memory lacks (eq. 9), or all (eq. 8)
+        gate_init: float = key(0.0)  # beta; sigmoid(beta) is the share of the memory in a head's output
+        # mix in the reading of an empty memory, 0, as in the paper; false: the first segment has no gate
+        gate_empty: bool = True
+
+    def __init__(self, spec: LayerSpec, options: Options) -> None:
+        super().__init__(spec, options)
+        if spec.llama is not None:
+            raise ValueError(
+                "memory.kind is infini, whose own attention has no grouped heads and another layout of rotary "
+                "positions than a Llama: set memory.kind to transformer_xl, or model.kind to transformer"
+            )
+        self.norm = input_norm(spec)
+        self.attention = SegmentAttention(spec)
+        self.beta = nn.Parameter(torch.zeros(spec.num_heads))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if not self.beta.is_meta:
+            self.beta.fill_(self.options.gate_init)
+
+    @property
+    def carries_gradient(self) -> bool:
+        return True
+
+    @property
+    def takes_short_first(self) -> bool:
+        return True
+
+    @property
+    def min_seg_len(self) -> int:
+        return 1
+
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
+        shape = (len(document_ids), self.spec.num_heads, self.spec.d_head, self.spec.d_head)
+        exact = torch.promote_types(dtype, torch.float32)  # growing sums: half precision would lose small terms
+        matrix = torch.zeros(shape, device=device, dtype=exact)
+        return State(matrix, torch.zeros(shape[:-1], device=device, dtype=exact))
+
+    def flops(self) -> Flops:
+        """Count a window of one segment; longer ones also compute the gradients of reading and writing."""
+        seg_len, d_model, d_head = self.spec.seg_len, self.spec.d_model, self.spec.d_head
+        width = self.spec.num_heads * d_head
+        projections = product(seg_len, d_model, 3 * width) + product(seg_len, width, d_model)
+        local = product(seg_len, width, seg_len) + product(seg_len, seg_len, width)
+        read = product(seg_len, d_head, width, gradients=1)  # the matrix is a constant
+        written = product(d_head, seg_len, width, gradients=0)
+        if self.options.rule == "delta":
+            written += product(seg_len, d_head, width, gradients=0)
+        return projections + local + read + written
+
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        rows = self.attention.project(self.norm(x))
+        local, _ = self.attention.attend(rows, weights=False)
+        remembered = recall(sigma(self.lane_first(rows.query, state)), state).transpose(0, 1).to(x.dtype)
+        share = self.gate(state).to(x.dtype)
+        y = self.attention.merged(share * remembered + (1.0 - share) * local)
+        everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
+        logs = {"share": self.beta.detach().float().sigmoid().mean()}
+        query = split_heads(rows.query, self.spec.num_heads)
+        return MemoryOutput(y, self.written(state, rows, valid_len), {}, query, everything, logs)
+
+    def written(self, state: State, rows: Rows, valid_len: Tensor) -> State:
+        """Return the memory after the segment (eqs. 8 and 9); all tokens read the memory before it."""
+        is_real = torch.arange(rows.key.shape[1], device=valid_len.device) < valid_len[:, None]
+        features = sigma(self.lane_first(rows.key, state)) * is_real[:, None, :, None]
+        new = self.lane_first(rows.value, state)
+        if self.options.rule == "delta":
+            new = new - recall(features, state)
+        return State(state.matrix + features.mT @ new, state.norm + features.sum(dim=2))
+
+    def lane_first(self, rows: Tensor, state: State) -> Tensor:
+        """Split rows into heads, in the precision of the state: (B, T, H K) -> (B, H, T, K)."""
+        heads = rows.to(state.norm.dtype).unflatten(-1, (self.spec.num_heads, -1)).transpose(1, 2)
+        return heads.contiguous()  # torch.compile is wrong about the strides of ELU's gradient otherwise
+
+    def gate(self, state: State) -> Tensor:
+        """Return the memory's share in the output of every head, (H, 1, 1, 1), or of every head and lane."""
+        share = self.beta.sigmoid()[:, None, None, None]
+        if self.options.gate_empty:
+            return share
+        is_written = (state.norm.detach() > 0).flatten(1).any(dim=1)
+        return torch.where(is_written[:, None, None], share, 0.0)
+
+    @torch.no_grad()
+    def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: Any = None) -> Inspection:
+        _, weights = self.attention.attend(self.attention.project(self.norm(x)), weights=True)
+        assert weights is not None
+        return Inspection({"segment": segment_rows(weights, valid_len)})
+
+
+def rotated(rows: Tensor) -> Tensor:
+    """Rotate pairs (2 j, 2 j + 1) of row t by t 10000^(-2 j / K), (H, B, T, K); of an odd K the last entry stays.
+
+    Source: Su et al. 2021, "RoFormer", sec. 3.2.2. Angles are computed in float32 or wider.
+    """
+    seg_len, width = rows.shape[-2], rows.shape[-1]
+    exact = torch.promote_types(rows.dtype, torch.float32)
+    rates = 10000.0 ** (-torch.arange(0, width - 1, 2, device=rows.device, dtype=exact) / width)
+    angles = torch.arange(seg_len, device=rows.device, dtype=exact)[:, None] * rates
+    cos, sin = angles.cos().to(rows.dtype), angles.sin().to(rows.dtype)
+    even, odd = rows[..., 0 : 2 * len(rates) : 2], rows[..., 1 : 2 * len(rates) : 2]
+    turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
+    return torch.cat([turned, rows[..., 2 * len(rates) :]], dim=-1)
+
+
+def sigma(rows: Tensor) -> Tensor:
+    """Return the positive features of queries or keys: ELU + 1."""
+    return F.elu(rows) + 1.0
+
+
+def recall(features: Tensor, state: State) -> Tensor:
+    """Read the memory with features of queries or keys (eq. 7): (B, H, T, K)."""
+    total = (features * state.norm[:, :, None]).sum(-1, keepdim=True)
+    return features @ state.matrix / total.clamp(min=1e-10)

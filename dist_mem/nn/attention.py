@@ -1,0 +1,88 @@
+"""One softmax attention with four back ends, which compute the same function of the same inputs.
+
+simple: all scores stand in memory; the reference, and the only one that has probabilities to show or to drop.
+chunked: scores of one chunk of queries at a time, on every device (chunked_attention.py).
+sdpa: torch's scaled_dot_product_attention; scores by distance become a bias of all pairs (fused_attention.py).
+flex: torch's FlexAttention, which adds scores by distance inside the kernel (fused_attention.py).
+
+Shape letters: B lanes, T queries, J keys, H heads, K head width. The head axis comes first, (H, B, T, K): the scores by
+distance of all lanes are then one product a head with a table that the lanes share.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dist_mem.nn.attention_inputs import Inputs, Read, Visible
+from dist_mem.nn.chunked_attention import chunked
+from dist_mem.nn.fused_attention import flex, sdpa
+from dist_mem.nn.position_scores import add_by_distance
+
+BACK_ENDS = ("auto", "simple", "chunked", "sdpa", "flex")  # model.attention
+SHORT = 128  # queries from which `auto` takes fused kernels on GPUs: the block of FlexAttention
+LONG = 512  # queries from which `auto` takes another back end than `simple` on CPUs, see docs/explanation/log.md
+
+
+def simple_scores(inputs: Inputs) -> Tensor:
+    """Return all scores without the mask, (H, B, T, J) float32 or wider; those of invisible keys are meaningless.
+
+    `relative` must have the table of `layers.RelativeProjections.position_keys`.
+    """
+    tables = [] if inputs.relative is None else [inputs.relative.by_column()]
+    scores = inputs.query @ inputs.key.mT
+    if tables:
+        scores = add_by_distance(scores, tables, [inputs.query.shape[2] - 1])
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return scores if inputs.bias is None else scores + inputs.bias
+
+
+def masked(scores: Tensor, visible: Tensor | Visible) -> Tensor:
+    """Return scores (H, B, T, J) that are -inf where a key is not visible; as a mask (B, T, J) bool."""
+    mask = visible if isinstance(visible, Tensor) else visible.mask()
+    # Add the mask: masked_fill costs four times as much, and again in the backward, where its gradient is 0 anyway.
+    return scores + torch.where(mask, 0.0, -math.inf)
+
+
+def masked_softmax(scores: Tensor, visible: Tensor | Visible) -> Tensor:
+    """Return the softmax over the visible keys: scores (H, B, T, J) float32 or float64, `visible` as in `masked`."""
+    return masked(scores, visible).softmax(dim=-1)
+
+
+class Choice(NamedTuple):
+    back_end: str  # one of BACK_ENDS besides auto
+    reason: str
+
+
+def choose(device_type: str, num_queries: int, *, relative: bool, drops: bool) -> Choice:
+    """Return the back end of `auto`, and why.
+
+    Args:
+        relative: whether there are scores by distance.  drops: whether dropout applies to probabilities.
+    """
+    if drops:
+        return Choice("simple", "model.attention_dropout is of probabilities, which only it has")
+    if num_queries < (SHORT if device_type == "cuda" else LONG):
+        return Choice("simple", f"it is fast for segments of {num_queries} tokens")
+    if not relative:
+        return Choice("sdpa", f"a fused kernel is faster for segments of {num_queries} tokens")
+    if device_type == "cuda":
+        return Choice("flex", "a fused kernel adds the scores by distance")
+    return Choice("chunked", f"it takes less time and memory for segments of {num_queries} tokens")
+
+
+def attend(inputs: Inputs, back_end: str, *, log_sum: bool = False) -> Read:
+    """Compute attention by `chunked`, `sdpa` or `flex`.
+
+    Args:
+        log_sum: whether to return it, with its gradient; sdpa cannot.
+    """
+    if back_end == "chunked":
+        return chunked(inputs, log_sum=log_sum)
+    if back_end == "flex":
+        return flex(inputs, log_sum=log_sum)
+    assert back_end == "sdpa" and not log_sum, "LookAheadAttention refuses sdpa"
+    return Read(sdpa(inputs), None)

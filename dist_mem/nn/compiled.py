@@ -1,0 +1,49 @@
+"""Functions of modules compiled by torch.compile, each as one graph without a break.
+
+torch's compiler is imported by the first call only: it takes a second, which a start without it need not spend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from dist_mem.runtime.watchdog import beat
+
+_MOST_GRAPHS = 64  # of one function; blocks of one structure share theirs, and each other structure has its own
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the compiled function, always the same one for the same function.
+
+    Parameters of modules among its arguments are inputs of the graph, so modules of one structure share one graph.
+    """
+    return torch.compile(function, fullgraph=True, backend=_inductor)
+
+
+def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    """Compile one graph, by which every rank shows progress: compilation may take a minute a graph."""
+    from torch._inductor.compile_fx import compile_fx
+
+    beat("compiling")
+    # Without `deterministic`, kernels for GPUs are chosen by their time in this process: a resumed run might differ.
+    return cast(Callable[..., Any], compile_fx(graph, inputs, config_patches={"deterministic": True}))
+
+
+@contextmanager
+def compiling_ahead() -> Iterator[None]:
+    """Compile the backward with the forward, and one graph for modules that differ in a number, as a layer's index."""
+    import torch._dynamo
+    import torch._functorch.config
+
+    with (
+        torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=_MOST_GRAPHS),
+        torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
+    ):
+        yield

@@ -1,0 +1,84 @@
+"""What a fused attention kernel reads, returns and keeps, on tensors without values (the meta device), for planning.
+
+Torch's own fused kernels do not exist there. The operators below compute nothing; whoever counts memory and work, as
+dist_mem/planning/counting.py does, sees their inputs and outputs. Shape letters: B lanes, T queries, J keys, H heads, K
+head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NUM_PRODUCTS = {"fused_attention": 2, "fused_attention_backward": 5}  # of all queries and keys; operator -> number
+
+_planned: ContextVar[str] = ContextVar("planned", default="meta")
+
+
+@contextmanager
+def planned_for(device_type: str) -> Iterator[None]:
+    """Let code that depends on the type of device take tensors without values for tensors of this one."""
+    token = _planned.set(device_type)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
+def device_type_of(tensor: Tensor) -> str:
+    """Return the type of the tensor's device, or of the one that is planned for."""
+    return _planned.get() if tensor.is_meta else tensor.device.type
+
+
+_operators = torch.library.Library("dist_mem", "FRAGMENT")
+_operators.define("fused_attention(Tensor query, Tensor key, Tensor value, Tensor? table) -> (Tensor, Tensor)")
+_operators.define(
+    "fused_attention_backward(Tensor rows, Tensor query, Tensor key, Tensor value, Tensor? table)"
+    " -> (Tensor, Tensor, Tensor, Tensor?)"
+)
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+def _backward(
+    rows: Tensor, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    gradient = None if table is None else torch.empty_like(table)
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), gradient
+
+
+_operators.impl("fused_attention", _forward, "Meta")
+_operators.impl("fused_attention_backward", _backward, "Meta")
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
+        rows, log_sum = torch.ops.dist_mem.fused_attention(query, key, value, table)
+        ctx.save_for_backward(rows, log_sum, query, key, value, table)
+        return rows, log_sum
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        _, _, query, key, value, table = ctx.saved_tensors
+        found: tuple[Tensor | None, ...] = torch.ops.dist_mem.fused_attention_backward(
+            gradients[0], query, key, value, table
+        )
+        return found
+
+
+def fused(query: Tensor, key: Tensor, value: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return rows and log-sums without values: (H, B, T, K), and (H, B, T) float32.
+
+    Args:
+        query: (H, B, T, K).  key, value: (H, B, J, K).  table: further scores, which the kernel reads and keeps.
+    """
+    found: tuple[Tensor, Tensor] = _Fused.apply(query, key, value, table)
+    return found

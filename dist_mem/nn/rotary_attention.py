@@ -1,0 +1,89 @@
+"""Llama's attention: rotary positions, and heads of keys and values that several heads of queries may share.
+
+Positions count from the segment's first token: its tokens are 0, ..., T - 1, and context rows are -M, ..., -1. Context
+rows are kept as inputs of the block, never as rotated keys: in every segment they are projected with the present
+weights and rotated at their place in the window. A score depends on the distance alone, so a row kept for many
+segments reads as it would in one long text. Source: Su et al. 2021, "RoFormer", sec. 3.4.2, in the layout of Hugging
+Face's Llama (halves of a head, not neighbours, are turned together); Ainslie et al. 2023, "GQA". Shape letters: B
+lanes, T segment, M context rows, J = M + T keys, D model, H heads, G heads of keys, K head width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from dist_mem.nn.attention_inputs import Inputs, Visible
+from dist_mem.nn.flops import Flops, relative_attention
+from dist_mem.nn.layer_spec import LayerSpec
+from dist_mem.nn.layers import (
+    Attended,
+    AttentionLayer,
+    Dropout,
+    Projection,
+    RelativeAttention,
+    merge_heads,
+    split_heads,
+)
+from dist_mem.nn.plain_attention import BiasedProjection, plain_attention_flops
+
+
+def rotate(rows: Tensor, *, first: int, theta: float) -> Tensor:
+    """Turn rows (H, B, R, K) at positions first, ..., first + R - 1 by the angles position * theta^(-2 k / K).
+
+    In float32 or wider, and cast at the end: in half precision, distances above 256 would collapse.
+    """
+    working = torch.promote_types(rows.dtype, torch.float32)
+    position = torch.arange(first, first + rows.shape[2], device=rows.device).to(working)
+    exponent = torch.arange(0, rows.shape[3], 2, device=rows.device, dtype=working) / rows.shape[3]
+    angle = position[:, None] * torch.pow(theta, -exponent)
+    cos, sin = angle.cos(), angle.sin()
+    one, other = rows.chunk(2, dim=-1)
+    return torch.cat([one * cos - other * sin, other * cos + one * sin], dim=-1).to(rows.dtype)
+
+
+def repeat_heads(rows: Tensor, num_heads: int) -> Tensor:
+    """Repeat each of G heads for the H / G heads of queries that share it: (G, B, J, K) -> (H, B, J, K)."""
+    return rows if len(rows) == num_heads else rows.repeat_interleave(num_heads // len(rows), dim=0)
+
+
+class RotaryAttention(AttentionLayer):
+    """Multi-head attention with rotary positions over context rows and the segment itself."""
+
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__(attention_dropout=spec.attention_dropout, back_end=spec.back_end)
+        assert spec.llama is not None
+        width = spec.num_heads * spec.d_head
+        self.num_heads, self.num_kv_heads = spec.num_heads, spec.llama.num_kv_heads
+        self.theta = spec.llama.rope_theta
+        project = BiasedProjection if spec.llama.qkv_bias else Projection
+        self.query = project(spec.d_model, width)
+        self.key_value = project(spec.d_model, 2 * spec.kv_width)
+        self.output = Projection(width, spec.d_model)
+        self.dropout = Dropout(spec.dropout)
+
+    def share_biases(self, first: object) -> None:
+        """Share nothing: this attention has no u and v."""
+
+    def forward(self, x: Tensor, context: Tensor, visible: Visible, *, weights: bool = False) -> Attended:
+        """Attend as `layers.RelativeAttention` does; the queries returned are those before the rotation."""
+        query = split_heads(self.query(x), self.num_heads)
+        key, value = self.pairs(context, x)
+        turned = rotate(query, first=0, theta=self.theta) / math.sqrt(query.shape[-1])
+        turned_key = rotate(key, first=-context.shape[1], theta=self.theta)
+        inputs = Inputs(turned, repeat_heads(turned_key, self.num_heads), repeat_heads(value, self.num_heads), visible)
+        rows, shares = self.read(inputs, weights=weights)
+        return Attended(self.dropout(self.output(merge_heads(rows))), query, shares)
+
+
+def attention_of(spec: LayerSpec) -> RelativeAttention | RotaryAttention:
+    """Return attention with the positions of the model: Transformer-XL's, or a Llama's."""
+    return RelativeAttention(**spec.attention) if spec.llama is None else RotaryAttention(spec)
+
+
+def attention_flops(spec: LayerSpec, *, context_len: int, context_learns: bool) -> Flops:
+    """Count `attention_of` over a context; `context_learns` if the context rows get a gradient."""
+    count = relative_attention if spec.llama is None else plain_attention_flops
+    return count(spec, context_len=context_len, context_learns=context_learns)

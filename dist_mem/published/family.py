@@ -1,0 +1,44 @@
+"""What Hugging Face's files of one kind of model contain, and where it is in our model (gpt2.py, llama.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from dist_mem.config import ModelConfig
+from dist_mem.model import MemoryLM
+from dist_mem.nn.layers import AttentionLayer
+
+
+class Pair(NamedTuple):
+    """Parameters that, stacked by rows, equal published tensors of equal sizes, stacked by rows."""
+
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+    transposed: bool = False  # the published matrix is transposed
+
+
+class Unsupported(NamedTuple):
+    """A key of config.json with a value that is not computed here."""
+
+    key: str
+    value: Any
+    allowed: str
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model; `published` is always the content of its config.json."""
+
+    name: str  # for messages, with an article
+    prefix: str  # of the names of all weights but the softmax's, which a file of the model without it lacks
+    ignored: str  # regular expression: names in old files that are no weights
+    attention: type[AttentionLayer]  # of its blocks
+    plain: tuple[str, ...]  # memory.kind: the model as published
+    fix: str  # for a memory with another attention; {key} is its key
+    tokenizer: str  # how to build data with its tokenizer
+    sizes: Callable[[dict[str, Any]], dict[str, Any]]  # published -> our keys of `model`
+    unsupported: Callable[[dict[str, Any]], Iterator[Unsupported]]  # of published
+    pairs: Callable[[MemoryLM, list[str]], Iterator[Pair]]  # paths of the memories with attention -> all weights
+    content: Callable[[ModelConfig], dict[str, Any]]  # published, but what the tokenizer and the memory decide

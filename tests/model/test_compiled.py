@@ -1,0 +1,155 @@
+"""Blocks that torch.compile has compiled: one graph a structure, the same bits, and no further compilation.
+
+The graphs are run by torch's own kernels (`without_inductor`), so they must compute the bits of the blocks as written.
+Inductor itself, whose kernels round differently, is tested in tests/training/test_compile.py.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from dist_mem.contract.check_memory import RULES, Rule
+from dist_mem.contract.rules import nothing_branches_on_data, parameters_are_used_where_they_are_registered
+from dist_mem.contract.subject import Subject, total_loss
+from dist_mem.memory import memory_kinds
+from dist_mem.model import LMOutput, MemoryLM
+from dist_mem.nn.compiled import compiled
+from dist_mem.nn.layers import Dropout
+from tests.support.compiled_blocks import TRACED, forget_graphs, num_graphs, without_inductor
+from tests.support.contract_cases import CASES, case_params, subject
+
+pytestmark = TRACED
+
+# Fake tensors, hooks inside of blocks, and inspection are for blocks as written.
+NOT_COMPILED = (nothing_branches_on_data, parameters_are_used_where_they_are_registered)
+INSPECTION = 10  # number of its rules
+KINDS = memory_kinds()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _without_inductor() -> Iterator[None]:
+    with without_inductor():
+        yield
+
+
+def model_of(case: str, *, is_compiled: bool, recomputed: str = "none", layers: int = 3) -> MemoryLM:
+    of_size = replace(subject(case), size=subject(case).size._replace(layers=layers))
+    model = of_size.model(dropout=0.2, checkpointing=recomputed)
+    for block in model.blocks:
+        block.is_compiled = is_compiled
+    return model
+
+
+def train(case: str, model: MemoryLM) -> list[LMOutput]:
+    """Read segments in training, with a backward after each."""
+    torch.manual_seed(3)
+    outputs = []
+    for output in subject(case).read(model):
+        total_loss(output).backward()
+        outputs.append(output)
+    return outputs
+
+
+@pytest.mark.parametrize("case", case_params())
+def test_a_compiled_block_is_one_graph_and_computes_the_same_bits(case: str) -> None:
+    """`fullgraph=True` raises where a graph would break; a last block may differ in structure from the others."""
+    written, graphs = model_of(case, is_compiled=False), num_graphs()
+    model = model_of(case, is_compiled=True)
+    expected, found = train(case, written), train(case, model)
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one.nll, other.nll)
+        for name, loss in one.aux.items():
+            assert torch.equal(loss, other.aux[name])
+    for (name, one), two in zip(written.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(two.grad, one.grad, rtol=1e-5, atol=1e-6, msg=name)  # sums in another order
+    assert num_graphs() - graphs <= 2
+
+
+@pytest.mark.parametrize("case", case_params(["infinite, sticky", "lamemo"]))
+def test_layers_share_graphs_and_no_segment_after_the_second_compiles(case: str) -> None:
+    """Sticky sampling draws by the layer's index."""
+    model, graphs = model_of(case, is_compiled=True, layers=6), num_graphs()
+    outputs = subject(case).read(model)
+    for _ in range(2):
+        total_loss(next(outputs)).backward()
+    after_two = num_graphs()
+    assert after_two - graphs <= 2
+    for output in outputs:
+        total_loss(output).backward()
+    assert num_graphs() == after_two
+
+
+@pytest.mark.parametrize("recomputed", ["blocks", "attention", "feed_forward"])
+def test_what_is_recomputed_is_compiled_too_and_draws_the_same_dropout(recomputed: str) -> None:
+    expected = train("transformer_xl", model_of("transformer_xl", is_compiled=False))
+    model = model_of("transformer_xl", is_compiled=True, recomputed=recomputed)
+    found = train("transformer_xl", model)
+    assert all(torch.equal(one.nll, two.nll) for one, two in zip(expected, found, strict=True))
+    plain = model_of("transformer_xl", is_compiled=False, recomputed=recomputed)
+    train("transformer_xl", plain)
+    for one, two in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(two.grad, one.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_without_gradient_blocks_run_as_written() -> None:
+    model, graphs = model_of("transformer_xl", is_compiled=True), num_graphs()
+    with torch.no_grad():
+        list(subject("transformer_xl").read(model))
+    assert num_graphs() == graphs
+
+
+def test_dropout_draws_the_words_of_torchs_generator() -> None:
+    """The operation that the compiler can trace draws what `random_` draws, four elements a word."""
+    x, dropout = torch.ones(3, 7), Dropout(0.25)
+    torch.manual_seed(5)
+    words = torch.empty(6, dtype=torch.int64).random_(-(2**63), None)
+    kept = words.view(torch.int16)[:21].view(3, 7) < 0.75 * 2**16 - 2**15
+    torch.manual_seed(5)
+    assert torch.equal(dropout(x), kept / 0.75)
+
+
+class Compiled(Subject):
+    """A subject whose blocks are compiled with and without gradient."""
+
+    def model(self, *, dropout: float = 0.0, checkpointing: str = "none") -> MemoryLM:
+        model = super().model(dropout=dropout, checkpointing=checkpointing)
+        for block in model.blocks:
+            written: nn.Module = block
+            block.run = lambda part, *inputs, recompute, block=written: compiled(part)(block, *inputs)
+        return model
+
+
+RULES_COMPILED = [rule for rule in RULES if rule.check not in NOT_COMPILED and rule.number != INSPECTION]
+# A compiled block computes the same bits, see above. So each memory meets a third of the rules, each rule a third of
+# the memories, and the remaining product is nightly.
+PRODUCT = [
+    pytest.param(
+        case,
+        rule,
+        id=f"{case}-{rule.statement}",
+        marks=pytest.mark.slow if case in KINDS and (number + place) % 3 == 0 else pytest.mark.nightly,
+    )
+    for number, case in enumerate(CASES)
+    for place, rule in enumerate(RULES_COMPILED)
+]
+
+
+@pytest.mark.parametrize(("case", "rule"), PRODUCT)
+def test_a_compiled_memory_keeps_the_contract(case: str, rule: Rule) -> None:
+    forget_graphs()  # of the cases before, of which a process keeps only so many
+    plain = subject(case)
+    plain.model()  # it solves what the memory caches
+    rule.check(Compiled(plain.block, plain.size))
+
+
+def test_torchs_compiler_is_not_imported_with_a_model() -> None:
+    """It takes a second, which `dist-mem train --check` must not spend."""
+    code = "import sys, dist_mem.model; print('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

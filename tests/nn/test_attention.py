@@ -1,0 +1,254 @@
+"""Back ends of attention: equal to the simple one in values, gradients and log-sums, for every memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention
+
+from dist_mem.contract.check_memory import RULES, Rule
+from dist_mem.contract.subject import total_loss
+from dist_mem.memory import memory_kinds
+from dist_mem.memory.base import named_tensors
+from dist_mem.model import MemoryLM
+from dist_mem.nn import chunked_attention, fused_attention
+from dist_mem.nn.attention import BACK_ENDS, attend, choose, masked, simple_scores
+from dist_mem.nn.attention_inputs import Inputs, Relative, Visible, visible_keys
+from dist_mem.nn.chunked_attention import log_sum_exp
+from dist_mem.nn.layers import RelativeAttention, describe_attention
+from tests.support.contract_cases import case_params, small_model, subject
+from tests.support.tiny import tiny_config
+
+FUSED = BACK_ENDS[2:]
+HEADS, LANES, QUERIES, CONTEXT, WIDTH = 2, 3, 7, 5, 4
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks in small cases; FlexAttention by torch's reference, because each compilation takes seconds."""
+    monkeypatch.setattr(chunked_attention, "CHUNK", 3)
+    monkeypatch.setattr(fused_attention, "compiled", lambda: flex_attention.flex_attention)
+    monkeypatch.setattr(flex_attention, "_WARNINGS_SHOWN", {"flex_attention_performance"}, raising=False)
+
+
+def accepted(case: str, back_end: str) -> bool:
+    """Return whether the memory can attend by this back end; sdpa cannot be used by look-ahead attention."""
+    return back_end != "sdpa" or "lamemo" not in case
+
+
+def drawn(dtype: torch.dtype, *, relative: bool, same_length: bool = False, biased: bool = False) -> Inputs:
+    """Return random inputs; lanes have none, some and all of their context."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_()
+
+    num_keys = CONTEXT + QUERIES
+    valid = torch.arange(CONTEXT) >= torch.tensor([CONTEXT, 2, 0])[:, None]
+    rows = [draw(HEADS, LANES, count, WIDTH) for count in (QUERIES, num_keys, num_keys)]
+    position = Relative(draw(HEADS, LANES, QUERIES, WIDTH), draw(HEADS, WIDTH, num_keys + 1), QUERIES - 1)
+    bias = draw(HEADS, 1, QUERIES, num_keys).detach() if biased else None
+    visible = visible_keys(valid, QUERIES, same_length=same_length)
+    return Inputs(rows[0], rows[1], rows[2], visible, position if relative else None, bias)
+
+
+def reference(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Return rows and log-sums of the simple back end."""
+    scores = masked(simple_scores(inputs), inputs.visible)
+    weights = scores.softmax(dim=-1)
+    return weights.to(inputs.value.dtype) @ inputs.value, scores.logsumexp(dim=-1)
+
+
+def gradients_of(rows: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
+    """Return the gradients of a fixed function of the rows."""
+    learned = chunked_attention.learned(inputs)
+    given = torch.linspace(-1.0, 1.0, rows.numel(), dtype=rows.dtype).view(rows.shape)
+    return torch.autograd.grad(rows, learned, given)
+
+
+def close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
+    return torch.allclose(one, other, rtol=0.0, atol=1e-12 if dtype == torch.float64 else 2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("back_end", FUSED)
+@pytest.mark.parametrize(
+    "given",
+    [{"relative": True}, {"relative": True, "same_length": True}, {"relative": False, "biased": True}],
+    ids=["relative", "same length", "biased"],
+)
+def test_rows_and_gradients_equal_the_simple_ones(given: dict[str, Any], back_end: str, dtype: torch.dtype) -> None:
+    inputs = drawn(dtype, **given)
+    expected, rows = reference(inputs)[0], attend(inputs, back_end).rows
+    assert close(rows, expected, dtype)
+    for found, wanted in zip(gradients_of(rows, inputs), gradients_of(expected, inputs), strict=True):
+        assert close(found, wanted, dtype)
+
+
+@pytest.mark.parametrize("back_end", FUSED)
+def test_a_segment_alone_is_plainly_causal(back_end: str) -> None:
+    inputs = drawn(torch.float64, relative=False)
+    key, value = inputs.key[:, :, :QUERIES], inputs.value[:, :, :QUERIES]
+    alone = visible_keys(torch.ones(LANES, 0, dtype=torch.bool), QUERIES, same_length=False)
+    inputs = inputs._replace(key=key, value=value, visible=alone)
+    assert fused_attention.is_plainly_causal(alone) and not fused_attention.is_plainly_causal(
+        drawn(torch.float32, relative=True).visible
+    )
+    assert close(attend(inputs, back_end).rows, reference(inputs)[0], torch.float64)
+
+
+def test_log_sums_of_chunks_and_their_gradient_equal_the_simple_ones() -> None:
+    """A query that sees no key reads 0, and its log-sum is -inf; neither gives a gradient that is not finite."""
+    inputs = drawn(torch.float64, relative=True)
+    sees = torch.arange(QUERIES) != torch.tensor([0, 3, 99])[:, None]
+    partial = inputs._replace(visible=inputs.visible._replace(sees=sees))
+    read = attend(partial, "chunked", log_sum=True)
+    rows, log_sum = reference(inputs)
+    assert read.log_sum is not None
+    assert close(read.log_sum[:, sees], log_sum[:, sees], torch.float64)
+    assert (read.log_sum[:, ~sees] == -math.inf).all() and (read.rows[:, ~sees] == 0.0).all()
+    learned = chunked_attention.learned(inputs)
+    found = torch.autograd.grad(read.rows.sum() + (3.0 * read.log_sum[:, sees]).sum(), learned, allow_unused=True)
+    wanted = torch.autograd.grad(rows[:, sees].sum() + (3.0 * log_sum[:, sees]).sum(), learned)
+    for one, other in zip(found, wanted, strict=True):
+        assert one is not None and close(one, other, torch.float64)
+
+
+def test_log_sum_from_weights_is_that_of_the_scores() -> None:
+    scores = masked(simple_scores(drawn(torch.float64, relative=True)), drawn(torch.float64, relative=True).visible)
+    assert close(log_sum_exp(scores, scores.softmax(-1)), scores.logsumexp(-1), torch.float64)
+
+
+@pytest.mark.parametrize("sizes", [(9, 4, None, 2), (6, 10, 0, 4), (5, 5, -1, None), (8, 3, 3 - 8 - 1, None)])
+def test_reach_has_every_visible_key(sizes: tuple[int, int, int | None, int | None]) -> None:
+    num_queries, num_keys, above, upto = sizes
+    visible = Visible(torch.ones(1, num_keys, dtype=torch.bool), num_queries, num_keys, above=above, upto=upto)
+    mask = visible.mask()[0]
+    for begin in range(num_queries):
+        for end in range(begin + 1, num_queries + 1):
+            keys = visible.reach(slice(begin, end))
+            seen = mask[begin:end].any(dim=0)
+            assert seen.sum() == seen[keys].sum()
+            assert torch.equal(visible.mask(slice(begin, end), slice(0, num_keys))[0], mask[begin:end])
+
+
+def outputs(case: str, back_end: str, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Return losses and states of several segments, and the gradients of all parameters."""
+    checked = subject(case, attention=back_end)
+    model = checked.model().to(dtype)
+    found, losses = [], []
+    for output in checked.read(model, state=checked.fresh(model, dtype)):
+        losses.append(total_loss(output))
+        found += [output.nll.detach(), *(part for part in named_tensors(output.state).values())]
+    torch.stack(losses).sum().backward()
+    return found, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+# Torch's compiler traces the reference of FlexAttention for each shape.
+BACK_END_PARAMS = [pytest.param(name, marks=pytest.mark.slow if name == "flex" else ()) for name in FUSED]
+
+
+@pytest.mark.parametrize("back_end", BACK_END_PARAMS)
+@pytest.mark.parametrize("case", case_params())
+def test_every_memory_has_the_losses_states_and_gradients_of_the_simple_back_end(case: str, back_end: str) -> None:
+    if not accepted(case, back_end):
+        with pytest.raises(ValueError, match=r"model\.attention is sdpa, .* set model\.attention to auto"):
+            subject(case, attention=back_end).model()
+        return
+    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 2e-3)):
+        expected, gradients = outputs(case, "simple", dtype)
+        found, learned = outputs(case, back_end, dtype)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.allclose(one, other, rtol=tolerance, atol=tolerance)
+        for name, gradient in gradients.items():
+            error = (learned[name] - gradient).abs().max() / gradient.abs().max().clamp(min=1e-6)
+            assert error < tolerance, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("back_end", FUSED)
+@pytest.mark.parametrize("case", memory_kinds())
+def test_memory_keeps_the_contract_under_every_back_end(case: str, back_end: str) -> None:
+    """By the least memories of each kind; `simple`, of all: tests/memory/test_memory_contract.py."""
+    if accepted(case, back_end):
+        for rule in rules_under(back_end):
+            rule.check(subject(case, attention=back_end))
+
+
+def rules_under(back_end: str) -> Iterator[Rule]:
+    """Yield the rules; torch's reference of FlexAttention cannot be traced with fake tensors."""
+    for rule in RULES:
+        if back_end != "flex" or rule.check.__name__ != "nothing_branches_on_data":
+            yield rule
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, when it is imported
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_flex_equals_the_simple_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_attention, "compiled", lambda: torch.compile(flex_attention.flex_attention))
+    inputs = drawn(dtype, relative=True, same_length=True)
+    rows, expected = attend(inputs, "flex").rows, reference(inputs)[0]
+    assert torch.allclose(rows, expected, rtol=0.0, atol=1e-5 if dtype == torch.float32 else 0.05)
+    for found, wanted in zip(gradients_of(rows, inputs), gradients_of(expected, inputs), strict=True):
+        assert torch.allclose(found, wanted, rtol=0.0, atol=1e-4 if dtype == torch.float32 else 0.2)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler looks
+def test_flex_has_the_gradient_of_its_table_by_its_own_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs: through the buffer that the score function captures, and through the log-sum."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # refuses gradients on CPUs
+    inputs = drawn(torch.float64, relative=True)
+    read, expected = fused_attention.flex_kernel(inputs, log_sum=True), reference(inputs)
+    assert read.log_sum is not None and close(read.rows, expected[0], torch.float64)
+    assert close(read.log_sum, expected[1], torch.float64)
+    for found, wanted in zip(gradients_of(read.rows, inputs), gradients_of(expected[0], inputs), strict=True):
+        assert close(found, wanted, torch.float64)
+
+
+def test_auto_keeps_short_segments_simple_and_never_drops_by_another_back_end() -> None:
+    for device in ("cpu", "cuda"):
+        for relative in (True, False):
+            assert choose(device, 64, relative=relative, drops=False).back_end == "simple"
+            assert choose(device, 4096, relative=relative, drops=True).back_end == "simple"
+    kinds = {(device, relative): choose(device, 1024, relative=relative, drops=False).back_end
+             for device in ("cpu", "cuda") for relative in (True, False)}  # fmt: skip
+    assert kinds == {
+        ("cpu", True): "chunked", ("cpu", False): "sdpa", ("cuda", True): "flex", ("cuda", False): "sdpa",
+    }  # fmt: skip
+
+
+def test_start_says_what_each_layer_uses_and_why() -> None:
+    assert describe_attention(small_model("lamemo"), "cpu", 64) == [
+        "attention of 3 of 3 layers: simple (it is fast for segments of 64 tokens)"
+    ]
+    assert describe_attention(subject("lamemo", attention="flex").model(), "cpu", 512) == [
+        "attention of 2 of 3 layers: chunked (on CPUs FlexAttention returns no log of the sum of exponentials)",
+        "attention of 1 of 3 layers: flex (model.attention)",
+    ]
+    most_used = subject("compressive, most used", attention="chunked").model()
+    assert describe_attention(most_used, "cuda", 512)[0].startswith("attention of 3 of 3 layers: simple (the memory")
+
+
+@pytest.mark.parametrize("back_end", FUSED)
+def test_dropping_probabilities_is_refused(back_end: str) -> None:
+    config = tiny_config({"model": {"attention_dropout": 0.1, "attention": back_end}})
+    with pytest.raises(ValueError, match=rf"model\.attention is {back_end}, .* set model\.attention_dropout to 0"):
+        MemoryLM(config, 11)
+
+
+def test_a_mask_is_attended_to_by_simple_only() -> None:
+    sizes: dict[str, Any] = {"num_heads": 2, "d_head": 4, "dropout": 0.0, "attention_dropout": 0.0, "clamp_len": None}
+    rows = torch.randn(1, 4, 8)
+    visible: Any = visible_keys(torch.ones(1, 4, dtype=torch.bool), 4, same_length=False)
+    attention = RelativeAttention(8, **sizes)
+    expected = attention(rows, rows, visible).y
+    assert torch.equal(attention(rows, rows, visible.mask()).y, expected)
+    attention.back_end = "chunked"
+    with pytest.raises(ValueError, match=r"model\.attention is chunked, .* set model\.attention to auto or simple"):
+        attention(rows, rows, visible.mask())

@@ -1,0 +1,135 @@
+"""The fused cross-entropy and the adaptive losses equal plain operations, kept whole or computed in chunks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dist_mem.data.batch import IGNORE
+from dist_mem.nn import cross_entropy
+from dist_mem.nn.cross_entropy import Weights, full_precision, linear, linear_cross_entropy, standing_logits
+from dist_mem.nn.vocabulary import BinLogits, Softmax, adaptive_bins
+
+ROWS, WIDTH, COLUMNS = 13, 8, 21
+every_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+CASES = {"plain": (True, 0), "without biases": (False, 0), "with clusters": (True, 3)}
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
+
+
+def weights_of(case: tuple[bool, int], dtype: torch.dtype) -> Weights:
+    biased, num_clusters = case
+    sizes = [COLUMNS, num_clusters] if num_clusters else [COLUMNS]
+    return tuple(
+        (draw(size, WIDTH, seed=size, dtype=dtype), draw(size, seed=size + 1, dtype=dtype) if biased else None)
+        for size in sizes
+    )
+
+
+def some_targets() -> Tensor:
+    targets = torch.randint(COLUMNS, (ROWS,), generator=torch.Generator().manual_seed(2))
+    return targets.masked_fill(torch.arange(ROWS) % 4 == 1, IGNORE)
+
+
+def values_and_gradients(losses: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    upstream = torch.linspace(-0.5, 2.0, losses.numel(), dtype=losses.dtype).view_as(losses)
+    return [losses.detach(), *torch.autograd.grad(losses, inputs, upstream)]
+
+
+def both_ways(case: tuple[bool, int], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    weights, rows, targets = weights_of(case, dtype), draw(ROWS, WIDTH, seed=0, dtype=dtype), some_targets()
+    inputs = [rows, *(parameter for pair in weights for parameter in pair if parameter is not None)]
+    logits = full_precision(linear(rows, weights))
+    plain = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
+    fused = linear_cross_entropy(rows, targets, weights)
+    return values_and_gradients(fused, inputs), values_and_gradients(plain, inputs)
+
+
+def allow_logits(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Keep no probabilities, and compute at most this many logits at a time."""
+    monkeypatch.setattr(cross_entropy, "KEPT", 0)
+    monkeypatch.setattr(cross_entropy, "CHUNK", number)
+
+
+@every_case
+@every_dtype
+def test_kept_whole_it_has_the_bits_of_plain_operations(case: tuple[bool, int], dtype: torch.dtype) -> None:
+    found, expected = both_ways(case, dtype)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@every_case
+@every_dtype
+@pytest.mark.parametrize("rows_at_a_time", [0, 1, 5, ROWS])
+def test_in_chunks_it_equals_plain_operations(
+    case: tuple[bool, int], dtype: torch.dtype, rows_at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allow_logits(monkeypatch, rows_at_a_time * (COLUMNS + case[1]))
+    found, expected = both_ways(case, dtype)
+    epsilon = torch.finfo(dtype).eps
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=4 * epsilon, atol=16 * epsilon)
+
+
+def test_chunks_bound_the_logits_that_stand_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    whole = cross_entropy.linear
+
+    def recorded(rows: Tensor, weights: Weights) -> Tensor:
+        logits = whole(rows, weights)
+        sizes.append(logits.numel())
+        return logits
+
+    monkeypatch.setattr(cross_entropy, "linear", recorded)
+    allow_logits(monkeypatch, 4 * COLUMNS)
+    loss = linear_cross_entropy(draw(ROWS, WIDTH, seed=0), some_targets(), weights_of((True, 0), torch.float32)).sum()
+    assert len(sizes) == 4
+    loss.backward()
+    assert len(sizes) == 8 and max(sizes) == standing_logits(ROWS, COLUMNS) == 4 * COLUMNS
+
+
+def adaptive_softmax(dtype: torch.dtype) -> Softmax:
+    bins = adaptive_bins(COLUMNS, d_model=WIDTH, d_embed=WIDTH, cutoffs=[6, 11, 17], div_val=2, tie_projections=None)
+    head = Softmax(bins, d_model=WIDTH).to(dtype)
+    for index, parameter in enumerate(head.parameters()):
+        parameter.data = draw(*parameter.shape, seed=index, dtype=dtype).detach()
+    return head
+
+
+@every_dtype
+@pytest.mark.parametrize("fill", [None, 0, 12, COLUMNS - 1, IGNORE])
+def test_adaptive_losses_have_the_bits_of_whole_logits(dtype: torch.dtype, fill: int | None) -> None:
+    """Targets in several bins, all in one bin, none at all."""
+    head, rows = adaptive_softmax(dtype), draw(ROWS, WIDTH, seed=99, dtype=dtype)
+    targets = some_targets() if fill is None else torch.full((ROWS,), fill)
+    inputs = [rows, *head.parameters()]
+    found = values_and_gradients(head.losses(rows, targets), inputs)
+    expected = values_and_gradients(head.simple_scores(rows, targets).nll, inputs)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_evaluation_in_chunks_equals_evaluation_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    head, rows = adaptive_softmax(torch.float64).eval(), draw(1, ROWS, WIDTH, seed=99, dtype=torch.float64)
+    whole = head(rows, some_targets()[None])
+    allow_logits(monkeypatch, 3 * COLUMNS)
+    chunked = head(rows, some_targets()[None])
+    torch.testing.assert_close(chunked.nll, whole.nll, rtol=0, atol=1e-12)
+    assert torch.equal(chunked.hits, whole.hits)
+
+
+def test_training_computes_every_bin_on_the_rows_that_need_it() -> None:
+    head, sizes = adaptive_softmax(torch.float32), []
+
+    def record(_: BinLogits, inputs: tuple[Tensor, ...]) -> None:
+        sizes.append(len(inputs[0]))
+
+    for logits in head.bins:
+        logits.register_forward_pre_hook(record)
+    head.losses(draw(4, WIDTH, seed=0), torch.tensor([20, 0, 7, 18]))
+    assert sizes == [4, 1 + 1, 0 + 1, 2 + 1]
