@@ -4,15 +4,13 @@
     -> pointer `latest` -> retention
 
     RUN/checkpoints/step-00001000/
-        engine/rank-00003.safetensors   parameters and optimizer state that rank 3 owns, see engine_files.py
-        lanes/rank-00003.safetensors    memory state and cursor of every lane of rank 3
-        rng/rank-00003.safetensors      state of the random generators of rank 3
-        engine.json                     the range of each parameter that each rank stores
+        ranks/rank-00003.safetensors    parameters, optimizer state, lanes and random state of rank 3, see rank_file.py
+        engine.json                     where the elements of each parameter are, see engine_files.py
         config.yaml, memory/*.py        the unresolved configuration, and memories from outside the package
         tokenizer/                      the tokenizer, in the layout of a data directory
         manifest.json                   written last: size and SHA-256 of every file, lane id -> file and row
 
-Each rank writes and flushes a few files, whatever the size of the model. All ranks share the file system of the run
+Each rank writes and flushes one file, whatever the size of the model. All ranks share the file system of the run
 directory.
 """
 
@@ -26,16 +24,20 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dist_mem.checkpoint.engine_files import ENGINE_JSON, Range, engine_index
-from dist_mem.checkpoint.manifest import rank_file, run_of, step_dir, write_manifest
+import numpy as np
+
+from dist_mem.checkpoint.engine_files import ENGINE_JSON, engine_index
+from dist_mem.checkpoint.manifest import run_of, step_dir, write_manifest
+from dist_mem.checkpoint.rank_file import FOLDER, rank_file, tensors_of_file
 from dist_mem.checkpoint.retention import prune
 from dist_mem.checkpoint.snapshot import Snapshot
 from dist_mem.checkpoint.tensor_file import safetensors_parts
 from dist_mem.config import CheckpointConfig
 from dist_mem.errors import UnfitError
-from dist_mem.runtime.distributed import Failure, SideChannel, World, agreed_error, describe_failure
+from dist_mem.runtime.distributed import Failure, World, agreed_error, describe_failure
 from dist_mem.runtime.files import free_name, fsync_path, write_hashed, write_text
 from dist_mem.runtime.lease import refuse_if_taken_over
+from dist_mem.runtime.side_channel import SideChannel
 
 _LIBRARIES = ("torch", "deepspeed", "dist-mem")
 _MARGIN = 1 << 20  # bytes of free space kept for file headers and for other files written during the save
@@ -52,12 +54,12 @@ class Written(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The description of a rank's files that it sends to rank 0."""
+    """The description of a rank's file that it sends to rank 0."""
 
-    entries: dict[str, Any]  # manifest entries by file name
-    lanes: dict[str, tuple[str, int]]  # lane id -> file, row
-    ranges: list[Range]  # parameter ranges in the engine's file
-    error: Failure | None  # None: all files were written
+    entry: dict[str, Any]  # of the file, in the manifest; empty if it was not written
+    lane_ids: list[int]  # in the order of the rows in its file
+    ranges: np.ndarray  # (ranges, 3), see `engine_ranges`
+    error: Failure | None  # None: it was written
 
 
 def write_checkpoint(
@@ -106,23 +108,19 @@ def _open(partial: Path, snapshot: Snapshot, num_bytes: int) -> None:
         )
     shutil.rmtree(partial, ignore_errors=True)  # left by a save that failed; if it cannot be removed, mkdir raises
     partial.mkdir()
-    for folder in {Path(name).parent for name in snapshot.small_files} | set(map(Path, snapshot.files)):
+    for folder in {Path(name).parent for name in snapshot.small_files} | {Path(FOLDER)}:
         (partial / folder).mkdir(exist_ok=True)
 
 
 def _write_share(partial: Path, snapshot: Snapshot, rank: int) -> Share:
-    """Write this rank's files."""
-    entries: dict[str, Any] = {}
+    """Write this rank's file."""
+    entry: dict[str, Any] = {}
     error: Exception | None = None
     try:
-        for kind, tensors in snapshot.files.items():
-            name = rank_file(kind, rank)
-            entries[name] = write_hashed(partial / name, safetensors_parts(tensors))
+        entry = write_hashed(partial / rank_file(rank), safetensors_parts(tensors_of_file(snapshot.parts)))
     except Exception as caught:  # of any kind: the other ranks wait for this one, and raise the error too
         error = caught
-    rows = enumerate(snapshot.files["lanes"]["lane_ids"].tolist())
-    lanes = {str(lane): (rank_file("lanes", rank), row) for row, lane in rows}
-    return Share(entries, lanes, snapshot.ranges, describe_failure(error))
+    return Share(entry, snapshot.parts["lanes"]["lane_ids"].tolist(), snapshot.ranges, describe_failure(error))
 
 
 def _finish(
@@ -152,8 +150,7 @@ def _commit(partial: Path, final: Path, snapshot: Snapshot, shares: Sequence[Sha
     index = engine_index(snapshot.engine, [share.ranges for share in shares])
     small_files = {**snapshot.small_files, ENGINE_JSON: (json.dumps(index, sort_keys=True) + "\n").encode()}
     small = {name: write_hashed(partial / name, [content]) for name, content in small_files.items()}
-    parts = [small, *(share.entries for share in shares)]
-    files = {name: entry for entries in parts for name, entry in entries.items()}
+    files = {**small, **{rank_file(rank): share.entry for rank, share in enumerate(shares)}}
     folders = {(partial / name).parent for name in files} - {partial}
     for folder in folders:
         fsync_path(folder)
@@ -177,5 +174,9 @@ def _manifest(snapshot: Snapshot, files: Mapping[str, Any], shares: Sequence[Sha
         "versions": {name: version(name) for name in _LIBRARIES} | {"python": platform.python_version()},
         **snapshot.metadata,
         "files": dict(sorted(files.items())),
-        "lanes": {lane: row for share in shares for lane, row in share.lanes.items()},
+        "lanes": {
+            str(lane): (rank_file(rank), row)
+            for rank, share in enumerate(shares)
+            for row, lane in enumerate(share.lane_ids)
+        },
     }

@@ -1,31 +1,35 @@
 """The engine's files in a checkpoint: the slices of every rank by name and range, readable on any number of ranks.
 
-    engine/rank-00003.safetensors   KIND/NAME -> flat slice of NAME, or a 0-d tensor that holds for the whole slice
-    engine.json                     the range of each parameter that each rank stores; shapes, aliases, counters
+    ranks/rank-00003.safetensors   engine/KIND/NAME -> flat slice of NAME, or a 0-d tensor for the whole slice
+    engine.json                    which ranks have which elements of each parameter; shapes, aliases, counters
 
 Kinds: master (fp32 weights), frozen (weights that are not trained), buffer, and the optimizer state that torch keeps
 per parameter (exp_avg, exp_avg_sq, momentum_buffer, step). The files hold no pickles: reading them runs no code.
+
+engine.json lists runs, because at ZeRO stage 3 every rank has a slice of every parameter: [5, 100, 330, 40] says that
+rank 5 has elements 100 to 140, rank 6 the next 40, and so on, the last of them what is left before 330. So the file
+grows with the parameters plus the ranks, not with their product. Format 3 has [rank, start, stop] for each slice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from dist_mem.checkpoint.manifest import rank_file, reading
+from dist_mem.checkpoint.manifest import reading
+from dist_mem.checkpoint.rank_file import RankFile, path_of
 from dist_mem.checkpoint.schemas import engine_problems
 from dist_mem.engine.zero_state import Slice
 from dist_mem.errors import CheckpointError
 from dist_mem.runtime.file_schema import check, read_json
 
 ENGINE_JSON = "engine.json"
-Range = tuple[str, int, int]  # name, start, stop
 _WEIGHTS = ("master", "frozen", "buffer")
 
 
@@ -34,23 +38,67 @@ def engine_tensors(slices: Iterable[Slice]) -> dict[str, Tensor]:
     return {f"{kind}/{found.name}": tensor for found in slices for kind, tensor in found.parts.items()}
 
 
-def engine_ranges(slices: Iterable[Slice]) -> list[Range]:
-    """Return the ranges of a rank's slices, which rank 0 needs to write engine.json."""
-    return [(found.name, found.start, found.stop) for found in slices]
+def engine_ranges(slices: Iterable[Slice], shapes: Mapping[str, Any]) -> np.ndarray:
+    """Return what rank 0 needs of a rank's slices to write engine.json.
+
+    Returns:
+        (slices, 3) int64: number of the parameter in `shapes`, start, stop.
+    """
+    numbers = {name: number for number, name in enumerate(shapes)}
+    rows = [(numbers[found.name], found.start, found.stop) for found in slices]
+    return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
 
-def engine_index(metadata: Mapping[str, Any], ranges: Sequence[Sequence[Range]]) -> dict[str, Any]:
+def engine_index(metadata: Mapping[str, Any], ranges: Sequence[np.ndarray]) -> dict[str, Any]:
     """Return the content of engine.json.
 
     Args:
         metadata: of the engine: shapes, aliases, counters.
         ranges: `engine_ranges` of all ranks, in rank order.
     """
-    slices: dict[str, list[list[int]]] = {name: [] for name in metadata["shapes"]}
-    for rank, rank_ranges in enumerate(ranges):
-        for name, start, stop in rank_ranges:
-            slices[name].append([rank, start, stop])
-    return {**metadata, "slices": {name: sorted(found, key=lambda entry: entry[1]) for name, found in slices.items()}}
+    names = list(metadata["shapes"])
+    slices: dict[str, list[list[int]]] = {name: [] for name in names}
+    for number, *run in _runs(ranges).tolist():
+        slices[names[number]].append(run)
+    return {**metadata, "slices": slices}
+
+
+def _runs(ranges: Sequence[np.ndarray]) -> np.ndarray:
+    """Join slices of equal length on consecutive ranks, the last of which may be shorter.
+
+    Returns:
+        (runs, 5) int64, by parameter and start: number of the parameter, first rank, start, stop, length of a slice.
+    """
+    rank = np.repeat(np.arange(len(ranges)), [len(rows) for rows in ranges])
+    number, start, stop = np.concatenate(ranges).T
+    order = np.lexsort((start, number))
+    number, start, stop, rank = number[order], start[order], stop[order], rank[order]
+    size = stop - start
+    follows = (np.diff(number) == 0) & (np.diff(rank) == 1) & (start[1:] == stop[:-1])
+    is_equal = np.append(False, follows & (np.diff(size) == 0))
+    # A shorter slice ends a run of equal ones, and so cannot be continued by a slice that equals it.
+    is_last = np.append(False, follows & (np.diff(size) < 0) & is_equal[:-1])
+    firsts = np.flatnonzero(~(is_last | (is_equal & ~np.append(False, is_last[:-1]))))
+    lasts = np.append(firsts[1:], len(rank)) - 1
+    return np.stack([number[firsts], rank[firsts], start[firsts], stop[lasts], size[firsts]], axis=1)
+
+
+class Place(NamedTuple):
+    """A rank's slice of a parameter: its elements start to stop."""
+
+    rank: int
+    start: int
+    stop: int
+
+
+def places(runs: Iterable[Sequence[int]], start: int, stop: int) -> Iterator[Place]:
+    """Yield the slices with elements start to stop of a parameter, in order; `runs` is its entry in engine.json."""
+    for first_rank, begin, end, *lengths in runs:
+        length = lengths[0] if lengths else end - begin  # format 3 has none
+        low, high = max(start, begin), min(stop, end)
+        if low < high:
+            for index in range((low - begin) // length, (high - 1 - begin) // length + 1):
+                yield Place(first_rank + index, begin + index * length, min(begin + (index + 1) * length, end))
 
 
 class EngineReader:
@@ -62,26 +110,12 @@ class EngineReader:
             self.index = read_json(directory / ENGINE_JSON, CheckpointError)
         check(self.index, engine_problems, directory / ENGINE_JSON, CheckpointError)
         self.counters: dict[str, float] = self.index["counters"]
-        self._files: dict[int, tuple[Any, set[str]]] = {}
+        self._files: dict[int, RankFile] = {}
 
-    def _stored(self, rank: int, key: str, low: int, high: int) -> Tensor | None:
-        """Return elements low to high of a tensor in a rank's file, or a whole 0-d tensor; None without it."""
-        path = self.directory / rank_file("engine", rank)
-        with reading(path):
-            if rank not in self._files:
-                file = safe_open(path, framework="pt")
-                self._files[rank] = file, set(file.keys())
-            file, keys = self._files[rank]
-            if key not in keys:
-                return None
-            stored = file.get_slice(key)
-            if not (shape := stored.get_shape()):
-                return file.get_tensor(key)
-            if len(shape) != 1 or shape[0] < high:
-                raise CheckpointError(
-                    f"{path}: {key} has shape {shape}, but {ENGINE_JSON} lists {high} elements or more"
-                )
-            return stored[low:high]
+    def _file(self, rank: int) -> RankFile:
+        if rank not in self._files:
+            self._files[rank] = RankFile(path_of(self.directory, "engine", rank), "engine")
+        return self._files[rank]
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor | None:
         """Return elements start to stop of a flattened parameter, or a 0-d tensor; None if there are none.
@@ -90,11 +124,10 @@ class EngineReader:
             CheckpointError: a part of the range is missing, or the ranks' files differ in a 0-d tensor.
         """
         parts, covered = [], 0
-        for rank, first, last in self.index["slices"].get(name, []):
-            low, high = max(start, first), min(stop, last)
-            part = self._stored(rank, f"{kind}/{name}", low - first, high - first) if low < high else None
-            if part is not None:
-                parts.append(part)
+        for rank, first, last in places(self.index["slices"].get(name, []), start, stop):
+            low, high, key = max(start, first), min(stop, last), f"{kind}/{name}"
+            if key in (file := self._file(rank)):
+                parts.append(file.elements(key, low - first, high - first, size=last - first))
                 covered += high - low
         if not parts:
             return None

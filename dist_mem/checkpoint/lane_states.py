@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
-from dist_mem.checkpoint.manifest import rank_file, reading, step_dir
+from dist_mem.checkpoint.manifest import step_dir
+from dist_mem.checkpoint.rank_file import RankFile, path_of
 from dist_mem.errors import CheckpointError, run_error
 from dist_mem.memory.base import MemoryState, map_state, named_tensors
 from dist_mem.runtime.distributed import World
@@ -72,7 +71,7 @@ def read_lanes(
     """
     is_busy = lane_ids < num_lanes if num_lanes is not None else torch.ones_like(lane_ids, dtype=torch.bool)
     rows = _rows_of(directory, manifest, lane_ids[is_busy].tolist())
-    opened = {name: read_tensors(directory / name) for name in {name for name, _ in rows}}
+    opened = {name: RankFile(directory / name, "lanes").read() for name in {name for name, _ in rows}}
     _check_lane_ids(directory, opened, rows, lane_ids[is_busy].tolist())
 
     def filled(key: str, empty: Tensor) -> Tensor:
@@ -109,10 +108,8 @@ def read_cursors(directory: Path, manifest: Mapping[str, Any], num_lanes: int) -
         CheckpointError: a lane is not in the checkpoint, or a file cannot be read.
     """
     rows = _rows_of(directory, manifest, range(num_lanes))
-    opened: dict[str, dict[str, Tensor]] = {}
-    for name in {name for name, _ in rows}:
-        with reading(directory / name), safe_open(directory / name, "pt") as file:
-            opened[name] = {key: file.get_tensor(key) for key in ("lane_ids", "cursors")}
+    files = {name: RankFile(directory / name, "lanes") for name in {name for name, _ in rows}}
+    opened = {name: file.read(("lane_ids", "cursors")) for name, file in files.items()}
     _check_lane_ids(directory, opened, rows, range(num_lanes))
     return [opened[name]["cursors"][row].tolist() for name, row in rows]
 
@@ -151,7 +148,7 @@ def _fitting(name: str, stored: Tensor, empty: Tensor, *, convert: bool) -> Tens
 
 def read_random_state(directory: Path, world: World) -> dict[str, Tensor] | None:
     """Read the state of this rank's random generators; None if the rank ran on another kind of device."""
-    state = read_tensors(directory / rank_file("rng", world.rank))
+    state = RankFile(path_of(directory, "rng", world.rank), "rng").read()
     return state if ("cuda" in state) == (world.device.type == "cuda") else None
 
 
@@ -160,9 +157,3 @@ def set_random_state(state: Mapping[str, Tensor], world: World) -> None:
     torch.set_rng_state(state["cpu"])
     if world.device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], world.device)
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the content of a safetensors file. Raises CheckpointError if it cannot be read."""
-    with reading(path):
-        return load_file(path)

@@ -15,9 +15,10 @@ from dist_mem.checkpoint.manifest import list_steps, read_manifest, run_of, step
 from dist_mem.checkpoint.retention import kept_by, kept_in
 from dist_mem.config import CheckpointConfig, ConfigError, read_config
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, CheckpointError
+from dist_mem.runtime.terminal import labelled
+from dist_mem.runtime.terminal import table as aligned
 
 _COLUMNS = ("checkpoint", "saved", "bytes", "ranks", "ZeRO", "kept by", "state")
-_LEFT = {0, 1, 5, 6}  # left-aligned columns: texts
 
 
 class Found(NamedTuple):
@@ -37,7 +38,7 @@ def run(action: str, path: Path) -> int:
     directories = find(path)
     if action == "show":
         found = _look(directories[-1], verify_size)
-        print("\n".join(f"{label:<12} {text}" for label, text in _described(found)))
+        print("\n".join(labelled(_described(found))))
         return EXIT_FAILED if found.problem else EXIT_DONE
     is_deep = action == "verify"
     table = [_look(directory, verify_file if is_deep else verify_size) for directory in directories]
@@ -91,10 +92,7 @@ def _table(table: Sequence[Found], path: Path, *, good: str) -> Iterator[str]:
             continue
         sizes = f"{_num_bytes(manifest):,}", str(manifest.get("world_size", "")), str(manifest.get("zero_stage", ""))
         rows.append((directory.name, _saved(manifest, directory), *sizes, reasons.get(manifest["step"], ""), state))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
-    for row in rows:
-        cells = (f"{cell:{'<' if column in _LEFT else '>'}{widths[column]}}" for column, cell in enumerate(row))
-        yield "  ".join(cells).rstrip()
+    yield from aligned(rows)
 
 
 def _kept_by(path: Path, table: Sequence[Found]) -> dict[int, str]:

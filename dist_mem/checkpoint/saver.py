@@ -1,6 +1,6 @@
 """Save checkpoints in the background: a thread writes a snapshot while training continues.
 
-The thread does not touch the training: it writes a copy, and the ranks agree in a separate process group. With
+The thread does not touch the training: it writes a copy, and the ranks agree over connections of their own. With
 `checkpoint.background: false` the same code runs, and training waits for it.
 """
 
@@ -15,7 +15,8 @@ from typing import NamedTuple
 from dist_mem.checkpoint.commit import Written, write_checkpoint
 from dist_mem.checkpoint.snapshot import Snapshot
 from dist_mem.config import CheckpointConfig
-from dist_mem.runtime.distributed import SideChannel, World
+from dist_mem.runtime.distributed import World
+from dist_mem.runtime.side_channel import open_side_channel
 
 
 class Saved(NamedTuple):
@@ -27,9 +28,8 @@ class Saved(NamedTuple):
     stall_seconds: float  # that training waited for the snapshot, and for the writing where it did
 
     def __str__(self) -> str:
-        files = f"{self.written.num_bytes:,} bytes, {self.written.num_files} files, {self.written.num_fsyncs} fsyncs"
-        times = f"{self.seconds:.2f} s; training waited {self.stall_seconds:.2f} s"
-        return f"step {self.step}: saved {self.written.path} ({files}, {times})"
+        written = f"{self.written.num_bytes / 1e6:,.1f} MB in {self.seconds:.2f} s"
+        return f"step {self.step}: saved {self.written.path} ({written}; training waited {self.stall_seconds:.2f} s)"
 
     def figures(self) -> dict[str, float]:
         """Return the metrics to log."""
@@ -56,7 +56,7 @@ class Saver:
         broken: Sequence[Path] = (),
         expected_seconds: float = 0.0,
     ) -> None:
-        """Open the process group and the thread.
+        """Connect the ranks, and start the thread.
 
         Args:
             flush_records: see `write_checkpoint`.
@@ -64,7 +64,7 @@ class Saver:
             expected_seconds: estimated duration of a save, used until one is measured.
         """
         self._run_dir, self._world, self._rules = run_dir, world, rules
-        self._channel = SideChannel(world)
+        self._channel = open_side_channel(world)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
         self._flight: Future[tuple[Written, float]] | None = None
         self._step = 0  # of the save in flight

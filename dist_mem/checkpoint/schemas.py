@@ -42,6 +42,7 @@ _FURTHER = {
     "environment": table(text),
     "divergence": record({}, _DIVERGENCE, is_open=True),
     "points": _COUNT,
+    "goodput": record({"time": number, "seconds": table(number)}, is_open=True),
     "validation": optional(record({"step": _COUNT, "loss": figure}, is_open=False)),
 }
 _OF_CHECKPOINT = record(
@@ -82,7 +83,7 @@ _ENGINE: Schema = record(
         "counters": table(number),
         "shapes": table(rows(_COUNT)),
         "aliases": table(rows(text)),
-        "slices": table(rows(rows(_COUNT, low=3, high=3))),
+        "slices": table(rows(rows(_COUNT, low=3, high=4))),
     },
     is_open=True,
 )
@@ -96,8 +97,8 @@ def engine_problems(key: str, body: Any) -> Iterator[str]:
         return
     for name, shape in body["shapes"].items():
         end = 0
-        for _, start, stop in body["slices"][name]:
-            if start != end or stop <= start:
+        for _, start, stop, *lengths in body["slices"][name]:
+            if start != end or stop <= start or 0 in lengths:
                 yield f"slices[{name!a}] have a gap, or overlap, at element {end}"
                 return
             end = stop

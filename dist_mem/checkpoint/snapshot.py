@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dist_mem.checkpoint.engine_files import Range, engine_ranges, engine_tensors
+from dist_mem.checkpoint.engine_files import engine_ranges, engine_tensors
 from dist_mem.checkpoint.lane_states import Lanes
 from dist_mem.engine.engine import Engine
 from dist_mem.memory.base import MemoryState, map_state, named_tensors
@@ -19,8 +20,8 @@ class Snapshot(NamedTuple):
     """One rank's share of the checkpoint of a step; it shares no memory with the training."""
 
     step: int
-    files: dict[str, dict[str, Tensor]]  # engine, lanes, rng -> content of this rank's file
-    ranges: list[Range]  # parameter ranges in the engine's file
+    parts: dict[str, dict[str, Tensor]]  # engine, lanes, rng -> that part of this rank's file
+    ranges: np.ndarray  # (ranges, 3), see `engine_ranges`
     engine: dict[str, Any]  # engine.json without the slices
     small_files: dict[str, bytes]  # written by rank 0: configuration, tokenizer, memories from outside the package
     metadata: dict[str, Any]  # further keys of the manifest
@@ -28,7 +29,7 @@ class Snapshot(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Size of this rank's tensors."""
-        return sum(tensor.nbytes for tensors in self.files.values() for tensor in tensors.values())
+        return sum(tensor.nbytes for tensors in self.parts.values() for tensor in tensors.values())
 
 
 def take_snapshot(
@@ -41,11 +42,12 @@ def take_snapshot(
         "lanes": {**_joined(lanes.states), "lane_ids": lanes.lane_ids, "cursors": lanes.cursors},
         "rng": _random_state(engine.device),
     }
+    engine_metadata = engine.metadata()
     return Snapshot(
         step=step,
-        files={kind: {name: _copy(tensor) for name, tensor in tensors.items()} for kind, tensors in live.items()},
-        ranges=engine_ranges(owned),
-        engine=engine.metadata(),
+        parts={kind: {name: _copy(tensor) for name, tensor in tensors.items()} for kind, tensors in live.items()},
+        ranges=engine_ranges(owned, engine_metadata["shapes"]),
+        engine=engine_metadata,
         small_files=dict(small_files),
         metadata=deepcopy(dict(metadata)),
     )

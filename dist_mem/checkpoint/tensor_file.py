@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,10 +30,13 @@ _DTYPES = {
 _ORDER = {dtype: index for index, dtype in enumerate(_DTYPES)}
 
 
-def safetensors_parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+def safetensors_parts(
+    tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
     """Yield the content of a file with these contiguous CPU tensors, equal to that of `safetensors.torch.save`."""
     ordered = sorted(tensors.items(), key=lambda item: (_ORDER[item[1].dtype], item[0]))
-    header, end = {}, 0
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
     for name, tensor in ordered:
         begin, end = end, end + tensor.nbytes
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}

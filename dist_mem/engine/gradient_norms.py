@@ -8,7 +8,8 @@ torch's optimizer receives, flat and partitioned by ZeRO, and scaled to the norm
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -33,11 +34,22 @@ class GradientNorms:
         self._is_cut = engine.zero_optimization_stage() > 0  # otherwise every rank has all gradients
         self._spans: dict[torch.Tensor, list[Span]] = {flat.key: flat.spans for flat in flats(engine)}
         self._squares = torch.zeros(2, device=engine.device)
-        base_optimizer(engine).register_step_pre_hook(self._note)
+        self._optimizer = base_optimizer(engine)
+        self._is_measured = False  # the last update
 
-    def begin(self) -> None:
-        """Start a new update, which at stage 3 is many steps of the optimizer."""
+    @contextmanager
+    def measuring(self, is_logged: bool) -> Iterator[None]:
+        """Measure the update in the block, which at stage 3 is many steps of the optimizer; not if it is not logged."""
+        self._is_measured = is_logged
+        if not is_logged:
+            yield
+            return
         self._squares.zero_()
+        hook = self._optimizer.register_step_pre_hook(self._note)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def _note(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
@@ -48,8 +60,10 @@ class GradientNorms:
                     part = key.grad.view(-1)[offset : offset + stop - start]
                     self._squares[int(name in self._auxiliary)] += part.float().square().sum().to(self._squares.device)
 
-    def norms(self, total: float) -> Norms:
-        """Divide the global norm `total` into its two parts; every rank calls it."""
+    def norms(self, total: float) -> Norms | None:
+        """Divide the global norm `total` into its two parts, None if they were not measured; every rank calls it."""
+        if not self._is_measured:
+            return None
         squares = self._squares.clone()
         if self._is_cut:
             dist.all_reduce(squares)

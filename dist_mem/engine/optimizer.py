@@ -20,7 +20,8 @@ _NEVER_DECAYED = re.compile(r"(^|[._])(u|v|bias)$")
 
 
 def _decays(name: str, parameter: nn.Parameter) -> bool:
-    return parameter.dim() >= 2 and not _NEVER_DECAYED.search(name)
+    shape = getattr(parameter, "ds_shape", parameter.shape)  # a partitioned parameter is empty
+    return len(shape) >= 2 and not _NEVER_DECAYED.search(name)
 
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
@@ -38,7 +39,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
     for name, parameter in model.named_parameters():
         lr, weight_decay = config.lr, config.weight_decay if _decays(name, parameter) else 0.0
         for index, group in enumerate(config.groups):
-            if re.search(group.match, name):
+            if re.search(group.param_regex, name):
                 matched[index] += 1
                 parameter.requires_grad_(group.trainable)
                 lr = lr if group.lr is None else group.lr
@@ -49,23 +50,33 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
     for index, count in enumerate(matched):
         if count == 0:
             names = ", ".join(name for name, _ in list(model.named_parameters())[:5])
-            pattern = config.groups[index].match
+            pattern = config.groups[index].param_regex
             raise ValueError(
-                f"optimizer.groups.{index}.match={pattern!r} takes no parameter (did an earlier group take them?); "
-                f"parameters are named like {names}"
+                f"optimizer.groups.{index}.param_regex={pattern!r} takes no parameter (did an earlier group take "
+                f"them?); parameters are named like {names}"
             )
     if not taken:
         raise ValueError("optimizer.groups: every parameter has trainable: false; leave at least one to train")
     return [{"params": params, "lr": lr, "weight_decay": decay} for (lr, decay), params in taken.items()]
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Build AdamW, Adam (L2 in the gradient, as published with Transformer-XL) or SGD over `parameter_groups`."""
+def build_optimizer(model: nn.Module, config: OptimizerConfig, *, fused: bool = False) -> torch.optim.Optimizer:
+    """Build AdamW, Adam (L2 in the gradient, as published with Transformer-XL) or SGD over `parameter_groups`.
+
+    Args:
+        fused: Adam in one kernel, for GPUs; on CPUs it would change the last bits of runs.
+    """
     groups = parameter_groups(model, config)
     if config.kind == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
     kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[config.kind]
-    return kind(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps)
+    return kind(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=fused)
+
+
+def num_trained(optimizer: torch.optim.Optimizer) -> int:
+    """Return the number of trained parameters, also of partitioned ones."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
 
 
 def num_moments(config: OptimizerConfig) -> int:

@@ -43,13 +43,15 @@ def restore(engine: DeepSpeedEngine, read: ReadSlice, counters: Counters) -> Non
 
 def _fill(engine: DeepSpeedEngine, read: ReadSlice) -> None:
     optimizer = base_optimizer(engine)
-    kinds = _kinds(optimizer)
+    kinds: dict[torch.device, dict[str, torch.device]] = {}
     for flat in flats(engine):
         for name, start, stop, offset in flat.spans:
             master = flat.key.view(-1)[offset : offset + stop - start]
             master.copy_(_read_weights(read, ("master", "frozen"), name, start, stop))
         if flat.spans:  # not only padding
-            _fill_state(optimizer, flat, kinds, read)
+            if flat.key.device not in kinds:
+                kinds[flat.key.device] = _kinds(optimizer, flat.key.device)
+            _fill_state(optimizer, flat, kinds[flat.key.device], read)
     for name, start, stop, parts in [*frozen(engine), *buffers(engine)]:
         for kind, tensor in parts.items():
             tensor.copy_(_read_weights(read, (kind, "master"), name, start, stop))
@@ -64,23 +66,26 @@ def _read_weights(read: ReadSlice, kinds: tuple[str, str], name: str, start: int
     raise CheckpointError(f"the checkpoint has no weights of {name}: it is of another model")
 
 
-def _kinds(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the kinds of state that the optimizer keeps for a parameter, found by a step of a copy of the optimizer.
+def _kinds(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, torch.device]:
+    """Return the kinds of state that the optimizer keeps for a parameter on `device`, and where it keeps each.
 
-    The state of the optimizer itself may still be empty.
+    A step of a copy of the optimizer shows them; the state of the optimizer itself may still be empty. A fused Adam
+    counts its steps on the device, any other one on the host.
     """
-    probe = nn.Parameter(torch.zeros(1))
-    probe.grad = torch.zeros(1)
+    probe = nn.Parameter(torch.zeros(1, device=device))
+    probe.grad = torch.zeros_like(probe)
     trial = copy.copy(optimizer)
     trial.state = defaultdict(dict)
     trial.param_groups = [{**optimizer.param_groups[0], "params": [probe]}]
     trial.step()
-    return list(trial.state[probe])
+    return {kind: tensor.device for kind, tensor in trial.state[probe].items() if tensor is not None}
 
 
-def _fill_state(optimizer: torch.optim.Optimizer, flat: Flat, kinds: list[str], read: ReadSlice) -> None:
+def _fill_state(
+    optimizer: torch.optim.Optimizer, flat: Flat, kinds: Mapping[str, torch.device], read: ReadSlice
+) -> None:
     """Fill the optimizer's state of one flat tensor; clear it if the checkpoint has none, as before the first step."""
-    lacking = {kind: _fill_kind(optimizer, flat, kind, read) for kind in kinds}
+    lacking = {kind: _fill_kind(optimizer, flat, kind, read, device) for kind, device in kinds.items()}
     all_names = [span.name for span in flat.spans]
     if all(names == all_names for names in lacking.values()):
         optimizer.state[flat.key].clear()
@@ -93,7 +98,9 @@ def _fill_state(optimizer: torch.optim.Optimizer, flat: Flat, kinds: list[str], 
             )
 
 
-def _fill_kind(optimizer: torch.optim.Optimizer, flat: Flat, kind: str, read: ReadSlice) -> list[str]:
+def _fill_kind(
+    optimizer: torch.optim.Optimizer, flat: Flat, kind: str, read: ReadSlice, device: torch.device
+) -> list[str]:
     """Fill one kind of state; return the names of the parameters for which the checkpoint has none."""
     lacking: list[str] = []
     scalars: dict[str, Tensor] = {}
@@ -110,7 +117,7 @@ def _fill_kind(optimizer: torch.optim.Optimizer, flat: Flat, kind: str, read: Re
             state[kind].view(-1)[offset : offset + stop - start].copy_(part)
     if scalars:
         # A copy for this flat tensor: a count shared by all of them would grow once for each in every step.
-        optimizer.state[flat.key][kind] = _common_value(kind, scalars).clone()
+        optimizer.state[flat.key][kind] = _common_value(kind, scalars).to(device, copy=True)
     return lacking
 
 

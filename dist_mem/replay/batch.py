@@ -110,14 +110,16 @@ def _read_lanes(
 ) -> Iterator[LaneRead]:
     train = config.train
     for rank in range(part.ranks):
-        lanes = lanes_of_rank(train.lanes, world_size=part.ranks, rank=rank, micro_lanes=train.micro_lanes)
-        num_groups = len(lanes) // train.micro_lanes
+        lanes = lanes_of_rank(
+            train.global_batch_size, world_size=part.ranks, rank=rank, micro_lanes=train.micro_batch_size
+        )
+        num_groups = len(lanes) // train.micro_batch_size
         for place, lane in enumerate(lanes):
-            if lane >= train.lanes:
+            if lane >= train.global_batch_size:
                 continue
             reader = read_lane(documents, plan, lane=lane, cursor=cursors[lane])
             segments = list(islice(reader, train.segments_per_update))
-            group = place // train.micro_lanes
+            group = place // train.micro_batch_size
             numbers = [index * num_groups + group for index in range(len(segments))]
             begins = [cursors[lane], *(segment.after for segment in segments)][:-1]
             yield LaneRead(rank, lane, numbers, begins, segments)
@@ -146,7 +148,7 @@ def run(run_dir: Path, step: int, *, rank: int | None = None, full: bool = False
 def _heading(run_dir: Path, step: int, read: StepRead) -> Iterator[str]:
     train, data = read.config.train, read.config.data
     segments = counted(train.segments_per_update, "segment")
-    size = f"{counted(train.lanes, 'lane')} x {segments} of {train.seg_len} tokens"
+    size = f"{counted(train.global_batch_size, 'lane')} x {segments} of {train.seg_len} tokens"
     ranks = counted(read.part.ranks, "rank")
     yield f"{run_dir}, step {step}: {size}, on {ranks}; {data.train_split} of {read.split.name}"
     point = recorded_at(read_recorded(run_dir), step)

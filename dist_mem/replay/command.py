@@ -22,6 +22,7 @@ from dist_mem.replay.spawn import run_ranks
 from dist_mem.runtime.distributed import World, decided_by_rank0, from_rank0
 from dist_mem.runtime.ranks import is_launched, read_ranks
 from dist_mem.runtime.signals import StopSignal
+from dist_mem.runtime.terminal import table
 from dist_mem.tracking.tracker import Sink, Tracker
 from dist_mem.training.context import Context
 from dist_mem.training.history import Part, part_of, read_history
@@ -146,11 +147,12 @@ def report(
     if others:
         equal = sum(not differing(other, found) for other in others)
         yield f"{equal} of {len(others)} other recorded points on the way are equal, bit for bit"
-    yield "lane  rank  document  scored tokens  loss, nats per token"
+    rows = [("lane", "rank", "document", "scored tokens", "loss, nats per token")]
     for lane in found.lanes:
         entry = context.index.documents[lane.document].id
         loss = lane.nll / lane.num_scored if lane.num_scored else float("nan")
-        yield f"{lane.lane:>4}  {lane.rank:>4}  {entry:<8}  {lane.num_scored:>13}  {loss:.4f}"
+        rows.append((str(lane.lane), str(lane.rank), entry, f"{lane.num_scored:,}", f"{loss:.4f}"))
+    yield from table(rows)
 
 
 def _comparison(point: Recorded, found: Recomputed) -> Iterator[str]:

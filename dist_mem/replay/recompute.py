@@ -19,15 +19,16 @@ from dist_mem.checkpoint.manifest import first_verified, list_steps, step_dir
 from dist_mem.checkpoint.resume_choice import Choice, readable, verify_together
 from dist_mem.checkpoint.resume_source import Resumption, saved_config
 from dist_mem.config import Config
-from dist_mem.data.batch import IGNORE, Update
+from dist_mem.data.batch import IGNORE, Update, in_windows
 from dist_mem.engine.engine import Engine
 from dist_mem.errors import DivergedError, UnusableError
 from dist_mem.runtime.distributed import World, decided_by_rank0, gather_objects
+from dist_mem.training.agreement import Flags, Shared
 from dist_mem.training.context import Context, TrainState
 from dist_mem.training.divergence import ROLLBACK
 from dist_mem.training.history import Part, part_of
-from dist_mem.training.hooks import is_multiple
-from dist_mem.training.step import Flags, train_step
+from dist_mem.training.hooks import is_logged
+from dist_mem.training.step import train_step
 
 
 class LaneLoss(NamedTuple):
@@ -104,12 +105,12 @@ def recompute(context: Context, state: TrainState, *, step: int, last: int, chec
     feed.read_first()
     while state.step < last:
         check()
-        next_scored = feed.read_ahead() if state.step + 1 < last else 0
-        made, flags = state.step + 1, Flags(stop=context.failure.is_set)
+        next_scored = feed.read_ahead() if state.step + 1 < last else feed.nothing()
+        made, shared = state.step + 1, Shared(Flags(stop=context.failure.is_set), next_scored)
         with _nll_of_rows(context.engine) as rows:
             try:
                 state, outcome = train_step(
-                    context, state, feed.update, feed.num_scored, flags, next_scored=next_scored
+                    context, state, feed.update, feed.scored, shared, is_logged=is_logged(context, made)
                 )
             except DivergedError as error:
                 messages.append(str(error))
@@ -125,7 +126,7 @@ def recompute(context: Context, state: TrainState, *, step: int, last: int, chec
         meter.add(outcome.totals, epoch=feed.update.epoch, logs=outcome.logs)
         if made == step and outcome.decision is None:
             loss, gradient_norm = outcome.totals.nll / feed.num_scored, context.engine.gradient_norm()
-        if made == context.total_steps or is_multiple(made, context.config.tracking.every):
+        if is_logged(context, made):
             points[made] = meter.read(context.engine)
         feed.advance(outcome.next_scored)
     return Recomputed(points, loss, gradient_norm, lanes, messages, context.divergence.first_trained)
@@ -148,14 +149,15 @@ def _nll_of_rows(engine: Engine) -> Iterator[list[Tensor]]:
 
 def _lane_losses(context: Context, update: Update, rows: Sequence[Tensor]) -> list[LaneLoss]:
     """Return the losses of the lanes of all ranks, by lane; of an update repeated after overflows, the last ones."""
-    batches = update.batches
-    micro_lanes, num_lanes = context.config.train.micro_lanes, context.config.train.lanes
+    micro_lanes, num_lanes = context.config.train.micro_batch_size, context.config.train.global_batch_size
+    batches = in_windows(update.batches, len(context.lane_ids) // micro_lanes, context.config.train.bptt_segments)
     own: dict[int, LaneLoss] = {}
     for index, (batch, nll) in enumerate(zip(batches, rows[-len(batches) :], strict=True)):
         first = index * micro_lanes % len(context.lane_ids)
         lane_ids = context.lane_ids[first : first + micro_lanes].tolist()
         scored = (batch.targets != IGNORE).sum(dim=1).tolist()
-        for lane, document, loss, count in zip(lane_ids, batch.document.tolist(), nll.tolist(), scored, strict=True):
+        documents = batch.document.view(len(lane_ids), -1)[:, 0].tolist()  # of a window, that of its first segment
+        for lane, document, loss, count in zip(lane_ids, documents, nll.tolist(), scored, strict=True):
             before = own.setdefault(lane, LaneLoss(lane, context.world.rank, document, 0.0, 0))
             own[lane] = before._replace(nll=before.nll + loss, num_scored=before.num_scored + count)
     found = [lane for of_rank in gather_objects(list(own.values())) for lane in of_rank if lane.lane < num_lanes]

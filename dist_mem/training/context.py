@@ -18,8 +18,10 @@ from dist_mem.runtime.stragglers import Stragglers
 from dist_mem.tracking.tracker import Tracker
 from dist_mem.training.divergence import Divergence
 from dist_mem.training.feed import Feed
+from dist_mem.training.goodput import Goodput
 from dist_mem.training.local_failure import LocalFailure
 from dist_mem.training.meter import Meter
+from dist_mem.training.profile import Profile
 
 
 class TrainState(NamedTuple):
@@ -52,6 +54,8 @@ class Context(StepContext):
     feed: Feed
     tracker: Tracker
     meter: Meter
+    goodput: Goodput
+    profile: Profile
     saver: Saver
     stragglers: Stragglers
     failure: LocalFailure

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from dist_mem.config import Config
@@ -13,13 +15,14 @@ from dist_mem.runtime.distributed import World, on_all_ranks, sum_over_ranks
 from dist_mem.runtime.watchdog import UNWATCHED, beat
 from dist_mem.training.local_failure import LocalFailure
 from dist_mem.training.meter import Meter
+from dist_mem.training.transfer import Transfer
 
 
 class Feed:
     """The current update of this rank, and the next one. Creating it is collective."""
 
     update: Update  # the current one
-    num_scored: int  # its targets, on all ranks
+    scored: list[int]  # targets of each of its micro-batches, on all ranks
 
     def __init__(self, config: Config, world: World, meter: Meter, failure: LocalFailure, *, cursors: Tensor) -> None:
         """Open the training split at `cursors`, (P, 3) int64.
@@ -28,16 +31,24 @@ class Feed:
             RunError: on every rank, if any cannot read its lanes.
         """
         self._config, self._world, self._meter, self._failure = config, world, meter, failure
+        self._transfer = Transfer(world.device)
         self._reader = self._open(cursors)
 
     @property
     def plan(self) -> Plan:
         return self._reader.plan
 
+    @property
+    def num_scored(self) -> int:
+        """Targets of the current update, on all ranks."""
+        return sum(self.scored)
+
     def _open(self, cursors: Tensor) -> LaneReader:
         world = self._world
         return on_all_ranks(
-            lambda: training_reader(self._config, world_size=world.size, rank=world.rank, cursors=cursors),
+            lambda: training_reader(
+                self._config, world_size=world.size, rank=world.rank, cursors=cursors, pin=self._transfer.needs_pinned
+            ),
             f"reading {self._config.data.train_split}",
         )
 
@@ -54,20 +65,27 @@ class Feed:
         """
         # The first shards of all lanes may be fetched now; the fetch has its own time limits.
         beat(UNWATCHED if is_remote(self._config.data.path) else "reading data")
-        num_scored = self.read_ahead()
+        scored = self.read_ahead()
         self._failure.raise_on_all_ranks()
-        self.advance(int(sum_over_ranks([num_scored], self._world.device)[0]))
+        self.advance([int(count) for count in sum_over_ranks(scored, self._world.device)])
 
-    def read_ahead(self) -> int:
-        """Read the next update; return its number of targets on this rank. An error is kept: see `LocalFailure`."""
+    def read_ahead(self) -> list[int]:
+        """Read the next update; return the targets of its micro-batches on this rank.
+
+        An error is kept: see `LocalFailure`.
+        """
         with self._failure.kept():
-            self._next = self._meter.timed_next(self._reader)
-            return self._next.num_scored
-        return 0
+            self._next = self._transfer.start(self._meter.timed_next(self._reader))
+            return self._next.scored
+        return self.nothing()
 
-    def advance(self, num_scored: int) -> None:
-        """Make the next update the current one; `num_scored` is its number of targets on all ranks."""
-        self.update, self.num_scored = self._next, num_scored
+    def nothing(self) -> list[int]:
+        """Return the targets of an update that is not read: as many numbers as on the other ranks."""
+        return [0] * self._reader.num_batches
+
+    def advance(self, scored: Sequence[int]) -> None:
+        """Make the next update the current one; `scored` are the targets of its micro-batches on all ranks."""
+        self.update, self.scored = self._next, list(scored)
 
     def close(self) -> None:
         """End the thread that reads; may be called more than once."""

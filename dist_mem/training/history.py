@@ -18,7 +18,7 @@ import torch
 from dist_mem.config import Config, to_yaml
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.distributed import World
-from dist_mem.runtime.file_schema import check, integer, one_of, record, text
+from dist_mem.runtime.file_schema import integer, one_of, read_json_lines, record, text
 from dist_mem.runtime.files import write_text
 
 HISTORY = "history.jsonl"
@@ -93,15 +93,5 @@ def part_of(parts: Sequence[Part], step: int) -> Part:
 
 
 def _read(run_dir: Path) -> list[Part]:
-    path = run_dir / HISTORY
-    if not path.exists():
-        return []
-    parts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            body = json.loads(line)
-        except ValueError as error:
-            raise UnusableError(f"{path} is damaged: line {number} is not JSON ({error}); remove the file") from error
-        check(body, _PART, path, UnusableError, "; remove the file")
-        parts.append(Part(**{name: body[name] for name in Part._fields}))
-    return parts
+    bodies = read_json_lines(run_dir / HISTORY, _PART, UnusableError, "; remove the file")
+    return [Part(**{name: body[name] for name in Part._fields}) for body in bodies]

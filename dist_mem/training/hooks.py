@@ -30,6 +30,7 @@ from dist_mem.runtime.watchdog import beat
 from dist_mem.training.context import Context, TrainState
 from dist_mem.training.divergence import METRICS, ROLLBACK, Decision
 from dist_mem.training.history import begin_part
+from dist_mem.training.meter import peak_memory_gb
 from dist_mem.training.resume import load_checkpoint
 from dist_mem.training.step import Outcome
 from dist_mem.training.stopping import Stopping
@@ -53,21 +54,41 @@ def is_multiple(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
+def is_logged(context: Context, step: int) -> bool:
+    """Return whether the metrics of training are logged at this step."""
+    return step == context.total_steps or is_multiple(step, context.config.tracking.every)
+
+
+def own_slots(context: Context, step: int) -> list[float]:
+    """Return this rank's part of the all-reduce of `step`: its time, and its peak memory if the step is logged."""
+    slots = context.stragglers.own_slots()
+    if not is_logged(context, step):
+        return slots
+    memory = [0.0] * context.world.size
+    memory[context.world.rank] = peak_memory_gb()
+    return slots + memory
+
+
 def report(context: Context, state: TrainState, outcome: Outcome, *, epoch: float) -> None:
     """Count the step just made, report ranks that became slow or recovered, and record metrics where they are due."""
     step, meter = state.step, context.meter
     if outcome.overflows:
         context.tracker.message(f"step {step}: {outcome.overflows} fp16 overflows; the loss scale is smaller now")
     meter.add(outcome.totals, epoch=epoch, logs=outcome.logs)
-    messages = context.stragglers.update(outcome.slots)
+    is_due = is_logged(context, step)
+    slots, num_ranks = list(outcome.slots), context.world.size
+    if is_due:
+        meter.note({"peak_memory_gb": max(slots[-num_ranks:])})
+        slots = slots[:-num_ranks]
+    messages = context.stragglers.update(slots)
     for message in messages:
         context.tracker.message(f"step {step}: {message}")
     if context.stragglers.worst is not None:
         meter.note({"straggler/ratio": context.stragglers.worst})
     if messages:
         tag(context, f"straggler.step_{step}", "; ".join(messages))
-    if step == context.total_steps or is_multiple(step, context.config.tracking.every):
-        record(context, step, meter.read(context.engine))
+    if is_due:
+        record(context, step, meter.read(context.engine) | context.goodput.figures())
 
 
 def owes_evaluation(context: Context, state: TrainState) -> bool:
@@ -120,6 +141,7 @@ def save(context: Context, state: TrainState) -> None:
         "data_fingerprint": context.index.fingerprint,
         "tokenizer_fingerprint": context.tokenizer.fingerprint,
         "meter": context.meter.state(),  # the sums are equal on all ranks; the times are rank 0's
+        "goodput": context.goodput.state(),
         "divergence": context.divergence.state(),
         "validation": state.validation,
         "environment": checksums_to_keep(context.config),
@@ -152,6 +174,8 @@ def report_saved(context: Context) -> None:
     """Report the checkpoints written since the last step, and those removed."""
     for saved in context.saver.finished():
         context.meter.note(saved.figures())
+        with context.failure.kept():
+            context.tracker.log_checkpoint(saved.step, saved.written.path)
         for message in (str(saved), *saved.written.messages):
             context.tracker.message(message)
 
@@ -263,6 +287,7 @@ def _roll_back(context: Context, decision: Decision) -> TrainState:
     context.meter.load(choice.manifest["meter"])
     context.saver.set_aside(choice.broken)
     context.divergence.roll_back(choice.manifest.get("divergence", {}), first_trained=decision.step + 1)
+    context.goodput.roll_back(choice.manifest.get("goodput", {}))
     for reason in choice.passed_over:
         context.tracker.message(f"passed over: {reason}")
     context.tracker.message(

@@ -5,10 +5,19 @@ from __future__ import annotations
 from dist_mem.errors import EXIT_DONE, EXIT_REQUEUE
 from dist_mem.runtime.distributed import announced
 from dist_mem.runtime.watchdog import begin_step
+from dist_mem.training.agreement import Flags, Shared
 from dist_mem.training.context import Context, TrainState
 from dist_mem.training.divergence import ROLLBACK
-from dist_mem.training.hooks import carry_out, evaluate_if_owed, owes_evaluation, report, save_if_due
-from dist_mem.training.step import Flags, train_step
+from dist_mem.training.hooks import (
+    carry_out,
+    evaluate_if_owed,
+    is_logged,
+    owes_evaluation,
+    own_slots,
+    report,
+    save_if_due,
+)
+from dist_mem.training.step import train_step
 from dist_mem.training.stopping import Stopping
 
 
@@ -27,17 +36,18 @@ def train(context: Context, state: TrainState, stopping: Stopping) -> tuple[Trai
         with announced("reading the first segments"):
             feed.read_first()
     while not (stops or is_last):
+        with context.meter.paused():
+            context.profile.begin_if_due(state.step)
         begin_step(state.step)
-        next_scored = feed.read_ahead() if state.step + 1 < context.total_steps else 0
+        next_scored = feed.read_ahead() if state.step + 1 < context.total_steps else feed.nothing()
         flags = Flags(stop=stopping.is_asked_for() or failure.is_set, save=saver.is_due(), save_failed=saver.failed())
         state, outcome = train_step(
             context,
             state,
             feed.update,
-            feed.num_scored,
-            flags,
-            next_scored=next_scored,
-            slots=context.stragglers.own_slots(),
+            feed.scored,
+            Shared(flags, next_scored, own_slots(context, state.step + 1)),
+            is_logged=is_logged(context, state.step + 1),
         )
         if outcome.decision is not None:
             state = carry_out(context, state, outcome.decision)
@@ -50,6 +60,8 @@ def train(context: Context, state: TrainState, stopping: Stopping) -> tuple[Trai
             state = evaluate_if_owed(context, state, stopping, is_saved=False)
         stops = (outcome.flags.stop and not is_last) or owes_evaluation(context, state)
         save_if_due(context, state, outcome, is_last=is_last or stops)
+        with context.meter.paused():
+            context.profile.end_if_due(state.step, ends=is_last or stops)
         if not is_last:
             feed.advance(outcome.next_scored)
     failure.raise_on_all_ranks()

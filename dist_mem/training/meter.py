@@ -18,11 +18,14 @@ import torch
 
 from dist_mem.data.batch import Update
 from dist_mem.engine.gradient_norms import Norms
+from dist_mem.training import goodput
+from dist_mem.training.mfu import Utilisation
 
 # Metrics of the machine, not of the training: they differ when a step is repeated.
 MEASUREMENTS = frozenset(
-    {"tokens_per_second", "step_seconds", "data_wait_share", "memory_gb"}
+    {"tokens_per_second", "tokens_read_per_second", "step_seconds", "data_wait_share", "mfu", "peak_memory_gb"}
     | {"checkpoint/seconds", "checkpoint/stall_seconds", "checkpoint/bytes", "straggler/ratio"}
+    | goodput.METRICS
 )
 
 LOGGED = "memory/"  # prefix of the figures that memories log: MemoryOutput.logs
@@ -39,6 +42,8 @@ class Totals(NamedTuple):
     documents: float = 0.0  # started
     documents_skipped: float = 0.0
     num_read: float = 0.0  # lane-segments with tokens
+    num_tokens: float = 0.0  # read
+    num_learned: float = 0.0  # of them, in micro-batches with a gradient
 
 
 class Gradients(Protocol):
@@ -53,9 +58,16 @@ class Gradients(Protocol):
 class Meter:
     """Sums since the last `read`. Every rank keeps one; that of rank 0 is logged."""
 
-    def __init__(self, *, lane_segments_per_update: int, saved: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        lane_segments_per_update: int,
+        utilisation: Utilisation | None = None,
+        saved: Mapping[str, float] | None = None,
+    ) -> None:
         """Start at 0, or from a saved `state()`."""
         self._lane_segments = lane_segments_per_update
+        self._utilisation = utilisation
         self._paused_seconds = 0.0
         self.load(saved or {})
 
@@ -113,7 +125,7 @@ class Meter:
         """Return the metrics of a logged point, and reset the sums.
 
         Losses are in nats per token, averaged over all tokens since the last point. Documents are counted since the
-        start of the run. `memory_gb` is the peak of this process so far (GPU memory where there is a GPU). Figures
+        start of the run. `peak_memory_gb` is that of this process, unless the figure of another one is noted. Figures
         logged by memories are averaged over blocks and over all lanes that read something since the last point.
         """
         seconds, totals = time.perf_counter() - self._began, self._totals
@@ -122,6 +134,7 @@ class Meter:
             "loss": loss,
             "perplexity": _perplexity(loss),
             "tokens_per_second": totals.num_scored / seconds,
+            "tokens_read_per_second": totals.num_tokens / seconds,
             "step_seconds": seconds / max(1.0, self._steps),
             "data_wait_share": self._waited / seconds,
             "grad_norm": engine.gradient_norm(),
@@ -129,9 +142,12 @@ class Meter:
             "epoch": self._epoch,
             "documents": totals.documents,
             "documents_skipped": totals.documents_skipped,
-            "memory_gb": peak_memory_gb(),
+            "peak_memory_gb": peak_memory_gb(),
             **self._noted,
         }
+        if self._utilisation is not None:
+            counts = {"num_tokens": totals.num_tokens, "num_learned": totals.num_learned}
+            metrics["mfu"] = self._utilisation.share(**counts, seconds=seconds)
         if norms := engine.gradient_norms():
             metrics |= {"grad_norm_model": norms.model, "grad_norm_aux": norms.auxiliary}
         if totals.num_recall:

@@ -18,28 +18,34 @@ from dist_mem.data.plan import lanes_of_rank
 from dist_mem.data.remote.fetch import is_remote, show
 from dist_mem.data.shard import Index, fetch_shards
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.engine.cpu_op import drop_buffer_name
-from dist_mem.engine.engine import Engine, start_communication
-from dist_mem.errors import RunError, StoppedEarlyError, run_error
-from dist_mem.evaluation.memory_estimate import evaluated_lanes, refuse_what_cannot_fit, training_parts
+from dist_mem.engine.engine import Engine
+from dist_mem.engine.placement import place_parts
+from dist_mem.errors import RunError, run_error
 from dist_mem.evaluation.scoring import lengths_to_score
-from dist_mem.gpt2.folder import load_pretrained
 from dist_mem.memory.outside import sources
 from dist_mem.model import MemoryLM
+from dist_mem.nn.layers import describe_attention
+from dist_mem.planning.memory import evaluated_lanes, refuse_what_cannot_fit, surely_fits, training_parts
+from dist_mem.published.folder import load_pretrained
 from dist_mem.runtime.distributed import World, announced, gather_objects, on_all_ranks
 from dist_mem.runtime.environment import node_name
+from dist_mem.runtime.machine_memory import return_free_memory
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.runtime.stragglers import ForwardTimer, Stragglers
 from dist_mem.runtime.watchdog import UNWATCHED, beat
 from dist_mem.tracking.provenance import running_commit
 from dist_mem.tracking.start import describe_run, start_tracking
 from dist_mem.tracking.tracker import Tracker
+from dist_mem.training.compiling import compile_model, leave_if_interrupted, open_communication
 from dist_mem.training.context import Context, TrainState
 from dist_mem.training.divergence import Divergence
 from dist_mem.training.feed import Feed
+from dist_mem.training.goodput import open_goodput
 from dist_mem.training.history import begin_part
 from dist_mem.training.local_failure import LocalFailure
 from dist_mem.training.meter import MEASUREMENTS, Meter
+from dist_mem.training.mfu import find_utilisation
+from dist_mem.training.profile import Profile, refuse_profile_outside
 from dist_mem.training.resume import Start, start
 
 LONGEST_GUESS = 100.0  # seconds; limit of the estimate of a save by the restore, which may wait for a cold disk
@@ -80,10 +86,12 @@ def _open_run(
     memory_sources = on_all_ranks(lambda: sources(config.memory), "reading the memory")
     beat("opening")
     _refuse_what_cannot_fit(config, world, tokenizer, indexes)
-    _start_communication(world, stop_signal)
+    open_communication(world, stop_signal)
     lane_ids = torch.tensor(lanes_of(config, world))
     with announced("building the model"):
         engine, messages = _build(config, world, tokenizer.vocab_size, len(lane_ids), is_resumed=resumption is not None)
+    messages += describe_attention(engine.module, world.device.type, config.train.seg_len)
+    messages += _describe_windows(config, engine.module)
     leave_if_interrupted(stop_signal)
     commit = running_commit() if world.rank == 0 else None
     beat("restoring")
@@ -100,25 +108,33 @@ def _open_run(
         )
     leave_if_interrupted(stop_signal)
     beat("opening")
+    messages += compile_model(config, engine, stop_signal)
     failure = LocalFailure()
-    lane_segments = config.train.lanes * config.train.segments_per_update
-    meter = Meter(lane_segments_per_update=lane_segments, saved=begin.metadata.get("meter"))
+    lane_segments = config.train.global_batch_size * config.train.segments_per_update
+    utilisation, unknown = find_utilisation(config, tokenizer.vocab_size, world)
+    meter = Meter(lane_segments_per_update=lane_segments, utilisation=utilisation, saved=begin.metadata.get("meter"))
     feed = Feed(config, world, meter, failure, cursors=begin.state.cursors)
-    tracker = tracker or _open_run_dir(config, world, begin, indexes, memory_sources, total_steps(config, feed.plan))
-    for message in [*begin.messages, *messages, *_idle_work(config, world, feed)]:
+    num_steps = total_steps(config, feed.plan)
+    refuse_profile_outside(config, num_steps)
+    writes = tracker is None and world.rank == 0
+    tracker = tracker or _open_run_dir(config, world, begin, indexes, memory_sources, num_steps)
+    waste = idle_work(config.train, world.size, num_documents=num_readable(feed.plan))
+    for message in [*begin.messages, *messages, *unknown, *([": ".join(waste)] if waste else [])]:
         tracker.message(message)
     context = Context(
         config=config,
         world=world,
         engine=engine,
         divergence=Divergence(config.divergence, begin.metadata.get("divergence", {})),
-        total_steps=total_steps(config, feed.plan),
+        total_steps=num_steps,
         run_dir=Path(config.run_dir),
         index=indexes[0],
         tokenizer=tokenizer,
         feed=feed,
         tracker=tracker,
         meter=meter,
+        goodput=open_goodput(Path(config.run_dir), begin.metadata.get("goodput", {}), writes=writes),
+        profile=Profile(config, world, tracker, failure),
         saver=_open_saver(config, world, begin, tracker),
         stragglers=_compare_ranks(config, world, engine),
         failure=failure,
@@ -129,10 +145,23 @@ def _open_run(
     return context, begin.state
 
 
+def _describe_windows(config: Config, model: MemoryLM) -> list[str]:
+    """Return a message if the length of windows does not fit the memory."""
+    num_segments, kind = config.train.bptt_segments, config.memory["kind"]
+    carries = any(memory.carries_gradient for memory in model.memories())
+    if num_segments > 1 and not carries:
+        return [f"train.bptt_segments is {num_segments}: no use, as no gradient flows through the state of {kind}"]
+    if num_segments == 1 and carries:
+        return [f"train.bptt_segments is 1: nothing teaches {kind} what later segments need; see docs/howto/bptt.md"]
+    return []
+
+
 def lanes_of(config: Config, world: World) -> range:
     """Return the numbers of this rank's lanes."""
     train = config.train
-    return lanes_of_rank(train.lanes, world_size=world.size, rank=world.rank, micro_lanes=train.micro_lanes)
+    return lanes_of_rank(
+        train.global_batch_size, world_size=world.size, rank=world.rank, micro_lanes=train.micro_batch_size
+    )
 
 
 def _build(
@@ -140,18 +169,24 @@ def _build(
 ) -> tuple[Engine, list[str]]:
     """Return the engine with a newly initialized model, and messages about its pretrained weights."""
     train, pretrained = config.train, config.model.pretrained
+    num_windows = train.segments_per_update // train.bptt_segments
+    block, accumulation = deepspeed_block(config), num_lanes // train.micro_batch_size * num_windows
+    reads_weights = pretrained is not None and not is_resumed
+    # Weights are read into a whole model.
+    placement = None if reads_weights else place_parts(config, block, world.device, world_size=world.size)
     torch.manual_seed(train.seed)  # the same initial parameters on every rank
-    model = MemoryLM(config, vocab_size)
+    model = MemoryLM(config, vocab_size, placement)
+    return_free_memory()  # of the parts that were whole, before DeepSpeed allocates the optimizer
     messages = []
-    if pretrained is not None and not is_resumed:
+    if reads_weights:
         new = on_all_ranks(lambda: load_pretrained(model, config, vocab_size), f"reading {pretrained}")
         messages = [f"weights of {pretrained}" + (f"; {len(new)} new tensors, as {new[0]}" if new else "")]
     engine = Engine(
         model,
         config,
-        deepspeed_block(config),
+        block,
         world_size=world.size,
-        accumulation=num_lanes // train.micro_lanes * train.segments_per_update,
+        accumulation=accumulation,
         auxiliary_parameters=model.auxiliary_parameter_names(),
     )
     engine.train()
@@ -206,12 +241,6 @@ def _open_saver(config: Config, world: World, begin: Start, tracker: Tracker) ->
     )
 
 
-def _idle_work(config: Config, world: World, feed: Feed) -> list[str]:
-    """Return a message about lanes without work; none if every lane has some."""
-    waste = idle_work(config.train, world.size, num_documents=num_readable(feed.plan))
-    return [": ".join(waste)] if waste else []
-
-
 def _compare_ranks(config: Config, world: World, engine: Engine) -> Stragglers:
     """Return the detector of slow ranks; collective. It is off at ZeRO stage 3, where forwards wait for each other."""
     threshold = config.watchdog.straggler
@@ -247,39 +276,8 @@ def check_data(config: Config, splits: Sequence[str]) -> tuple[Tokenizer, list[I
 
 def _refuse_what_cannot_fit(config: Config, world: World, tokenizer: Tokenizer, indexes: list[Index]) -> None:
     """Before anything is allocated; every rank calls it. Raises UnusableError on every rank."""
-    read_at_once = [evaluated_lanes(config, index) for index in indexes[1:]]
-    parts = training_parts(
-        config,
-        tokenizer.vocab_size,
-        world_size=world.size,
-        on_gpu=world.device.type == "cuda",
-        eval_lanes=max(read_at_once, default=0),
-    )
+    eval_lanes = max((evaluated_lanes(config, index) for index in indexes[1:]), default=0)
+    vocab_size, on_gpu, parts = tokenizer.vocab_size, world.device.type == "cuda", []
+    if not surely_fits(config, vocab_size, world, num_lanes=2 * len(lanes_of(config, world)) + eval_lanes):
+        parts = training_parts(config, vocab_size, world_size=world.size, on_gpu=on_gpu, eval_lanes=eval_lanes)
     refuse_what_cannot_fit(parts, world.device, gather=gather_objects)
-
-
-def leave_if_interrupted(stop_signal: StopSignal, *, by_any: bool = False) -> None:
-    """End the start, between two of its parts, if Ctrl-C was pressed; collective.
-
-    Signals of schedulers take effect after the first step, so that a job that is preempted at each start progresses.
-
-    Args:
-        by_any: end it after any signal, because this part of the start has failed and the signal is the reason.
-
-    Raises:
-        StoppedEarlyError: on every rank.
-    """
-    received = [name for name in gather_objects(stop_signal.received) if name and (by_any or name == "SIGINT")]
-    if received:
-        raise StoppedEarlyError(received[0])
-
-
-def _start_communication(world: World, stop_signal: StopSignal) -> None:
-    """Call `start_communication` on all ranks. It may fail because Ctrl-C in a terminal also reaches the compiler."""
-    try:
-        on_all_ranks(start_communication, "starting DeepSpeed")
-    except RunError:
-        leave_if_interrupted(stop_signal, by_any=True)
-        raise
-    leave_if_interrupted(stop_signal)
-    drop_buffer_name(world.rank)

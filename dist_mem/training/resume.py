@@ -1,4 +1,4 @@
-"""Restore a job from a checkpoint, on any number of ranks, at any ZeRO stage, with any micro_lanes.
+"""Restore a job from a checkpoint, on any number of ranks, at any ZeRO stage, with any micro_batch_size.
 
     checkpoint/resume_source.py chooses and compares the checkpoint -> restore engine, lanes, random state
 
@@ -34,7 +34,7 @@ from dist_mem.tracking.provenance import code_differences
 from dist_mem.training.context import TrainState
 
 _UNREPORTED = (
-    *("train.micro_lanes", "deepspeed.zero_optimization.stage"),  # reported by `_moves`
+    *("train.micro_batch_size", "deepspeed.zero_optimization.stage"),  # reported by `_moves`
     *("name", "run_dir", "resume", "tracking.", "data.path", "data.cache"),  # places; they may hold credentials
 )
 
@@ -59,7 +59,7 @@ def dropout_seed(seed: int, step: int, rank: int) -> int:
 
 def empty_lanes(config: Config, engine: Engine, lane_ids: Tensor) -> Lanes:
     """Return these lanes with empty memories, at the beginning of their documents."""
-    memories = [engine.init_state(group) for group in lane_ids.split(config.train.micro_lanes)]
+    memories = [engine.init_state(group) for group in lane_ids.split(config.train.micro_batch_size)]
     return Lanes(lane_ids, torch.zeros(len(lane_ids), 3, dtype=torch.int64), memories)
 
 
@@ -107,7 +107,8 @@ def start(
         messages.append(f"warning: {directory.name} was written by other code: {other_code}")
         tags[f"dist_mem.other_code.step_{manifest['step']}"] = other_code
     run_id = manifest["mlflow_run_id"] if is_own else None
-    metadata = manifest if is_own else {**manifest, "points": 0}  # the other run's points are in its own metrics.jsonl
+    # Points and time of another run are its own.
+    metadata = manifest if is_own else {**manifest, "points": 0, "goodput": {}}
     seconds += time.perf_counter() - began
     return Start(state, metadata, run_id, messages, tags, choice.superseded, choice.broken, seconds)
 
@@ -135,7 +136,7 @@ def load_checkpoint(
 
 def _is_same_division(choice: Choice, saved: Config, config: Config, world: World) -> bool:
     """Whether this rank holds the lanes that the rank of its number held, in the same micro-batches."""
-    return choice.manifest["world_size"] == world.size and saved.train.micro_lanes == config.train.micro_lanes
+    return choice.manifest["world_size"] == world.size and saved.train.micro_batch_size == config.train.micro_batch_size
 
 
 def _read_lanes(choice: Choice, saved: Config, config: Config, world: World, fresh: Lanes) -> Lanes:
@@ -145,7 +146,7 @@ def _read_lanes(choice: Choice, saved: Config, config: Config, world: World, fre
     def read() -> tuple[Lanes, dict[str, Tensor] | None]:
         convert = saved.train.precision != config.train.precision
         lanes = read_lanes(
-            directory, manifest, fresh.lane_ids, fresh.states, num_lanes=config.train.lanes, convert=convert
+            directory, manifest, fresh.lane_ids, fresh.states, num_lanes=config.train.global_batch_size, convert=convert
         )
         is_same = _is_same_division(choice, saved, config, world)
         return lanes, read_random_state(directory, world) if is_same else None
@@ -164,7 +165,7 @@ def _moves(choice: Choice, saved: Config, config: Config, engine: Engine, world:
     divisions = {
         "ranks": (manifest["world_size"], world.size),
         "ZeRO stage": (manifest["zero_stage"], engine.stage),
-        "micro_lanes": (saved.train.micro_lanes, config.train.micro_lanes),
+        "micro_batch_size": (saved.train.micro_batch_size, config.train.micro_batch_size),
     }
     moved = ", ".join(f"{name} {was} -> {now}" for name, (was, now) in divisions.items() if was != now)
     dropout = "" if _is_same_division(choice, saved, config, world) else "; dropout uses new random numbers"

@@ -6,6 +6,7 @@ RANKS=2 launch/local.sh configs/demo.yaml
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,14 +24,17 @@ from dist_mem.errors import (
     TakenOverError,
     run_error,
 )
-from dist_mem.runtime import distributed
+from dist_mem.runtime import distributed, timeline
 from dist_mem.runtime.distributed import World, announced, decided_by_rank0
 from dist_mem.runtime.lease import Lease, refuse_if_taken_over
 from dist_mem.runtime.signals import StopSignal
+from dist_mem.runtime.timeline import Beginning
 from dist_mem.runtime.watchdog import PATIENCE, beat, before_end, end_if_hung, watched
+from dist_mem.training.compiling import leave_if_interrupted
+from dist_mem.training.goodput import last_sign_of_life
 from dist_mem.training.hooks import end_saving, tag
 from dist_mem.training.loop import train
-from dist_mem.training.opening import leave_if_interrupted, open_run
+from dist_mem.training.opening import open_run
 from dist_mem.training.stopping import Stopping, refuse_if_asked_to_stop
 
 
@@ -67,8 +71,18 @@ def _drop_empty(folders: Sequence[Path]) -> None:
 _STATUS = {EXIT_DONE: "FINISHED", EXIT_REQUEUE: "KILLED", EXIT_DIVERGED: "FAILED", EXIT_FAILED: "FAILED"}
 
 
-def run_job(config: Config, world: World, stop_signal: StopSignal, allowed: Sequence[str] = ()) -> int:
-    """Open the run in `config.run_dir`, new or from a checkpoint, and train; return the exit code."""
+def run_job(
+    config: Config,
+    world: World,
+    stop_signal: StopSignal,
+    allowed: Sequence[str] = (),
+    begin: Beginning | None = None,
+) -> int:
+    """Open the run in `config.run_dir`, new or from a checkpoint, and train; return the exit code.
+
+    `begin` is that of this start; None: it begins now.
+    """
+    timeline.begin(begin or Beginning(time.time()))
     refuse_if_asked_to_stop(Path(config.run_dir), world)
     beat("restoring")
     with announced(f"verifying the checkpoints of {config.run_dir}"):
@@ -130,31 +144,38 @@ def _collective_seconds(config: Config) -> float:
     return max(1800.0, 2 * PATIENCE * (config.watchdog.seconds or 0.0))
 
 
-def run(config: Config, *, allowed: Sequence[str] = (), early: StopSignal | None = None) -> int:
+def run(
+    config: Config, *, allowed: Sequence[str] = (), early: StopSignal | None = None, began: float | None = None
+) -> int:
     """Run this process of the job: join the other ranks, train, and shut down; return the exit code.
 
     Args:
         allowed: keys that may have changed since the checkpoint, given to `--allow`.
         early: the handler that has received a scheduler's signals until now.
+        began: when this process began, seconds since 1970; None: now.
 
     Raises:
         UnusableError: on every rank; configuration, data, checkpoints or run directory cannot be used as they are.
     """
+    began = time.time() if began is None else began
     stop_signal = StopSignal()
     stop_signal.received = early.received if early is not None else None
-    try:
-        with announced("waiting until all ranks have started"):
-            meeting = before_joining(config)  # keeps the store alive until all ranks have joined
-            world = distributed.initialize(threads=config.train.threads, timeout_seconds=_collective_seconds(config))
-    except ValueError as error:  # a launcher's variables are incomplete
-        raise run_error(error) from error
+    with distributed.joining():
+        meeting = before_joining(config)  # keeps the store alive until all ranks have joined
+        world = distributed.initialize(
+            threads=config.train.threads,
+            timeout_seconds=_collective_seconds(config),
+            binds=config.train.numa_binding,
+            tf32=config.train.tf32,
+        )
     del meeting
     run_dir = Path(config.run_dir)
     lease, new_folders = None, _missing_folders(run_dir)
+    begin = Beginning(began, last_sign_of_life(run_dir) if world.rank == 0 else None)
     try:
         lease = hold_run_dir(run_dir, world)
         with watched(run_dir, world, config.watchdog.seconds):
-            code = run_job(config, world, stop_signal, allowed)
+            code = run_job(config, world, stop_signal, allowed, begin)
             distributed.shut_down(agreed=True)
         return code
     except RuntimeError as error:  # perhaps because rank 0 was suspended, and the other ranks are gone

@@ -65,11 +65,11 @@ def test_list_tells_steps_sizes_ranks_stage_and_which_rule_keeps_each(
 
 def test_verify_reads_what_list_only_weighs(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert reported(capsys, "verify", run_dir)[0] == 0
-    flip(step_dir(run_dir, 8) / "rng" / "rank-00001.safetensors", -1)
+    flip(step_dir(run_dir, 8) / "ranks" / "rank-00001.safetensors", -1)
     assert reported(capsys, "list", run_dir)[0] == 0
     code, text = reported(capsys, "verify", run_dir)
     assert code == 1
-    assert "BROKEN: rng/rank-00001.safetensors: SHA-256 differs" in row(text, "step-00000008")
+    assert "BROKEN: ranks/rank-00001.safetensors: SHA-256 differs" in row(text, "step-00000008")
     assert row(text, "step-00000006").endswith("verified")
     assert "a run would resume from step-00000006" in text
 

@@ -20,7 +20,8 @@ from dist_mem.memory import memory_class
 from dist_mem.runtime.distributed import World
 from dist_mem.training import run
 from tests.support.faults import assert_quoted, flip
-from tests.support.forked_ranks import SIGKILLED, Ended, fork_server, run_forked
+from tests.support.fork_server import fork_server
+from tests.support.forked_ranks import SIGKILLED, Ended, run_forked
 from tests.support.jobs import build_books, checkpoint_content, difference, train_here, write_config
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import RankPool
@@ -81,7 +82,7 @@ def _course(folder: Path, books: Path, stage: int, pool: RankPool) -> Course:
     before = Path(shutil.copytree(folder / "last", folder / "before"))
     assert pool.run(train_here, config, [f"train.steps={LAST}"]) == [0, 0]
     for name in (f".step-{BEFORE + 1:08d}.partial", ".step-00000000.deleted.partial"):
-        shutil.copytree(step_dir(before, BEFORE) / "lanes", before / "checkpoints" / name / "lanes")
+        shutil.copytree(step_dir(before, BEFORE) / "ranks", before / "checkpoints" / name / "ranks")
     course = Course(config, before, folder / "last", [], pool)
     ended = train_watched(course, course.copy(before, folder))
     assert ended.codes == [0, 0], ended.texts
@@ -157,9 +158,10 @@ def kill_and_go_on(course: Course, folder: Path, victim: int, points: Iterable[i
 def test_a_kill_at_any_write_changes_nothing(tmp_path: Path, make_course: Callable[[int], Course], stage: int) -> None:
     """Some writes of each rank; the two stages take different ones, and `make nightly` takes all."""
     course = make_course(stage)
-    began = kill_and_go_on(course, tmp_path, 0, range(stage, len(course.points[0]), 7 + stage))
+    first, other = (len(points) for points in course.points)
+    began = kill_and_go_on(course, tmp_path, 0, [stage, first // 2 + stage, first - stage])
     assert began == {BEFORE, BEFORE + 1}, "no kill before the commit, or none after it: the test proves little"
-    assert kill_and_go_on(course, tmp_path, 1, range(stage - 1, len(course.points[1]), 4)) == {BEFORE}
+    assert kill_and_go_on(course, tmp_path, 1, range(stage // 2, other, 4)) == {BEFORE}
 
 
 @pytest.mark.nightly
@@ -182,7 +184,7 @@ def test_everything_is_flushed_before_the_name_is_given(make_course: Callable[[i
     made = {
         point.partition(" ")[2] for point in first[:named] if point.startswith(("open ", "mkdir ")) and staging in point
     }
-    assert len(made) > 10 and made <= set(flushed)
+    assert len(made) > 8 and made <= set(flushed)
     assert flushed[-1] == staging, "the manifest's name is in it"
     assert first[named + 1] == "fsync .", "and then the checkpoint's own"
     assert [point.replace("open", "fsync") for point in other[::2]] == other[1::2]
@@ -215,9 +217,8 @@ HARMS_OF_NIGHT: dict[str, Callable[[Path], Any]] = {
     "missing": Path.unlink,
 }
 FILES = [
-    "engine/rank-00001.safetensors",
-    "lanes/rank-00000.safetensors",
-    "rng/rank-00001.safetensors",
+    "ranks/rank-00000.safetensors",
+    "ranks/rank-00001.safetensors",
     "engine.json",
     "config.yaml",
     "memory/averages.py",
@@ -248,7 +249,7 @@ def test_nothing_hangs_on_the_pointer(tmp_path: Path, make_course: Callable[[int
     assert assert_goes_on_exactly(course, run_dir) == LAST
 
 
-@pytest.mark.parametrize("names", [*zip(FILES[:4], FILES[:3:-1], strict=True)], ids=" and ".join)
+@pytest.mark.parametrize("names", [*zip(FILES[:4], FILES[:2:-1], strict=True)], ids=" and ".join)
 def test_where_no_checkpoint_is_whole_the_run_is_refused(
     tmp_path: Path, make_course: Callable[[int], Course], names: tuple[str, str]
 ) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dist_mem.checkpoint.engine_files import ENGINE_JSON, EngineReader
-from dist_mem.checkpoint.manifest import rank_file
+from dist_mem.checkpoint.rank_file import rank_file
 from dist_mem.errors import CheckpointError
 from dist_mem.runtime.distributed import World
 from tests.support.engine_saves import FROZEN, engine_job, gathered, masters, next_losses, save_engine
@@ -66,13 +66,13 @@ def test_files_hold_every_element_once_and_no_padding(tmp_path: Path, rank_pool:
         shapes = EngineReader(directory / "first").index["shapes"]
         stored: dict[str, int] = {}
         for rank in range(2):
-            files = [directory / name / rank_file("engine", rank) for name in ("first", "second")]
+            files = [directory / name / rank_file(rank) for name in ("first", "second")]
             assert files[0].read_bytes() == files[1].read_bytes()
             for key, tensor in load_file(files[0]).items():
                 stored[key] = stored.get(key, 0) + (tensor.numel() if tensor.dim() else 0)
         wanted = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
         assert stored == {
-            f"{kind}/{name}": 0 if kind == "step" else size
+            f"engine/{kind}/{name}": 0 if kind == "step" else size
             for name, size in wanted.items()
             for kind in ("master", "exp_avg", "exp_avg_sq", "step")
         }
@@ -80,7 +80,7 @@ def test_files_hold_every_element_once_and_no_padding(tmp_path: Path, rank_pool:
 
 def test_ranks_own_equal_shares_of_what_all_of_them_hold(tmp_path: Path, rank_pool: Pools) -> None:
     rank_pool(2).run(train_and_save, tmp_path, 0, "fp32", [])
-    sizes = [(tmp_path / "first" / rank_file("engine", rank)).stat().st_size for rank in range(2)]
+    sizes = [(tmp_path / "first" / rank_file(rank)).stat().st_size for rank in range(2)]
     assert abs(sizes[0] - sizes[1]) < 0.1 * sum(sizes)
 
 
@@ -103,7 +103,7 @@ def test_any_range_is_read_from_whichever_files_have_it(saved: Path) -> None:
 
 def test_only_files_that_are_needed_are_opened(saved: Path) -> None:
     reader = EngineReader(saved)
-    (saved / rank_file("engine", 1)).unlink()
+    (saved / rank_file(1)).unlink()
     name, (first, *others) = next(iter(reader.index["slices"].items()))
     assert first[0] == 0
     assert not others
@@ -123,7 +123,7 @@ def test_damage_is_reported(saved: Path) -> None:
     (saved / ENGINE_JSON).write_text("{")
     with pytest.raises(CheckpointError, match=r"engine\.json is damaged \(not readable as JSON"):
         EngineReader(saved)
-    (saved / rank_file("engine", 0)).write_bytes(b"short")
+    (saved / rank_file(0)).write_bytes(b"short")
     (saved / ENGINE_JSON).write_text(whole)
     with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: cannot be read"):
         EngineReader(saved).weights()

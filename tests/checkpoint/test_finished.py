@@ -46,7 +46,7 @@ def finished(
         raise AssertionError("the job was opened")
 
     monkeypatch.setattr(opening, "_open_data", refuse)
-    monkeypatch.setattr(opening, "start_communication", refuse)
+    monkeypatch.setattr(opening, "open_communication", refuse)
     return lambda *changes: main(["train", "run.yaml", *changes])
 
 
@@ -61,8 +61,8 @@ def test_the_same_command_says_that_the_run_is_finished(
     ("change", "reported"),
     [
         (
-            "train.lanes=4",
-            ("train.lanes: is 4, but the run began with 8, and must not change: a memory belongs to a lane",),
+            "train.global_batch_size=4",
+            ("train.global_batch_size: is 4, but the run began with 8, and must not change: a memory belongs to",),
         ),
         ("memory.kind=none", ("memory.kind: is 'none', but the run began with 'transformer_xl', and must not change",)),
         ("model.dropout=0.5", ("model.dropout: is 0.5, but the run began with 0.2", "--allow model.dropout")),
@@ -86,14 +86,14 @@ def test_a_run_directory_that_is_given_is_the_one_to_change(
     finished: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """There `name=` would lead into the same directory again."""
-    assert finished("train.lanes=4", "run_dir=runs/mine") == 2
+    assert finished("train.global_batch_size=4", "run_dir=runs/mine") == 2
     assert "or start another run with run_dir=FOLDER" in capsys.readouterr().err
 
 
 def test_what_may_change_on_resume_may_change_here(
     finished: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert finished("train.micro_lanes=4", "optimizer.lr=1", "eval.lanes=2") == 0
+    assert finished("train.micro_batch_size=4", "optimizer.lr=1", "eval.batch_size=2") == 0
     assert finished("model.dropout=0.5", "--allow", "model.dropout") == 0
     assert capsys.readouterr().out.count("is finished") == 2
 
@@ -131,5 +131,5 @@ def test_commands_that_start_nothing_refuse_it_too(
     """Otherwise it is reported when the job starts, which on a cluster may be tomorrow."""
     assert main([*command, "run.yaml"]) == 0
     assert main([*command, "run.yaml", "train.steps=9"]) == 0
-    assert main([*command, "run.yaml", "train.lanes=4"]) == 2
-    assert "train.lanes: is 4, but the run began with 8" in capsys.readouterr().err
+    assert main([*command, "run.yaml", "train.global_batch_size=4"]) == 2
+    assert "train.global_batch_size: is 4, but the run began with 8" in capsys.readouterr().err

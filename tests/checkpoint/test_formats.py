@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from dist_mem import score
 from dist_mem.checkpoint import manifest
 from dist_mem.checkpoint.manifest import FORMAT_VERSION, read_manifest, step_dir
 from dist_mem.config import load_config, save_config
 from dist_mem.evaluation.trained_model import load_model
+from dist_mem.generation.text_scores import score
 from tests.checkpoint.test_restore import open_two, refusal
 from tests.support import paths
 from tests.support.jobs import losses, train_here

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dist_mem.checkpoint import manifest
 from dist_mem.checkpoint.manifest import list_steps, step_dir
+from dist_mem.checkpoint.rank_file import RankFile
 from dist_mem.checkpoint.resume_choice import choose_checkpoint
 from dist_mem.checkpoint.resume_source import find_resumption
 from dist_mem.config import load_config
@@ -163,7 +164,7 @@ def test_the_same_command_goes_on_when_the_step_it_asks_for_is_no_longer_kept(
 def test_damaged_checkpoint_is_never_deleted_for_newer_ones(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
     """Issue 5: kept for inspection, whatever `checkpoint.keep_last` says."""
     run_dir = copied.with_suffix("")
-    flip(step_dir(run_dir, STEPS) / "lanes" / "rank-00000.safetensors", -1)
+    flip(step_dir(run_dir, STEPS) / "ranks" / "rank-00000.safetensors", -1)
     before = checkpoint_content(step_dir(run_dir, STEPS))
     changes = ("checkpoint.every=5", "checkpoint.keep_last=1", "train.steps=11")
     assert rank_pool(2).run(train_here, copied, changes) == [0, 0]
@@ -268,17 +269,18 @@ def _open_with_unreadable_lanes(world: World, config_file: Path) -> Any:
     """Verified a moment ago, and now the disk of rank 1 does not answer."""
     from dist_mem.checkpoint import lane_states as checkpoint
 
-    real = checkpoint.load_file
+    real = checkpoint.RankFile
     if world.rank == 1:
 
-        def fail(path: Path) -> dict[str, Tensor]:
-            raise OSError(errno.EIO, "Input/output error", str(path))
+        def fail(path: Path, part: str) -> RankFile:
+            with manifest.reading(path):
+                raise OSError(errno.EIO, "Input/output error", str(path))
 
-        checkpoint.load_file = fail  # type: ignore[attr-defined,assignment]
+        checkpoint.RankFile = fail  # type: ignore[attr-defined,assignment,misc]
     try:
         return opened(world, config_file, (), (), step_and_messages)
     finally:
-        checkpoint.load_file = real  # type: ignore[attr-defined]
+        checkpoint.RankFile = real  # type: ignore[attr-defined,misc]
 
 
 def test_file_that_fails_after_it_was_verified_stops_all_ranks(
@@ -357,10 +359,10 @@ def test_what_needs_to_be_allowed_is_refused_until_it_is(copied: Path, rank_pool
 
 
 def test_changed_model_is_refused_whatever_is_allowed(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
-    text = refusal(rank_pool, copied, "memory.mem_len=16", "train.lanes=4", allow=("train", "model"))
+    text = refusal(rank_pool, copied, "memory.mem_len=16", "train.global_batch_size=4", allow=("train", "model"))
     assert text.startswith(ConfigError.__name__)
     assert "memory.mem_len: is 16, but the run began with 24, and must not change" in text
-    assert "train.lanes: is 4, but the run began with 8" in text
+    assert "train.global_batch_size: is 4, but the run began with 8" in text
 
 
 def test_an_option_that_a_memory_has_got_since_is_no_change(
@@ -377,8 +379,8 @@ def test_an_option_that_a_memory_has_got_since_is_no_change(
     body["files"]["config.yaml"] = manifest.describe_file(config)
     manifest.write_manifest(directory, body)
     assert open_two(rank_pool, copied)[0] == 1
-    reported = refusal(rank_pool, copied, "memory.density=moments")
-    assert "memory.density: is 'moments', but the run began with 'affine', and must not change" in reported
+    reported = refusal(rank_pool, copied, "memory.density=softmax_moments")
+    assert "memory.density: is 'softmax_moments', but the run began with 'affine', and must not change" in reported
 
 
 @pytest.mark.slow
@@ -460,7 +462,7 @@ def _roll_back(context: Context, state: TrainState, reported: list[str]) -> str 
     def steps(state: TrainState) -> dict[str, Any]:
         for _ in range(2):
             context.feed.read_first()
-            state, _ = train_step(context, state, context.feed.update, context.feed.num_scored)
+            state, _ = train_step(context, state, context.feed.update, context.feed.scored)
         return _everything(context, state)
 
     begun = _everything(context, state)

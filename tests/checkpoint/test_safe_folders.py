@@ -15,12 +15,12 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from dist_mem import load_model
 from dist_mem.__main__ import main
 from dist_mem.checkpoint import manifest
 from dist_mem.checkpoint.manifest import describe_file, read_manifest
 from dist_mem.config import load_config, read_config, save_config
 from dist_mem.errors import CheckpointError, UnusableError
+from dist_mem.evaluation.trained_model import load_model
 from dist_mem.runtime.network_interface import free_port
 from tests.support import paths
 from tests.support.file_server import FileServer
@@ -182,7 +182,7 @@ def test_a_command_in_a_configuration_of_the_user_needs_the_flag(
     command, *options = arguments
     assert main([command, str(tmp_path / "mine.yaml"), *options, f"run_dir={tmp_path / 'run'}"]) == 2
     assert "add data.allow_pipe=true to the command line" in capsys.readouterr().err
-    assert main(["prepare", "verify", f"pipe:touch {marker} {{}}", "--cache", str(tmp_path / "cache")]) == 2
+    assert main(["data", "verify", f"pipe:touch {marker} {{}}", "--cache", str(tmp_path / "cache")]) == 2
     assert "--allow-pipe" in capsys.readouterr().err
     assert not marker.exists()
     assert not (tmp_path / "run").exists()

@@ -14,15 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dist_mem import load_model, read_lanes
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import read_manifest, verify
 from dist_mem.config import DataConfig
-from dist_mem.data import shard
 from dist_mem.data.directory import open_index, open_tokenizer
+from dist_mem.data.index_json import fingerprint_of
 from dist_mem.data.shard import read_mask, read_recall, read_tokens
 from dist_mem.data.verify import verify_dataset
 from dist_mem.errors import CheckpointError, UnusableError
+from dist_mem.evaluation.trained_model import load_model, read_lanes
 from tests.checkpoint.test_safe_folders import rewrite_manifest
 from tests.support import paths
 
@@ -68,9 +68,10 @@ def data(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
+def checkpoint(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A checkpoint of format 3, or of the format that is the fixture's parameter."""
     directory = tmp_path / "run" / "checkpoints" / "step-00000003"
-    return Path(shutil.copytree(GOLDEN / "format-3" / "step-00000003", directory))
+    return Path(shutil.copytree(GOLDEN / f"format-{getattr(request, 'param', 3)}" / "step-00000003", directory))
 
 
 def use_data(data: Path) -> None:
@@ -98,7 +99,7 @@ def use_checkpoint(directory: Path) -> None:
 def write(path: Path, body: Any) -> None:
     """Write a file with the hashes that it must have."""
     if path.name == "index.json" and isinstance(body, dict):
-        body["fingerprint"] = shard._fingerprint(body)
+        body["fingerprint"] = fingerprint_of(body)
     if path.name == "manifest.json" and isinstance(body, dict):
         from dist_mem.checkpoint.manifest import _fingerprint
 
@@ -117,7 +118,9 @@ FILES: dict[str, Callable[[Path, Path], tuple[Path, Callable[[Path], None], Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    ("checkpoint", "name"), [*((3, name) for name in FILES), (4, "manifest"), (4, "engine")], indirect=["checkpoint"]
+)
 def test_no_edit_with_valid_hashes_ends_in_another_error(data: Path, checkpoint: Path, name: str) -> None:
     path, use, root = FILES[name](data, checkpoint)
     clean = json.loads(path.read_text())

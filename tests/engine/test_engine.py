@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 
 
 def losses_of(world: World, stage: int, precision: str, optimizer: dict[str, Any]) -> list[float]:
-    config = tiny_config({"optimizer": optimizer, "train": {"precision": precision, "micro_lanes": 2}})
+    config = tiny_config({"optimizer": optimizer, "train": {"precision": precision, "micro_batch_size": 2}})
     return [outcome.totals.nll for outcome in run_steps(tiny_job(config, world, stage=stage), first=0, last=4)]
 
 
@@ -35,7 +35,7 @@ def metrics_of_first_silent_update(world: World, stage: int) -> dict[str, float]
     job = tiny_job(tiny_config(), world, stage=stage)
     update = update_of_rank(job.config, world, step=0)
     silent = [batch._replace(targets=torch.full_like(batch.targets, IGNORE)) for batch in update.batches]
-    job.train(update._replace(batches=silent, num_scored=0), 0)
+    job.train(update._replace(batches=silent, scored=[0, 0]), [0, 0])
     return Meter(lane_segments_per_update=8).read(job.engine)
 
 

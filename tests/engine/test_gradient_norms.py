@@ -20,7 +20,7 @@ def last_update(
     world: World, case: str, stage: int, max_grad_norm: float | None
 ) -> tuple[float, list[float], list[float]]:
     """Return the global norm, the logged norms of model and compression, and those of the steps of SGD with lr 1."""
-    train = {"lanes": 4, "micro_lanes": 2, "seg_len": SEG_LEN, "max_grad_norm": max_grad_norm}
+    train = {"global_batch_size": 4, "micro_batch_size": 2, "seg_len": SEG_LEN, "max_grad_norm": max_grad_norm}
     config = tiny_config({"train": train, "optimizer": {"lr": 1.0}})
     config.memory = CASES[case]
     job = tiny_job(config, world, stage=stage)

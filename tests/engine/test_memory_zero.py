@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from dist_mem.runtime.distributed import World
-from tests.support.contract_cases import CASES, SEG_LEN, case_params
+from tests.support.contract_cases import CASES, SEG_LEN, rotated
 from tests.support.ranks import RankPool
 from tests.support.tiny import full_parameters, run_steps, tiny_config, tiny_job
 
 pytestmark = pytest.mark.ranks
 
 STEPS = 6  # memories fill in two segments; documents last three on average
-TRAIN = {"lanes": 4, "micro_lanes": 2, "seg_len": SEG_LEN, "max_grad_norm": 0.5}
+TRAIN = {"global_batch_size": 4, "micro_batch_size": 2, "seg_len": SEG_LEN, "max_grad_norm": 0.5}
 ADAM = {"kind": "adamw", "lr": 2e-3, "weight_decay": 0.1}
 
 
@@ -35,8 +35,7 @@ def on_one_rank(rank_pool: Callable[[int], RankPool]) -> Callable[[str], Any]:
     return cache(lambda case: rank_pool(1).run(trained, case, 0)[0])
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("case", case_params())
+@pytest.mark.parametrize(("case", "stage"), rotated(CASES, [0, 1, 2, 3]))
 def test_two_ranks_of_every_stage_train_as_one(
     rank_pool: Callable[[int], RankPool], on_one_rank: Callable[[str], Any], case: str, stage: int
 ) -> None:

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dist_mem.config import ScheduleConfig
 from dist_mem.engine.optimizer import build_optimizer, lr_factor, parameter_groups
+from dist_mem.engine.zero_restore import _kinds
 from dist_mem.model import MemoryLM
 from tests.support.tiny import VOCAB, tiny_config
 
@@ -42,7 +44,9 @@ def test_only_matrices_decay() -> None:
 
 
 def test_first_matching_group_takes_the_parameter() -> None:
-    _, found = grouped([{"match": r"^blocks\.0\.", "lr": 0.5}, {"match": "blocks", "lr": 0.25, "weight_decay": 0.0}])
+    _, found = grouped(
+        [{"param_regex": r"^blocks\.0\.", "lr": 0.5}, {"param_regex": "blocks", "lr": 0.25, "weight_decay": 0.0}]
+    )
     assert {lr for name, (lr, _) in found.items() if name.startswith("blocks.0.")} == {0.5}
     assert {value for name, value in found.items() if name.startswith("blocks.1.") and "weight" in name} == {
         (0.25, 0.0)
@@ -51,7 +55,7 @@ def test_first_matching_group_takes_the_parameter() -> None:
 
 
 def test_frozen_group_is_left_out_and_needs_no_gradient() -> None:
-    model, found = grouped([{"match": "embedding", "trainable": False}])
+    model, found = grouped([{"param_regex": "embedding", "trainable": False}])
     assert not any("embedding" in name for name in found)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert frozen
@@ -59,13 +63,13 @@ def test_frozen_group_is_left_out_and_needs_no_gradient() -> None:
 
 
 def test_pattern_without_a_parameter_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"optimizer\.groups\.0\.match='attn'"):
-        grouped([{"match": "attn"}])
+    with pytest.raises(ValueError, match=r"optimizer\.groups\.0\.param_regex='attn'"):
+        grouped([{"param_regex": "attn"}])
 
 
 def test_freezing_everything_is_refused() -> None:
     with pytest.raises(ValueError, match="leave at least one to train"):
-        grouped([{"match": "", "trainable": False}])
+        grouped([{"param_regex": "", "trainable": False}])
 
 
 @pytest.mark.parametrize(
@@ -80,6 +84,18 @@ def test_optimizer_is_of_the_kind_and_has_every_parameter_once(
     assert type(optimizer) is expected
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     assert sorted(map(id, held)) == sorted(map(id, model.parameters()))
+
+
+@pytest.mark.parametrize(("fused", "device"), [(True, "cuda"), (False, "cpu")])
+def test_restored_step_counts_are_where_the_optimizer_keeps_them(fused: bool, device: str) -> None:
+    with FakeTensorMode():
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3, device="cuda"))], fused=fused)
+        kinds = _kinds(optimizer, torch.device("cuda"))
+    assert {kind: place.type for kind, place in kinds.items()} == {
+        "step": device,
+        "exp_avg": "cuda",
+        "exp_avg_sq": "cuda",
+    }
 
 
 def test_warmup_rises_linearly_to_the_peak() -> None:

@@ -46,7 +46,7 @@ def moved(world: World, directories: list[Path], stage: int, overrides: list[Any
     """The same of fresh engines that read it, with another accumulation."""
     found = []
     for directory in directories:
-        job = engine_job(world, stage, *overrides, {"train": {"seed": 77, "micro_lanes": 1}})
+        job = engine_job(world, stage, *overrides, {"train": {"seed": 77, "micro_batch_size": 1}})
         configured = settings(job)
         restore_engine(job, directory)
         assert settings(job) == configured

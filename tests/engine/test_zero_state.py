@@ -33,7 +33,7 @@ OFFLOAD = {"device": "cpu"}
 DROPOUT = {"model": {"dropout": 0.1}}
 SGD = {"optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.0}}
 # Without decay, which would make numbers of what happens to stand in the padding.
-SLOW = [{"match": "embedding", "lr": 0.02}]
+SLOW = [{"param_regex": "embedding", "lr": 0.02}]
 MOMENTUM = {"optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "groups": SLOW}}
 BEFORE, AFTER = 2, 3  # steps before the save and after it
 

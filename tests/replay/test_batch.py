@@ -129,7 +129,10 @@ def test_a_rolled_back_step_is_as_delivered_the_last_time(tmp_path: Path, books:
 
 @pytest.fixture
 def run_dir(tmp_path: Path, books: Path, rank_pool: Pool) -> Path:
-    changes = {"train": {"steps": 3, "lanes": 4, "micro_lanes": 1, "segments_per_update": 2}, "tracking": {"every": 2}}
+    changes = {
+        "train": {"steps": 3, "global_batch_size": 4, "micro_batch_size": 1, "segments_per_update": 2},
+        "tracking": {"every": 2},
+    }
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", changes)
     assert rank_pool(2).run(train_here, config) == [0, 0]
     return tmp_path / "run"
@@ -157,8 +160,10 @@ def test_what_cannot_be_shown_is_refused(run_dir: Path) -> None:
         read_step(run_dir, 4)
     with pytest.raises(UnusableError, match="--rank 2: step 1 was made on 2 ranks"):
         run(run_dir, 1, rank=2)
-    with pytest.raises(UnusableError, match=r"train\.lanes: is that of the run; this command may set data\.path"):
-        read_step(run_dir, 1, ["train.lanes=8"])
+    with pytest.raises(
+        UnusableError, match=r"train\.global_batch_size: is that of the run; this command may set data\.path"
+    ):
+        read_step(run_dir, 1, ["train.global_batch_size=8"])
     (run_dir / HISTORY).unlink()
     with pytest.raises(UnusableError, match=r"history\.jsonl is missing"):
         read_step(run_dir, 1)

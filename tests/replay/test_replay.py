@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -11,16 +12,19 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from omegaconf import OmegaConf
 
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UnfitError
+from dist_mem.memory import memory_class, memory_kinds
 from dist_mem.replay import command
 from dist_mem.replay.command import refuse_other_machine, replay
 from dist_mem.replay.recompute import Recomputed, change_within
 from dist_mem.runtime.distributed import World
 from dist_mem.training.divergence import Divergence
 from dist_mem.training.history import read_history
+from tests.support.forked_ranks import Program
 from tests.support.jobs import finish, logged_steps, run_ranks, start_ranks, train_here, write_config
-from tests.support.limits import wait_until
+from tests.support.limits import limit, wait_until
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -81,6 +85,38 @@ def test_steps_are_equal_bit_for_bit_and_nothing_is_written(
         nll, num_scored = (sum(getattr(lane, name) for lane in found.lanes) for name in ("nll", "num_scored"))
         assert nll / num_scored == pytest.approx(found.loss, rel=1e-6)
     assert content_of(tmp_path / "run") == before
+
+
+SEG_LEN = 16  # of the configurations of tests/support/jobs.py
+
+
+def small_memory(kind: str, **options: Any) -> dict[str, Any]:
+    return {"kind": kind, **memory_class(kind).small_options(SEG_LEN), **options}
+
+
+MEMORIES = {
+    **{kind: small_memory(kind) for kind in memory_kinds()},
+    "infinite, sticky, over compressive": small_memory("infinite", sampling="sticky", over=small_memory("compressive")),
+    "infinite, stratified, by moments": small_memory("infinite", sampling="stratified", density="softmax_moments"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MEMORIES)
+def test_every_memory_is_computed_again_bit_for_bit(tmp_path: Path, books: Path, rank_pool: Pool, name: str) -> None:
+    """From an empty memory and from the checkpoint of step 4, under ZeRO-2 on two ranks, with dropout."""
+    run_dir, changes = tmp_path / "run", {"train": {"steps": 8, "segments_per_update": 2}, "checkpoint": {"every": 4}}
+    config = write_config(tmp_path / "run.yaml", books, run_dir, changes)
+    written = OmegaConf.load(config)
+    written.memory = MEMORIES[name]
+    OmegaConf.save(written, config)
+    assert rank_pool(2).run(train_here, config) == [EXIT_DONE] * 2
+    before = content_of(run_dir)
+    for step, others in ((3, 2), (7, 2)):
+        for code, found, lines in rank_pool(2).run(found_by, run_dir, step):
+            assert code == EXIT_DONE, lines
+            assert len(found.points) == others + 1
+    assert content_of(run_dir) == before
 
 
 @pytest.mark.slow
@@ -166,13 +202,10 @@ def test_a_killed_run_is_replayed_by_one_command(tmp_path: Path, books: Path) ->
 
 def replay_alone(tmp_path: Path, run_dir: Path, step: int) -> int:
     """Run the command as a user does, without a launcher."""
-    import os
-    import subprocess
-    import sys
-
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    arguments = [sys.executable, "-m", "dist_mem", "replay", str(run_dir), "--step", str(step)]
-    return subprocess.run(arguments, cwd=tmp_path, env=environment).returncode
+    process = Program(["replay", str(run_dir), "--step", str(step)], cwd=tmp_path, environment=environment)
+    process.communicate(timeout=limit(120))
+    return int(process.returncode or 0)
 
 
 def test_other_ranks_than_this_machine_has_are_refused(tmp_path: Path, books: Path, rank_pool: Pool) -> None:

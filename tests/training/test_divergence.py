@@ -27,7 +27,7 @@ from tests.support.tiny import full_parameters, run_steps, tiny_config, tiny_job
 pytestmark = pytest.mark.ranks
 
 Pool = Callable[[int], RankPool]
-ADAM = {"optimizer": {"kind": "adamw", "lr": 1e-2, "weight_decay": 0.1}, "train": {"micro_lanes": 2}}
+ADAM = {"optimizer": {"kind": "adamw", "lr": 1e-2, "weight_decay": 0.1}, "train": {"micro_batch_size": 2}}
 STAGES = [0, 1, 2, 3]
 FAULTS = {
     "loss": "not finite: the loss of rank [1]",

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from dist_mem.data.batch import Update
 from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_REQUEUE
 from dist_mem.memory.base import map_state
 from dist_mem.runtime.distributed import World
@@ -22,9 +21,9 @@ from dist_mem.tracking.journal import JOURNAL, find_entries
 from dist_mem.tracking.tracker import Tracker
 from dist_mem.training import loop
 from dist_mem.training import step as update
+from dist_mem.training.agreement import Agreement, Forward
 from dist_mem.training.context import StepContext
 from dist_mem.training.divergence import Divergence
-from dist_mem.training.step import Forward
 from tests.support.faults import assert_quoted
 from tests.support.jobs import checkpoint_content, difference, logged_steps, losses, train_here, write_config
 from tests.support.ranks import RankPool
@@ -58,21 +57,24 @@ def train_with_faults(
         faults: step -> loss, spike or memory; killed; stopped, by a signal while segments are only read.
         first_trained: the job begins as one that has rolled back: until this step segments are only read.
     """
-    forward_of, begin = update.accumulate_gradients, Divergence.__init__
+    accumulate_gradients, agree, begin = update.accumulate_gradients, update.begin, Divergence.__init__
     begin_step, steps = loop.begin_step, [0]
 
     def note(step: int) -> None:
         steps[0] = step
         begin_step(step)
 
-    def accumulate(context: StepContext, memories: Any, batches: Update, num_scored: int) -> Forward:
+    def accumulate(context: StepContext, *arguments: Any) -> Agreement:
         what = faults.get(steps[0], "")
         if what == KILLED:
             raise ConnectionAbortedError
         if what == STOPPED and steps[0] < context.divergence.first_trained:
             os.kill(os.getpid(), signal.SIGTERM)
-        forward = forward_of(context, memories, batches, num_scored)
-        return FAULTS[what](forward) if what in FAULTS and world.rank == 1 else forward
+        return accumulate_gradients(context, *arguments)
+
+    def agree_on_faults(forward: Forward, *arguments: Any) -> Agreement:
+        what = faults.get(steps[0], "")
+        return agree(FAULTS[what](forward) if what in FAULTS and world.rank == 1 else forward, *arguments)
 
     def begin_reading(self: Divergence, *arguments: Any) -> None:
         begin(self, *arguments)
@@ -80,6 +82,7 @@ def train_with_faults(
 
     with (
         mock.patch.object(update, "accumulate_gradients", accumulate),
+        mock.patch.object(update, "begin", agree_on_faults),
         mock.patch.object(loop, "begin_step", note),
         mock.patch.object(Divergence, "__init__", begin_reading),
     ):

@@ -149,7 +149,7 @@ def test_an_evaluation_that_cannot_score_stops_a_run_that_is_saved(
 ) -> None:
     data = Path(shutil.copytree(books, tmp_path / "data"))
     flip(next((data / "validation").glob("*.tar")), 1700)
-    config = write_config(tmp_path / "run.yaml", data, tmp_path / "run", {"eval": {"every": 3, "lanes": 2}})
+    config = write_config(tmp_path / "run.yaml", data, tmp_path / "run", {"eval": {"every": 3, "batch_size": 2}})
     for text in rank_pool(2).run(train_reporting, config):
         assert_quoted(text, "is damaged: its checksum does not match")
     assert list_steps(tmp_path / "run") == [3]
@@ -190,7 +190,7 @@ def test_any_damaged_file_of_the_newest_checkpoint_leads_to_the_one_before(
     assert rank_pool(2).run(train_here, config) == [0, 0]
     newest = step_dir(run_dir, 10)
     files = [path for path in newest.rglob("*") if path.is_file()]
-    assert {path.parent.name for path in files} == {"engine", "lanes", "rng", "tokenizer", newest.name}
+    assert {path.parent.name for path in files} == {"ranks", "tokenizer", newest.name}
     for path in files:
         for position in (0, path.stat().st_size // 2, path.stat().st_size - 1):
             flip(path, position)
@@ -213,9 +213,9 @@ def test_the_data_of_another_run_are_refused(tmp_path: Path, books: Path, rank_p
     other = Path(shutil.copytree(books, tmp_path / "other"))
     shutil.rmtree(other / "train")
     shutil.copytree(other / "validation", other / "train")
-    config = write_config(tmp_path / "run.yaml", other, tmp_path / "run", {"train": {"lanes": 4}})
+    config = write_config(tmp_path / "run.yaml", other, tmp_path / "run", {"train": {"global_batch_size": 4}})
     for text in rank_pool(2).run(train_reporting, config):
-        assert_quoted(text, "train.lanes: is 4, but the run began with 8")
+        assert_quoted(text, "train.global_batch_size: is 4, but the run began with 8")
     config = write_config(tmp_path / "run.yaml", other, tmp_path / "run")
     for text in rank_pool(2).run(train_reporting, config):
         assert_quoted(text, "set data.path to the same data")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -19,29 +18,18 @@ from dist_mem.model import MemoryLM
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.tracking.tracker import read_points
-from dist_mem.training import meter as meter_module
+from dist_mem.training import hooks
+from dist_mem.training.goodput import PARTS
 from dist_mem.training.meter import MEASUREMENTS, Meter, Totals
+from dist_mem.training.mfu import Utilisation
 from dist_mem.training.run import run_job
+from tests.support.clock import Clock
 from tests.support.jobs import build_books, finish, start_ranks, train_here, write_config
 from tests.support.limits import wait_until
 from tests.support.ranks import RankPool
 from tests.support.tiny import VOCAB, Gradients, ragged_segments, tiny_config, tiny_job, update_of_rank
 
 pytestmark = pytest.mark.ranks
-
-
-@dataclass
-class Clock:
-    """Seconds that pass when the test says so."""
-
-    now: float = 100.0
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(meter_module.time, "perf_counter", lambda: clock.now)
-    return clock
 
 
 def test_loss_and_speed_are_those_since_the_last_point(clock: Clock) -> None:
@@ -80,7 +68,7 @@ def test_meter_goes_on_where_its_saved_state_stood(clock: Clock) -> None:
         meter.add(Totals(0.2, 0.1, 0.1, 9, 1, 1, 0), epoch=0.4)
     clock.now += 0.3
     found, expected = second.read(engine), straight.read(engine)
-    assert found.pop("memory_gb") <= expected.pop("memory_gb")
+    assert found.pop("peak_memory_gb") <= expected.pop("peak_memory_gb")
     assert found == expected
     assert expected["step_seconds"] == pytest.approx(0.5)
 
@@ -96,6 +84,36 @@ def test_waiting_for_data_is_a_share_of_the_time(clock: Clock) -> None:
     assert meter.read(Gradients())["data_wait_share"] == 0.25
 
 
+def test_reading_counts_tokens_that_are_not_scored(clock: Clock) -> None:
+    """Of 30 tokens read in 2 s, 10 are scored; products of 10 FLOPs a token, of a peak of 200 FLOP/s."""
+    meter = Meter(lane_segments_per_update=1, utilisation=Utilisation(10.0, 10.0, 200.0))
+    clock.now += 2.0
+    meter.add(Totals(nll=1.0, num_scored=10, num_tokens=30, num_learned=30), epoch=0.1)
+    found = meter.read(Gradients())
+    assert (found["tokens_per_second"], found["tokens_read_per_second"], found["mfu"]) == (5.0, 15.0, 0.75)
+
+
+def train_with_peaks(world: World, config_file: Path) -> int:
+    """A job whose ranks use 1 and 2 GB."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hooks, "peak_memory_gb", lambda: world.rank + 1.0)
+        return train_here(world, config_file)
+
+
+def test_a_point_has_the_memory_of_the_largest_rank_and_the_use_of_all(
+    tmp_path: Path, rank_pool: Callable[[int], RankPool]
+) -> None:
+    books, run_dir = build_books(tmp_path / "books"), tmp_path / "run"
+    config = write_config(tmp_path / "run.yaml", books, run_dir, {"tracking": {"every": 5}})
+    assert rank_pool(2).run(train_with_peaks, config) == [0, 0]
+    points = [point.metrics for point in read_points(run_dir / "metrics.jsonl")]
+    assert [point["peak_memory_gb"] for point in points] == [2.0] * 3
+    for point in points:
+        assert point["mfu"] > 0
+        assert point["tokens_read_per_second"] >= point["tokens_per_second"]
+        assert sum(point[f"goodput/{part}"] for part in PARTS) == pytest.approx(1.0)
+
+
 def with_recall(batch: Batch) -> Batch:
     """The batch with a third of its positions said to refer back, those that are not scored among them."""
     return batch._replace(recall=batch.tokens * (batch.tokens % 3 == 0))
@@ -107,11 +125,11 @@ def recall_of(batch: Batch) -> torch.Tensor:
 
 def recall_totals(world: World) -> Totals:
     """What two ranks count of one update."""
-    config = tiny_config({"train": {"micro_lanes": 2}})
+    config = tiny_config({"train": {"micro_batch_size": 2}})
     update = update_of_rank(config, world, step=0)
     num_recall = sum(int(recall_of(batch).sum()) for batch in update.batches)
     update = update._replace(batches=[with_recall(batch) for batch in update.batches], num_recall=num_recall)
-    return tiny_job(config, world, stage=2).train(update, 300).totals
+    return tiny_job(config, world, stage=2).train(update, [300, *[0] * (len(update.batches) - 1)]).totals
 
 
 def test_recall_perplexity_is_that_of_the_scored_recall_tokens_of_all_ranks(
@@ -121,7 +139,7 @@ def test_recall_perplexity_is_that_of_the_scored_recall_tokens_of_all_ranks(
     torch.manual_seed(config.train.seed)
     model = MemoryLM(config, VOCAB)
     (batch,) = ragged_segments(config, step=0)
-    state = model.init_state(torch.arange(config.train.lanes), "cpu", torch.float32)
+    state = model.init_state(torch.arange(config.train.global_batch_size), "cpu", torch.float32)
     nll = model(batch.tokens, batch.targets, batch.valid_len, state=state).nll.detach()[recall_of(batch)]
     for totals in rank_pool(2).run(recall_totals):
         assert totals.num_recall == len(nll)

@@ -28,7 +28,8 @@ from dist_mem.tracking.stores import RUN_ID_FILE
 from dist_mem.tracking.tracker import METRICS_FILE, read_points
 from tests.checkpoint.test_elastic import CHAINS, train_leg
 from tests.support.contract_cases import CASES, SEG_LEN
-from tests.support.forked_ranks import Ranks, fork_server
+from tests.support.fork_server import fork_server
+from tests.support.forked_ranks import Ranks
 from tests.support.jobs import build_books, checkpoint_content, difference, losses, train_here, write_config
 from tests.support.limits import wait_until
 from tests.support.power import Disk, disk_without_power

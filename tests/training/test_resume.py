@@ -21,6 +21,7 @@ from dist_mem.data.shard import read_index
 from dist_mem.errors import EXIT_REQUEUE
 from dist_mem.evaluation.trained_model import load_model
 from dist_mem.memory import memory_class, memory_kinds, memory_options
+from dist_mem.memory.base import Memory
 from tests.support.faults import assert_quoted
 from tests.support.jobs import (
     checkpoint_content,
@@ -48,15 +49,15 @@ def zero(stage: int) -> dict[str, object]:
 def test_resume_after_kill_is_bitwise(
     tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool], stage: int
 ) -> None:
-    """kill -9 between steps 6 and 12, resume to 12, beside a straight 12; dropout on, accumulation 2, in mid-book."""
+    """kill -9 between steps 7 and 12, resume to 12, beside a straight 12; dropout on, accumulation 2, in mid-book."""
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     for run_dir in (straight, killed):
-        write_config(tmp_path / f"{run_dir.name}.yaml", books, run_dir, zero(stage))
+        write_config(tmp_path / f"{run_dir.name}.yaml", books, run_dir, zero(stage), {"checkpoint": {"every": 6}})
     assert rank_pool(2).run(train_here, tmp_path / "straight.yaml") == [0, 0]
 
     processes = start_ranks(["train", "killed.yaml"], world_size=2, cwd=tmp_path)
-    first = killed / "checkpoints" / "step-00000005"
-    wait_until(lambda: first.is_dir() and 6 in logged_steps(killed), "a step after the first checkpoint")
+    first = killed / "checkpoints" / "step-00000006"
+    wait_until(lambda: first.is_dir() and 7 in logged_steps(killed), "a step after the first checkpoint")
     for process in processes:
         process.send_signal(signal.SIGKILL)
     finish(processes)
@@ -66,11 +67,10 @@ def test_resume_after_kill_is_bitwise(
     assert "resuming from" in text
 
     ends = [checkpoint_content(run_dir / "checkpoints" / "step-00000012") for run_dir in (straight, killed)]
-    assert any(name.startswith("lanes/") for name in ends[0])
-    assert any(name.startswith("engine/") for name in ends[0])
+    assert any(name.startswith("ranks/") for name in ends[0])
     assert difference(*ends) is None
     assert losses(straight) == losses(killed)
-    cursors = [content["lanes/rank-00000.safetensors"]["cursors"] for content in ends]
+    cursors = [content["ranks/rank-00000.safetensors"]["lanes/cursors"] for content in ends]
     assert cursors[0][:, 2].any(), "no lane stands in the middle of a book: the test proves little"
 
 
@@ -90,18 +90,20 @@ MEMORIES = {
     "a memory outside the package": small_memory(f"{EXAMPLE}:Averages"),
 }
 ACCUMULATIONS = {
-    1: {"micro_lanes": 4, "segments_per_update": 1},
-    3: {"micro_lanes": 4, "segments_per_update": 3},  # successive segments share an update
+    1: {"micro_batch_size": 4, "segments_per_update": 1},
+    3: {"micro_batch_size": 4, "segments_per_update": 3},  # successive segments share an update
 }
 
 
-def is_in_make_test(number: int, stage: int, accumulation: int, background: bool) -> bool:
-    """Of every memory and stage one: every pair of a memory, stage, accumulation and way of saving is among them."""
-    return (accumulation == 3) == (number + stage) % 2 and background == (number + stage // 2) % 2
+def mark_of(number: int, stage: int, accumulation: int, background: bool) -> list[pytest.MarkDecorator]:
+    """CI has one of every memory and stage, so that every pair of settings is met; `make test` two of every memory."""
+    if (accumulation == 3) != (number + stage) % 2 or background != (number + stage // 2) % 2:
+        return [pytest.mark.nightly]
+    return [] if (stage - number) % 4 < 2 else [pytest.mark.slow]
 
 
 SETTINGS = [
-    pytest.param(memory, *rest, marks=[] if is_in_make_test(number, *rest) else pytest.mark.nightly)
+    pytest.param(memory, *rest, marks=mark_of(number, *rest))
     for number, memory in enumerate(MEMORIES)
     for rest in product(range(4), ACCUMULATIONS, (False, True))
 ]
@@ -127,6 +129,8 @@ def test_every_memory_comes_back_bitwise(
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "straight", changes)
     written = OmegaConf.load(config)
     written.memory = MEMORIES[memory]
+    if memory_class(MEMORIES[memory]["kind"]).carries_gradient is not Memory.carries_gradient:
+        written.train.bptt_segments = accumulation  # one window an update
     OmegaConf.save(written, config)
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     assert rank_pool(2).run(train_here, config) == [0, 0]
@@ -175,11 +179,11 @@ def test_changed_model_is_refused_by_name(tmp_path: Path, books: Path) -> None:
     codes, text = run_ranks(["train", str(config)], world_size=1, cwd=tmp_path)
     assert codes == [0], text
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    changes = ["memory.mem_len=16", "train.lanes=4", "train.steps=2"]
+    changes = ["memory.mem_len=16", "train.global_batch_size=4", "train.steps=2"]
     codes, text = run_ranks(["train", str(config), *changes], world_size=1, cwd=tmp_path)
     assert codes == [2], text
     assert "memory.mem_len" in text
-    assert "train.lanes" in text
+    assert "train.global_batch_size" in text
     assert "train.steps" not in text
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
 
@@ -189,7 +193,7 @@ def test_damaged_checkpoint_is_passed_over_and_kept(tmp_path: Path, books: Path)
     codes, text = run_ranks(["train", str(config)], world_size=1, cwd=tmp_path)
     assert codes == [0], text
     damaged = tmp_path / "run" / "checkpoints" / "step-00000010"
-    lanes = damaged / "lanes" / "rank-00000.safetensors"
+    lanes = damaged / "ranks" / "rank-00000.safetensors"
     content = bytearray(lanes.read_bytes())
     content[-1] ^= 1
     lanes.write_bytes(content)
@@ -233,9 +237,11 @@ def damage_second_document_of_a_lane(config_file: Path) -> None:
     config = load_config([str(config_file)], memory_options=memory_options)
     index = read_index(Path(config.data.path) / "train")
     lengths = [entry.num_tokens for entry in index.documents]
-    plan = make_plan(lengths, num_lanes=config.train.lanes, seg_len=config.train.seg_len, seed=config.data.seed)
+    plan = make_plan(
+        lengths, num_lanes=config.train.global_batch_size, seg_len=config.train.seg_len, seed=config.data.seed
+    )
     assert isinstance(plan, DocumentPlan)
-    dealt = [plan.documents(0, lane) for lane in range(config.train.lanes)]
+    dealt = [plan.documents(0, lane) for lane in range(config.train.global_batch_size)]
     entry = index.documents[next(documents[1] for documents in dealt if len(documents) > 1)]
     tar = index.split_dir / entry.shard
     content = bytearray(tar.read_bytes())

@@ -18,7 +18,8 @@ from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import list_steps, step_dir
 from dist_mem.errors import EXIT_FAILED, EXIT_REQUEUE
 from dist_mem.memory import memory_class
-from tests.support.forked_ranks import Ranks, fork_server
+from tests.support.fork_server import fork_server
+from tests.support.forked_ranks import Ranks
 from tests.support.jobs import (
     build_books,
     checkpoint_content,

@@ -26,7 +26,8 @@ from dist_mem.training import stopping
 from dist_mem.training.feed import Feed
 from dist_mem.training.run import run_job
 from dist_mem.training.stopping import LEAST_SECONDS, Stopping
-from tests.support.forked_ranks import Ranks, fork_server, run_forked
+from tests.support.fork_server import fork_server
+from tests.support.forked_ranks import Ranks, run_forked
 from tests.support.jobs import (
     build_books,
     checkpoint_content,

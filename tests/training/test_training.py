@@ -23,7 +23,7 @@ from tests.support.tiny import full_parameters, run_steps, tiny_config, tiny_job
 
 pytestmark = pytest.mark.ranks
 
-ADAM = {"optimizer": {"kind": "adamw", "lr": 1e-2}, "train": {"micro_lanes": 2}}
+ADAM = {"optimizer": {"kind": "adamw", "lr": 1e-2}, "train": {"micro_batch_size": 2}}
 
 
 def memory_of(job: Any) -> dict[str, Tensor]:
@@ -40,7 +40,7 @@ def one_update_without_targets(world: World, stage: int) -> dict[str, Any]:
     before, memory_before = full_parameters(job), memory_of(job)
     update = update_of_rank(job.config, world, step=1)
     silent = [batch._replace(targets=torch.full_like(batch.targets, IGNORE)) for batch in update.batches]
-    outcome = job.train(update._replace(batches=silent, num_scored=0), 0)
+    outcome = job.train(update._replace(batches=silent, scored=[0, 0]), [0, 0])
     unchanged = difference(before, full_parameters(job))
     memory_changed = difference(memory_before, memory_of(job))
     cursors = job.cursors.tolist()
@@ -85,7 +85,7 @@ def poisoned_update(world: World, stage: int, what: str) -> tuple[str, str | Non
         weight = job.engine.module.final_norm.weight
         weight.register_hook(lambda gradient: gradient * torch.nan)
     try:
-        job.train(update, 300)
+        job.train(update, [150, 150])
     except DivergedError as error:
         message = str(error)
     else:
@@ -119,7 +119,7 @@ def fp16_steps(world: World, initial_scale_power: int) -> tuple[list[float], lis
     applied, nll = [], []
     for step in range(3):
         update = update_of_rank(config, world, step=step)
-        outcome = job.train(update, 300)
+        outcome = job.train(update, [150, 150])
         applied += [False] * outcome.overflows + [True]
         nll.append(outcome.totals.nll)
     return nll, applied, memory_of(job)
@@ -168,8 +168,11 @@ def test_mlflow_gets_points_facts_and_configuration_of_one_run(
     experiment = client.get_experiment_by_name("dist_mem")
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.status == "FINISHED"
-    assert sorted(point.step for point in client.get_metric_history(run.info.run_id, "loss")) == [1, 2, 3, 4, 5, 6]
+    assert sorted(point.step for point in client.get_metric_history(run.info.run_id, "train/loss")) == [*range(1, 7)]
     assert run.data.params["memory.mem_len"] == "24"
+    assert int(run.data.params["model.num_parameters"]) > int(run.data.params["model.state_bytes_per_lane"]) > 0
+    models = client.search_logged_models([experiment.experiment_id])
+    assert {(model.name, model.source_run_id) for model in models} >= {("step-00000006", run.info.run_id)}
     assert run.data.tags["world_size"] == "2" and "version.torch" in run.data.tags
     (data,) = [given.dataset for given in run.inputs.dataset_inputs]
     assert (data.name, data.digest) == ("tiny/train", read_index(books / "train").fingerprint[:36])
@@ -179,7 +182,9 @@ def test_mlflow_gets_points_facts_and_configuration_of_one_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("changes", [["deepspeed.zero_optimization.stage=0"], ["train.activation_checkpointing=true"]])
+@pytest.mark.parametrize(
+    "changes", [["deepspeed.zero_optimization.stage=0"], ["train.activation_checkpointing=blocks"]]
+)
 def test_loss_falls(
     tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool], precision: str, changes: list[str]
 ) -> None:

@@ -13,16 +13,14 @@ from torch import Tensor
 from dist_mem.data.batch import IGNORE, Batch
 from dist_mem.engine.engine import Engine
 from dist_mem.model import MemoryLM, reset_lanes
-from dist_mem.runtime import watchdog
-from dist_mem.runtime.distributed import World, sum_over_ranks
-from dist_mem.training import step as update
+from dist_mem.runtime.distributed import World
 from tests.support import tiny
 from tests.support.ranks import RankPool
 from tests.support.tiny import VOCAB, full_parameters, ragged_segments, run_steps, tiny_config, tiny_job
 
 pytestmark = pytest.mark.ranks
 
-TRAIN = {"micro_lanes": 2, "segments_per_update": 3}  # two ranks: 2 lane groups of 2 lanes each
+TRAIN = {"micro_batch_size": 2, "segments_per_update": 3}  # two ranks: 2 lane groups of 2 lanes each
 COMPRESSIVE = {"kind": "compressive", "mem_len": 8, "cmem_len": 8, "compression_rate": 2, "loss_weight": 0.5}
 
 
@@ -30,7 +28,11 @@ def sparse_segments(config: Any, *, step: int) -> list[Batch]:
     """Of three segments the first is scored nowhere, the second in the last two lanes alone, the third everywhere."""
     first, second, third = ragged_segments(config, step=step)
     nowhere = torch.full_like(first.targets, IGNORE)
-    only_last = torch.where(torch.arange(config.train.lanes)[:, None] < config.train.lanes - 2, IGNORE, second.targets)
+    only_last = torch.where(
+        torch.arange(config.train.global_batch_size)[:, None] < config.train.global_batch_size - 2,
+        IGNORE,
+        second.targets,
+    )
     return [first._replace(targets=nowhere), second._replace(targets=only_last), third]
 
 
@@ -50,7 +52,7 @@ def plain_update(memory: dict[str, Any]) -> dict[str, Tensor]:
     config = tiny_config({"train": TRAIN, "memory": memory})
     torch.manual_seed(config.train.seed)
     model = MemoryLM(config, VOCAB)
-    fresh = model.init_state(torch.arange(config.train.lanes), "cpu", torch.float32)
+    fresh = model.init_state(torch.arange(config.train.global_batch_size), "cpu", torch.float32)
     segments = sparse_segments(config, step=0)
     num_scored = sum(int((batch.targets != IGNORE).sum()) for batch in segments)
     state, loss = fresh, torch.zeros(())
@@ -59,7 +61,11 @@ def plain_update(memory: dict[str, Any]) -> dict[str, Tensor]:
         output = model(batch.tokens, batch.targets, batch.valid_len, state=state)
         state = output.state
         aux = sum((part.sum() for part in output.aux.values()), torch.zeros(()))
-        loss = loss + output.nll.sum() / num_scored + aux / (config.train.lanes * config.train.segments_per_update)
+        loss = (
+            loss
+            + output.nll.sum() / num_scored
+            + aux / (config.train.global_batch_size * config.train.segments_per_update)
+        )
     loss.backward()
     return {
         name: (value if value.grad is None else value - config.optimizer.lr * value.grad).detach()
@@ -86,24 +92,3 @@ def test_segments_without_targets_cost_no_backward_and_change_nothing(
         assert parameters.keys() == expected.keys()
         for name, value in parameters.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=name)
-
-
-def phases_of_agreements(world: World) -> list[str]:
-    """Where the watchdog sees this rank in each all-reduce of an update."""
-    job = tiny_job(tiny_config({"train": TRAIN}), world, stage=0)
-    update_of_rank = tiny.update_of_rank(job.config, world, step=0)
-    phases = []
-
-    def noted(*args: Any) -> list[float]:
-        phases.append(watchdog._progress.phase)
-        return sum_over_ranks(*args)
-
-    watchdog.begin_step(0)
-    with mock.patch.object(update, "sum_over_ranks", noted):
-        job.train(update_of_rank, 100)
-    return phases
-
-
-def test_a_rank_that_waits_to_know_the_targets_is_not_seen_reading_data(rank_pool: Callable[[int], RankPool]) -> None:
-    """The rank for whose data all wait has fewer beats than the others, by which it is named."""
-    assert rank_pool(2).run(phases_of_agreements) == [["agreeing", "agreeing"]] * 2

@@ -51,7 +51,7 @@ def plain_update(train: dict[str, Any]) -> tuple[dict[str, Tensor], float, float
     torch.manual_seed(config.train.seed)
     with with_auxiliary_loss():
         model = MemoryLM(config, VOCAB)
-    fresh = model.init_state(torch.arange(config.train.lanes), "cpu", torch.float32)
+    fresh = model.init_state(torch.arange(config.train.global_batch_size), "cpu", torch.float32)
     state, nll, aux, scored = fresh, torch.zeros(()), torch.zeros(()), 0
     for batch in ragged_segments(config, step=0):
         output = model(
@@ -59,7 +59,7 @@ def plain_update(train: dict[str, Any]) -> tuple[dict[str, Tensor], float, float
         )
         state, nll, aux = output.state, nll + output.nll.sum(), aux + output.aux["energy"].sum()
         scored += int((batch.targets != IGNORE).sum())
-    loss = nll / scored + aux / (config.train.lanes * config.train.segments_per_update)
+    loss = nll / scored + aux / (config.train.global_batch_size * config.train.segments_per_update)
     loss.backward()
     updated = {
         name: (value - config.optimizer.lr * value.grad).detach()
@@ -75,7 +75,7 @@ def plain_update(train: dict[str, Any]) -> tuple[dict[str, Tensor], float, float
 def test_sgd_step_equals_plain_autograd(
     rank_pool: Callable[[int], RankPool], stage: int, accumulation: int, world_size: int
 ) -> None:
-    train = {"micro_lanes": 8 // world_size // accumulation}
+    train = {"micro_batch_size": 8 // world_size // accumulation}
     compare_with_autograd(rank_pool(world_size), stage, train)
 
 
@@ -83,7 +83,7 @@ def test_sgd_step_equals_plain_autograd(
 def test_successive_segments_of_one_update_equal_plain_autograd(
     rank_pool: Callable[[int], RankPool], stage: int
 ) -> None:
-    compare_with_autograd(rank_pool(2), stage, {"micro_lanes": 2, "segments_per_update": 2})
+    compare_with_autograd(rank_pool(2), stage, {"micro_batch_size": 2, "segments_per_update": 2})
 
 
 def compare_with_autograd(pool: RankPool, stage: int, train: dict[str, Any]) -> None:
@@ -98,7 +98,7 @@ def compare_with_autograd(pool: RankPool, stage: int, train: dict[str, Any]) -> 
 
 def ten_losses(world: World, stage: int) -> list[float]:
     adam = {"optimizer": {"kind": "adamw", "lr": 2e-3, "weight_decay": 0.1}}
-    config = tiny_config({"train": {"micro_lanes": 2, "max_grad_norm": 0.5}}, adam)
+    config = tiny_config({"train": {"micro_batch_size": 2, "max_grad_norm": 0.5}}, adam)
     return [
         outcome.totals.nll / outcome.totals.num_scored
         for outcome in run_steps(tiny_job(config, world, stage=stage), first=0, last=10)

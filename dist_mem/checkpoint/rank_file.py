@@ -1,0 +1,71 @@
+"""The file of one rank in a checkpoint: everything that the rank saves, and its reader.
+
+    ranks/rank-00003.safetensors   engine/KIND/NAME   parameters and optimizer state, see engine_files.py
+                                   lanes/NAME         memory state and cursor of every lane of the rank
+                                   rng/DEVICE         state of its random generators
+
+One file per rank and checkpoint: on a shared file system, a thousand ranks wait for its names rather than for its
+bytes. Format 3 has three files, engine/rank-00003.safetensors and so on, with names without the first part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor
+
+from dist_mem.checkpoint.manifest import reading
+from dist_mem.errors import CheckpointError
+
+FOLDER = "ranks"
+
+
+def rank_file(rank: int, folder: str = FOLDER) -> str:
+    """Return the name in a checkpoint of the file that `rank` writes."""
+    return f"{folder}/rank-{rank:05d}.safetensors"
+
+
+def tensors_of_file(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the content of a rank's file: the tensors of each part under PART/NAME."""
+    return {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
+
+
+def path_of(directory: Path, part: str, rank: int) -> Path:
+    """Return the path of the file with this part of what `rank` has saved."""
+    return directory / rank_file(rank, part if (directory / part).is_dir() else FOLDER)
+
+
+class RankFile:
+    """Reads one part (engine, lanes, rng) of a rank's file, tensor by tensor."""
+
+    def __init__(self, path: Path, part: str) -> None:
+        """Open the file. Raises CheckpointError if it cannot be read."""
+        prefix = f"{part}/" if path.parent.name == FOLDER else ""
+        self.path = path
+        with reading(path):
+            self._file = safe_open(path, framework="pt")
+            keys = self._file.keys()
+        self._keys = {key.removeprefix(prefix): key for key in keys if key.startswith(prefix)}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._keys
+
+    def read(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Return these tensors (default: all of the part). Raises CheckpointError if they cannot be read."""
+        with reading(self.path):
+            return {name: self._file.get_tensor(self._keys[name]) for name in names or self._keys}
+
+    def elements(self, name: str, low: int, high: int, *, size: int) -> Tensor:
+        """Return elements low to high of a tensor of `size` elements, or a whole 0-d tensor.
+
+        Raises:
+            CheckpointError: it has another shape, or cannot be read.
+        """
+        with reading(self.path):
+            stored = self._file.get_slice(self._keys[name])
+            shape = stored.get_shape()
+            if shape not in ([], [size]):
+                raise CheckpointError(f"{self.path}: {name} has shape {shape}, but engine.json lists {size} elements")
+            return stored[low:high] if shape else self._file.get_tensor(self._keys[name])

@@ -1,0 +1,78 @@
+"""Model FLOPs utilisation: the model's FLOP/s as a share of the peak of all devices (Chowdhery et al. 2022, app. B).
+
+The model's FLOPs are those of its products, by formula (nn/flops.py), without recomputation, for the tokens read. So
+padding, lanes without work, and all other operations make the figure smaller.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from dist_mem.config import Config
+from dist_mem.model import describe
+from dist_mem.nn.layers import DTYPES
+from dist_mem.runtime.devices import gpu_of
+from dist_mem.runtime.distributed import World, sum_over_ranks
+
+_MEASURED_SECONDS = 0.1
+_SIZE = 768  # of the measured products: 1 GFLOP, large enough for a few threads
+
+
+class Utilisation(NamedTuple):
+    """What the FLOPs of a run are computed from, and compared with."""
+
+    scoring: float  # FLOPs of a token that is only read
+    training: float  # of a token in a forward and a backward
+    peak: float  # FLOP/s of all ranks
+
+    def share(self, *, num_tokens: float, num_learned: float, seconds: float) -> float:
+        """Return the share of the peak.
+
+        Args:
+            num_tokens: read by all ranks.
+            num_learned: of them, in forwards with a backward.
+        """
+        flops = num_tokens * self.scoring + num_learned * (self.training - self.scoring)
+        return flops / (seconds * self.peak)
+
+
+def find_utilisation(config: Config, vocab_size: int, world: World) -> tuple[Utilisation | None, list[str]]:
+    """Return what MFU needs, or None and a message that says why there is no figure; collective."""
+    (peak,) = sum_over_ranks([peak_flops(config, world) or math.nan], world.device)
+    if math.isnan(peak):
+        name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "a rank's device"
+        fix = "set train.peak_tflops to the TFLOP/s of one device to log mfu"
+        return None, [f"the peak of {name} in {config.train.precision} is not known: {fix}"]
+    sizes = describe(config, vocab_size)
+    if "training_flops_per_token" not in sizes:
+        return None, []  # the summary of the configuration says so
+    return Utilisation(sizes["scoring_flops_per_token"], sizes["training_flops_per_token"], peak), []
+
+
+def peak_flops(config: Config, world: World) -> float | None:
+    """Return the peak FLOP/s of this rank's device in the run's precision; None if it is not known."""
+    precision = config.train.precision
+    if config.train.peak_tflops is not None:
+        return config.train.peak_tflops * 1e12
+    if world.device.type == "cpu":
+        return measured_flops(DTYPES[precision], torch.get_num_threads())
+    gpu = gpu_of(torch.cuda.get_device_name(world.device))
+    uses_tf32 = precision == "fp32" and torch.get_float32_matmul_precision() != "highest"
+    return gpu and gpu.flops.get("tf32" if uses_tf32 and "tf32" in gpu.flops else precision)
+
+
+@cache
+def measured_flops(dtype: torch.dtype, threads: int) -> float:
+    """Return the FLOP/s of the fastest of the matrix products that this processor makes in a tenth of a second."""
+    matrix = torch.full((_SIZE, _SIZE), 0.5, dtype=dtype)  # no random numbers: those of the run must not change
+    matrix @ matrix  # loads the library
+    fastest, began = math.inf, time.perf_counter()
+    while (now := time.perf_counter()) < began + _MEASURED_SECONDS:
+        matrix @ matrix
+        fastest = min(fastest, time.perf_counter() - now)
+    return 2 * _SIZE**3 / fastest

@@ -1,0 +1,73 @@
+"""`train.profile`: a trace of some steps, and the table of its costliest operators."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dist_mem.__main__ import main
+from dist_mem.errors import EXIT_USAGE, UnusableError
+from dist_mem.tracking.journal import JOURNAL, find_entries
+from dist_mem.training.profile import NUM_OPERATORS, refuse_profile_outside
+from tests.support.jobs import build_books, train_here, write_config
+from tests.support.ranks import RankPool
+from tests.support.tiny import tiny_config
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ("[10, 10]", "must be two steps, the first less than the last"),
+        ("[10]", "must be two steps, the first less than the last"),
+        ("[5, 13]", "the run ends at step 12; give earlier steps"),
+        ("[-1, 3]", "must be at least 0"),
+    ],
+)
+def test_steps_that_cannot_be_profiled_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: str, message: str
+) -> None:
+    config = write_config(tmp_path / "run.yaml", tmp_path / "none", tmp_path / "run")
+    assert main(["train", str(config), f"train.profile={steps}", "--check"]) == EXIT_USAGE
+    printed = capsys.readouterr().err
+    assert "train.profile" in printed and message in printed
+
+
+def test_steps_after_the_end_are_refused_once_the_data_says_how_many_there_are() -> None:
+    with pytest.raises(UnusableError, match=r"train.profile: is \[5, 13\], but the run ends at step 12"):
+        refuse_profile_outside(tiny_config({"train": {"profile": [5, 13]}}), 12)
+    refuse_profile_outside(tiny_config({"train": {"profile": [5, 12]}}), 12)
+
+
+@pytest.mark.slow
+def test_trace_and_table_are_written_and_change_no_figure(tmp_path: Path, rank_pool: Callable[[int], RankPool]) -> None:
+    """Rank 0 of two writes a trace in the format that Perfetto reads; the losses are those of a run without one."""
+    books = build_books(tmp_path / "books")
+    mlflow = {"tracking": {"mlflow": True, "send": "never", "system_metrics": False}}
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", mlflow)
+    plain = write_config(tmp_path / "plain.yaml", books, tmp_path / "plain")
+    assert rank_pool(2).run(train_here, config, ["train.profile=[3,5]"]) == [0, 0]
+    assert rank_pool(2).run(train_here, plain) == [0, 0]
+
+    folder = tmp_path / "run" / "profile"
+    assert sorted(path.name for path in folder.iterdir()) == ["steps-3-5.json.gz", "steps-3-5.txt"]
+    with gzip.open(folder / "steps-3-5.json.gz", "rt") as file:
+        trace = json.load(file)
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert all({"name", "pid", "tid", "ts", "dur"} <= event.keys() and event["dur"] >= 0 for event in spans)
+    assert sum(event["name"] == "aten::embedding" for event in spans) == 2 * 2  # updates x forwards of this rank
+    table = (folder / "steps-3-5.txt").read_text().splitlines()
+    assert sum("aten::" in line or "::" in line or "Backward" in line for line in table) >= NUM_OPERATORS - 2
+    attached = [entry.body["path"] for entry in find_entries(tmp_path / "run" / JOURNAL, "artifact")]
+    assert {"profile/steps-3-5.json.gz", "profile/steps-3-5.txt"} <= {*attached}
+
+    def losses(name: str) -> list[float]:
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["metrics"]["loss"] for line in lines]
+
+    assert losses("run") == losses("plain")

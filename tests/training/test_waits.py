@@ -1,0 +1,110 @@
+"""How often one update makes the host wait for the device, copies Python values to it, and runs a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from dist_mem.engine.engine import Engine
+from dist_mem.engine.gradient_norms import GradientNorms
+from dist_mem.engine.zero_state import base_optimizer
+from dist_mem.runtime.distributed import World, sum_over_ranks
+from dist_mem.training import step
+from dist_mem.training.step import train_step
+from tests.support.contract_cases import CASES, SEG_LEN, case_params
+from tests.support.ranks import RankPool
+from tests.support.tiny import TinyJob, run_steps, tiny_config, tiny_job, update_of_rank
+from tests.support.waits import COLLECTIVES, FROM_HOST, WAITS, counted
+
+pytestmark = pytest.mark.ranks
+
+Pools = Callable[[int], RankPool]
+TRAIN = {
+    "global_batch_size": 8,
+    "micro_batch_size": 2,
+    "segments_per_update": 2,
+    "seg_len": SEG_LEN,
+    "max_grad_norm": 1.0,
+}
+NUM_BATCHES = 4  # of two ranks, each with two lane groups
+# Of these, one wait and one tensor are ours: the sums of all ranks. DeepSpeed reads its gradient norm to decide whether
+# to skip the update, once more to clip, and in bf16 looks for overflows.
+EXPECTED = {0: (2, 3), 1: (3, 2), 2: (3, 2), 3: (2, 2)}  # by stage: waits, tensors from Python values
+REDUCTIONS = {0: 1, 1: 1, 2: NUM_BATCHES, 3: NUM_BATCHES}  # of gradients; the model is one bucket
+WEIGHTS = {0: 0, 1: 1, 2: 1, 3: NUM_BATCHES}  # gathers; at stage 3 in every forward, as all stays until the backward
+
+
+def trained_job(world: World, case: str, stage: int, precision: str) -> TinyJob:
+    config = tiny_config({"train": {**TRAIN, "precision": precision}, "optimizer": {"kind": "adamw", "lr": 1e-3}})
+    config.memory = CASES[case]
+    job = tiny_job(config, world, stage=stage)
+    run_steps(job, first=0, last=3)  # after two updates, stage 3 knows the order of the weights and gathers ahead
+    return job
+
+
+def counts_of_update(world: World, case: str, stage: int, precision: str = "fp32") -> dict[str, int]:
+    job = trained_job(world, case, stage, precision)
+    update = update_of_rank(job.config, world, step=3)
+    scored = [int(count) for count in sum_over_ranks(update.scored, world.device)]
+    with counted(update.batches, base_optimizer(job.engine._engine)) as counts:
+        train_step(job.context, job.state, update, scored, is_logged=False)
+    return dict(counts)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_host_waits_once_for_us_and_all_ranks_agree_in_one_all_reduce(rank_pool: Pools, stage: int) -> None:
+    for counts in rank_pool(2).run(counts_of_update, "transformer_xl", stage):
+        assert (counts[WAITS], counts[FROM_HOST]) == EXPECTED[stage]
+        ours, norm = 1, 1
+        assert counts[COLLECTIVES] == REDUCTIONS[stage] + WEIGHTS[stage] + ours + norm
+
+
+@pytest.mark.parametrize("case", case_params())
+def test_no_memory_waits_or_copies_python_values(rank_pool: Pools, case: str) -> None:
+    (counts,) = rank_pool(1).run(counts_of_update, case, 2)
+    assert (counts[WAITS], counts[FROM_HOST]) == EXPECTED[2]
+
+
+def order_of_update(world: World) -> list[str]:
+    """The order of backwards and of the two ends of the agreement."""
+    job = trained_job(world, "transformer_xl", 2, "fp32")
+    order: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            order.append(name)
+            return function(*arguments, **options)
+
+        return call
+
+    with (
+        mock.patch.object(step, "begin", noted("begin", step.begin)),
+        mock.patch.object(step, "finish", noted("finish", step.finish)),
+        mock.patch.object(Engine, "backward", noted("backward", Engine.backward)),
+    ):
+        run_steps(job, first=3, last=4)
+    return order
+
+
+def test_ranks_agree_during_the_last_backward(rank_pool: Pools) -> None:
+    expected = ["backward"] * (NUM_BATCHES - 1) + ["begin", "backward", "finish"]
+    assert rank_pool(2).run(order_of_update) == [expected] * 2
+
+
+def measured_gradients(world: World, is_logged: bool) -> tuple[int, bool]:
+    """How many parts of gradients were measured in an update, and whether there are norms of them."""
+    job = trained_job(world, "compressive", 2, "fp32")
+    measured = []
+    note = GradientNorms._note
+    job.engine._norms._note = lambda *call: measured.append(note(job.engine._norms, *call))  # type: ignore[method-assign]
+    update = update_of_rank(job.config, world, step=3)
+    train_step(job.context, job.state, update, update.scored, is_logged=is_logged)
+    return len(measured), job.engine.gradient_norms() is not None
+
+
+def test_separate_gradient_norms_are_measured_in_logged_steps_only(rank_pool: Pools) -> None:
+    assert rank_pool(1).run(measured_gradients, True)[0] > (0, True)
+    assert rank_pool(1).run(measured_gradients, False) == [(0, False)]
