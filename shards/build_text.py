@@ -1,30 +1,35 @@
-"""Build shards of any folder of text: one document per file, split by folders or by shares.
+"""Build shards of your own corpus: a document per .txt file, or per row of JSON lines, Parquet or a saved dataset.
 
-    python shards/build_text.py --source corpus --out data/mine                      # corpus/{train,validation,test}
-    python shards/build_text.py --source essays letters --out data/mine --validation 0.05 --test 0.05 --workers 8
+    dist-mem data build text --source corpus --out data/mine                         # corpus/{train,validation,test}
+    dist-mem data build text --source web.jsonl.zst --out data/web --text-field body --id-field url --workers 8
+    dist-mem data build text --source essays letters --out data/mine --split-by-hash train=0.9,validation=0.05,test=0.05
 
-Files are UTF-8 and end with .txt; folders are searched at any depth. Without shares, the folders directly under
---source are the splits train, validation and test. With shares, a checksum of a file's name (its path under --source)
-determines its split, whatever other files are added or removed, and on every machine. Shares are approximate, and
-count files, not bytes.
+--source takes .txt (UTF-8), .jsonl, .jsonl.gz, .jsonl.zst, .parquet and .arrow files, folders of them at any depth, and
+folders that Hugging Face's datasets saved (save_to_disk). Splits are the folders train, validation and test directly
+under --source, files of rows named train.jsonl or train-00000.parquet, or the splits of a saved DatasetDict. Without
+any of them, or with --split-by-hash, a checksum of a document's id determines its split, whatever other documents are
+added or removed, and on every machine. Fractions are approximate, and count documents, not bytes.
+
+The id of a row is its field id, else the name of its file and its number; the id of a .txt file is its path under
+--source. No text may be in two splits; white space makes no difference.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from builder_options import builder_parser, exit_code
 
 from dist_mem.data.builders.builder import build_dataset
-from dist_mem.data.builders.source import SourceDocument
+from dist_mem.data.builders.corpus import Documents, by_folder, find_files, read_documents, without_shared_texts
+from dist_mem.data.builders.hash_split import DEFAULT_FRACTIONS, SPLITS, parse_fractions, split_of
+from dist_mem.errors import UnusableError
 
-SPLITS = ("train", "validation", "test")
-MAX_ID_LEN = 80  # characters, of a name in a tar
+DEFAULT = ",".join(f"{split}={fraction}" for split, fraction in DEFAULT_FRACTIONS.items())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,14 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build(options: argparse.Namespace) -> None:
-    """Find the files, assign them to splits, and build."""
-    files = find_files(options.source)
-    if options.validation or options.test:
-        splits = by_share(files, validation=options.validation, test=options.test)
-    else:
-        splits = by_folder(files)
+    """Read the corpus, assign its documents to splits, and build."""
     build_dataset(
-        {split: [document(name, path) for name, path in named.items()] for split, named in splits.items()},
+        without_shared_texts(read_splits(options), drop=options.drop_duplicates),
         options.out,
         name=options.name,
         tokenizer_kind=options.tokenizer,
@@ -56,18 +56,43 @@ def build(options: argparse.Namespace) -> None:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = builder_parser(__doc__, vocab_size=8_000)
     add = parser.add_argument
-    add("--source", type=Path, required=True, nargs="+", help="folders, or .txt files")
+    add("--source", type=Path, required=True, nargs="+", help="folders, or files")
     add("--out", type=Path, required=True, help="data directory to build: data.path of a configuration")
     add("--name", default="text", help="of the dataset, part of the tars' names (default: %(default)s)")
-    add("--validation", type=share, default=0.0, metavar="SHARE", help="of all files, as 0.05 (default: by folder)")
-    add("--test", type=share, default=0.0, metavar="SHARE", help="likewise")
+    add("--text-field", default="text", metavar="NAME", help="of a row: its text (default: %(default)s)")
+    add("--id-field", metavar="NAME", help="of a row: its id (default: id, in rows that have it)")
+    help = f"deal out documents by their ids (default: {DEFAULT}, where no folders are splits)"
+    add("--split-by-hash", type=fractions, metavar="SPLIT=FRACTION,...", help=help)
+    add("--split-seed", type=int, metavar="N", help="deal them out, and differently for each seed")
+    add("--validation", type=share, default=0.0, metavar="FRACTION", help="short for --split-by-hash; train: the rest")
+    add("--test", type=share, default=0.0, metavar="FRACTION", help="likewise")
+    add(
+        "--drop-duplicates",
+        action="store_true",
+        help="of texts in several splits, keep those of the first one (order: train, validation, test)",
+    )
     add("--tokenizer", choices=("sentencepiece", "bytes"), default="sentencepiece", help="default: %(default)s")
     add("--tokenizer-from", type=Path, metavar="DIR", help="take the tokenizer of this data directory instead")
     add("--seed", type=int, default=0, help="of the lines SentencePiece is trained on (default: %(default)s)")
     options = parser.parse_args(arguments)
-    if options.validation + options.test >= 1:
-        parser.error("--validation and --test leave nothing to train on: together they must be less than 1")
+    if options.validation or options.test:
+        if options.split_by_hash:
+            parser.error("--validation and --test are short for --split-by-hash: give one or the other")
+        if options.validation + options.test >= 1:
+            parser.error("--validation and --test leave nothing to train on: together they must be less than 1")
+        rest = 1 - options.validation - options.test
+        options.split_by_hash = {"train": rest, "validation": options.validation, "test": options.test}
+    if options.split_seed is not None and not options.split_by_hash:
+        options.split_by_hash = DEFAULT_FRACTIONS
     return options
+
+
+def fractions(text: str) -> dict[str, float]:
+    """Parse the value of --split-by-hash."""
+    try:
+        return parse_fractions(text)
+    except UnusableError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def share(text: str) -> float:
@@ -77,78 +102,37 @@ def share(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share: give a number from 0 to less than 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is no fraction: give a number from 0 to less than 1")
     return value
 
 
-def find_files(sources: Sequence[Path]) -> dict[str, Path]:
-    """Return the files by name, which is their path under the source with slashes, in the order of the names.
+def read_splits(options: argparse.Namespace) -> dict[str, Documents]:
+    """Read the documents of each split, in the order train, validation, test, others.
 
     Raises:
-        ValueError: a source is neither a folder nor a .txt file, there are no files, or two files have the same name.
+        UnusableError: as `read_documents`; or a split that has a fraction gets no document.
     """
-    found: dict[str, Path] = {}
-    for source in sources:
-        if source.is_dir():
-            paths = {path.relative_to(source).as_posix(): path for path in source.rglob("*.txt") if path.is_file()}
-        elif source.is_file() and source.suffix == ".txt":
-            paths = {source.name: source}
-        else:
-            raise ValueError(f"--source {source} is neither a folder nor a .txt file")
-        shared = sorted(set(paths) & set(found))
-        if shared:
-            raise ValueError(f"{found[shared[0]]} and {paths[shared[0]]} have one name, {shared[0]}: rename one")
-        found.update(paths)
-    if not found:
-        raise ValueError(f"--source {' '.join(map(str, sources))}: no .txt file there")
-    return dict(sorted(found.items()))
-
-
-def by_folder(files: dict[str, Path]) -> dict[str, dict[str, Path]]:
-    """Return the files of each split, named by their path under its folder.
-
-    Raises:
-        ValueError: a file is in none of the three folders.
-    """
-    splits: dict[str, dict[str, Path]] = {split: {} for split in SPLITS}
-    for name, path in files.items():
-        folder, _, rest = name.partition("/")
-        if folder not in splits or not rest:
-            raise ValueError(
-                f"{path} is in none of the folders {', '.join(SPLITS)}: put it there, or give --validation and --test, "
-                "the shares that are dealt out"
-            )
-        splits[folder][rest] = path
-    return {split: named for split, named in splits.items() if named}
-
-
-def by_share(files: dict[str, Path], *, validation: float, test: float) -> dict[str, dict[str, Path]]:
-    """Assign files to splits by a checksum of their names.
-
-    Raises:
-        ValueError: train, or a split with a share, gets no file.
-    """
-    splits: dict[str, dict[str, Path]] = {split: {} for split in SPLITS}
-    for name, path in files.items():
-        place = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64  # [0, 1)
-        split = "test" if place < test else "validation" if place < test + validation else "train"
-        splits[split][name] = path
-    for split, wanted in (("train", 1.0), ("validation", validation), ("test", test)):
-        if wanted and not splits[split]:
-            raise ValueError(
-                f"of {len(files)} files none falls to {split}: give a larger share, or put the files into folders "
-                f"named {', '.join(SPLITS)}"
-            )
-    return {split: named for split, named in splits.items() if named}
-
-
-def document(name: str, path: Path) -> SourceDocument:
-    """Return a file as a document: its name is the title and, as far as a tar allows, the id."""
-    stem = name.removesuffix(".txt")
-    plain = re.sub(r"[^0-9A-Za-z_-]+", "_", stem)
-    if plain != stem or len(plain) > MAX_ID_LEN:  # maybe no longer unique: a checksum makes it so
-        plain = f"{plain[: MAX_ID_LEN - 9]}-{hashlib.sha256(stem.encode()).hexdigest()[:8]}"
-    return SourceDocument(plain, stem, path)
+    files = find_files(options.source)
+    folders = None if options.split_by_hash else by_folder(files, options.source)
+    dealt = options.split_by_hash or DEFAULT_FRACTIONS
+    if folders is None and not options.split_by_hash:
+        print(f"no folders train, validation, test: documents are dealt out by their ids, {DEFAULT}", flush=True)
+    splits = read_documents(
+        {"": files} if folders is None else folders,
+        partial(split_of, fractions=dealt, seed=options.split_seed),
+        text_field=options.text_field,
+        id_field=options.id_field,
+    )
+    num_documents = sum(len(documents) for documents, _ in splits.values())
+    if not num_documents:
+        raise UnusableError(f"--source {' '.join(map(str, options.source))}: its files have no rows")
+    missing = [split for split in SPLITS if folders is None and dealt.get(split) and split not in splits]
+    if missing:
+        raise UnusableError(
+            f"of {num_documents} documents none falls to {missing[0]}: give it a larger fraction by --split-by-hash, "
+            f"or put the files into folders named {', '.join(SPLITS)}"
+        )
+    return {split: splits[split] for split in [*SPLITS, *sorted(splits.keys() - set(SPLITS))] if split in splits}
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ class BatchPlan(NamedTuple):
     world_size: int
     lanes_per_rank: int  # idle ones included; the same on every rank
     groups: int  # micro-batches in which a rank processes its lanes once
-    accumulation: int  # forward and backward passes of one rank in one update: groups * K
+    accumulation: int  # forward and backward passes of one rank in one update; one for all segments of a window
     idle_lanes: int  # of the whole job; their results are discarded
 
 
@@ -33,41 +33,47 @@ class IdleWork(NamedTuple):
 
 
 def batch_plan(train: TrainConfig, world_size: int) -> BatchPlan:
-    """Divide `train.lanes` among `world_size` ranks."""
-    per_rank = len(lanes_of_rank(train.lanes, world_size=world_size, rank=0, micro_lanes=train.micro_lanes))
-    groups = per_rank // train.micro_lanes
-    accumulation, idle_lanes = groups * train.segments_per_update, per_rank * world_size - train.lanes
+    """Divide `train.global_batch_size` among `world_size` ranks."""
+    per_rank = len(
+        lanes_of_rank(train.global_batch_size, world_size=world_size, rank=0, micro_lanes=train.micro_batch_size)
+    )
+    groups = per_rank // train.micro_batch_size
+    accumulation, idle_lanes = (
+        groups * train.segments_per_update // train.bptt_segments,
+        per_rank * world_size - train.global_batch_size,
+    )
     return BatchPlan(world_size, per_rank, groups, accumulation, idle_lanes)
 
 
 def best_micro_lanes(train: TrainConfig, world_size: int) -> int:
-    """Return the largest `train.micro_lanes`, not above the present one, that leaves the fewest idle lanes."""
+    """Return the largest `train.micro_batch_size`, not above the present one, that leaves the fewest idle lanes."""
 
     def idle_lanes(micro_lanes: int) -> int:
-        return -train.lanes % (world_size * micro_lanes)
+        return -train.global_batch_size % (world_size * micro_lanes)
 
-    return min(range(train.micro_lanes, 0, -1), key=idle_lanes)
+    return min(range(train.micro_batch_size, 0, -1), key=idle_lanes)
 
 
 def idle_work(train: TrainConfig, world_size: int, *, num_documents: int | None = None) -> IdleWork | None:
     """Return the work wasted if the ranks do not divide the lanes, with better settings; None if nothing is wasted.
 
     Args:
-        num_documents: number that can be read in parallel, a bound of `train.lanes`; None: not known, or no bound.
+        num_documents: number that can be read in parallel, a bound of `train.global_batch_size`; None: not known, or no
+            bound.
     """
     batch = batch_plan(train, world_size)
     if not batch.idle_lanes:
         return None
-    places = train.lanes + batch.idle_lanes
+    places = train.global_batch_size + batch.idle_lanes
     share = batch.idle_lanes / places
     better = best_micro_lanes(train, world_size)
-    left = -train.lanes % (world_size * better)
-    ways = [f"train.micro_lanes={better}"] if left == 0 else []
+    left = -train.global_batch_size % (world_size * better)
+    ways = [f"train.micro_batch_size={better}"] if left == 0 else []
     if num_documents is None or places <= num_documents:
-        ways.append(f"train.lanes={places} (in a new run)")
+        ways.append(f"train.global_batch_size={places} (in a new run)")
     if fitting := next((size for size in range(world_size, 0, -1) if not batch_plan(train, size).idle_lanes), None):
         ways.append(counted(fitting, "rank"))
-    advice = f"; with train.micro_lanes={better} it would be {left}" if 0 < left < batch.idle_lanes else ""
+    advice = f"; with train.micro_batch_size={better} it would be {left}" if 0 < left < batch.idle_lanes else ""
     advice += f"; none is idle with {' or '.join(ways)}" if ways else ""
     advice = f"{share:.1%} of the work{advice}"
     if share > IDLE_LIMIT:
@@ -76,13 +82,13 @@ def idle_work(train: TrainConfig, world_size: int, *, num_documents: int | None 
 
 
 def num_readable(plan: Plan | None) -> int | None:
-    """Return how many documents can be read in parallel, a bound of `train.lanes`; None: not known, or no bound."""
+    """Return how many documents can be read in parallel, a bound of the lanes; None: not known, or no bound."""
     return len(plan.lengths) - len(plan.skipped) if isinstance(plan, DocumentPlan) else None
 
 
 def steps_per_epoch(train: TrainConfig, plan: Plan) -> float:
     """Return the updates in which every document is read once; the last segment of a document counts as a full one."""
-    return plan.num_segments / (train.lanes * train.segments_per_update)
+    return plan.num_segments / (train.global_batch_size * train.segments_per_update)
 
 
 def total_steps(config: Config, plan: Plan) -> int:

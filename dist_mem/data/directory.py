@@ -21,6 +21,7 @@ from pathlib import Path
 
 from dist_mem.config import DataConfig
 from dist_mem.config.check import nearest
+from dist_mem.data.index_json import read_index_json
 from dist_mem.data.metadata import ShardError, read_metadata
 from dist_mem.data.remote.fetch import (
     METADATA_BYTES,
@@ -37,7 +38,7 @@ from dist_mem.data.remote.fetch import (
     writing,
 )
 from dist_mem.data.remote.stage import stage_on_all_ranks, staged
-from dist_mem.data.shard import INDEX_NAME, Index, ShardEntry, ShardSource, read_index, read_index_metadata
+from dist_mem.data.shard import INDEX_NAME, Index, ShardEntry, ShardSource, read_index
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import JSON_NAME, KINDS, load_tokenizer, read_tokenizer_metadata
 from dist_mem.runtime.environment import user_cache_dir
@@ -187,7 +188,7 @@ def _download_metadata(data: DataConfig, directory: Path, splits: Sequence[str])
             download(address(data.path, name), directory / name, limit=METADATA_BYTES, verify=verify)
     for split in splits:
         name = f"{split}/{INDEX_NAME}"
-        download(address(data.path, name), directory / name, limit=METADATA_BYTES, verify=read_index_metadata)
+        download(address(data.path, name), directory / name, limit=METADATA_BYTES, verify=read_index_json)
 
 
 def _is_good(path: Path, verify: Verify) -> bool:

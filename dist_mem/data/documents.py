@@ -78,7 +78,7 @@ class Documents:
         self.index = index
         self.lengths = lengths
         self.bos_id = bos_id
-        self.has_recall = any(entry.recall_offset is not None for entry in index.documents)
+        self.has_recall = index.documents.has_recall
         self._on_corrupt = on_corrupt
         self._prefix = Document(-1, prefix, np.zeros(len(prefix), dtype=bool), None)
         self._warned: set[int] = set()

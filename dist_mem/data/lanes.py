@@ -50,8 +50,11 @@ class LaneReader:
         segments_per_update: int,
         bos_id: int,
         cursors: Tensor | None = None,
+        pin: bool = False,
     ) -> None:
         """`cursors` (lanes, 3) int64: of the last consumed update, in the order of `lane_ids`; None: the beginning.
+
+        `pin`: batches are in pinned memory, into which the thread copies them.
 
         Raises ValueError for cursors of another plan. `next` raises ShardError for a damaged document.
         """
@@ -60,6 +63,7 @@ class LaneReader:
         self._micro_lanes = micro_lanes
         self._segments_per_update = segments_per_update
         self._blocks = config.blocks
+        self._pin = pin
         self._documents = Documents(index, plan.lengths, bos_id=bos_id, on_corrupt=config.on_corrupt)
         self._cursors = self._checked(cursors)
         self._updates = Prefetcher(self._read(), depth=config.prefetch)
@@ -69,6 +73,11 @@ class LaneReader:
 
     def __next__(self) -> Update:
         return next(self._updates)
+
+    @property
+    def num_batches(self) -> int:
+        """Number of micro-batches of an update."""
+        return self._segments_per_update * -(-len(self._lane_ids) // self._micro_lanes)
 
     def close(self) -> None:
         """End the thread and its pending fetches; may be called more than once."""
@@ -81,7 +90,7 @@ class LaneReader:
         if tuple(saved.shape) != (len(self._lane_ids), 3):
             raise ValueError(
                 f"cursors of shape {tuple(saved.shape)} for {len(self._lane_ids)} lanes: the checkpoint was made with "
-                "another train.lanes, train.micro_lanes or number of ranks"
+                "another train.global_batch_size, train.micro_batch_size or number of ranks"
             )
         cursors = [Cursor(*row) for row in saved.tolist()]
         for lane, cursor in zip(self._lane_ids, cursors, strict=True):
@@ -113,9 +122,9 @@ class LaneReader:
             cursors = [segment.after for segment in segments]
             are_scored = [batch.targets != IGNORE for batch in batches]
             yield Update(
-                batches,
+                [batch.pinned() for batch in batches] if self._pin else batches,
                 torch.from_numpy(np.array(cursors)),
-                num_scored=sum(int(is_scored.sum()) for is_scored in are_scored),
+                scored=[int(is_scored.sum()) for is_scored in are_scored],
                 epoch=self._mean_epoch(cursors),
                 documents_started=num_started,
                 documents_skipped=num_skipped,
@@ -135,13 +144,20 @@ class LaneReader:
 def training_plan(config: Config, index: Index) -> Plan:
     """Return the plan of a training on this split. Raises ValueError if there are too few documents."""
     data, train = config.data, config.train
-    lengths = cut_lengths([entry.num_tokens for entry in index.documents], data.max_document_len)
+    lengths = cut_lengths(index.documents.num_tokens, data.max_document_len)
     return make_plan(
-        lengths, num_lanes=train.lanes, seg_len=train.seg_len, seed=data.seed, layout=data.layout, cut=data.cut
+        lengths,
+        num_lanes=train.global_batch_size,
+        seg_len=train.seg_len,
+        seed=data.seed,
+        layout=data.layout,
+        cut=data.cut,
     )
 
 
-def training_reader(config: Config, *, world_size: int, rank: int, cursors: Tensor | None = None) -> LaneReader:
+def training_reader(
+    config: Config, *, world_size: int, rank: int, cursors: Tensor | None = None, pin: bool = False
+) -> LaneReader:
     """Open the training split and read this rank's lanes, from the beginning or from saved cursors.
 
     Raises ValueError if index or tokenizer are missing or do not match, or if there are too few documents.
@@ -153,11 +169,14 @@ def training_reader(config: Config, *, world_size: int, rank: int, cursors: Tens
         config.data,
         index,
         training_plan(config, index),
-        lane_ids=lanes_of_rank(train.lanes, world_size=world_size, rank=rank, micro_lanes=train.micro_lanes),
-        micro_lanes=train.micro_lanes,
+        lane_ids=lanes_of_rank(
+            train.global_batch_size, world_size=world_size, rank=rank, micro_lanes=train.micro_batch_size
+        ),
+        micro_lanes=train.micro_batch_size,
         segments_per_update=train.segments_per_update,
         bos_id=tokenizer.bos_id,
         cursors=cursors,
+        pin=pin,
     )
 
 
@@ -181,7 +200,7 @@ def evaluation_batches(
     lanes end first. `prefix`, (num_tokens,), is read before every document, as in `Documents`. Raises ShardError for a
     damaged document, because a score needs all documents.
     """
-    lengths = cut_lengths([entry.num_tokens for entry in index.documents], max_document_len)
+    lengths = cut_lengths(index.documents.num_tokens, max_document_len)
     documents = Documents(index, lengths, bos_id=bos_id, prefix=prefix)
     lanes = [
         chain(read_documents(documents, [numbers], seg_len=seg_len, cut=cut), repeat(IDLE))

@@ -12,6 +12,7 @@ from dist_mem.runtime.file_schema import read_json
 
 FORMAT_VERSION = 1
 REMEDY = ": build the dataset again"
+BUILD_FIRST = ": build the dataset first, or point data.path at one that is built"
 
 
 class ShardError(UnusableError):
@@ -39,11 +40,17 @@ def read_metadata(path: Path, *, newest: int = FORMAT_VERSION) -> dict[str, Any]
     Raises:
         ShardError: it is missing, damaged or of a newer format.
     """
-    with reading(path, ": build the dataset first, or point data.path at one that is built"):
+    with reading(path, BUILD_FIRST):
         try:
             body = read_json(path, ShardError)
         except ShardError as error:
             raise ShardError(f"{error}{REMEDY}") from error
+    check_version(body, path, newest=newest)
+    return body
+
+
+def check_version(body: Any, path: Path, *, newest: int = FORMAT_VERSION) -> None:
+    """Raise a ShardError unless the content of a file has a `format_version`, and none above `newest`."""
     version = body.get("format_version") if isinstance(body, dict) else None
     if type(version) is not int:
         raise ShardError(f"{path} is damaged (it has no format_version){REMEDY}")
@@ -51,4 +58,3 @@ def read_metadata(path: Path, *, newest: int = FORMAT_VERSION) -> dict[str, Any]
         raise ShardError(
             f"{path} has format_version {version}, newer than {newest}, the newest known here: update dist_mem"
         )
-    return body

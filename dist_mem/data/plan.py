@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+DEALT_AT_ONCE = 2**16  # documents whose costs are Python objects, which take ten times the memory of an array
 MIN_TRAINING_LEN = 2  # tokens; the only input of a document of one token is BOS, and in blocks it has no input at all
 
 
@@ -102,10 +103,11 @@ class DocumentPlan:
         self.skipped: list[int] = np.flatnonzero(self.lengths < MIN_TRAINING_LEN).tolist()
         self._usable = np.flatnonzero(self.lengths >= MIN_TRAINING_LEN)
         if len(self._usable) < num_lanes:
-            fewer = f"set train.lanes to at most {len(self._usable)}, or data.layout=stream"
+            fewer = f"set train.global_batch_size to at most {len(self._usable)}, or data.layout=stream"
             raise ValueError(
-                f"train.lanes = {num_lanes}, but only {len(self._usable)} documents have at least {MIN_TRAINING_LEN} "
-                f"tokens and lanes read different ones: {fewer if len(self._usable) else 'build the split from texts'}"
+                f"train.global_batch_size = {num_lanes}, but only {len(self._usable)} documents have at least "
+                f"{MIN_TRAINING_LEN} tokens and lanes read different ones: "
+                f"{fewer if len(self._usable) else 'build the split from texts'}"
             )
         self._segments = num_segments_of(self.lengths, seg_len)
         self.num_segments = int(self._segments[self._usable].sum())  # of one epoch, all lanes
@@ -149,8 +151,11 @@ class DocumentPlan:
         order = self._usable[permutation(len(self._usable), seed=self.seed, epoch=len(self._deals))]
         order = self._keep_apart(order)
         heap = self._heap
-        costs = (self._segments[order] * self.num_lanes).tolist()
-        keys = np.array([heapq.heapreplace(heap, heap[0] + cost) for cost in costs], dtype=np.int64)
+        keys = np.empty(len(order), dtype=np.int64)
+        for first in range(0, len(order), DEALT_AT_ONCE):
+            part = slice(first, first + DEALT_AT_ONCE)
+            costs = (self._segments[order[part]] * self.num_lanes).tolist()
+            keys[part] = [heapq.heapreplace(heap, heap[0] + cost) for cost in costs]
         self._started[order] = keys // self.num_lanes
         self._last_start = int(keys[-1]) // self.num_lanes
         lanes = keys % self.num_lanes
@@ -184,7 +189,8 @@ class StreamPlan:
         num_tokens = int(self.starts[-1])
         if num_tokens < num_lanes:
             raise ValueError(
-                f"train.lanes = {num_lanes}, but the corpus has {num_tokens} tokens: use at most {num_tokens} lanes"
+                f"train.global_batch_size = {num_lanes}, but the corpus has {num_tokens} tokens: use at most "
+                f"{num_tokens} lanes"
             )
         self._bounds = [(lane * num_tokens + num_lanes // 2) // num_lanes for lane in range(num_lanes + 1)]
         self.num_segments = sum(-(-(stop - start) // seg_len) for start, stop in map(self.span, range(num_lanes)))
@@ -267,5 +273,5 @@ def _foreign_cursor(lane: int, cursor: Cursor) -> ValueError:
     return ValueError(
         f"lane {lane} cannot resume at epoch {cursor.epoch}, place {cursor.place}, token {cursor.offset}: the plan has "
         "no such position. The checkpoint was made with other shards, or another data.seed, data.layout, "
-        "data.max_document_len, train.lanes or train.seg_len"
+        "data.max_document_len, train.global_batch_size or train.seg_len"
     )

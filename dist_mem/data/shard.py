@@ -13,7 +13,6 @@ describes the format for other readers.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -22,8 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from dist_mem.data.index_schema import check_index
-from dist_mem.data.metadata import FORMAT_VERSION, REMEDY, ShardError, read_metadata, reading
+from dist_mem.data.document_table import DocumentEntry, DocumentTable, ShardEntry
+from dist_mem.data.index_json import fingerprint_of
+from dist_mem.data.index_reading import FILE_NAME, open_index_json
+from dist_mem.data.metadata import FORMAT_VERSION, ShardError, reading
 from dist_mem.data.tar import (
     MASK_DTYPE,
     RECALL_DTYPE,
@@ -41,33 +42,6 @@ from dist_mem.runtime.names import check_plain
 
 INDEX_NAME = "index.json"
 MAX_SHARD_BYTES = 64 * 2**20  # of arrays; a tar exceeds it by its last document and by headers
-
-
-@dataclass(frozen=True)
-class DocumentEntry:
-    """Location of a document's arrays; offsets are bytes from the start of the tar to the first array element."""
-
-    id: str
-    title: str
-    year: int | None
-    words: int
-    bytes: int
-    num_tokens: int
-    shard: str
-    dtype: str  # of the tokens: "<u2" or "<u4"
-    tokens_offset: int
-    mask_offset: int | None
-    recall_offset: int | None
-    sha256: str  # of the token bytes, followed by those of mask and recall where they exist
-
-
-@dataclass(frozen=True)
-class ShardEntry:
-    """A tar of the index."""
-
-    name: str
-    bytes: int
-    sha256: str
 
 
 class ShardSource:
@@ -98,7 +72,7 @@ class Index:
     counted_words: int
     num_bytes: int  # of the text
     shards: list[ShardEntry]
-    documents: list[DocumentEntry]
+    documents: DocumentTable
     fingerprint: str  # sha256 of everything above but split_dir
     source: ShardSource = field(default_factory=ShardSource, repr=False, compare=False)
     maps: dict[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
@@ -128,7 +102,8 @@ def write_split(
     check_names(name, split)
     split_dir = Path(split_dir)
     split_dir.mkdir(parents=True, exist_ok=True)
-    (split_dir / INDEX_NAME).unlink(missing_ok=True)  # an old index must never describe new tars
+    for old in (INDEX_NAME, FILE_NAME):
+        (split_dir / old).unlink(missing_ok=True)  # an old index must never describe new tars
     shards: list[ShardEntry] = []
     entries: list[DocumentEntry] = []
     for number, group in enumerate(_shard_groups(_checked(documents, split), max_shard_bytes)):
@@ -150,7 +125,7 @@ def write_split(
         "shards": [asdict(shard) for shard in shards],
         "documents": [asdict(entry) for entry in entries],
     }
-    body["fingerprint"] = _fingerprint(body)
+    body["fingerprint"] = fingerprint_of(body)
     write_text(split_dir / INDEX_NAME, json.dumps(body, indent=1) + "\n")
     return read_index(split_dir)
 
@@ -163,25 +138,10 @@ def check_names(name: str, split: str) -> None:
 
 
 def read_index(split_dir: Path | str) -> Index:
-    """Read and check index.json. Raises ShardError as `read_index_metadata`."""
+    """Read and check index.json, or map its columns: index_reading.py. Raises ShardError as `open_index_json`."""
     split_dir = Path(split_dir)
-    body = read_index_metadata(split_dir / INDEX_NAME)
-    body["shards"] = [ShardEntry(**entry) for entry in body["shards"]]
-    body["documents"] = [DocumentEntry(**entry) for entry in body["documents"]]
-    return Index(split_dir=split_dir, **body)
-
-
-def read_index_metadata(path: Path) -> dict[str, Any]:
-    """Read and check the content of an index.json.
-
-    Raises:
-        ShardError: it is missing, damaged, or of a newer format.
-    """
-    body = read_metadata(path)
-    if body.get("fingerprint") != _fingerprint(body):
-        raise ShardError(f"{path} is damaged (its content does not match its fingerprint){REMEDY}")
-    check_index(body, path)
-    return body
+    head, shards, columns = open_index_json(split_dir / INDEX_NAME)
+    return Index(split_dir=split_dir, shards=shards, documents=DocumentTable(columns, shards), **head)
 
 
 def fetch_shards(index: Index) -> None:
@@ -192,7 +152,7 @@ def fetch_shards(index: Index) -> None:
 
 def expect_document(index: Index, document: int) -> None:
     """Announce that a document will be read soon: its tar may have to be fetched."""
-    index.source.expect(_shard_named(index, index.documents[document].shard))
+    index.source.expect(index.documents.shard_of(document))
 
 
 def read_tokens(index: Index, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
@@ -292,8 +252,3 @@ def _map_shard(index: Index, entry: DocumentEntry) -> np.ndarray:
 
 def _shard_named(index: Index, name: str) -> ShardEntry:
     return next(shard for shard in index.shards if shard.name == name)
-
-
-def _fingerprint(body: dict[str, Any]) -> str:
-    content = {key: value for key, value in body.items() if key != "fingerprint"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

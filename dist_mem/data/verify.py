@@ -1,6 +1,6 @@
 """Verify a data directory: find missing, truncated and altered files, and name the affected documents.
 
-`dist-mem prepare verify DIR` prints the problems found here. Every byte is read: each tar is compared with the checksum
+`dist-mem data verify DIR` prints the problems found here. Every byte is read: each tar is compared with the checksum
 in its index; those of a URL are fetched into the cache first. If a tar differs, each document's arrays are compared
 with their own checksum, and everything around them (tar headers, the .json, padding) is regenerated and compared. If
 it does not, every document is decoded: a checksum shows that the bytes are unchanged, not that they are text.
@@ -74,10 +74,7 @@ def verify_dataset(
         tokenizer = open_tokenizer(data)
     except (RemoteError, ValueError) as error:
         problems.append(Problem(JSON_NAME, None, str(error)))
-    if is_remote(data.path):
-        found, unreached = _remote_splits(data, splits)
-    else:
-        found, unreached = list(splits) or _local_splits(local_dir(data)), []
+    found, unreached = (list(splits), []) if splits and not is_remote(data.path) else _find_splits(data, splits)
     problems += unreached
     if not found and not unreached:
         if not (local_dir(data) / JSON_NAME).exists():
@@ -88,6 +85,15 @@ def verify_dataset(
     for split in found:
         problems.extend(verify_split(data, split, tokenizer))
     return problems
+
+
+def existing_splits(data: DataConfig) -> list[str]:
+    """Return the splits of a data directory; of a URL, which cannot be listed, the existing USUAL_SPLITS."""
+    return _find_splits(data, [])[0]
+
+
+def _find_splits(data: DataConfig, asked: Sequence[str]) -> tuple[list[str], list[Problem]]:
+    return _remote_splits(data, asked) if is_remote(data.path) else (_local_splits(local_dir(data)), [])
 
 
 def _local_splits(data_dir: Path) -> list[str]:

@@ -144,7 +144,7 @@ def test_511_of_512_tokens_are_targets_and_an_incomplete_block_is_read_too(tmp_p
     write_split([document], tmp_path / "train", **options)
     config = Config()
     config.data.path, config.data.layout, config.data.blocks = str(tmp_path), layout, True
-    config.train.lanes, config.train.micro_lanes, config.train.seg_len = 1, 1, 512
+    config.train.global_batch_size, config.train.micro_batch_size, config.train.seg_len = 1, 1, 512
     with closing(training_reader(config, world_size=1, rank=0)) as reader:
         updates = list(islice(reader, 3))
     assert [update.num_scored for update in updates] == [511, 511, 100]
@@ -161,8 +161,8 @@ def test_a_run_trains_in_blocks_also_where_an_update_has_no_target(
     """Of documents cut to 17 tokens every second segment is one token, which no loss comes from."""
     blocks = {
         "data": {"blocks": True, "max_document_len": 17},
-        "train": {"lanes": 1, "micro_lanes": 1, "steps": 4},
-        "eval": {"every": 4, "lanes": 2},
+        "train": {"global_batch_size": 1, "micro_batch_size": 1, "steps": 4},
+        "eval": {"every": 4, "batch_size": 2},
     }
     config = write_config(tmp_path / "run.yaml", build_books(tmp_path / "books"), tmp_path / "run", blocks)
     assert rank_pool(1).run(train_here, config) == [0]
@@ -193,7 +193,7 @@ def scored(world: World, library: Path, evaluation: dict[str, Any]) -> Report:
     return score_split(
         model,
         lambda numbers: model.init_state(numbers, "cpu", torch.float32),
-        config=make_config(eval={"lanes": 3, **evaluation}),
+        config=make_config(eval={"batch_size": 3, **evaluation}),
         index=read_index(library / "test"),
         tokenizer=TOKENIZER,
         world=world,
@@ -332,7 +332,7 @@ def test_losses_are_those_of_transformers_block_after_block(tmp_path: Path, monk
         data={"path": str(tmp_path / "data"), "layout": "stream", "blocks": True},
         model={"pretrained": str(tmp_path / "gpt2")},
         train={"seg_len": 16},
-        eval={"layout": "stream", "lanes": 1},
+        eval={"layout": "stream", "batch_size": 1},
     )
     save_config(settings, tmp_path / "run.yaml")
     zero_shot = tmp_path / "zero_shot"

@@ -69,11 +69,15 @@ def test_several_sources_and_single_files_are_one_corpus(tmp_path: Path) -> None
 def test_what_cannot_be_dealt_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, loose = tmp_path / "out", write(tmp_path / "texts", ["a.txt"])
     for sources, options, message in (
-        ([loose], (), "is in none of the folders train, validation, test"),
-        ([loose], ("--test", "0.001"), "of 1 files none falls to test"),
+        (
+            [write(tmp_path / "mixed", ["train/a.txt", "b.txt"])],
+            (),
+            "b.txt is in none of the folders train, validation",
+        ),
+        ([loose], ("--test", "0.001"), "of 1 documents none falls to test"),
         ([loose, write(tmp_path / "again", ["a.txt"])], SHARES, "have one name, a.txt"),
-        ([write(tmp_path / "single", ["a.md"]) / "a.md"], SHARES, "is neither a folder nor a .txt file"),
-        ([write(tmp_path / "other", ["a.md"])], SHARES, "no .txt file there"),
+        ([write(tmp_path / "single", ["a.md"]) / "a.md"], SHARES, "is neither a folder nor a file of .txt"),
+        ([write(tmp_path / "other", ["a.md"])], SHARES, "no file of .txt, .jsonl, "),
     ):
         assert build(out, *sources, options=options) == 2
         assert message in capsys.readouterr().err

@@ -51,7 +51,7 @@ def test_a_tar_cut_anywhere_is_an_error_that_names_it(data: Path) -> None:
 
 
 def test_a_byte_flipped_anywhere_in_a_tar_is_found_or_was_not_read(data: Path) -> None:
-    """Reading takes tokens alone, by their checksum; `prepare verify` finds the rest (test_verify.py)."""
+    """Reading takes tokens alone, by their checksum; `data verify` finds the rest (test_verify.py)."""
     tar = data / "validation" / TAR
     index, clean = read_index(tar.parent), read_all(tar.parent)
     spans = [(entry.tokens_offset, entry.tokens_offset + 2 * entry.num_tokens) for entry in index.documents]
@@ -164,6 +164,6 @@ def test_a_path_that_is_no_directory_is_the_users_and_a_failing_disk_is_not(
 
 def test_verify_tells_what_training_would_not_read(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip(data / "validation" / TAR, 5)
-    assert main(["prepare", "verify", str(data)]) == 1
+    assert main(["data", "verify", str(data)]) == 1
     assert_quoted(capsys.readouterr().err, "byte 5, around its tokens, is altered: build (--overwrite) or copy the tar")
     assert len(verify_dataset(data)) == 1

@@ -259,7 +259,7 @@ def test_training_reader_opens_what_the_configuration_names(tmp_path: Path) -> N
     options = {"name": "tiny", "split": "train"}
     write_split([document], tmp_path / "train", tokenizer_fingerprint=BytesTokenizer().fingerprint, **options)
     config = Config()
-    config.data.path, config.train.lanes, config.train.micro_lanes = str(tmp_path), 1, 2
+    config.data.path, config.train.global_batch_size, config.train.micro_batch_size = str(tmp_path), 1, 2
     with closing(training_reader(config, world_size=1, rank=0)) as reader:
         update = next(reader)
     assert update.num_scored == len(text)

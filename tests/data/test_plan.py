@@ -13,6 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from dist_mem.data import plan as plan_module
 from dist_mem.data.plan import (
     Cursor,
     DocumentPlan,
@@ -62,6 +63,14 @@ def test_each_document_is_dealt_once_an_epoch(corpus: tuple[list[int], int, int]
     for epoch in range(3):
         dealt = [document for lane in range(num_lanes) for document in plan.documents(epoch, lane)]
         assert sorted(dealt) == list(range(len(lengths)))
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 40, 41])
+def test_the_deal_does_not_depend_on_how_many_are_dealt_at_once(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    lengths = np.random.default_rng(0).integers(2, 60, 40).tolist()
+    expected = schedule(document_plan(lengths, 5), 4)
+    monkeypatch.setattr(plan_module, "DEALT_AT_ONCE", at_once)
+    assert schedule(document_plan(lengths, 5), 4) == expected
 
 
 @given(corpora)
@@ -120,12 +129,14 @@ def test_empty_and_one_token_documents_are_skipped_and_counted() -> None:
 
 
 def test_fewer_documents_than_lanes_names_both_numbers_and_both_ways_out() -> None:
-    with pytest.raises(ValueError, match=r"train.lanes = 4, but only 3 documents .* at most 3, or data.layout=stream"):
+    with pytest.raises(
+        ValueError, match=r"train.global_batch_size = 4, but only 3 documents .* at most 3, or data.layout=stream"
+    ):
         document_plan([5, 6, 1, 7], num_lanes=4)
 
 
 def test_fewer_tokens_than_lanes_of_a_stream_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"train.lanes = 6, but the corpus has 5 tokens"):
+    with pytest.raises(ValueError, match=r"train.global_batch_size = 6, but the corpus has 5 tokens"):
         make_plan([5], num_lanes=6, seg_len=4, seed=0, layout="stream")
 
 

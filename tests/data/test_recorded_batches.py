@@ -59,7 +59,8 @@ def update_values(updates: Iterable[Update]) -> Iterator[Any]:
     for update in updates:
         for batch in update.batches:
             yield from batch
-        yield from update[1:]
+        yield from (update.cursors, update.num_scored, update.epoch)
+        yield from (update.documents_started, update.documents_skipped, update.num_recall)
 
 
 def training_digest(index: Index, division: dict[str, int], **data: Any) -> str:

@@ -13,10 +13,11 @@ import pytest
 from dist_mem.config import DataConfig
 from dist_mem.data.directory import local_dir, open_index, open_tokenizer, refresh, refresh_on_all_ranks
 from dist_mem.data.documents import Documents
+from dist_mem.data.index_json import fingerprint_of
 from dist_mem.data.plan import START, DocumentPlan, make_plan
 from dist_mem.data.remote.fetch import RefusedError, RemoteError, UnreachableError, address, is_remote, show
 from dist_mem.data.segments import read_lane
-from dist_mem.data.shard import Index, _fingerprint, check_document, fetch_shards, read_index, read_tokens
+from dist_mem.data.shard import Index, check_document, fetch_shards, read_index, read_tokens
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.runtime.distributed import World
 from tests.support.file_server import SHARD, FileServer, be_impatient, opened, served_split
@@ -136,7 +137,7 @@ def test_names_of_tars_cannot_leave_the_cache(server: FileServer, data: DataConf
     index_file = server.root / "train" / "index.json"
     body = json.loads(index_file.read_text(encoding="utf-8"))
     body["shards"][0]["name"] = "../../evil.tar"
-    body["fingerprint"] = _fingerprint(body)
+    body["fingerprint"] = fingerprint_of(body)
     index_file.write_text(json.dumps(body), encoding="utf-8")
     with pytest.raises(RemoteError, match=r"'\.\./\.\./evil\.tar', but must be one plain name"):
         opened(data)

@@ -77,7 +77,7 @@ def test_a_job_stopped_by_a_missing_shard_ends_in_the_bits_of_a_local_one(
 
 
 def test_check_says_what_is_at_a_url(server: FileServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = [f"data.path={server.url}", f"data.cache={tmp_path / 'cache'}", "train.steps=1", "train.lanes=8"]
+    data = [f"data.path={server.url}", f"data.cache={tmp_path / 'cache'}", "train.steps=1", "train.global_batch_size=8"]
     assert main(["train", "--check", *data]) == 0
     assert f"{server.url}, train: 12 documents" in capsys.readouterr().out
     server.faults["train/index.json"] = [404]
@@ -88,7 +88,7 @@ def test_check_says_what_is_at_a_url(server: FileServer, tmp_path: Path, capsys:
 def test_verify_fetches_and_looks_at_every_byte(
     server: FileServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["prepare", "verify", server.url, "--cache", str(tmp_path / "cache")]
+    command = ["data", "verify", server.url, "--cache", str(tmp_path / "cache")]
     assert main(command) == 0
     assert capsys.readouterr().out == f"{server.url}: all is well\n"
     damaged = next((server.root / "test").glob("*.tar"))

@@ -12,7 +12,8 @@ import pytest
 
 from dist_mem.data.builders.builder import build_dataset
 from dist_mem.data.builders.source import SourceDocument
-from dist_mem.data.shard import TokenizedDocument, _fingerprint, read_index, read_tokens, write_split
+from dist_mem.data.index_json import fingerprint_of
+from dist_mem.data.shard import TokenizedDocument, read_index, read_tokens, write_split
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import load_tokenizer, save_tokenizer, train_sentencepiece
 from dist_mem.data.verify import Problem, verify_dataset
@@ -183,7 +184,7 @@ def test_arrays_that_are_not_those_of_the_index_are_found(data_dir: Path) -> Non
     flip(data_dir, read_index(data_dir / "train").documents[2].tokens_offset)
     body = json.loads(path.read_text())
     body["shards"][0]["sha256"] = hashlib.sha256((data_dir / "train" / TAR).read_bytes()).hexdigest()
-    body["fingerprint"] = _fingerprint(body)
+    body["fingerprint"] = fingerprint_of(body)
     path.write_text(json.dumps(body))
     problem = only_problem(data_dir)
     assert problem.document == "d2"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -39,13 +39,25 @@ class FileSlice(NamedTuple):
         return content.replace(self.without, b"") if self.without else content
 
 
+class StoredText(Protocol):
+    """A text that is read where it is stored, as a row of a file is, and identified by its content."""
+
+    @property
+    def num_bytes(self) -> int: ...  # in UTF-8
+
+    @property
+    def digest(self) -> bytes: ...  # of the text
+
+    def read(self) -> str: ...  # the text with LF line ends
+
+
 @dataclass(frozen=True)
 class SourceDocument:
     """One document of a builder."""
 
     id: str
     title: str
-    source: Path | str | FileSlice  # a UTF-8 file, the text itself, or part of a file
+    source: Path | str | FileSlice | StoredText  # a UTF-8 file, the text itself, part of a file, a row of one
     year: int | None = None
     recall: Sequence[RecallSpan | tuple[int, int, int]] | None = None  # None: not recorded for this document
     scored: Sequence[tuple[int, int]] | None = None  # character spans in the LF text whose tokens count; None: all
@@ -55,7 +67,9 @@ class SourceDocument:
         """Size of the source, by which documents are distributed among workers."""
         if isinstance(self.source, FileSlice):
             return self.source.stop - self.source.start
-        return self.source.stat().st_size if isinstance(self.source, Path) else len(self.source.encode())
+        if isinstance(self.source, Path):
+            return self.source.stat().st_size
+        return len(self.source.encode()) if isinstance(self.source, str) else self.source.num_bytes
 
     @cached_property
     def modified(self) -> int:
@@ -66,8 +80,9 @@ class SourceDocument:
         """Return the text with LF line ends; part of a file unchanged, with non-UTF-8 bytes as lone surrogates."""
         if isinstance(self.source, FileSlice):
             return self.source.read().decode("utf-8", "surrogateescape")
-        text = read_text(self.source) if isinstance(self.source, Path) else self.source
-        return text.replace("\r\n", "\n").replace("\r", "\n")
+        if isinstance(self.source, Path):
+            return with_lf(read_text(self.source))
+        return with_lf(self.source) if isinstance(self.source, str) else self.source.read()
 
     def signature(self) -> list[Any]:
         """Return values that identify this document without reading its file; the same on every machine."""
@@ -76,8 +91,15 @@ class SourceDocument:
             content = [self.source.start, self.source.stop, self.source.sha256, self.source.without.hex()]
         elif isinstance(self.source, str):
             content = hashlib.sha256(self.source.encode()).hexdigest()
+        elif not isinstance(self.source, Path):
+            content = self.source.digest.hex()
         scored = [] if self.scored is None else [self.scored]  # left out if None, as in builds before `scored` existed
         return [self.id, self.title, self.year, content, self.recall, *scored]
+
+
+def with_lf(text: str) -> str:
+    """Return a text with LF for each line end."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def encoded(text: str) -> bytes:
