@@ -17,43 +17,58 @@ Shape letters, used in every comment and docstring
     V vocabulary         G global lanes        L layers
 
 From Python (docs/start/python.md; `import dist_mem` itself loads nothing)
-    load_model   a trained model, its tokenizer and its configuration, from a run or a checkpoint
-    score        the negative log-likelihood of every token of a text, read with memory
-    start, read  texts read so far, one a lane; next_log_probs: probabilities of the next token
-    generate     continue the text of all lanes, with a Sampling
-    init_state   empty memories
-    read_text    the memory of a whole text; save_memory, load_memory: in a file, to continue from at any time
-    read_lanes   the memories that lanes carried at the checkpoint; start_from: texts that continue from these
+    load     a trained Model from a run, a checkpoint, an export or MLflow
+    train    start or resume a run; returns its folder
+    Model    score texts (Scores), read a text into a Memory, generate with a Sampling, inspect what memory changed
+    Memory   what a model remembers of the texts it has read; save and load it
+    RunError every error that names what to change; ValueErrors among them are about your input
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
+from warnings import warn
 
 if TYPE_CHECKING:
-    from dist_mem.evaluation.trained_model import init_state, load_model, read_lanes
-    from dist_mem.generation.generate import generate
-    from dist_mem.generation.reading import next_log_probs, read, start, start_from
+    from dist_mem.api.memory import Memory
+    from dist_mem.api.model import Model, Scores, load
+    from dist_mem.api.training import train
+    from dist_mem.errors import RunError
     from dist_mem.generation.sampling import Sampling
-    from dist_mem.generation.text_memory import load_memory, read_text, save_memory
-    from dist_mem.generation.text_scores import score
 
 __version__ = "0.1.0"
-__all__ = [
-    "Sampling", "generate", "init_state", "load_memory", "load_model", "next_log_probs", "read", "read_lanes",
-    "read_text", "save_memory", "score", "start", "start_from",
-]  # fmt: skip
+__all__ = ["Memory", "Model", "RunError", "Sampling", "Scores", "load", "train"]
+
+_MODULES = {
+    **{"Memory": "api.memory", "Model": "api.model", "RunError": "errors", "Sampling": "generation.sampling"},
+    **{"Scores": "api.model", "load": "api.model", "train": "api.training"},
+}
+_DEPRECATED = {  # former name -> its module, and what replaces it
+    "generate": ("generation.generate", "Model.generate"),
+    "init_state": ("evaluation.trained_model", "dist_mem.evaluation.trained_model.init_state"),
+    "load_memory": ("generation.text_memory", "dist_mem.Memory.load"),
+    "load_model": ("evaluation.trained_model", "dist_mem.load"),
+    "next_log_probs": ("generation.reading", "dist_mem.generation.reading.next_log_probs"),
+    "read": ("generation.reading", "Model.read"),
+    "read_lanes": ("evaluation.trained_model", "dist_mem.evaluation.trained_model.read_lanes"),
+    "read_text": ("generation.text_memory", "Model.read"),
+    "save_memory": ("generation.text_memory", "Memory.save"),
+    "score": ("generation.text_scores", "Model.score"),
+    "start": ("generation.reading", "Model.read"),
+    "start_from": ("generation.reading", "dist_mem.generation.reading.start_from"),
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Import the names of `__all__` on first use: torch and DeepSpeed take seconds."""
-    if name not in __all__:
+    """Import a name on first use, because torch takes seconds; warn of a name that the next release leaves out."""
+    if name not in _MODULES and name not in _DEPRECATED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = _MODULES.get(name)
+    if module is None:
+        module, new = _DEPRECATED[name]
+        warn(f"dist_mem.{name} will be removed: use {new} (docs/start/python.md)", DeprecationWarning, stacklevel=2)
     from dist_mem.runtime.distributed import choose_accelerator
 
     choose_accelerator()
-    from dist_mem.evaluation import trained_model as trained
-    from dist_mem.generation import generate, reading, sampling, text_memory, text_scores
-
-    modules = (trained, generate, reading, sampling, text_memory, text_scores)
-    return next(getattr(module, name) for module in modules if hasattr(module, name))
+    return getattr(import_module(f"dist_mem.{module}"), name)

@@ -1,28 +1,12 @@
 """The command line: `dist-mem COMMAND`, or `python -m dist_mem COMMAND`.
 
+    dist-mem init my_project
+    dist-mem data build sample --out data/sample
     dist-mem train configs/demo.yaml memory/none.yaml train.steps=100
-    dist-mem train configs/demo.yaml --check --world 8
-    dist-mem launch configs/pg19_small.yaml launch/sites/generic.yaml --nodes 4
-    dist-mem status runs/pg19_small
-    dist-mem logs runs/pg19_small --follow
-    dist-mem cancel runs/pg19_small
-    dist-mem doctor configs/demo.yaml
     dist-mem evaluate runs/demo --split test
-    dist-mem export runs/demo --out models/demo
-    dist-mem checkpoints verify runs/demo
-    dist-mem compare runs/none runs/demo
-    dist-mem generate runs/demo --prompt-file book.txt --tokens 500
-    dist-mem read book.txt --run runs/demo -o book.mem
-    dist-mem memory show book.mem
-    dist-mem inspect runs/infinite --split test
-    dist-mem track sync runs/demo
-    dist-mem batch runs/demo --step 57
-    dist-mem replay runs/demo --step 57
-    dist-mem prepare verify data/sample
-    dist-mem check-memory examples/averages.py:Averages
-    dist-mem config configs/demo.yaml
 
-cli/parser.py defines the arguments; cli/commands.py, jobs.py and steps.py contain the functions of the commands.
+cli/help.py has one example of every command. cli/parser.py defines the arguments; cli/commands.py, jobs.py and
+steps.py contain the functions of the commands.
 """
 
 from __future__ import annotations
@@ -42,7 +26,9 @@ from dist_mem.cli.parser import parse
 from dist_mem.config.environment_values import HidingStream
 from dist_mem.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, RunError, StoppedError
 from dist_mem.runtime.compilers import use_node_caches
+from dist_mem.runtime.extras import EXTRA_OF, not_installed
 from dist_mem.runtime.ranks import is_first_on_node
+from dist_mem.runtime.terminal import coloured
 
 
 def _is_reported_elsewhere(options: argparse.Namespace) -> bool:
@@ -52,6 +38,10 @@ def _is_reported_elsewhere(options: argparse.Namespace) -> bool:
     ):
         return False
     return not is_first_on_node()
+
+
+def _report(error: object) -> None:
+    print(coloured(str(error), sys.stderr), file=sys.stderr)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,12 +54,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if _is_reported_elsewhere(options):
             time.sleep(2.0)  # torchrun ends all ranks as soon as one has ended: the one that prints may be slower
         else:
-            print(error if isinstance(error, StoppedError) else f"error: {error}", file=sys.stderr)
+            _report(error if isinstance(error, StoppedError) else f"error: {error}")
         return error.exit_code
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        print(f"error: {error.filename}: {error.strerror}; give a shorter path", file=sys.stderr)
+        _report(f"error: {error.filename}: {error.strerror}; give a shorter path")
+        return EXIT_USAGE
+    except ModuleNotFoundError as error:
+        library = (error.name or "").partition(".")[0]
+        if library not in EXTRA_OF or _is_reported_elsewhere(options):
+            raise
+        _report(f"error: {not_installed(library)}")
         return EXIT_USAGE
     except KeyboardInterrupt:
         print("stopped by SIGINT", file=sys.stderr)

@@ -11,6 +11,8 @@ from pathlib import Path
 from dist_mem.config.check import nearest, shown
 from dist_mem.config.keys import SEED, STEPS
 from dist_mem.config.load import known_keys
+from dist_mem.config.old_names import present_keys_named
+from dist_mem.config.other_names import OTHER_NAMES
 
 MODEL = "a run directory, one checkpoint in it, or an export"  # in the help of commands
 
@@ -22,8 +24,7 @@ _MAX_SUGGESTIONS = 3
 def unknown_command(name: str, commands: Sequence[str]) -> str:
     """Return the message for a command that does not exist."""
     close = nearest(name, commands)
-    meant = f"did you mean {close}? " if close else ""
-    return f"there is no command {name!r}: {meant}commands are {', '.join(commands)}"
+    return f"there is no command {name!r}: {f'did you mean {close}?' if close else '`dist-mem --help` lists all'}"
 
 
 def unknown_option(option: str, given: Sequence[str], *, options: Sequence[str], keys: Sequence[str]) -> str:
@@ -64,11 +65,12 @@ def keys_of(command: str, memory_options: Collection[str]) -> list[str]:
 
 
 def _keys_named(option: str, keys: Sequence[str]) -> list[str]:
-    """Return the keys whose full name or last part is the option's name; DeepSpeed's only if no other key matches."""
+    """Return the keys whose full name, last part or other name is the option's; DeepSpeed's only if none else is."""
     name = option.lstrip("-").replace("-", "_")
     if name in keys:
         return [name]
-    found = [key for key in keys if key.rpartition(".")[2] == name]
+    other = {OTHER_NAMES.get(name.lower()), *present_keys_named(name)}
+    found = [key for key in keys if key.rpartition(".")[2] == name or key in other]
     return [key for key in found if not key.startswith("deepspeed.")] or found
 
 

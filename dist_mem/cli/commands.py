@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import argparse
 import signal
-import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dist_mem.cli import inspecting
 from dist_mem.config import Config, load_config, to_yaml, value_of
-from dist_mem.config.check import stop_on
 from dist_mem.config.docs import schema_as_yaml
 from dist_mem.config.resume_rules import check_allowed
-from dist_mem.config.text_checks import check_texts
 from dist_mem.errors import EXIT_FAILED, RunError, StoppedEarlyError, UnusableError
 from dist_mem.runtime.environment import wants_colour
+from dist_mem.runtime.extras import require
 from dist_mem.runtime.ranks import note_exit_code
+from dist_mem.runtime.shipped import shipped_root
 from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
+from dist_mem.runtime.terminal import listed, table
 
 
 def load_checked(arguments: Sequence[str], *, builds_model: bool = False) -> Config:
@@ -54,18 +55,24 @@ def load_checked(arguments: Sequence[str], *, builds_model: bool = False) -> Con
 def require_config(options: argparse.Namespace, example: str) -> None:
     """Raise UnusableError with an example if the command line has no configuration."""
     if not options.config:
-        raise UnusableError(
-            f"{options.command}: no configuration: give YAML files and key=value overrides, as in: {example}"
-        )
+        given = f"{options.command}: no configuration: give YAML files and key=value overrides, as in: {example}"
+        raise UnusableError(f"{given}\nshipped configurations{listed(_shipped_configurations())}")
+
+
+def _shipped_configurations() -> list[str]:
+    root = shipped_root()
+    files = [*sorted(root.glob("configs/*.yaml")), *sorted(root.glob("configs/memory/*.yaml"))]
+    return [str(path.relative_to(root)) for path in files]
 
 
 def train(options: argparse.Namespace) -> int:
     """Start or resume a run."""
+    began = time.time()
     # Imports take seconds. Without a handler, a signal would end the process, or Ctrl-C leave a library half loaded.
     with StopSignal((*OF_SCHEDULERS, signal.SIGINT)) as early:
         code = EXIT_FAILED
         try:
-            code = _train(options, early)
+            code = _train(options, early, began)
         except RunError as error:
             code = error.exit_code
             raise
@@ -74,7 +81,7 @@ def train(options: argparse.Namespace) -> int:
         return code
 
 
-def _train(options: argparse.Namespace, early: StopSignal) -> int:
+def _train(options: argparse.Namespace, early: StopSignal, began: float) -> int:
     require_config(options, "dist-mem train configs/demo.yaml train.steps=100")
     config = load_checked(options.config, builds_model=True)
     check_allowed(options.allow)
@@ -85,6 +92,11 @@ def _train(options: argparse.Namespace, early: StopSignal) -> int:
         check_run_dir(config, options.allow)
         print(plan.report(config, world_size=options.world))
         return 0
+    require("deepspeed", "training")
+    if config.tracking.mlflow:
+        require("mlflow", "tracking.mlflow=true", "set tracking.mlflow=false")
+    if config.eval.figures:
+        require("matplotlib", "eval.figures=true", "set eval.figures=false")
     from dist_mem.runtime.distributed import choose_accelerator, print_on_rank0
 
     print_on_rank0(f"starting {config.run_dir}: loading torch and DeepSpeed")
@@ -93,7 +105,7 @@ def _train(options: argparse.Namespace, early: StopSignal) -> int:
 
     if early.received == "SIGINT":
         raise StoppedEarlyError(early.received)
-    return run(config, allowed=options.allow, early=early)
+    return run(config, allowed=options.allow, early=early, began=began)
 
 
 def doctor(options: argparse.Namespace) -> int:
@@ -134,13 +146,18 @@ def evaluate(options: argparse.Namespace) -> int:
 
 def export(options: argparse.Namespace) -> int:
     """Write a directory from which a trained model can be loaded anywhere."""
+    if options.register is not None and not options.mlflow:
+        raise UnusableError(f"--register {options.register}: only with --mlflow, which logs the export; add it")
+    if options.alias is not None and options.register is None:
+        raise UnusableError(f"--alias {options.alias}: only with --register NAME, whose new version gets it; add it")
     from dist_mem.runtime.distributed import choose_accelerator
 
     choose_accelerator()
-    from dist_mem.evaluation.export import run
+    from dist_mem.evaluation.export import Registration, run
 
     return run(
         options.run,
+        registration=Registration(options.register, options.alias) if options.mlflow else None,
         out=options.out,
         checkpoint=options.checkpoint,
         precision=options.precision,
@@ -179,9 +196,9 @@ def reproduce(options: argparse.Namespace) -> int:
     from dist_mem.reproduce.tables import load_table, table_names
 
     if options.table is None:
-        for name in table_names():
-            table = load_table(name)
-            print(f"{name:<18} {', '.join(table.scales):<20} {table.title}")
+        shipped = [load_table(name) for name in table_names()]
+        rows = [(Path(table.path).stem, ", ".join(table.scales), table.title) for table in shipped]
+        print("\n".join(table([("table", "scales", "what"), *rows])))
         return 0
     return run(
         options.table,
@@ -223,22 +240,6 @@ def inspect(options: argparse.Namespace) -> int:
 
         settings = {"split": options.split, "checkpoint": options.checkpoint, "overrides": options.overrides}
         return run(options.run, limit=options.limit, early=early, **settings)
-
-
-def prepare(options: argparse.Namespace) -> int:
-    """Verify a data directory: every tar, every document, the tokenizer."""
-    from dist_mem.data.remote.fetch import show
-    from dist_mem.data.verify import verify_dataset
-
-    given = {"data.path": options.data, "data.cache": options.cache}
-    stop_on(problem._replace(where="command line") for problem in check_texts(given))
-    problems = verify_dataset(options.data, cache=options.cache, splits=options.split, allow_pipe=options.allow_pipe)
-    for problem in problems:
-        document = f"document {problem.document}" if problem.document else ""
-        print(": ".join(part for part in (problem.where, document, problem.message) if part), file=sys.stderr)
-    plural = "" if len(problems) == 1 else "s"
-    print(f"{show(options.data)}: {f'{len(problems)} problem{plural}' if problems else 'all is well'}")
-    return EXIT_FAILED if problems else 0
 
 
 def track(options: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from dist_mem.cli.arguments import count
 from dist_mem.cli.commands import load_checked, make_snapshot, require_config
 from dist_mem.config import load_config
 from dist_mem.errors import UnusableError
@@ -61,3 +62,34 @@ def cancel(options: argparse.Namespace) -> int:
     from dist_mem.launch.cancel import run
 
     return run(options.run, now=options.now)
+
+
+def add_launch_arguments(added: argparse.ArgumentParser) -> None:
+    """Add the arguments of `dist-mem launch`."""
+    added.add_argument("config", nargs="*", default=[], help="as for `dist-mem train`")
+    added.add_argument("--nodes", metavar="N", help="launch.nodes: a number, or a range such as 60-64")
+    added.add_argument("--gpus-per-node", metavar="N", help="launch.gpus_per_node")
+    added.add_argument("--time", help="launch.time")
+    added.add_argument("--partition", metavar="NAME", help="launch.partition")
+    added.add_argument("--account", metavar="NAME", help="launch.account")
+    added.add_argument("--dry-run", action="store_true", help="print the script and do not submit it")
+    added.add_argument("--script", choices=["train", "array"], help="print launch/train.sbatch or array.sbatch")
+
+
+def add_status_arguments(added: argparse.ArgumentParser) -> None:
+    """Add the arguments of `dist-mem status`."""
+    added.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
+    added.add_argument("--json", action="store_true", help="print one JSON object per run, one per line")
+
+
+def add_logs_arguments(added: argparse.ArgumentParser) -> None:
+    """Add the arguments of `dist-mem logs`."""
+    added.add_argument("run", type=Path, help="a run directory")
+    added.add_argument("--follow", "-f", action="store_true", help="print until the run's jobs have ended")
+    added.add_argument("--lines", "-n", type=count, default=20, metavar="N", help="lines of each log (default: 20)")
+
+
+def add_cancel_arguments(added: argparse.ArgumentParser) -> None:
+    """Add the arguments of `dist-mem cancel`."""
+    added.add_argument("run", type=Path, help="a run directory")
+    added.add_argument("--now", action="store_true", help="do not save a checkpoint first")

@@ -12,7 +12,7 @@ from dist_mem.cli.arguments import MODEL, add_checkpoint, add_memory
 def add_read_arguments(added: ArgumentParser) -> None:
     """Add the arguments of `dist-mem read`."""
     added.add_argument("text", type=Path, help="UTF-8 file, of any length")
-    added.add_argument("overrides", nargs="*", help="key=value overrides, as for `dist-mem evaluate`")
+    added.add_argument("overrides", nargs="*", default=[], help="key=value overrides, as for `dist-mem evaluate`")
     added.add_argument("--run", type=Path, required=True, metavar="RUN", help=MODEL)
     added.add_argument("--out", "-o", type=Path, required=True, metavar="FILE", help="memory file to write")
     add_memory(added, "the text continues")

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import argparse
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
+from dist_mem import __version__
 from dist_mem.cli import commands as run
-from dist_mem.cli import drawing, inspecting, jobs, memory_files, reporting, steps
+from dist_mem.cli import (
+    datasets,
+    drawing,
+    harness,
+    inspecting,
+    jobs,
+    memory_files,
+    planning,
+    reporting,
+    starting,
+    steps,
+    sweeping,
+)
 from dist_mem.cli.arguments import (
     MODEL,
     add_checkpoint,
@@ -25,6 +38,7 @@ from dist_mem.cli.arguments import (
     unknown_command,
     unknown_option,
 )
+from dist_mem.cli.help import EXAMPLES, HelpFormatter, Parser
 
 Command = Callable[[Namespace], int]
 Parsers = dict[str, ArgumentParser]  # of the commands, by name
@@ -35,12 +49,13 @@ _CONFIG = "YAML files, merged left to right, and key=value overrides"
 def build_parser() -> tuple[ArgumentParser, Parsers]:
     """Return the parser of the whole command line, and the parser of each command."""
     groups: dict[str, dict[Command, Callable[[ArgumentParser], None]]] = {
+        "start": {starting.init: starting.add_init_arguments, datasets.data: datasets.add_arguments},
         "train": {
             run.train: _add_train,
-            jobs.launch: _add_launch,
-            jobs.status: _add_status,
-            jobs.logs: _add_logs,
-            jobs.cancel: _add_cancel,
+            jobs.launch: jobs.add_launch_arguments,
+            jobs.status: jobs.add_status_arguments,
+            jobs.logs: jobs.add_logs_arguments,
+            jobs.cancel: jobs.add_cancel_arguments,
             run.checkpoints: _add_checkpoints,
             run.track: _add_track,
             steps.batch: _add_batch,
@@ -49,6 +64,7 @@ def build_parser() -> tuple[ArgumentParser, Parsers]:
         "use a trained model": {
             run.evaluate: _add_evaluate,
             run.compare: _add_compare,
+            harness.lm_eval: harness.add_arguments,
             run.inspect: _add_inspect,
             drawing.figure: drawing.add_arguments,
             reporting.report: reporting.add_arguments,
@@ -58,27 +74,32 @@ def build_parser() -> tuple[ArgumentParser, Parsers]:
             run.dialogue: _add_dialogue,
             run.export: _add_export,
             run.reproduce: _add_reproduce,
+            sweeping.sweep: sweeping.add_arguments,
         },
         "check": {
             run.config: _add_config,
+            planning.plan: planning.add_arguments,
             run.doctor: _add_doctor,
-            run.prepare: _add_prepare,
             run.check_memory: _add_check_memory,
         },
     }
-    parser = ArgumentParser("dist-mem", "dist-mem COMMAND ...", formatter_class=RawDescriptionHelpFormatter)
+    parser = Parser("dist-mem", "dist-mem COMMAND ...", formatter_class=HelpFormatter)
+    parser.add_argument("--version", action="version", version=f"dist-mem {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, prog="dist-mem", help=argparse.SUPPRESS)
     lines = ["Train memory-augmented transformers on long documents."]
     for title, group in groups.items():
         lines.append(f"\n{title}:")
         for function, add_arguments in group.items():
             name, summary = function.__name__.replace("_", "-"), function.__doc__ or ""
-            added = commands.add_parser(name, description=summary, allow_abbrev=False)
+            example = f"example: dist-mem {name} {EXAMPLES[name]}"
+            added = commands.add_parser(
+                name, description=summary, epilog=example, allow_abbrev=False, formatter_class=HelpFormatter
+            )
             added.set_defaults(function=function)
             add_arguments(added)
             lines.append(f"  {name:<14}{summary.rstrip('.')}")
     parser.description = "\n".join(lines)
-    parser.epilog = "Show the arguments of a command: dist-mem COMMAND --help"
+    parser.epilog = "Show the arguments of a command, and an example: dist-mem COMMAND --help"
     return parser, dict(commands.choices)
 
 
@@ -86,8 +107,15 @@ def parse(arguments: Sequence[str] | None) -> Namespace:
     """Parse the command line; overrides may also follow options, which argparse's `*` does not allow."""
     parser, commands = build_parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["prepare"]:  # its name before the first release
+        print("notice: `dist-mem prepare` is now `dist-mem data`; the old name will be removed", file=sys.stderr)
+        given[0] = "data"
     if not given or (given[0] not in commands and not given[0].startswith("-")):
-        parser.error(unknown_command(given[0], list(commands)) if given else f"give a command: {', '.join(commands)}")
+        parser.error(
+            unknown_command(given[0], list(commands)) if given else "give a command; `dist-mem --help` lists them"
+        )
+    if given[0].startswith("-") and given[0] not in parser._option_string_actions:
+        parser.error(f"give the command before {given[0]}, as in: dist-mem train {EXAMPLES['train']}")
     options, rest = parser.parse_known_args(given)
     several = "overrides" if hasattr(options, "overrides") else "config"
     takes_keys = hasattr(options, several)
@@ -110,7 +138,7 @@ def _memory_options() -> set[str]:
 
 
 def _add_train(added: ArgumentParser) -> None:
-    added.add_argument("config", nargs="*", help=_CONFIG)
+    added.add_argument("config", nargs="*", default=[], help=_CONFIG)
     added.add_argument(
         "--allow",
         action="append",
@@ -122,42 +150,15 @@ def _add_train(added: ArgumentParser) -> None:
     added.add_argument("--world", type=count, default=1, metavar="N", help="number of ranks for --check (default: 1)")
 
 
-def _add_launch(added: ArgumentParser) -> None:
-    added.add_argument("config", nargs="*", help=f"{_CONFIG}, as for `dist-mem train`")
-    added.add_argument("--nodes", metavar="N", help="launch.nodes: a number, or a range such as 60-64")
-    added.add_argument("--gpus-per-node", metavar="N", help="launch.gpus_per_node")
-    added.add_argument("--time", help="launch.time")
-    added.add_argument("--partition", metavar="NAME", help="launch.partition")
-    added.add_argument("--account", metavar="NAME", help="launch.account")
-    added.add_argument("--dry-run", action="store_true", help="print the script and do not submit it")
-    added.add_argument("--script", choices=["train", "array"], help="print launch/train.sbatch or array.sbatch")
-
-
-def _add_status(added: ArgumentParser) -> None:
-    added.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
-    added.add_argument("--json", action="store_true", help="print one JSON object per run, one per line")
-
-
-def _add_logs(added: ArgumentParser) -> None:
-    added.add_argument("run", type=Path, help="a run directory")
-    added.add_argument("--follow", "-f", action="store_true", help="print until the run's jobs have ended")
-    added.add_argument("--lines", "-n", type=count, default=20, metavar="N", help="lines of each log (default: 20)")
-
-
-def _add_cancel(added: ArgumentParser) -> None:
-    added.add_argument("run", type=Path, help="a run directory")
-    added.add_argument("--now", action="store_true", help="do not save a checkpoint first")
-
-
 def _add_doctor(added: ArgumentParser) -> None:
-    added.add_argument("config", nargs="*", help=f"{_CONFIG} (default: check only machines and network)")
+    added.add_argument("config", nargs="*", default=[], help=f"{_CONFIG} (default: check only machines and network)")
     added.add_argument("--drill", action="store_true", help="break a small job in every way, and report the results")
 
 
 def _add_model(added: ArgumentParser, *, overrides: str = "key=value overrides of eval.* and data.path") -> None:
     """Add the arguments of commands that read one split with one trained model."""
     added.add_argument("run", type=Path, help=MODEL)
-    added.add_argument("overrides", nargs="*", help=overrides)
+    added.add_argument("overrides", nargs="*", default=[], help=overrides)
     added.add_argument("--split", type=split, metavar="NAME", help="split to read (default: eval.split)")
     add_checkpoint(added)
 
@@ -167,16 +168,20 @@ def _add_evaluate(added: ArgumentParser) -> None:
     added.add_argument("--without-memory", action="store_true", help="empty the memory at every segment")
     add_memory(added, "every document continues")
     added.add_argument("--sweep", metavar="KEY=LENGTHS", help="several lengths: mem_len=64,128,... or seg_len=...")
-    added.add_argument(
-        "--also", type=Path, action="append", default=[], metavar="RUN", help="another run for --sweep; repeatable"
-    )
+    also = "another run for --sweep; repeatable"
+    added.add_argument("--also", type=Path, action="append", default=[], metavar="RUN", help=also)
 
 
 def _add_export(added: ArgumentParser) -> None:
     added.add_argument(
-        "run", type=Path, help="a run directory, one checkpoint in it, or CONFIG.yaml for an untrained model"
+        "run", type=Path, help="a run directory, a checkpoint in it, or CONFIG.yaml for an untrained one"
     )
-    added.add_argument("overrides", nargs="*", help="data.path=FOLDER if the data and their tokenizer have moved")
+    added.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        help="data.path=FOLDER if the data and their tokenizer have moved, tracking.uri=URL",
+    )
     add_checkpoint(added)
     added.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="directory to write")
     added.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of the weights (default: fp32)")
@@ -184,8 +189,11 @@ def _add_export(added: ArgumentParser) -> None:
         "--format",
         choices=["dist_mem", "transformers"],
         default="dist_mem",
-        help="transformers: for that library, GPT-2 only (default: dist_mem)",
+        help="transformers: for that library too (default: dist_mem)",
     )
+    added.add_argument("--mlflow", action="store_true", help="log the export to the run's MLflow run, as a model")
+    added.add_argument("--register", metavar="NAME", help="with --mlflow: register it as a new version of this model")
+    added.add_argument("--alias", metavar="ALIAS", help="with --register: let this alias name the version")
 
 
 def _add_checkpoints(added: ArgumentParser) -> None:
@@ -213,7 +221,7 @@ def _add_sampling(added: ArgumentParser, *, tokens: int, top_p: float) -> None:
 
 def _add_generate(added: ArgumentParser) -> None:
     added.add_argument("run", nargs="?", help=MODEL)
-    added.add_argument("overrides", nargs="*", help="key=value overrides, as for `dist-mem evaluate`")
+    added.add_argument("overrides", nargs="*", default=[], help="key=value overrides, as for `dist-mem evaluate`")
     added.add_argument("--compare", nargs="+", default=[], metavar="RUN", help="compare these runs on the same prompt")
     prompt = added.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue; empty: begin a document")
@@ -246,7 +254,7 @@ def _add_inspect(added: ArgumentParser) -> None:
 
 def _add_reproduce(added: ArgumentParser) -> None:
     added.add_argument("table", nargs="?", help="name, for example lamemo.table1, or a .yaml file (default: list them)")
-    added.add_argument("overrides", nargs="*", help="key=value overrides for every training")
+    added.add_argument("overrides", nargs="*", default=[], help="key=value overrides for every training")
     added.add_argument("--check", action="store_true", help="print the resolved settings of every row, and exit")
     added.add_argument("--scale", default="tiny", help="tiny, small or paper (default: tiny)")
     added.add_argument("--out", type=Path, metavar="FOLDER", help="output (default: runs/reproduce/TABLE.SCALE)")
@@ -255,25 +263,10 @@ def _add_reproduce(added: ArgumentParser) -> None:
     added.add_argument("--ranks", type=count, default=1, metavar="N", help="processes per training (default: 1)")
 
 
-def _add_prepare(added: ArgumentParser) -> None:
-    added.add_argument("action", choices=["verify"])
-    added.add_argument("data", help="a data directory, or its URL; its files are then fetched into the cache")
-    added.add_argument("--cache", metavar="FOLDER", help="data.cache")
-    added.add_argument("--allow-pipe", action="store_true", help="data.allow_pipe: run the command of a pipe: URL")
-    added.add_argument(
-        "--split",
-        type=split,
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="verify only this split; repeatable (default: all; for a URL train, validation, test)",
-    )
-
-
 def _add_step(added: ArgumentParser) -> None:
     """Add the arguments of commands about one step of a run."""
     added.add_argument("run", type=Path, help="a run directory")
-    added.add_argument("overrides", nargs="*", help="data.path=FOLDER if the data have moved")
+    added.add_argument("overrides", nargs="*", default=[], help="data.path=FOLDER if the data have moved")
     added.add_argument("--step", type=count, required=True, metavar="S", help="as in metrics.jsonl")
 
 
@@ -293,7 +286,7 @@ def _add_check_memory(added: ArgumentParser) -> None:
 
 
 def _add_config(added: ArgumentParser) -> None:
-    added.add_argument("config", nargs="*", help=f"{_CONFIG} (default: print every key)")
+    added.add_argument("config", nargs="*", default=[], help=f"{_CONFIG} (default: print every key)")
     added.add_argument("--markdown", action="store_true", help="print every key as docs/reference/config.md")
     added.add_argument("--snapshot", type=Path, metavar="FOLDER", help="copy the code and this configuration to FOLDER")
     added.add_argument("--get", metavar="KEY", help="print only the resolved value of this key, for example run_dir")

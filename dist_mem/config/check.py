@@ -10,11 +10,13 @@ from __future__ import annotations
 import difflib
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+from dist_mem.config.other_names import OTHER_NAMES
 from dist_mem.errors import UnusableError
+from dist_mem.runtime.terminal import listed
 
 _SURE = 0.75  # similarity at which a key of the same block is suggested first
 _MAYBE = 0.5  # two letters swapped in a name of two
@@ -158,6 +160,12 @@ def nearest(name: str, names: Sequence[str], similarity: float = _MAYBE) -> str 
     return by_lower[close[0]] if close else None
 
 
+def hint(name: str, names: Iterable[str]) -> str:
+    """Return `: did you mean NAME?` for the most similar name; nothing if none is similar."""
+    close = nearest(name, list(names), _SURE)
+    return f": did you mean {close}?" if close else ""
+
+
 def suggest(name: str, block: str, known: Sequence[str], everywhere: Sequence[str]) -> str:
     """Return a hint for the unknown key `name` of `block`: the key that was probably meant, or else the known keys.
 
@@ -165,6 +173,8 @@ def suggest(name: str, block: str, known: Sequence[str], everywhere: Sequence[st
         known: the keys of the block.
         everywhere: full dotted keys of the whole configuration; the right name may be in the wrong block.
     """
+    if (other := OTHER_NAMES.get(name.lower())) in everywhere:
+        return f"did you mean {other}?"
     if close := nearest(name, known, _SURE):
         return f"did you mean {join(block, close)}?"
     same = [key for key in everywhere if key.rpartition(".")[2] == name.rpartition(".")[2]]
@@ -175,7 +185,7 @@ def suggest(name: str, block: str, known: Sequence[str], everywhere: Sequence[st
         return f"did you mean {names[close]}?"
     if close := nearest(name, known):
         return f"did you mean {join(block, close)}?"
-    return f"known keys here: {_some(known)}"
+    return f"known keys here{listed(known)}"
 
 
 def _some(names: Sequence[str]) -> str:

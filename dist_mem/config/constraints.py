@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dist_mem.config.check import Problem, shown
 
-GPT2: dict[str, Any] = {  # values of `model` that model.kind gpt2 requires
-    "norm": "pre",
-    "final_norm": True,
-    "tie_embeddings": True,
-    "adaptive": None,
-    "d_head": None,
-    "d_embed": None,
-    "clamp_len": None,
+# Values of `model` that a published kind requires.
+_BOTH: dict[str, Any] = {"norm": "pre", "final_norm": True, "adaptive": None, "d_embed": None, "clamp_len": None}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "gpt2": {**_BOTH, "tie_embeddings": True, "d_head": None},
+    "llama": _BOTH,
 }
+_NAMES = {"gpt2": "GPT-2", "llama": "a Llama"}
+LLAMA_KEYS: dict[str, Any] = {"num_kv_heads": None, "rope_theta": 10_000.0, "norm_eps": 1e-5, "qkv_bias": False}
 
 
 def check_together(config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -25,15 +24,23 @@ def check_together(config: Mapping[str, Any]) -> Iterator[Problem]:
     if (train["steps"] is None) == (train["epochs"] is None):
         given = "neither is given" if train["steps"] is None else "both are given; set one of them to null"
         yield Problem("train.steps", f"give exactly one of train.steps and train.epochs: {given}")
-    if train["micro_lanes"] > train["lanes"]:
-        more = f"{train['micro_lanes']} is more than train.lanes = {train['lanes']}"
-        yield Problem("train.micro_lanes", f"{more}; the surplus would never be used")
+    if train["micro_batch_size"] > train["global_batch_size"]:
+        more = f"{train['micro_batch_size']} is more than train.global_batch_size = {train['global_batch_size']}"
+        yield Problem("train.micro_batch_size", f"{more}; the surplus would never be used")
+    if train["segments_per_update"] % train["bptt_segments"]:
+        uneven = f"is {train['bptt_segments']}, which does not divide train.segments_per_update"
+        yield Problem("train.bptt_segments", f"{uneven} = {train['segments_per_update']}; change one of them")
+    if text := profile_problem(train["profile"], train["steps"]):
+        yield Problem("train.profile", text)
     if model["d_head"] is None and model["d_model"] % model["num_heads"]:
         uneven = f"{model['d_model']} is not a multiple of model.num_heads = {model['num_heads']}"
         yield Problem("model.d_model", f"{uneven}; change one of them or give model.d_head")
+    if train["tf32"] and train["precision"] != "fp32":
+        other = f"is true, but train.precision is {train['precision']}, where only memories and sums compute in fp32"
+        yield Problem("train.tf32", f"{other}, exactly; set it to false, or train.precision to fp32")
     if model["adaptive"] is not None:
         yield from _check_adaptive(model["adaptive"])
-    yield from _check_gpt2(model, {"train": train["seg_len"], "eval": config["eval"]["seg_len"]})
+    yield from _check_kind(model, {"train": train["seg_len"], "eval": config["eval"]["seg_len"]})
     yield from _check_optimizer(optimizer)
     yield from _check_schedule(config["schedule"], train["steps"])
     yield from _check_checkpoint(config["checkpoint"], config["eval"]["every"])
@@ -52,6 +59,17 @@ def check_together(config: Mapping[str, Any]) -> Iterator[Problem]:
         )
 
 
+def profile_problem(steps: Sequence[int] | None, total_steps: int | None) -> str | None:
+    """Return why these steps cannot be profiled in a run of so many steps (None: not known yet); None if they can."""
+    if steps is None:
+        return None
+    if len(steps) != 2 or steps[0] >= steps[1]:
+        return f"is {list(steps)}, but must be two steps, the first less than the last, as [10, 15]"
+    if total_steps is not None and steps[1] > total_steps:
+        return f"is {list(steps)}, but the run ends at step {total_steps:,}; give earlier steps"
+    return None
+
+
 def _check_blocks(blocks: bool, seg_len: int, evaluation: Mapping[str, Any]) -> Iterator[Problem]:
     eval_blocks = blocks if evaluation["blocks"] is None else evaluation["blocks"]
     empty = "segments of one token, and the first token of a block is not a target: nothing would be scored; set"
@@ -61,24 +79,40 @@ def _check_blocks(blocks: bool, seg_len: int, evaluation: Mapping[str, Any]) -> 
         yield Problem("eval.blocks", f"is in effect true with {empty} eval.seg_len to 2 or more, or eval.blocks=false")
 
 
-def _check_gpt2(model: Mapping[str, Any], seg_lens: Mapping[str, int | None]) -> Iterator[Problem]:
-    if model["kind"] != "gpt2":
-        if model["pretrained"] is not None:
-            yield Problem("model.pretrained", "needs model.kind=gpt2; set that, or leave model.pretrained out")
-        if model["token_types"]:
-            yield Problem("model.token_types", "needs model.kind=gpt2; set that, or leave model.token_types out")
-        return
+def _check_kind(model: Mapping[str, Any], seg_lens: Mapping[str, int | None]) -> Iterator[Problem]:
+    kind = model["kind"]
+    if model["token_types"] and kind != "gpt2":
+        yield Problem("model.token_types", "needs model.kind=gpt2; set that, or leave model.token_types out")
+    if model["pretrained"] is not None and kind not in PUBLISHED:
+        yield Problem("model.pretrained", "needs model.kind=gpt2 or llama; set that, or leave model.pretrained out")
     for index, token_type in enumerate(model["token_types"]):
         if bool(token_type["after"]) != (index > 0):
             must = "must list the tokens that start this type" if index else "must be empty: a document starts with it"
             yield Problem(f"model.token_types[{index}].after", f"is {token_type['after']}, but {must}")
-    for key, value in GPT2.items():
+    for key, value in PUBLISHED.get(kind, {}).items():
         if model[key] != value:
-            yield Problem(f"model.{key}", f"is {model[key]!r}, but in GPT-2 it is {value!r}; leave it out")
+            yield Problem(f"model.{key}", f"is {model[key]!r}, but in {_NAMES[kind]} it is {value!r}; leave it out")
     for block, seg_len in seg_lens.items():
-        if seg_len is not None and seg_len > model["num_positions"]:
+        if kind in PUBLISHED and seg_len is not None and seg_len > model["num_positions"]:
             more = f"is {seg_len}, more than model.num_positions = {model['num_positions']}"
-            yield Problem(f"{block}.seg_len", f"{more}: a segment's tokens have learned positions")
+            fix = "a segment's tokens have learned positions" if kind == "gpt2" else "set that to the longest text"
+            yield Problem(f"{block}.seg_len", f"{more}: {fix}")
+    yield from _check_llama(model)
+
+
+def _check_llama(model: Mapping[str, Any]) -> Iterator[Problem]:
+    if model["kind"] != "llama":
+        for key, value in LLAMA_KEYS.items():
+            if model[key] != value:
+                yield Problem(f"model.{key}", f"is {model[key]!r}, which needs model.kind=llama; leave it out")
+        return
+    num_heads, num_kv_heads = model["num_heads"], model["num_kv_heads"]
+    if num_kv_heads is not None and num_heads % num_kv_heads:
+        shared = f"is {num_kv_heads}, but model.num_heads = {num_heads} is no multiple of it; change one of them"
+        yield Problem("model.num_kv_heads", shared)
+    d_head = model["d_head"] or model["d_model"] // num_heads
+    if d_head % 2:
+        yield Problem("model.d_head", f"is {d_head}, but rotary positions turn pairs: give an even model.d_head")
 
 
 def _check_adaptive(adaptive: Mapping[str, Any]) -> Iterator[Problem]:
@@ -99,8 +133,8 @@ def _check_optimizer(optimizer: Mapping[str, Any]) -> Iterator[Problem]:
             "optimizer.momentum", f"is not used by {optimizer['kind']}; set optimizer.kind=sgd, or momentum to 0"
         )
     for index, group in enumerate(optimizer["groups"]):
-        if message := _pattern_error(group["match"]):
-            yield Problem(f"optimizer.groups[{index}].match", message)
+        if message := _pattern_error(group["param_regex"]):
+            yield Problem(f"optimizer.groups[{index}].param_regex", message)
 
 
 def _pattern_error(pattern: str) -> str | None:

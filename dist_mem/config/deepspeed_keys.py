@@ -81,17 +81,6 @@ HANDED_ON: dict[str, Any] = {
         **_of(int, "block_size queue_depth intra_op_parallelism"),
         **_of(bool, "single_submit overlap_events use_gds"),
     },
-    "compile": {
-        **_of(
-            bool,
-            "deepcompile autoep_non_moe free_activation offload_activation offload_activation_pin_memory "
-            "offload_opt_states double_buffer symmetric_memory debug_log offload_parameters sync_before_reduce "
-            "sync_after_reduce sync_before_allgather sync_after_allgather keep_int_input_tensors "
-            "keep_all_input_tensors",
-        ),
-        **_of(int, "free_activation_threshold"),
-        **_of(list, "passes"),
-    },
     "comms_logger": {
         **_of(bool, "enabled prof_all verbose debug"),
         **_of(list, "prof_ops"),
@@ -113,16 +102,17 @@ HANDED_ON: dict[str, Any] = {
         **_of(int, "samples_log_interval"),
         **_of(str, "project workspace api_key experiment_name experiment_key mode"),
     },
-    "timers": {"throughput": _of(bool, "enabled synchronized")},
 }
 
 # Keys that dist_mem sets, and what to write instead. "auto" is accepted for them.
 _PRECISION = "set train.precision"
 _FINITE = "leave it out; without it DeepSpeed applies gradients that are not finite"
-_BATCH = "set train.lanes and train.micro_lanes; accumulation follows from them and the number of ranks"
+_BATCH = (
+    "set train.global_batch_size and train.micro_batch_size; accumulation follows from them and the number of ranks"
+)
 OWNED: dict[str, str] = {
     "train_batch_size": _BATCH,
-    "train_micro_batch_size_per_gpu": "set train.micro_lanes",
+    "train_micro_batch_size_per_gpu": "set train.micro_batch_size",
     "gradient_accumulation_steps": _BATCH,
     "managed_gradient_accumulation": _BATCH,
     "gradient_clipping": "set train.max_grad_norm (null: no clipping)",
@@ -139,8 +129,10 @@ OWNED: dict[str, str] = {
     "torch_autocast": f"{_PRECISION}; autocast would change the memory's dtype between segments",
     "data_types.param_dtype": _PRECISION,
     "activation_checkpointing": "set train.activation_checkpointing; DeepSpeed's loses the structure of the memory",
+    "compile": "set train.compile; DeepSpeed's takes effect only by a call for the whole model as one graph",
     "checkpoint": "set checkpoint.every; dist_mem commits and verifies checkpoints itself",
     "steps_per_print": "set tracking.every",
+    "timers": "leave it out; it makes the host wait for the device, and tokens_per_second is logged anyway",
 }
 
 # Keys of DeepSpeed that dist_mem does not support.
@@ -170,7 +162,7 @@ REMOVED: dict[str, str] = {
     "compression_training": _GONE,
     "curriculum_learning": _GONE,
     "eigenvalue": _GONE,
-    "elasticity": f"{_GONE}; train.lanes stays the same whatever the number of ranks",
+    "elasticity": f"{_GONE}; train.global_batch_size stays the same whatever the number of ranks",
     "graph_harvesting": _GONE,
     "nebula": _GONE,
     "progressive_layer_drop": _GONE,

@@ -60,6 +60,7 @@ class Metadata:
     choices: tuple[str, ...] = ()
     is_path: bool = False  # a path, an address, or a part of one
     may_be_empty: bool = False
+    was_bool: tuple[str, str] | None = None  # what false and true, the choices of earlier versions, are called now
     resume: Rule | None = None  # None: that of its block
 
     def limits(self, *words: str) -> list[str]:
@@ -127,6 +128,17 @@ def _walk(schema: type, prefix: str, rule: Rule | None) -> Iterator[tuple[str, K
         yield f"{prefix}{field.name}", Key(kind, metadata, field, schema)
         if block := block_of(kind):
             yield from _walk(block, f"{prefix}{field.name}{'[]' if item_schema(kind) else ''}.", metadata.resume)
+
+
+def rename_values(schema: type, tree: dict[str, Any]) -> None:
+    """Write the present names of values into a tree of an earlier version, see `Metadata.was_bool`."""
+    for name, found in keys_of(schema).items():
+        *blocks, last = name.split(".")
+        block: Any = tree
+        for part in blocks:
+            block = block.get(part) if isinstance(block, dict) else None
+        if found.metadata.was_bool and isinstance(block, dict) and isinstance(block.get(last), bool):
+            block[last] = found.metadata.was_bool[block[last]]
 
 
 def find_key(schema: type, name: str) -> Key | None:

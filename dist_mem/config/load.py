@@ -55,7 +55,8 @@ def load_config(
 
     Args:
         arguments: YAML files, merged left to right, and `a.b=c` overrides, which win at any position. A file is
-            looked up in the current directory, beside the first file, and under configs/.
+            looked up in the current directory, beside the first file, under configs/, and among those that come with
+            dist_mem.
         memory_options: checks the memory block and returns its options, which are merged in; None skips this check.
         check: raises ValueError for what only a model can refuse; its text begins with the key.
 

@@ -17,6 +17,7 @@ from dist_mem.config.deepspeed_keys import ALLOWED_ON_RESUME
 from dist_mem.config.environment_values import checksum, from_environment
 from dist_mem.config.keys import ALLOWED, FREE, Rule, find_key
 from dist_mem.config.load import known_keys
+from dist_mem.config.old_names import present_key
 from dist_mem.config.schema import Config
 from dist_mem.config.sources import plain_block
 
@@ -58,8 +59,9 @@ def changed_keys(old: Config, new: Config, then: Mapping[str, str] = MappingProx
         then: `checksums_to_keep` of the old configuration, because the environment may have changed since.
     """
     before, after = flatten(plain_block(old)), flatten(plain_block(new))
-    for key in before.keys() & then.keys():
-        before[key] = after.get(key) if checksum(key, after.get(key)) == then[key] else _FORMER
+    for name, kept in then.items():
+        if (key := present_key(name, before)) in before:
+            before[key] = after.get(key) if checksum(name, after.get(key)) == kept else _FORMER
     old_texts, new_texts = _texts(old), _texts(new)
     pairs = [(key, before.get(key), after.get(key)) for key in dict.fromkeys([*before, *after])]
     return [

@@ -1,7 +1,7 @@
 """The schema of a run: for every key its type, default, metadata (`keys.key`) and meaning.
 
 docs/reference/config.md is generated from it. The comment beside or above a key is its meaning. A key without a rule
-for resuming has that of its block.
+for resuming has that of its block. The keys of a Slurm job are in launch_schema.py.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from dist_mem.config.keys import (
     fixed,
     key,
 )
+from dist_mem.config.launch_schema import LaunchConfig
 
 # Why keys must not change when a run is resumed. FREE are names, machine, supervision, saving and evaluation; the place
 # of the data, whose fingerprints are compared; what every step reads, such as lr; and the division of lanes and state
@@ -33,13 +34,14 @@ _MEMORY = fixed("the lanes of the checkpoint carry memories of that kind and siz
 _DRAWS = fixed("memories draw their random numbers from it")
 _NUM_LANES = fixed(
     "a memory belongs to a lane, and the plan assigns the documents to that many lanes: with another number each lane "
-    "would be in the middle of a document that is no longer its own (the number of ranks, train.micro_lanes and "
+    "would be in the middle of a document that is no longer its own (the number of ranks, train.micro_batch_size and "
     "train.segments_per_update may change)"
 )
 _SEGMENTS = fixed("memories are built for segments of that length, and lanes are between two of them")
 _MOMENTS = fixed("the checkpoint holds the moments of that optimizer")
 _PRECISIONS = ("fp32", "bf16", "fp16")
 _LAYOUTS = ("documents", "stream")
+_RECOMPUTED = ("none", "blocks", "attention", "feed_forward")
 
 
 @dataclass
@@ -83,9 +85,9 @@ class TokenTypeConfig:
 
 @dataclass
 class ModelConfig:
-    # transformer: relative positions, as Transformer-XL | gpt2: see docs/howto/gpt2.md
-    kind: str = key("transformer", choices=("transformer", "gpt2"))
-    # folder of a GPT-2 in Hugging Face's layout that provides the initial weights
+    # transformer: relative positions, as Transformer-XL | gpt2: see docs/howto/gpt2.md | llama: see docs/howto/llama.md
+    kind: str = key("transformer", choices=("transformer", "gpt2", "llama"))
+    # folder of a GPT-2, Llama or Qwen2 in Hugging Face's layout that provides the initial weights
     pretrained: str | None = key(None, resume=FREE)
     num_layers: int = key(4, at_least=1, at_most=4_096)  # blocks, each with its own memory
     d_model: int = key(256, at_least=1, at_most=WIDTH)  # D, width of the hidden states
@@ -97,12 +99,19 @@ class ModelConfig:
     # on embeddings, positions, sub-layers and the last hidden states
     dropout: float = key(0.1, at_least=0, below=1, resume=ALLOWED)
     attention_dropout: float = key(0.0, at_least=0, below=1, resume=ALLOWED)  # on attention probabilities
+    # how attention is computed, see docs/explanation/attention.md; auto chooses by device and length
+    attention: str = key("auto", choices=("auto", "simple", "chunked", "sdpa", "flex"), resume=FREE)
     norm: str = key("pre", choices=("pre", "post"))  # layer norm before or after each sub-layer
     final_norm: bool = True  # layer norm before the softmax; the published Transformer-XL has none, even with pre-norm
     tie_embeddings: bool = True  # the softmax shares the weights of the embedding
     adaptive: AdaptiveConfig | None = None  # narrower embeddings for rare tokens of large vocabularies; None: all equal
-    # gpt2 only: learned positions of a segment, at least train.seg_len
+    # gpt2: learned positions of a segment; llama: longest text, for transformers only; both: at least train.seg_len
     num_positions: int = key(1024, at_least=1, at_most=TOKENS)
+    # of llama: heads of keys and values, which query heads share; None: num_heads
+    num_kv_heads: int | None = key(None, at_least=1, at_most=WIDTH)
+    rope_theta: float = key(10_000.0, above=0)  # of llama: base of the wavelengths of rotary positions
+    norm_eps: float = key(1e-5, above=0)  # of llama: added to the mean square in its norms
+    qkv_bias: bool = False  # of llama: queries, keys and values have biases, as in Qwen2
     token_types: list[TokenTypeConfig] = key([])  # of gpt2: who speaks, see docs/howto/dialogue.md
     clamp_len: int | None = key(None, at_least=1, at_most=TEXT)  # tokens; larger distances are clamped to this one
     same_length: bool = False  # every query attends to exactly M keys once the memory is full
@@ -113,19 +122,32 @@ class ModelConfig:
 class TrainConfig:
     seed: int = key(0, at_least=0, at_most=SEED, resume=_DRAWS)  # of initialisation and dropout
     # G, of the whole job, independent of the number of ranks
-    lanes: int = key(16, at_least=1, at_most=LANES, resume=_NUM_LANES)
-    micro_lanes: int = key(8, at_least=1, at_most=LANES, resume=FREE)  # lanes in one forward pass on one rank
+    global_batch_size: int = key(16, at_least=1, at_most=LANES, resume=_NUM_LANES)
+    micro_batch_size: int = key(8, at_least=1, at_most=LANES, resume=FREE)  # lanes in one forward pass on one rank
     seg_len: int = key(64, at_least=1, at_most=TOKENS, resume=_SEGMENTS)  # T, tokens
     # successive segments whose gradients one update accumulates
     segments_per_update: int = key(1, at_least=1, at_most=65_536, resume=ALLOWED)
+    # of these, successive ones through which gradients flow, if the memory's state has one: see docs/howto/bptt.md
+    bptt_segments: int = key(1, at_least=1, at_most=65_536, resume=ALLOWED)
     steps: int | None = key(None, at_least=1, at_most=STEPS, resume=FREE)  # updates; give this or epochs
     # passes over all documents; give this or steps
     epochs: float | None = key(None, above=0, at_most=STEPS, resume=FREE)
     # of the model's weights and memories; the optimizer uses fp32
     precision: str = key("bf16", choices=_PRECISIONS, resume=ALLOWED)
     max_grad_norm: float | None = key(1.0, above=0, resume=FREE)  # global norm; None: no clipping
-    # recompute blocks in the backward pass: less memory, more time
-    activation_checkpointing: bool = key(False, resume=FREE)
+    # what the backward pass recomputes instead of keeping its activations: less memory, more time
+    activation_checkpointing: str = key("none", choices=_RECOMPUTED, was_bool=("none", "blocks"), resume=FREE)
+    # share of the blocks, the first ones, that activation_checkpointing applies to
+    activation_checkpointing_share: float = key(1.0, above=0, at_most=1, resume=FREE)
+    compile: bool = key(False, resume=FREE)  # compile the blocks by torch.compile, see docs/howto/performance.md
+    # two steps, as [10, 15]: rank 0 traces what happens between them, into RUN/profile; None: no trace
+    profile: list[int] | None = key(None, at_least=0, at_most=STEPS, resume=FREE)
+    # peak TFLOP/s of one rank's device in this precision, for the metric mfu; None: by the GPU's name, measured on CPUs
+    peak_tflops: float | None = key(None, above=0, resume=FREE)
+    # with fp32, on GPUs: products use TF32 (10 of 23 bits of the mantissa); refused for memories that compute in fp32
+    tf32: bool = key(False, resume=ALLOWED)
+    # on GPUs, run the threads of a rank only on the cores next to its GPU
+    numa_binding: bool = key(True, resume=FREE)
     # per rank, on CPUs; None: OMP_NUM_THREADS, SLURM_CPUS_PER_TASK, or cores / local ranks
     threads: int | None = key(None, at_least=1, at_most=4_096, resume=FREE)
 
@@ -133,7 +155,7 @@ class TrainConfig:
 @dataclass
 class ParameterGroupConfig:
     # regular expression searched in the parameter's name; the first matching group applies
-    match: str = key("", may_be_empty=True)
+    param_regex: str = key("", may_be_empty=True)
     lr: float | None = key(None, above=0)  # None: optimizer.lr
     weight_decay: float | None = key(None, at_least=0)  # None: optimizer.weight_decay
     trainable: bool = True  # false: these parameters do not change
@@ -164,8 +186,8 @@ class ScheduleConfig:
 class EvalConfig:
     every: int | None = key(None, at_least=1, at_most=STEPS)  # steps between evaluations during training; None: none
     split: str = key("validation", is_path=True)  # folder in data.path
-    lanes: int = key(8, at_least=1, at_most=LANES)  # of the whole job; affects the result only in layout stream
-    # documents: each with an empty memory | stream: the split as `lanes` contiguous lanes
+    batch_size: int = key(8, at_least=1, at_most=LANES)  # of the whole job; affects the result only in layout stream
+    # documents: each with an empty memory | stream: the split as `batch_size` contiguous lanes
     layout: str = key("documents", choices=_LAYOUTS)
     blocks: bool | None = None  # read the first token of a segment without scoring it; None: data.blocks
     seg_len: int | None = key(None, at_least=1, at_most=TOKENS)  # None: train.seg_len
@@ -218,6 +240,10 @@ class TrackingConfig:
     # send to MLflow during the job; auto: not to SQLite on a shared disk
     send: str = key("auto", choices=("auto", "always", "never"))
     system_metrics: bool = True  # log MLflow's metrics of CPU, memory, disk, network and GPUs on the node of rank 0
+    tensorboard: bool = False  # write event files for TensorBoard into tensorboard/ of the run directory
+    # replace this file at every logged point: metrics for Prometheus's node exporter; None: off
+    prometheus: str | None = key(None, is_path=True)
+    wandb: bool = False  # write a W&B run into wandb/ of the run directory, for `wandb sync`
 
 
 @dataclass
@@ -227,36 +253,6 @@ class WatchdogConfig:
     # seconds without progress before all ranks report their state and end; None: off
     seconds: float | None = key(600.0, above=0, at_most=SECONDS)
     straggler: float | None = key(1.5, above=1)  # report a rank this many times as slow as the median rank; None: off
-
-
-@dataclass
-class LaunchConfig:
-    nodes: str = "1"  # number, or range as 60-64
-    gpus_per_node: str = "8"  # number, or type and number as a100:4; 0: train on CPUs; --gres in directives goes before
-    tasks_per_node: int | None = key(None, at_least=1, at_most=4_096)  # ranks; None: one per GPU, or one on CPUs
-    cpus_per_task: int | None = key(None, at_least=1, at_most=4_096)  # None: the cluster's default
-    memory: str | None = None  # of a node, as 64G; None: the cluster's default
-    time: str = "24:00:00"  # of one start of the job, in quotes: YAML takes it for a number
-    partition: str | None = None  # None: the cluster's default; so for the next two
-    account: str | None = None  # who pays
-    qos: str | None = None  # quality of service
-    dependency: str | None = None  # jobs that the first start waits for, as afterok:1234; in sbatch's form
-    directives: list[str] = key([])  # more options of sbatch, as --constraint=a100
-    setup: list[str] = key([], may_be_empty=True)  # shell lines before training: module load, activate
-    env: list[str] = key([])  # NAME=VALUE, for all ranks; no secrets: the script contains them
-    interface: str | None = None  # network interface for NCCL and gloo, as ib0; None: they choose
-    # before the end of the time, when all ranks get the signal to stop and save
-    signal_seconds: int = key(300, at_least=1, at_most=65_535)
-    # how a job that has not finished continues
-    restart: str = key("requeue", choices=("requeue", "resubmit", "chain", "none"))
-    chain: int = key(10, at_least=1, at_most=10_000)  # jobs of a chain, one after another
-    # starts without a new checkpoint after which the job is not started again
-    max_stalled: int = key(3, at_least=1, at_most=10_000)
-    snapshot: bool = True  # every start runs code and YAML as submitted, from a copy in the run directory
-    exclude_failed: bool = False  # nodes that failed the preflight or hung are left out of the next start
-    container: str = key("none", choices=("none", "apptainer", "pyxis"))  # what runs the ranks in an image
-    image: str | None = None  # path of a .sif file; for pyxis also the name of an image
-    mounts: list[str] = key([])  # PATH or PATH:PATH_INSIDE, beside the folder of the job
 
 
 @dataclass

@@ -15,10 +15,13 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dist_mem.config.check import ConfigError, Problem, flatten, is_interpolation, join, nearest, shown
+from dist_mem.config.check import ConfigError, Problem, all_keys, flatten, is_interpolation, join, nearest, shown
+from dist_mem.config.keys import rename_values
+from dist_mem.config.old_names import with_present_names
 from dist_mem.config.schema import Config
 from dist_mem.runtime.environment import as_submitted
 from dist_mem.runtime.files import is_dir, is_file
+from dist_mem.runtime.shipped import say_where_from, shipped_path
 
 COMMAND_LINE = "command line"
 # Raised by YAML and OmegaConf. ValueError: numbers of over 4,300 digits, dates such as 2020-13-45, invalid UTF-8.
@@ -47,7 +50,20 @@ def read_sources(arguments: Sequence[str]) -> list[Source]:
     paths = [find_file(name, folders) for name in names]
     sources = [Source(_read_yaml(path), str(path)) for path in paths]
     sources.append(Source(read_overrides(overrides), COMMAND_LINE))
+    kinds: dict[str, Any] = {}
+    sources = [source._replace(tree=with_present_names(source.tree, source.where, kinds)) for source in sources]
+    for source in sources:
+        rename_values(Config, source.tree)
     return [part for source in sources for part in _with_deepspeed_file(source)]
+
+
+def read_saved(path: Path) -> dict[str, Any]:
+    """Return the tree of a run's config.yaml, unresolved, without checking it.
+
+    Raises:
+        ConfigError: it cannot be read, or is not YAML.
+    """
+    return with_present_names(_read_yaml(path), str(path), {})
 
 
 def files_of(arguments: Sequence[str]) -> list[Path]:
@@ -56,7 +72,7 @@ def files_of(arguments: Sequence[str]) -> list[Path]:
 
 
 def find_file(name: str, folders: Sequence[Path]) -> Path:
-    """Return the first of `folders` / `name` that is a file.
+    """Return the first of `folders` / `name` that is a file, else the file of that name that comes with dist_mem.
 
     Raises:
         ConfigError: none is a file; the message suggests a similar one of these folders, of the folder in `name`, or
@@ -65,10 +81,16 @@ def find_file(name: str, folders: Sequence[Path]) -> Path:
     for folder in folders:
         if is_file(as_submitted(folder / name)):
             return folder / name
+    for folder in (Path(), Path("configs")):
+        if (shipped := shipped_path(str(folder / name))) and is_file(shipped):
+            say_where_from(name, shipped)
+            return shipped
     if is_dir(Path(name)):
         inside = Path(name) / "config.yaml"
         meant = f"; did you mean {inside}?" if inside.is_file() else ""
         raise ConfigError([Problem("", f"is a folder: give a YAML file{meant}", name)])
+    if name in all_keys(Config):
+        raise ConfigError([Problem("", f"is a key and no file: set it with {name}=VALUE", name)])
     named = [folder / Path(name).parent for folder in folders]
     nearby = list(dict.fromkeys(path for folder in [*folders, *named] for path in _config_files(folder)))
     close = nearest(name, [str(path) for path in nearby]) or _same_name(name, nearby)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -15,8 +17,11 @@ import numpy as np
 import pytest
 
 from dist_mem.__main__ import main
-from dist_mem.cli.parser import parse
+from dist_mem.cli.help import EXAMPLES
+from dist_mem.cli.parser import build_parser, parse
 from dist_mem.config import TrainConfig, load_config
+from dist_mem.config.load import known_keys
+from dist_mem.config.other_names import OTHER_NAMES
 from dist_mem.data import batch_plan
 from dist_mem.data.plan import make_plan
 from dist_mem.data.shard import TokenizedDocument, write_split
@@ -25,6 +30,7 @@ from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.doctor import dry_run as plan
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.signals import StopSignal
+from tests.support.limits import limit
 from tests.support.paths import ROOT
 
 HEAVY = ("deepspeed", "mlflow", "webdataset", "torch._dynamo")
@@ -94,8 +100,9 @@ def module_with(run: Callable[..., int]) -> ModuleType:
 def test_train_hands_on_the_configuration_and_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def run(config: object, *, allowed: list[str], early: StopSignal) -> int:
+    def run(config: object, *, allowed: list[str], early: StopSignal, began: float) -> int:
         assert early.received is None
+        assert 0 <= time.time() - began < limit(60)
         os.kill(os.getpid(), signal.SIGTERM)  # noted from the first moment on, before torch is imported
         assert early.received == "SIGTERM"
         seen.append((config, allowed))
@@ -106,13 +113,13 @@ def test_train_hands_on_the_configuration_and_the_exit_code(monkeypatch: pytest.
     config, allowed = seen[0]
     assert config.train.steps == 5
     assert allowed == ["optimizer.betas", "model"]
-    assert main(["train", "train.steps=5", "--allow", "train.lanes"]) == 2
+    assert main(["train", "train.steps=5", "--allow", "train.global_batch_size"]) == 2
 
 
 def test_overrides_may_follow_options() -> None:
     assert parse(["train", "a.yaml", "--check", "b.yaml", "x.y=1"]).config == ["a.yaml", "b.yaml", "x.y=1"]
     assert parse(["train", "--check", "a.yaml", "--world", "4", "x.y=1"]).config == ["a.yaml", "x.y=1"]
-    assert parse(["evaluate", "runs/x", "--split", "test", "eval.lanes=2"]).overrides == ["eval.lanes=2"]
+    assert parse(["evaluate", "runs/x", "--split", "test", "eval.batch_size=2"]).overrides == ["eval.batch_size=2"]
 
 
 @pytest.mark.parametrize("arguments", [["train", "--chek"], ["trian"], [], ["train", "--world", "0"], ["config", "-x"]])
@@ -146,7 +153,7 @@ SET = "(a key of the configuration is set with key=value)"
         (["train", "a.yaml", "--lr", "1", "--check"], "did you mean optimizer.lr=1?"),
         (["launch", "a.yaml", "--seg_len", "9"], "did you mean train.seg_len=9 or eval.seg_len=9?"),
         (["train", "a.yaml", "--chekc"], "did you mean --check?"),
-        (["evaluate", "runs/x", "--lanes", "4"], "did you mean eval.lanes=4 or train.lanes=4?"),
+        (["evaluate", "runs/x", "--lanes", "4"], "did you mean eval.batch_size=4 or train.global_batch_size=4?"),
         (["evaluate", "runs/x", "--chekpoint", "4"], "unrecognized option --chekpoint; did you mean --checkpoint?"),
         (
             ["evaluate", "runs/x", "--checkpoint", "lates"],
@@ -155,10 +162,19 @@ SET = "(a key of the configuration is set with key=value)"
         (["generate", "runs/x", "--prompt", "a", "--tokens", "many"], "--tokens: 'many' is not a whole number"),
         (["compare", "runs/x", "--spilt", "test"], "unrecognized option --spilt; did you mean --split?"),
         (["train", "--zzz"], "error: unrecognized option --zzz"),
-        (["trian", "a.yaml"], "there is no command 'trian': did you mean train? commands are train, launch, "),
+        (["trian", "a.yaml"], "there is no command 'trian': did you mean train?"),
         (["chekpoints", "list", "x"], "did you mean checkpoints?"),
-        (["x"], "there is no command 'x': commands are train, launch, "),
-        ([], "give a command: train, launch, "),
+        (["x"], "there is no command 'x': `dist-mem --help` lists all"),
+        ([], "give a command; `dist-mem --help` lists them"),
+        (["evaluate"], "arguments are required: run, as in: dist-mem evaluate runs/demo --split test"),
+        (
+            ["train", "a.yaml", "--batch-size", "4"],
+            f"did you mean train.global_batch_size=4 or eval.batch_size=4? {SET}",
+        ),
+        (["train", "a.yaml", "--learning-rate=3e-4"], "did you mean optimizer.lr=3e-4?"),
+        (["--steps", "100"], "give the command before --steps, as in: dist-mem train "),
+        (["data", "buld", "sample"], "there is no 'buld': did you mean build?; there are: build, verify, show, sample"),
+        (["checkpoints", "lst", "x"], "argument action: there is no 'lst': did you mean list?"),
         (["reproduce", "recall", "--seeds", "a"], "--seeds: 'a' is not a list of numbers"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -169,13 +185,34 @@ def test_wrong_arguments_are_answered_with_what_was_meant(
     assert reported in refusal(arguments, capsys)
 
 
+def test_help_of_every_command_has_an_example_that_parses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert EXAMPLES.keys() == build_parser()[1].keys()
+    for command, arguments in EXAMPLES.items():
+        assert parse([command, *shlex.split(arguments)]).command == command
+        with pytest.raises(SystemExit):
+            parse([command, "--help"])
+        shown = capsys.readouterr().out
+        assert f"dist-mem {command} {arguments}" in shown
+        assert max(map(len, shown.splitlines())) <= 100
+
+
+def test_a_key_without_its_equals_sign_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "configs/demo.yaml", "train.steps", "100"]) == 2
+    assert "train.steps: is a key and no file: set it with train.steps=VALUE" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["train", "launch"])
 def test_without_a_configuration_an_example_is_given(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command]) == 2
     error = capsys.readouterr().err
     assert f"error: {command}: no configuration: give YAML files and key=value overrides, as in: dist-mem" in error
-    example = error.split("as in: ")[1].split()
-    assert (ROOT / example[2]).is_file()
+    example, shipped = error.split("as in: ")[1].split("\nshipped configurations:\n")
+    assert all((ROOT / name).is_file() for name in (example.split()[2], *shipped.split()))
+    assert "configs/memory/infinite.yaml" in shipped.split()
+
+
+def test_names_of_other_libraries_lead_to_keys_that_exist() -> None:
+    assert set(OTHER_NAMES.values()) <= {*known_keys(), "memory.mem_len"}
 
 
 def test_a_folder_in_place_of_a_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,7 +235,7 @@ def test_config_prints_every_key_with_its_meaning(capsys: pytest.CaptureFixture[
     text = capsys.readouterr().out
     assert "  seg_len: 64  # T, tokens\n" in text
     assert "  #   cutoffs: []  # vocabulary bins" in text
-    assert "  #   match: ''  # regular expression" in text
+    assert "  #   param_regex: ''  # regular expression" in text
     assert "deepspeed: {zero_optimization: {stage: 2}}  # or path of a ds_config.json\n" in text
 
 
@@ -224,9 +261,9 @@ def test_evaluate_and_compare_hand_on_what_they_are_reported(monkeypatch: pytest
 
     for name in ("evaluate", "compare"):
         monkeypatch.setitem(sys.modules, f"dist_mem.evaluation.{name}", module_with(run))
-    assert main(["evaluate", "runs/x", "--split", "test", "--checkpoint", "5", "eval.lanes=3"]) == 0
+    assert main(["evaluate", "runs/x", "--split", "test", "--checkpoint", "5", "eval.batch_size=3"]) == 0
     assert main(["compare", "runs/x", "runs/y"]) == 0
-    expected: dict[str, object] = {"split": "test", "checkpoint": 5, "overrides": ["eval.lanes=3"]}
+    expected: dict[str, object] = {"split": "test", "checkpoint": 5, "overrides": ["eval.batch_size=3"]}
     expected |= {"without_memory": False, "memory": None}
     assert isinstance(calls[0][1].pop("early"), StopSignal)
     assert calls == [
@@ -236,10 +273,10 @@ def test_evaluate_and_compare_hand_on_what_they_are_reported(monkeypatch: pytest
 
 
 def test_prepare_verify_tells_what_is_wrong(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["prepare", "verify", str(data_dir)]) == 0
+    assert main(["data", "verify", str(data_dir)]) == 0
     assert capsys.readouterr().out == f"{data_dir}: all is well\n"
     next((data_dir / "train").glob("*.tar")).unlink()
-    assert main(["prepare", "verify", str(data_dir)]) == 1
+    assert main(["data", "verify", str(data_dir)]) == 1
     assert "1 problem\n" in capsys.readouterr().out
 
 
@@ -248,13 +285,20 @@ def check(*arguments: str) -> str:
 
 
 def test_check_tells_sizes_batch_and_steps(data_dir: Path) -> None:
-    text = check(f"data.path={data_dir}", "train.epochs=2", "train.seg_len=5", "train.lanes=3", "train.micro_lanes=2")
+    text = check(
+        f"data.path={data_dir}",
+        "train.epochs=2",
+        "train.seg_len=5",
+        "train.global_batch_size=3",
+        "train.micro_batch_size=2",
+    )
     assert "vocabulary  257\n" in text
     assert "transformer_xl (mem_len 4): 72 bytes a lane, 144 bytes a rank" in text  # 4 rows of 8 bf16 and a count
     assert "3 of 4 = 2 ranks x 1 micro-batch x 2 lanes\n" in text
-    assert "warning     1 idle lane, 25.0% of the work; none is idle with train.lanes=4 (in a new run)\n" in text
+    idle = "warning 1 idle lane, 25.0% of the work; none is idle with train.global_batch_size=4 (in a new run)"
+    assert idle in " ".join(text.split())
     assert "3 lanes x 1 segment of 5: 15 tokens, 1 forward and backward a rank" in text
-    assert "20 documents, 390 tokens, padding 9.30%" in text  # 86 segments of 5
+    assert "20 documents, 390 tokens, padding 9.30%" in " ".join(text.split())  # 86 segments of 5
     assert "28.7 steps" in text
     assert "58 steps = 2.02 epochs = 789 tokens" in text
     assert "ZeRO stage 2, bf16, adamw, clipped at norm 1" in text
@@ -263,12 +307,12 @@ def test_check_tells_sizes_batch_and_steps(data_dir: Path) -> None:
 def test_check_without_data_says_so(tmp_path: Path) -> None:
     text = check(f"data.path={tmp_path / 'absent'}", "train.steps=7")
     assert "vocabulary  32,000 (assumed: the data is not built yet)" in text
-    assert "absent: not built yet\ntraining    7 steps; the data will give the epochs" in text
+    assert "absent: not built yet training 7 steps; the data will give the epochs" in " ".join(text.split())
 
 
 def test_check_refuses_more_lanes_than_documents(data_dir: Path) -> None:
-    with pytest.raises(UnusableError, match=r"set train\.lanes to at most 20, or data\.layout=stream"):
-        check(f"data.path={data_dir}", "train.steps=7", "train.lanes=21")
+    with pytest.raises(UnusableError, match=r"set train\.global_batch_size to at most 20, or data\.layout=stream"):
+        check(f"data.path={data_dir}", "train.steps=7", "train.global_batch_size=21")
 
 
 @pytest.mark.parametrize(
@@ -283,13 +327,13 @@ def test_check_refuses_more_lanes_than_documents(data_dir: Path) -> None:
 def test_lanes_are_divided_among_ranks(
     lanes: int, micro_lanes: int, world: int, expected: tuple[int, ...], better: int
 ) -> None:
-    train = TrainConfig(lanes=lanes, micro_lanes=micro_lanes, segments_per_update=1)
+    train = TrainConfig(global_batch_size=lanes, micro_batch_size=micro_lanes, segments_per_update=1)
     assert batch_plan.batch_plan(train, world)[1:] == expected
     assert batch_plan.best_micro_lanes(train, world) == better
 
 
 def lanes_of_books(*, lanes: int = 16, micro_lanes: int = 8, segments_per_update: int = 1) -> TrainConfig:
-    return TrainConfig(lanes=lanes, micro_lanes=micro_lanes, segments_per_update=segments_per_update)
+    return TrainConfig(global_batch_size=lanes, micro_batch_size=micro_lanes, segments_per_update=segments_per_update)
 
 
 @pytest.mark.parametrize(
@@ -300,16 +344,22 @@ def lanes_of_books(*, lanes: int = 16, micro_lanes: int = 8, segments_per_update
             8,
             16,
             None,
-            "112 idle lanes, 87.5% of the work; none is idle with train.micro_lanes=1 or train.lanes=128",
+            "112 idle lanes, 87.5% of the work; none is idle with train.micro_batch_size=1 or train.global_batch",
         ),
-        (16, 8, 16, 100, "112 idle lanes, 87.5% of the work; none is idle with train.micro_lanes=1 or 2 ranks"),
-        (16, 8, 3, None, "8 idle lanes, 33.3% of the work; with train.micro_lanes=6 it would be 2; none is idle with "),
+        (16, 8, 16, 100, "112 idle lanes, 87.5% of the work; none is idle with train.micro_batch_size=1 or 2 ranks"),
+        (
+            16,
+            8,
+            3,
+            None,
+            "8 idle lanes, 33.3% of the work; with train.micro_batch_size=6 it would be 2; none is idle with ",
+        ),
         (
             16,
             8,
             40,
             320,
-            "304 idle lanes, 95.0% of the work; with train.micro_lanes=1 it would be 24; none is idle with train",
+            "304 idle lanes, 95.0% of the work; with train.micro_batch_size=1 it would be 24; none is idle with train",
         ),
     ],
 )
@@ -328,8 +378,8 @@ def test_more_than_a_fifth_of_idle_work_is_a_warning_with_what_fits(
 def test_what_is_said_to_fit_leaves_nothing_idle(lanes: int, micro_lanes: int, world: int) -> None:
     waste = batch_plan.idle_work(lanes_of_books(lanes=lanes, micro_lanes=micro_lanes), world)
     for key, value in re.findall(r"train\.(\w+)=(\d+)\b(?! it would)", waste.text if waste else ""):
-        changed = {"lanes": lanes, "micro_lanes": micro_lanes, key: int(value)}
-        assert batch_plan.idle_work(lanes_of_books(**changed), world) is None
+        changed = {"global_batch_size": lanes, "micro_batch_size": micro_lanes, key: int(value)}
+        assert batch_plan.idle_work(TrainConfig(**changed, segments_per_update=1), world) is None
     for ranks in re.findall(r"(\d+) ranks?$", waste.text if waste else ""):
         assert batch_plan.idle_work(lanes_of_books(lanes=lanes, micro_lanes=micro_lanes), int(ranks)) is None
 
@@ -340,27 +390,27 @@ def test_a_small_waste_is_no_warning() -> None:
     assert waste.label == "idle"
 
 
-LAUNCHED = ["launch", "configs/demo.yaml", "launch/sites/generic.yaml", "--nodes", "2", "--dry-run"]
+LAUNCHED = ["launch", "configs/demo.yaml", "launch/sites/generic.yaml", "--nodes", "2", "--dry-run", "name=new"]
 
 
 def test_launch_warns_where_ranks_are_idle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     absent = f"data.path={tmp_path / 'absent'}"
     assert main([*LAUNCHED, absent]) == 0
     assert "warning: with 16 ranks, 112 idle lanes, 87.5% of the work" in capsys.readouterr().err
-    assert main([*LAUNCHED, absent, "train.lanes=128"]) == 0
+    assert main([*LAUNCHED, absent, "train.global_batch_size=128"]) == 0
     assert capsys.readouterr().err == ""
 
 
 def test_launch_refuses_more_lanes_than_documents(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*LAUNCHED, f"data.path={data_dir}", "train.lanes=128"]) == 2
-    assert "train.lanes = 128, but only 20 documents" in capsys.readouterr().err
+    assert main([*LAUNCHED, f"data.path={data_dir}", "train.global_batch_size=128"]) == 2
+    assert "train.global_batch_size = 128, but only 20 documents" in capsys.readouterr().err
 
 
 def test_epochs_come_to_steps_rounded_up() -> None:
     lengths = [100] * 8
     documents = make_plan(lengths, num_lanes=4, seg_len=30, seed=0)  # 4 segments a document
     for epochs, steps in ((1, 8), (0.5, 4), (0.51, 5)):
-        config = load_config([f"train.epochs={epochs}", "train.lanes=4", "train.micro_lanes=2"])
+        config = load_config([f"train.epochs={epochs}", "train.global_batch_size=4", "train.micro_batch_size=2"])
         assert batch_plan.total_steps(config, documents) == steps
 
 

@@ -154,7 +154,11 @@ steady = {
 @pytest.fixture(scope="module")
 def config(books: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A configuration of one step that any key may be added to."""
-    few = {"run_dir": "run", "train": {"steps": 1, "lanes": 2, "micro_lanes": 2}, "checkpoint": {"every": None}}
+    few = {
+        "run_dir": "run",
+        "train": {"steps": 1, "global_batch_size": 2, "micro_batch_size": 2},
+        "checkpoint": {"every": None},
+    }
     return write_config(tmp_path_factory.mktemp("fuzz") / "base.yaml", books, Path("run"), few)
 
 
@@ -180,7 +184,7 @@ def check_answer(given: list[str], code: Any, text: str, left: list[str]) -> Non
     assert code in (0, 2), f"{given}: code {code}\n{text[-3000:]}"
     assert "Traceback" not in text, f"{given}\n{text[-3000:]}"
     if code == 2:
-        assert len(re.findall(r"^(?:dist-mem [\w-]+: )?error: ", text, re.MULTILINE)) == 1, f"{given}\n{text[-3000:]}"
+        assert len(re.findall(r"^(?:dist-mem [\w -]+: )?error: ", text, re.MULTILINE)) == 1, f"{given}\n{text[-3000:]}"
         assert not left, f"{given} leaves {left}"
         assert len(text) < 20_000, f"{given}: {len(text)} characters"
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 CHOOSE = "from dist_mem.runtime.distributed import choose_accelerator; choose_accelerator()"
-START_ENGINE = f"{CHOOSE}; from dist_mem.engine import engine"
+START_ENGINE = f"{CHOOSE}; from dist_mem.engine import engine, start"
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ START_ENGINE = f"{CHOOSE}; from dist_mem.engine import engine"
     [
         ("import dist_mem.__main__", {"torch", "mlflow", "sentencepiece", "webdataset"}),
         ("from dist_mem.data import lanes", {"deepspeed", "mlflow", "webdataset"}),
-        (f"{START_ENGINE}; engine._import_muon_uncompiled()", {"torch._inductor.compile_fx", "mlflow"}),
+        (f"{START_ENGINE}; start._import_muon_uncompiled()", {"torch._inductor.compile_fx", "mlflow"}),
     ],
 )
 def test_modules_that_are_not_needed_are_not_loaded(statement: str, unwanted: set[str]) -> None:

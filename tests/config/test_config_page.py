@@ -74,5 +74,5 @@ def test_every_memory_has_a_section(page: str) -> None:
 def test_yaml_tells_the_same_keys_without_words_of_python() -> None:
     text = schema_as_yaml()
     assert "\ndata:  # the data" in text
-    assert "\n  #   match: ''" in text
+    assert "\n  #   param_regex: ''" in text
     assert "None" not in text

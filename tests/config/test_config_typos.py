@@ -99,7 +99,7 @@ def test_thirty_typos_are_refused_and_nearly_all_understood(tmp_path: Path) -> N
     [
         ("train.lr", "optimizer.lr"),
         ("model.seg_len", "train.seg_len"),
-        ("memory.lanes", "train.lanes"),
+        ("memory.global_batch_size", "train.global_batch_size"),
         ("lr", "optimizer.lr"),
         ("stage", "data.stage or deepspeed.zero_optimization.stage"),
         ("zero_optimization.stage", "deepspeed.zero_optimization"),
@@ -114,5 +114,5 @@ def test_right_key_in_the_wrong_block_is_found(key: str, meant: str) -> None:
 
 
 def test_key_like_nothing_is_reported_the_keys_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint\.qqqq: unknown key; known keys here: every"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.qqqq: unknown key; known keys here:\n  every "):
         load_config(["checkpoint.qqqq=1"])

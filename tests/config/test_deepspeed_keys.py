@@ -50,7 +50,7 @@ class NotingDict(dict[str, Any]):
 
 def keys_deepspeed_asks_for() -> set[str]:
     seen: set[str] = set()
-    blocks = ("flops_profiler", "aio", "data_types", "timers")
+    blocks = ("flops_profiler", "aio", "data_types")
     content: dict[str, Any] = {name: NotingDict({}, seen, f"{name}.") for name in blocks}
     deepspeed_config.DeepSpeedConfig(NotingDict({**content, "train_batch_size": 1}, seen))
     return seen
@@ -69,27 +69,23 @@ def test_plain_blocks_have_the_keys_of_the_installed_version(block: str) -> None
     assert set(SCHEMA["aio"]) == set(AIO_DEFAULT_DICT)
 
 
-def test_data_types_and_timers_have_the_keys_of_the_installed_version() -> None:
-    asked = {key for key in keys_deepspeed_asks_for() if key.startswith(("data_types.", "timers."))}
-    assert asked == {*(f"data_types.{name}" for name in SCHEMA["data_types"]), "timers.throughput"}
+def test_data_types_have_the_keys_of_the_installed_version() -> None:
+    asked = {key for key in keys_deepspeed_asks_for() if key.startswith("data_types.")}
+    assert asked == {f"data_types.{name}" for name in SCHEMA["data_types"]}
 
 
 def pydantic_blocks() -> Iterator[tuple[str, type[DeepSpeedConfigModel]]]:
     from deepspeed.comm.config import CommsLoggerConfig
-    from deepspeed.compile.config import CompileConfig
     from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
-    from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 
     yield "zero_optimization", DeepSpeedZeroConfig
     yield "bf16", DeepSpeedBF16Config
     yield "fp16", DeepSpeedFP16Config
-    yield "compile", CompileConfig
     yield "comms_logger", CommsLoggerConfig
     yield "tensorboard", TensorBoardConfig
     yield "csv_monitor", CSVConfig
     yield "wandb", WandbConfig
     yield "comet", CometConfig
-    yield "timers.throughput", DeepSpeedThroughputTimerConfig
 
 
 def inner_model(annotation: Any) -> type[DeepSpeedConfigModel] | None:

@@ -46,7 +46,10 @@ def test_no_error_of_a_configuration_shows_a_value(key: str, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["train.lanes=4", "train.micro_lanes=${oc.env:HIDDEN}"], "train.micro_lanes: ${oc.env:HIDDEN} is more than"),
+        (
+            ["train.global_batch_size=4", "train.micro_batch_size=${oc.env:HIDDEN}"],
+            "train.micro_batch_size: ${oc.env:HIDDEN} is more than",
+        ),
         (
             ["train.seg_len=${oc.env:HIDDEN}", "eval.every=1", "eval.seg_len=3"],
             "train.seg_len = ${oc.env:HIDDEN} while",
@@ -70,7 +73,7 @@ def test_a_message_about_two_keys_shows_the_interpolation(
 def test_output_shows_the_interpolation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HIDDEN", f"{SECRET}\nand 'more'")
     monkeypatch.setenv("COUNT", "1234")
-    load("tracking.run_name=${oc.env:HIDDEN}", "train.lanes=${oc.env:COUNT}")
+    load("tracking.run_name=${oc.env:HIDDEN}", "train.global_batch_size=${oc.env:COUNT}")
     assert hide(f"a{SECRET}b, {'and ' + repr(chr(39))}") == f"a${{oc.env:HIDDEN}}b, {'and ' + repr(chr(39))}"
     assert hide(repr(f"{SECRET}\nand 'more'")) == '"${oc.env:HIDDEN}"'
     assert hide("1234 steps") == "1234 steps"  # a number is no secret
@@ -82,10 +85,11 @@ def test_an_export_has_numbers_and_kinds_but_no_texts(monkeypatch: pytest.Monkey
     monkeypatch.setenv("LANES", "12")
     monkeypatch.setenv("KIND", "compressive")
     text = to_yaml(
-        load("name=${oc.env:HIDDEN}", "train.lanes=${oc.env:LANES}", "memory.kind=${oc.env:KIND}"), resolve=True
+        load("name=${oc.env:HIDDEN}", "train.global_batch_size=${oc.env:LANES}", "memory.kind=${oc.env:KIND}"),
+        resolve=True,
     )
     assert SECRET not in text and "oc.env" not in text
-    assert "lanes: 12" in text and "kind: compressive" in text and "name: '***'" in text
+    assert "global_batch_size: 12" in text and "kind: compressive" in text and "name: '***'" in text
 
 
 @pytest.mark.parametrize("key", ["train.seed", "train.segments_per_update", "model.dropout"])

@@ -68,8 +68,8 @@ def test_options_of_a_memory_below_another_are_bounded_too() -> None:
 
 
 def test_options_of_a_memory_are_refused_together_with_other_keys() -> None:
-    lines = error_of(STEPS, "memory.mem_len=99999999", "train.lanes=0", "memory.mem_lne=3").splitlines()
-    assert any("memory.mem_lne" in line for line in lines) and any("train.lanes" in line for line in lines)
+    lines = error_of(STEPS, "memory.mem_len=99999999", "train.global_batch_size=0", "memory.mem_lne=3").splitlines()
+    assert any("memory.mem_lne" in line for line in lines) and any("train.global_batch_size" in line for line in lines)
 
 
 @dataclass
@@ -107,3 +107,12 @@ def test_a_missing_file_is_not_looked_for_all_over_the_disk(tmp_path: Path, monk
     with pytest.raises(ConfigError, match="no such file"):
         find_file(str(tmp_path / "absent.yaml"), [Path(), tmp_path])
     assert not [path for path in walked if "deep" in path]
+
+
+@pytest.mark.parametrize(("old", "new"), [("true", "blocks"), ("false", "none"), ("attention", "attention")])
+def test_a_value_of_an_earlier_version_is_read_by_its_present_name(old: str, new: str, tmp_path: Path) -> None:
+    """From a command line, and from the config.yaml of an old checkpoint."""
+    file = tmp_path / "config.yaml"
+    file.write_text(f"train: {{activation_checkpointing: {old}}}", encoding="utf-8")
+    for given in (f"train.activation_checkpointing={old}", str(file)):
+        assert load_config([STEPS, given]).train.activation_checkpointing == new

@@ -55,7 +55,7 @@ def test_wikitext_103_has_the_published_number_of_parameters(overlays: list[str]
 )
 def test_characters_are_read_as_published(names: list[str], lanes: int, steps: int, memory: str) -> None:
     config = load(*names)
-    assert (config.train.lanes, config.train.steps, config.memory.kind) == (lanes, steps, memory)
+    assert (config.train.global_batch_size, config.train.steps, config.memory.kind) == (lanes, steps, memory)
     assert config.data.layout == config.eval.layout == "stream"
     assert config.memory.mem_len == config.train.seg_len
     assert config.data.path.removeprefix("data/") == config.name

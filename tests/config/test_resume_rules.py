@@ -38,7 +38,7 @@ FREE_CHANGES = {
     "eval.every=5": "eval.every",
     "data.path=d": "data.path",
     "checkpoint.every=5": "checkpoint.every",
-    "train.micro_lanes=4": "train.micro_lanes",
+    "train.micro_batch_size=4": "train.micro_batch_size",
     "deepspeed.zero_optimization.stage=3": "deepspeed.zero_optimization.stage",
     "resume=5": "resume",
 }
@@ -54,7 +54,7 @@ ALLOWED_CHANGES = {
     "model.dropout=0.3": ("model.dropout", "model.dropout"),
     "optimizer.betas=[0.8, 0.999]": ("optimizer.betas[0]", "optimizer.betas"),
     "optimizer.weight_decay=0.5": ("optimizer.weight_decay", "optimizer.weight_decay"),
-    "optimizer.groups=[{match: u, lr: 1}]": ("optimizer.groups[0].match", "optimizer.groups"),
+    "optimizer.groups=[{param_regex: u, lr: 1}]": ("optimizer.groups[0].param_regex", "optimizer.groups"),
     "train.precision=fp32": ("train.precision", "train.precision"),
     "train.segments_per_update=2": ("train.segments_per_update", "train.segments_per_update"),
     "deepspeed.fp16.initial_scale_power=8": ("deepspeed.fp16.initial_scale_power",) * 2,
@@ -84,7 +84,7 @@ def test_changes_of_what_is_computed_are_refused_until_they_are_allowed(override
         ("memory.mem_len=5", "memory.mem_len"),
         ("memory.kind=none", "memory.kind"),
         ("train.seg_len=32", "train.seg_len"),
-        ("train.lanes=32", "train.lanes"),
+        ("train.global_batch_size=32", "train.global_batch_size"),
         ("train.seed=1", "train.seed"),
         ("data.seed=1", "data.seed"),
         ("data.layout=stream", "data.layout"),
@@ -104,14 +104,16 @@ def test_other_changes_are_refused_with_old_value_new_value_reason_and_fix(overr
 
 def test_changed_number_of_lanes_is_reported_why() -> None:
     with pytest.raises(ConfigError, match=r"a memory belongs to a lane.*\(the number of ranks, "):
-        check_changes(load(), load("train.lanes=32"))
+        check_changes(load(), load("train.global_batch_size=32"))
 
 
 def test_only_what_can_be_allowed_is_accepted_by_allow() -> None:
     with pytest.raises(ConfigError, match=r"--allow: optimizer\.beta is not a key; did you mean optimizer\.betas\?"):
         check_allowed(["optimizer.beta"])
-    with pytest.raises(ConfigError, match=r"--allow: train\.lanes must not change: a memory belongs to a lane"):
-        check_allowed(["train.lanes"])
+    with pytest.raises(
+        ConfigError, match=r"--allow: train\.global_batch_size must not change: a memory belongs to a lane"
+    ):
+        check_allowed(["train.global_batch_size"])
     with pytest.raises(ConfigError, match=r"--allow: memory\.kind must not change"):
         check_allowed(["memory.kind"])
     check_allowed(["optimizer.lr"])  # it may change anyway
@@ -119,11 +121,11 @@ def test_only_what_can_be_allowed_is_accepted_by_allow() -> None:
 
 def test_problems_reach_the_other_ranks_whole() -> None:
     with pytest.raises(ConfigError) as caught:
-        check_changes(load(), load("train.lanes=32"))
+        check_changes(load(), load("train.global_batch_size=32"))
     again = pickle.loads(pickle.dumps(caught.value))
     assert (str(again), again.problems) == (str(caught.value), caught.value.problems)
 
 
 def test_interpolated_values_are_compared_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIST_MEM_TEST_LANES", "16")
-    assert changed_keys(load(), load("train.lanes=${oc.env:DIST_MEM_TEST_LANES}")) == []
+    assert changed_keys(load(), load("train.global_batch_size=${oc.env:DIST_MEM_TEST_LANES}")) == []

@@ -1,0 +1,113 @@
+"""The command data: build a dataset, verify it, and show what it contains."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from argparse import REMAINDER, ArgumentParser, Namespace
+from typing import Any
+
+from dist_mem.cli.arguments import count, seed, split
+from dist_mem.cli.help import HelpFormatter
+from dist_mem.config.check import hint, stop_on
+from dist_mem.config.text_checks import check_texts
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
+from dist_mem.runtime.extras import require
+from dist_mem.runtime.shipped import shipped_root
+from dist_mem.runtime.terminal import listed
+
+
+def builder_names() -> list[str]:
+    """Return the names of the dataset builders: sample for shards/build_sample.py."""
+    return sorted(path.stem.removeprefix("build_") for path in (shipped_root() / "shards").glob("build_*.py"))
+
+
+def add_arguments(added: ArgumentParser) -> None:
+    """Add the arguments of `dist-mem data`."""
+    form: dict[str, Any] = {"allow_abbrev": False, "formatter_class": HelpFormatter}
+    actions = added.add_subparsers(dest="action", required=True, metavar="build|verify|show|sample")
+    build = actions.add_parser("build", description="Build a dataset from its source.", **form)
+    build.add_argument("dataset", metavar="DATASET", help=f"one of {', '.join(builder_names())}")
+    build.add_argument("arguments", nargs=REMAINDER, metavar="...", help="of the builder; --help lists them")
+    verify = actions.add_parser("verify", description="Compare every byte with its checksum.", **form)
+    show = actions.add_parser("show", description="Print splits, sizes and tokenizer.", **form)
+    sample = actions.add_parser("sample", description="Print passages of random documents.", **form)
+    for action in (verify, show, sample):
+        action.add_argument("data", help="a data directory, or its URL; what is needed of it is fetched into the cache")
+        action.add_argument("--cache", metavar="FOLDER", help="data.cache")
+        action.add_argument("--allow-pipe", action="store_true", help="data.allow_pipe: run the command of a pipe: URL")
+    usual = "default: all; for a URL train, validation, test"
+    for action in (verify, show):
+        action.add_argument(
+            "--split", type=split, action="append", default=[], metavar="NAME", help=f"only this; repeatable ({usual})"
+        )
+    sample.add_argument("--split", type=split, default="train", metavar="NAME", help="split to read (default: train)")
+    sample.add_argument("--documents", type=count, default=3, metavar="N", help="documents to show (default: 3)")
+    sample.add_argument("--tokens", type=count, default=100, metavar="N", help="tokens of each (default: 100)")
+    sample.add_argument("--seed", type=seed, default=0, help="the same seed chooses the same passages (default: 0)")
+
+
+def data(options: Namespace) -> int:
+    """Build a dataset, verify it, or show what it contains."""
+    return {"build": _build, "verify": _verify, "show": _show, "sample": _sample}[options.action](options)
+
+
+def _build(options: Namespace) -> int:
+    """Run a builder, as the scripts in shards/ do."""
+    name = options.dataset.replace("-", "_")
+    if name not in builder_names():
+        raise UnusableError(
+            f"there is no builder {name}{hint(name, builder_names())}; there are{listed(builder_names())}"
+        )
+    sys.path.insert(0, str(shipped_root() / "shards"))  # builders import each other's helpers, as scripts do
+    sys.argv[0] = f"dist-mem data build {name}"  # in its help and errors
+    builder = importlib.import_module(f"build_{name}")
+    builder.parse_arguments(options.arguments)  # first: --help needs no library
+    require("webdataset", "building data")
+    code: int = builder.main(options.arguments)
+    return code
+
+
+def _verify(options: Namespace) -> int:
+    from dist_mem.data.remote.fetch import show
+    from dist_mem.data.verify import verify_dataset
+
+    _check(options)
+    problems = verify_dataset(options.data, cache=options.cache, splits=options.split, allow_pipe=options.allow_pipe)
+    for problem in problems:
+        document = f"document {problem.document}" if problem.document else ""
+        print(": ".join(part for part in (problem.where, document, problem.message) if part), file=sys.stderr)
+    plural = "" if len(problems) == 1 else "s"
+    print(f"{show(options.data)}: {f'{len(problems)} problem{plural}' if problems else 'all is well'}")
+    return EXIT_FAILED if problems else EXIT_DONE
+
+
+def _show(options: Namespace) -> int:
+    from dist_mem.data.summary import summarize
+
+    _check(options)
+    for line in summarize(options.data, cache=options.cache, splits=options.split, allow_pipe=options.allow_pipe):
+        print(line)
+    return EXIT_DONE
+
+
+def _sample(options: Namespace) -> int:
+    from dist_mem.data.summary import passages
+
+    _check(options)
+    for title, text in passages(
+        options.data,
+        options.split,
+        num_documents=options.documents,
+        num_tokens=options.tokens,
+        seed=options.seed,
+        cache=options.cache,
+        allow_pipe=options.allow_pipe,
+    ):
+        print(f"== {title}\n{text}\n")
+    return EXIT_DONE
+
+
+def _check(options: Namespace) -> None:
+    given = {"data.path": options.data, "data.cache": options.cache}
+    stop_on(problem._replace(where="command line") for problem in check_texts(given))

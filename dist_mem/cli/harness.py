@@ -1,0 +1,40 @@
+"""The command lm-eval: its arguments and its function."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from dist_mem.cli.arguments import MODEL, add_checkpoint, count, names
+from dist_mem.runtime.extras import require
+
+
+def add_arguments(added: ArgumentParser) -> None:
+    """Add the arguments of `dist-mem lm-eval`."""
+    added.add_argument("run", type=Path, help=MODEL)
+    added.add_argument("overrides", nargs="*", help="key=value overrides, as for `dist-mem evaluate`")
+    added.add_argument("--tasks", type=names, required=True, metavar="NAME,...", help="tasks, groups, or patterns")
+    added.add_argument("--include-path", type=Path, metavar="FOLDER", help="folder with YAML files of your own tasks")
+    added.add_argument("--limit", type=count, metavar="N", help="documents of each task (default: all)")
+    added.add_argument("--output", type=Path, metavar="FILE", help="also write the JSON of the results to FILE")
+    add_checkpoint(added)
+
+
+def lm_eval(options: Namespace) -> int:
+    """Run tasks of lm-evaluation-harness on a trained model."""
+    require("lm_eval", "`dist-mem lm-eval`")
+    from dist_mem.runtime.distributed import choose_accelerator
+
+    choose_accelerator()
+    from dist_mem.harness.command import Request, run
+
+    request = Request(
+        options.run,
+        options.overrides,
+        options.tasks,
+        include_path=options.include_path,
+        limit=options.limit,
+        output=options.output,
+        checkpoint=options.checkpoint,
+    )
+    return run(request)

@@ -1,0 +1,68 @@
+"""The help of commands: its form, one example of every command, and what is said about wrong arguments."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from argparse import Action, ArgumentError, ArgumentParser, RawDescriptionHelpFormatter
+from typing import Any, NoReturn
+
+from dist_mem.config.check import hint
+from dist_mem.errors import EXIT_USAGE
+from dist_mem.runtime.terminal import WIDTH, coloured, listed
+
+EXAMPLES = {
+    "init": "my_project",
+    "data": "build sample --out data/sample",
+    "train": "configs/demo.yaml memory/none.yaml train.steps=100",
+    "launch": "configs/pg19_small.yaml launch/sites/generic.yaml --nodes 4",
+    "status": "runs/pg19_small",
+    "logs": "runs/pg19_small --follow",
+    "cancel": "runs/pg19_small",
+    "checkpoints": "verify runs/demo",
+    "track": "sync runs/demo",
+    "batch": "runs/demo --step 57",
+    "replay": "runs/demo --step 57",
+    "evaluate": "runs/demo --split test eval.batch_size=8",
+    "lm-eval": "runs/demo --tasks lambada_openai --limit 100",
+    "compare": "runs/demo_none runs/demo",
+    "inspect": "runs/demo --book 9003 --split test",
+    "figure": "lamemo.fig1 runs/demo",
+    "report": "runs/demo runs/demo_none --book 9003 --split test",
+    "generate": "runs/demo --prompt-file book.txt --tokens 500",
+    "read": "book.txt --run runs/demo -o book.mem",
+    "memory": "show book.mem",
+    "dialogue": "runs/cmu_dog --split test --limit 100",
+    "export": "runs/demo --out models/demo",
+    "reproduce": "recall --scale small",
+    "sweep": "configs/sweeps/rates.yaml --jobs 2",
+    "config": "configs/demo.yaml train.steps=100",
+    "plan": "configs/pg19_small.yaml --gpu h100-80gb --gpus 8",
+    "doctor": "configs/demo.yaml",
+    "check-memory": "examples/averages.py:Averages",
+}
+
+
+class HelpFormatter(RawDescriptionHelpFormatter):
+    """Keeps the lines of a description, and is as wide as the terminal, at most 100 columns."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=min(WIDTH, shutil.get_terminal_size(fallback=(WIDTH, 24)).columns))
+
+
+class Parser(ArgumentParser):
+    """An argparse parser whose errors show an example of what is missing, and the choice that was probably meant."""
+
+    def _check_value(self, action: Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        names = [str(name) for name in action.choices]
+        raise ArgumentError(action, f"there is no {value!r}{hint(str(value), names)}; there are{listed(names)}")
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the message on stderr, and end the process with the code for wrong input."""
+        command = self.prog.removeprefix("dist-mem").split()[:1]
+        if "are required:" in message and command and command[0] in EXAMPLES:
+            message = f"{message}, as in: dist-mem {command[0]} {EXAMPLES[command[0]]}"
+        self.print_usage(sys.stderr)
+        self.exit(EXIT_USAGE, f"{self.prog}: {coloured(f'error: {message}', sys.stderr)}\n")

@@ -1,0 +1,43 @@
+"""The command plan: its arguments and its function."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+
+from dist_mem.cli.arguments import count
+from dist_mem.cli.commands import load_checked, require_config
+from dist_mem.errors import UnusableError
+
+
+def add_arguments(added: ArgumentParser) -> None:
+    """Add the arguments of `dist-mem plan`."""
+    added.add_argument(
+        "config", nargs="*", default=[], help="YAML files, merged left to right, and key=value overrides"
+    )
+    added.add_argument("--gpus", type=count, default=1, metavar="N", help="number of GPUs of the job (default: 1)")
+    added.add_argument("--gpu", required=True, metavar="NAME", help="h100-80gb, a100-40gb, ..., or cpu: this machine")
+    added.add_argument(
+        "--disk", type=float, default=1.0, metavar="GB/s", help="at which all ranks together write (default: 1)"
+    )
+    added.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def plan(options: Namespace) -> int:
+    """Predict memory, speed and checkpoints of a job on given GPUs, and propose settings."""
+    require_config(options, "dist-mem plan configs/pg19_small.yaml --gpus 8 --gpu h100-80gb")
+    if not options.disk > 0:
+        raise UnusableError(f"--disk {options.disk}: must be above 0")
+    config = load_checked(options.config, builds_model=True)
+    from dist_mem.planning import report
+    from dist_mem.planning.search import Cluster
+    from dist_mem.planning.vocabulary import vocab_size_of
+    from dist_mem.runtime.devices import device_named
+
+    on_node = config.launch.gpus_per_node.rpartition(":")[2]
+    cluster = Cluster(device_named(options.gpu), options.gpus, max(1, int(on_node)))
+    job = report.plan(config, vocab_size_of(config), cluster, disk_rate=1e9 * options.disk)
+    print(json.dumps(report.as_json(job)) if options.json else report.as_text(config, job))
+    if not job.fits:
+        raise UnusableError(report.refusal(job))
+    return 0

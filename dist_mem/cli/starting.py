@@ -1,0 +1,41 @@
+"""The command that starts a project: init."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from dist_mem.errors import UnusableError, run_error
+from dist_mem.runtime.files import make_folder, write_text
+from dist_mem.runtime.shipped import shipped_root
+
+# name in the project -> file among the shipped ones
+_PROJECT = {
+    "README.md": "examples/project/README.md",
+    "config.yaml": "examples/project/config.yaml",
+    "local.sh": "launch/local.sh",
+    "site.yaml": "launch/sites/generic.yaml",
+}
+
+
+def add_init_arguments(added: ArgumentParser) -> None:
+    """Add the arguments of `dist-mem init`."""
+    added.add_argument("folder", type=Path, metavar="FOLDER", help="folder to make; one that exists must be empty")
+
+
+def init(options: Namespace) -> int:
+    """Make a folder with a first configuration, and the commands to use it."""
+    folder: Path = options.folder
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UnusableError(f"{folder} is not an empty folder: give a new one, so that nothing is overwritten")
+    contents = {name: (shipped_root() / source).read_text(encoding="utf-8") for name, source in _PROJECT.items()}
+    try:
+        make_folder(folder)
+        for name, text in contents.items():
+            write_text(folder / name, text)
+    except OSError as error:
+        for name in contents:
+            (folder / name).unlink(missing_ok=True)
+        raise run_error(error, f"{folder} cannot be made: {error}") from error
+    print(f"{folder}: {', '.join(contents)}; {folder / 'README.md'} has the first commands")
+    return 0

@@ -1,0 +1,53 @@
+"""The function of `dist-mem sweep`, and its arguments."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from functools import partial
+from pathlib import Path
+
+from dist_mem.cli.arguments import count
+from dist_mem.errors import UnusableError
+
+
+def add_arguments(added: ArgumentParser) -> None:
+    """Add the arguments of `dist-mem sweep`."""
+    added.add_argument("sweep", type=Path, metavar="SWEEP.yaml", help="grid, rows, seeds and columns")
+    added.add_argument(
+        "overrides", nargs="*", default=[], help="key=value for every training; with --slurm also a site's YAML files"
+    )
+    added.add_argument(
+        "--jobs", type=partial(count, most=1000), default=1, metavar="N", help="trainings at one time (default: 1)"
+    )
+    added.add_argument("--ranks", type=count, default=1, metavar="N", help="processes per training (default: 1)")
+    added.add_argument("--out", type=Path, metavar="FOLDER", help="output (default: runs/sweep/NAME)")
+    what = added.add_mutually_exclusive_group()
+    what.add_argument("--estimate", action="store_true", help="print what it will take, and exit")
+    what.add_argument("--no-estimate", action="store_true", help="begin without trying every row first")
+    what.add_argument("--slurm", action="store_true", help="submit the trainings as a job array, and exit")
+
+
+def sweep(options: Namespace) -> int:
+    """Train and compare every combination of some settings, several at one time."""
+    from dist_mem.config import load_config
+    from dist_mem.reproduce.sweep import run, submit
+
+    files = [word for word in options.overrides if "=" not in word]
+    site = [word for word in options.overrides if word in files or word.startswith("launch.")]
+    extra = [word for word in options.overrides if word not in site]
+    if options.slurm:
+        config = load_config(["train.steps=1", *site])
+        return submit(options.sweep, config, out=options.out, jobs=options.jobs, extra=extra)
+    if files:
+        raise UnusableError(
+            f"{files[0]}: only --slurm takes files beside the sweep's; name it under train: in the sweep"
+        )
+    return run(
+        options.sweep,
+        out=options.out,
+        jobs=options.jobs,
+        ranks=options.ranks,
+        extra=extra,
+        estimates=not options.no_estimate,
+        only_estimate=options.estimate,
+    )
