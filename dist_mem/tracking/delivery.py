@@ -5,8 +5,9 @@ Entries are flushed to disk before they are sent, so that no crash can leave MLf
 make later entries count as sent. The next sender, a resumed job or `dist-mem track sync`, reads the tag first.
 
 MLflow cannot delete points, and draws two points of one step as a zigzag. So points that it has from before a rollback
-stay, and the points that replace them are sent under other names: `branch_2/loss` for steps 41 to 60, then `loss` again
-from step 61 on. Every name has every step once. Points superseded before they were sent are never sent.
+stay, and the points that replace them are sent under other names: `branch_2/train/loss` for steps 41 to 60, then
+`train/loss` again from step 61 on. Every name has every step once. Points superseded before they were sent are never
+sent.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_mem.runtime.files import fsync_path
+from dist_mem.tracking.groups import naming_of
 from dist_mem.tracking.journal import Entry, JournalReader, find_entries, is_superseded, read_entries
 from dist_mem.tracking.mlflow_access import brief, is_refusal
 from dist_mem.tracking.mlflow_run import UID_TAG, MlflowRun, Target
@@ -51,8 +53,8 @@ class Branch(NamedTuple):
         if self.last_sent < self.first:
             return f"steps {self.first} to {self.record.body['last']} made again from {made} on, before they were sent"
         return (
-            f"steps {self.first} to {self.last_sent} logged before {made} count no more; those that do are "
-            f"branch_{self.number}/loss and so on"
+            f"steps {self.first} to {self.last_sent} logged before {made} count no more; those that do have "
+            f"names that begin with branch_{self.number}/"
         )
 
 
@@ -93,17 +95,24 @@ def _last_sent(journal: Path, record: Entry, num_sent: int, older: Sequence[Bran
     return max([record.body["first"] - 1, *sent, *(branch.last_sent for branch in older)])
 
 
-def points_to_send(entries: Iterable[Entry], branches: Sequence[Branch]) -> list[Entry]:
-    """Return the entries that are not superseded, with their metrics renamed where they belong to a branch."""
+def points_to_send(entries: Iterable[Entry], branches: Sequence[Branch], *, format_version: int) -> list[Entry]:
+    """Return the entries that are not superseded, with their metrics under the names that MLflow gets.
+
+    Args:
+        format_version: of the journal, which decides whether names are in groups.
+    """
     records = [branch.record for branch in branches]
-    return [_renamed(entry, branches) for entry in entries if not is_superseded(entry, records)]
+    name = naming_of(format_version)
+    return [_renamed(entry, branches, name) for entry in entries if not is_superseded(entry, records)]
 
 
-def _renamed(entry: Entry, branches: Sequence[Branch]) -> Entry:
-    made_by = [branch for branch in branches if branch.record.body["before"] <= entry.time]
-    if entry.kind != "point" or not made_by or not made_by[-1].first <= entry.body["step"] <= made_by[-1].last_sent:
+def _renamed(entry: Entry, branches: Sequence[Branch], name: Callable[[str], str]) -> Entry:
+    if entry.kind != "point":
         return entry
-    metrics = {f"branch_{made_by[-1].number}/{name}": value for name, value in entry.body["metrics"].items()}
+    made_by = [branch for branch in branches if branch.record.body["before"] <= entry.time]
+    is_other = bool(made_by) and made_by[-1].first <= entry.body["step"] <= made_by[-1].last_sent
+    prefix = f"branch_{made_by[-1].number}/" if is_other else ""
+    metrics = {prefix + name(old): value for old, value in entry.body["metrics"].items()}
     return entry._replace(body={**entry.body, "metrics": metrics})
 
 
@@ -118,6 +127,7 @@ class Sender:
         self.run = MlflowRun(target, report=report)
         self.num_sent = 0  # entries sent by this object
         self.branches: list[Branch] = []  # that were found so far
+        self.format_version = target.header.format_version
         self._uid = target.header.uid
         self._journal = journal
         self._report = report
@@ -181,7 +191,8 @@ class Sender:
 
     def _send_batch(self, batch: Sequence[Entry], branches: Sequence[Branch]) -> None:
         """Send all but files: first the points, then the rest in order, so that FINISHED follows the last point."""
-        points = points_to_send((entry for entry in batch if entry.kind in _POINTS), branches)
+        entries = (entry for entry in batch if entry.kind in _POINTS)
+        points = points_to_send(entries, branches, format_version=self.format_version)
         try:
             self.run.send_points(points)
         except Exception as error:
@@ -189,8 +200,16 @@ class Sender:
             for entry in points:  # one of them is refused: send the others
                 self._try(self.run.send_points, [entry], name=f"the figures of step {entry.body['step']}")
         for entry in batch:
+            if entry.kind == "checkpoint":
+                entry = self._checkpoint_to_send(entry, branches)
             if entry.kind not in (*_POINTS, *_FILES, "superseded"):
                 self._try(self.run.send, entry, name=entry.kind)
+
+    def _checkpoint_to_send(self, entry: Entry, branches: Sequence[Branch]) -> Entry:
+        """Return the entry of a checkpoint with its points as the run has them."""
+        points = [Entry(*point) for point in entry.body["points"]]
+        points = points_to_send(points, branches, format_version=self.format_version)
+        return entry._replace(body={**entry.body, "points": points})
 
     def _send_files(self, batch: Sequence[Entry]) -> bool:
         """Send the files; return whether there were any."""

@@ -1,7 +1,7 @@
 """The journal of a run: the entries for MLflow, written first and sent later. One JSON object a line.
 
     RUN/mlflow/train.jsonl
-    {"format_version": 1, "uid": "5c1f...", "run_name": "demo", "experiment": {"name": "dist_mem"}}
+    {"format_version": 3, "uid": "5c1f...", "run_name": "demo", "experiment": {"name": "dist_mem"}}
     {"kind": "point", "time": 1764000000123, "body": {"step": 10, "metrics": {"loss": 5.1}}}
 
 One process appends; delivery.py reads, in that process or in another one (`dist-mem track sync`). A journal only
@@ -23,7 +23,7 @@ from dist_mem.errors import UnusableError
 from dist_mem.runtime.files import fsync_path, make_folder, naming, write_text
 
 JOURNAL = Path("mlflow") / "train.jsonl"  # in the run directory; journals of evaluations are in the same folder
-FORMAT_VERSION = 1
+FORMAT_VERSION = 3  # 1: MLflow has the plain names of metrics, 2: former names in groups, see groups.py
 DAMAGED = "damaged"  # kind of an entry that cannot be read
 
 
@@ -34,7 +34,8 @@ class JournalError(UnusableError):
 class Entry(NamedTuple):
     """One entry of a journal."""
 
-    kind: str  # point | system | superseded | params | tags | datasets | status | artifact | text
+    # point | system | superseded | params | tags | datasets | checkpoint | description | status | artifact | text
+    kind: str
     time: int  # milliseconds since 1970
     body: Mapping[str, Any]
 
@@ -45,6 +46,7 @@ class Header(NamedTuple):
     uid: str
     run_name: str
     experiment: Mapping[str, str]  # {"name": ...} or {"id": ...}
+    format_version: int = FORMAT_VERSION  # of the journal, for as long as it exists
 
 
 def new_uid() -> str:
@@ -58,7 +60,7 @@ def read_header(path: Path) -> Header:
         line = file.readline()
     try:
         content = json.loads(line)
-        version = content.pop("format_version")
+        version = content["format_version"]
         if version <= FORMAT_VERSION:
             return Header(**content)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -68,7 +70,7 @@ def read_header(path: Path) -> Header:
 
 def write_journal(path: Path, header: Header, entries: Iterable[Entry] = ()) -> None:
     """Write a complete journal, atomically."""
-    first = json.dumps({"format_version": FORMAT_VERSION, **header._asdict()}) + "\n"
+    first = json.dumps({"format_version": header.format_version, **header._asdict()}) + "\n"
     make_folder(path.parent)
     write_text(path, first + "".join(_encode(entry) for entry in entries))
 

@@ -17,10 +17,11 @@ from urllib.parse import urlsplit
 from dist_mem.errors import TakenOverError
 from dist_mem.runtime.environment import system_metrics_interval
 from dist_mem.tracking.delivery import Delivery, Sender
-from dist_mem.tracking.journal import Journal, find_entries, is_superseded, read_entries
+from dist_mem.tracking.groups import in_group
+from dist_mem.tracking.journal import Entry, Journal, find_entries, is_superseded, read_entries
 from dist_mem.tracking.mlflow_run import Target, client_tags
 from dist_mem.tracking.stores import read_run_id
-from dist_mem.tracking.system_metrics import SystemMetrics, system_monitors
+from dist_mem.tracking.system_metrics import PREFIX, SystemMetrics, system_monitors
 from dist_mem.tracking.tracker import Point, Sink
 
 FLUSH_SECONDS = 6.0  # longest wait of `close` for MLflow; with the preflight, a dead server costs less than 10
@@ -123,6 +124,7 @@ class JournalSink(Sink):
         self._journal, self._target, self._report = journal, target, discreet(report, target.uri)
         self._known_run_id = read_run_id(target.run_dir)
         self._rollback = Rollback(history.past, first_step=first_step, measurements=measurements)
+        self._since_checkpoint: list[Entry] = []  # points past the newest checkpoint
         self._is_closed = False
         self._system: SystemMetrics | None = None
         self._sender: Sender | None = None
@@ -150,9 +152,13 @@ class JournalSink(Sink):
             return
         if steps := self._rollback.supersedes(point):  # before the point, so that its sender knows of it
             self.record("superseded", {"first": steps[0], "last": steps[-1], "before": self._began})
-        self._journal.append("point", {"step": point.step, "metrics": point.metrics}, time=point.time)
+        body = {"step": point.step, "metrics": point.metrics}
+        logged_at = self._journal.append("point", body, time=point.time)
+        of_model = {name: value for name, value in point.metrics.items() if not in_group(name).startswith(PREFIX)}
+        self._since_checkpoint.append(Entry("point", logged_at, {**body, "metrics": of_model}))
 
     def rewind(self, step: int) -> None:
+        self._since_checkpoint = []
         past = read_history(self._journal, step).past
         self._rollback = Rollback(past, first_step=step, measurements=self._rollback.measurements)
         self._began = self._journal.advance_clock()
@@ -161,12 +167,16 @@ class JournalSink(Sink):
         self._journal.flush()
 
     def record(self, kind: str, body: Mapping[str, Any]) -> None:
+        if kind == "checkpoint":
+            body = {**body, "points": [entry for entry in self._since_checkpoint if entry.body["step"] == body["step"]]}
+            self._since_checkpoint = [entry for entry in self._since_checkpoint if entry.body["step"] > body["step"]]
         self._journal.append(kind, body, time=time.time())
 
     def close(self, status: str) -> None:
         if self._system is not None:
             self._system.close()
         try:
+            self.record("description", {})
             self.record("status", {"status": status})
         except TakenOverError:  # the other job reports and sends the rest
             self._is_closed = True
@@ -182,6 +192,8 @@ class JournalSink(Sink):
                 f"MLflow at {self._target.uri} has not received everything yet; resuming the run sends the rest, and "
                 f"so does: {sync}"
             )
+        else:
+            self._notify(f"MLflow: {self._sender.run.where}")
         self._is_closed = True
 
     def _send(self) -> None:

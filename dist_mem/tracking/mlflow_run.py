@@ -22,6 +22,8 @@ from dist_mem.runtime.environment import quiet_tracking_environment
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.names import is_plain_path
 from dist_mem.tracking.journal import Entry, Header, JournalError
+from dist_mem.tracking.logged_models import log_checkpoint
+from dist_mem.tracking.mlflow_page import NOTE_TAG, description, folder_of, where_to_look
 from dist_mem.tracking.mlflow_tables import prepare
 from dist_mem.tracking.stores import RUN_ID_FILE, read_run_id, store_uri
 
@@ -104,10 +106,12 @@ class MlflowRun:
         """Import mlflow; send nothing yet. `report` is called with a line for the user."""
         import_mlflow_quietly()  # not in a thread: imports of two threads can deadlock
         self.run_id: str | None = None
+        self.where = ""  # how to open its curves
         self.tags: Mapping[str, str] = {}  # of the run, when it was opened
         self._target = target
         self._report = report
         self._client: Any = None
+        self._run: Any = None
         self._params: dict[str, str] = {}
 
     def open(self, start_time: int | None) -> None:
@@ -120,6 +124,8 @@ class MlflowRun:
                 f"MLflow at {self._target.uri} keeps its files at {run.info.artifact_uri}, and only the run directory "
                 f"names it: to send them there, add tracking.uri={self._target.uri}"
             )
+        self._run = run
+        self.where = where_to_look(self._target.uri, run.info.experiment_id, run.info.run_id)
         self.run_id, self.tags, self._params = run.info.run_id, run.data.tags, dict(run.data.params)
         self._report(f"MLflow run {run.info.run_name} ({self.run_id}) at {self._target.uri}")
 
@@ -127,7 +133,7 @@ class MlflowRun:
         uri, run_dir, header, _ = self._target
         known = read_run_id(run_dir)
         self._client = self._client or connect(uri, self._report)
-        run = _find_run(self._client, known) if known else None
+        run = find_run(self._client, known) if known else None
         if run is None:
             experiment_id = _experiment_id(self._client, header.experiment)
             lost = f"tags.`{UID_TAG}` = '{header.uid}'"  # created by a request whose response was lost
@@ -144,7 +150,7 @@ class MlflowRun:
 
     def is_there(self) -> bool:
         """Whether MLflow still has the run."""
-        return self.run_id is not None and _find_run(self._client, self.run_id) is not None
+        return self.run_id is not None and find_run(self._client, self.run_id) is not None
 
     def steps_of(self, name: str) -> set[int]:
         """Return the steps at which the run has this metric."""
@@ -173,13 +179,19 @@ class MlflowRun:
         body = entry.body
         match entry.kind:
             case "params":
-                self._send_params(body["params"], step=body["step"])
+                self._send_params(body["params"], step=body["step"], changes=body.get("changes"))
+            case "checkpoint":
+                points = [Entry(*point) for point in body["points"]]
+                log_checkpoint(self._client, self._run, step=body["step"], path=body.get("path"), points=points)
+            case "description":
+                self._describe()
             case "tags":
                 self.send_tags(body)
             case "datasets":
                 self._send_datasets(body["datasets"])
             case "artifact":
-                self._client.log_artifact(self.run_id, str(file_inside(self._target.run_dir, body["path"])))
+                path = file_inside(self._target.run_dir, body["path"])
+                self._client.log_artifact(self.run_id, str(path), folder_of(body["path"]))
             case "text":
                 if not is_plain_path(body["name"]):
                     raise JournalError(f"{body['name']!a} is no plain name for a text")
@@ -191,22 +203,43 @@ class MlflowRun:
             case _:
                 raise JournalError(f"this is no entry that can be read: {entry}")
 
-    def _send_params(self, params: Mapping[str, str], *, step: int) -> None:
-        """Send new parameters; describe changed ones, which MLflow refuses, in a tag with the step."""
-        from mlflow.entities import Param
+    def _describe(self) -> None:
+        """Write the newest results into the description, unless the user has written another one."""
+        run = self._client.get_run(self.run_id)
+        present, page = run.data.tags.get(NOTE_TAG), {"experiment_id": run.info.experiment_id, "run_id": self.run_id}
+        if text := description(run.data.metrics, present, **page):
+            self.send_tags({NOTE_TAG: text})
 
+    def _send_params(self, params: Mapping[str, str], *, step: int, changes: str | None) -> None:
+        """Send new parameters; describe changed ones, which MLflow refuses, in a tag with the step.
+
+        Args:
+            changes: what has changed; None: find out, as for entries of older versions.
+        """
         cut = {name: value[:_PARAM_CHARS] for name, value in params.items()}
-        new = [Param(name, value) for name, value in cut.items() if name not in self._params]
-        for start in range(0, len(new), _PARAMS_PER_REQUEST):
-            self._client.log_batch(self.run_id, params=new[start : start + _PARAMS_PER_REQUEST])
-        changes = [
-            f"{name}: {self._params[name]} -> {value}"
-            for name, value in cut.items()
-            if self._params.get(name, value) != value
-        ]
-        self._params = {**cut, **self._params}
+        self._add_params(cut)
+        if changes is None:
+            changes = "; ".join(
+                f"{name}: {self._params[name]} -> {value}" for name, value in cut.items() if self._params[name] != value
+            )
         if changes:
-            self.send_tags({f"dist_mem.changed_params.step_{step}": "; ".join(changes)})
+            self.send_tags({f"dist_mem.changed_params.step_{step}": changes})
+
+    def _add_params(self, params: Mapping[str, str]) -> None:
+        """Send the parameters that the run lacks; another job of the run may be sending them too."""
+        from mlflow.entities import Param
+        from mlflow.exceptions import MlflowException
+
+        while absent := [name for name in params if name not in self._params][:_PARAMS_PER_REQUEST]:
+            try:
+                self._client.log_batch(self.run_id, params=[Param(name, params[name]) for name in absent])
+            except MlflowException:  # MLflow refuses the whole batch for one parameter with another value
+                present = self._client.get_run(self.run_id).data.params
+                if not any(name in present for name in absent):
+                    raise
+                self._params |= present
+            else:
+                self._params |= {name: params[name] for name in absent}
 
     def _send_datasets(self, datasets: Sequence[Mapping[str, Any]]) -> None:
         from mlflow.entities import Dataset, DatasetInput, InputTag
@@ -227,7 +260,7 @@ class MlflowRun:
         self._client.log_inputs(self.run_id, datasets=inputs)
 
 
-def _find_run(client: MlflowClient, run_id: str) -> Run | None:
+def find_run(client: MlflowClient, run_id: str) -> Run | None:
     """Return the run; None if the store does not have it or the user has deleted it."""
     from mlflow.exceptions import MlflowException
 

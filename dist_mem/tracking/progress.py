@@ -11,6 +11,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from dist_mem.runtime.terminal import WIDTH, coloured
 from dist_mem.tracking.tracker import Point, Sink
 
 # The metrics that the progress line knows by name (dist_mem.training.meter makes them).
@@ -25,17 +26,31 @@ def _measures(metrics: Mapping[str, float]) -> Iterator[str]:
     if LOSS in metrics:
         yield f"loss {metrics[LOSS]:.4f}"
     if PERPLEXITY in metrics:
-        yield f"ppl {metrics[PERPLEXITY]:.2f}"
+        value = metrics[PERPLEXITY]
+        yield f"ppl {value:>8,.2f}" if value < 1e5 else f"ppl {value:>8.2e}"
     if TOKENS_PER_SECOND in metrics:
-        yield f"{metrics[TOKENS_PER_SECOND]:,.0f} tokens/s"
+        yield f"{metrics[TOKENS_PER_SECOND]:>7,.0f} tokens/s"
 
 
 def _details(point: Point) -> str:
-    """Format a point of an evaluation: the metrics of its split, whose name comes once, and the memory's gain."""
+    """Format a point of an evaluation: the metrics of its split, whose name comes once, and the memory's gain.
+
+    The figures are on as many lines as they need, each below the first.
+    """
     split = next(iter(point.metrics), "").split("/")[0]
     shown = {name: value for name, value in point.metrics.items() if name.startswith(f"{split}/") or name == GAIN}
-    figures = (f"{name.removeprefix(f'{split}/')} {value:,.2f}" for name, value in shown.items())
-    return "  ".join([f"step {point.step}: {split}", *figures])
+    lines, begin = [""], f"step {point.step}: {split}"
+    for name, value in shown.items():
+        figure = f"  {_in_words(name.removeprefix(f'{split}/'))} {value:,.2f}"
+        if len(begin) + len(lines[-1]) + len(figure) > WIDTH:
+            lines.append("")
+        lines[-1] += figure
+    return begin + f"\n{' ' * len(begin)}".join(lines)
+
+
+def _in_words(name: str) -> str:
+    """Return the name of a metric as it is printed: `word ppl`."""
+    return name.replace("perplexity", "ppl").replace("/", " ").replace("bits_per_byte", "bits/byte").replace("_", " ")
 
 
 class ProgressBar(Sink):
@@ -59,7 +74,7 @@ class ProgressBar(Sink):
         self._bar.update(point.step - self._bar.n)
 
     def message(self, text: str) -> None:
-        self._bar.write(text, file=self._bar.fp)
+        self._bar.write(coloured(text, sys.stderr), file=self._bar.fp)
 
     def close(self, status: str) -> None:
         self._bar.close()
@@ -81,11 +96,11 @@ class ProgressLines(Sink):
         elif point.step % self._every == 0 or point.step >= self._total_steps:
             seconds, steps_left = time.monotonic() - self._started, max(0, self._total_steps - point.step)
             eta = time_left(seconds, max(1, point.step - self._first_step), steps_left)
-            step = f"step {point.step}/{self._total_steps}"
+            step = f"step {point.step:>{len(str(self._total_steps))}}/{self._total_steps}"
             self.message("  ".join([step, *_measures(point.metrics), f"eta {eta}"]))
 
     def message(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        print(coloured(text, self._stream), file=self._stream, flush=True)
 
 
 def progress_sink(*, total_steps: int, first_step: int, every: int) -> Sink:

@@ -1,4 +1,6 @@
-"""Start the tracking of a run: metrics.jsonl, a progress bar, MLflow; and log the run's metadata. Only rank 0 tracks.
+"""Start the tracking of a run: its sinks, such as metrics.jsonl, a progress bar and MLflow; and log its metadata.
+
+Only rank 0 tracks.
 
     tracker = start_tracking(config, run_dir=run_dir, run_id=None, total_steps=1000, first_step=0)
     tracker.log(10, {"loss": 5.1})            # writes a line to each of two files: tens of microseconds
@@ -18,8 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from dist_mem.config import Config
 from dist_mem.config.environment_values import as_written
 from dist_mem.data.directory import local_dir
@@ -34,10 +34,15 @@ from dist_mem.runtime.lease import refuse_if_taken_over_throttled
 from dist_mem.tracking.journal import JOURNAL, Entry, Header, Journal, new_uid, write_journal
 from dist_mem.tracking.journal_sink import JournalSink, read_history
 from dist_mem.tracking.mlflow_run import target_of
+from dist_mem.tracking.parameters import parameters_entry
 from dist_mem.tracking.progress import progress_sink
+from dist_mem.tracking.prometheus_file import PrometheusFile
 from dist_mem.tracking.provenance import git_state, start_in_words, versions, who_runs_what
 from dist_mem.tracking.stores import choose_sending, experiment_of, settle_run_id
+from dist_mem.tracking.tensorboard_files import FOLDER as TENSORBOARD
+from dist_mem.tracking.tensorboard_files import TensorBoardFiles
 from dist_mem.tracking.tracker import METRICS_FILE, MetricsFile, Point, Sink, Tracker
+from dist_mem.tracking.wandb_run import WandbRun
 
 _DIGEST_CHARS = 36  # MLflow's limit
 _GIT_DIFF = "git.diff"
@@ -89,12 +94,34 @@ def start_tracking(
                 on_failure=on_failure,
             )
             sinks.insert(1, sink)
+        sinks[1:1] = _files_for_others(
+            config, run_dir, metrics_file.kept, first_step, report=progress.message, on_failure=on_failure
+        )
         tracker = Tracker(sinks)
-        # Unresolved: a value from the environment may be a secret.
-        tree: Any = OmegaConf.to_container(config, resolve=False)
-        tracker.log_params(tree, step=first_step)
         on_failure.pop_all()
     return tracker
+
+
+def _files_for_others(
+    config: Config,
+    run_dir: Path,
+    kept: Sequence[Point],
+    first_step: int,
+    *,
+    report: Callable[[str], None],
+    on_failure: ExitStack,
+) -> list[Sink]:
+    """Return the sinks of TensorBoard, Prometheus and W&B, as far as the configuration asks for them."""
+    sinks: list[Sink] = []
+    if config.tracking.prometheus:
+        sinks.append(PrometheusFile(Path(config.tracking.prometheus), run_name=config.name))
+    if config.tracking.tensorboard:
+        sinks.append(TensorBoardFiles(run_dir / TENSORBOARD, kept, first_step=first_step))
+        on_failure.callback(sinks[-1].close, "FAILED")
+    if config.tracking.wandb:
+        sinks.append(WandbRun(config, run_dir, kept, report=report))
+        on_failure.callback(sinks[-1].close, "FAILED")
+    return sinks
 
 
 def _open_journal(config: Config, run_dir: Path, kept: Sequence[Point], guard: Callable[[], None]) -> Journal:
@@ -136,6 +163,7 @@ def _journal_sink(
     on_failure.callback(sink.close, "FAILED")
     if config.tracking.system_metrics:
         sink.add_system_metrics(history.num_system_points)
+    sink.record("params", parameters_entry(config, journal.path, step=first_step))
     sink.record("tags", {f"dist_mem.start_{history.num_starts + 1:03}": start_in_words(first_step)})
     return sink
 
@@ -156,7 +184,7 @@ def describe_run(
     git = git_state()
     tracker.log_tags({**who_runs_what(), **git.tags, **versions(), "world_size": str(world.size), **slurm_job()})
     sizes = describe(config, read_tokenizer_metadata(local_dir(config.data))["vocab_size"])
-    tracker.log_tags({f"model.{name}": str(size) for name, size in sizes.items()})
+    tracker.log_params({f"model.{name}": size for name, size in sizes.items()})
     tracker.log_artifact("config.yaml")
     if git.diff:
         tracker.log_text(git.diff, _GIT_DIFF)

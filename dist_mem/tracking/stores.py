@@ -77,6 +77,12 @@ def check_store(uri: str) -> None:
         raise UnusableError(f"{shown}, but there is no folder {file.parent}; create it, or set tracking.uri")
 
 
+def is_missing_file(uri: str) -> bool:
+    """Whether a store is an SQLite file that does not exist; MLflow would create it."""
+    file = _file_of(uri)
+    return uri.startswith("sqlite") and file is not None and not file.exists()
+
+
 def is_server(uri: str) -> bool:
     """Whether the store is reached through an HTTP server."""
     return urlsplit(uri).scheme in ("http", "https")

@@ -29,6 +29,7 @@ from dist_mem.config.check import flatten, stop_on
 from dist_mem.config.sources import COMMAND_LINE, plain_block, read_overrides, read_sources
 from dist_mem.config.text_checks import check_credentials, check_texts
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, CheckpointError, UnusableError
+from dist_mem.runtime.extras import is_installed, not_installed
 from dist_mem.runtime.lease import is_abandoned
 from dist_mem.tracking.delivery import Delivery, Sender, points_to_send
 from dist_mem.tracking.journal import (
@@ -193,10 +194,15 @@ def log_to_run(
     artifacts = [Entry("artifact", now, {"path": str(path.relative_to(run_dir))}) for path in files]
     points = [Entry("point", now, {"step": step, "metrics": metrics})] if metrics else []
     path = journal.parent / _EVALUATIONS.replace("*", new_uid())
-    write_journal(path, read_header(journal), [*points, *artifacts])  # in one write: a sender deletes it
+    texts = [Entry("checkpoint", now, {"step": step, "points": points}), Entry("description", now, {})]
+    write_journal(
+        path, read_header(journal), [*points, *(texts if metrics else []), *artifacts]
+    )  # in one write: a sender deletes it
     is_named = is_named_by_user(config, overrides)
     if not (is_named or is_local(store_uri(config))):
         return f"only the run directory names its MLflow server; to send the evaluation: {_naming(config, run_dir)}"
+    if not is_installed("mlflow"):
+        return f"{not_installed('mlflow', 'MLflow tracking')}; kept for later: dist-mem track sync {run_dir}"
     import_mlflow_quietly()  # here: an import can take seconds on a slow disk, and EVALUATION_SECONDS are for MLflow
     messages: list[str] = []
     delivery = Delivery(
@@ -257,7 +263,8 @@ def _local_gaps(run_dir: Path, counted: Counted | None) -> Iterator[str]:
 def _gaps_of_mlflow(run_dir: Path, sender: Sender) -> Iterator[str]:
     """Yield the points that MLflow lacks after `sender` has sent the journal. Raises any error of MLflow's client."""
     expected: dict[str, set[int]] = defaultdict(set)
-    for entry in points_to_send(_points_that_count(run_dir), sender.branches):
+    counted = _points_that_count(run_dir)
+    for entry in points_to_send(counted, sender.branches, format_version=sender.format_version):
         for name in entry.body["metrics"]:
             expected[name].add(entry.body["step"])
     # All metrics of a point are sent together: query one of the names that have the same steps.

@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dist_mem.config.check import flatten
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.files import fsync_path, naming, write_text
+from dist_mem.tracking.groups import with_present_names
 
 METRICS_FILE = "metrics.jsonl"
 STATUSES = ("FINISHED", "FAILED", "KILLED")
@@ -84,11 +84,10 @@ class Tracker:
         for sink in self._sinks:
             sink.log(point)
 
-    def log_params(self, params: Mapping[str, Any], *, step: int) -> None:
-        """Log parameters of the run, valid from `step` on; names of nested blocks are joined by dots."""
-        leaves = flatten(params)
-        flat = {name.replace("[", ".").replace("]", ""): str(value) for name, value in leaves.items()}
-        self._record("params", {"params": flat, "step": step})
+    def log_params(self, params: Mapping[str, Any]) -> None:
+        """Log parameters of the run that are no keys of the configuration; the first value of each counts."""
+        texts = {name: str(value) for name, value in params.items()}
+        self._record("params", {"params": texts, "changes": "", "step": 0, "is_config": False})
 
     def log_tags(self, tags: Mapping[str, str]) -> None:
         """Set tags of the run; a later value of a tag replaces the earlier one."""
@@ -97,6 +96,10 @@ class Tracker:
     def log_datasets(self, datasets: Sequence[Mapping[str, Any]]) -> None:
         """Log the datasets of the run: name, digest (at most 36 characters), source, context, profile of each."""
         self._record("datasets", {"datasets": datasets})
+
+    def log_checkpoint(self, step: int, path: Path) -> None:
+        """Log a checkpoint that is written; the points of its step have been logged before."""
+        self._record("checkpoint", {"step": step, "path": str(path)})
 
     def log_artifact(self, name: str) -> None:
         """Log a file of the run directory, with the content it has when it is sent."""
@@ -149,8 +152,8 @@ def read_points(path: Path) -> list[Point]:
             break
         try:
             record = json.loads(line)
-            points.append(Point(record["step"], record["time"], record["metrics"]))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            points.append(Point(record["step"], record["time"], with_present_names(record["metrics"])))
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             reason = f"{path}: line {number} is not a logged step ({error})"
             raise UnusableError(f"{reason}; remove or fix that line") from error
     return points

@@ -31,7 +31,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, books: Path, rank_pool: Ca
     changes = {
         "train": {"steps": STEPS},
         "checkpoint": {"every": EVERY},
-        "eval": {"every": 5, "lanes": 2},
+        "eval": {"every": 5, "batch_size": 2},
         "tracking": {"mlflow": True, "send": "never", "system_metrics": False},
     }
     config = write_config(folder / "run.yaml", books, folder / "run", changes)

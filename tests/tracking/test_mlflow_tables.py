@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from dist_mem.tracking.mlflow_run import connect, import_mlflow_quietly
-from tests.support.forked_ranks import SIGKILLED, fork_server
+from tests.support.fork_server import fork_server
+from tests.support.forked_ranks import SIGKILLED
 from tests.support.limits import limit
 
 WITHIN = [150, 1200]  # statements of the making: the first tables are there, and later ones are being copied

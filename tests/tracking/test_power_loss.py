@@ -12,7 +12,8 @@ from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import list_steps
 from dist_mem.runtime.lease import Lease
 from dist_mem.tracking.journal import JOURNAL, read_entries
-from tests.support.forked_ranks import Ranks, fork_server
+from tests.support.fork_server import fork_server
+from tests.support.forked_ranks import Ranks
 from tests.support.jobs import build_books, logged_steps, write_config
 from tests.support.limits import wait_until
 from tests.support.power import Disk, disk_without_power

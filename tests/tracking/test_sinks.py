@@ -91,9 +91,9 @@ def test_plain_lines_tell_loss_perplexity_speed_and_time_left() -> None:
         lines.log(Point(step, 0.0, {"loss": 2.0, "perplexity": 7.389, "tokens_per_second": 12345.6}))
     lines.log(Point(100, 0.0, {"validation/word_perplexity": 99.5, "validation/bits_per_byte": 1.25}))
     ten, hundred, evaluation = stream.getvalue().splitlines()
-    assert ten.startswith("step 10/100  loss 2.0000  ppl 7.39  12,346 tokens/s  eta 0:00:0")
+    assert ten.startswith("step  10/100  loss 2.0000  ppl     7.39   12,346 tokens/s  eta 0:00:0")
     assert hundred.endswith("eta 0:00:00")
-    assert evaluation == "step 100: validation  word_perplexity 99.50  bits_per_byte 1.25"
+    assert evaluation == "step 100: validation  word ppl 99.50  bits/byte 1.25"
 
 
 def test_bar_shows_the_logged_step_and_messages_do_not_break_it() -> None:
@@ -103,7 +103,7 @@ def test_bar_shows_the_logged_step_and_messages_do_not_break_it() -> None:
     bar.message("saved")
     bar.close("FINISHED")
     last = stream.getvalue().split("\r")[-1]
-    assert "50/100" in last and "loss 2.0000  ppl 7.39" in last
+    assert "50/100" in last and "loss 2.0000  ppl     7.39" in last
     assert "saved\n" in stream.getvalue()
 
 

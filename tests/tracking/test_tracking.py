@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -20,7 +21,9 @@ import pytest
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.tracking import journal_sink
 from dist_mem.tracking.delivery import Sender
+from dist_mem.tracking.groups import in_group
 from dist_mem.tracking.journal import JOURNAL, Entry, read_header
+from dist_mem.tracking.mlflow_page import NOTE_TAG
 from dist_mem.tracking.mlflow_run import MlflowRun, Target
 from dist_mem.tracking.stores import RUN_ID_FILE
 from dist_mem.tracking.sync import send_journals
@@ -69,7 +72,8 @@ def test_mlflow_sends_no_usage_figures_home(tmp_path: Path) -> None:
 def test_mlflow_gets_parameters_points_tags_data_files_and_the_end(
     sqlite_uri: str, client: Any, tmp_path: Path
 ) -> None:
-    tracker = start(config_for(sqlite_uri, data={"path": "x" * 600}), tmp_path)
+    config = config_for(sqlite_uri, data={"path": "x" * 600}, optimizer={"betas": [0.9, 0.95]})
+    tracker = start(config, tmp_path)
     for step in range(1, 1501):
         tracker.log(step, {"loss": 1 / step, "lr": 0.1})
     tracker.log(1500, {"validation/word_perplexity": 50.0})
@@ -87,8 +91,9 @@ def test_mlflow_gets_parameters_points_tags_data_files_and_the_end(
     assert (run.info.status, run.info.run_name) == ("FINISHED", "demo")
     assert run.info.start_time <= run.info.end_time - 1
     assert abs(run.info.end_time - before * 1000) < 1000
-    assert run.data.params["train.seg_len"] == "64"
-    assert run.data.params["optimizer.betas.1"] == "0.999"
+    differing = {"name", "tracking.uri", "tracking.system_metrics", "data.path", "optimizer.betas.1"}
+    assert set(run.data.params) == differing
+    assert run.data.params["optimizer.betas.1"] == "0.95"
     assert run.data.params["data.path"] == "x" * 500
     assert run.data.tags["mlflow.user"] == "ada"
     assert history(client, tracker.run_id, "loss") == [(step, 1 / step) for step in range(1, 1501)]
@@ -97,6 +102,36 @@ def test_mlflow_gets_parameters_points_tags_data_files_and_the_end(
     (dataset,) = run.inputs.dataset_inputs
     assert (dataset.dataset.name, dataset.dataset.digest, dataset.tags[0].value) == ("x/train", "0" * 36, "training")
     assert json.loads(dataset.dataset.profile) == {"tokens": 3}
+
+
+def test_pages_of_mlflow_have_the_results_in_a_table_pictures_in_a_folder_and_an_address(
+    sqlite_uri: str, client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracker = start(config_for(sqlite_uri), tmp_path)
+    tracker.log(1, {"loss": 2.0, "lr": 0.1})
+    tracker.log(1, {"validation/word_perplexity": 50.25})
+    for name in ("evaluations/test.json", "figures/passage.png"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+        tracker.log_artifact(name)
+    tracker.close("KILLED")
+    run_id = str(tracker.run_id)
+    note = client.get_run(run_id).data.tags[NOTE_TAG]
+    assert f"[train/loss](#/metric?runs=%5B%22{run_id}%22%5D&" in note  # the address of its chart
+    assert re.sub(r"\[(\S+)\]\(\S+\)", r"\1", note).splitlines()[2:] == [
+        "| metric | value |",
+        "|---|---|",
+        "| train/loss | 2 |",
+        "| eval/validation/word_perplexity | 50.25 |",
+    ]
+    folders = [file.path for name in ("evaluations", "plots") for file in client.list_artifacts(run_id, name)]
+    assert folders == ["evaluations/test.json", "plots/passage.png"]
+    page = f"/#/experiments/{client.get_run(run_id).info.experiment_id}/runs/{run_id}/model-metrics?workflowType="
+    command = f"curves: mlflow ui --backend-store-uri {sqlite_uri}, then http://127.0.0.1:5000{page}"
+    assert command in capsys.readouterr().err
+    client.set_tag(run_id, NOTE_TAG, "Mine.")
+    job(config_for(sqlite_uri), tmp_path, steps(2, 2), first_step=1)
+    assert client.get_run(run_id).data.tags[NOTE_TAG] == "Mine."
 
 
 def test_refused_entry_is_named_and_the_rest_arrives(
@@ -182,13 +217,13 @@ def test_a_rollback_to_another_branch_has_every_step_of_it_and_no_name_a_step_tw
     """MLflow, branch by branch, is metrics.jsonl: no chart zigzags, and nothing that counts is missing."""
     tracker = job(config_for(sqlite_uri), tmp_path, steps(1, 9))
     other = {step: step + 0.5 for step in range(6, 13)}
-    job(config_for(sqlite_uri, train={"lanes": 32}), tmp_path, other, first_step=5)
+    job(config_for(sqlite_uri, train={"global_batch_size": 32}), tmp_path, other, first_step=5)
     run = client.get_run(tracker.run_id)
-    assert run.data.params["train.lanes"] == "16"
-    assert run.data.tags["dist_mem.changed_params.step_5"] == "train.lanes: 16 -> 32"
+    assert "train.global_batch_size" not in run.data.params  # the default
+    assert run.data.tags["dist_mem.changed_params.step_5"] == "train.global_batch_size: 16 -> 32"
     says = run.data.tags["dist_mem.branch_2"]
     assert says.startswith("steps 6 to 9 logged before 20")
-    assert says.endswith("count no more; those that do are branch_2/loss and so on")
+    assert says.endswith("count no more; those that do have names that begin with branch_2/")
     assert f"MLflow cannot delete points: {says}" in capsys.readouterr().err
     points = points_of(client, str(tracker.run_id))
     assert max(Counter((name, step) for name, step, _, _ in points.elements()).values()) == 1
@@ -196,7 +231,7 @@ def test_a_rollback_to_another_branch_has_every_step_of_it_and_no_name_a_step_tw
     branch = {(name.removeprefix("branch_2/"), *rest) for name, *rest in points if name.startswith("branch_2/")}
     valid = [point for point in points if not point[0].startswith("branch_2/") and not 6 <= point[1] <= 9] + [*branch]
     logged = [
-        (name, point.step, int(point.time * 1000), value)
+        (in_group(name), point.step, int(point.time * 1000), value)
         for point in read_points(tmp_path / METRICS_FILE)
         for name, value in point.metrics.items()
     ]

@@ -268,7 +268,7 @@ def test_a_job_leaves_no_secret_anywhere_and_asks_nobody_but_the_server(
     client = connect(server.uri)
     run_id = (run_dir / RUN_ID_FILE).read_text().strip()
     assert client.get_run(run_id).info.status == "FINISHED"
-    assert {step for name, step, _, _ in points_of(client, run_id) if name == "loss"} == {1, 2, 3, 4}
+    assert {step for name, step, _, _ in points_of(client, run_id) if name == "train/loss"} == {1, 2, 3, 4}
     assert [point.step for point in read_points(run_dir / METRICS_FILE)] == [1, 2, 3, 4]
     store = [server.folder / "mlflow.db", *files_in(server.folder / "artifacts")]
     written = {str(path): path.read_bytes() for path in [*files_in(run_dir), config, *store]}

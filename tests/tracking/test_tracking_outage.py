@@ -16,6 +16,7 @@ from dist_mem.config import Config, save_config
 from dist_mem.errors import EXIT_DONE
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.tracking import sync
+from dist_mem.tracking.groups import in_group
 from dist_mem.tracking.mlflow_access import check_tracking
 from dist_mem.tracking.mlflow_run import connect
 from dist_mem.tracking.start import start_tracking
@@ -48,7 +49,7 @@ def logged(run_dir: Path) -> Counter[tuple[str, int, float | None]]:
     Nothing of saves: at which step one in the background is over, no two jobs have alike.
     """
     return Counter(
-        (name, point.step, None if name in MEASUREMENTS else value)
+        (in_group(name), point.step, None if name in MEASUREMENTS else value)
         for point in read_points(run_dir / METRICS_FILE)
         for name, value in point.metrics.items()
         if not name.startswith("checkpoint/")
@@ -58,11 +59,12 @@ def logged(run_dir: Path) -> Counter[tuple[str, int, float | None]]:
 def kept(client: Any, run_dir: Path) -> Counter[tuple[str, int, float | None]]:
     """The same of the MLflow run, its system metrics aside too."""
     points = points_of(client, run_id_of(run_dir))
+    measured = {in_group(name) for name in MEASUREMENTS if not name.startswith("checkpoint/")}
     return Counter(
-        (name, step, None if name in MEASUREMENTS else value)
+        (name, step, None if name in measured else value)
         for (name, step, _, value), count in points.items()
         for _ in range(count)
-        if not name.startswith(("system/", "checkpoint/"))
+        if name in measured or not name.startswith("system/")
     )
 
 

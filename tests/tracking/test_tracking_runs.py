@@ -14,10 +14,11 @@ from dist_mem.errors import UnusableError
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.tracking import sync
 from dist_mem.tracking.delivery import Sender
-from dist_mem.tracking.journal import JOURNAL, Header, new_uid, read_header, write_journal
-from dist_mem.tracking.mlflow_run import Target
+from dist_mem.tracking.journal import JOURNAL, Entry, Header, new_uid, read_header, write_journal
+from dist_mem.tracking.mlflow_run import MlflowRun, Target, target_of
 from dist_mem.tracking.stores import RUN_ID_FILE
 from dist_mem.tracking.sync import log_to_run, send_journals
+from tests.support.mlflow_server import points_of
 from tests.support.tracked import config_for, history, job, start, steps
 
 # Which run
@@ -48,6 +49,17 @@ def test_a_run_deleted_while_the_job_runs_is_replaced_too(sqlite_uri: str, clien
     sender.send()
     assert sender.run.run_id != tracker.run_id
     assert history(client, sender.run.run_id, "loss") == [(1, 1.0), (2, 2.0)]
+
+
+def test_a_run_from_before_there_were_groups_keeps_its_names(sqlite_uri: str, client: Any, tmp_path: Path) -> None:
+    """Its curves would be cut in two."""
+    header = Header(new_uid(), "demo", {"name": "dist_mem"}, format_version=1)
+    write_journal(tmp_path / JOURNAL, header, [Entry("point", 1, {"step": 1, "metrics": {"loss": 1.0}})])
+    tracker = job(config_for(sqlite_uri), tmp_path, steps(2, 3), first_step=1)
+    save_config(config_for(sqlite_uri), tmp_path / "config.yaml")
+    assert sync.run([tmp_path], [f"tracking.uri={sqlite_uri}"]) == 0
+    assert {name for name, *_ in points_of(client, str(tracker.run_id))} == {"loss", "seconds"}
+    assert [point.step for point in client.get_metric_history(tracker.run_id, "loss")] == [1, 2, 3]
 
 
 def test_run_with_an_unrecorded_id_is_found_again(sqlite_uri: str, client: Any, tmp_path: Path) -> None:
@@ -169,7 +181,7 @@ def test_an_evaluation_adds_to_the_run_and_leaves_its_status(sqlite_uri: str, cl
     tracker = job(config, tmp_path, {})
     assert log_to_run(config, run_dir=tmp_path, step=9, metrics=figures, files=[report]) is None
     assert history(client, tracker.run_id, "test/word_perplexity") == [(9, 60.0)]
-    assert [file.path for file in client.list_artifacts(tracker.run_id)] == ["report.json"]
+    assert [file.path for file in client.list_artifacts(tracker.run_id, "evaluations")] == ["evaluations/report.json"]
     assert client.get_run(tracker.run_id).info.status == "KILLED"
     assert [path.name for path in (tmp_path / "mlflow").iterdir()] == ["train.jsonl"]
 
@@ -204,3 +216,19 @@ def test_sync_refuses_other_folders_and_unknown_keys(tmp_path: Path) -> None:
         sync.run([tmp_path], ["tracking.ury=x"])
     with pytest.raises(UnusableError, match="give the directories"):
         sync.run([])
+
+
+def test_parameters_that_another_job_of_the_run_has_sent_meanwhile_are_no_refusal(
+    sqlite_uri: str, client: Any, tmp_path: Path
+) -> None:
+    """A suspended job and the one that took its run directory over may send them at once."""
+    config = config_for(sqlite_uri)
+    run_id = job(config, tmp_path, steps(1, 2)).run_id
+    run = MlflowRun(target_of(config, tmp_path, read_header(tmp_path / JOURNAL)), report=print)
+    run.open(None)
+    client.log_param(run_id, "sent", "by another job")
+    params = {"sent": "by this one", "new": "too"}
+    run.send(Entry("params", 0, {"params": params, "step": 2}))
+    found = client.get_run(run_id).data
+    assert {name: found.params[name] for name in params} == {"sent": "by another job", "new": "too"}
+    assert found.tags["dist_mem.changed_params.step_2"] == "sent: by another job -> by this one"

@@ -108,7 +108,7 @@ def test_an_array_task_imports_no_mlflow_and_a_sync_sends_what_counts_once(
         assert sync.run([run_dir], [f"tracking.uri={sqlite_uri}"]) == EXIT_DONE
     run_id = (run_dir / RUN_ID_FILE).read_text().strip()
     assert history(client, run_id, "loss") == [*steps(1, 5).items(), *((step, step + 0.5) for step in range(6, 12))]
-    assert {name for name, *_ in points_of(client, run_id)} == {"loss", "seconds"}
+    assert {name for name, *_ in points_of(client, run_id)} == {"train/loss", "train/seconds"}
     assert client.get_run(run_id).info.status == "FINISHED"
     assert "MLflow has everything already" in capsys.readouterr().out
 

@@ -1,0 +1,132 @@
+"""What TensorBoard and Prometheus read of a run, by their own readers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dist_mem.errors import UnusableError
+from dist_mem.tracking.groups import in_group
+from dist_mem.tracking.tensorboard_files import TensorBoardFiles
+from dist_mem.tracking.tracker import METRICS_FILE, Point, read_points
+from tests.support.faults import small_disk
+from tests.support.tracked import config_for, job, start, steps
+
+BOARD: Any = {"mlflow": False, "tensorboard": True}
+
+
+def shown(folder: Path, tag: str = "train/loss") -> list[tuple[int, float]]:
+    """Return the points (step, value) of a curve of TensorBoard."""
+    read = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    read.Reload()
+    return [(event.step, event.value) for event in read.Scalars(tag)]
+
+
+def recorded(run_dir: Path) -> list[tuple[int, float]]:
+    return [(point.step, point.metrics["loss"]) for point in read_points(run_dir / METRICS_FILE)]
+
+
+def test_tensorboard_shows_every_step_of_metrics_jsonl_once_after_a_kill_a_resume_and_a_rollback(
+    tmp_path: Path,
+) -> None:
+    config = config_for("sqlite:///unused.db", tracking=BOARD)
+    killed = start(config, tmp_path)  # never closed
+    for step in range(1, 8):
+        killed.log(step, {"loss": float(step)})
+    assert shown(tmp_path / "tensorboard") == recorded(tmp_path)
+    resumed = start(config, tmp_path, first_step=5)
+    for step, loss in {6: 60.0, 7: 70.0, 8: 80.0}.items():
+        resumed.log(step, {"loss": loss})
+    resumed.rewind(6)
+    resumed.log(7, {"loss": 700.0})
+    resumed.close("FINISHED")
+    assert shown(tmp_path / "tensorboard") == recorded(tmp_path) == [*steps(1, 5).items(), (6, 60.0), (7, 700.0)]
+    killed.close("KILLED")
+
+
+def test_tensorboard_has_the_points_from_before_it_was_switched_on(tmp_path: Path) -> None:
+    job(config_for("sqlite:///unused.db", tracking=BOARD | {"tensorboard": False}), tmp_path, steps(1, 3))
+    job(config_for("sqlite:///unused.db", tracking=BOARD), tmp_path, steps(3, 4), first_step=2)
+    assert shown(tmp_path / "tensorboard") == [*steps(1, 4).items()]
+
+
+def test_a_node_whose_clock_is_behind_continues_the_curves(tmp_path: Path) -> None:
+    (tmp_path / "events.out.tfevents.9999999998.of_the_future").touch()
+    sink = TensorBoardFiles(tmp_path, [], first_step=0)
+    sink.close("KILLED")
+    assert sorted(path.name for path in tmp_path.iterdir())[-1].startswith("events.out.tfevents.9999999999.")
+
+
+def test_a_full_disk_is_an_error_that_names_the_event_file(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "size=16k") as disk:
+        sink = TensorBoardFiles(disk, [], first_step=0)
+        with pytest.raises(OSError, match=r"No space left on device: '.*/events.out.tfevents"):
+            for step in range(1000):
+                sink.log(Point(step, 0.0, {"loss": 1.0}))
+        sink.close("FAILED")
+
+
+def test_prometheus_reads_the_last_value_of_every_metric_and_the_heartbeat(tmp_path: Path) -> None:
+    path = tmp_path / "demo.prom"
+    tracker = start(config_for("unused", tracking={"mlflow": False, "prometheus": str(path)}), tmp_path)
+    tracker.log(10, {"loss": 3.0, "goodput/useful": 0.5})
+    tracker.log(20, {"loss": 2.0})
+    tracker.log(20, {"validation/word_perplexity": 50.0})
+    tracker.close("FINISHED")
+    samples = [sample for family in text_string_to_metric_families(path.read_text()) for sample in family.samples]
+    assert all(sample.labels == {"run": "demo"} for sample in samples)
+    figures = {sample.name.removeprefix("dist_mem_"): sample.value for sample in samples}
+    *_, last = read_points(tmp_path / METRICS_FILE)
+    assert figures == {
+        "train_loss": 2.0,
+        "system_goodput_useful": 0.5,
+        "eval_validation_word_perplexity": 50.0,
+        "step": 20.0,
+        "heartbeat_timestamp_seconds": last.time,
+    }
+    assert [*tmp_path.glob("*prom*")] == [path]
+
+
+@pytest.mark.parametrize(
+    ("tracking", "package", "message"),
+    [
+        ({"wandb": True}, "wandb", r"wandb is not installed.*dist-mem\[wandb\].*or set tracking.wandb=false"),
+        ({"tensorboard": True}, "tensorboard", r"tensorboard is not installed.*dist-mem\[metrics\]"),
+        ({"prometheus": "x.prom"}, "prometheus_client", r"prometheus_client is not installed.*dist-mem\[metrics\]"),
+        ({"prometheus": "x.txt"}, None, r"files whose names end in \.prom; give one"),
+        ({"prometheus": "nowhere/x.prom"}, None, "there is no folder nowhere; create it"),
+    ],
+)
+def test_what_cannot_be_written_is_said_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracking: dict[str, Any], package: str | None, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if package:
+        monkeypatch.setitem(sys.modules, package, None)  # as Python sees a package that is not installed
+    with pytest.raises(UnusableError, match=message):
+        start(config_for("unused", tracking={"mlflow": False} | tracking), tmp_path / "run")
+
+
+NAMES = {
+    "loss": "train/loss",
+    "divergence/skipped": "train/divergence/skipped",
+    "validation/word_perplexity": "eval/validation/word_perplexity",
+    "test/word_perplexity": "eval/test/word_perplexity",
+    "memory/gain": "memory/gain",
+    "peak_memory_gb": "system/peak_memory_gb",
+    "recall_perplexity": "recall_ppl/perplexity",
+    "validation/recall_perplexity_memory": "recall_ppl/validation/perplexity_memory",
+    "goodput/useful": "system/goodput/useful",
+    "checkpoint/bytes": "system/checkpoint/bytes",
+    "system/cpu_utilization_percentage": "system/cpu_utilization_percentage",
+}
+
+
+def test_every_metric_is_in_a_group_and_keeps_it() -> None:
+    assert {name: in_group(name) for name in NAMES} == NAMES
+    assert [in_group(name) for name in NAMES.values()] == [*NAMES.values()]
