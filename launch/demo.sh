@@ -26,7 +26,7 @@ stop_halfway() {
 
 say "1. A library of synthetic books, a tokenizer, shards"
 python shards/build_sample.py --out data/sample
-dist-mem prepare verify data/sample
+dist-mem data verify data/sample
 
 say "2. What will be trained"
 dist-mem train "$config" --check --world 2

@@ -19,10 +19,10 @@ mkdir -p "$out"
 export DS_BUILD_OPS=0
 pip wheel --wheel-dir "$out" --requirement requirements-dev.txt 'setuptools>=68' # as in pyproject.toml, for `pip install .`
 mkdir "$scratch/source"
-cp -r pyproject.toml requirements.txt README.md LICENSE dist_mem "$scratch/source" # setuptools would leave its build/ here
+cp -r pyproject.toml setup.py README.md LICENSE NOTICE dist_mem configs examples launch shards "$scratch/source" # setuptools would leave its build/ here
 pip wheel --wheel-dir "$out" --no-deps "$scratch/source"
 
 # What is missing is told here and not at the site.
-PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS=$out pip install --dry-run --no-index --requirement requirements-dev.txt dist-mem
+PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS=$out pip install --dry-run --no-index --requirement requirements-dev.txt 'dist-mem[all]'
 (cd "$out" && sha256sum -- *.whl >SHA256SUMS)
 echo "$out: $(find "$out" -name '*.whl' | wc -l) wheels, $(du -sh "$out" | cut -f1), for $("$scratch/venv/bin/python" --version)"

@@ -21,6 +21,7 @@ from dist_mem.runtime.environment import node_name
 from dist_mem.runtime.findings import FAIL, WARNING, Finding, Place, fail, failed, lines
 from dist_mem.runtime.ranks import read_ranks
 from dist_mem.runtime.rendezvous import wait_for_ranks
+from dist_mem.runtime.terminal import coloured
 
 _TIMEOUT = 120.0  # seconds that ranks wait for each other; short, because the command is interactive
 
@@ -63,7 +64,7 @@ def run(config: Config | None, *, seconds: float = _TIMEOUT) -> int:
 
 def _show(findings: Sequence[Finding], *, if_: bool) -> None:
     if if_:
-        print("\n".join(lines(findings)), flush=True)
+        print("\n".join(coloured(line, sys.stdout) for line in lines(findings)), flush=True)
 
 
 def _end(findings: Sequence[Finding], began: float, *, prints: bool) -> int:

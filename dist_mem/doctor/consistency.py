@@ -13,7 +13,7 @@ from dist_mem.config import Config
 from dist_mem.config.check import flatten
 from dist_mem.data.directory import local_dir
 from dist_mem.data.remote.fetch import is_remote
-from dist_mem.data.shard import INDEX_NAME, read_index_metadata
+from dist_mem.data.shard import INDEX_NAME, read_index
 from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_metadata
 from dist_mem.runtime.files import sha256_of
 from dist_mem.runtime.findings import Finding, Place, Remark, fail, ok, warning
@@ -27,7 +27,7 @@ Fingerprint = dict[str, str]  # item -> version, value or checksum on this rank
 _FIXES = {
     "code": "install the same everywhere: one environment on a disk that all nodes share, or one image",
     "configuration": "give every rank the same files and overrides",
-    "data": "copy the data there again, or build it there: dist-mem prepare verify",
+    "data": "copy the data there again, or build it there: dist-mem data verify",
 }
 
 
@@ -83,12 +83,12 @@ def check_tars(config: Config) -> Iterator[Remark]:
     split_dir = local_dir(data) / data.train_split
     if is_remote(data.path) or data.stage != "none" or not (split_dir / INDEX_NAME).is_file():
         return  # fetched or staged tars are compared later; the job reports a missing index
-    for shard in read_index_metadata(split_dir / INDEX_NAME)["shards"]:
-        path = split_dir / shard["name"]
+    for shard in read_index(split_dir).shards:
+        path = split_dir / shard.name
         size = path.stat().st_size if path.exists() else None
-        if size != shard["bytes"]:
+        if size != shard.bytes:
             has = f"is {MISSING}" if size is None else f"has {size:,} bytes"
-            text = f"{path} {has}; it had {shard['bytes']:,} when it was built"
+            text = f"{path} {has}; it had {shard.bytes:,} when it was built"
             if data.on_corrupt == "skip":
                 yield warning("data", f"{text}: its documents are skipped", _FIXES["data"])
             else:
@@ -105,7 +105,7 @@ def check_data(config: Config) -> tuple[()]:
     if not is_remote(data.path):
         read_tokenizer_metadata(local_dir(data))
         for split in _splits(config):
-            read_index_metadata(local_dir(data) / split / INDEX_NAME)
+            read_index(local_dir(data) / split)
     return ()
 
 

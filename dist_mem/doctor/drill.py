@@ -22,7 +22,7 @@ from dist_mem.doctor.drill_job import RANKS, SAVE_EVERY, DrillError, DrillJob, p
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_HUNG, EXIT_REQUEUE, EXIT_USAGE
 from dist_mem.runtime.ranks import is_rank0
 from dist_mem.runtime.signals import LEAST_SECONDS, STOP_FILE
-from dist_mem.runtime.watchdog import GATHER_SECONDS, REPORT_SECONDS
+from dist_mem.runtime.watchdog import report_seconds
 from dist_mem.tracking.journal import JOURNAL, find_entries
 
 _BREAK_AT = SAVE_EVERY + 5  # steps: a checkpoint exists, but not of the last step
@@ -88,7 +88,7 @@ def break_by_stopped_rank(job: DrillJob) -> list[int]:
     job.signal(1, signal.SIGSTOP)
     began = time.monotonic()
     wait_for(lambda: job.processes[0].poll() is not None, "the watchdog to end rank 0")
-    took, limit = time.monotonic() - began, _WATCHDOG_SECONDS + GATHER_SECONDS + REPORT_SECONDS + 5
+    took, limit = time.monotonic() - began, _WATCHDOG_SECONDS + report_seconds(2) + 5
     job.signal(1, signal.SIGKILL)
     codes = expect_codes(job, [EXIT_HUNG, -signal.SIGKILL])
     reports = list((job.run_dir / "hangs").glob("*/report.txt"))

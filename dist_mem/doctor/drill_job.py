@@ -28,7 +28,14 @@ PATIENCE = 180.0  # timeout in seconds of every wait; the first start compiles D
 _SYLLABLES = ("ba", "ko", "mi", "ru", "ten", "sol", "qua", "ver")
 _CONFIG = {
     "model": {"num_layers": 2, "d_model": 16, "num_heads": 2, "d_inner": 32, "dropout": 0.1},
-    "train": {"lanes": 8, "micro_lanes": 2, "seg_len": 16, "steps": NO_END, "precision": "fp32", "threads": 1},
+    "train": {
+        "global_batch_size": 8,
+        "micro_batch_size": 2,
+        "seg_len": 16,
+        "steps": NO_END,
+        "precision": "fp32",
+        "threads": 1,
+    },
     "checkpoint": {"every": SAVE_EVERY, "keep_last": 3},
     "schedule": {"kind": "constant"},
     "eval": {"every": None},

@@ -11,17 +11,15 @@ from typing import Any
 
 from dist_mem.config import Config, deepspeed_block
 from dist_mem.data.batch_plan import batch_plan, counted, idle_work, num_readable, steps_per_epoch, total_steps
-from dist_mem.data.directory import local_dir, open_index, refresh
+from dist_mem.data.directory import open_index, refresh
 from dist_mem.data.lanes import training_plan
 from dist_mem.data.plan import Plan
 from dist_mem.data.remote.fetch import show
-from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_metadata
 from dist_mem.errors import UnusableError
-from dist_mem.gpt2.folder import check_sizes
 from dist_mem.model import describe
-
-ASSUMED_VOCAB_SIZE = 32_000  # the builders' default, used if the data is not built yet
-_LABEL_WIDTH = 11
+from dist_mem.planning.vocabulary import data_is_built, vocab_size_of
+from dist_mem.published.folder import check_sizes
+from dist_mem.runtime.terminal import labelled
 
 
 def idle_warning(config: Config, world_sizes: Iterable[int]) -> str | None:
@@ -42,7 +40,12 @@ def idle_warning(config: Config, world_sizes: Iterable[int]) -> str | None:
 
 
 def report(config: Config, *, world_size: int) -> str:
-    """Return the summary, one line per subject.
+    """Return `subjects` as lines for a terminal. Raises UnusableError, as it does."""
+    return "\n".join(labelled(subjects(config, world_size=world_size)))
+
+
+def subjects(config: Config, *, world_size: int) -> list[tuple[str, str]]:
+    """Return the summary as subjects and texts.
 
     Raises:
         UnusableError: the model cannot be built, or the data is damaged or has too few documents for the lanes.
@@ -51,24 +54,20 @@ def report(config: Config, *, world_size: int) -> str:
         refresh(config.data, [config.data.train_split])
         plan = _built_plan(config)
         batch = _batch_lines(config, world_size, num_readable(plan))
-        lines = [*_model_lines(config, world_size), *batch, *_data_lines(config, plan)]
+        return [*_model_lines(config, world_size), *batch, *_data_lines(config, plan)]
     except UnusableError:
         raise
     except ValueError as error:
         raise UnusableError(str(error)) from error
-    return "\n".join(f"{label:<{_LABEL_WIDTH}} {text}" for label, text in lines)
 
 
-def _flops_text(sizes: Mapping[str, int]) -> str | None:
+def _flops_text(sizes: Mapping[str, int], micro_lanes: int) -> str | None:
     """Format the FLOPs that `describe` found; None if it found none."""
     if "training_flops_per_token" not in sizes:
         return None
     training, scoring = sizes["training_flops_per_token"] / 1e6, sizes["scoring_flops_per_token"] / 1e6
-    return f"{training:,.4g} M a predicted token in training, {scoring:,.4g} M in scoring; a full memory, products only"
-
-
-def _data_is_built(config: Config) -> bool:
-    return (local_dir(config.data) / JSON_NAME).exists()
+    counted = f"full memories, {micro_lanes} lanes a forward, products only"
+    return f"{training:,.4g} M a predicted token in training, {scoring:,.4g} M in scoring; {counted}"
 
 
 def _described(memory: Mapping[str, Any]) -> str:
@@ -85,21 +84,14 @@ def check_model(config: Config) -> dict[str, int]:
         UnusableError: the model or its memory cannot be built with these settings.
     """
     try:
-        return describe(config, _vocab_size(config))
+        return describe(config, vocab_size_of(config))
     except (ValueError, RuntimeError) as error:  # RuntimeError: more bytes than a tensor can have
         raise UnusableError(str(error)) from error
 
 
-def _vocab_size(config: Config) -> int:
-    if _data_is_built(config):
-        return int(read_tokenizer_metadata(local_dir(config.data))["vocab_size"])
-    cutoffs = [] if config.model.adaptive is None else list(config.model.adaptive.cutoffs)
-    return max([ASSUMED_VOCAB_SIZE, *(2 * cutoff for cutoff in cutoffs)])
-
-
 def _model_lines(config: Config, world_size: int) -> Iterator[tuple[str, str]]:
     model, train = config.model, config.train
-    is_built, vocab_size = _data_is_built(config), _vocab_size(config)
+    is_built, vocab_size = data_is_built(config), vocab_size_of(config)
     if model.pretrained is not None:
         check_sizes(model, vocab_size if is_built else None)
     sizes = check_model(config)
@@ -110,7 +102,7 @@ def _model_lines(config: Config, world_size: int) -> Iterator[tuple[str, str]]:
     yield "run", f"{config.name}, in {config.run_dir}"
     yield "model", f"{model.num_layers} layers, D {model.d_model}, H {model.num_heads}, {model.norm}-norm"
     yield "parameters", f"{sizes['num_parameters']:,}: {layers:,} in the layers, {words:,} in the vocabulary"
-    yield "flops", _flops_text(sizes) or "not counted: the memory has no flops()"
+    yield "flops", _flops_text(sizes, train.micro_batch_size) or "not counted: the memory has no flops()"
     yield "vocabulary", f"{vocab_size:,}{assumed}"
     yield "memory", f"{_described(config.memory)}: {state}"
 
@@ -119,14 +111,17 @@ def _batch_lines(config: Config, world_size: int, num_documents: int | None) -> 
     train, batch = config.train, batch_plan(config.train, world_size)
     places = batch.lanes_per_rank * world_size
     of_places = f" of {places:,}" if batch.idle_lanes else ""
-    product = f"{counted(world_size, 'rank')} x {counted(batch.groups, 'micro-batch')} x {train.micro_lanes} lanes"
-    yield "lanes", f"{train.lanes:,}{of_places} = {product}"
+    product = f"{counted(world_size, 'rank')} x {counted(batch.groups, 'micro-batch')} x {train.micro_batch_size} lanes"
+    yield "lanes", f"{train.global_batch_size:,}{of_places} = {product}"
     if waste := idle_work(train, world_size, num_documents=num_documents):
         yield waste
-    tokens = train.lanes * train.seg_len * train.segments_per_update
+    tokens = train.global_batch_size * train.seg_len * train.segments_per_update
     passes = counted(batch.accumulation, "forward and backward", "forwards and backwards")
     segments = counted(train.segments_per_update, "segment")
-    yield "update", f"{train.lanes} lanes x {segments} of {train.seg_len}: {tokens:,} tokens, {passes} a rank"
+    yield (
+        "update",
+        f"{train.global_batch_size} lanes x {segments} of {train.seg_len}: {tokens:,} tokens, {passes} a rank",
+    )
     clipping = "no clipping" if train.max_grad_norm is None else f"clipped at norm {train.max_grad_norm:g}"
     stage = deepspeed_block(config).get("zero_optimization", {}).get("stage", 0)
     yield "engine", f"ZeRO stage {stage}, {train.precision}, {config.optimizer.kind}, {clipping}"
@@ -134,7 +129,7 @@ def _batch_lines(config: Config, world_size: int, num_documents: int | None) -> 
 
 def _built_plan(config: Config) -> Plan | None:
     """Return the plan of the training split; None if the data is not built yet."""
-    if not _data_is_built(config):
+    if not data_is_built(config):
         return None
     return training_plan(config, open_index(config.data, config.data.train_split))
 

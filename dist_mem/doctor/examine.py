@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dist_mem.config import Config
-from dist_mem.doctor import consistency, disks, machine, network
+from dist_mem.doctor import consistency, disks, gpus, machine, network
 from dist_mem.errors import UnusableError, run_error
 from dist_mem.runtime.distributed import World, gather_objects
 from dist_mem.runtime.environment import node_name
@@ -90,6 +90,7 @@ def _check_rank(config: Config | None, world: World, *, is_thorough: bool) -> Lo
         return lambda: fingerprints.update({what: find()}) or ()
 
     checks: list[tuple[Place | None, str, Check]] = [(place, "limits", lambda: machine.check_limits(world.size))]
+    checks.append((place, "GPU", lambda: gpus.check_gpu(config, world)))
     if is_first:
         checks += [(node, "machine", lambda: machine.check_machine(world)), (node, "caches", disks.check_caches)]
     code = collect("code", lambda: consistency.fingerprint_code(with_commit=is_thorough))

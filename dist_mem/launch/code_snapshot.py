@@ -1,6 +1,7 @@
 """A snapshot of the code and of the files of a configuration, from which every start of a job runs.
 
     RUN/slurm/JOB/snapshot/code/dist_mem     the package; PYTHONPATH names code/
+                          /code/configs/     and launch/: what comes with dist_mem, if the package does not contain it
                           /code/git.json     git's description of it, as a copy is no checkout
                           /files/home/...    YAML, ds_config.json, files of memories; DIST_MEM_SNAPSHOT names snapshot/
 
@@ -20,8 +21,10 @@ from typing import Any
 from dist_mem.errors import run_error
 from dist_mem.runtime.environment import SNAPSHOT_FILES
 from dist_mem.runtime.files import write_text
+from dist_mem.runtime.shipped import shipped_root
 
 PACKAGE = Path(__file__).parent.parent
+_CONFIGURATIONS = ("configs", "launch")
 
 
 def make(folder: Path, files: Iterable[Path], git: Mapping[str, Any]) -> None:
@@ -40,6 +43,10 @@ def make(folder: Path, files: Iterable[Path], git: Mapping[str, Any]) -> None:
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     try:
         shutil.copytree(PACKAGE, partial / "code" / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in _CONFIGURATIONS:
+            beside = PACKAGE.parent / name  # not in a wheel, whose package contains them, nor with the package alone
+            if shipped_root() == PACKAGE.parent and beside.is_dir():
+                shutil.copytree(beside, partial / "code" / name)
         write_text(partial / "code" / "git.json", json.dumps(git))
         for path in files:
             copy = partial / SNAPSHOT_FILES / Path(os.path.normpath(path.absolute())).relative_to("/")

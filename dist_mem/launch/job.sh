@@ -108,12 +108,21 @@ if is_cancelled; then
 fi
 say "start ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST until $end: dist-mem train ${arguments[*]}"
 say "logs, one a node: $logs${snapshot:+; code and configuration: $snapshot}"
+# Cores of a rank: those that were requested; else, with GPUs, an even share of what the job has on its smallest node. A
+# rank with one core would run NCCL, prefetch and saver in turn with the training.
+cores=${SLURM_CPUS_PER_TASK:-}
+if [ -z "$cores" ] && [ "$shares_cores" = true ]; then
+  least=$(tr ',' '\n' <<<"$SLURM_JOB_CPUS_PER_NODE" | sed 's/(.*//' | sort -n | head -n 1)
+  cores=$((least / ${SLURM_NTASKS_PER_NODE:-1}))
+  [ "$cores" -gt 0 ] || cores=1
+fi
 # Every rank is the process itself and no shell around it: a shell would die of the signal and take the save with it.
 # After sbatch --export=NONE srun would export nothing either. What compilers keep stands on each node's own disk: a
-# shared one is slow, and two nodes would write one file.
+# shared one is slow, and two nodes would write one file. What NCCL has recorded when its own timeout ends a rank is for
+# all to read: `torchfrtrace --prefix nccl_trace_rank_ RUN/slurm/JOB`.
 DIST_MEM_CACHES=${DIST_MEM_CACHES:-${TMPDIR:-/tmp}} \
-  srun --export=ALL --kill-on-bad-exit=1 --wait=60 --cpu-bind=cores \
-  ${SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"} \
+  TORCH_FR_DUMP_TEMP_FILE=${TORCH_FR_DUMP_TEMP_FILE:-$logs/nccl_trace_rank_} \
+  srun --export=ALL --kill-on-bad-exit=1 --wait=60 --cpu-bind="$cpu_bind" ${cores:+"--cpus-per-task=$cores"} \
   --output="$logs/%N-%n.log" --open-mode=append "${in_image[@]}" dist-mem train "${arguments[@]}"
 code=$?
 if [ -s "$DIST_MEM_EXIT_CODE" ]; then

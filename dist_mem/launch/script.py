@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
 
-from dist_mem.config.schema import LaunchConfig
+from dist_mem.config.launch_schema import LaunchConfig
 from dist_mem.errors import UnusableError
 
 ARRAY = "array"  # an array of jobs, each with one line of a file as its arguments
@@ -105,6 +105,11 @@ def asked_by_gres(launch: LaunchConfig) -> str | None:
     return None
 
 
+def _cpu_bind(launch: LaunchConfig) -> str:
+    """Return srun's --cpu-bind: on GPUs none, because Slurm numbers cores and GPUs independently (runtime/gpu.py)."""
+    return launch.cpu_bind or ("none" if num_gpus(launch) else "cores")
+
+
 def _directives(launch: LaunchConfig, job_name: str, log: str) -> Iterator[str]:
     options = {
         "job-name": job_name,
@@ -147,6 +152,8 @@ def _site(launch: LaunchConfig, snapshot: Path | None) -> Iterator[str]:
     # A resubmitted script also contains the path. It is resolved where the job runs, as the run directory is.
     yield "snapshot=" + ("" if snapshot is None else f"$(realpath {shlex.quote(str(snapshot))})")
     yield f"exclude_failed={'true' if launch.exclude_failed else 'false'}"
+    yield f"cpu_bind={shlex.quote(_cpu_bind(launch))} # of srun"
+    yield f"shares_cores={'true' if num_gpus(launch) else 'false'} # evenly among the ranks, without cpus-per-task"
     yield "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
     if not num_gpus(launch):
         yield "export DS_ACCELERATOR=cpu"

@@ -23,10 +23,14 @@ from dist_mem.checkpoint.manifest import list_steps, step_dir
 from dist_mem.errors import EXIT_DONE, UnusableError
 from dist_mem.launch import queue
 from dist_mem.runtime.lease import sign_of_life
+from dist_mem.runtime.terminal import labelled
+from dist_mem.tracking.groups import with_present_names
 from dist_mem.tracking.provenance import without_credentials
 from dist_mem.tracking.stores import RUN_ID_FILE
 from dist_mem.tracking.tracker import METRICS_FILE
 
+_GOODPUT = "goodput/"  # prefix of the shares of a run's time (dist_mem.training.goodput makes them)
+_LOST = ("repeated", "down")  # of them: lost to restarts
 _TAIL = 1 << 18  # bytes read from the end of metrics.jsonl
 _MARKERS = ("config.yaml", METRICS_FILE, "checkpoints", "slurm", "lease.json")  # any of them marks a run directory
 _MEANINGS = {
@@ -48,7 +52,7 @@ def run(run_dirs: Sequence[Path], *, as_json: bool) -> int:
         UnfitError: Slurm does not answer.
     """
     for state in [read_state(run_dir) for run_dir in run_dirs]:
-        lines = [json.dumps(state)] if as_json else [state["run"], *(f"  {k:<11} {v}" for k, v in _describe(state))]
+        lines = [json.dumps(state)] if as_json else [state["run"], *labelled(_describe(state), indent="  ")]
         print("\n".join(lines))
     return EXIT_DONE
 
@@ -64,8 +68,9 @@ def read_state(run_dir: Path) -> dict[str, Any]:
 
     Returns:
         run, state (running, queued, finished, stopped), jobs (number, state, since, nodes, reason of each), process
-        (of a live one), step, steps, loss, tokens_per_second, steps_per_second, seconds_left, checkpoint (step,
-        age_seconds), last_end (job, exit_code, meaning), mlflow (run_id, uri).
+        (of a live one), step, steps, loss, tokens_per_second, steps_per_second, mfu, goodput (share of each part of the
+        run's time, and its seconds), seconds_left, checkpoint (step, age_seconds), last_end (job, exit_code, meaning),
+        mlflow (run_id, uri).
     """
     check_run_dir(run_dir)
     jobs = queue.look(queue.numbers_here(run_dir)) if queue.recorded(run_dir) and queue.is_here() else []
@@ -91,6 +96,8 @@ def read_state(run_dir: Path) -> dict[str, Any]:
         "loss": metrics.get("loss"),
         "tokens_per_second": metrics.get("tokens_per_second"),
         "steps_per_second": 1 / seconds if seconds else None,
+        "mfu": metrics.get("mfu"),
+        "goodput": {n.removeprefix(_GOODPUT): v for n, v in metrics.items() if n.startswith(_GOODPUT)} or None,
         "seconds_left": max(0, steps - step) * seconds if steps is not None and step is not None and seconds else None,
         "checkpoint": _checkpoint(run_dir),
         "last_end": _last_end(run_dir),
@@ -124,7 +131,7 @@ def _last_point(path: Path) -> tuple[int | None, dict[str, float]]:
         with suppress(ValueError, KeyError, TypeError):
             point = json.loads(line)
             if "loss" in point["metrics"]:
-                return int(point["step"]), dict(point["metrics"])
+                return int(point["step"]), with_present_names(point["metrics"])
     return None, {}
 
 
@@ -171,6 +178,8 @@ def _describe(state: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         when = "" if job["since"] in ("N/A", "Unknown") else f", {start} {job['since'].replace('T', ' ')}"
         yield f"job {job['number']}", f"{job['state'].lower()}{where}{when}"
     yield "step", ", ".join(_measures(state)) if state["step"] is not None else "none yet"
+    if state["goodput"]:
+        yield "goodput", _split(state["goodput"])
     saved = state["checkpoint"]
     yield "checkpoint", f"step {saved['step']:,}, {_duration(saved['age_seconds'])} old" if saved else "none"
     if end := state["last_end"]:
@@ -184,10 +193,21 @@ def _measures(state: Mapping[str, Any]) -> Iterator[str]:
     yield f"loss {state['loss']:.4f}"
     if state["tokens_per_second"]:
         yield f"{state['tokens_per_second']:,.0f} tokens/s"
+    if state["mfu"] is not None:
+        yield f"MFU {state['mfu']:.1%}"
     if state["steps_per_second"]:
         yield f"{state['steps_per_second']:,.3g} steps/s"
     if state["seconds_left"]:
         yield f"{_duration(state['seconds_left'])} left at this rate"
+
+
+def _split(goodput: Mapping[str, float]) -> str:
+    """Format the parts of a run's time up to its last point."""
+    shares = {name: f"{share:.1%}" for name, share in goodput.items() if name != "seconds"}
+    parts = [f"{name} {share}" for name, share in shares.items() if name not in _LOST]
+    lost = sum(goodput[name] for name in _LOST)
+    causes = ", ".join(f"{name} {shares[name]}" for name in _LOST)
+    return ", ".join([*parts, f"lost to restarts {lost:.1%} ({causes})"]) + f"; of {_duration(goodput['seconds'])}"
 
 
 def _duration(seconds: float) -> str:

@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dist_mem.config import Config
-from dist_mem.config.schema import LaunchConfig
+from dist_mem.config.launch_schema import LaunchConfig
 from dist_mem.errors import EXIT_DONE, UnfitError, UnusableError, run_error
 from dist_mem.launch import queue
-from dist_mem.launch.script import render
+from dist_mem.launch.script import ARRAY, render
 from dist_mem.launch.validation import check
 from dist_mem.runtime.files import free_name, write_text
 
@@ -81,13 +81,43 @@ def _can_copy_here(launch: LaunchConfig) -> bool:
     return launch.snapshot and launch.container == "none" and not moves
 
 
-def _submit(path: Path, launch: LaunchConfig) -> str:
-    """Submit the script and return the job's number.
+def submit_array(runs: Path, config: Config, *, num_tasks: int, at_once: int | None, name: str) -> int:
+    """Submit one job for each line of a file, which is what `dist-mem train` takes, and return the exit code.
+
+    Args:
+        runs: the file; its tasks read it whenever they start, so nobody may change it.
+        config: for its block `launch`.
+        at_once: tasks at the same time; None: no bound.
+
+    Raises:
+        UnusableError, UnfitError: as `run`.
+    """
+    check(config)
+    _require_sbatch()
+    path = runs.with_suffix(".sbatch")
+    write_text(path, render(config.launch, job_name=_job_name(name), kind=ARRAY))
+    tasks = f"--array=1-{num_tasks}{'' if at_once is None else f'%{at_once}'}"
+    job = _submit(path, config.launch, options=[tasks], arguments=[str(runs.resolve())])
+    print(f"job {job} submitted, {num_tasks} tasks: {runs}", file=sys.stderr)
+    print(job)
+    return EXIT_DONE
+
+
+def _require_sbatch() -> None:
+    if shutil.which("sbatch") is None:
+        raise UnusableError("there is no sbatch here; use a login node of the cluster")
+
+
+def _submit(path: Path, launch: LaunchConfig, *, options: Sequence[str] = (), arguments: Sequence[str] = ()) -> str:
+    """Submit the script with options of sbatch and its own arguments, and return the job's number.
 
     A dependency applies to this submission only: a requeue or resubmission must not wait again.
     """
     waits = [] if launch.dependency is None else [f"--dependency={launch.dependency}"]
-    done = subprocess.run(["sbatch", "--parsable", *waits, str(path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["sbatch", "--parsable", *waits, *options, str(path), *arguments],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     if done.returncode:
         output = (done.stderr or done.stdout).strip()
         if not _REFUSED.search(output):

@@ -10,11 +10,11 @@ from omegaconf import OmegaConf
 
 from dist_mem.config import Config
 from dist_mem.config.check import Problem, flatten, shown, stop_on
-from dist_mem.config.schema import LaunchConfig
+from dist_mem.config.launch_schema import LaunchConfig
 
 _MOST_NODES = 200_000  # more than any cluster has
 _MOST_GPUS = 1_024  # per node
-_WORDS = ("memory", "partition", "account", "qos", "interface")
+_WORDS = ("cpu_bind", "memory", "partition", "account", "qos", "interface")
 # Options of sbatch that are keys: the same value in two places would one day differ.
 _KEYS = {
     **dict.fromkeys(("nodes", "N"), "launch.nodes"),
@@ -28,6 +28,7 @@ _KEYS = {
     **dict.fromkeys(("requeue", "no-requeue"), "launch.restart"),
     **dict.fromkeys(("gpus-per-node", "gpus", "G", "gpus-per-task", "gpus-per-socket"), "launch.gpus_per_node"),
     **dict.fromkeys(("dependency", "d"), "launch.dependency"),
+    "cpu-bind": "launch.cpu_bind",
     "mem": "launch.memory",
     "signal": "launch.signal_seconds",
 }

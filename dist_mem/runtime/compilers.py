@@ -18,11 +18,10 @@ def compiler_caches() -> dict[str, tuple[Path, str]]:
     """Return the cache of each compiler: name -> its directory, and the variable that moves it."""
     temporary = Path(tempfile.gettempdir())
     triton_home = Path(os.environ.get("TRITON_HOME") or "~").expanduser()
-    inductor = temporary / f"torchinductor_{os.environ.get('USER', '')}"
     usual = {
         "TORCH_EXTENSIONS_DIR": ("DeepSpeed's ops", extension_cache()),
         "TRITON_CACHE_DIR": ("Triton", triton_home / ".triton" / "cache"),
-        "TORCHINDUCTOR_CACHE_DIR": ("torch.compile", inductor),
+        "TORCHINDUCTOR_CACHE_DIR": ("torch.compile", _own_inductor_cache()),
         "TMPDIR": ("temporary files", temporary),
     }
     return {name: (Path(os.environ.get(key) or path), key) for key, (name, path) in usual.items()}
@@ -54,6 +53,28 @@ def use_node_caches() -> None:
             print(f"warning: {error}; compiled code is kept in {folder}", file=sys.stderr)
     for variable, name in _NODE_CACHES.items():
         os.environ.setdefault(variable, str(folder / name))
+
+
+def _own_inductor_cache() -> Path:
+    return Path(tempfile.gettempdir()) / f"dist_mem_inductor-{os.getuid()}"
+
+
+def use_own_inductor_cache() -> None:
+    """Keep the code that torch.compile makes where only this user can write; everybody can write beside it, in /tmp.
+
+    Raises:
+        ValueError: others could have put code into that folder.
+    """
+    variable = "TORCHINDUCTOR_CACHE_DIR"
+    given = os.environ.get(variable)
+    if given and not Path(given).name.startswith("torchinductor_"):  # torch's own default, which imports may have set
+        return
+    folder = _own_inductor_cache()
+    try:
+        make_own(folder)
+    except NotOwnError as error:
+        raise ValueError(f"{error}: code is loaded from it; set {variable} to a folder of yours") from error
+    os.environ[variable] = str(folder)
 
 
 def find_own_tools() -> None:

@@ -26,6 +26,9 @@ from dist_mem.errors import (
     run_error,
 )
 from dist_mem.runtime.compilers import find_own_tools
+from dist_mem.runtime.gpu import allow_tf32, bind_to_gpu
+from dist_mem.runtime.gpu_variables import set_gpu_variables
+from dist_mem.runtime.heap import keep_heap
 from dist_mem.runtime.ranks import allotted_threads, export_for_libraries, is_rank0, read_ranks, use_cpu_accelerator
 
 REPORTED = (RunError, ValueError, OSError)  # errors that ranks agree on; others are defects of the program
@@ -48,18 +51,24 @@ class World:
 def choose_accelerator() -> None:
     """Select the CPU for DeepSpeed on a machine without a GPU; call this before DeepSpeed is imported.
 
-    Otherwise DeepSpeed warns about the missing GPU on every rank.
+    Otherwise DeepSpeed warns about the missing GPU on every rank. With a GPU, set what torch and NCCL read later.
     """
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        set_gpu_variables()
+    else:
         use_cpu_accelerator()
 
 
-def initialize(*, threads: int | None = None, timeout_seconds: float = 1800.0) -> World:
+def initialize(
+    *, threads: int | None = None, timeout_seconds: float = 1800.0, binds: bool = True, tf32: bool = False
+) -> World:
     """Join the process group: NCCL on GPUs, gloo on CPUs.
 
     Args:
         threads: CPU threads of this rank (CPU only); None: the number that OMP_NUM_THREADS or Slurm sets, else
             the node's cores divided by its ranks.
+        binds: on a GPU, run only on the cores next to it.
+        tf32: on a GPU, products of float32 may use TF32.
     """
     rank, size, local_rank, local_size = read_ranks()
     export_for_libraries(rank, size, local_rank, local_size)
@@ -68,14 +77,24 @@ def initialize(*, threads: int | None = None, timeout_seconds: float = 1800.0) -
         # If the launcher shows each rank only one GPU, its index is 0 whatever the local rank.
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        allow_tf32(tf32)
+        if binds:  # before NCCL starts its threads
+            bind_to_gpu(device.index)
     else:
         device = torch.device("cpu")
+        keep_heap()
         cores_per_rank = max(1, len(os.sched_getaffinity(0)) // local_size)
         torch.set_num_threads(threads or allotted_threads() or cores_per_rank)
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True) if size == 1 else None  # no port to clash on
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
-        backend, rank=rank, world_size=size, store=store, timeout=timedelta(seconds=timeout_seconds)
+        backend,
+        rank=rank,
+        world_size=size,
+        store=store,
+        timeout=timedelta(seconds=timeout_seconds),
+        # NCCL connects now, where a missing link is named, and new groups split its communicator.
+        device_id=device if device.type == "cuda" else None,
     )
     return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, device=device)
 
@@ -103,6 +122,20 @@ def announced(what: str, *, after: float = _SLOW) -> Iterator[None]:
         yield
     finally:
         line.cancel()
+
+
+@contextmanager
+def joining() -> Iterator[None]:
+    """Announce the block, in which this rank meets the others.
+
+    Raises:
+        UnusableError: a launcher's variables are incomplete.
+    """
+    try:
+        with announced("waiting until all ranks have started"):
+            yield
+    except ValueError as error:
+        raise run_error(error) from error
 
 
 def print_on_rank0(text: str) -> None:
@@ -239,44 +272,3 @@ def on_all_ranks(work: Callable[[], ResultT], what: str) -> ResultT:
         error = caught
     agree_all_well(error, what)
     return cast(ResultT, result)
-
-
-class SideChannel:
-    """A separate gloo group, in which a thread of every rank agrees in parallel with the training's collectives.
-
-    All ranks open it together, in the training's thread; each rank closes it alone.
-
-    Args:
-        timeout_seconds: how long a rank waits for the slowest one.
-    """
-
-    def __init__(self, world: World, *, timeout_seconds: float = 1800.0) -> None:
-        self._world = world
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-        dist.barrier(self._group)  # a rank that closes it at once would cut off others that are still connecting
-
-    def decided_by_rank0(self, value: Any, decide: Callable[[list[Any]], ResultT]) -> ResultT:
-        """Call `decide` on rank 0 with the values of all ranks, in rank order; return its result on every rank.
-
-        Raises:
-            RunError: on every rank, if `decide` raised; an UnfitError unless it raised a TakenOverError.
-        """
-        is_rank0 = self._world.rank == 0
-        gathered: list[Any] | None = [None] * self._world.size if is_rank0 else None
-        dist.gather_object(value, gathered, dst=0, group=self._group)
-        result: Any = None
-        if gathered is not None:
-            try:
-                result = decide(gathered)
-            except Exception as error:  # of any type: the other ranks wait for rank 0, and raise it too
-                is_known = isinstance(error, (UnfitError, TakenOverError))
-                result = type(error)(str(error)) if is_known else UnfitError(f"{type(error).__name__}: {error}")
-        box = [result]
-        dist.broadcast_object_list(box, src=0, group=self._group)
-        if isinstance(box[0], RunError):
-            raise box[0]
-        return cast(ResultT, box[0])
-
-    def close(self) -> None:
-        """Leave the group."""
-        dist.destroy_process_group(self._group)

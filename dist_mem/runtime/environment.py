@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from dist_mem.runtime.files import is_file
 
@@ -27,9 +27,34 @@ def is_set(name: str) -> bool:
     return name in os.environ
 
 
-def wants_colour(choice: str) -> bool:
-    """Return whether to print colours: `always`, `never`, or `auto`: on a terminal, unless NO_COLOR is set."""
-    return choice == "always" or (choice == "auto" and sys.stdout.isatty() and not is_set("NO_COLOR"))
+def wants_colour(choice: str, stream: TextIO | None = None) -> bool:
+    """Return whether to print colours into a stream (default: stdout).
+
+    Args:
+        choice: `always`, `never`, or `auto`: on a terminal, or with FORCE_COLOR or CLICOLOR_FORCE; never with NO_COLOR,
+            which precedes them. An empty variable counts as not set, and so does 0 for the first two.
+    """
+    if choice != "auto":
+        return choice == "always"
+    if os.environ.get("NO_COLOR"):
+        return False
+    is_terminal = (stream or sys.stdout).isatty() and os.environ.get("TERM") != "dumb"
+    return _is_on("FORCE_COLOR") or _is_on("CLICOLOR_FORCE") or is_terminal
+
+
+def _is_on(name: str) -> bool:
+    return os.environ.get(name, "") not in ("", "0")
+
+
+def wandb_environment(*, project: str) -> str:
+    """Configure W&B before its import, without reports of errors to its makers; return its mode (default: offline).
+
+    Args:
+        project: used unless WANDB_PROJECT is set.
+    """
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    os.environ.setdefault("WANDB_PROJECT", project)
+    return os.environ.get("WANDB_MODE") or "offline"
 
 
 def quiet_tracking_environment() -> None:

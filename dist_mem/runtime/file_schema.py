@@ -31,6 +31,26 @@ def read_json(path: Path, error: type[UnusableError]) -> Any:
         raise error(f"{path} is damaged (not readable as JSON: {caught})") from caught
 
 
+def read_json_lines(path: Path, schema: Schema, error: type[UnusableError], remedy: str = "") -> list[Any]:
+    """Return the content of a file with one JSON value a line, each of which matches the schema; [] if it is absent.
+
+    Raises:
+        OSError: the file cannot be read.
+        UnusableError: `error`, with the first problem and the remedy.
+    """
+    if not path.exists():
+        return []
+    bodies = []
+    for number_of_line, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            body = json.loads(line)
+        except ValueError as caught:
+            raise error(f"{path} is damaged: line {number_of_line} is not JSON ({caught}){remedy}") from caught
+        check(body, schema, path, error, remedy)
+        bodies.append(body)
+    return bodies
+
+
 def check(body: Any, schema: Schema, path: Path, error: type[UnusableError], remedy: str = "") -> None:
     """Raise `error`, with the first problem, if the content of the file at `path` does not match the schema."""
     problem = next(schema("", body), None)

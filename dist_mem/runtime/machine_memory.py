@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 from collections.abc import Iterator
@@ -19,6 +20,13 @@ from dist_mem.runtime.environment import boot_id, node_name
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _NO_LIMIT = 2**60  # bytes; version 1 of control groups writes a number near 2^63 for no limit
+
+
+def return_free_memory() -> None:
+    """Give memory that was freed back to the system; glibc keeps most of what many small pieces have used."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # other C libraries lack it
+        trim(0)
 
 
 class Limit(NamedTuple):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -115,20 +116,25 @@ def wait_for_ranks(*, seconds: float) -> Rendezvous:
     host, port = rendezvous_address()
     try:
         store = _open_store(host, port, rank=rank, seconds=seconds)
-        store.set(f"doctor/device/{rank}", json.dumps(device))
-        store.add("doctor/devices", 1)
-        if rank == 0:
-            return _decide(store, size, seconds)
-        store.wait(["doctor/verdict"], _LONG)  # rank 0 decides how long to wait; if it exits, the wait fails
-        findings, nodes = json.loads(store.get("doctor/verdict"))
-        store.add("doctor/readers", 1)
-        found = [Finding(place and Place(*place), *rest) for place, *rest in findings]
-        return Rendezvous(found, nodes, store)
+        return meet(store, device, size=size, seconds=seconds)
     except (RuntimeError, OSError) as error:  # from torch, from the network, or from `_wait_until_there`
         reason = str(error).partition("\n")[0]
         fix = f"can {device.node} reach {host} there? name resolution, firewall; another job's port: set MASTER_PORT"
         remark = fail(RENDEZVOUS, f"no rendezvous at {host}:{port}: {reason}", fix, blames_node=rank != 0)
         return Rendezvous([remark.at(device.place)], [device.node], None)
+
+
+def meet(store: Any, device: RankDevice, *, size: int, seconds: float) -> Rendezvous:
+    """Meet the other ranks in a store; arguments and result as in `wait_for_ranks`. Raises RuntimeError."""
+    store.set(f"doctor/device/{device.rank}", json.dumps(device))
+    store.add("doctor/devices", 1)
+    if device.rank == 0:
+        return _decide(store, size, seconds)
+    store.wait(["doctor/verdict"], _LONG)  # rank 0 decides how long to wait; if it exits, the wait fails
+    findings, nodes = json.loads(store.get("doctor/verdict"))
+    store.add("doctor/readers", 1)
+    found = [Finding(place and Place(*place), *rest) for place, *rest in findings]
+    return Rendezvous(found, nodes, store)
 
 
 def _open_store(host: str, port: int, *, rank: int, seconds: float) -> Any:
@@ -270,7 +276,7 @@ def _check_shared(with_gpu: Sequence[RankDevice]) -> Iterator[Finding]:
 def _check_alike(with_gpu: Sequence[RankDevice]) -> Iterator[Finding]:
     """Yield a warning for each GPU that differs from the most common one."""
     kinds = [(device.model, device.num_bytes) for device in with_gpu]
-    usual = max(kinds, key=kinds.count)
+    [(usual, _)] = Counter(kinds).most_common(1)
     for device, kind in zip(with_gpu, kinds, strict=True):
         if kind != usual:
             difference = (

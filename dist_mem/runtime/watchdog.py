@@ -23,19 +23,36 @@ from pathlib import Path
 from typing import Any
 
 from dist_mem.errors import EXIT_HUNG
+from dist_mem.runtime import flight_recorder, timeline
 from dist_mem.runtime.distributed import World, gather_objects, has_note, leave_note
 from dist_mem.runtime.environment import node_name
-from dist_mem.runtime.hang_report import Position, failed_nodes, read_positions, report, write_position
+from dist_mem.runtime.hang_report import (
+    Position,
+    failed_nodes,
+    gather_positions,
+    gather_seconds,
+    refresh,
+    report,
+    slack,
+    wait_for_report,
+    write_position,
+)
 from dist_mem.runtime.ranks import note_exit_code
 
 TICK = 0.5  # seconds
-GATHER_SECONDS = 2.5  # longest wait for the files of the other ranks
-REPORT_SECONDS = 1.5  # then for the report and MLflow
+REPORT_SECONDS = 1.5  # for the report and MLflow, once the positions of all ranks are known
 PATIENCE = 3.0  # times `watchdog.seconds`, in the phases of `_PATIENT` and until the first step is done
 _PATIENT = frozenset({"opening", "restoring", "evaluating", "saving", "ending"})
-OPENING_SECONDS = 180.0  # least limit for "opening": DeepSpeed may compile, or wait for a job on the node that does
+# Least limits. DeepSpeed may compile, or wait for a job on the node that does; a rank whose blocks are compiled waits
+# for one that has found none of them in its cache.
+LEAST_SECONDS = {"opening": 180.0, "compiling": 1800.0}
 HEAR_SECONDS = 2.0  # after which an idle rank asks whether another one has decided
 UNWATCHED = "fetching data"  # has no limit: the fetch watches its transfer itself
+
+
+def report_seconds(num_ranks: int) -> float:
+    """Return the longest time from the decision of a watchdog to the end of its process, in seconds."""
+    return gather_seconds(num_ranks) + slack(num_ranks) + REPORT_SECONDS
 
 
 class _Progress:
@@ -53,12 +70,13 @@ _progress = _Progress()
 
 
 def beat(phase: str) -> None:
-    """Mark that the main thread has reached `phase`; takes a fifth of a microsecond.
+    """Mark that the main thread has reached `phase`; takes half a microsecond.
 
     All ranks call it at the same places in the same order, so a rank with fewer beats is behind.
     """
     _progress.beats += 1
     _progress.phase = phase
+    timeline.enter(phase)
 
 
 def begin_step(step: int) -> None:
@@ -110,6 +128,7 @@ class Watchdog:
         self._run_dir, self._world, self._seconds = run_dir, world, seconds
         self._folder = run_dir / "hangs" / gathered[0][1]
         self._note = f"dist_mem/hang/{gathered[0][1]}"
+        self._slack = slack(world.size)
         self._idle = 0.0  # seconds without progress
         self._is_announced = False  # whether the store announces that a watchdog has decided
         _progress.__dict__.clear()  # of an earlier job of this process
@@ -162,26 +181,25 @@ class Watchdog:
         limit = self._seconds
         if _progress.phase in _PATIENT or not _progress.is_warm:
             limit *= PATIENCE
-        if _progress.phase == "opening":
-            limit = max(limit, OPENING_SECONDS)
+        limit = max(limit, LEAST_SECONDS.get(_progress.phase, 0.0))
         is_reported = idle >= HEAR_SECONDS and self._store_announces()  # early: rank 0, with the store, may end
-        if idle >= limit / 2:
+        if idle >= limit / 2 and idle % max(TICK, self._slack) < TICK:
             is_reported = is_reported or quickly(self._others_have_reported, TICK) is True
         return idle >= limit or (idle >= limit / 2 and is_reported)
 
     def _others_have_reported(self) -> bool:
         for folder in (self._run_dir, self._folder.parent):
             if folder.is_dir():
-                _refresh(folder, self._world.rank)
+                refresh(folder, self._world.rank)
         return self._folder.exists()
 
     def _end(self) -> None:
         """Report, and end the process. Nothing may prevent its end, such as a dead file system."""
         quickly(lambda: leave_note(self._note), TICK)
         final_work = _in_background(_progress.before_end or (lambda: None))
-        deadline = time.monotonic() + GATHER_SECONDS + REPORT_SECONDS
+        deadline = time.monotonic() + report_seconds(self._world.size)
         try:
-            self._write_report()
+            self._write_report(deadline)
         except Exception as error:  # of any type: the process ends
             print(f"watchdog: {type(error).__name__}: {error}", file=sys.stderr)
         finally:
@@ -190,56 +208,42 @@ class Watchdog:
             quickly(sys.stderr.flush, TICK)
             os._exit(EXIT_HUNG)
 
-    def _write_report(self) -> None:
+    def _write_report(self, deadline: float) -> None:
+        rank, num_ranks = self._world.rank, self._world.size
         mine = Position(
-            rank=self._world.rank,
-            node=self._nodes[self._world.rank],
+            rank=rank,
+            node=self._nodes[rank],
             pid=os.getpid(),
             step=_progress.step,
             phase=_progress.phase,
             beats=_progress.beats,
             idle=round(self._idle, 1),
         )
-        if not quickly(lambda: write_position(self._folder, mine), TICK * 2):
-            print(f"watchdog: {self._folder} cannot be written; the stacks of rank {mine.rank}:", file=sys.stderr)
+        quickly(lambda: flight_recorder.save(self._folder, mine.rank), TICK)  # first: once positions are there, all is
+        if not quickly(lambda: write_position(self._folder, mine), TICK * 2 + self._slack):
+            print(f"watchdog: {self._folder} cannot be written; the stacks of rank {rank}:", file=sys.stderr)
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
             time.sleep(3 * TICK)  # the others cannot read the file: wait until each has checked the store
-        positions = quickly(self._gather, GATHER_SECONDS + TICK) or [mine]
-        if positions[0].rank == mine.rank:
-            text = report(positions, self._nodes, seconds=self._seconds, folder=self._folder)
+        gather_limit = gather_seconds(num_ranks) + self._slack + TICK
+        positions = quickly(lambda: gather_positions(self._folder, rank=rank, num_ranks=num_ranks), gather_limit)
+        if positions is None or positions:  # None: the folder does not answer
+            known = positions or [mine]
+            recorded = quickly(self._read_recorders, REPORT_SECONDS + self._slack) or flight_recorder.NO_VERDICT
+            text = report(known, self._nodes, seconds=self._seconds, folder=self._folder, recorded=recorded)
             print(text, file=sys.stderr, flush=True)
-            quickly(lambda: self._publish(text, positions), TICK * 2)
+            quickly(lambda: self._publish(text, known, recorded), TICK * 2)
         else:  # that rank reads from this process's connections: if this one ended first, it would fail
-            quickly(lambda: _wait_for(lambda: (self._folder / "report.txt").exists(), REPORT_SECONDS), REPORT_SECONDS)
+            left = max(REPORT_SECONDS, deadline - time.monotonic())
+            quickly(lambda: wait_for_report(self._folder, rank=rank, num_ranks=num_ranks, seconds=left), left)
 
-    def _gather(self) -> list[Position]:
-        """Return the positions of the ranks, lowest rank first, once all have reported or the wait is over."""
+    def _read_recorders(self) -> flight_recorder.Verdict:
+        return flight_recorder.read_verdict(self._folder)
 
-        def all_are_there() -> bool:
-            _refresh(self._folder, self._world.rank)
-            return len(list(self._folder.glob("rank-*.txt"))) == self._world.size
-
-        _wait_for(all_are_there, GATHER_SECONDS)
-        return read_positions(self._folder)
-
-    def _publish(self, text: str, positions: list[Position]) -> None:
+    def _publish(self, text: str, positions: list[Position], recorded: flight_recorder.Verdict) -> None:
         partial = self._folder / f"report.{self._world.rank}.partial"
         partial.write_text(text + "\n", encoding="utf-8")
-        failed_nodes(self._run_dir, positions, self._nodes)
+        failed_nodes(self._run_dir, positions, self._nodes, recorded)
         partial.replace(self._folder / "report.txt")  # last: the others end once it exists
-
-
-def _refresh(folder: Path, rank: int) -> None:
-    """Create and remove a file, which makes the client of a network file system read the folder again."""
-    probe = folder / f".watchdog-{rank}"
-    probe.touch()
-    probe.unlink()
-
-
-def _wait_for(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.1)
 
 
 def _in_background(work: Callable[[], Any]) -> threading.Thread:

@@ -14,6 +14,7 @@ from dist_mem.errors import UnusableError
 from dist_mem.launch import code_snapshot as snapshot
 from dist_mem.runtime.environment import as_submitted
 from dist_mem.tracking import provenance
+from tests.support.paths import ROOT
 
 
 def test_configuration_is_read_from_the_copy_though_its_files_are_edited_or_gone(
@@ -31,9 +32,11 @@ def test_configuration_is_read_from_the_copy_though_its_files_are_edited_or_gone
     assert load_config(["a.yaml", "train.seed=4"]) == before
 
 
-def test_copy_has_the_package_and_its_git_state_and_no_more(tmp_path: Path) -> None:
+def test_copy_has_the_package_its_configurations_and_git_state_and_no_more(tmp_path: Path) -> None:
     snapshot.make(tmp_path / "copy", [], {"tags": {"a": "b"}, "diff": "c", "commit": "d+"})
-    assert sorted(path.name for path in (tmp_path / "copy" / "code").iterdir()) == ["dist_mem", "git.json"]
+    code = tmp_path / "copy" / "code"
+    assert {path.name for path in code.iterdir()} == {"configs", "dist_mem", "git.json", "launch"}
+    assert (code / "configs" / "demo.yaml").read_bytes() == (ROOT / "configs" / "demo.yaml").read_bytes()
     package = tmp_path / "copy" / "code" / "dist_mem"
     assert (package / "model.py").read_bytes() == (snapshot.PACKAGE / "model.py").read_bytes()
     assert provenance.git_state(package) == ({"a": "b"}, "c")

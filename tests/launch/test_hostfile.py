@@ -126,9 +126,9 @@ def test_hostfile_trains_over_ssh_and_passes_on_every_exit_code(tmp_path: Path, 
     assert run_ranks(["train", str(alone)], world_size=2, cwd=tmp_path)[0] == [0, 0]
     assert losses(tmp_path / "run") == losses(tmp_path / "alone")
 
-    code, text = finish(start(ssh, config, "train.lane=3"))
+    code, text = finish(start(ssh, config, "train.step=3"))
     assert code == EXIT_USAGE, text
-    assert "train.lane: unknown key; did you mean train.lanes?" in text
+    assert "train.step: unknown key; did you mean train.steps?" in text
 
     launcher = start(ssh, config, "train.steps=100000")
     try:

@@ -54,6 +54,7 @@ WRONG = {
     "launch.dependency='afterok:1 --wrap=x'": "launch.dependency: is 'afterok:1 --wrap=x', but must be",
     "launch.directives=[-d afterok:1]": "is '-d afterok:1', which is a key of its own: set launch.dependency",
     "launch.signal_seconds=65536": "launch.signal_seconds: is 65536, but must be at most 65,535",
+    "launch.directives=[--cpu-bind=cores]": "is '--cpu-bind=cores', which is a key of its own: set launch.cpu_bind",
     "launch.account=my project": "launch.account: is 'my project', but must be one word",
     "launch.restart=requeu": "launch.restart: is 'requeu', but must be one of requeue, resubmit, chain, none; did you",
     "launch.gpus_per_nod=8": "launch.gpus_per_nod: unknown key; did you mean launch.gpus_per_node?",
@@ -251,6 +252,19 @@ def test_shell_expands_names_in_a_site_and_nothing_else(
     assert not (tmp_path / "gone").exists()
 
 
+@pytest.mark.parametrize(
+    ("given", "binding"),
+    [([], "none"), (["launch.gpus_per_node=0"], "cores"), (["launch.cpu_bind='map_cpu:0,16'"], "map_cpu:0,16")],
+)
+def test_slurm_binds_ranks_to_cores_only_without_gpus_or_as_the_site_says(
+    given: list[str], binding: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm numbers cores and GPUs independently: its cores for a rank may be next to the GPU of another one."""
+    script = rendered(capsys, "train.steps=1", *given, "--dry-run")
+    assert f"\ncpu_bind={binding} " in script
+    assert ' --cpu-bind="$cpu_bind" ' in script
+
+
 @pytest.mark.slurm
 def test_refusal_of_sbatch_is_reported(slurm: Cluster, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dist_mem", "launch", "train.steps=1", f"run_dir={tmp_path / 'run'}"]
@@ -335,6 +349,27 @@ def test_script_names_no_folder_for_compiled_code_that_others_could_have_made(sl
     shared = found.get("DIST_MEM_CACHES", "/tmp")
     named = {name: path for name, path in found.items() if path.startswith(f"{shared}/dist_mem")}
     assert named == {}
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize(
+    ("asked", "cores"),
+    [
+        (["launch.directives=[--exclusive]"], "2"),  # of nodes with four cores and two GPUs
+        (["launch.directives=[--cpus-per-gpu=2]"], "2"),
+        (["launch.cpus_per_task=1", "launch.directives=[--exclusive]"], "1"),
+        ([], "1"),  # Slurm's default, a core per rank; the doctor warns
+    ],
+)
+def test_rank_on_a_gpu_has_its_share_of_the_cores(asked: list[str], cores: str, slurm: Cluster, job: Path) -> None:
+    gpus = ["launch.gpus_per_node=2", "launch.nodes=2", "preflight=false", "run_dir=run", "launch.time='0:10:00'"]
+    finish(slurm, job, sys.executable, "-m", "dist_mem", "launch", "my config.yaml", *gpus, *asked)
+    assert sorted(received(job)) == ["config", *(f"train{rank}" for rank in range(4))]
+    found = json.loads((job / "received" / "environment").read_text())
+    assert found["SLURM_CPUS_PER_TASK"] == cores
+    assert found["SLURM_GPUS_ON_NODE"] == "2"
+    assert found["SLURM_CPU_BIND_TYPE"] == "none", "a rank binds itself to the cores next to its GPU"
+    assert "/run/slurm/" in f"/{found['TORCH_FR_DUMP_TEMP_FILE']}"
 
 
 @pytest.mark.slurm

@@ -147,12 +147,12 @@ def test_signal_to_one_rank_saves_requeues_and_ends_as_if_nothing_had_been(
     run_id = (submitted.run / "mlflow_run_id").read_text().strip()
     run = client.get_run(run_id)
     assert run.info.status == "FINISHED"
-    assert [point.step for point in client.get_metric_history(run_id, "loss")] == list(range(10, 101, 10))
+    assert [point.step for point in client.get_metric_history(run_id, "train/loss")] == list(range(10, 101, 10))
     assert run.data.tags["SLURM_JOB_ID"] == submitted.job
     assert run.data.tags["SLURM_RESTART_COUNT"] == "1"
 
 
-@pytest.mark.parametrize("restart", ["requeue", "resubmit"])
+@pytest.mark.parametrize("restart", ["requeue", pytest.param("resubmit", marks=pytest.mark.nightly)])
 def test_edit_in_mid_run_does_not_enter_at_the_next_start(
     slurm: Cluster, books: Path, tmp_path: Path, restart: str
 ) -> None:
@@ -215,6 +215,22 @@ def test_array_trains_every_line_once_however_often_it_is_submitted(
     assert before == {path: path.stat().st_mtime_ns for path in before}, "nothing was trained again"
     said = [path.read_text() for run in runs for path in run.glob("slurm/*/*.log")]
     assert sum("is finished: step 20 was the last one" in text for text in said) == 6
+
+
+def test_sweep_is_submitted_as_an_array_and_measured_afterwards(slurm: Cluster, books: Path, tmp_path: Path) -> None:
+    write_config(tmp_path / "job.yaml", books, tmp_path / "unused", {"train": {"steps": 5}})
+    launch = launch_block(nodes="1")
+    OmegaConf.save({"launch": launch}, tmp_path / "site.yaml")
+    spec = {"train": ["job.yaml"], "grid": {"memory.kind": ["none", "causal"]}, "data": str(books), "columns": {}}
+    spec["columns"] = {"dev": {"figure": "token_perplexity", "split": "validation"}}
+    OmegaConf.save(spec, tmp_path / "kinds.yaml")
+    sweep = ("env", f"--chdir={tmp_path}", str(BIN / "dist-mem"), "sweep", "kinds.yaml", "--out", "out")
+    job = slurm.call(*sweep, "--slurm", "site.yaml", **path_of(slurm)).splitlines()[-1]
+    slurm.wait(lambda: not slurm.call("squeue", "--noheader", f"--job={job}", check=False), "the array", seconds=240)
+    assert [slurm.state(f"{job}_{task}") for task in (1, 2)] == ["COMPLETED"] * 2
+    assert all(logged_steps(tmp_path / "out" / "runs" / f"kind{kind}-seed0")[-1] == 5 for kind in ("none", "causal"))
+    text = slurm.call(*sweep, "--no-estimate", **path_of(slurm))
+    assert (tmp_path / "out" / "table.csv").read_text().count("evaluated") == 2, text
 
 
 @pytest.mark.nightly
@@ -297,7 +313,7 @@ def test_nothing_is_lost_whatever_happens(
     assert_same_checkpoint(newest(submitted.run), newest(tmp_path / "straight"))
     client, run_id = connect(sqlite_uri), (submitted.run / "mlflow_run_id").read_text().strip()
     assert client.get_run(run_id).info.status == "FINISHED"
-    assert [point.step for point in client.get_metric_history(run_id, "loss")] == list(range(10, 601, 10))
+    assert [point.step for point in client.get_metric_history(run_id, "train/loss")] == list(range(10, 601, 10))
 
 
 @pytest.mark.nightly

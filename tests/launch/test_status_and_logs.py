@@ -21,6 +21,9 @@ SCONTROL = "#!/bin/sh\necho 'ClusterName = tests'\n"
 RUNNING = "12|RUNNING|2026-01-02T03:04:05|node[1-2]|None\n"
 
 
+GOODPUT = {"goodput/useful": 0.7, "goodput/repeated": 0.2, "goodput/down": 0.1, "goodput/seconds": 100.0}
+
+
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of programs in front of PATH; its file `queue` has the jobs."""
@@ -43,7 +46,7 @@ def make_run(folder: Path, *, job: str | None = None, step: int | None = None, c
     if job is not None:
         (folder / "slurm" / "jobs").write_text(f"{job} tests\n")
     if step is not None:
-        metrics = {"loss": 2.5, "tokens_per_second": 1000.0, "step_seconds": 0.5}
+        metrics = {"loss": 2.5, "tokens_per_second": 1000.0, "step_seconds": 0.5, "mfu": 0.42, **GOODPUT}
         (folder / "metrics.jsonl").write_text(json.dumps({"step": step, "time": 1.0, "metrics": metrics}) + "\n")
     if code is not None:
         (folder / "slurm" / "12" / "exit_code").write_text(f"{code}\n")
@@ -72,6 +75,9 @@ def test_status_shows_each_run_in_the_order_of_the_arguments(
     heads = [line for line in lines if not line.startswith(" ")]
     assert heads == [str(run) for run in runs]
     assert sum("state" in line for line in lines) == 3
+    assert sum("MFU 42.0%" in line for line in lines) == 2
+    split = "useful 70.0%, lost to restarts 30.0% (repeated 20.0%, down 10.0%); of 0:01:40"
+    assert [line.split(maxsplit=1) for line in lines if "goodput" in line] == [["goodput", split]] * 2
     assert "60 of 100" in "\n".join(lines) and "node[1-2]" in "\n".join(lines)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from dist_mem.errors import EXIT_FAILED, UnfitError
 from dist_mem.runtime import distributed, ranks
-from dist_mem.runtime.distributed import Failure, SideChannel, World, agree_all_well, from_rank0, sum_over_ranks
+from dist_mem.runtime.distributed import Failure, World, agree_all_well, from_rank0, sum_over_ranks
 from dist_mem.runtime.ranks import in_job_step, read_ranks
 from dist_mem.runtime.signals import StopSignal
 from tests.support.ranks import RankPool
@@ -67,16 +67,6 @@ def test_one_failing_rank_fails_all_and_is_named(rank_pool: Callable[[int], Rank
         assert summed == [1.0, 2.0]
         assert reported == {"from": 0}
         assert message == "saving failed on 1 of 2 ranks. rank 1: OSError: disk full"
-
-
-def open_and_close_side_channels(world: World) -> None:
-    for _ in range(30):
-        SideChannel(world).close()
-
-
-def test_a_side_channel_can_be_closed_at_once(rank_pool: Callable[[int], RankPool]) -> None:
-    """As by a job that has nothing left to train; without a barrier the slower rank was cut off while it connected."""
-    rank_pool(2).run(open_and_close_side_channels)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])

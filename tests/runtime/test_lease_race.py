@@ -15,7 +15,8 @@ from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import list_steps, step_dir
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED
 from dist_mem.runtime.lease import Lease, LeaseError
-from tests.support.forked_ranks import SIGKILLED, Ranks, fork_server
+from tests.support.fork_server import fork_server
+from tests.support.forked_ranks import SIGKILLED, Ranks
 from tests.support.jobs import (
     build_books,
     checkpoint_content,

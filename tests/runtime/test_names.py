@@ -17,10 +17,10 @@ import pytest
 from bucket_download import DownloadError, download_files, list_files
 
 from dist_mem.config import DataConfig
-from dist_mem.data import shard
 from dist_mem.data.builders.builder import build_dataset
 from dist_mem.data.builders.source import SourceDocument
 from dist_mem.data.directory import open_index, refresh
+from dist_mem.data.index_json import fingerprint_of
 from dist_mem.data.shard import fetch_shards, read_index, write_split
 from dist_mem.data.tar import TokenizedDocument
 from dist_mem.errors import UnusableError
@@ -59,7 +59,7 @@ def rewrite_index(books: Path, **changes: Any) -> None:
     body = {**json.loads(path.read_text()), **changes}
     if "shards" in changes:
         body["documents"] = [{**entry, "shard": changes["shards"][0]["name"]} for entry in body["documents"]]
-    body["fingerprint"] = shard._fingerprint(body)
+    body["fingerprint"] = fingerprint_of(body)
     path.write_text(json.dumps(body))
 
 

@@ -14,6 +14,7 @@ import dist_mem
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
 from dist_mem.runtime.network_interface import free_port
 from tests.support.faults import PAGE
+from tests.support.forked_ranks import Program
 from tests.support.jobs import run_ranks, write_config
 from tests.support.limits import limit
 from tests.support.ranks import launcher_environment
@@ -60,15 +61,19 @@ def test_every_module_whose_ranks_join_lets_them_meet_first() -> None:
     ] == []
 
 
-def alone(arguments: list[str], rank: int, **changes: str) -> Ended:
-    """One rank of two, each on a node of its own."""
+def alone(arguments: list[str], rank: int, *, cwd: Path, **changes: str) -> Ended:
+    """One rank of two, each on a node of its own; of the commands, `train` starts a Python of its own."""
     environment = {**os.environ, **launcher_environment(rank, 2, free_port()), "OMP_NUM_THREADS": "1"}
     environment |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **changes}
+    environment = {name: value for name, value in environment.items() if value != "unset"}
+    if arguments[0] != "train":
+        process = Program(arguments, cwd=cwd, environment=environment)
+        text, _ = process.communicate(timeout=limit(60))
+        return Ended(int(process.returncode or 0), text)
     command = [sys.executable, "-m", "dist_mem", *arguments]
-    unset = [name for name, value in environment.items() if value == "unset"]
-    for name in unset:
-        del environment[name]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit(60), check=False)
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=limit(60), check=False
+    )
     return Ended(done.returncode, done.stdout + done.stderr)
 
 
@@ -78,7 +83,7 @@ def alone(arguments: list[str], rank: int, **changes: str) -> Ended:
 def test_a_missing_rank_is_named_after_the_patience_and_torch_says_nothing(
     config: Path, command: str, rank: int
 ) -> None:
-    code, text = alone(commands(config)[command], rank)
+    code, text = alone(commands(config)[command], rank, cwd=config.parent)
     assert code == EXIT_FAILED, text
     come = "1 of 2 ranks have not come, and no other has for 2 s: 1", "nobody answers for 2 s, where rank 0 is expected"
     assert text.count(come[rank]) == 1, text
@@ -91,7 +96,7 @@ def test_a_missing_rank_is_named_after_the_patience_and_torch_says_nothing(
 @pytest.mark.parametrize("command", ["train", "evaluate"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_name_that_does_not_resolve_is_the_reason(config: Path, command: str, rank: int) -> None:
-    code, text = alone(commands(config)[command], rank, MASTER_ADDR="node1.invalid")
+    code, text = alone(commands(config)[command], rank, cwd=config.parent, MASTER_ADDR="node1.invalid")
     assert code == EXIT_FAILED
     assert "node1.invalid" in text and "Name or service not known" in text
     assert not [word for word in OF_TORCH if word in text], text
@@ -106,7 +111,7 @@ def test_a_name_that_does_not_resolve_is_the_reason(config: Path, command: str, 
     ],
 )
 def test_half_of_a_launchers_variables_is_no_traceback(config: Path, command: str, name: str) -> None:
-    code, text = alone(commands(config)[command], 0, **{name: "unset"})
+    code, text = alone(commands(config)[command], 0, cwd=config.parent, **{name: "unset"})
     assert code == EXIT_USAGE, text
     assert "environment: MASTER_PORT is not set" in PAGE
     assert f"environment: {name} is not set" in text and "Traceback" not in text

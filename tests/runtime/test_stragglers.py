@@ -154,7 +154,10 @@ def train_with_known_forwards(world: World, config: Path, slow_rank: int) -> tup
 def test_a_rank_that_becomes_twice_as_slow_is_named_within_20_steps(
     tmp_path: Path, books: Path, rank_pool: Pool, size: int, slow_rank: int
 ) -> None:
-    changes = {"train": {"steps": 60, "lanes": 2 * size, "micro_lanes": 1}, "watchdog": {"straggler": 1.3}}
+    changes = {
+        "train": {"steps": 60, "global_batch_size": 2 * size, "micro_batch_size": 1},
+        "watchdog": {"straggler": 1.3},
+    }
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", changes)
     (code, lines), *others = rank_pool(size).run(train_with_known_forwards, config, slow_rank)
     assert code == 0

@@ -17,7 +17,8 @@ from dist_mem.errors import EXIT_DONE
 from dist_mem.runtime import lease
 from dist_mem.tracking import sync
 from dist_mem.tracking.stores import RUN_ID_FILE
-from tests.support.forked_ranks import Ranks, fork_server
+from tests.support.fork_server import fork_server
+from tests.support.forked_ranks import Ranks
 from tests.support.jobs import build_books, logged_steps, write_config
 from tests.support.limits import wait_until
 from tests.support.tracked import history

@@ -20,16 +20,19 @@ from dist_mem.runtime import watchdog
 from dist_mem.runtime.environment import node_name
 from dist_mem.runtime.hang_report import Position, failed_nodes, read_positions, report, suspects, write_position
 from dist_mem.runtime.ranks import read_ranks
+from dist_mem.runtime.watchdog import beat
 from dist_mem.training import loop, run
 from dist_mem.training import step as update
+from dist_mem.training.agreement import Agreed, Agreement
 from dist_mem.training.feed import Feed
-from tests.support.forked_ranks import Ended, Program, Ranks, fork_server
+from tests.support.fork_server import fork_server
+from tests.support.forked_ranks import Ended, Program, Ranks
 from tests.support.jobs import build_books, logged_steps, start_ranks, write_config
 from tests.support.limits import limit, wait_until
 
 pytestmark = pytest.mark.ranks
 
-ENDLESS = {"train": {"steps": 10**6, "lanes": 12}, "checkpoint": {"every": 50}}
+ENDLESS = {"train": {"steps": 10**6, "global_batch_size": 12}, "checkpoint": {"every": 50}}
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +135,7 @@ def test_the_others_end_with_an_error_when_a_rank_dies(tmp_path: Path, books: Pa
 def run_disturbed(config: str, what: str) -> int:
     """`dist-mem train CONFIG` on a rank to which something happens in step 5."""
     rank = read_ranks()[0]
-    read_ahead, sum_over_ranks, begin_step = Feed.read_ahead, update.sum_over_ranks, loop.begin_step
+    read_ahead, finish, begin_step = Feed.read_ahead, update.finish, loop.begin_step
     step = 0
 
     def begin(number: int) -> None:
@@ -140,7 +143,7 @@ def run_disturbed(config: str, what: str) -> int:
         step = number
         begin_step(number)
 
-    def read(feed: Feed) -> int:
+    def read(feed: Feed) -> list[int]:
         if what == "stuck in its data" and rank == 1 and step == 5:
             time.sleep(600)
         if what == f"late on rank {1 - rank}" and step == 5:
@@ -149,10 +152,11 @@ def run_disturbed(config: str, what: str) -> int:
             time.sleep(4)
         return read_ahead(feed)
 
-    def add_up(values: Any, device: torch.device) -> list[float]:
+    def agree(agreement: Agreement) -> Agreed:
         if what == "stuck in a collective" and step == 5:
+            beat("agreeing")
             dist.recv(torch.zeros(1), src=1 - rank)  # each from the other one
-        return sum_over_ranks(values, device)
+        return finish(agreement)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Feed, "read_ahead", read)
@@ -160,7 +164,7 @@ def run_disturbed(config: str, what: str) -> int:
         if what == f"late on rank {rank}":  # it decides long after the others, as in a phase that may take longer
             watched = run.watched
             patch.setattr(run, "watched", lambda run_dir, world, seconds: watched(run_dir, world, 60.0))
-        patch.setattr(update, "sum_over_ranks", add_up)
+        patch.setattr(update, "finish", agree)
         return main(["train", config])
 
 
@@ -175,6 +179,7 @@ def test_a_rank_that_is_stuck_alone_is_behind_the_others(tmp_path: Path, books: 
     text = (the_hang(tmp_path) / "report.txt").read_text()
     assert f"suspect: rank 1 ({node_name()}) is behind the others: step 5, reading data" in text
     assert "  waiting in step 5, " in text
+    assert ", which rank 1 has not reached\n" in text, "the recorder of collectives agrees"
     assert ", in read\n" not in (the_hang(tmp_path) / "rank-00000.txt").read_text()
     assert " in read\n" in (the_hang(tmp_path) / "rank-00001.txt").read_text(), "the place where it is stuck"
 

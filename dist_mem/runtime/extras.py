@@ -1,0 +1,55 @@
+"""The optional libraries, and the error for one that is not installed.
+
+A core installation (`pip install dist-mem`) loads models, scores and generates. All else belongs to an extra of
+pyproject.toml, as `pip install 'dist-mem[train]'`.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from dist_mem.errors import UnusableError
+
+# name in `import` -> extra
+EXTRA_OF = {
+    "deepspeed": "train",
+    "huggingface_hub": "train",
+    "ninja": "train",
+    "webdataset": "train",
+    "pyarrow": "data",
+    "mlflow": "mlflow",
+    "pynvml": "mlflow",
+    "wandb": "wandb",
+    "tensorboard": "metrics",
+    "prometheus_client": "metrics",
+    "matplotlib": "plots",
+    "nltk": "dialogue",
+    "rouge_score": "dialogue",
+    "transformers": "hf",
+    "lm_eval": "harness",
+}
+
+
+def is_installed(library: str) -> bool:
+    """Return whether a library, by its name in `import`, can be imported; this does not import it."""
+    return find_spec(library) is not None
+
+
+def require(library: str, purpose: str, otherwise: str = "") -> None:
+    """Raise UnusableError if a library is not installed; this does not import it.
+
+    Args:
+        library: its name in `import`, a key of `EXTRA_OF`.
+        purpose: what needs it, for the message: "training".
+        otherwise: how to go without it, for the message: "set tracking.mlflow=false".
+    """
+    if not is_installed(library):
+        raise not_installed(library, purpose, otherwise)
+
+
+def not_installed(library: str, purpose: str = "this command", otherwise: str = "") -> UnusableError:
+    """Return the error for a library of an extra; the arguments are those of `require`."""
+    or_else = f", or {otherwise}" if otherwise else ""
+    return UnusableError(
+        f"{library} is not installed, and {purpose} needs it: pip install 'dist-mem[{EXTRA_OF[library]}]'{or_else}"
+    )

@@ -1,0 +1,76 @@
+"""A rank and its GPU: the cores next to it, on a machine with several NUMA nodes, and the precision of its products.
+
+Every GPU hangs on the PCI bus of one NUMA node. A rank whose threads run on another one reaches GPU, pinned memory and
+network card through the link between processors. Slurm numbers cores and GPUs independently, so a rank binds itself.
+Not yet run on a GPU: tests use a made-up /sys.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+SYS = Path("/sys")
+
+
+class GpuPlace(NamedTuple):
+    """Where a GPU is attached."""
+
+    address: str  # on the PCI bus, as 0000:3b:00.0
+    node: int | None  # NUMA node; None: the machine has one, or does not say
+    cores: frozenset[int]  # logical CPUs next to it; empty: not known
+
+
+def gpu_place(index: int) -> GpuPlace:
+    """Return the place of a GPU that torch sees; `index` is torch's."""
+    properties: Any = torch.cuda.get_device_properties(index)
+    address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    folder = SYS / "bus" / "pci" / "devices" / address
+    return GpuPlace(address, numa_node(folder), frozenset(parse_cores(_read(folder / "local_cpulist"))))
+
+
+def numa_node(device: Path) -> int | None:
+    """Return the NUMA node of a device by its folder in /sys; None if the machine has one node or does not say."""
+    text = _read(device / "numa_node")
+    return int(text) if text.isdigit() else None  # -1: not known
+
+
+def parse_cores(text: str) -> set[int]:
+    """Return the numbers in a list of the kernel, as "0-15,64-79"."""
+    spans = [part.partition("-") for part in text.split(",") if part]
+    return {core for first, _, last in spans for core in range(int(first), int(last or first) + 1)}
+
+
+def _read(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text(encoding="ascii").strip()
+    return ""
+
+
+def bind_to_gpu(index: int) -> bool:
+    """Restrict all threads of this process to those of its cores that are next to its GPU.
+
+    Returns:
+        Whether the process now runs next to its GPU only. False leaves the cores as they were: the launcher has given
+        it none of those, or the machine does not say which they are. The doctor reports both.
+    """
+    near = gpu_place(index).cores & os.sched_getaffinity(0)
+    if not near:
+        return False
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread.name), near)
+    return True
+
+
+def allow_tf32(is_allowed: bool) -> None:
+    """Let products and convolutions of float32 on GPUs use TF32 (10 of 23 bits of the mantissa), or forbid it.
+
+    torch itself forbids it for products and allows it for convolutions, which the Compressive Transformer has.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = is_allowed
+    torch.backends.cudnn.allow_tf32 = is_allowed

@@ -1,0 +1,86 @@
+"""How commands print: one width, aligned tables, names in columns, and colour where a terminal shows it.
+
+No line is cut: `WIDTH` limits texts of several words. Files and pipes get the same lines without colour.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import TextIO
+
+from dist_mem.runtime.environment import wants_colour
+
+WIDTH = 100  # characters
+_SHORT = 60  # characters of a list of names that stays on the line of its message
+_FIGURE = re.compile(r"[-+]?[\d.,:]+(e[-+]?\d+)?( ?[%a-zA-Z/]{1,3})?( \([^()]*\))?|n/a|-?inf|nan|")
+_COLOURS = {
+    "error:": "1;31",
+    "FAIL": "1;31",
+    "warning:": "33",
+    "WARNING": "33",
+    "notice:": "36",
+    "ok": "32",
+}
+
+
+def coloured(text: str, stream: TextIO) -> str:
+    """Return the text with its first word in its colour: `error:` red, `warning:` yellow, `ok` green.
+
+    Args:
+        stream: where the text will be printed; one that shows no colour gets the text as it is.
+    """
+    word, _, rest = text.partition(" ")
+    if word not in _COLOURS or not wants_colour("auto", stream):
+        return text
+    return f"\x1b[{_COLOURS[word]}m{word}\x1b[0m {rest}"
+
+
+def table(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table, the head first: columns of figures to the right, all others to the left."""
+    columns = list(zip(*rows, strict=True))
+    lines = zip(*(_padded(column, is_first=number == 0) for number, column in enumerate(columns)), strict=True)
+    return ["  ".join(line).rstrip() for line in lines]
+
+
+def _padded(column: Sequence[str], *, is_first: bool) -> list[str]:
+    width = max(map(len, column))
+    is_figures = not is_first and all(_FIGURE.fullmatch(text) for text in column[1:])
+    return [f"{text:>{width}}" if is_figures else f"{text:<{width}}" for text in column]
+
+
+def labelled(pairs: Iterable[tuple[str, str]], *, indent: str = "") -> list[str]:
+    """Return one line per label and its text; a text that is too long continues below its beginning."""
+    pairs = list(pairs)
+    width = max((len(label) for label, _ in pairs), default=0)
+    return [line for label, text in pairs for line in wrapped(text, begin=f"{indent}{label:<{width}}  ")]
+
+
+def wrapped(text: str, *, begin: str = "") -> list[str]:
+    """Return the text in lines of at most WIDTH, the first after `begin`, the others below its end."""
+    if len(begin) + len(text) <= WIDTH:
+        return [f"{begin}{text}".rstrip()]
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=begin, subsequent_indent=" " * len(begin), break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return names for the end of a message: `: A, B` on its line if they are few, else below it in columns.
+
+    Names with one beginning (`lamemo.fig1`, `lamemo.fig6`; `configs/demo.yaml`) start on a line of their own.
+    """
+    names = list(names)
+    text = ", ".join(names)
+    if len(text) <= _SHORT:
+        return f": {text}"
+    width = max(map(len, names)) + 2
+    each = max(1, (WIDTH - 2) // width)
+    lines = []
+    for _, alike in groupby(names, key=lambda name: name.rpartition("/")[0] or name.rpartition(".")[0]):
+        group = list(alike)
+        lines += [group[begin : begin + each] for begin in range(0, len(group), each)]
+    return ":\n" + "\n".join("  " + "".join(f"{name:<{width}}" for name in line).rstrip() for line in lines)

@@ -1,0 +1,127 @@
+"""The doctor's checks of a rank with a GPU, on a machine that is pretended: each fault is named with its fix."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dist_mem.config import Config, load_config
+from dist_mem.doctor.gpus import check_gpu
+from dist_mem.runtime.distributed import World
+from dist_mem.runtime.findings import FAIL, OK, WARNING, Remark
+from tests.support.gpus import add_card, allow_cores, pretend_gpus
+
+WORLD = World(rank=1, size=16, local_rank=1, local_size=8, device=torch.device("cuda:1"))
+SETTINGS = {
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "TORCH_NCCL_ENABLE_TIMING": "1",
+    "NVIDIA_TF32_OVERRIDE": "",
+    "TORCH_FR_BUFFER_SIZE": "",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "GLOO_SOCKET_IFNAME": "",
+}
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A sound node with two GPUs and two cards of InfiniBand, its rank bound to its GPU."""
+    pretend_gpus(monkeypatch, tmp_path)
+    allow_cores(monkeypatch, set(range(8, 16)))
+    for node in range(2):
+        add_card(tmp_path, f"mlx5_{node}", node=node)
+    for name, value in SETTINGS.items():
+        monkeypatch.setenv(name, value)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, device: zeros(*sizes))
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"is_expandable": True}])
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    group = SimpleNamespace(bound_device_id=WORLD.device)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: group)
+    return monkeypatch
+
+
+def found(what: str, config: Config | None = None) -> Remark:
+    (remark,) = (one for one in check_gpu(config, WORLD) if one.what == what)
+    return remark
+
+
+def test_sound_rank_passes_with_what_was_found(machine: pytest.MonkeyPatch) -> None:
+    remarks = {remark.what: remark for remark in check_gpu(None, WORLD)}
+    assert {remark.level for remark in remarks.values()} == {OK}
+    assert remarks["cores"].found == "8 cores next to the GPU (NUMA node 1)"
+    assert remarks["network card"].found == "mlx5_1 of 2 next to the GPU"
+    assert remarks["NCCL"].found == "2.28.9, connected at the start"
+    assert set(remarks) == {"cores", "network card", "allocator", "float32", "flight recorder", "NCCL"}
+
+
+def test_rank_on_a_cpu_is_not_asked() -> None:
+    assert list(check_gpu(None, World(0, 2, 0, 2, torch.device("cpu")))) == []
+
+
+FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str, str]] = {
+    "one core": (lambda patch: allow_cores(patch, {9}), "cores", WARNING, "1 cores for the training, NCCL, prefetch"),
+    "far cores": (lambda patch: allow_cores(patch, {0, 1, 2, 3}), "cores", WARNING, "none of them next to its GPU"),
+    "not bound": (lambda patch: allow_cores(patch, set(range(16))), "cores", WARNING, "16 cores, 8 of them next to"),
+    "no interface": (
+        lambda patch: patch.setenv("NCCL_SOCKET_IFNAME", "ib9"),
+        "network card",
+        FAIL,
+        "ib9 is not there; there are ",
+    ),
+    "fixed segments": (
+        lambda patch: patch.setattr(torch.cuda, "memory_snapshot", lambda: [{"is_expandable": False}]),
+        "allocator",
+        WARNING,
+        "segments do not grow",
+    ),
+    "TF32 forced": (
+        lambda patch: patch.setenv("NVIDIA_TF32_OVERRIDE", "1"),
+        "float32",
+        FAIL,
+        "no product of float32 is exact",
+    ),
+    "recorder off": (lambda patch: patch.setenv("TORCH_FR_BUFFER_SIZE", "0"), "flight recorder", WARNING, "off"),
+    "no starts": (
+        lambda patch: patch.setenv("TORCH_NCCL_ENABLE_TIMING", "0"),
+        "flight recorder",
+        WARNING,
+        "does not see when a GPU starts",
+    ),
+    "NCCL not bound": (
+        lambda patch: patch.setattr(
+            dist.distributed_c10d, "_get_default_group", lambda: SimpleNamespace(bound_device_id=None)
+        ),
+        "NCCL",
+        WARNING,
+        "is bound to no GPU, this rank has cuda:1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_named_with_its_fix(name: str, machine: pytest.MonkeyPatch) -> None:
+    make, what, level, text = FAULTS[name]
+    make(machine)
+    remark = next(one for one in check_gpu(None, WORLD) if one.what == what)
+    assert (remark.level, text in remark.found) == (level, True), remark
+    assert remark.fix
+
+
+def test_card_without_a_link_is_named(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    add_card(tmp_path, "mlx5_2", node=1, state="1: DOWN")
+    remark = found("network card")
+    assert (remark.level, remark.found) == (WARNING, "mlx5_2 has no link, mlx5_0, mlx5_1 has")
+
+
+def test_tf32_that_the_run_wants_is_no_fault(machine: pytest.MonkeyPatch) -> None:
+    machine.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    config = load_config(["train.steps=1", "train.precision=fp32", "train.tf32=true"])
+    assert found("float32", config).level == OK
+    assert os.environ["NVIDIA_TF32_OVERRIDE"] == "1"
