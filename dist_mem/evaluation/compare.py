@@ -7,7 +7,7 @@ Token perplexity replaces word-level perplexity if words are not known (blocks).
 All runs share the same bands of distance: those of the run whose segment and short-term memory together reach farthest.
 A model without memory cannot see the tokens before its segment, so the middle band shows whether a memory works. The
 gain of one run over another includes the effect of different weights; `memory_gain` measures the gain of a run's memory
-alone, and requires an evaluation of the run without memory.
+alone, and requires an evaluation of the run without memory. Its interval is that of a bootstrap over documents.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from typing import NamedTuple
 
 from dist_mem.config.check import nearest
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
+from dist_mem.evaluation.bootstrap import gain_interval
 from dist_mem.evaluation.legend import labels_of
 from dist_mem.evaluation.memory_gain import MemoryGain, counterpart, is_without_memory, memory_gain
 from dist_mem.evaluation.plot import plot_recall
-from dist_mem.evaluation.report import Band, Report, aligned, read_report, recall_bands, same_text, shown
+from dist_mem.evaluation.report import Band, Report, read_report, recall_bands, same_text, shown
 from dist_mem.runtime.files import is_wrong_path
+from dist_mem.runtime.terminal import table
 
 _PREFERRED = ("test", "validation")
 
@@ -44,6 +46,7 @@ class Row(NamedTuple):
     name: str
     perplexity: float  # word-level; per token if words are not known
     gain: float  # the first run's perplexity divided by this one's
+    interval: tuple[float, float] | None  # of `gain`, at 95 %; None: the first run itself, or too few documents
     accuracy: float  # nan if it is not known
     memory: MemoryGain | None  # gain of its memory; None if it has not been evaluated without memory
     recall: dict[Band, tuple[float, float]]  # perplexity and gain
@@ -139,6 +142,7 @@ def compare(reports: Sequence[Entry]) -> list[Row]:
             entry.name,
             value,
             values[0] / value,
+            None if entry is reports[0] else gain_interval(first, entry.report),
             entry.report.accuracy,
             None if entry.without_memory is None else memory_gain(entry.report, entry.without_memory),
             {
@@ -173,13 +177,29 @@ def to_table(entries: Sequence[Entry], rows: Sequence[Row]) -> str:
         columns.append(["accuracy", *(shown(row.accuracy, ".2%") for row in rows)])
     if any(row.memory for row in rows):
         columns.append(["memory gain", *(_memory_cell(row.memory) for row in rows)])
-    lines = [f"split {first.split}, {len(first.documents)} documents, {first.num_scored:,} tokens", *aligned(columns)]
+    lines = [
+        f"split {first.split}, {len(first.documents)} documents, {first.num_scored:,} tokens",
+        *table(zip(*columns, strict=True)),
+    ]
+    lines += _interval_lines(entries, rows)
     if bands := list(rows[0].recall):
         counts = ", ".join(f"{band} {first.recall_in(band)[1]:,}" for band in bands)
         lines += ["", f"perplexity of recall tokens by distance to the referent; tokens: {counts}"]
         by_band = [[str(band), *(_cell(*row.recall[band]) for row in rows)] for band in bands]
-        lines += aligned([names, *by_band])
+        lines += table(zip(names, *by_band, strict=True))
     return "\n".join(lines)
+
+
+def _interval_lines(entries: Sequence[Entry], rows: Sequence[Row]) -> list[str]:
+    """Return one line per gain that has an interval."""
+    count = len(entries[0].report.documents)
+    return [
+        f"{rows[0].name} / {row.name}: {row.gain:.3f} (95 % interval {low:.3f} to {high:.3f}, "
+        f"bootstrap over {count} documents)"
+        for row in rows
+        if row.interval is not None
+        for low, high in [row.interval]
+    ]
 
 
 def _memory_cell(gain: MemoryGain | None) -> str:

@@ -2,7 +2,7 @@
 
     dist-mem evaluate runs/demo --split test
     dist-mem evaluate runs/demo --split test --without-memory
-    torchrun --nproc-per-node 4 -m dist_mem evaluate runs/demo/checkpoints/step-00001000 eval.lanes=32
+    torchrun --nproc-per-node 4 -m dist_mem evaluate runs/demo/checkpoints/step-00001000 eval.batch_size=32
 
 It runs the plain model (trained_model.py) on any number of ranks, and writes
 RUN/evaluations/<split>-step-<step>.json and .csv; the metrics are added to the run in MLflow, except those of an
@@ -23,7 +23,6 @@ from dist_mem.data.directory import open_index, refresh_on_all_ranks
 from dist_mem.errors import EXIT_DONE, CutShortError, UnusableError, run_error
 from dist_mem.evaluation.cut_short import StopCheck, stop_check
 from dist_mem.evaluation.kept_memory import states_and_inputs
-from dist_mem.evaluation.memory_estimate import evaluated_lanes, refuse_what_cannot_fit, scoring_parts
 from dist_mem.evaluation.memory_file import MemoryFile, read_memory_file
 from dist_mem.evaluation.memory_gain import gain_beside, is_without_memory
 from dist_mem.evaluation.protocol import Protocol, protocol_of, report_name, tag_of
@@ -36,6 +35,7 @@ from dist_mem.evaluation.trained_model import (
     read_settings,
     tokenizer_of_data,
 )
+from dist_mem.planning.memory import evaluated_lanes, refuse_what_cannot_fit, scoring_parts, surely_fits
 from dist_mem.runtime import distributed
 from dist_mem.runtime.distributed import World, decided_by_rank0, gather_objects, on_all_ranks
 from dist_mem.runtime.findings import refuse
@@ -70,7 +70,9 @@ def evaluate_checkpoint(
 
     def see_that_it_fits(config: Config, vocab_size: int) -> None:
         num_lanes = evaluated_lanes(config, index)
-        parts = scoring_parts(config, vocab_size, num_lanes=num_lanes, world_size=world.size)
+        parts = []
+        if not surely_fits(config, vocab_size, world, num_lanes=num_lanes):
+            parts = scoring_parts(config, vocab_size, num_lanes=num_lanes, world_size=world.size)
         gather = gather_objects if world.size > 1 else lambda value: [value]  # a notebook has no process group
         refuse_what_cannot_fit(parts, world.device, gather=gather)
 
@@ -144,14 +146,11 @@ def _join(overrides: Sequence[str]) -> World:
     """
     given = [text for text in overrides if text.startswith("watchdog.")]
     seconds = load_config(["train.steps=1", *given]).watchdog.join_seconds
-    try:
-        with distributed.announced("waiting until all ranks have started"):
-            rendezvous = wait_for_ranks(seconds=seconds) if read_ranks()[1] > 1 else None  # keeps rank 0's store alive
-            if rendezvous is not None:
-                refuse(rendezvous.findings, rendezvous.nodes)
-            return distributed.initialize()
-    except ValueError as error:  # a launcher's variables are incomplete
-        raise run_error(error) from error
+    with distributed.joining():
+        rendezvous = wait_for_ranks(seconds=seconds) if read_ranks()[1] > 1 else None  # keeps rank 0's store alive
+        if rendezvous is not None:
+            refuse(rendezvous.findings, rendezvous.nodes)
+        return distributed.initialize()
 
 
 def as_job(
@@ -265,7 +264,7 @@ def track(
     overrides: Sequence[str],
 ) -> None:
     """Print the written files, and add them and the metrics to the run in MLflow, unless the model is an export."""
-    print(f"written: {', '.join(str(path) for path in files)}")
+    print("\n".join(f"written: {path}" for path in files))
     if config.tracking.mlflow and not checkpoint.is_export:
         step = checkpoint.manifest["step"]
         complaint = log_to_run(

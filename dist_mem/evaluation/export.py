@@ -2,6 +2,7 @@
 
     dist-mem export runs/demo --out models/demo
     dist-mem export runs/demo --out models/demo --checkpoint 400 --precision bf16
+    dist-mem export runs/demo --out models/demo --mlflow --register demo --alias champion
     dist-mem export configs/papers/gpt2.yaml --out models/gpt2_zero_shot    # its initial model
 
     DIR/
@@ -9,10 +10,10 @@
         config.yaml         the training configuration without paths and addresses of the training machine
         tokenizer.json ...  the tokenizer
         memory/NAME.py      memories from outside the package, if the model has any
-        README.md           description and loading instructions
+        README.md           description, loading instructions, figures, limits (card.py)
         manifest.json       written last: size and SHA-256 of every file, as in a checkpoint
 
-`dist-mem evaluate` and `dist_mem.load_model` accept it in place of a run. It can be made from a checkpoint of any ZeRO
+`dist-mem evaluate` and `dist_mem.load` accept it in place of a run. It can be made from a checkpoint of any ZeRO
 stage, number of ranks and format. It contains only data, except a memory from outside the package, which is a program.
 """
 
@@ -21,60 +22,38 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from dist_mem.checkpoint.manifest import describe_file, files_in, write_manifest
+from dist_mem.checkpoint.manifest import TOKENIZER_DIR, describe_file, files_in, write_manifest
 from dist_mem.checkpoint.tensor_file import safetensors_parts
 from dist_mem.config import Config, load_config, save_config, to_yaml
 from dist_mem.config.sources import plain_block
 from dist_mem.data.directory import open_tokenizer, refresh
 from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
+from dist_mem.evaluation.card import card, outside_memories
 from dist_mem.evaluation.export_transformers import write_transformers
+from dist_mem.evaluation.exported_weights import distinct_weights
 from dist_mem.evaluation.trained_model import WEIGHTS, Checkpoint, TrainedModel, load_model
-from dist_mem.gpt2.folder import load_pretrained
 from dist_mem.memory import memory_options
-from dist_mem.memory.outside import kept_kinds
+from dist_mem.memory.outside import kept_kinds, sources
 from dist_mem.model import MemoryLM
 from dist_mem.nn.layers import DTYPES
+from dist_mem.published.folder import load_pretrained
 from dist_mem.runtime.files import fsync_path, is_wrong_path, write_hashed, write_text
+from dist_mem.tracking.export_to_mlflow import Registration, check_registration, log_export, open_run
+from dist_mem.tracking.stores import read_run_id
 
-_METADATA = ("step", "tokenizer_fingerprint", "data_fingerprint", "mlflow_run_id", "versions")  # of the checkpoint
-
-_CARD = """# {name}
-
-A language model that carries memory from one segment of a text to the next, trained with dist_mem for {step} steps:
-memory `{memory}`, {num_layers} layers of width {d_model}, {num_parameters:,} parameters in {precision}, a vocabulary of
-{vocab_size:,} ({tokenizer}), segments of {seg_len} tokens. `config.yaml` has the rest.
-
-```python
-import dist_mem
-
-trained = dist_mem.load_model("{name}")  # the path of this folder
-print(dist_mem.score(trained, "It was the best of times.").nll)  # of every token, in nats
-```
-
-To evaluate it on documents, name a data directory that was made with the same tokenizer:
-
-```sh
-dist-mem evaluate {name} --split test data.path=FOLDER
-```
-
-{trust}
-"""
-_DATA_ONLY = "All files are data: loading runs no code from them. Each is compared with its SHA-256 in `manifest.json`."
-_CODE = """\
-**`memory/` contains a program**: this memory is not part of dist_mem. Loading the model runs it, but only with
-`"eval.allow_code=true"` as a further argument: read it first. All other files are data. Each is compared with its
-SHA-256 in `manifest.json`."""
+# of the checkpoint
+_METADATA = (
+    *("step", "tokenizer_fingerprint", "data_fingerprint", "mlflow_run_id", "versions"),
+    *("commit", "validation"),
+)
 
 
 def run(
@@ -84,6 +63,7 @@ def run(
     checkpoint: int | None = None,
     precision: str = "fp32",
     layout: str = "dist_mem",
+    registration: Registration | None = None,
     overrides: Sequence[str] = (),
 ) -> int:
     """Run the command and return the exit code of the process.
@@ -94,11 +74,15 @@ def run(
         checkpoint: step of the checkpoint; None: the newest that verifies.
         precision: of the weights, fp32 or bf16.
         layout: dist_mem, or transformers (export_transformers.py).
-        overrides: `key=value`; `data.path` gives the present place of the tokenizer.
+        registration: in MLflow, to which the export is logged; None: it is not.
+        overrides: `key=value`; `data.path` gives the present place of the tokenizer, `tracking.uri` MLflow's store.
 
     Raises:
-        UnusableError: the checkpoint or the data are unusable, or `out` exists.
+        UnusableError: the checkpoint or the data are unusable, `out` exists, or MLflow refuses the model.
+        UnfitError: MLflow's store does not answer; the export is written if it did at first.
     """
+    if registration is not None:
+        check_registration(registration)
     if out.exists():
         raise UnusableError(f"--out {out} exists already; remove it, or give another name")
     with ExitStack() as stack:
@@ -113,7 +97,21 @@ def run(
             raise
         except (OSError, ValueError) as error:
             raise UnusableError(str(error)) from error
-        return _export(trained, path, out, layout)
+        if registration is None:
+            return _export(trained, path, out, layout)
+        opened = open_run(trained.config, _mlflow_run(trained.checkpoint), registration, overrides)
+        code = _export(trained, path, out, layout)
+        if code == EXIT_DONE:
+            address = log_export(opened, out, registration, step=trained.checkpoint.manifest["step"])
+            print(f"{out} logged to MLflow as {address}")
+            if outside_memories(trained.checkpoint):
+                print("notice: mlflow models serve cannot load it: its memory is a program (eval.allow_code)")
+        return code
+
+
+def _mlflow_run(checkpoint: Checkpoint) -> str | None:
+    """Return the id of the MLflow run of a checkpoint; that in the run directory is never older."""
+    return read_run_id(checkpoint.run_dir) or checkpoint.manifest.get("mlflow_run_id")
 
 
 def _is_configuration(path: Path) -> bool:
@@ -138,7 +136,12 @@ def _initial_model(path: Path, overrides: Sequence[str]) -> Iterator[TrainedMode
     dtype = DTYPES[config.eval.precision]
     with TemporaryDirectory() as folder:
         save_config(config, Path(folder) / "config.yaml")
-        manifest = {"step": 0, "tokenizer_fingerprint": tokenizer.fingerprint, "files": {}}
+        programs = sources(plain_block(config.memory))
+        for name, text in programs.items():
+            (Path(folder) / name).parent.mkdir(exist_ok=True)
+            write_text(Path(folder) / name, text)
+        files = {name: describe_file(Path(folder) / name) for name in programs}
+        manifest = {"step": 0, "tokenizer_fingerprint": tokenizer.fingerprint, "files": files}
         checkpoint = Checkpoint(Path(folder), Path(folder), manifest, [])
         yield TrainedModel(model.to(dtype).eval(), tokenizer, config, checkpoint, torch.device("cpu"), dtype)
 
@@ -146,10 +149,7 @@ def _initial_model(path: Path, overrides: Sequence[str]) -> Iterator[TrainedMode
 def _export(trained: TrainedModel, path: Path, out: Path, layout: str) -> int:
     try:
         with _whole_or_nothing(out) as staging:
-            if layout == "transformers":
-                write_transformers(trained, staging, _portable_settings(trained.checkpoint))
-            else:
-                write_export(trained, staging, name=out.absolute().name)
+            write_export(trained, staging, name=out.absolute().name, layout=layout)
     except OSError as error:
         if is_wrong_path(error):
             raise UnusableError(f"--out {out} cannot be written: {error.strerror}; give another folder") from error
@@ -159,17 +159,25 @@ def _export(trained: TrainedModel, path: Path, out: Path, layout: str) -> int:
     return EXIT_DONE
 
 
-def write_export(trained: TrainedModel, directory: Path, *, name: str) -> None:
-    """Write a model and everything needed to load it into an empty directory, durably, with the manifest last."""
+def write_export(trained: TrainedModel, directory: Path, *, name: str, layout: str = "dist_mem") -> None:
+    """Write a model and everything needed to load it into an empty directory, durably, with the manifest last.
+
+    Raises:
+        UnusableError: transformers cannot have this model's tokenizer or, of a GPT-2, its attention.
+    """
     checkpoint = trained.checkpoint
     config = _portable_settings(checkpoint)
-    write_hashed(directory / WEIGHTS, safetensors_parts(_weights(trained.model)))
+    if layout == "transformers":
+        write_transformers(trained, directory)
+        save_tokenizer(trained.tokenizer, directory / TOKENIZER_DIR)  # the names beside it are those of transformers
+    else:
+        write_hashed(directory / WEIGHTS, safetensors_parts(distinct_weights(trained.model)))
+        save_tokenizer(trained.tokenizer, directory)
     write_text(directory / "config.yaml", to_yaml(config, resolve=True))  # readable without environment variables
-    save_tokenizer(trained.tokenizer, directory)
-    for source in _sources(checkpoint):
+    for source in outside_memories(checkpoint):
         (directory / source).parent.mkdir(exist_ok=True)
         write_text(directory / source, (checkpoint.directory / source).read_text(encoding="utf-8"))
-    write_text(directory / "README.md", _card(trained, config, name))
+    write_text(directory / "README.md", card(trained, config, name, layout=layout))
     manifest = checkpoint.manifest
     metadata = {key: manifest[key] for key in _METADATA if key in manifest}
     files = {path.relative_to(directory).as_posix(): describe_file(path) for path in files_in(directory)}
@@ -193,13 +201,6 @@ def _whole_or_nothing(path: Path) -> Iterator[Path]:
     fsync_path(path.parent)
 
 
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of the model's state_dict, each under its first name only."""
-    names = model.state_dict().keys()
-    tensors = chain(model.named_parameters(), model.named_buffers())
-    return {name: tensor.detach().contiguous() for name, tensor in tensors if name in names}
-
-
 def _portable_settings(checkpoint: Checkpoint) -> Config:
     """Return the configuration of a checkpoint without the places of run, data and MLflow."""
     path = checkpoint.directory / "config.yaml"
@@ -210,29 +211,3 @@ def _portable_settings(checkpoint: Checkpoint) -> Config:
     for key in ("path", "cache", "stage", "stage_dir"):
         setattr(config.data, key, getattr(default.data, key))
     return config
-
-
-def _sources(checkpoint: Checkpoint) -> list[str]:
-    """Return the names of the memories from outside the package that a checkpoint contains."""
-    return [name for name in checkpoint.manifest["files"] if name.startswith("memory/")]
-
-
-def _card(trained: TrainedModel, config: Config, name: str) -> str:
-    """Return the text of README.md."""
-    return _CARD.format(
-        name=name,
-        step=trained.checkpoint.manifest["step"],
-        memory=_name_of(plain_block(config.memory)),
-        num_layers=config.model.num_layers,
-        d_model=config.model.d_model,
-        num_parameters=sum(parameter.numel() for parameter in trained.model.parameters()),
-        precision=trained.config.eval.precision,
-        vocab_size=trained.tokenizer.vocab_size,
-        tokenizer=trained.tokenizer.kind,
-        seg_len=config.train.seg_len,
-        trust=_CODE if _sources(trained.checkpoint) else _DATA_ONLY,
-    )
-
-
-def _name_of(memory: Mapping[str, Any]) -> str:
-    return f"{memory['kind']} over {_name_of(memory['over'])}" if memory.get("over") else memory["kind"]

@@ -1,15 +1,16 @@
-"""Export a GPT-2 as a folder that Hugging Face's transformers and `model.pretrained` can load.
+"""Export a trained model as a folder that Hugging Face's transformers loads, and dist_mem too.
 
-    dist-mem export runs/gpt2_small --out models/gpt2 --format transformers
+    dist-mem export runs/demo --out models/mine --format transformers
 
     DIR/
-        config.json, model.safetensors   as `save_pretrained` of GPT2LMHeadModel writes them
-        vocab.json, merges.txt, ...      the tokenizer, if it is of GPT-2's kind
-        config.yaml                      the training configuration without places of the training machine
-        modeling_dist_mem.py             only for a model with memory: a program that trust_remote_code=True runs
+        config.json, model.safetensors   what AutoModelForCausalLM reads
+        tokenizer.json, ...              what AutoTokenizer reads; the ids of a text are those of training
+        modeling_dist_mem.py             a program that trust_remote_code=True runs; it imports dist_mem
+        config.yaml, tokenizer/, ...     what `dist_mem.load` reads (export.py)
 
-The weights of a memory are in the same file under other names. GPT2LMHeadModel ignores them with a warning and loads
-the GPT-2 below the memory.
+A GPT-2 or Llama has Hugging Face's names, so that GPT2LMHeadModel or LlamaForCausalLM loads it without a program; the
+weights of a memory are in the same file under other names, which these classes ignore with a warning. All other models
+keep our names.
 """
 
 from __future__ import annotations
@@ -18,76 +19,117 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-
-from dist_mem import gpt2
-from dist_mem.config import Config, to_yaml
+from dist_mem.checkpoint.tensor_file import safetensors_parts
+from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.byte_pairs import END_OF_TEXT, BytePairTokenizer, write_byte_pairs
+from dist_mem.data.tokenizers.fast import bos_token, fast_tokenizer
 from dist_mem.errors import UnusableError
+from dist_mem.evaluation.exported_weights import distinct_weights
 from dist_mem.evaluation.trained_model import TrainedModel
-from dist_mem.gpt2.folder import CONFIG, WEIGHTS
-from dist_mem.gpt2.names import to_published
-from dist_mem.runtime.files import write_text
+from dist_mem.published.folder import CONFIG, WEIGHTS
+from dist_mem.published.names import FAMILIES, to_published
+from dist_mem.runtime.files import write_hashed, write_text
 
-MODELING = Path(gpt2.__file__).parent / "modeling_dist_mem.py"  # copied into the export; only transformers runs it
+MODELING = "modeling_dist_mem.py"
+_MEMORY_CLASSES = {"gpt2": "MemoryGPT2", "llama": "MemoryLlama", "qwen2": "MemoryQwen2"}  # of model_type
+_PROGRAM = '''"""The classes of this model. They are in dist_mem, so that this folder has no copy of its code."""
+
+try:
+    from dist_mem.generation.transformers_model import MemoryConfig, MemoryForCausalLM, {memory}
+except ImportError as error:
+    raise ImportError(
+        f"this model needs dist_mem of this or a newer commit ({error}): clone it, then pip install --editable FOLDER"
+    ) from error
+'''
+
+
+def write_transformers(trained: TrainedModel, directory: Path) -> None:
+    """Write what transformers reads into an empty directory; without the files of export.py.
+
+    Raises:
+        UnusableError: the tokenizer has no fast form, or a GPT-2's or Llama's attention is another.
+    """
+    kind = trained.config.model.kind
+    is_published = kind in FAMILIES
+    weights = _published(trained) if is_published else distinct_weights(trained.model)
+    content = published_config(trained) if is_published else native_config(trained)
+    if kind == "gpt2" and isinstance(trained.tokenizer, BytePairTokenizer):
+        _write_gpt2_tokenizer(trained.tokenizer, directory)
+    else:
+        _write_tokenizer(trained.tokenizer, directory, adds_bos=not trained.config.data.blocks)
+    write_hashed(directory / WEIGHTS, safetensors_parts(weights, metadata={"format": "pt"}))
+    write_text(directory / CONFIG, json.dumps(content, indent=1) + "\n")
+    if "auto_map" in content:
+        memory = _MEMORY_CLASSES.get(content["model_type"], "MemoryGPT2")
+        write_text(directory / MODELING, _PROGRAM.replace("{memory}", memory))
+
+
+def _published(trained: TrainedModel) -> dict[str, Any]:
+    try:
+        return to_published(trained.model)
+    except ValueError as error:
+        raise UnusableError(f"--format transformers: {error}") from error
 
 
 def published_config(trained: TrainedModel) -> dict[str, Any]:
-    """Return the content of config.json."""
+    """Return the content of config.json for a GPT-2 or Llama; without `auto_map` if there is nothing to carry."""
     model = trained.config.model
+    family = FAMILIES[model.kind]
+    # Token types are also carried from segment to segment.
+    has_memory = trained.config.memory["kind"] not in family.plain or bool(model.token_types)
+    content = family.content(model)
     return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
+        **content,
         "vocab_size": trained.tokenizer.vocab_size,
-        "n_layer": model.num_layers,
-        "n_embd": model.d_model,
-        "n_head": model.num_heads,
-        "n_inner": model.d_inner,
-        "n_positions": model.num_positions,
-        "n_ctx": model.num_positions,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "embd_pdrop": model.dropout,
-        "resid_pdrop": model.dropout,
-        "attn_pdrop": model.attention_dropout,
         "bos_token_id": trained.tokenizer.bos_id,
         "eos_token_id": trained.tokenizer.bos_id,
-        "tie_word_embeddings": True,
         "dtype": str(trained.dtype).removeprefix("torch."),
+        **({"auto_map": _auto_map(AutoModelForCausalLM=_MEMORY_CLASSES[content["model_type"]])} if has_memory else {}),
     }
 
 
-def write_transformers(trained: TrainedModel, directory: Path, settings: Config) -> None:
-    """Write the folder into an empty directory.
+def native_config(trained: TrainedModel) -> dict[str, Any]:
+    """Return the content of config.json for every other model: the sizes that transformers knows by name."""
+    model = trained.config.model
+    return {
+        "architectures": ["MemoryForCausalLM"],
+        "model_type": "dist_mem",
+        "vocab_size": trained.tokenizer.vocab_size,
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.d_model,
+        "num_attention_heads": model.num_heads,
+        "bos_token_id": trained.tokenizer.bos_id,
+        "tie_word_embeddings": False,  # ties are made by dist_mem, and not once more by transformers
+        "dtype": str(trained.dtype).removeprefix("torch."),
+        "auto_map": _auto_map(AutoConfig="MemoryConfig", AutoModelForCausalLM="MemoryForCausalLM"),
+    }
 
-    Args:
-        settings: the training configuration without places of the training machine.
 
-    Raises:
-        UnusableError: the model is not a GPT-2, or its attention is not GPT-2's.
-    """
-    if trained.config.model.kind != "gpt2":
-        raise UnusableError(
-            f"--format transformers is for model.kind=gpt2; {trained.checkpoint.directory} has "
-            f"model.kind={trained.config.model.kind}: leave --format out"
-        )
+def _auto_map(**classes: str) -> dict[str, str]:
+    return {auto: f"{Path(MODELING).stem}.{name}" for auto, name in classes.items()}
+
+
+def _write_gpt2_tokenizer(tokenizer: BytePairTokenizer, directory: Path) -> None:
+    write_byte_pairs(tokenizer, directory)
+    settings = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+    settings["tokenizer_class"] = "GPT2Tokenizer"
+    write_text(directory / "tokenizer_config.json", json.dumps(settings, indent=1) + "\n")
+
+
+def _write_tokenizer(tokenizer: Tokenizer, directory: Path, *, adds_bos: bool) -> None:
     try:
-        weights = to_published(trained.model)
+        fast = fast_tokenizer(tokenizer, adds_bos=adds_bos)
     except ValueError as error:
-        raise UnusableError(f"--format transformers: {error}") from error
-    # Token types are also carried from segment to segment.
-    has_memory = trained.config.memory["kind"] != "causal" or bool(trained.config.model.token_types)
-    if has_memory and any(name.startswith("memory/") for name in trained.checkpoint.manifest["files"]):
-        raise UnusableError("--format transformers: a memory from outside the package cannot be part of such a folder")
-    save_file(weights, directory / WEIGHTS, metadata={"format": "pt"})
-    published = published_config(trained)
-    if has_memory:
-        published["auto_map"] = {"AutoModelForCausalLM": f"{MODELING.stem}.MemoryGPT2"}
-        write_text(directory / MODELING.name, MODELING.read_text(encoding="utf-8"))
-    write_text(directory / CONFIG, json.dumps(published, indent=1) + "\n")
-    write_text(directory / "config.yaml", to_yaml(settings, resolve=True))
-    if isinstance(trained.tokenizer, BytePairTokenizer):
-        write_byte_pairs(trained.tokenizer, directory)
-        settings_of_tokenizer = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
-        settings_of_tokenizer["tokenizer_class"] = "GPT2Tokenizer"
-        write_text(directory / "tokenizer_config.json", json.dumps(settings_of_tokenizer, indent=1) + "\n")
+        raise UnusableError(f"--format transformers: {error}: leave --format out") from error
+    name = bos_token(tokenizer)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": name,
+        "pad_token": name,  # padding is not read, so any token does; the model has no other without text
+        "padding_side": "left",
+        "split_special_tokens": True,  # in a text, the name of BOS is text
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    write_text(directory / "tokenizer.json", fast.to_str(pretty=True) + "\n")
+    write_text(directory / "tokenizer_config.json", json.dumps(settings, indent=1) + "\n")

@@ -18,6 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from dist_mem.config.check import flatten
+from dist_mem.config.old_names import present_settings
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.layouts import NO_INPUTS
 from dist_mem.evaluation.memory_file import OPEN_SEGMENT, MemoryFile, TextRead, digest_of, write_memory_file
@@ -28,6 +29,7 @@ from dist_mem.memory import memory_class, memory_options
 from dist_mem.memory.base import map_state, named_tensors
 from dist_mem.memory.outside import is_file
 from dist_mem.model import LMState
+from dist_mem.runtime.files import is_wrong_path
 
 _OF_EVAL = ("seg_len", "mem_len", "clamp_len", "same_length", "blocks", "precision")  # fields of Protocol, keys of eval
 
@@ -89,8 +91,13 @@ def write_kept(trained: TrainedModel, memory: KeptMemory, path: Path) -> None:
     """Write a memory of this model into a file, atomically.
 
     Raises:
-        OSError: the file cannot be written.
+        UnusableError: the path cannot be written.
     """
+    save_content(path, *content_of(trained, memory))
+
+
+def content_of(trained: TrainedModel, memory: KeptMemory) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the header and the tensors of a file of this memory, as `write_memory_file` takes them."""
     header = {
         "model": {
             "name": trained.config.name,
@@ -101,7 +108,21 @@ def write_kept(trained: TrainedModel, memory: KeptMemory, path: Path) -> None:
         "settings": model_settings(trained),
         "texts": [read._asdict() for read in memory.texts],
     }
-    write_memory_file(path, header, {**named_tensors(memory.state), OPEN_SEGMENT: memory.inputs})
+    return header, {**named_tensors(memory.state), OPEN_SEGMENT: memory.inputs}
+
+
+def save_content(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write a memory file, atomically, as `write_memory_file`.
+
+    Raises:
+        UnusableError: the path cannot be written.
+    """
+    try:
+        write_memory_file(path, header, tensors)
+    except OSError as error:
+        if is_wrong_path(error):
+            raise UnusableError(f"{path} cannot be written: {error.strerror}; give another file") from error
+        raise
 
 
 def fit(trained: TrainedModel, found: MemoryFile) -> KeptMemory:
@@ -130,7 +151,7 @@ def _refuse_another_model(trained: TrainedModel, found: MemoryFile) -> None:
     then, now = found.header["tokenizer_fingerprint"], trained.tokenizer.fingerprint
     if then != now:
         raise UnusableError(f"{path} was read with tokenizer {then[:12]}, but this model's is {now[:12]}: {again}")
-    theirs, mine = found.header["settings"], model_settings(trained)
+    theirs, mine = present_settings(found.header["settings"]), model_settings(trained)
     other = [key for key in sorted(theirs.keys() | mine.keys()) if theirs.get(key) != mine.get(key)]
     reader, weights = found.header["model"], digest_of(trained.model.state_dict())
     if reader["weights_sha256"] != weights and "eval.precision" not in other:  # which changes the weights

@@ -3,11 +3,11 @@
 `documents`: documents are assigned to lanes, longest first; each starts with an empty memory. A forward has rows only
 for lanes that still have text.
 
-`stream`, as the papers do with WikiText, enwik8 and text8: the documents are concatenated and cut into `eval.lanes`
-contiguous lanes; each lane begins with an empty memory and carries it across document boundaries. The published code
-never scores the first token of a lane and drops the remainder of the cut (17 of the 245,569 words of WikiText-103's
-test split in 16 lanes); here every token is scored once, the first of a lane given the last token of the previous lane.
-So the metrics depend on the number of lanes, but not on the number of ranks.
+`stream`, as the papers do with WikiText, enwik8 and text8: the documents are concatenated and cut into
+`eval.batch_size` contiguous lanes; each lane begins with an empty memory and carries it across document boundaries. The
+published code never scores the first token of a lane and drops the remainder of the cut (17 of the 245,569 words of
+WikiText-103's test split in 16 lanes); here every token is scored once, the first of a lane given the last token of the
+previous lane. So the metrics depend on the number of lanes, but not on the number of ranks.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def part_of_rank(
         inputs: (num_inputs,) inputs of an open segment that every document continues (`score_split`); none: BOS. Not
             with a stream, whose lanes begin within documents.
     """
-    micro_lanes = min(config.train.micro_lanes, -(-config.eval.lanes // world.size))
+    micro_lanes = min(config.train.micro_batch_size, -(-config.eval.batch_size // world.size))
     if config.eval.layout != "stream":
         return _part_of_documents(
             index, lengths, config=config, micro_lanes=micro_lanes, bos_id=bos_id, world=world, inputs=inputs
@@ -80,7 +80,7 @@ def _part_of_documents(
     cut = "start" if len(inputs) else config.data.cut  # a text that is continued has been cut from its start
     first, prefix = (bos_id, inputs) if protocol.blocks or not len(inputs) else (int(inputs[0]), inputs[1:])
     num_read = np.where(lengths > 0, lengths + len(prefix), 0)
-    plan = evaluation_plan(num_read, num_lanes=config.eval.lanes, seg_len=protocol.seg_len)
+    plan = evaluation_plan(num_read, num_lanes=config.eval.batch_size, seg_len=protocol.seg_len)
     mine = [document for documents in plan[world.rank :: world.size] for document in documents]
 
     def starts(document: int) -> np.ndarray:
@@ -108,7 +108,7 @@ def _part_of_documents(
 def _part_of_stream(
     index: Index, lengths: np.ndarray, *, config: Config, micro_lanes: int, bos_id: int, world: World
 ) -> Part:
-    protocol, num_lanes = protocol_of(config), config.eval.lanes
+    protocol, num_lanes = protocol_of(config), config.eval.batch_size
     plan = StreamPlan(lengths, num_lanes=num_lanes, seg_len=protocol.seg_len)
     lane_ids = lanes_of_rank(num_lanes, world_size=world.size, rank=world.rank, micro_lanes=micro_lanes)
     spans = [plan.span(lane) for lane in lane_ids if lane < num_lanes] or [(0, 0)]

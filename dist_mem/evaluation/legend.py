@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from omegaconf import OmegaConf
+from dist_mem.config.sources import read_saved
 
 NAMES = {
     "none": "no memory",
@@ -23,7 +23,7 @@ NAMES = {
 }
 SEEDS = ("train.seed", "data.seed")
 NO_FIGURE = {
-    *("name", "run_dir", "resume", "train.micro_lanes", "train.threads"),
+    *("name", "run_dir", "resume", "train.micro_batch_size", "train.threads"),
     *("data.cache", "data.prefetch", "data.stage", "data.stage_dir"),
 }
 NO_FIGURE_BLOCKS = ("checkpoint.", "deepspeed.", "eval.", "launch.", "tracking.", "watchdog.")
@@ -41,7 +41,7 @@ class Line(NamedTuple):
 
 def settings_of(config: Path) -> dict[str, Any]:
     """Return the keys of a run's config.yaml that affect its figures, except seeds."""
-    keys = dict(_flat(OmegaConf.to_container(OmegaConf.load(config)), ""))
+    keys = dict(_flat(read_saved(config), ""))
     return {
         key: value
         for key, value in keys.items()

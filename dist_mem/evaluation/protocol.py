@@ -2,7 +2,7 @@
 
     dist-mem evaluate runs/wikitext103 eval.seg_len=64 eval.mem_len=640 eval.clamp_len=400 eval.same_length=true
 
-with eval.layout=stream eval.lanes=10 is the protocol of Transformer-XL on WikiText-103 (Dai et al. 2019, table 1;
+with eval.layout=stream eval.batch_size=10 is the protocol of Transformer-XL on WikiText-103 (Dai et al. 2019, table 1;
 lengths from the published script). An evaluation during training uses the training's protocol; only `eval.layout`,
 `eval.blocks` and `eval.max_document_len` apply to it as well.
 """
@@ -52,7 +52,7 @@ def protocol_of(config: Config, *, without_memory: bool = False) -> Protocol:
         clamp_len=model.clamp_len if settings.clamp_len is None else settings.clamp_len or None,
         same_length=model.same_length if settings.same_length is None else settings.same_length,
         layout=settings.layout,
-        lanes=settings.lanes if settings.layout == "stream" else None,
+        lanes=settings.batch_size if settings.layout == "stream" else None,
         blocks=config.data.blocks if settings.blocks is None else settings.blocks,
         max_document_len=settings.max_document_len,
         precision=settings.precision,
@@ -93,8 +93,9 @@ def apply_protocol(config: Config) -> None:
         ValueError: a length is set that the memory or the model does not have.
     """
     wanted, settings = protocol_of(config), config.eval
-    if settings.clamp_len is not None and config.model.kind == "gpt2":
-        raise ValueError(f"eval.clamp_len is {settings.clamp_len}, but GPT-2 has no distances: set it to null")
+    if settings.clamp_len is not None and config.model.kind != "transformer":
+        kind = f"model.kind {config.model.kind} has no table of distances"
+        raise ValueError(f"eval.clamp_len is {settings.clamp_len}, but {kind}: set it to null")
     config.train.seg_len = wanted.seg_len  # the length the memories are built for
     config.data.blocks = wanted.blocks  # also used to score and continue a text
     config.model.clamp_len, config.model.same_length = wanted.clamp_len, wanted.same_length

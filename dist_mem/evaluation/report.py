@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dist_mem.runtime.files import write_text
+from dist_mem.runtime.terminal import table
 
 FORMAT_VERSION = 3  # 1 had no hits, in 2 words were always known
 TABLE_ROWS = 20  # documents in the printed table; the files contain all
 MAX_EXPONENT = 709.0  # largest exponent of e in float64
-_TITLE_CHARS = 36
+_TITLE_CHARS = 32
 _CSV_COLUMNS = ("id", "title", "num_scored", "words", "bytes", "nll", "hits")
 
 
@@ -165,34 +166,25 @@ def shown(value: float, form: str = ",.2f") -> str:
     return f"{value:{form}}" if value < 1e6 else f"{value:.3e}"
 
 
-def aligned(columns: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table whose columns are separated by two spaces."""
-    padded = [[f"{text:<{max(map(len, column))}}" for text in column] for column in columns]
-    return ["  ".join(line).rstrip() for line in zip(*padded, strict=True)]
-
-
 def to_table(report: Report, *, rows: int = TABLE_ROWS) -> str:
     """Return the report as a table for a terminal: up to `rows` documents, and the total."""
-    header = (
-        f"{'document':<10} {'title':<{_TITLE_CHARS}} {'tokens':>11} {'words':>10} "
-        f"{'word ppl':>10} {'token ppl':>10} {'bits/byte':>9} {'accuracy':>8}"
-    )
-    lines = [header]
+    head = ("document", "title", "tokens", "words", "word ppl", "token ppl", "bits/byte", "accuracy")
+    cells: list[Sequence[str]] = [head]
     for document in report.documents[:rows]:
         counts = (document.num_scored, document.words, document.bytes, accuracy(document.hits, document.num_scored))
-        lines.append(_row(document.id[:10], _shortened(document.title), document.nll, *counts))
+        cells.append(_row(document.id[:10], _shortened(document.title), document.nll, *counts))
+    counts = (report.num_scored, report.num_words, report.num_bytes, report.accuracy)
+    cells.append(_row("all", f"{len(report.documents)} documents", report.nll, *counts))
+    lines = table(cells)
     left_out = len(report.documents) - rows
     if left_out > 0:
-        lines.append(f"... {left_out} more documents, in the files")
-    total = f"{len(report.documents)} documents"
-    counts = (report.num_scored, report.num_words, report.num_bytes, report.accuracy)
-    lines.append(_row("all", total, report.nll, *counts))
+        lines.insert(-1, f"... {left_out} more documents, in the files")
+    recall = [["recall, referent", "perplexity", "tokens"]]
     for name, band in recall_bands(report.seg_len, report.mem_len).items():
         nll, count = report.recall_in(band)
         if count:
-            found = f"{shown(perplexity(nll, count))} over {count:,} tokens"
-            lines.append(f"recall perplexity, referent {band} tokens back ({name}): {found}")
-    return "\n".join(lines)
+            recall.append([f"{band} tokens back ({name})", shown(perplexity(nll, count)), f"{count:,}"])
+    return "\n".join([*lines, *(["", *table(recall)] if len(recall) > 1 else [])])
 
 
 def _shortened(title: str) -> str:
@@ -201,13 +193,17 @@ def _shortened(title: str) -> str:
 
 def _row(
     name: str, title: str, nll: float, num_scored: int, words: int | None, num_bytes: int, hit_share: float
-) -> str:
-    num_words = "n/a" if words is None else f"{words:,}"
-    return (
-        f"{name:<10} {title:<{_TITLE_CHARS}} {num_scored:>11,} {num_words:>10} {shown(perplexity(nll, words)):>10} "
-        f"{shown(perplexity(nll, num_scored)):>10} {shown(bits_per_byte(nll, num_bytes), '.4f'):>9} "
-        f"{shown(hit_share, '.2%'):>8}"
-    )
+) -> list[str]:
+    return [
+        name,
+        title,
+        f"{num_scored:,}",
+        "n/a" if words is None else f"{words:,}",
+        shown(perplexity(nll, words)),
+        shown(perplexity(nll, num_scored)),
+        shown(bits_per_byte(nll, num_bytes), ".4f"),
+        shown(hit_share, ".2%"),
+    ]
 
 
 def to_csv(documents: Iterable[DocumentScore]) -> str:

@@ -71,7 +71,7 @@ def score_split(
             and these are the inputs of its open segment; they are read again before every document, and not scored.
             If empty, every document begins with BOS.
         config: the lengths are those that it has for training, except `eval.seg_len`; `apply_protocol` replaces them by
-            those of `eval`. `eval.layout`, `eval.blocks`, `eval.lanes` and `eval.max_document_len` always apply.
+            those of `eval`. `eval.layout`, `eval.blocks`, `eval.batch_size` and `eval.max_document_len` always apply.
         without_memory: read every segment with an empty memory; the same tokens are scored.
 
     Raises:
@@ -112,10 +112,10 @@ def lengths_to_score(index: Index, tokenizer: Tokenizer, config: Config) -> np.n
     if not index.num_tokens:
         raise ValueError(f"{index.split_dir}: no document holds a token to score: set eval.split to a split with text")
     settings = config.eval
-    lengths = cut_lengths([entry.num_tokens for entry in index.documents], settings.max_document_len)
-    if settings.layout == "stream" and int(lengths.sum()) < settings.lanes:
+    lengths = cut_lengths(index.documents.num_tokens, settings.max_document_len)
+    if settings.layout == "stream" and int(lengths.sum()) < settings.batch_size:
         has = f"{index.split_dir} has {lengths.sum()} tokens"
-        raise ValueError(f"eval.lanes = {settings.lanes}, but {has}: set fewer lanes")
+        raise ValueError(f"eval.batch_size = {settings.batch_size}, but {has}: set fewer lanes")
     return lengths
 
 

@@ -1,14 +1,10 @@
 """Load a trained model from a checkpoint or an export, for `dist-mem evaluate` and for notebooks.
 
-    import dist_mem
-
-    trained = dist_mem.load_model("runs/demo")
-    scores = dist_mem.score(trained, Path("book.txt").read_text(encoding="utf-8"))
-    scores.nll  # of every token of the book, read with the memory of the text before it
+    trained = load_model("runs/demo")
+    lanes = read_lanes(trained, [3])  # the memory that lane 3 carried at the checkpoint
 
 This module reads the fp32 weights of checkpoints of any ZeRO stage and number of ranks, and exports (export.py). It
-needs no process group. The package re-exports `load_model`, `init_state` and `read_lanes` (docs/start/python.md);
-`score` is in dist_mem/generation/text_scores.py.
+needs no process group. `dist_mem.load` (dist_mem/api/model.py) joins it with the functions that score and generate.
 """
 
 from __future__ import annotations
@@ -20,8 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_model as load_into
 from torch import Tensor
 
 from dist_mem.checkpoint.engine_files import EngineReader
@@ -39,22 +33,26 @@ from dist_mem.checkpoint.schemas import WEIGHTS
 from dist_mem.config import Config, ConfigError, load_config
 from dist_mem.config.check import Problem, stop_on
 from dist_mem.config.environment_values import checksum, from_environment
+from dist_mem.config.old_names import present_key
 from dist_mem.config.sources import plain_block
 from dist_mem.data.directory import open_tokenizer, refresh
 from dist_mem.data.remote.fetch import is_remote, show
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import JSON_NAME, load_tokenizer
 from dist_mem.errors import CheckpointError, UnusableError
+from dist_mem.evaluation.exported_weights import load_exported
 from dist_mem.evaluation.protocol import apply_protocol, in_terms_of_eval
 from dist_mem.memory import memory_options
 from dist_mem.memory.base import map_state
 from dist_mem.memory.outside import kept_kinds, source_of
 from dist_mem.model import LMState, MemoryLM
 from dist_mem.nn.layers import DTYPES
+from dist_mem.published.folder import CONFIG
+from dist_mem.published.names import FAMILIES
 
 OVERRIDABLE = (
     *("eval.", "tracking.", "data.path", "data.allow_pipe", "data.cache", "data.stage"),
-    *("train.micro_lanes", "train.threads", "watchdog.join_seconds"),
+    *("train.micro_batch_size", "train.threads", "watchdog.join_seconds"),
 )
 _GIVE = "give a run directory or one checkpoint in it"
 
@@ -129,7 +127,7 @@ def read_settings(directory: Path, overrides: Sequence[str], *, reads_data: bool
             the folder names, and for a memory that is a program in the folder, without eval.allow_code.
     """
     for override in overrides:
-        key = override.split("=")[0]
+        key = present_key(override.split("=")[0])
         if not key.startswith(OVERRIDABLE):
             allowed = ", ".join(f"{name}*" if name.endswith(".") else name for name in OVERRIDABLE)
             raise ConfigError([Problem(key, f"is fixed by the checkpoint; an evaluation may set {allowed}")])
@@ -165,7 +163,8 @@ def tokenizer_of_checkpoint(checkpoint: Checkpoint, config: Config) -> Tokenizer
     """
     directory = checkpoint.directory
     if checkpoint.has_tokenizer:
-        return load_tokenizer(directory if checkpoint.is_export else directory / TOKENIZER_DIR)
+        in_folder = f"{TOKENIZER_DIR}/{JSON_NAME}" in checkpoint.manifest["files"]  # not in an export for dist_mem
+        return load_tokenizer(directory / TOKENIZER_DIR if in_folder else directory)
     refresh(config.data, [])
     try:
         return tokenizer_of_data(checkpoint, config)
@@ -192,14 +191,12 @@ def tokenizer_of_data(checkpoint: Checkpoint, config: Config) -> Tokenizer:
     return tokenizer
 
 
-def _load_weights(model: MemoryLM, checkpoint: Checkpoint) -> None:
+def _load_weights(model: MemoryLM, checkpoint: Checkpoint, config: Config) -> None:
     """Load the weights of a checkpoint or an export. Raises CheckpointError if names or shapes differ."""
     directory = checkpoint.directory
     if checkpoint.is_export:
-        try:
-            load_into(model, directory / WEIGHTS)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            raise CheckpointError(f"{directory / WEIGHTS} does not fit its config.yaml: {error}") from error
+        is_published = config.model.kind in FAMILIES  # in an export for transformers, which has a config.json
+        load_exported(model, directory, is_published=is_published and CONFIG in checkpoint.manifest["files"])
         return
     weights = EngineReader(directory).weights()
     both = (model.state_dict(), weights)
@@ -236,7 +233,7 @@ def open_model(
         raise
     except ValueError as error:
         raise ValueError(in_terms_of_eval(str(error), config)) from error
-    _load_weights(model, checkpoint)
+    _load_weights(model, checkpoint, config)
     model.to(device, dtype).eval()
     return TrainedModel(model, tokenizer, config, checkpoint, device, dtype)
 

@@ -27,12 +27,13 @@ from dist_mem.inspection.figures.parts.style import save, styled
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.files import make_folder, write_text
 from dist_mem.runtime.signals import StopSignal
+from dist_mem.runtime.terminal import labelled
 
 
 def described() -> str:
     """Return all figures for a terminal: name, runs and title."""
-    lines = [f"{name:<16}{figure.title}; from {figure.runs}" for name, figure in figures().items()]
-    return "\n".join([*lines, *(f"{name:<16}{command}" for name, command in ELSEWHERE.items())])
+    drawn = [(name, f"{figure.title}; from {figure.runs}") for name, figure in figures().items()]
+    return "\n".join(labelled([*drawn, *ELSEWHERE.items()]))
 
 
 def run(

@@ -45,7 +45,7 @@ def open_passage(index: Index, config: Config, bos_id: int) -> list[Batch]:
     """
     protocol = protocol_of(config)
     seg_len, length = protocol.seg_len, config.eval.passage * protocol.seg_len
-    lengths = np.minimum([entry.num_tokens for entry in index.documents], length) // seg_len * seg_len
+    lengths = np.minimum(index.documents.num_tokens, length) // seg_len * seg_len
     number = int(np.argmax(lengths))
     if not lengths[number]:
         return []

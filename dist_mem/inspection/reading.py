@@ -19,8 +19,10 @@ from dist_mem.data.documents import Document
 from dist_mem.data.plan import segment_starts
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.trained_model import TrainedModel
+from dist_mem.inspection.aggregates import WordGain, word_gains
 from dist_mem.inspection.looked import Looked, memory_rows, nowhere, put_looked
 from dist_mem.inspection.walk import always, losses_of, put_losses, walk
+from dist_mem.inspection.words import words_of
 from dist_mem.memory.parts.inspector import Inspector
 from dist_mem.tracking.progress import Progress
 
@@ -45,6 +47,10 @@ class DocumentReading(NamedTuple):
     def gain(self) -> Tensor:
         """What memory gained per token, (N,) float64; nan where a token is not scored."""
         return self.without.double() - self.nll.double()
+
+    def words(self) -> list[WordGain]:
+        """Return what memory gained per word, in nats, for the words all of whose tokens are scored, in order."""
+        return word_gains(words_of(self.pieces), self.gain)
 
 
 def text_document(trained: TrainedModel, text: str) -> Document:

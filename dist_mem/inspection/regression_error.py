@@ -37,6 +37,7 @@ from dist_mem.memory.parts.signal import State
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.signals import StopSignal
+from dist_mem.runtime.terminal import table
 from dist_mem.tracking.progress import Progress
 
 FORMAT_VERSION = 1
@@ -191,7 +192,7 @@ def _run(
     index = open_index(config.data, split)
     trained = open_model(found, config, tokenizer_of_data(found, config), world.device)
     trained.model.register_forward_pre_hook(check)
-    lengths = cut_lengths([entry.num_tokens for entry in index.documents[:limit]], config.eval.max_document_len)
+    lengths = cut_lengths(index.documents[:limit].num_tokens, config.eval.max_document_len)
     layers = regression_errors(trained, Documents(index, lengths, bos_id=trained.tokenizer.bos_id))
     step = int(found.manifest["step"])
     name = report_name(f"inspect-{split}-step-{step:08d}", tag)
@@ -202,11 +203,11 @@ def _run(
 def _publish(target: Path, split: str, layers: list[Errors], metadata: Mapping[str, object]) -> None:
     mean = sum(layer.all_rows for layer in layers) / len(layers)
     newest = sum(layer.newest for layer in layers) / len(layers)
-    print(f"{'layer':<8} {'all rows':>10} {'newest':>10}   relative squared error of the regression")
-    for number, layer in enumerate(layers):
-        print(f"{number:<8} {layer.all_rows:>10.4f} {layer.newest:>10.4f}")
     total = f"{layers[0].num_documents} documents of {split}, step {metadata['step']}"
-    print(f"{'all':<8} {mean:>10.4f} {newest:>10.4f}   {total}")
+    print(f"relative squared error of the regression; {total}")
+    errors = [(str(number), layer.all_rows, layer.newest) for number, layer in enumerate(layers)]
+    cells = [(name, f"{everything:.4f}", f"{new:.4f}") for name, everything, new in [*errors, ("all", mean, newest)]]
+    print("\n".join(table([("layer", "all rows", "newest"), *cells])))
     content = {
         **metadata,
         "figures": {f"{split}/regression_error": mean, f"{split}/regression_error_newest": newest},

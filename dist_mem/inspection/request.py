@@ -126,7 +126,7 @@ def open_book(config: Config, split: str, book: str, *, bos_id: int) -> tuple[Do
         some: Sequence[str] = ids[:5]
         raise UnusableError(f"--book {book}: {index.split_dir} has no such document; it has {', '.join(some)}, ...")
     number = ids.index(book)
-    lengths = cut_lengths([entry.num_tokens for entry in index.documents], config.eval.max_document_len)
+    lengths = cut_lengths(index.documents.num_tokens, config.eval.max_document_len)
     if not lengths[number]:
         raise UnusableError(f"--book {book}: this document of {index.split_dir} has no tokens; give another one")
     return Documents(index, lengths, bos_id=bos_id).open(number), index.documents[number].title

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dist_mem.evaluation.report import aligned, shown
+from dist_mem.evaluation.report import shown
 from dist_mem.inspection.aggregates import Aggregates, Group, WordGain, word_gains
 from dist_mem.inspection.counterfactual import Counterfactual, Passage
 from dist_mem.inspection.words import Word
+from dist_mem.runtime.terminal import table
 
 LEVELS = (0.25, 1.0, 3.0)  # nats; from each on, another colour
 _GAINS = ("48;5;153;38;5;16", "48;5;75;38;5;16", "48;5;25;38;5;231")  # light to dark blue
@@ -20,11 +21,15 @@ PASSAGES, NEEDING = 10, 4  # lines of the table of passages, and words of each
 _CONTEXT = 4  # tokens on both sides of a word
 
 
+def _table(columns: Sequence[Sequence[str]]) -> list[str]:
+    return table(zip(*columns, strict=True))
+
+
 def gains_table(comparisons: Sequence[tuple[str, float, int]]) -> list[str]:
     """Return the lines of a table with one comparison a line: its name, total gain in nats, and scored tokens."""
     names, totals, counts = zip(*comparisons, strict=True)
     means = [f"{total / count:.4f}" if count else "n/a" for total, count in zip(totals, counts, strict=True)]
-    return aligned(
+    return _table(
         [
             ["gain over", *names],
             ["nats per token", *means],
@@ -51,7 +56,7 @@ def aggregates_tables(found: Aggregates) -> list[str]:
 
 def _groups_table(title: str, groups: Sequence[Group], total: float) -> list[str]:
     shares = [f"{group.gain / total:.1%}" if total else "n/a" for group in groups]
-    return aligned(
+    return _table(
         [
             [title, *(group.label for group in groups)],
             ["words", *(f"{group.num_words:,}" for group in groups)],
@@ -65,7 +70,7 @@ def top_table(top: Sequence[WordGain], pieces: Sequence[str], reasons: Sequence[
     """Return a table of the largest gains; `reasons`: the passage that matters to each word, and how much."""
     matters = [_reason(each.word, reason, pieces) for each, reason in zip(top, reasons, strict=True)]
     return "\n".join(
-        aligned(
+        _table(
             [
                 ["position", *(str(each.word.first) for each in top)],
                 ["gain", *(f"{each.gain:.2f}" for each in top)],
@@ -138,7 +143,7 @@ def passages_table(removed: Counterfactual, words: Sequence[Word], pieces: Seque
     for _, rise in largest:
         found = sorted(word_gains(words, rise), key=lambda each: -each.gain)[:NEEDING]
         needing.append(", ".join(f"{each.word.text} at {each.word.first} ({each.gain:.2f})" for each in found))
-    return aligned(
+    return _table(
         [
             ["passage removed", *(f"{passage.begin}:{passage.end}" for passage, _ in largest)],
             ["nats", *(f"{float(rise.nansum()):.2f}" for _, rise in largest)],

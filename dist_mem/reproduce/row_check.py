@@ -17,10 +17,11 @@ from omegaconf import OmegaConf
 from dist_mem.config import Config, load_config
 from dist_mem.data.directory import local_dir
 from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_metadata
-from dist_mem.doctor.dry_run import ASSUMED_VOCAB_SIZE, report
+from dist_mem.doctor.dry_run import subjects
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE
 from dist_mem.memory import memory_options
 from dist_mem.model import describe
+from dist_mem.planning.vocabulary import ASSUMED_VOCAB_SIZE
 from dist_mem.reproduce.runs import Run, all_runs, candidates, shown_rows, train_command
 from dist_mem.reproduce.tables import Row, Scale, Table
 
@@ -85,7 +86,7 @@ def _check_run(scale: Scale, run: Run, *, ranks: int, extra: Sequence[str]) -> C
         vocab_size = point.vocab_size or ASSUMED_VOCAB_SIZE
         assumed = "" if point.vocab_size else f"; a vocabulary of {vocab_size:,} is assumed"
         text = f"{config.data.path}: not built yet{assumed}"
-    lines = [*_size_lines(describe(config, vocab_size)), ("data", text)]
+    lines = [*_size_lines(describe(config, vocab_size, num_lanes=1)), ("data", text)]
     if missing:
         lines.append(("weights", f"{missing}: does not exist yet"))
     return Checked(run, settings, lines)
@@ -99,13 +100,13 @@ def _missing_weights(config: Config) -> str | None:
 
 def _read_plan(config: Config, ranks: int) -> str:
     """Return the summary of `dist-mem train --check` for existing data. Raises UnusableError if they do not fit."""
-    labelled = {line.split()[0]: " ".join(line.split()[1:]) for line in report(config, world_size=ranks).splitlines()}
-    return f"{labelled['data']}; {labelled['training']}"
+    found = dict(subjects(config, world_size=ranks))
+    return f"{found['data']}; {found['training']}"
 
 
 def _size_lines(sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     yield "parameters", f"{sizes['num_parameters']:,}"
-    if "scoring_flops_per_token" in sizes:  # torch counts two for a multiply-add
+    if "scoring_flops_per_token" in sizes:  # of a lane alone, as the papers count; torch counts two for a multiply-add
         yield "multiply_adds", f"{sizes['scoring_flops_per_token'] / 2e6:,.1f} M per predicted token"
 
 

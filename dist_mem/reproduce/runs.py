@@ -23,6 +23,7 @@ from dist_mem.evaluation.report import Band, read_report
 from dist_mem.reproduce.tables import Column, Scale, Table
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.network_interface import free_port
+from dist_mem.runtime.shipped import shipped_path
 
 # Figures of which a higher one is better; of all others a lower one is.
 _GROWING = ("accuracy", "dialogue_f1", "dialogue_rouge", "dialogue_meteor")
@@ -133,6 +134,15 @@ def _best(runs: Sequence[Run], name: str, column: Column) -> Run:
 
 def _on_validation(name: str) -> str:
     return f"{name} on validation"
+
+
+def build_command(words: Sequence[str]) -> list[str]:
+    """Return a command that builds data, with this Python and, outside of a clone, the builder of the installation."""
+
+    def found(word: str) -> str:
+        return word if Path(word).exists() else str(shipped_path(word) or word)
+
+    return [sys.executable if word == "python" else found(word) for word in words]
 
 
 def train_command(scale: Scale, run: Run, *, ranks: int, extra: Sequence[str]) -> list[str]:

@@ -17,7 +17,10 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from dist_mem.config.check import hint
 from dist_mem.errors import UnusableError
+from dist_mem.runtime.shipped import shipped_path
+from dist_mem.runtime.terminal import listed
 
 FOLDER = Path("configs") / "tables"
 _NAME = re.compile(r"\w[\w .:-]*")  # names of files, and of figures in MLflow, which accepts no others
@@ -98,7 +101,12 @@ class Table:
 
 def table_names(folder: Path = FOLDER) -> list[str]:
     """Return the names of all tables, sorted."""
-    return sorted(path.stem for path in folder.glob("*.yaml"))
+    return sorted(path.stem for path in _present(folder).glob("*.yaml"))
+
+
+def _present(folder: Path) -> Path:
+    """Return the folder, or, outside of a clone, the one of this name that comes with dist_mem."""
+    return folder if folder.is_dir() else shipped_path(str(folder)) or folder
 
 
 def table_path(name: str, folder: Path = FOLDER) -> Path:
@@ -111,17 +119,18 @@ def table_path(name: str, folder: Path = FOLDER) -> Path:
         if not Path(name).is_file():
             raise UnusableError(f"there is no table file {name}")
         return Path(name)
-    path = folder / f"{name}.yaml"
+    path = _present(folder) / f"{name}.yaml"
     if not path.exists():
-        known = ", ".join(table_names(folder)) or f"none: start the command in the folder that holds {FOLDER}"
-        raise UnusableError(f"there is no table {name!r}; there are: {known}; or give the path of a .yaml file")
+        known = table_names(folder)
+        there = listed(known) if known else f": none; start the command in the folder that holds {FOLDER}"
+        raise UnusableError(
+            f"there is no table {name!r}{hint(name, known)}; give the path of a .yaml file, or the name of one{there}"
+        )
     return path
 
 
 def load_table(name: str, folder: Path = FOLDER) -> Table:
     """Read and check a table; `name` as in `table_path`.
-
-    Configurations in it are looked up in the working directory, then beside its file.
 
     Raises:
         UnusableError: there is no such table, or its file is invalid; the message names the file and the key.
@@ -132,6 +141,17 @@ def load_table(name: str, folder: Path = FOLDER) -> Table:
     except (OmegaConfBaseException, YAMLError) as error:
         raise UnusableError(f"{path}: {str(error).splitlines()[0]}") from error
     table.path = str(path)
+    check_table(table)
+    return table
+
+
+def check_table(table: Table) -> None:
+    """Check a table, and find its configurations, which are looked up in the working directory, then beside its file.
+
+    Raises:
+        UnusableError: the table is invalid; the message names the file and the key.
+    """
+    path = Path(table.path)
     for name, row in table.rows.items():
         _check_name(name, where=f"{path}: row")
         unknown = [other for other in row.best_of if other not in table.rows]
@@ -151,7 +171,6 @@ def load_table(name: str, folder: Path = FOLDER) -> Table:
         scale.name = scale_name
         _check_scale(table, scale, where=f"{path}: scales.{scale_name}")
         _find_configurations(scale, beside=path.parent)
-    return table
 
 
 def _find_configurations(scale: Scale, *, beside: Path) -> None:

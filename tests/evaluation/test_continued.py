@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-import dist_mem
 from dist_mem.__main__ import main
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.memory_file import read_memory_file
 from dist_mem.evaluation.report import Report, read_report
-from dist_mem.evaluation.trained_model import TrainedModel, find_checkpoint, read_settings
-from dist_mem.generation.text_memory import TextMemory, save_memory
+from dist_mem.evaluation.trained_model import TrainedModel, find_checkpoint, load_model, read_settings
+from dist_mem.generation.text_memory import TextMemory, load_memory, read_text, save_memory
+from dist_mem.generation.text_scores import score
 from tests.evaluation.test_protocol import MEMORIES, asked, make_run
 from tests.support.scored_library import ALONE, LENGTHS, SEG_LEN, assert_same, counts, make_document
 
@@ -30,21 +30,21 @@ TEXT = "It was the best of times, it was the worst of times, it was the age of w
 def prepared(folder: Path, library: Path, name: str, num_tokens: int, *overrides: str) -> tuple[TrainedModel, Path]:
     """A run, and the memory file of a text of `num_tokens`."""
     run_dir, _ = make_run(folder, library, KINDS[name])
-    trained = dist_mem.load_model(run_dir, *overrides)
-    save_memory(trained, dist_mem.read_text(trained, TEXT[:num_tokens]), folder / "text.mem")
+    trained = load_model(run_dir, *overrides)
+    save_memory(trained, read_text(trained, TEXT[:num_tokens]), folder / "text.mem")
     return trained, folder / "text.mem"
 
 
 def report_after(run_dir: Path, memory: Path, *overrides: str) -> Report:
     checkpoint = find_checkpoint(run_dir)
-    config = read_settings(checkpoint.directory, ["eval.lanes=3", *overrides])
+    config = read_settings(checkpoint.directory, ["eval.batch_size=3", *overrides])
     return evaluate_checkpoint(checkpoint, config, split="test", world=ALONE, memory=read_memory_file(memory))
 
 
 def one_by_one(trained: TrainedModel, memory: TextMemory) -> list[float]:
     """NLL of every document of the library, scored alone after the text."""
     documents = [make_document(number, length).tokens.astype(np.int64) for number, length in enumerate(LENGTHS)]
-    scores = [dist_mem.score(trained, tokens, after=memory.reading).nll for tokens in documents]
+    scores = [score(trained, tokens, after=memory.reading).nll for tokens in documents]
     return [math.fsum(nll[~nll.isnan()].tolist()) for nll in scores]
 
 
@@ -58,7 +58,7 @@ def test_every_document_is_scored_as_the_continuation_of_the_text(
 ) -> None:
     trained, path = prepared(tmp_path, library, name, num_tokens)
     report = report_after(tmp_path / "run", path)
-    expected = one_by_one(trained, dist_mem.load_memory(trained, path))
+    expected = one_by_one(trained, load_memory(trained, path))
     assert [document.nll for document in report.documents] == pytest.approx(expected, rel=1e-6)
     assert [document.num_scored for document in report.documents] == list(LENGTHS)
 
@@ -81,12 +81,12 @@ def test_with_blocks_the_blocks_are_those_of_text_and_document_together(
 ) -> None:
     trained, path = prepared(tmp_path, library, "transformer_xl", num_tokens, "eval.blocks=true")
     report = report_after(tmp_path / "run", path, "eval.blocks=true")
-    expected = one_by_one(trained, dist_mem.load_memory(trained, path))
+    expected = one_by_one(trained, load_memory(trained, path))
     assert [document.nll for document in report.documents] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("override", ["eval.lanes=1", "eval.lanes=9", "train.micro_lanes=1"])
+@pytest.mark.parametrize("override", ["eval.batch_size=1", "eval.batch_size=9", "train.micro_batch_size=1"])
 def test_lanes_do_not_change_the_report(library: Path, tmp_path: Path, override: str) -> None:
     _, path = prepared(tmp_path, library, "infinite_over_lamemo", 21)
     assert_same(report_after(tmp_path / "run", path, override), report_after(tmp_path / "run", path))
@@ -104,7 +104,7 @@ def test_the_command_says_after_what_and_writes_apart(
     library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, path = prepared(tmp_path, library, "transformer_xl", 21)
-    command = ["evaluate", str(tmp_path / "run"), "--split", "test", "eval.lanes=3"]
+    command = ["evaluate", str(tmp_path / "run"), "--split", "test", "eval.batch_size=3"]
     assert main(command) == EXIT_DONE
     assert main([*command, "--memory", str(path)]) == EXIT_DONE
     assert "documents, after text (21 tokens)" in capsys.readouterr().out
@@ -123,9 +123,9 @@ def test_the_command_says_after_what_and_writes_apart(
 
 def test_a_memory_is_not_changed_by_what_continues_it(library: Path, tmp_path: Path) -> None:
     trained, path = prepared(tmp_path, library, "infinite_over_lamemo", 21)
-    memory = dist_mem.load_memory(trained, path)
+    memory = load_memory(trained, path)
     one_by_one(trained, memory)
-    again = dist_mem.load_memory(trained, path)
+    again = load_memory(trained, path)
     for one, other in zip(memory.reading[1:], again.reading[1:], strict=True):
         assert torch.equal(one, other)
     save_memory(trained, memory, tmp_path / "again.mem")

@@ -59,7 +59,7 @@ def test_the_command_scores_the_newest_checkpoint_and_tells_everyone(
 ) -> None:
     reported: dict[str, Any] = {}
     monkeypatch.setattr(evaluate, "log_to_run", lambda config, **given: reported.update(given))
-    assert evaluate.run(run_dir, split="test", overrides=["eval.lanes=3"]) == 0
+    assert evaluate.run(run_dir, split="test", overrides=["eval.batch_size=3"]) == 0
     report = read_report(run_dir / "evaluations" / "test-step-00000012.json")
     assert_same(report, score(index, make_model()))
     assert reported["step"] == 12
@@ -130,7 +130,7 @@ def test_a_run_that_keeps_its_best_checkpoints_can_be_evaluated(library: Path, t
 
 def test_a_split_is_scored_as_the_configuration_says(library: Path) -> None:
     model = make_model()
-    config = make_config(data={"path": str(library)}, eval={"lanes": 3, "seg_len": 4, "max_document_len": 30})
+    config = make_config(data={"path": str(library)}, eval={"batch_size": 3, "seg_len": 4, "max_document_len": 30})
     seen: list[Sequence[int]] = []
 
     def forward(tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,18 +21,25 @@ from tests.support.scored_library import ALONE, LENGTHS, assert_same
 pytestmark = pytest.mark.ranks
 
 
-@pytest.fixture(scope="module", params=memory_kinds())
-def trained_run(
-    request: pytest.FixtureRequest,
-    books: Path,
-    rank_pool: Callable[[int], RankPool],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Path:
-    """A run of two ranks with ZeRO-2 whose memory is at work."""
-    folder = tmp_path_factory.mktemp(request.param)
-    config = write_config(folder / "run.yaml", books, folder / "run")
-    rank_pool(2).run(train_here, config, [f"memory.kind={request.param}", "optimizer.lr=0.02", "train.steps=40"])
-    return folder / "run"
+@pytest.fixture(scope="module")
+def trained_runs(
+    books: Path, rank_pool: Callable[[int], RankPool], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """Returns the run of a memory: of two ranks with ZeRO-2, its memory at work."""
+
+    @cache
+    def run(kind: str) -> Path:
+        folder = tmp_path_factory.mktemp(kind)
+        config = write_config(folder / "run.yaml", books, folder / "run")
+        rank_pool(2).run(train_here, config, [f"memory.kind={kind}", "optimizer.lr=0.02", "train.steps=40"])
+        return folder / "run"
+
+    return run
+
+
+@pytest.fixture(params=memory_kinds())
+def trained_run(request: pytest.FixtureRequest, trained_runs: Callable[[str], Path]) -> Path:
+    return trained_runs(request.param)
 
 
 def evaluate_here(
@@ -44,7 +52,7 @@ def evaluate_here(
 ) -> Report:
     """What `dist-mem evaluate` does, in ranks that are already there."""
     checkpoint = find_checkpoint(run_dir)
-    overrides = [f"data.path={data}", f"eval.lanes={num_lanes}", f"eval.precision={precision}"]
+    overrides = [f"data.path={data}", f"eval.batch_size={num_lanes}", f"eval.precision={precision}"]
     config = read_settings(checkpoint.directory, overrides)
     return evaluate_checkpoint(checkpoint, config, split="test", world=world, without_memory=without_memory)
 
@@ -88,7 +96,7 @@ def test_ranks_change_no_figure_without_memory_either(
 @pytest.mark.slow
 @pytest.mark.parametrize("trained_run", ["transformer_xl"], indirect=True)
 def test_the_command_on_two_ranks_says_what_one_rank_says(trained_run: Path, library: Path, tmp_path: Path) -> None:
-    arguments = ["evaluate", str(trained_run), "--split", "test", f"data.path={library}", "eval.lanes=5"]
+    arguments = ["evaluate", str(trained_run), "--split", "test", f"data.path={library}", "eval.batch_size=5"]
     codes, text = run_ranks(arguments, world_size=2, cwd=tmp_path)
     assert codes == [0, 0], text
     assert text.count("9 documents") == 1  # rank 0 alone speaks

@@ -21,7 +21,8 @@ from dist_mem.model import MemoryLM
 from dist_mem.runtime.distributed import World
 from dist_mem.tracking.tracker import read_points
 from tests.support.faults import PAGE
-from tests.support.forked_ranks import fork_server, run_forked
+from tests.support.fork_server import fork_server
+from tests.support.forked_ranks import run_forked
 from tests.support.jobs import build_books, checkpoint_content, difference, losses, train_here, write_config
 from tests.support.ranks import RankPool
 
@@ -30,7 +31,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 Pool = Callable[[int], RankPool]
 FIRST = 3  # forward of an evaluation with which the signal comes
 LAST = 7  # by when all ranks have agreed; there are dozens
-CHANGES = {"train": {"steps": 4}, "eval": {"every": 2, "lanes": 4}, "schedule": {"kind": "constant"}}
+CHANGES = {"train": {"steps": 4}, "eval": {"every": 2, "batch_size": 4}, "schedule": {"kind": "constant"}}
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,9 @@ def test_a_signal_amid_an_evaluation_of_a_training_saves_at_once_and_loses_nothi
 def trained(tmp_path_factory: pytest.TempPathFactory, books: Path, rank_pool: Pool) -> Path:
     """A run with a checkpoint, of a memory that can be inspected."""
     folder = tmp_path_factory.mktemp("trained")
-    config = write_config(folder / "run.yaml", books, folder / "run", {"train": {"steps": 1}, "eval": {"lanes": 4}})
+    config = write_config(
+        folder / "run.yaml", books, folder / "run", {"train": {"steps": 1}, "eval": {"batch_size": 4}}
+    )
     settings = OmegaConf.load(config)
     below = {"kind": "transformer_xl", "mem_len": 16}
     settings.memory = {"kind": "infinite", "num_basis": 8, "num_samples": 8, "over": below}

@@ -13,13 +13,13 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
-import dist_mem
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import read_manifest
 from dist_mem.errors import CheckpointError
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.report import Report
-from dist_mem.evaluation.trained_model import find_checkpoint, read_settings
+from dist_mem.evaluation.trained_model import find_checkpoint, load_model, read_lanes, read_settings
+from dist_mem.generation.text_scores import score
 from dist_mem.memory import memory_class
 from dist_mem.runtime.network_interface import free_port
 from tests.support.faults import assert_quoted, flip, small_disk
@@ -72,7 +72,7 @@ WHERE_WEIGHTS_LIE = {
     "stage 0": {"deepspeed": {"zero_optimization": {"stage": 0}}},
     "stage 1, frozen": {
         "deepspeed": {"zero_optimization": {"stage": 1}},
-        "optimizer": {"groups": [{"match": "embedding", "trainable": False}]},
+        "optimizer": {"groups": [{"param_regex": "embedding", "trainable": False}]},
     },
     "stage 2, bf16, untied": {"train": {"precision": "bf16"}, "model": {"tie_embeddings": False}},
     "stage 3, bf16, adaptive": {
@@ -90,7 +90,7 @@ def test_an_export_scores_as_its_checkpoint_does(
     run_dir = make_run(tmp_path, books, rank_pool(2), WHERE_WEIGHTS_LIE[case])
     out = export(run_dir, tmp_path / "exported")
     assert report_of(out, books) == report_of(run_dir, books)
-    trained, again = dist_mem.load_model(run_dir), dist_mem.load_model(out)
+    trained, again = load_model(run_dir), load_model(out)
     for (name, mine), theirs in zip(trained.model.state_dict().items(), again.model.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs), name
     stored = load_file(out / "model.safetensors")
@@ -112,10 +112,10 @@ def test_an_export_needs_neither_run_nor_data_nor_pickle(
     moved = shutil.copytree(exported, tmp_path / "elsewhere")
     monkeypatch.chdir(tmp_path)
     refuse_pickles(monkeypatch)
-    trained = dist_mem.load_model("elsewhere")
-    assert torch.equal(dist_mem.score(trained, TEXT).nll, dist_mem.score(dist_mem.load_model(exported), TEXT).nll)
+    trained = load_model("elsewhere")
+    assert torch.equal(score(trained, TEXT).nll, score(load_model(exported), TEXT).nll)
     with pytest.raises(CheckpointError, match="an export has weights but no memories of lanes"):
-        dist_mem.read_lanes(trained, [0])
+        read_lanes(trained, [0])
     assert main(["evaluate", str(moved)]) == 2
 
 
@@ -131,7 +131,7 @@ def refuse_pickles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_loading_a_checkpoint_reads_no_pickle(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_pickles(monkeypatch)
-    assert not dist_mem.load_model(run_dir).checkpoint.remarks
+    assert not load_model(run_dir).checkpoint.remarks
 
 
 def test_nothing_of_the_machine_gets_into_an_export(exported: Path, run_dir: Path, books: Path) -> None:
@@ -147,7 +147,7 @@ def test_every_file_is_compared_with_its_sha256(tmp_path: Path, exported: Path) 
         damaged = shutil.copytree(exported, tmp_path / "damaged")
         flip(damaged / name, 40)
         with pytest.raises(CheckpointError, match=re.escape(str(damaged / name))):
-            dist_mem.load_model(damaged)
+            load_model(damaged)
         shutil.rmtree(damaged)
 
 
@@ -161,11 +161,11 @@ def test_a_memory_from_outside_goes_along_and_is_announced(
     mine.write_text(EXAMPLE.read_text())
     memory = {"kind": f"{mine}:Averages", **memory_class(f"{mine}:Averages").small_options(SEG_LEN)}
     out = export(make_run(tmp_path, books, rank_pool(2), memory=memory), tmp_path / "out", ALLOWED)
-    text = dist_mem.score(dist_mem.load_model(tmp_path / "run", ALLOWED), TEXT).nll
+    text = score(load_model(tmp_path / "run", ALLOWED), TEXT).nll
     mine.unlink()
     shutil.rmtree(tmp_path / "run")
     moved = out.rename(tmp_path / "moved")
-    assert torch.equal(dist_mem.score(dist_mem.load_model(moved, ALLOWED), TEXT).nll, text)
+    assert torch.equal(score(load_model(moved, ALLOWED), TEXT).nll, text)
     assert "`memory/` contains a program" in (moved / "README.md").read_text()
     assert str(tmp_path) not in (moved / "config.yaml").read_text()
 
@@ -178,7 +178,7 @@ def test_the_card_loads_the_model_it_describes(exported: Path, monkeypatch: pyte
     (snippet,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     names: dict[str, Any] = {}
     exec(snippet, names)
-    assert names["trained"].checkpoint.directory == Path("exported")
+    assert names["model"].trained.checkpoint.directory == Path("exported")
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ def test_another_step_can_be_exported_and_the_report_lies_in_the_export(
     assert read_manifest(early)["step"] == 1
     assert main(["evaluate", str(early), f"data.path={books}", "eval.max_document_len=20"]) == 0
     assert [path.name for path in (early / "evaluations").glob("*.csv")] == ["validation-step-00000001-first20.csv"]
-    assert dist_mem.load_model(early).checkpoint.manifest["step"] == 1, "and it is still whole"
+    assert load_model(early).checkpoint.manifest["step"] == 1, "and it is still whole"
 
 
 UNUSABLE = {

@@ -42,7 +42,7 @@ def no_checkpoint(run_dir: Path) -> list[str]:
 
 def all_damaged(run_dir: Path) -> list[str]:
     for step in (5, 6):
-        flip(step_dir(run_dir, step) / "rng" / "rank-00000.safetensors", 9)
+        flip(step_dir(run_dir, step) / "ranks" / "rank-00000.safetensors", 9)
     return []
 
 
@@ -83,7 +83,7 @@ def test_what_cannot_be_evaluated_is_an_error_of_its_own(
 def test_a_damaged_newest_checkpoint_is_passed_over_with_the_reason(
     run_dir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    flip(step_dir(run_dir, 6) / "lanes" / "rank-00001.safetensors", 200)
+    flip(step_dir(run_dir, 6) / "ranks" / "rank-00001.safetensors", 200)
     assert main(["evaluate", str(run_dir)]) == 0
     reported = capfd.readouterr()
     assert_quoted(reported.err, "passed over: ", "SHA-256 differs from the manifest (damaged)")

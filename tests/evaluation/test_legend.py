@@ -47,7 +47,7 @@ def test_runs_are_called_by_their_memories_and_what_else_differs(tmp_path: Path)
 def test_seeds_of_one_configuration_have_one_label(tmp_path: Path) -> None:
     names = ["a1", "a2", "longer"]
     configs = [
-        write_config(tmp_path, "a1", TXL, train={"seed": 1, "threads": 1}, eval={"lanes": 3}),
+        write_config(tmp_path, "a1", TXL, train={"seed": 1, "threads": 1}, eval={"batch_size": 3}),
         write_config(tmp_path, "a2", TXL, train={"seed": 2, "threads": 2}, data={"seed": 5}),
         write_config(tmp_path, "longer", TXL, train={"steps": 11}),
     ]
@@ -56,7 +56,7 @@ def test_seeds_of_one_configuration_have_one_label(tmp_path: Path) -> None:
 
 
 def test_runs_that_differ_in_much_are_reported_apart_by_name(tmp_path: Path) -> None:
-    other = {"train": {"steps": 3, "lanes": 2}, "model": {"d_inner": 8, "num_heads": 1}}
+    other = {"train": {"steps": 3, "global_batch_size": 2}, "model": {"d_inner": 8, "num_heads": 1}}
     configs = [write_config(tmp_path, "one", TXL), write_config(tmp_path, "two", TXL, **other)]
     assert labels_of(["one", "two"], configs) == ["Transformer-XL (one)", "Transformer-XL (two)"]
 

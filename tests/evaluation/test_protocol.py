@@ -27,7 +27,7 @@ from dist_mem.model import MemoryLM
 from tests.support.scored_library import ALONE, MEM_LEN, SEG_LEN, TOKENIZER, make_config, save_weights, score
 
 COMPRESSIVE = {"kind": "compressive", "mem_len": MEM_LEN, "cmem_len": 4, "compression_rate": 2}
-INFINITE: dict[str, Any] = {"kind": "infinite", "num_basis": 8, "widths": [0.1], "num_samples": 16}
+INFINITE: dict[str, Any] = {"kind": "infinite", "num_basis": 8, "basis_widths": [0.1], "num_samples": 16}
 MEMORIES = {
     "transformer_xl": {"kind": "transformer_xl", "mem_len": MEM_LEN},
     "lamemo": {"kind": "lamemo", "mem_len": MEM_LEN},
@@ -57,7 +57,7 @@ def make_run(folder: Path, library: Path, memory: dict[str, Any], **options: Any
 
 def asked(run_dir: Path, *overrides: str) -> Report:
     checkpoint = find_checkpoint(run_dir)
-    config = read_settings(checkpoint.directory, ["eval.lanes=3", *overrides])
+    config = read_settings(checkpoint.directory, ["eval.batch_size=3", *overrides])
     return evaluate_checkpoint(checkpoint, config, split="test", world=ALONE)
 
 
@@ -132,7 +132,7 @@ def test_the_protocol_and_its_name_say_what_differs_from_the_training() -> None:
     assert tag_of(config) == ""
     assert str(protocol_of(config)) == "T 8, M 16, documents"
     config.eval.mem_len, config.eval.clamp_len, config.eval.same_length = 640, 400, True
-    config.eval.layout, config.eval.lanes, config.eval.seg_len = "stream", 10, 64
+    config.eval.layout, config.eval.batch_size, config.eval.seg_len = "stream", 10, 64
     assert tag_of(config) == "T64-M640-clamp400-same_length_true-stream10"
     assert str(protocol_of(config)) == "T 64, M 640, clamp_len 400, same_length, stream in 10 lanes"
     config.eval.max_document_len, config.eval.precision = 2000, "bf16"
@@ -157,7 +157,7 @@ def test_the_report_says_how_it_was_asked_and_leaves_the_run_s_own_alone(
     run_dir, _ = make_run(tmp_path, library, MEMORIES["transformer_xl"])
     command = ["evaluate", str(run_dir), "--split", "test", "tracking.mlflow=true"]
     assert main(command) == EXIT_DONE
-    assert main([*command, "eval.mem_len=24", "eval.layout=stream", "eval.lanes=3"]) == EXIT_DONE
+    assert main([*command, "eval.mem_len=24", "eval.layout=stream", "eval.batch_size=3"]) == EXIT_DONE
     own, other = (run_dir / "evaluations" / f"test-step-00000003{ending}.json" for ending in ("", "-M24-stream3"))
     lengths = {"seg_len": SEG_LEN, "clamp_len": None, "same_length": False, "blocks": False}
     lengths |= {"max_document_len": None, "precision": "fp32", "without_memory": False}
@@ -179,7 +179,7 @@ def test_a_sweep_has_a_row_for_each_run_and_length_with_the_figures_of_single_ev
         "evaluate",
         str(one),
         "eval.seg_len=4",
-        "eval.lanes=3",
+        "eval.batch_size=3",
         "--split",
         "test",
         "--sweep",

@@ -76,7 +76,7 @@ def test_table_and_csv_show_documents_and_totals() -> None:
     assert len({len(line) for line in table[:21]}) == 1  # columns stand under each other
     assert "... 5 more documents" in table[21]
     assert "25 documents" in table[22] and "148.41" in table[22]
-    assert table[24] == "recall perplexity, referent (32, 96] tokens back (memory): 7.39 over 21 tokens"
+    assert table[26] == "(32, 96] tokens back (memory)        7.39      21"
     lines = to_csv(report.documents).splitlines()
     assert len(lines) == 26
     assert lines[1].startswith('d0,"A title, A title,')
@@ -98,6 +98,22 @@ def test_compare_shows_gains_over_common_bands(tmp_path: Path, capsys: pytest.Ca
         ["run", "word", "ppl"],
         ["none", "22,026.47"],
         ["xl", "148.41", "(148.41x", "lower)"],
+        [
+            "none",
+            "/",
+            "xl:",
+            "148.413",
+            "(95",
+            "%",
+            "interval",
+            "148.413",
+            "to",
+            "148.413,",
+            "bootstrap",
+            "over",
+            "25",
+            "documents)",
+        ],
     ]
     assert gap == ""
     assert heading.endswith("to the referent; tokens: (0, 32] 20, (32, 96] 21, > 96 10")

@@ -140,7 +140,7 @@ def test_a_token_that_is_not_scored_is_an_error(index: Index, monkeypatch: pytes
 def test_a_damaged_document_and_too_many_lanes_are_refused(
     index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match=r"eval\.lanes = 1000, but .*260 tokens"):
+    with pytest.raises(ValueError, match=r"eval\.batch_size = 1000, but .*260 tokens"):
         score_stream(index, num_lanes=1000)
     documents = [make_document(number, length) for number, length in enumerate(LENGTHS)]
     write_split(documents, tmp_path / "test", name="bad", split="test", tokenizer_fingerprint=TOKENIZER.fingerprint)
@@ -155,7 +155,7 @@ def test_a_damaged_document_and_too_many_lanes_are_refused(
 
 
 def test_too_many_lanes_are_refused_before_the_training(library: Path) -> None:
-    evaluation = {"every": 1, "split": "test", "layout": "stream", "lanes": 1000}
+    evaluation = {"every": 1, "split": "test", "layout": "stream", "batch_size": 1000}
     config = make_config(data={"path": str(library), "train_split": "test"}, eval=evaluation)
-    with pytest.raises(ValueError, match=r"eval\.lanes = 1000, but .*260 tokens"):
+    with pytest.raises(ValueError, match=r"eval\.batch_size = 1000, but .*260 tokens"):
         check_data(config, ["test", "test"])

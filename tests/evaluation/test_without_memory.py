@@ -28,7 +28,7 @@ from tests.support.scored_library import ALONE, LENGTHS, SEG_LEN, TOKENIZER, cou
 
 def emptied(run_dir: Path, *overrides: str) -> Report:
     checkpoint = find_checkpoint(run_dir)
-    config = read_settings(checkpoint.directory, ["eval.lanes=3", *overrides])
+    config = read_settings(checkpoint.directory, ["eval.batch_size=3", *overrides])
     return evaluate_checkpoint(checkpoint, config, split="test", world=ALONE, without_memory=True)
 
 
@@ -51,7 +51,10 @@ def segments_alone(model: MemoryLM, number: int) -> float:
 STICKY = {**MEMORIES["infinite"], "sampling": "sticky"}
 
 
-@pytest.mark.parametrize("name", [*MEMORIES, "sticky"])
+COMPOSED = [pytest.param(name, marks=pytest.mark.slow) for name in MEMORIES if "_over_" in name]
+
+
+@pytest.mark.parametrize("name", [*(name for name in MEMORIES if "_over_" not in name), *COMPOSED, "sticky"])
 def test_every_segment_is_read_from_a_fresh_state(library: Path, tmp_path: Path, name: str) -> None:
     """The stem of LaMemo and the numbers that a sticky memory draws are fresh too."""
     run_dir, model = make_run(tmp_path, library, {**MEMORIES, "sticky": STICKY}[name])
@@ -82,14 +85,20 @@ def test_who_speaks_is_no_memory(library: Path, tmp_path: Path) -> None:
     assert memory_gain(asked(run_dir), emptied(run_dir)).nats == 0.0
 
 
-@pytest.mark.parametrize("override", ["eval.layout=stream", "eval.blocks=true", "eval.seg_len=4"])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "eval.layout=stream",
+        *(pytest.param(text, marks=pytest.mark.slow) for text in ("eval.blocks=true", "eval.seg_len=4")),
+    ],
+)
 def test_it_goes_with_every_protocol(library: Path, tmp_path: Path, override: str) -> None:
     """A memory of one lane and one that is emptied differ; without any, lanes of a stream change nothing."""
     run_dir, _ = make_run(tmp_path, library, MEMORIES["transformer_xl"])
     with_memory, without = asked(run_dir, override), emptied(run_dir, override)
     assert counts(without) == counts(with_memory)
     assert without.nll != with_memory.nll
-    assert emptied(run_dir, override, "train.micro_lanes=1").nll == pytest.approx(without.nll, rel=1e-6)
+    assert emptied(run_dir, override, "train.micro_batch_size=1").nll == pytest.approx(without.nll, rel=1e-6)
 
 
 def test_the_gain_is_the_mean_difference_over_all_tokens_and_in_a_band(index: Index) -> None:

@@ -20,7 +20,7 @@ from tests.support.scored_library import TOKENIZER, make_config, save_weights
 
 FINE: dict[str, Any] = {
     "num_basis": 64,
-    "widths": [0.02, 0.05],
+    "basis_widths": [0.02, 0.05],
     "num_samples": 64,
     "tau": 0.8,
     "ridge": 1e-4,
@@ -63,7 +63,7 @@ def test_a_stiff_ridge_keeps_nothing() -> None:
 
 def test_more_functions_keep_more() -> None:
     def error(num_basis: int) -> float:
-        options = {**FINE, "ridge": 0.1, "num_basis": num_basis, "widths": [1.0 / num_basis, 2.0 / num_basis]}
+        options = {**FINE, "ridge": 0.1, "num_basis": num_basis, "basis_widths": [1.0 / num_basis, 2.0 / num_basis]}
         return errors_of(memory_of(**options), random_segments(6)).all_rows
 
     few, some, many = error(8), error(16), error(64)
@@ -116,7 +116,13 @@ def test_what_another_protocol_finds_does_not_take_the_place_of_the_runs_own(
     library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
-    memory = {"kind": "infinite", "num_basis": 16, "widths": [0.1, 0.2], "num_samples": 24, "over": {"kind": "none"}}
+    memory = {
+        "kind": "infinite",
+        "num_basis": 16,
+        "basis_widths": [0.1, 0.2],
+        "num_samples": 24,
+        "over": {"kind": "none"},
+    }
     config = make_config(memory=memory, data={"path": str(library)})
     config.memory = memory
     save_weights(tmp_path / "run", MemoryLM(config, TOKENIZER.vocab_size).eval(), config, step=3)

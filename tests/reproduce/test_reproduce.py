@@ -21,12 +21,12 @@ import yaml
 from dist_mem.config import load_config
 from dist_mem.errors import EXIT_REQUEUE, EXIT_USAGE, UnusableError
 from dist_mem.memory import memory_options
-from dist_mem.reproduce.command import Job, StoppedError, tied
 from dist_mem.reproduce.command import _close as close_parent
 from dist_mem.reproduce.command import run as reproduce_here
+from dist_mem.reproduce.job import Job, StoppedError
 from dist_mem.reproduce.parent_run import ParentRun
 from dist_mem.reproduce.results import cell, draw, to_markdown
-from dist_mem.reproduce.runs import Run, all_runs, columns_of, keep_result, launcher, train_command
+from dist_mem.reproduce.runs import Run, all_runs, columns_of, keep_result, launcher, tied, train_command
 from dist_mem.reproduce.tables import FOLDER, Table, load_table, table_names
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.runtime.signals import StopSignal
@@ -176,7 +176,7 @@ def test_runs_stand_under_a_parent_in_mlflow(folder: Path) -> None:
     assert (parent.info.status, child.info.status, child.info.run_name) == ("FINISHED", "FINISHED", "xl-seed0")
     expected = float(values(folder, "out")["xl", "test"])
     assert parent.data.metrics["xl/test"] == expected
-    assert child.data.metrics["test/token_perplexity"] == expected
+    assert child.data.metrics["eval/test/token_perplexity"] == expected
 
 
 @pytest.mark.slow
@@ -190,8 +190,8 @@ def test_a_row_that_diverges_is_a_row_that_says_so(folder: Path) -> None:
 def test_what_cannot_be_run_is_refused(folder: Path) -> None:
     code, _, errors = finish(start(folder, "--rows", "xll"))
     assert code == EXIT_USAGE
-    assert "'xll' is not a row of two at scale tiny; rows are: none, xl" in errors
-    with pytest.raises(UnusableError, match=r"there is no table 'three'; there are: two"):
+    assert "'xll' is not a row of two at scale tiny: did you mean xl?; rows are: none, xl" in errors
+    with pytest.raises(UnusableError, match=r"there is no table 'three'; .* or the name of one: two"):
         load_table("three", folder / FOLDER)
     table = yaml.safe_load((folder / FOLDER / "two.yaml").read_text())
     write_table(folder, {**table, "rowz": {}})

@@ -79,11 +79,11 @@ GPT2 = {
     "model.num_layers": 12,
     "model.num_heads": 12,
     "train.seg_len": 512,
-    "train.lanes": 1,
+    "train.global_batch_size": 1,
     "optimizer.lr": 5e-5,
     "optimizer.weight_decay": 0.0,
 }
-GPT2_LTM = {"memory.num_basis": 512, "memory.widths": [0.005, 0.01], "memory.tau": 0.5, "memory.kl_weight": 1e-6}
+GPT2_LTM = {"memory.num_basis": 512, "memory.basis_widths": [0.005, 0.01], "memory.tau": 0.5, "memory.kl_weight": 1e-6}
 GPT2_LTM |= {"memory.prior_std": 0.05}
 PAPER_FORM = {
     "memory.prior_mean": None,  # eq. 20 regularises the variance only
@@ -104,7 +104,7 @@ SORTING = {
     "model.num_layers": 3,
     "model.num_heads": 6,
     "train.seg_len": 1024,
-    "train.lanes": 8,
+    "train.global_batch_size": 8,
     "train.steps": 20_000,  # 20 epochs of 8,000 sequences
     "optimizer.kind": "adam",
     "schedule.kind": "cosine",
@@ -112,7 +112,7 @@ SORTING = {
 }
 SORTING_LTM = {
     "memory.num_basis": 1024,
-    "memory.widths": [0.01, 0.05],
+    "memory.basis_widths": [0.01, 0.05],
     "memory.tau": 0.75,
     "memory.kl_weight": 1e-5,
     "memory.prior_std": 0.05,
@@ -136,10 +136,10 @@ WORDS = {
     "schedule.warmup_steps": 0,
     "model.adaptive.cutoffs": [20000, 40000, 200000],
 }
-MARTINS_WORDS = WORDS | {"train.lanes": 40}
+MARTINS_WORDS = WORDS | {"train.global_batch_size": 40}
 MARTINS_LTM = {
     "memory.num_basis": 150,
-    "memory.widths": [0.01, 0.05],
+    "memory.basis_widths": [0.01, 0.05],
     "memory.tau": 0.5,
     "memory.kl_weight": 1e-5,
     "memory.prior_std": 0.1,
@@ -152,7 +152,7 @@ MARTINS_COMPRESSIVE = {"memory.mem_len": 150, "memory.cmem_len": 150, "memory.co
 MARTINS_COMPRESSIVE |= {"memory.compression_loss": "attention", "memory.loss_weight": 1.0}
 LAMEMO = {"memory.kind": "lamemo", "memory.epsilon": 1e-6}  # eq. 11, table 5
 LAMEMO_TRAINING = {"train.max_grad_norm": 0.25, "model.dropout": 0.1, "model.attention_dropout": 0.0}
-LAMEMO_WORDS = WORDS | LAMEMO_TRAINING | {"train.lanes": 64, "model.d_head": 41}
+LAMEMO_WORDS = WORDS | LAMEMO_TRAINING | {"train.global_batch_size": 64, "model.d_head": 41}
 CHARACTERS = LAMEMO_TRAINING | {
     "model.num_layers": 12,
     "model.num_heads": 8,
@@ -160,7 +160,7 @@ CHARACTERS = LAMEMO_TRAINING | {
     "model.d_inner": 2048,
     "train.seg_len": 512,
     "train.steps": 100_000,
-    "train.lanes": 40,
+    "train.global_batch_size": 40,
     "optimizer.lr": 2.5e-4,
     "schedule.kind": "cosine",
     "schedule.warmup_steps": 0,

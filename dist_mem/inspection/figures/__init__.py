@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
+from dist_mem.config.check import hint
 from dist_mem.errors import UnusableError
 from dist_mem.inspection.figures.parts.figure import Figure
+from dist_mem.runtime.terminal import listed
 
 # Figures of the papers that other commands draw.
 ELSEWHERE = {
@@ -44,5 +46,5 @@ def figure_named(name: str) -> Figure:
         raise UnusableError(f"{name} is drawn by another command: {ELSEWHERE[name]}")
     known = figures()
     if name not in known:
-        raise UnusableError(f"there is no figure {name!r}; figures are: {', '.join(known)}")
+        raise UnusableError(f"there is no figure {name!r}{hint(name, known)}; figures are{listed(known)}")
     return known[name]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from omegaconf import OmegaConf
+from typing import NamedTuple
 
 from dist_mem.config.check import flatten
+from dist_mem.config.sources import read_saved
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.memory_gain import counterpart, is_without_memory, memory_gain
 from dist_mem.evaluation.report import TABLE_ROWS, Report, accuracy, perplexity, read_report, recall_bands, shown
@@ -162,5 +161,4 @@ def _settings(run_dir: Path) -> dict[str, str]:
     path = run_dir / "config.yaml"
     if not path.exists():
         raise UnusableError(f"{path} is missing; give the directory of a run")
-    tree: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    return {key: "null" if value is None else str(value) for key, value in flatten(tree).items()}
+    return {key: "null" if value is None else str(value) for key, value in flatten(read_saved(path)).items()}

@@ -61,7 +61,7 @@ class Source:
     def documents(self) -> Documents:
         bos_id = self.trained.tokenizer.bos_id  # also fetches the index
         index = open_index(self.config.data, self.split)
-        lengths = cut_lengths([entry.num_tokens for entry in index.documents], self.config.eval.max_document_len)
+        lengths = cut_lengths(index.documents.num_tokens, self.config.eval.max_document_len)
         return Documents(index, lengths, bos_id=bos_id)
 
     def chosen(self) -> Iterator[Document]:

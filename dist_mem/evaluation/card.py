@@ -1,0 +1,155 @@
+"""README.md of an export: what the model is, how to load it, its data, figures, limits and code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dist_mem.config import Config
+from dist_mem.config.sources import plain_block
+from dist_mem.evaluation.report import Report, read_report, shown
+from dist_mem.evaluation.trained_model import Checkpoint, TrainedModel
+
+_FRONT = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [dist_mem]
+---
+"""  # what the Hugging Face Hub reads
+_CARD = """# {name}
+
+A language model that carries memory from one segment of a text to the next, trained with dist_mem for {step} steps:
+memory `{memory}`, {num_layers} layers of width {d_model}, {num_parameters:,} parameters in {precision}, a vocabulary of
+{vocab_size:,} ({tokenizer}), segments of {seg_len} tokens. `config.yaml` has the rest.
+
+{loading}
+To evaluate it on documents, name a data directory that was made with the same tokenizer:
+
+```sh
+dist-mem evaluate {name} --split test data.path=FOLDER
+```
+
+## Data
+
+The run `{run}` read at most {num_tokens:,} tokens in {step} steps. {data}
+
+## Figures
+
+{figures}
+
+## Limits
+
+The model continues texts like those it was trained on; it follows no instructions, and what it writes may be false or
+offensive. It remembers no more of a text than its memory keeps, and nothing of another text. Figures depend on where
+segments begin: a text is read from its first token on, in segments of {seg_len}.
+
+## Code
+
+{code} {trust}
+"""
+_DIST_MEM = """```python
+import dist_mem
+
+model = dist_mem.load("{name}")  # the path of this folder
+print(model.score("It was the best of times.").nll)  # of every token, in nats
+```
+"""
+_TRANSFORMERS = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)  # the path of this folder
+tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
+tokens = tokenizer("{bos}It was the best of times,", return_tensors="pt")
+written = model.generate(**tokens, max_new_tokens=50, do_sample=True)  # carries the memory
+```
+
+It needs dist_mem installed. `dist_mem.load("{name}")` loads the same folder.
+"""
+_DATA_ONLY = "All files are data: loading runs no code from them. Each is compared with its SHA-256 in `manifest.json`."
+_REMOTE = """\
+`modeling_dist_mem.py` is a program of a few lines that imports dist_mem; transformers runs it only with
+`trust_remote_code=True`. All other files are data. Each is compared with its SHA-256 in `manifest.json`."""
+_CODE = """\
+**`memory/` contains a program**: this memory is not part of dist_mem. Loading the model runs it, but only with
+{allowed} as a further argument: read it first. Each file is compared with its SHA-256 in `manifest.json`."""
+
+
+def card(trained: TrainedModel, config: Config, name: str, *, layout: str) -> str:
+    """Return the text of README.md.
+
+    Args:
+        config: without places of the training machine.
+        layout: dist_mem or transformers.
+    """
+    manifest, train = trained.checkpoint.manifest, config.train
+    is_hub = layout == "transformers"
+    adds_bos = config.model.kind != "gpt2" or config.data.blocks  # GPT-2's tokenizer puts nothing before a text
+    bos = "" if adds_bos else "<|endoftext|>"
+    commit = manifest.get("commit")
+    fingerprint = manifest.get("data_fingerprint")
+    text = _CARD.format(
+        name=name,
+        step=manifest["step"],
+        memory=_name_of(plain_block(config.memory)),
+        num_layers=config.model.num_layers,
+        d_model=config.model.d_model,
+        num_parameters=sum(parameter.numel() for parameter in trained.model.parameters()),
+        precision=trained.config.eval.precision,
+        vocab_size=trained.tokenizer.vocab_size,
+        tokenizer=trained.tokenizer.kind,
+        seg_len=train.seg_len,
+        loading=(_TRANSFORMERS if is_hub else _DIST_MEM).format(name=name, bos=bos),
+        run=config.name,
+        num_tokens=manifest["step"] * train.global_batch_size * train.seg_len * train.segments_per_update,
+        data=f"Its data have the fingerprint `{fingerprint}`."
+        if fingerprint
+        else "Its weights have seen no data here.",
+        figures=_figures(trained.checkpoint),
+        code=f"The checkpoint was written by commit `{commit}`." if commit else "The commit is not known.",
+        trust=_trust(trained.checkpoint, is_hub=is_hub),
+    )
+    return (_FRONT if is_hub else "") + text
+
+
+def outside_memories(checkpoint: Checkpoint) -> list[str]:
+    """Return the names of the memories from outside the package that a checkpoint contains."""
+    return [name for name in checkpoint.manifest["files"] if name.startswith("memory/")]
+
+
+def _trust(checkpoint: Checkpoint, *, is_hub: bool) -> str:
+    if outside_memories(checkpoint):
+        return _CODE.format(allowed="`allow_code=True`" if is_hub else '`"eval.allow_code=true"`')
+    return _REMOTE if is_hub else _DATA_ONLY
+
+
+def _figures(checkpoint: Checkpoint) -> str:
+    """Return a table of the evaluations of this checkpoint that were made before the export."""
+    found = _reports(checkpoint)
+    validation = checkpoint.manifest.get("validation")
+    loss = "" if validation is None else f"\n\nValidation loss at step {validation['step']}: {validation['loss']:.4f}."
+    if not found:
+        return f"No evaluation of this step was made before the export (`dist-mem evaluate`).{loss}"
+    titles = ("evaluation", "documents", "word-level perplexity", "perplexity per token", "bits per byte")
+    columns = [
+        [
+            name,
+            str(len(report.documents)),
+            *map(shown, (report.word_perplexity, report.token_perplexity)),
+            shown(report.bits_per_byte, ".3f"),
+        ]
+        for name, report in found.items()
+    ]
+    rows = [titles, ["---"] * len(titles), *columns]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + loss
+
+
+def _reports(checkpoint: Checkpoint) -> dict[str, Report]:
+    """Return the reports of `dist-mem evaluate` on this checkpoint, by split and protocol."""
+    part = f"-step-{checkpoint.manifest['step']:08d}"
+    paths = sorted((checkpoint.run_dir / "evaluations").glob(f"*{part}*.json"))
+    others = ("dialogue-", "inspect-")
+    return {path.stem.replace(part, ""): read_report(path) for path in paths if not path.name.startswith(others)}
+
+
+def _name_of(memory: Mapping[str, Any]) -> str:
+    return f"{memory['kind']} over {_name_of(memory['over'])}" if memory.get("over") else memory["kind"]

@@ -1,0 +1,186 @@
+"""What a sweep will take, before it is run: tokens, hours and the time of its end, from the first steps of every row.
+
+A trial of each row runs in a folder of its own, in as many places at a time as the sweep will have, until it has made
+`MEASURED_STEPS` steps after the first ones; then it is stopped, and its columns are measured.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from dist_mem.config import Config, load_config
+from dist_mem.data.batch_plan import counted, total_steps
+from dist_mem.data.directory import open_index
+from dist_mem.data.lanes import training_plan
+from dist_mem.errors import EXIT_REQUEUE, UnusableError
+from dist_mem.reproduce.job import CommandError, Job, Place
+from dist_mem.reproduce.one_run import build, left_to_measure, same_command
+from dist_mem.reproduce.pool import for_each_run
+from dist_mem.reproduce.runs import Run, evaluate_command, train_command
+from dist_mem.runtime.files import write_text
+from dist_mem.runtime.terminal import table
+from dist_mem.tracking.tracker import METRICS_FILE, read_points
+
+MEASURED_STEPS = 20
+_FIRST_STEPS = 5  # slower, and not counted
+_FOLDER = "estimates"  # below the sweep's
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Seconds that the parts of one row take."""
+
+    step: float
+    evaluation: float  # one during training; 0 if there are none
+    rest: float  # start and end of a training
+    measuring: float  # of all columns, with the starts of their processes
+
+
+class Estimate(NamedTuple):
+    """What one run will take."""
+
+    run: Run
+    steps: int
+    tokens: int
+    step_seconds: float
+    seconds: float
+
+
+def estimate(job: Job, places: Sequence[Place]) -> tuple[list[Estimate], list[CommandError | UnusableError]]:
+    """Return the estimates of all runs that are not finished, and the errors of rows whose trial failed.
+
+    The trial of a row is made once; its times are kept in the folder.
+
+    Raises:
+        StoppedError: a signal was received.
+    """
+    left = [item for item in job.runs if left_to_measure(job, item)]
+    first = {(item.row, item.point): item for item in reversed(left)}
+    untried = [item for item in first.values() if not _kept(item).exists()]
+    errors = for_each_run(job, untried[::-1], places, partial(_try, job), restarts=0)
+    found = []
+    for item in left:
+        kept = _kept(first[item.row, item.point])
+        if kept.exists():
+            trial = Trial(**json.loads(kept.read_text(encoding="utf-8")))
+            found.append(_estimated(job, item, trial))
+    return found, errors
+
+
+def _kept(item: Run) -> Path:
+    return item.out / _FOLDER / f"{replace(item, seed=0).name}.json"
+
+
+def _try(job: Job, item: Run, report: Callable[[str], None], place: Place) -> None:
+    """Train a few steps of a row and measure its columns, and keep the times."""
+    build(job, item, report)
+    trial = replace(item, out=item.out / _FOLDER)
+    shutil.rmtree(trial.directory, ignore_errors=True)  # of a trial that was stopped
+    extra = [*job.extra, "tracking.mlflow=false", f"tracking.every={_FIRST_STEPS}", "checkpoint.every=null"]
+    config = _config(job, item)
+    if config.eval.every is not None:
+        extra.append(f"eval.every={MEASURED_STEPS}")  # one evaluation, some steps before the end
+    metrics, last = trial.directory / METRICS_FILE, _FIRST_STEPS + MEASURED_STEPS
+    begin = time.monotonic()
+    job.command(
+        train_command(job.scale, trial, ranks=job.ranks, extra=extra),
+        f"{item.name}-estimate",
+        also=[EXIT_REQUEUE],
+        place=place,
+        until=lambda: any(point.step >= last for point in read_points(metrics)),
+    )
+    seconds = time.monotonic() - begin
+    points = [point for point in read_points(metrics) if "step_seconds" in point.metrics]
+    step = statistics.median([point.metrics["step_seconds"] for point in points[1:] or points])
+    of_run = points[-1].metrics
+    evaluating = of_run["goodput/evaluation"] * of_run["goodput/seconds"]
+    begin = time.monotonic()
+    columns = left_to_measure(job, item)
+    while columns:
+        first = next(iter(columns.values()))
+        command = evaluate_command(trial, first, [*job.extra, "tracking.mlflow=false"])
+        job.command(command, f"{item.name}-estimate", place=place)
+        columns = {name: column for name, column in columns.items() if name not in same_command(columns, first)}
+    found = Trial(
+        step,
+        evaluation=evaluating,
+        rest=max(0.0, seconds - points[-1].step * step - evaluating),
+        measuring=time.monotonic() - begin,
+    )
+    write_text(_kept(item), json.dumps(asdict(found)) + "\n")
+    shutil.rmtree(trial.directory)
+    report(f"{item.name}: {step:.3g} s a step")
+
+
+def _config(job: Job, item: Run) -> Config:
+    command = train_command(job.scale, item, ranks=1, extra=job.extra)
+    return load_config(command[command.index("train") + 1 :])
+
+
+def _estimated(job: Job, item: Run, trial: Trial) -> Estimate:
+    config = _config(job, item)
+    plan = training_plan(config, open_index(config.data, config.data.train_split))
+    try:
+        steps = total_steps(config, plan)
+    except ValueError as error:
+        raise UnusableError(f"{item.name}: {error}") from error
+    train, every = config.train, config.eval.every
+    tokens = steps * train.global_batch_size * train.seg_len * train.segments_per_update
+    evaluations = 0 if every is None else steps // every
+    seconds = trial.rest + steps * trial.step + evaluations * trial.evaluation + trial.measuring
+    return Estimate(item, steps, tokens, trial.step, seconds)
+
+
+def finish_seconds(seconds: Sequence[float], num_places: int) -> float:
+    """Return after how many seconds the last run ends, if each begins in the first place that is free."""
+    ends = [0.0] * num_places
+    for one in seconds:
+        heapq.heapreplace(ends, ends[0] + one)
+    return max(ends)
+
+
+def report(found: Sequence[Estimate], *, num_places: int, ranks: int, device: str) -> Iterator[str]:
+    """Yield the lines that say what the runs will take.
+
+    Args:
+        device: what a rank computes on: GPU or CPU.
+    """
+    rows: dict[str, list[Estimate]] = {}
+    for one in found:
+        rows.setdefault("-".join(filter(None, (one.run.row, one.run.point))), []).append(one)
+    cells = [("row", "runs", "steps", "tokens", "s/step", "each")]
+    for name, mine in rows.items():
+        one = mine[0]
+        size = (f"{one.steps:,}", _short(one.tokens), f"{one.step_seconds:.3g}", duration(one.seconds))
+        cells.append((name, str(len(mine)), *size))
+    yield from table(cells)
+    total = sum(one.seconds for one in found)
+    seconds = finish_seconds([one.seconds for one in found], num_places)
+    end = datetime.fromtimestamp(time.time() + seconds).strftime("%Y-%m-%d %H:%M")
+    work = f"{_short(sum(one.tokens for one in found))} tokens, {total * ranks / 3600:.2g} {device}-hours"
+    yield f"{counted(len(found), 'run')}: {work}; with --jobs {num_places} about {duration(seconds)}, until {end}"
+
+
+def _short(number: float) -> str:
+    """Format a count with three digits: 1.23 M."""
+    for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:g}"
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as 1:02:03 or 2:03 (hours, minutes, seconds)."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,110 @@
+"""The sweep command: estimate, train and evaluate every combination of a grid, several at one time, or submit them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from dist_mem.config import Config
+from dist_mem.errors import EXIT_DONE, EXIT_REQUEUE, UnusableError
+from dist_mem.launch.submit import submit_array
+from dist_mem.reproduce import estimate
+from dist_mem.reproduce.command import locked, run_table
+from dist_mem.reproduce.fingerprint import keep_settings
+from dist_mem.reproduce.grid import SCALE, load_sweep
+from dist_mem.reproduce.job import Job, Place, StoppedError, places
+from dist_mem.reproduce.one_run import build, left_to_measure
+from dist_mem.reproduce.runs import all_runs, train_command
+from dist_mem.runtime.files import free_name, write_text
+from dist_mem.runtime.signals import StopSignal
+
+_RESTARTS = 3  # of a run that died
+
+
+def run(
+    path: Path, *, out: Path | None, jobs: int, ranks: int, extra: Sequence[str], estimates: bool, only_estimate: bool
+) -> int:
+    """Run the sweep of a file and return the exit code of the process; the same call continues a stopped one.
+
+    Args:
+        out: folder of runs and results; None: runs/sweep/NAME.
+        jobs: trainings at the same time.  ranks: processes per training.
+        extra: key=value overrides for every training.
+        estimates: say first what it will take.  only_estimate: and end then.
+
+    Raises:
+        UnusableError: the sweep or its configurations are invalid, or a row cannot start.
+    """
+    with locked(folder := _folder(path, out)), StopSignal() as signal:
+        job = _job(path, folder, ranks, extra, signal)
+        everywhere = places(jobs, ranks, num_cores=os.cpu_count() or 1, num_gpus=torch.cuda.device_count())
+        begin, seconds = time.monotonic(), None
+        if estimates:
+            try:
+                seconds = _estimate(job, everywhere)
+            except StoppedError:
+                return EXIT_REQUEUE
+            begin = time.monotonic()
+        if only_estimate:
+            return EXIT_DONE
+        code = run_table(job, name=path.stem, places=everywhere, restarts=_RESTARTS)
+        if code == EXIT_DONE and seconds is not None:
+            took = estimate.duration(time.monotonic() - begin)
+            print(f"took {took}; the estimate was {estimate.duration(seconds)}")
+        return code
+
+
+def submit(path: Path, config: Config, *, out: Path | None, jobs: int, extra: Sequence[str]) -> int:
+    """Submit all runs that are not finished as a job array, one job each, and return the exit code of the process.
+
+    Once they have ended, `run` measures them and writes the table.
+
+    Args:
+        config: of the site, for its block `launch`.
+        jobs: jobs at the same time.
+
+    Raises:
+        UnusableError: as `run`, or sbatch refuses the array.
+        UnfitError: Slurm does not answer.
+    """
+    with locked(folder := _folder(path, out)), StopSignal() as signal:
+        job = _job(path, folder, 1, extra, signal)
+        left = [item for item in job.runs if left_to_measure(job, item)]
+        if not left:
+            raise UnusableError(f"{folder}: all runs are finished; `dist-mem sweep {path}` prints the table")
+        for item in left:
+            build(job, item, print)
+        lines = [train_command(job.scale, item, ranks=1, extra=job.extra) for item in left]
+        commands = [shlex.join(line[line.index("train") + 1 :]) for line in lines]
+        list_of_runs = free_name(folder / "slurm" / "runs.txt")
+        list_of_runs.parent.mkdir(parents=True, exist_ok=True)
+        write_text(list_of_runs, "".join(f"{command}\n" for command in commands))
+        return submit_array(list_of_runs, config, num_tasks=len(left), at_once=jobs, name=path.stem)
+
+
+def _folder(path: Path, out: Path | None) -> Path:
+    return out or Path("runs") / "sweep" / path.stem
+
+
+def _job(path: Path, out: Path, ranks: int, extra: Sequence[str], signal: StopSignal) -> Job:
+    table = load_sweep(path)
+    scale = table.scales[SCALE]
+    keep_settings(table, scale, out, extra)
+    return Job(table, scale, out, all_runs(scale, out, scale.seeds, list(scale.rows)), ranks, list(extra), signal)
+
+
+def _estimate(job: Job, everywhere: Sequence[Place]) -> float | None:
+    """Print what the sweep will take; return its seconds, None if all is finished."""
+    found, errors = estimate.estimate(job, everywhere)
+    if errors:
+        raise UnusableError(f"{errors[0]}; nothing else was started")
+    if not found:
+        return None
+    device = "GPU" if torch.cuda.is_available() else "CPU"
+    print("\n".join(estimate.report(found, num_places=len(everywhere), ranks=job.ranks, device=device)), flush=True)
+    return estimate.finish_seconds([one.seconds for one in found], len(everywhere))
