@@ -1,7 +1,7 @@
 """The dialogue command: generate replies and compute the five figures of the infinity-former's table 2.
 
     dist-mem dialogue runs/cmu_dog --split test
-    dist-mem dialogue runs/cmu_dog --split test --limit 100 --turns 2 eval.lanes=32
+    dist-mem dialogue runs/cmu_dog --split test --limit 100 --turns 2 eval.batch_size=32
 
 Perplexity covers every reply of the conversations read, in the model's tokens. The other figures compare the model's
 replies with those of people (answer.py, metrics.py). RUN/evaluations/dialogue-<split>-step-<step>.json and .txt contain
@@ -130,7 +130,7 @@ def _run(
 ) -> None:
     if world.size > 1:
         raise ValueError(
-            f"dist-mem dialogue runs on one process, not on {world.size}: raise eval.lanes to read more at once"
+            f"dist-mem dialogue runs on one process, not on {world.size}: raise eval.batch_size to read more at once"
         )
     found = found_by_all(path, step, world)
     whole = ["eval.layout=documents", "eval.max_document_len=null"]  # each conversation separately, to its end
@@ -167,7 +167,7 @@ def _run(
 def first_documents(index: Index, limit: int | None) -> Index:
     """Return the index of a split cut to its first `limit` documents."""
     documents = index.documents[:limit]
-    return replace(index, documents=documents, num_tokens=sum(entry.num_tokens for entry in documents))
+    return replace(index, documents=documents, num_tokens=int(documents.num_tokens.sum()))
 
 
 def score_answers(
@@ -183,7 +183,7 @@ def score_answers(
         trained,
         conversations,
         chosen,
-        num_lanes=trained.config.eval.lanes,
+        num_lanes=trained.config.eval.batch_size,
         num_tokens=settings.num_tokens,
         sampling=settings.sampling,
         after=None if settings.memory is None else load_memory(trained, settings.memory).reading,

@@ -12,6 +12,7 @@ from dist_mem.dialogue.metrics import METRICS, mean_scores
 from dist_mem.dialogue.replies import Conversation, is_leaked
 from dist_mem.dialogue.wordnet import REMEDY
 from dist_mem.evaluation.report import DocumentScore, perplexity, shown, total_words
+from dist_mem.runtime.terminal import table
 
 FORMAT_VERSION = 1
 
@@ -60,12 +61,13 @@ def _group(name: str, ids: set[str], documents: Sequence[DocumentScore], answers
 def to_table(groups: Sequence[GroupScore]) -> str:
     """Return the groups as a table for a terminal."""
     titles = {"f1": "F1", "rouge1": "ROUGE-1", "rougeL": "ROUGE-L", "meteor": "METEOR"}
-    header = f"{'conversations':<16} {'replies':>7} {'ppl':>10} {'word ppl':>10}"
-    lines = [header + "".join(f" {titles[metric]:>8}" for metric in METRICS)]
+    rows = [["conversations", "replies", "ppl", "word ppl", *(titles[metric] for metric in METRICS)]]
     for group in groups:
         name = f"{group.num_conversations} {group.name}"
-        row = f"{name:<16} {group.num_replies:>7} {shown(group.perplexity):>10} {shown(group.word_perplexity):>10}"
-        lines.append(row + "".join(f" {_percent(group.scores[metric]):>8}" for metric in METRICS))
+        perplexities = shown(group.perplexity), shown(group.word_perplexity)
+        scores = (_percent(group.scores[metric]) for metric in METRICS)
+        rows.append([name, f"{group.num_replies:,}", *perplexities, *scores])
+    lines = table(rows)
     if any(group.num_replies and group.scores["meteor"] is None for group in groups):
         lines.append(f"METEOR needs WordNet: {REMEDY}")
     return "\n".join(lines)

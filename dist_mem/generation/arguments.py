@@ -1,4 +1,4 @@
-"""Argument checks for the public functions of `dist_mem`.
+"""Argument checks for the functions behind the Python API.
 
 A wrong type raises TypeError and a wrong value ValueError, before any computation. The message contains the argument,
 its value and the accepted values.

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dist_mem.evaluation.report import aligned
 from dist_mem.generation.repetition import SIZES, Repetition, measure
 from dist_mem.generation.sampling import Sampling
 from dist_mem.runtime.files import write_text
+from dist_mem.runtime.terminal import table
 
 FORMAT_VERSION = 1
 PROMPT_CHARS = 2000  # characters of the prompt's end that a file contains
@@ -63,7 +63,7 @@ def _rows(continuations: Sequence[Continuation]) -> list[list[str]]:
 
 def to_table(continuations: Sequence[Continuation]) -> str:
     """Return the repetition of every run as a table for a terminal."""
-    return "\n".join(aligned(list(zip(*_rows(continuations), strict=True))))
+    return "\n".join(table(_rows(continuations)))
 
 
 def to_text(continuations: Sequence[Continuation]) -> str:

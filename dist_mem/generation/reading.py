@@ -54,10 +54,10 @@ def check_reading(trained: TrainedModel, reading: Any, name: str = "reading") ->
     if isinstance(reading, LMState):
         raise TypeError(
             f"{name} is an LMState, but must be a Reading: a memory lacks the tokens of the open segment; give "
-            "scores.reading, or dist_mem.start_from(trained, state, last_tokens)"
+            "scores.reading, or start_from(trained, state, last_tokens)"
         )
     if not isinstance(reading, Reading):
-        raise wrong_type(name, reading, "a Reading, as dist_mem.start, dist_mem.read or scores.reading")
+        raise wrong_type(name, reading, "a Reading, as start, read or scores.reading")
     seg_len, found = trained.config.train.seg_len, reading.open_tokens.shape[1]
     if found != seg_len:
         raise ValueError(
@@ -71,7 +71,7 @@ def start(trained: TrainedModel, num_lanes: int = 1, document_ids: Sequence[int]
 
     Args:
         document_ids: document number of each lane, used by memories that draw random numbers; None: 0 for all
-            `num_lanes` lanes, as in `dist_mem.score`, so that a lane does not depend on the other lanes.
+            `num_lanes` lanes, as in `score`, so that a lane does not depend on the other lanes.
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it.
@@ -87,7 +87,7 @@ def start_from(trained: TrainedModel, state: LMState, last_tokens: Sequence[int]
     """Return the reading of documents from their memory alone, at the border of two segments.
 
     Args:
-        state: memories, as `dist_mem.read_lanes` returns them.
+        state: memories, as `read_lanes` returns them.
         last_tokens: the last token each lane has read; the next segment begins with it. BOS
             (`trained.tokenizer.bos_id`) begins another document with the memory of this one. Must be None with
             `data.blocks`, where a segment begins with its own first token.
@@ -97,10 +97,10 @@ def start_from(trained: TrainedModel, state: LMState, last_tokens: Sequence[int]
     """
     check_trained(trained)
     if not isinstance(state, LMState):
-        raise wrong_type("state", state, "an LMState, as dist_mem.read_lanes or dist_mem.init_state returns it")
+        raise wrong_type("state", state, "an LMState, as read_lanes or init_state returns it")
     parts = named_tensors(state)
     if not parts:
-        raise ValueError("state has no lanes, because the memory of this model carries nothing: use dist_mem.start")
+        raise ValueError("state has no lanes, because the memory of this model carries nothing: use start")
     num_lanes = len(next(iter(parts.values())))
     if trained.config.data.blocks:
         if last_tokens is not None:

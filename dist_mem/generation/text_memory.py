@@ -18,13 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dist_mem.errors import UnusableError
 from dist_mem.evaluation.kept_memory import KeptMemory, fit, write_kept
 from dist_mem.evaluation.memory_file import TextRead, read_memory_file
 from dist_mem.evaluation.trained_model import TrainedModel, load_model
 from dist_mem.generation.arguments import check_trained, counted, wrong_type
 from dist_mem.generation.reading import Reading, check_reading, read, start, with_open_segment
-from dist_mem.runtime.files import is_wrong_path
 from dist_mem.tracking.progress import Progress
 
 _SEGMENTS_AT_ONCE = 64  # between two updates of the progress
@@ -81,12 +79,7 @@ def save_memory(trained: TrainedModel, memory: TextMemory, path: Path | str) -> 
     check_trained(trained)
     reading = _one_lane(trained, memory, "memory").reading
     kept = KeptMemory(reading.state, reading.open_tokens[0, : int(reading.open_len)], memory.texts)
-    try:
-        write_kept(trained, kept, Path(path))
-    except OSError as error:
-        if is_wrong_path(error):
-            raise UnusableError(f"{path} cannot be written: {error.strerror}; give another file") from error
-        raise
+    write_kept(trained, kept, Path(path))
 
 
 def load_memory(trained: TrainedModel, path: Path | str) -> TextMemory:
@@ -119,7 +112,7 @@ def open_to_generate(path: Path, overrides: Sequence[str], step: int | None) -> 
 def _one_lane(trained: TrainedModel, memory: Any, name: str) -> TextMemory:
     """Return the argument `name` if it is the memory of one lane of this model."""
     if not isinstance(memory, TextMemory):
-        raise wrong_type(name, memory, "a TextMemory, as dist_mem.read_text or dist_mem.load_memory")
+        raise wrong_type(name, memory, "a TextMemory, as read_text or load_memory returns it")
     lanes = len(check_reading(trained, memory.reading, f"{name}.reading").open_len)
     if lanes != 1:
         raise ValueError(f"{name}.reading has {counted(lanes, 'lane')}, but a memory file contains one lane")

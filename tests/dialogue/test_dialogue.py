@@ -242,7 +242,7 @@ def test_conversations_are_read_whole_and_one_by_one_whatever_the_run_evaluates_
     path = run_dir / "evaluations" / "dialogue-test-step-00000003-limit2-turns1-tokens1.json"
     facts = json.loads(path.read_text())
     path.unlink()
-    cut = ["eval.layout=stream", "eval.lanes=2", "eval.max_document_len=9"]
+    cut = ["eval.layout=stream", "eval.batch_size=2", "eval.max_document_len=9"]
     capsys.readouterr()
     assert command.run(run_dir, quick, overrides=[*quiet, *cut]) == 0
     assert json.loads(path.read_text()) == facts  # under the same name

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-import dist_mem
 from dist_mem.__main__ import main
 from dist_mem.data.builders.builder import build_dataset
 from dist_mem.errors import EXIT_DONE
 from dist_mem.evaluation.memory_file import read_memory_file
+from dist_mem.evaluation.trained_model import load_model
+from dist_mem.generation.text_memory import read_text, save_memory
 from tests.dialogue.test_dialogue import TURNS, source_document
 from tests.support.scored_library import TOKENIZER, make_config, make_model, save_weights
 
@@ -24,9 +25,9 @@ def test_the_command_continues_the_memory_and_writes_apart(tmp_path: Path, capsy
     run_dir = tmp_path / "run"
     config = make_config(data={"path": str(tmp_path / "talks")}, model={"init_std": 0.3})
     save_weights(run_dir, make_model(), config, step=3)
-    trained = dist_mem.load_model(run_dir)
-    memory = dist_mem.read_text(trained, "A shark eats a swimmer.", name="film.txt")
-    dist_mem.save_memory(trained, memory, tmp_path / "film.mem")
+    trained = load_model(run_dir)
+    memory = read_text(trained, "A shark eats a swimmer.", name="film.txt")
+    save_memory(trained, memory, tmp_path / "film.mem")
     command = ["dialogue", str(run_dir), "--split", "test", "--limit", "1", "--turns", "1", "--tokens", "3"]
     assert main(command) == EXIT_DONE
     assert main([*command, "--memory", str(tmp_path / "film.mem")]) == EXIT_DONE

@@ -13,12 +13,15 @@ from pathlib import Path
 
 import pytest
 
-import dist_mem
 from dist_mem.__main__ import main
 from dist_mem.data.builders.builder import build_dataset
 from dist_mem.data.builders.source import SourceDocument
 from dist_mem.data.tokenizers.words import WordTokenizer
+from dist_mem.evaluation.trained_model import load_model
 from dist_mem.generation.command import read_prompt
+from dist_mem.generation.generate import generate
+from dist_mem.generation.reading import read, start
+from dist_mem.generation.sampling import Sampling
 from dist_mem.generation.text import printable
 from tests.support.jobs import build_books, train_here, write_config
 from tests.support.limits import limit
@@ -41,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, rank_pool: Callable[[int], 
     build_dataset({"train": sources}, folder / "word_shards", name="words", tokenizer=WordTokenizer(words))
     memories = {"txl": (data, {}), "none": (data, {"memory": {"kind": "none"}}), "words": (folder / "word_shards", {})}
     for name, (path, change) in memories.items():
-        steps = {"train": {"steps": 2, "lanes": 2, "micro_lanes": 2}, "model": {"dropout": 0.0}}
+        steps = {"train": {"steps": 2, "global_batch_size": 2, "micro_batch_size": 2}, "model": {"dropout": 0.0}}
         config = write_config(folder / f"{name}.yaml", path, folder / name, steps, change)
         if change:
             config.write_text(config.read_text().replace("  mem_len: 24\n", ""), encoding="utf-8")
@@ -59,11 +62,11 @@ def test_text_is_that_of_the_python_api(folder: Path, capsys: pytest.CaptureFixt
     prompt_file = folder / "prompt.txt"
     prompt_file.write_text(PROMPT * 9, encoding="utf-8")
     code, out, err = ask(capsys, folder / "txl", "--prompt-file", prompt_file, "--tokens", "40", "--seed", "3")
-    trained = dist_mem.load_model(folder / "txl")
+    trained = load_model(folder / "txl")
     tokens = trained.tokenizer.encode(PROMPT * 9)
-    sampling = dist_mem.Sampling(top_p=0.95, seed=3)
-    reading = dist_mem.read(trained, dist_mem.start(trained), [tokens])
-    written = dist_mem.generate(trained, reading, num_tokens=40, sampling=sampling).tokens[0]
+    sampling = Sampling(top_p=0.95, seed=3)
+    reading = read(trained, start(trained), [tokens])
+    written = generate(trained, reading, num_tokens=40, sampling=sampling).tokens[0]
     assert code == 0 and out == printable(trained.tokenizer.decode(written)) + "\n"
     assert f"prompt of {len(tokens)} tokens" in err and "40 tokens, " in err
     assert ask(capsys, folder / "txl", "--prompt", PROMPT * 9, "--tokens", "40", "--seed", "3")[1] == out

@@ -12,7 +12,7 @@ from dist_mem.generation.reading import ROW_STEP as STEP
 from dist_mem.generation.reading import num_rows
 from dist_mem.memory import memory_class
 from dist_mem.model import MemoryLM
-from tests.support.contract_cases import CASES, small_model
+from tests.support.contract_cases import CASES, case_params, small_model
 from tests.support.contract_cases import SEG_LEN as CASES_LEN
 from tests.support.paths import EXAMPLES
 
@@ -29,7 +29,7 @@ def blocks() -> dict[str, dict[str, Any]]:
     return {name: {**CASES[name], **memory_class(CASES[name]["kind"]).small_options(SEG_LEN)} for name in names}
 
 
-@pytest.mark.parametrize("case", blocks())
+@pytest.mark.parametrize("case", case_params(blocks()))
 @torch.no_grad()
 def test_fewer_rows_give_the_same_outputs(case: str) -> None:
     model = model_of(blocks()[case])

@@ -14,15 +14,17 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
-from dist_mem import Sampling, generate, load_memory, next_log_probs, read, read_text, save_memory, score, start
 from dist_mem.config import Config, DataConfig, EvalConfig, TrainConfig
 from dist_mem.contract.subject import VOCAB
 from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.errors import EXIT_USAGE, RunError, UnusableError
 from dist_mem.evaluation.memory_file import read_memory_file
 from dist_mem.evaluation.trained_model import Checkpoint, TrainedModel
-from dist_mem.generation.reading import Reading, select
-from dist_mem.generation.text_memory import TextMemory
+from dist_mem.generation.generate import generate
+from dist_mem.generation.reading import Reading, next_log_probs, read, select, start
+from dist_mem.generation.sampling import Sampling
+from dist_mem.generation.text_memory import TextMemory, load_memory, read_text, save_memory
+from dist_mem.generation.text_scores import score
 from tests.generation.test_generation import same_reading, trained_model
 from tests.support import gpt2_models
 from tests.support.contract_cases import CASES, SEG_LEN, case_params, small_block

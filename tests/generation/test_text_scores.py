@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from dist_mem import Sampling, generate, init_state, next_log_probs, read, read_lanes, score, start, start_from
 from dist_mem.config import Config, DataConfig, TrainConfig
 from dist_mem.contract.subject import VOCAB
-from dist_mem.evaluation.trained_model import TrainedModel
+from dist_mem.evaluation.trained_model import TrainedModel, init_state, read_lanes
+from dist_mem.generation.generate import generate
+from dist_mem.generation.reading import next_log_probs, read, start, start_from
+from dist_mem.generation.sampling import Sampling
+from dist_mem.generation.text_scores import score
 from tests.generation.test_generation import BOS, same_reading, trained_model
 from tests.support.contract_cases import SEG_LEN, case_params
 
@@ -106,7 +109,7 @@ def test_a_bare_memory_without_its_last_token_is_refused() -> None:
         start_from(trained, state, [3])
     with pytest.raises(ValueError, match="last_tokens must be left out: this model reads in blocks"):
         start_from(model(blocks=True), state, [3, 4])
-    with pytest.raises(ValueError, match=r"the memory of this model carries nothing: use dist_mem\.start"):
+    with pytest.raises(ValueError, match=r"the memory of this model carries nothing: use start$"):
         start_from(model("none"), init_state(model("none")), [3])
 
 

@@ -1,0 +1,231 @@
+"""A trained model for Hugging Face's transformers; `generate()` carries the memory in transformers' Cache.
+
+    model = AutoModelForCausalLM.from_pretrained("models/mine", trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained("models/mine", trust_remote_code=True)
+    model.generate(**tokenizer("It was", return_tensors="pt"), max_new_tokens=50)
+
+The program in a folder of `dist-mem export --format transformers` imports these classes; no module of dist_mem does,
+because transformers is no requirement. Texts are read in segments as by `generation.reading.read`, each lane from its
+first token on, and padding is not read. Shape letters: B lanes, L given tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Cache, GenerationMixin, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from dist_mem.evaluation.trained_model import TrainedModel, init_state, load_model
+from dist_mem.generation.continued_log_probs import read_with_log_probs
+from dist_mem.generation.reading import Reading, select, with_open_segment
+from dist_mem.nn.layers import DTYPES
+
+# Options that `from_pretrained` of an Auto class passes on, and that are ignored here.
+_PASSED_OVER = {"adapter_kwargs", "code_revision", "trust_remote_code", "_commit_hash", "_from_auto"}
+
+
+class MemoryConfig(PretrainedConfig):
+    """The sizes that transformers needs; the whole configuration is config.yaml in the folder."""
+
+    model_type = "dist_mem"
+
+
+class MemoryCache(Cache):
+    """The memory of every lane and the tokens of its open segment, as a `Reading`.
+
+    `past_key_values=MemoryCache(reading)` continues any reading of this model, such as that of a memory file; then
+    `input_ids` are the tokens after it.
+    """
+
+    def __init__(self, reading: Reading) -> None:
+        super().__init__(layers=[])
+        self.reading = reading
+        self.num_read = 0  # columns of input_ids, padding included
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of columns of input_ids that were read into this cache."""
+        return self.num_read
+
+    @property
+    def batch_size(self) -> int:
+        """Number of lanes."""
+        return len(self.reading.open_len)
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether it may be read from: always."""
+        return True
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether tokens can be taken back: never."""
+        return False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep these lanes, (B,) int64; one may be repeated: for beam search."""
+        self.reading = select(self.reading, beam_idx.tolist())
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these lanes, (B,) int64."""
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every lane, the copies side by side."""
+        self.reorder_cache(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse to take tokens back. Raises ValueError."""
+        raise ValueError("a memory cannot be cropped: copy the cache before the tokens are read (copy.deepcopy)")
+
+    def reset(self) -> None:
+        """Refuse to empty the memory. Raises ValueError."""
+        raise ValueError("a MemoryCache is not reset: leave past_key_values out, and a new one is made")
+
+
+class MemoryForCausalLM(PreTrainedModel, GenerationMixin):
+    """A model that `dist_mem.load` loads, as one of transformers."""
+
+    config_class: type[PretrainedConfig] = MemoryConfig
+    _is_stateful = True  # refuses what would take tokens back, as assisted generation
+
+    def __init__(self, config: PretrainedConfig, trained: TrainedModel) -> None:
+        super().__init__(config)
+        self.model = trained.model
+        self._loaded = trained
+        self.post_init()
+
+    @property
+    def trained(self) -> TrainedModel:
+        """The model for functions of dist_mem, on its present device."""
+        return self._loaded._replace(device=self.device, dtype=self.dtype)
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        """Leave the weights as loaded."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: Any,
+        *_: Any,
+        config: PretrainedConfig | str | PathLike[Any] | None = None,
+        dtype: torch.dtype | str | None = None,
+        allow_code: bool = False,
+        **options: Any,
+    ) -> MemoryForCausalLM:
+        """Load the model of a folder on the CPU, in evaluation mode.
+
+        Args:
+            dtype: float32, the default, or bfloat16; "auto" is that of the file.
+            allow_code: run `memory/NAME.py` of the folder, a memory from outside the package: read it first.
+
+        Raises:
+            ValueError: an unknown option or dtype, or a folder that `dist_mem.load` refuses.
+        """
+        unknown = {name for name, value in options.items() if value is not None} - _PASSED_OVER
+        if unknown:
+            raise ValueError(f"a model with memory takes no {', '.join(sorted(unknown))}; load it on a CPU, then .to()")
+        folder = Path(pretrained_model_name_or_path)
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is no folder: download it first, by huggingface_hub.snapshot_download")
+        if not isinstance(config, PretrainedConfig):
+            config = cls.config_class.from_pretrained(config or folder)
+        precision = f"eval.precision={_precision(config.dtype if dtype == 'auto' else dtype)}"
+        code = ["eval.allow_code=true"] if allow_code else []
+        return cls(config, load_model(folder, precision, *code)).eval()
+
+    def save_pretrained(self, *_: Any, **__: Any) -> None:
+        """Refuse: the folder would lack what loading verifies. Raises ValueError."""
+        raise ValueError("a model with memory is written by `dist-mem export`; copy the folder, or train with dist_mem")
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: MemoryCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        **_: Any,
+    ) -> CausalLMOutputWithPast:
+        """Read L more tokens of every lane, (B, L) int64, after those in `past_key_values`.
+
+        Args:
+            attention_mask: (B, L) or longer, whose last L columns count: 0 for padding, which is not read.
+            labels: (B, L) int64, as input_ids, -100 where nothing is scored.
+            logits_to_keep: number of last columns to return logits for; 0: all.
+
+        Returns:
+            Logits (B, L, V) float32: log-probabilities, 0 at padding; and the cache, the one given if there is one.
+        """
+        lanes, length = input_ids.shape
+        cache = MemoryCache(self._nothing_read(lanes)) if past_key_values is None else past_key_values
+        if cache.batch_size != lanes:
+            raise ValueError(f"past_key_values has {cache.batch_size} lanes, but input_ids {lanes}")
+        is_text = torch.ones(lanes, length, dtype=torch.bool)
+        if attention_mask is not None:
+            is_text = attention_mask[:, -length:].bool().cpu()
+        kept = is_text[:, -logits_to_keep:]  # -0: all
+        rows = [ids[mask] for ids, mask in zip(input_ids.cpu(), is_text, strict=True)]
+        found, reading = read_with_log_probs(self.trained, cache.reading, rows, kept.sum(dim=1).tolist())
+        packed = torch.cat(found)
+        logits = packed.new_zeros(*kept.shape, packed.shape[1]).index_put((kept.to(packed.device),), packed)
+        if use_cache is not False:
+            cache.reading, cache.num_read = reading, cache.num_read + length
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].mT, labels[:, labels.shape[1] - kept.shape[1] + 1 :])
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=None if use_cache is False else cache)
+
+    def _nothing_read(self, lanes: int) -> Reading:
+        trained = self.trained
+        none = [torch.zeros(0, dtype=torch.int64)] * lanes  # not even BOS, which the tokenizer puts before a text
+        return with_open_segment(init_state(trained, [0] * lanes), none, seg_len=trained.config.train.seg_len)
+
+    def generate(self, inputs: Tensor | None = None, *args: Any, **options: Any) -> Any:
+        """Generate as the base class does.
+
+        Raises:
+            ValueError: a text ends with padding, after which no token can be generated.
+        """
+        mask = options.get("attention_mask")
+        if mask is not None and not bool(mask[:, -1].all()):
+            raise ValueError("a text of the batch ends with padding: pad on the left (tokenizer.padding_side='left')")
+        # cast: transformers types `self` by a protocol that no model of its own fulfils
+        return GenerationMixin.generate(cast(Any, self), inputs, *args, **options)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+
+class MemoryGPT2(MemoryForCausalLM):
+    """A GPT-2 with memory, whose config.json is that of GPT-2."""
+
+    config_class = GPT2Config
+
+
+class MemoryLlama(MemoryForCausalLM):
+    """A Llama with memory, whose config.json is that of Llama."""
+
+    config_class = LlamaConfig
+
+
+class MemoryQwen2(MemoryForCausalLM):
+    """A Qwen2 with memory, whose config.json is that of Qwen2."""
+
+    config_class = Qwen2Config
+
+
+def _precision(dtype: torch.dtype | str | None) -> str:
+    """Return the name of a dtype in a configuration. Raises ValueError for one that the memories do not take."""
+    names = {str(value).removeprefix("torch."): name for name, value in DTYPES.items()}
+    found = names.get(str(dtype or torch.float32).removeprefix("torch."))
+    if found is None:
+        raise ValueError(f"dtype is {dtype}, but a model with memory takes {' or '.join(names)}")
+    return found

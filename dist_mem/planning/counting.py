@@ -1,0 +1,256 @@
+"""Count what one micro-batch allocates, computes and moves, by running the model's own code on tensors without values.
+
+No formula has to follow the code: attention, checkpointing and memories from outside the package are counted alike.
+The blocks between the first and the last are the same, so models of two and three blocks are run and extrapolated;
+the tests compare that with whole models. Shape letters: B lanes of a micro-batch, T segment.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import weakref
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dist_mem.config import Config
+from dist_mem.memory import memory_kinds
+from dist_mem.memory.base import detached, named_tensors
+from dist_mem.model import MemoryLM
+from dist_mem.nn.kernel_shapes import NUM_PRODUCTS, planned_for
+from dist_mem.nn.layers import DTYPES, Dropout
+
+_aten = torch.ops.aten
+# Operations that return views, or memory that the caller fills: they move nothing.
+_FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"}
+
+
+class Work(NamedTuple):
+    """One kernel: the operations and bytes that bound its time."""
+
+    flops: int  # of matrix products; 0 for all else
+    num_bytes: int  # read and written
+
+
+class Counted(NamedTuple):
+    """One micro-batch on one rank, beyond weights, gradients and the memories before it."""
+
+    peak: int  # most bytes allocated at one time
+    kept: int  # bytes at the end of the forward: what the backward needs, and the new memories
+    kernels: list[tuple[float, Work]]  # how often -> one kernel
+
+
+class LiveBytes:
+    """The bytes of the storages that were added and still exist, now and at most."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+        self._seen: set[int] = set()
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage, once, until it is freed."""
+        key, num_bytes = storage._cdata, storage.nbytes()
+        if key not in self._seen:
+            self._seen.add(key)
+            self.now += num_bytes
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._drop, key, num_bytes)
+
+    def _drop(self, key: int, num_bytes: int) -> None:
+        self._seen.discard(key)
+        self.now -= num_bytes
+
+
+class Allocations(TorchDispatchMode):
+    """Follows the bytes of all tensors that are created under it, and the work of every operation."""
+
+    def __init__(self, token_shares: Iterable[float] = ()) -> None:
+        """`token_shares`: of each later bin of an adaptive vocabulary, the share of tokens that it holds."""
+        super().__init__()
+        self.live = LiveBytes()
+        self.kernels: list[Work] = []
+        self._shares = list(token_shares)
+        self._num_chosen = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is _aten.nonzero.default and args[0].is_meta:
+            output = self._chosen_rows(args[0])
+        else:
+            output = function(*args, **(kwargs or {}))
+        if function.is_view:
+            return output
+        read, written = _tensors((args, kwargs)), _tensors(output)
+        given = {tensor.untyped_storage()._cdata for tensor in read}  # changed in place, perhaps older than this count
+        for tensor in written:
+            if tensor.untyped_storage()._cdata not in given:
+                self.live.add(tensor.untyped_storage())
+        name = function.overloadpacket.__name__
+        if name not in _FREE:
+            self.kernels.append(Work(_flops(name, args), _bytes_moved(read, written)))
+        return output
+
+    def _chosen_rows(self, mask: Tensor) -> Tensor:
+        """Return as many rows as are expected: only values could tell which targets an adaptive bin holds."""
+        share = self._shares[self._num_chosen % len(self._shares)]
+        self._num_chosen += 1
+        return mask.new_empty((math.ceil(share * mask.numel()), mask.dim()), dtype=torch.int64)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _bytes_moved(read: Iterable[Tensor], written: Iterable[Tensor]) -> int:
+    """Return the bytes of one operation; what a broadcast repeats is read once."""
+    inputs = sum(min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()) for tensor in read)
+    return inputs + sum(tensor.numel() * tensor.element_size() for tensor in written)
+
+
+def _flops(name: str, args: tuple[Any, ...]) -> int:
+    if name in ("mm", "bmm"):
+        left, right = args[0], args[1]
+    elif name in ("addmm", "baddbmm"):
+        left, right = args[1], args[2]
+    elif name in NUM_PRODUCTS:
+        query, key = args[-4], args[-3]
+        return NUM_PRODUCTS[name] * 2 * query.numel() * key.shape[-2]
+    elif name == "convolution":
+        return 2 * args[0].shape[-1] * args[1].numel() * args[0].shape[0] // max(1, args[3][0])
+    else:
+        return 0
+    return 2 * left.numel() * right.shape[-1]
+
+
+def expected_shares(config: Config, vocab_size: int) -> list[float]:
+    """Return the share of tokens in each later bin of an adaptive vocabulary, by Zipf's law: 1 / rank."""
+    if config.model.adaptive is None:
+        return []
+    edges = [*config.model.adaptive.cutoffs, vocab_size]
+    return [math.log(end / begin) / math.log(vocab_size) for begin, end in pairwise(edges)]
+
+
+def count_micro_batch(
+    config: Config, vocab_size: int, *, on_gpu: bool = True, keeps_gradients: bool = False, learns: bool = True
+) -> Counted:
+    """Count forward and backward of `train.micro_batch_size` lanes over a window of `train.bptt_segments`.
+
+    Args:
+        on_gpu: the operations are those of a GPU.
+        keeps_gradients: gradients are included, from none at the begin to all at the end.
+        learns: false for a forward alone, in `eval.precision`.
+    """
+
+    def count(num_layers: int) -> Counted:
+        changed = copy.deepcopy(config)
+        changed.model.num_layers = num_layers
+        changed.train.compile = False  # tensors without values cannot be compiled
+        return _count(changed, vocab_size, on_gpu=on_gpu, keeps_gradients=keeps_gradients, learns=learns)
+
+    num_layers = config.model.num_layers
+    is_uniform = config.train.activation_checkpointing == "none" or config.train.activation_checkpointing_share == 1.0
+    if num_layers <= 3 or config.memory["kind"] not in memory_kinds() or not is_uniform:
+        return count(num_layers)
+    two, three = count(2), count(3)
+    more = num_layers - 2
+    kernels = [(1.0 - more, work) for _, work in two.kernels] + [(float(more), work) for _, work in three.kernels]
+    peak, kept = _line(two.peak, three.peak, more), _line(two.kept, three.kept, more)
+    return Counted(peak, kept, kernels)
+
+
+def _line(first: int, second: int, steps: int) -> int:
+    """Return the value `steps` after the first of two successive values of a line."""
+    return first + steps * (second - first)
+
+
+class Counts:
+    """Counts of one configuration by `train.micro_batch_size`; from four on, on the line of two and three lanes."""
+
+    def __init__(self, config: Config, vocab_size: int, *, on_gpu: bool) -> None:
+        self._count = lambda lanes: count_micro_batch(with_micro_lanes(config, lanes), vocab_size, on_gpu=on_gpu)
+        self._two, self._three = self._count(2), self._count(3)
+
+    def at(self, lanes: int) -> Counted:
+        """Return the count of so many lanes; one alone, or a model that works in chunks, takes other kernels."""
+        if lanes == 1 or len(self._two.kernels) != len(self._three.kernels):
+            return self._count(lanes)
+        more = lanes - 2
+        kernels = [
+            (number, Work(_line(two.flops, three.flops, more), _line(two.num_bytes, three.num_bytes, more)))
+            for (number, two), (_, three) in zip(self._two.kernels, self._three.kernels, strict=True)
+        ]
+        peak, kept = _line(self._two.peak, self._three.peak, more), _line(self._two.kept, self._three.kept, more)
+        return Counted(peak, kept, kernels)
+
+
+def with_micro_lanes(config: Config, lanes: int) -> Config:
+    """Return a copy with other `train.micro_batch_size`."""
+    changed = copy.deepcopy(config)
+    changed.train.micro_batch_size = lanes
+    return changed
+
+
+def _count(config: Config, vocab_size: int, *, on_gpu: bool, keeps_gradients: bool, learns: bool) -> Counted:
+    dtype = DTYPES[config.train.precision if learns else config.eval.precision]
+    num_segments = config.train.bptt_segments if learns else 1
+    shape = (config.train.micro_batch_size, num_segments * config.train.seg_len)
+    with torch.device("meta"), planned_for("cuda" if on_gpu else "cpu"):
+        model = MemoryLM(config, vocab_size).to(dtype).train(learns)
+        tokens = torch.zeros(shape, dtype=torch.int64)
+        lane_ids = torch.zeros(shape[0], dtype=torch.int64)
+        valid_len = lane_ids if num_segments == 1 else torch.zeros(shape[0], num_segments, dtype=torch.int64)
+        inputs: dict[str, Any] = {
+            "state": model.init_state(lane_ids, "meta", dtype),
+            "later": [None] * (num_segments - 1),
+        }
+        if not keeps_gradients:
+            _drop_gradients(model)
+        shares = expected_shares(config, vocab_size)
+        if on_gpu and learns:
+            _drop_as_a_gpu(model)
+        setattr(model.head, "rows_by_bin", lambda targets: _expected_rows(targets, shares))  # noqa: B010
+        with torch.no_grad(), Allocations(shares):  # constants that layers compute once and share are no part of it
+            model(tokens, tokens, valid_len, **inputs)
+        with torch.set_grad_enabled(learns), Allocations(shares) as counted:
+            output = model(tokens, tokens, valid_len, **inputs)
+            loss = sum(part.sum() for part in (output.nll, *output.aux.values()))
+            states = named_tensors(detached(output.state))
+            del output
+            kept = counted.live.now
+            if learns:
+                assert isinstance(loss, Tensor)
+                loss.backward()
+            del states
+    return Counted(counted.live.peak, kept, [(1.0, work) for work in counted.kernels])
+
+
+def _expected_rows(targets: Tensor, shares: list[float]) -> tuple[Tensor, list[int]]:
+    """Return as many rows of every bin of an adaptive vocabulary as are expected; see `Softmax.rows_by_bin`."""
+    counts = [math.ceil(share * targets.numel()) for share in shares]
+    return torch.empty_like(targets), [targets.numel() - sum(counts), *counts]
+
+
+def _drop_as_a_gpu(model: nn.Module) -> None:
+    """Let dropout keep one byte an element, as on a GPU; without values it would keep its input's type."""
+    for module in model.modules():
+        if isinstance(module, Dropout) and module.keep < 2**16:
+            dropped = 1.0 - module.keep / 2**16
+            setattr(module, "forward", lambda x, dropped=dropped: torch.native_dropout(x, dropped, True)[0])  # noqa: B010
+
+
+def _drop_gradients(model: nn.Module) -> None:
+    """Free every gradient as soon as it is complete, as ZeRO does once it has sent it."""
+
+    def drop(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    hook: Callable[[Tensor], None] = drop
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(hook)

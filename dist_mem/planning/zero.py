@@ -1,0 +1,123 @@
+"""How DeepSpeed divides weights, gradients and optimizer state among the ranks, in bytes of one rank.
+
+The formulas follow DeepSpeed 0.19.8: its buffers are its own code, which cannot be run without processes. The tests
+compare them with trainings. Letters: s bytes of a number in `train.precision`, W ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from dist_mem.config import Config, deepspeed_block
+from dist_mem.data.batch_plan import batch_plan
+from dist_mem.engine.defaults import deepspeed_config
+from dist_mem.engine.optimizer import num_moments, parameter_groups
+from dist_mem.memory.base import named_tensors
+from dist_mem.model import MemoryLM
+from dist_mem.nn.layers import DTYPES
+
+# DeepSpeed's defaults, in numbers; one bucket is allocated whole, however small the model.
+BUCKET, _LIVE, _PREFETCH = 500_000_000, 1_000_000_000, 50_000_000
+
+
+class Sizes(NamedTuple):
+    """Sizes of a model as it would be built."""
+
+    parameters: int  # number of values
+    trained: int  # number of values that the optimizer updates
+    largest_group: int  # number of values of the largest parameter group, which is updated in one piece
+    lane_bytes: int  # bytes of the memories of one lane
+
+
+class Shares(NamedTuple):
+    """Bytes on one rank."""
+
+    weights: int  # in `train.precision`, with those that stage 3 has gathered
+    optimizer: int  # fp32 weights and moments
+    gradients: int  # at the end of a backward
+    buckets: int  # of communication, during a backward
+    update: int  # allocated only while the optimizer updates, when activations and buckets are free
+
+
+def sizes_of(config: Config, vocab_size: int, dtype: torch.dtype) -> Sizes:
+    """Return the sizes of a model without allocating it."""
+    with torch.device("meta"):
+        model = MemoryLM(config, vocab_size)
+        state = model.init_state(torch.zeros(1, dtype=torch.int64), "meta", dtype)
+    groups = [
+        sum(parameter.numel() for parameter in group["params"]) for group in parameter_groups(model, config.optimizer)
+    ]
+    lane_bytes = sum(part.numel() * part.element_size() for part in named_tensors(state).values())
+    return Sizes(sum(parameter.numel() for parameter in model.parameters()), sum(groups), max(groups), lane_bytes)
+
+
+def zero_block(config: Config) -> dict[str, Any]:
+    """Return `deepspeed.zero_optimization`; empty without ZeRO."""
+    return deepspeed_block(config).get("zero_optimization") or {}
+
+
+def effective_block(config: Config, sizes: Sizes, *, world_size: int, on_gpu: bool) -> dict[str, Any]:
+    """Return the whole `deepspeed:` block with the defaults of dist_mem, as the engine gets it."""
+    accumulation = batch_plan(config.train, world_size).accumulation
+    return deepspeed_config(
+        deepspeed_block(config),
+        config.train,
+        world_size=world_size,
+        accumulation=accumulation,
+        num_parameters=sizes.trained,
+        on_gpu=on_gpu,
+    )
+
+
+def overlaps(zero: dict[str, Any]) -> bool:
+    """Return whether DeepSpeed communicates while it computes; by default only stage 3 does."""
+    return bool(zero.get("overlap_comm", zero.get("stage", 0) == 3))
+
+
+def shares(config: Config, sizes: Sizes, *, world_size: int, on_gpu: bool) -> Shares:
+    """Return what a rank holds."""
+    block = effective_block(config, sizes, world_size=world_size, on_gpu=on_gpu)
+    zero = block.get("zero_optimization") or {}
+    stage, size = zero.get("stage", 0), DTYPES[config.train.precision].itemsize
+    share = sizes.trained if stage == 0 else -(-sizes.trained // world_size)
+    masters = 4 * share if stage > 0 or size < 4 else 0
+    optimizer = masters + 4 * num_moments(config.optimizer) * share
+    sums_fp32 = stage >= 2 and (block.get("data_types") or {}).get("grad_accum_dtype") == "fp32"
+    gradients = (4 if sums_fp32 else size) * (sizes.trained if stage < 2 else share)
+    weights = size * sizes.parameters
+    if stage == 3:
+        # Weights that will be used again soon stay whole, beside the bucket in which the next ones arrive.
+        live = min(sizes.parameters, zero.get("stage3_max_live_parameters", _LIVE))
+        live += min(sizes.parameters, zero.get("stage3_prefetch_bucket_size", _PREFETCH))
+        weights = size * (-(-sizes.parameters // world_size) + live)
+    if on_gpu and _offloads(zero, "offload_param"):
+        weights -= size * (-(-sizes.parameters // world_size))
+    if on_gpu and _offloads(zero, "offload_optimizer"):
+        optimizer = update = 0
+    else:
+        update = _update_work(stage, size, sizes, world_size)
+    return Shares(weights, optimizer, gradients, _buckets(zero, size, None if on_gpu else sizes.trained), update)
+
+
+def _buckets(zero: dict[str, Any], size: int, most_filled: int | None) -> int:
+    """Return the bytes of the buckets; of numbers beyond `most_filled` a CPU never touches the pages."""
+    stage = zero.get("stage", 0)
+    if stage == 0 or not zero.get("contiguous_gradients", True):
+        return 0
+    copies = 2 if overlaps(zero) and stage < 3 else 1
+    numbers = int(zero.get("reduce_bucket_size", BUCKET))
+    return copies * size * (numbers if most_filled is None else min(numbers, most_filled))
+
+
+def _update_work(stage: int, size: int, sizes: Sizes, world_size: int) -> int:
+    """Return the bytes of one parameter group's gradients as the optimizer takes them: one piece, in fp32."""
+    if stage == 0:
+        return 0 if size == 4 else 4 * sizes.trained + size * sizes.trained
+    group = -(-sizes.largest_group // world_size)
+    return 4 * group + (size * group if size < 4 else 0)
+
+
+def _offloads(zero: dict[str, Any], key: str) -> bool:
+    return (zero.get(key) or {}).get("device", "none") != "none"

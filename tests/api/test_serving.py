@@ -1,0 +1,189 @@
+"""An export that is logged to MLflow, registered, and served over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+import pytest
+import torch
+
+import dist_mem
+from dist_mem.__main__ import main
+from dist_mem.runtime.network_interface import free_port
+from dist_mem.tracking.stores import RUN_ID_FILE
+from tests.support.jobs import train_here
+from tests.support.limits import limit, wait_until
+from tests.support.mlflow_server import silent_address
+from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.ranks
+
+PROMPTS = ["ba ko mi", "tensol bako "]
+SETTINGS = {"num_tokens": 20, "temperature": 0.7, "top_p": 0.9, "seed": 5}
+
+
+@contextmanager
+def served(address: str, store: str, log: Path) -> Iterator[str]:
+    """Yield the URL of `mlflow models serve`."""
+    port = free_port()
+    command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", address, "--env-manager", "local"]
+    environment = {
+        **os.environ,
+        "MLFLOW_TRACKING_URI": store,
+        "MLFLOW_SCORING_SERVER_REQUEST_TIMEOUT": str(round(limit(60))),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            [*command, "--port", str(port)], stdout=output, stderr=output, env=environment, start_new_session=True
+        )
+    url = f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        assert server.poll() is None, log.read_text()
+        try:
+            with urlopen(f"{url}/ping", timeout=limit(5)) as response:
+                return bool(response.status == 200)
+        except (URLError, ConnectionError):
+            return False
+
+    try:
+        wait_until(answers, "mlflow models serve", seconds=180, poll=0.2)
+        yield url
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)  # with its worker, in the session of this process
+        server.wait()
+
+
+def ask(url: str, params: Mapping[str, Any]) -> Any:
+    body = {"dataframe_split": {"columns": ["prompt"], "data": [[prompt] for prompt in PROMPTS]}, "params": params}
+    request = Request(f"{url}/invocations", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urlopen(request, timeout=limit(60)) as response:
+        return json.load(response)["predictions"]
+
+
+@pytest.fixture(scope="module")
+def tracked_run(
+    tmp_path_factory: pytest.TempPathFactory, api_folder: Path, sqlite_uri: str, rank_pool: Callable[[int], RankPool]
+) -> Path:
+    """A run of MLflow's."""
+    run = tmp_path_factory.mktemp("tracked") / "run"
+    changes = [f"run_dir={run}", "tracking.mlflow=true", f"tracking.uri={sqlite_uri}", "tracking.system_metrics=false"]
+    assert rank_pool(1).run(train_here, api_folder / "run.yaml", changes) == [0]
+    assert main(["track", "sync", str(run), f"tracking.uri={sqlite_uri}"]) == 0
+    return run
+
+
+@pytest.mark.slow
+def test_a_served_model_answers_as_the_model_in_this_process(
+    tracked_run: Path, tmp_path: Path, client: Any, sqlite_uri: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    export = ["export", str(tracked_run), f"tracking.uri={sqlite_uri}", "--mlflow", "--register", "served", "--out"]
+    assert main([*export, str(tmp_path / "first")]) == 0
+    assert "logged to MLflow as models:/served/1" in capfd.readouterr().out
+    assert main([*export, str(tmp_path / "second"), "--alias", "champion"]) == 0
+    assert "logged to MLflow as models:/served@champion" in capfd.readouterr().out
+    version = client.get_model_version_by_alias("served", "champion")
+    run_id = (tracked_run / RUN_ID_FILE).read_text().strip()
+    assert (version.version, version.run_id) == (2, run_id)
+    of_run = {output.model_id for output in client.get_run(run_id).outputs.model_outputs}
+    assert Path(version.source).parent.name in of_run, "the page of the run lists the model"
+
+    mine = dist_mem.load(tracked_run)
+    loaded = dist_mem.load("models:/served@champion", f"tracking.uri={sqlite_uri}")
+    for name, weight in mine.trained.model.state_dict().items():
+        assert torch.equal(loaded.trained.model.state_dict()[name], weight), name
+    sampling = dist_mem.Sampling(temperature=0.7, top_p=0.9, seed=5)
+    with served("models:/served@champion", sqlite_uri, tmp_path / "log") as url:
+        expected = ["".join(mine.generate(prompt, num_tokens=20, sampling=sampling)) for prompt in PROMPTS]
+        assert ask(url, SETTINGS) == [{"continuation": text} for text in expected]
+        default = ["".join(mine.generate(prompt)) for prompt in PROMPTS]
+        assert ask(url, {}) == [{"continuation": text} for text in default], "defaults are those of generate"
+        scores = mine.score(PROMPTS)
+        assert ask(url, {"mode": "score"}) == [
+            {"num_tokens": len(one.tokens), "nats_per_token": one.mean, "perplexity": one.perplexity} for one in scores
+        ]
+        for wrong, message in (({"mode": "sing"}, "mode is 'sing'"), ({"top_p": 2.0}, r"top_p is 2.0, but must be")):
+            with pytest.raises(HTTPError, match="400") as refused:
+                ask(url, wrong)
+            assert message in json.load(refused.value)["message"]
+
+
+@pytest.mark.slow
+def test_without_the_runs_store_nothing_is_written(
+    tracked_run: Path, api_folder: Path, tmp_path: Path, sqlite_uri: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(run: Path, store: str, code: int) -> str:
+        out = tmp_path / "out"
+        assert main(["export", str(run), f"tracking.uri={store}", "--mlflow", "--out", str(out)]) == code
+        assert not out.exists()
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    assert "the model has no MLflow run to be logged to" in refused(api_folder / "runs" / "demo", sqlite_uri, 2)
+    missing = f"sqlite:///{tmp_path}/other.db"
+    assert f"there is no store {missing}; give that of the run" in refused(tracked_run, missing, 2)
+    assert not (tmp_path / "other.db").exists()
+    stranger = shutil.copytree(tracked_run, tmp_path / "stranger")
+    (stranger / RUN_ID_FILE).write_text("0" * 32 + "\n")
+    assert f"has no run {'0' * 32}; give its store" in refused(stranger, sqlite_uri, 2)
+    with silent_address(accepting=True) as silent:
+        pass  # nobody listens there any more
+    assert f"MLflow at {silent} cannot be used: MlflowException: " in refused(tracked_run, silent, 1)
+
+
+@pytest.mark.slow
+def test_a_model_without_all_files_is_not_registered_and_the_export_stays(
+    tracked_run: Path, tmp_path: Path, client: Any, sqlite_uri: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()  # where the store would need a folder
+    experiment = client.create_experiment("full", artifact_location=(tmp_path / "file" / "artifacts").as_uri())
+    run = shutil.copytree(tracked_run, tmp_path / "run")
+    (run / RUN_ID_FILE).write_text(client.create_run(experiment).info.run_id + "\n")
+    out = tmp_path / "out"
+    register = ["--mlflow", "--register", "torn", "--alias", "champion"]
+    assert main(["export", str(run), f"tracking.uri={sqlite_uri}", "--out", str(out), *register]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"does not have all of {out}, which is whole: remove it, and repeat the command: NotADirectory" in line
+    assert dist_mem.load(out)
+    assert not client.search_registered_models("name = 'torn'")
+    assert not client.search_logged_models([experiment])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--register", "a"], "--register a: only with --mlflow"),
+        (["--mlflow", "--alias", "champion"], "--alias champion: only with --register NAME"),
+        (["--mlflow", "--register", "a/b"], "--register 'a/b': the name of a model is text without / : and @"),
+        (["--mlflow", "--register", " "], "--register ' ': the name of a model is text without"),
+        (["--mlflow", "--register", "a", "--alias", "v1"], "--alias 'v1': an alias has letters, digits, _ and - only"),
+        (["--mlflow", "--register", "a", "--alias", "a b"], "--alias 'a b': an alias has letters, digits, _ and -"),
+    ],
+)
+def test_invalid_names_are_refused_before_anything_is_read(
+    tmp_path: Path, single_process: None, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_mlflow_it_says_how_to_install_it(
+    tmp_path: Path, single_process: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)  # as Python reports a module that is not there
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--mlflow"]) == 2
+    assert "mlflow is not installed, and export --mlflow needs it: pip install 'dist-mem[mlflow]'" in (
+        capsys.readouterr().err
+    )

@@ -1,0 +1,57 @@
+"""`dist_mem.train` is `dist-mem train` in processes of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+import dist_mem
+from dist_mem.checkpoint.manifest import read_manifest, step_dir
+from dist_mem.errors import DivergedError, UnusableError
+from tests.support.jobs import checkpoint_content, difference
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+
+@pytest.fixture
+def config(api_folder: Path) -> Any:
+    return OmegaConf.to_container(OmegaConf.load(api_folder / "run.yaml"))
+
+
+def test_it_trains_what_the_command_trains(config: Any, api_folder: Path, tmp_path: Path) -> None:
+    run_dir = dist_mem.train(config, f"run_dir={tmp_path / 'run'}")
+    assert run_dir == tmp_path / "run"
+    mine, theirs = (checkpoint_content(step_dir(run, 8)) for run in (run_dir, api_folder / "runs" / "demo"))
+    assert mine and difference(mine, theirs) is None
+
+
+def test_several_ranks_train_and_the_same_call_resumes(
+    api_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = (api_folder / "run.yaml", f"run_dir={tmp_path / 'run'}", "train.micro_batch_size=2")
+    dist_mem.train(*given, "train.steps=6", ranks=2)
+    assert read_manifest(step_dir(tmp_path / "run", 6))["world_size"] == 2
+    capfd.readouterr()
+    dist_mem.train(*given, ranks=2)
+    assert "resum" in capfd.readouterr().out
+    assert read_manifest(step_dir(tmp_path / "run", 8))["step"] == 8
+
+
+def test_a_failed_training_raises_the_error_of_its_exit_code(config: Any, tmp_path: Path) -> None:
+    with pytest.raises(UnusableError, match=r"training ended with exit code 2: .*nowhere"):
+        dist_mem.train(config, f"data.path={tmp_path / 'nowhere'}", f"run_dir={tmp_path / 'run'}")
+    with pytest.raises(DivergedError, match="training ended with exit code 3: "):
+        dist_mem.train(config, "optimizer={lr: 1.0e+18}", "divergence.action=stop", f"run_dir={tmp_path / 'other'}")
+
+
+def test_a_wrong_configuration_starts_no_process(config: Any, tmp_path: Path) -> None:
+    with pytest.raises(UnusableError, match=r"train\.stepz: "):
+        dist_mem.train(config, "train.stepz=3", f"run_dir={tmp_path / 'run'}")
+    with pytest.raises(TypeError, match="an override is 3, but must be a str"):
+        dist_mem.train(config, 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="ranks is 0, but must be an int of at least 1"):
+        dist_mem.train(config, ranks=0)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,91 @@
+"""`dist-mem plan`: what fits, what does not and why, and other devices."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from dist_mem.__main__ import main
+from tests.support.paths import ROOT
+
+SMALL = [str(ROOT / "configs" / "demo.yaml"), "model.num_layers=3", "train.global_batch_size=64", "train.steps=200"]
+
+
+def plan(*arguments: str, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Return the plan as JSON."""
+    assert main(["plan", *SMALL, "--json", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refusal(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the error of a plan that ends with exit code 2."""
+    assert main(["plan", *SMALL, *arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_plan_adds_up_and_more_ranks_need_less_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    one, eight = (plan("--gpu", "h100-80gb", "--gpus", number, capsys=capsys) for number in ("1", "8"))
+    for found in (one, eight):
+        memory, update = found["memory"], found["update"]
+        assert memory["fits"] and sum(memory["parts"].values()) == memory["total"]
+        spent = update["products"] + update["streams"] + update["update"] + update["exposed"]
+        assert spent == pytest.approx(update["total"]) and 0 < found["mfu"] < 1
+    assert eight["memory"]["total"] < one["memory"]["total"]
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_refused_with_the_nearest_change_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    large = ["train.micro_batch_size=64", "train.seg_len=512", "memory.mem_len=512", "model.num_layers=8"]
+    large += ["model.d_model=2048", "model.d_inner=8192"]
+    error = refusal(*large, "--gpu", "rtx-4090", capsys=capsys)
+    assert "it fits with train.micro_batch_size=" in error and "the largest part is" in error
+    assert "train.seg_len = 512" in error
+
+
+def test_what_cannot_fit_at_all_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    large = ["model.d_model=16384", "model.d_inner=65536", "train.precision=fp16"]
+    assert "use more GPUs or a smaller model" in refusal(*large, "--gpu", "v100-16gb", capsys=capsys)
+
+
+def test_a_device_without_the_precision_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    error = refusal("train.precision=bf16", "--gpu", "v100-32gb", capsys=capsys)
+    assert "'bf16', but v100-32gb computes only in fp16, fp32" in error
+
+
+@pytest.mark.parametrize("arguments", [["--gpu", "abacus"], ["--gpu", "cpu", "--disk", "0"]])
+def test_bad_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert " ".join(arguments[-2:]).split()[-1] in refusal(*arguments, capsys=capsys)
+
+
+MEMORIES = ["none", "causal", "transformer_xl", "compressive", "lamemo", "infinite"]
+MEMORIES += ["infinite over transformer_xl", "infinite over causal"]
+SETTINGS = ["fp32", "bf16", "bf16, checkpointing"]
+# Each memory meets one of the settings, and the remaining ones nightly: a training in a process of its own takes long.
+TRAININGS = [
+    pytest.param(f"{memory}, {setting}", marks=pytest.mark.slow if number % 3 == place else pytest.mark.nightly)
+    for number, memory in enumerate(MEMORIES)
+    for place, setting in enumerate(SETTINGS)
+]
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """benchmarks/plan.py."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    return importlib.import_module("plan")
+
+
+@pytest.mark.parametrize("case", TRAININGS)
+def test_the_prediction_is_within_15_percent_of_a_training(case: str, benchmark: ModuleType) -> None:
+    """DeepSpeed's own run in its own process, in fp32 and bf16, with and without activation checkpointing."""
+    cases = benchmark.cases("memories")
+    assert sorted(cases) == sorted(name for training in TRAININGS for name in training.values)
+    num_ranks, keys = cases[case]
+    settings = [*benchmark.BASE, *keys, "model.num_layers=3"]
+    used = benchmark.measured(num_ranks, settings, "allocated")
+    assert benchmark.predicted(num_ranks, settings) == pytest.approx(used, rel=0.15)
