@@ -14,7 +14,9 @@ from dist_mem.data.shard import Index, read_index
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.tracking.mlflow_run import connect
+from tests.support.clock import clock as clock
 from tests.support.limits import limit
+from tests.support.order import longest_first
 from tests.support.paths import ROOT
 from tests.support.ranks import RankPool, launcher_environment
 from tests.support.scored_library import write_library
@@ -32,6 +34,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     seconds = mark.args[0] if mark else item.config.getini("timeout") if option is None else option
     item.add_marker(pytest.mark.timeout(limit(float(seconds))), append=False)
     return (yield)
+
+
+@pytest.hookimpl(trylast=True)  # when other tests are deselected
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with the longest files where processes share the files."""
+    if hasattr(config, "workerinput"):  # of pytest-xdist
+        items[:] = longest_first(items)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

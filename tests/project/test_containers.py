@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dist_mem.runtime.shipped import FOLDERS
 from tests.support.paths import ROOT
 
 DOCKERFILE = (ROOT / "launch" / "Dockerfile").read_text(encoding="utf-8")
@@ -45,10 +46,10 @@ def test_files_that_go_into_an_image_are_there_and_are_the_same_in_both() -> Non
         for *names, to in map(str.split, instructions("COPY"))
         for name in names
     }
-    copied["dist_mem"] = "/src/dist_mem"
+    copied |= {name: f"/src/{name}" for name in ("dist_mem", *FOLDERS)}  # COPY names what becomes of the folder
     assert copied == dict(line.split() for line in section("files"))
     assert [name for name in copied if not (ROOT / name).exists()] == []
-    build_needs = {"pyproject.toml", "requirements.txt", "README.md"}  # of pyproject.toml: dependencies, readme
+    build_needs = {"pyproject.toml", "setup.py", "README.md", "dist_mem", *FOLDERS}
     assert build_needs <= set(copied)
 
 

@@ -18,6 +18,7 @@ SOURCES = sorted(
         "dist_mem/**/*.py",
         "shards/*.py",
         "benchmarks/*.py",
+        "benchmarks/*.sh",
         "configs/**/*.yaml",
         "launch/*.sh",
         "launch/sites/*.yaml",
@@ -91,16 +92,17 @@ def defines(path: Path, names: list[str]) -> bool:
     return True
 
 
-def test_modules_in_the_file_tree_of_the_readme_exist() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_modules_in_the_file_tree_exist() -> None:
+    text = (ROOT / "docs" / "explanation" / "design.md").read_text(encoding="utf-8")
     tree = text[text.index("    dist_mem/\n") : text.index("    shards/")]
     names = [name for line in tree.splitlines()[1:] for name in re.findall(r"\b\w+(?:\.py\b|/(?= |$))", line)]
     package = ROOT / "dist_mem"
     assert not [name for name in names if not list(package.glob(name)) and not list(package.glob(f"*/{name}"))]
 
 
-def test_readme_names_every_module() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_file_tree_names_every_module() -> None:
+    text = (ROOT / "docs" / "explanation" / "design.md").read_text(encoding="utf-8")
+    text = text[text.index("## Files") : text.index("## Four journeys")]
     package = ROOT / "dist_mem"
     modules = [path.name for path in package.glob("*.py") if path.name != "__init__.py"]
     packages = [f"{path.parent.name}/" for path in package.glob("*/__init__.py")]
@@ -112,7 +114,8 @@ def test_make_targets_named_in_the_text_exist(page: Path) -> None:
     check_make(re.findall(r"`make ([a-z]+)", page.read_text(encoding="utf-8")))
 
 
-def test_the_pictures_of_the_memories_are_those_of_their_script() -> None:
-    drawing = runpy.run_path(str(ROOT / "docs" / "images" / "draw_memories.py"))
+@pytest.mark.parametrize("name", ["draw_lanes.py", "draw_memories.py"])
+def test_the_drawn_pictures_are_those_of_their_script(name: str) -> None:
+    drawing = runpy.run_path(str(ROOT / "docs" / "images" / name))
     for path, content in drawing["drawn"]().items():
-        assert path.read_text(encoding="utf-8") == content, "python docs/images/draw_memories.py"
+        assert path.read_text(encoding="utf-8") == content, f"python docs/images/{name}"

@@ -3,12 +3,14 @@
 Before a page is run, its tree has what the page takes as given (`PREPARED`): for most, what `make demo` leaves. What is
 smaller than a user's, so that all pages take minutes, is said in scaled_tree.py; above all, the steps of each training.
 What cannot run here is listed with the reason in `NOT_RUN` and checked in a cheaper way. Every other command must end
-with exit code 0, and must not warn that ranks are idle.
+with exit code 0, and must not warn that ranks are idle. Where the page shows output, the command's has the same form.
 """
 
 from __future__ import annotations
 
 import ast
+import gzip
+import json
 import random
 import re
 import shlex
@@ -22,6 +24,7 @@ import pytest
 from tests.support.page_commands import PAGES, ROOT, Item, items_of
 from tests.support.program_arguments import check_arguments
 from tests.support.scaled_tree import Tree, draw_words, write_texts
+from tests.support.shown_output import difference
 from tests.support.warm_programs import running_server
 
 pytestmark = pytest.mark.timeout(900)  # of one page; a free machine takes a minute for the longest
@@ -45,6 +48,13 @@ def checked(*worlds: int) -> Callable[[Tree, str], None]:
             assert not IDLE.search(reported), reported
 
     return check
+
+
+def without_last(tree: Tree, command: str) -> None:
+    """All but the last of the commands run, which is parsed."""
+    first, _, last = command.rpartition(" && ")
+    tree.must(first)
+    parsed(tree, last)
 
 
 def shell_syntax(tree: Tree, command: str) -> None:
@@ -92,6 +102,9 @@ NOT_RUN = [
     NotRun("README.md", "make demo", "4 to 6 minutes; `after_demo` runs its commands", make_rules),
     NotRun("README.md", "make test", "is what runs this", make_rules),
     NotRun("README.md", ".venv/bin/mlflow ui", "a server, which does not end", parsed),
+    NotRun("docs/start/install.md", "pip wheel", "test_wheelhouse.py", parsed),
+    NotRun("docs/start/install.md", "python3 -m venv", "test_wheelhouse.py", parsed),
+    NotRun("docs/start/install.md", "env/bin/pip install", "the network; test_wheelhouse.py", parsed),
     NotRun("docs/howto/tracking.md", ".venv/bin/mlflow ui", "a server, which does not end", parsed),
     NotRun("docs/howto/add_a_memory.md", "class State", "a sketch of the contract; the example beside it runs", sketch),
     NotRun("docs/howto/dialogue.md", "dist-mem train configs/papers", "the weights of GPT-2", parsed),
@@ -110,7 +123,7 @@ NOT_RUN = [
         parsed,
     ),
     NotRun("docs/howto/data.md", "dist-mem train configs/pg19_small.yaml data.path=s3:", "test_remote.py", parsed),
-    NotRun("docs/howto/data.md", "dist-mem prepare verify https:", "test_remote.py", parsed),
+    NotRun("docs/howto/data.md", "dist-mem data verify https:", "test_remote.py", parsed),
     NotRun("docs/howto/data.md", "dist-mem evaluate runs/pg19_small data.path=gs:", "test_remote.py", parsed),
     NotRun(
         "docs/howto/data.md",
@@ -124,12 +137,23 @@ NOT_RUN = [
     NotRun(
         "docs/howto/figures.md", "dist-mem figure infinite.fig8", "may predict no word better; test_figures.py", parsed
     ),
+    NotRun("docs/howto/lm_eval.md", ".venv/bin/pip install", "the network; CI has it", parsed),
+    NotRun("docs/howto/lm_eval.md", "dist-mem lm-eval runs/demo --tasks lambada", "the network", parsed),
     NotRun("docs/howto/offline.md", "bash launch/wheelhouse.sh", "test_wheelhouse.py", shell_syntax),
     NotRun("docs/howto/offline.md", "PIP_NO_INDEX=1", "needs the wheelhouse; test_wheelhouse.py", make_rules),
     NotRun("docs/howto/offline.md", "make test", "is what runs this", make_rules),
+    NotRun("docs/howto/performance.md", "bash benchmarks/gpu.sh", "a GPU; test_gpu_benchmark.py", shell_syntax),
     NotRun("docs/howto/reproduce.md", "dist-mem reproduce lamemo.table3 --scale small", "hours", parsed),
     NotRun("docs/howto/reproduce.md", "dist-mem reproduce lamemo.table1 --scale paper", "days, on GPUs", parsed),
+    NotRun("docs/howto/sweep.md", "dist-mem sweep", "minutes, or a cluster; test_sweep.py, test_slurm_jobs.py", parsed),
     NotRun("docs/howto/tracking.md", "dist-mem track sync", "a server of the user's; test_tracking_outage.py", parsed),
+    NotRun("docs/howto/tracking.md", "MLFLOW_TRACKING_URI=", "a server, which does not end; test_serving.py", parsed),
+    NotRun("docs/tutorials/own_memory.md", "sed -i 's/last=x/last=x.d", "12 s; add_a_memory.md", without_last),
+    NotRun("docs/tutorials/own_cluster.md", "srun", "two nodes; test_slurm_jobs.py", parsed),
+    NotRun("docs/tutorials/own_cluster.md", "dist-mem launch configs", "a cluster; test_slurm_jobs.py", parsed),
+    NotRun("docs/tutorials/own_cluster.md", "dist-mem status", "a cluster; test_slurm_commands.py", parsed),
+    NotRun("docs/tutorials/own_cluster.md", "dist-mem logs", "a cluster; test_slurm_commands.py", parsed),
+    NotRun("docs/tutorials/own_cluster.md", "dist-mem cancel", "a cluster; test_slurm_commands.py", parsed),
     NotRun("launch/README.md", "git clone", "the network, and an address of the user's", parsed),
     NotRun("launch/README.md", "sbatch --nodes=2 ", "a cluster; test_slurm_jobs.py", checked(16)),
     NotRun("launch/README.md", "sbatch --nodes=2-4", "a cluster; test_slurm_jobs.py", checked(16, 24, 32)),
@@ -167,9 +191,23 @@ def book(tree: Tree) -> None:
     (tree.folder / "book.txt").write_text(text[:4000], encoding="utf-8")
 
 
+def twenty_books(tree: Tree) -> None:
+    write_texts(tree.folder, {"books": 20})
+
+
+def first_runs(tree: Tree) -> None:
+    for name in ("demo", "demo_none"):
+        first = f"runs/{name.replace('demo', 'first')}"
+        shutil.copytree(tree.folder / "runs" / name, tree.folder / first)
+        tree.must(f"dist-mem evaluate {first} --split test eval.max_document_len=2000")
+
+
 def corpora(tree: Tree) -> None:
     write_texts(tree.folder / "corpus", {"train": 16, "validation": 3, "test": 3})
     write_texts(tree.folder, {"essays": 60, "letters": 60})
+    draw = random.Random(7)
+    rows = [json.dumps({"url": f"https://host/{number}", "body": draw_words(draw, 300)}) for number in range(600)]
+    (tree.folder / "web.jsonl.gz").write_bytes(gzip.compress("\n".join(rows).encode()))
     (tree.folder / "local").mkdir()
     write_texts(tree.folder / "pg19", {"train": 16, "validation": 3, "test": 3}, num_words=500)
     tree.must("python shards/build_pg19.py --source pg19 --out data/pg19 --vocab-size 1000")
@@ -203,7 +241,7 @@ def moved(tree: Tree) -> None:
 
 def sorting_runs(tree: Tree) -> None:
     for item in items_of(ROOT / "docs" / "howto" / "sorting.md"):
-        if re.search("build_sorting|infinite-1000", item.text):
+        if re.search("build sorting|infinite-1000", item.text):
             tree.must(item.text)
 
 
@@ -242,14 +280,22 @@ PREPARED: dict[str, list[str | Callable[[Tree], None]]] = {
     "docs/howto/doctor.md": [DEMO],
     "docs/howto/evaluate.md": [DEMO, exported, sorting_runs],
     "docs/howto/generate.md": [DEMO, book],
+    "docs/howto/lm_eval.md": [DEMO],
     "docs/howto/loss_spike.md": [DEMO],
     "docs/howto/gpt2.md": [pretrained],
     "docs/howto/inspect.md": [DEMO, book],
+    "docs/howto/llama.md": [DEMO],
     "docs/howto/memory_files.md": [DEMO, book],
+    "docs/howto/performance.md": [DEMO],
+    "docs/howto/transformers.md": [DEMO],
     "docs/start/python.md": [DEMO, book],
     "docs/howto/report.md": [DEMO, book],
     "docs/howto/reproduce.md": [DEMO],
     "docs/howto/resume.md": [DEMO, moved],
+    "docs/howto/tracking.md": [DEMO],
+    "docs/tutorials/own_corpus.md": [twenty_books],
+    "docs/tutorials/own_memory.md": [DEMO, first_runs],
+    "docs/tutorials/own_cluster.md": [DEMO],
     "shards/README.md": [corpora_of_papers],
 }
 WITH_COMMANDS = [page for page in PAGES if any(items_of(page))]
@@ -300,6 +346,9 @@ def test_everything_on_the_page_runs(
         try:
             reported = run_item(tree, item, programs) if entry is None else entry.check(tree, item.text)
             assert reported is None or not IDLE.search(reported), f"$ {item.text}\n{reported}"
+            if entry is None and item.output is not None and reported is not None:
+                differs = difference(item.output, reported)
+                assert differs is None, f"$ {item.text}\n{differs}"
         except AssertionError as error:
             failures.append(str(error))
     assert not failures, f"{len(failures)} of the commands:\n\n" + "\n\n".join(failures)

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from dist_mem.contract.check_memory import RULES
 from dist_mem.memory import memory_kinds
+from tests.support.contract_cases import CASES
+from tests.support.order import LONGEST
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.slow  # the collection takes 10 seconds
@@ -90,6 +93,23 @@ def test_make_test_is_the_larger_part_of_all_tests(
 ) -> None:
     not_nightly = [item for item in every_test if not item.get_closest_marker("nightly")]
     assert len(not_nightly) / 2 < len(make_test) < len(not_nightly)
+
+
+def test_every_variant_of_a_memory_trains_on_two_ranks_before_the_night(every_test: list[pytest.Function]) -> None:
+    """Each at a stage or more, and under every rule of the contract with a norm or more."""
+    by_day = [item for item in every_test if not item.get_closest_marker("nightly")]
+    trained = {
+        (params_of(item)["case"], params_of(item)["stage"])
+        for item in by_day
+        if item.originalname == "test_two_ranks_of_every_stage_train_as_one"
+    }
+    assert {case for case, _ in trained} == set(CASES)
+    ruled = [params_of(item) for item in by_day if item.originalname == "test_memory_keeps_the_contract"]
+    assert {(param["case"], param["rule"]) for param in ruled} == set(product(CASES, RULES))
+
+
+def test_the_longest_files_exist() -> None:
+    assert [name for name in LONGEST if not (ROOT / "tests" / name).is_file()] == []
 
 
 @pytest.mark.parametrize("mark", NEEDS)

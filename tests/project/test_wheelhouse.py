@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from dist_mem.runtime.shipped import FOLDERS
 from tests.support.paths import ROOT
 
 # Few; DeepSpeed, which compiles its op anew there, and its launcher are among them.
@@ -50,9 +51,10 @@ def copy_project(target: Path) -> Path:
 def copy_sources(target: Path) -> Path:
     """What the project's wheel is made of."""
     target.mkdir()
-    for name in ("pyproject.toml", "requirements.txt", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(ROOT / name, target)
-    shutil.copytree(ROOT / "dist_mem", target / "dist_mem", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("dist_mem", *FOLDERS):
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
     return target
 
 
@@ -111,7 +113,7 @@ def test_the_folder_that_contains_a_clone_does_not_hide_the_package(clone: Path)
     done = run(sys.executable, "-S", "-c", code, str(site), cwd=clone.parent, environment=isolated)
     path, *names = done.split()
     assert path == str(clone / "dist_mem" / "__init__.py")
-    assert "load_model" in names
+    assert "load" in names
 
 
 @pytest.mark.slow
@@ -120,7 +122,8 @@ def test_wheel_has_every_file_of_the_package(installed: Path) -> None:
         found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
         return {str(path) for path in found if "__pycache__" not in path.parts}
 
-    assert files(installed / "dist_mem") == files(ROOT / "dist_mem")
+    shipped = {f"shipped/{folder}/{name}" for folder in FOLDERS for name in files(ROOT / folder)}
+    assert files(installed / "dist_mem") == files(ROOT / "dist_mem") | shipped
 
 
 @pytest.mark.slow
@@ -130,6 +133,14 @@ def test_commands_of_the_wheel_need_nothing_of_the_checkout(installed: Path, tmp
     assert re.search(r"^ *srun .*--kill-on-bad-exit=1", script, re.MULTILINE)
     assert re.search(r"none keeps all \d+ rules", dist_mem(installed, "check-memory", "none", cwd=tmp_path))
     assert "\nlaunch:" in dist_mem(installed, "config", cwd=tmp_path)
+    assert "train: 16 documents" in dist_mem(installed, "data", "build", "sample", "--size", "tiny", cwd=tmp_path)
+    small = ["configs/demo.yaml", "memory/none.yaml", "train.steps=100"]
+    assert "data/sample, train: 16 documents" in dist_mem(installed, "train", *small, "--check", cwd=tmp_path)
+    assert "lamemo.table1 " in dist_mem(installed, "reproduce", cwd=tmp_path)
+    (tmp_path / "one.yaml").write_text("name: one", encoding="utf-8")
+    dist_mem(installed, "config", "one.yaml", "configs/demo.yaml", "--snapshot", "copy", cwd=tmp_path)
+    copied = tmp_path / "copy" / "code" / "dist_mem" / "shipped" / "configs" / "demo.yaml"
+    assert copied.read_bytes() == (ROOT / "configs" / "demo.yaml").read_bytes()
 
 
 @pytest.mark.nightly

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -31,12 +31,13 @@ CASES: dict[str, dict[str, Any]] = {
     "compressive, alibi": small_block("compressive", positions="alibi"),
     "infinite over causal": small_block("infinite", over={"kind": "causal"}),
     "infinite, sticky": small_block("infinite", sampling="sticky"),
-    "infinite, moments": small_block("infinite", density="moments", sampling="stratified"),
+    "infinite, moments": small_block("infinite", density="softmax_moments", sampling="stratified"),
     "infinite, as printed": small_block(
         "infinite", density_bias=True, projections="heads", kl_heads="sum", padding="none", store="normed"
     ),
     "infinite, normed over causal": small_block("infinite", over={"kind": "causal"}, store="normed", gate=False),
     "infinite, normed over compressive": small_block("infinite", over=small_block("compressive"), store="normed"),
+    "infinite over infini": small_block("infinite", over={"kind": "infini"}),
     "infinite over transformer_xl": small_block("infinite", over={"kind": "transformer_xl", "mem_len": SEG_LEN}),
     "infinite over compressive": small_block("infinite", over=small_block("compressive"), sampling="stratified"),
     "infinite over lamemo": small_block("infinite", over=small_block("lamemo", mem_len=SEG_LEN), sampling="sticky"),
@@ -49,10 +50,52 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def case_params(cases: Iterable[str] = CASES) -> list[ParameterSet]:
-    """Return cases as parameters of a test: the memories of the package, and further variants as slow."""
+# Further variants that differ most from their memory in what they keep: another choice of what is kept, another window,
+# and memories in two layers of which each is of another kind.
+MET_BY_ALL = {
+    "compressive, most used",
+    "infinite, sticky",
+    "infinite, as printed",
+    "infinite over compressive",
+    "infinite over lamemo",
+    "lamemo, published window",
+}
+
+
+def case_params(cases: Iterable[str] = CASES, *, every: bool = False) -> list[ParameterSet]:
+    """Return cases as parameters of a test.
+
+    The memories of the package are not marked. Of further variants those of MET_BY_ALL are slow and the others nightly;
+    with `every` all are slow: for what states a property of the memory itself and not of what uses memories.
+    """
     kinds = memory_kinds()
-    return [pytest.param(case, marks=() if case in kinds else pytest.mark.slow) for case in cases]
+
+    def mark(case: str) -> list[pytest.MarkDecorator]:
+        if case in kinds:
+            return []
+        return [pytest.mark.slow if every or case in MET_BY_ALL else pytest.mark.nightly]
+
+    return [pytest.param(case, marks=mark(case)) for case in cases]
+
+
+def rotated(cases: Iterable[str], others: Sequence[Any]) -> list[ParameterSet]:
+    """Return the product of cases and other values as parameters of a test.
+
+    The memories of the package meet all values, and are not marked. Each further variant meets one value as slow, so
+    that all values are met by some variant, and the remaining ones as nightly.
+    """
+    kinds = memory_kinds()
+
+    def mark(case: str, number: int, index: int) -> list[pytest.MarkDecorator]:
+        if case in kinds:
+            return []
+        return [pytest.mark.slow if (number - index) % len(others) == 0 else pytest.mark.nightly]
+
+    return [
+        pytest.param(case, other, marks=mark(case, number, index))
+        for number, case in enumerate(cases)
+        for index, other in enumerate(others)
+    ]
 
 
 def takes_short_first(case: str) -> bool:
@@ -60,9 +103,9 @@ def takes_short_first(case: str) -> bool:
     return small_model(case).memories()[0].takes_short_first
 
 
-def subject(case: str, norm: str = "pre", cut: str = "start") -> Subject:
+def subject(case: str, norm: str = "pre", cut: str = "start", attention: str = "auto") -> Subject:
     """Return the subject of the contract's rules for a case."""
-    return Subject(lambda _: CASES[case], SIZE, norm, cut)
+    return Subject(lambda _: CASES[case], SIZE, norm, cut, attention)
 
 
 def small_model(case: str, *, norm: str = "pre", cut: str = "start") -> MemoryLM:

@@ -20,19 +20,20 @@ from dist_mem.checkpoint.engine_files import (
     engine_ranges,
     engine_tensors,
 )
-from dist_mem.checkpoint.manifest import rank_file
+from dist_mem.checkpoint.rank_file import rank_file, tensors_of_file
 from dist_mem.runtime.distributed import World, gather_objects
 from tests.support.tiny import run_steps, tiny_config, tiny_job
 
-FROZEN = [{"match": "embedding|bias", "trainable": False}]
-GROUPS = [{"match": "embedding", "lr": 1e-3}, {"match": "feed_forward", "lr": 5e-3, "weight_decay": 0.3}]
+FROZEN = [{"param_regex": "embedding|bias", "trainable": False}]
+GROUPS = [{"param_regex": "embedding", "lr": 1e-3}, {"param_regex": "feed_forward", "lr": 5e-3, "weight_decay": 0.3}]
 ADAMW = {"kind": "adamw", "lr": 2e-3, "weight_decay": 0.1, "groups": GROUPS}  # four groups: decay or not, two rates
 
 
 def engine_job(world: World, stage: int, *overrides: dict[str, Any], **zero: Any) -> Any:
     """Return a `tiny_job` with four parameter groups, small sub-groups, and sizes that two ranks do not divide."""
     config = tiny_config(
-        {"model": {"d_inner": 37}, "optimizer": ADAMW, "train": {"micro_lanes": 8 // world.size // 2 or 1}}, *overrides
+        {"model": {"d_inner": 37}, "optimizer": ADAMW, "train": {"micro_batch_size": 8 // world.size // 2 or 1}},
+        *overrides,
     )
     cut = {"stage": stage, "stage3_param_persistence_threshold": 0, "sub_group_size": 500}
     return tiny_job(config, world, stage=stage, block={"zero_optimization": {**cut, **zero}})
@@ -47,10 +48,12 @@ def next_losses(job: Any, num_steps: int) -> list[float]:
 def save_engine(job: Any, directory: Path) -> None:
     """Write the engine's files of a checkpoint; every rank calls it."""
     rank, owned = dist.get_rank(), job.engine.owned()
-    path = directory / rank_file("engine", rank)
+    path = directory / rank_file(rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.clone() for name, tensor in engine_tensors(owned).items()}, path)
-    index = engine_index(job.engine.metadata(), gather_objects(engine_ranges(owned)))
+    tensors = {name: tensor.clone() for name, tensor in engine_tensors(owned).items()}
+    save_file(tensors_of_file({"engine": tensors}), path)
+    metadata = job.engine.metadata()
+    index = engine_index(metadata, gather_objects(engine_ranges(owned, metadata["shapes"])))
     if rank == 0:
         (directory / ENGINE_JSON).write_text(json.dumps(index))
     dist.barrier()

@@ -6,7 +6,6 @@ seconds.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,25 +13,15 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from dist_mem.runtime.distributed import choose_accelerator
 from dist_mem.runtime.network_interface import free_port
+from tests.support.fork_server import fork_server
 from tests.support.limits import limit
 from tests.support.ranks import launcher_environment
 
 SIGKILLED = -9  # as an exit code
-_IMPORTED = [  # includes modules that a job imports lazily
-    "dist_mem.__main__",
-    "dist_mem.training.run",
-    "dist_mem.memory.transformer_xl",
-    "deepspeed.runtime.superoffload",
-    "deepspeed.runtime.zero.stage3",
-    "deepspeed.runtime.zero.stage_1_and_2",
-    "torch._dynamo",
-]
 
 
 class Ended(NamedTuple):
@@ -40,18 +29,6 @@ class Ended(NamedTuple):
 
     codes: list[int]  # exit code of each rank; negative: the signal that killed it
     texts: list[str]  # what each rank printed
-
-
-@cache
-def fork_server() -> Any:
-    """Start the process that ranks are forked from, early, so that it can import in parallel; return its context."""
-    from multiprocessing.forkserver import ensure_running
-
-    choose_accelerator()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED)
-    ensure_running()
-    return context
 
 
 class Ranks:

@@ -13,7 +13,7 @@ from dist_mem.model import LMState, MemoryLM
 
 VOCAB, SEG_LEN = 67, 12
 SIZES = {"num_layers": 3, "d_model": 24, "num_heads": 3, "d_inner": 96, "num_positions": 16}
-LTM = {"kind": "infinite", "num_basis": 8, "widths": [0.1, 0.2], "num_samples": 16, "over": {"kind": "causal"}}
+LTM = {"kind": "infinite", "num_basis": 8, "basis_widths": [0.1, 0.2], "num_samples": 16, "over": {"kind": "causal"}}
 
 
 def gpt2_config(memory: dict[str, Any] | None = None, **blocks: dict[str, Any]) -> Any:
@@ -21,7 +21,7 @@ def gpt2_config(memory: dict[str, Any] | None = None, **blocks: dict[str, Any]) 
     base = {
         "model": {"kind": "gpt2", **SIZES, "dropout": 0.0},
         "memory": memory or {"kind": "causal"},
-        "train": {"lanes": 4, "micro_lanes": 2, "seg_len": SEG_LEN, "steps": 8, "precision": "fp32"},
+        "train": {"global_batch_size": 4, "micro_batch_size": 2, "seg_len": SEG_LEN, "steps": 8, "precision": "fp32"},
     }
     return OmegaConf.merge(OmegaConf.structured(Config), base, blocks)
 

@@ -1,8 +1,12 @@
-"""Extract the commands and programs of a page, in order: from `sh` and `python` blocks, and from indented blocks."""
+"""Extract the commands and programs of a page, in order: from `sh` and `python` blocks, and from indented blocks.
+
+A block `output` shows what the last command before it prints (shown_output.py).
+"""
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +27,11 @@ class Item(NamedTuple):
 
     text: str
     is_python: bool = False
+    output: str | None = None  # that the page shows after it
+
+
+class MisplacedOutputError(ValueError):
+    """A page shows output of no command."""
 
 
 def items_of(page: Path) -> Iterator[Item]:
@@ -31,27 +40,31 @@ def items_of(page: Path) -> Iterator[Item]:
     for item in _pieces_of(page):
         if item.is_python:
             program += item.text
-        else:
-            if program:
-                yield Item(program, is_python=True)
+        if program and (item.output is not None or not item.is_python):
+            yield Item(program, is_python=True, output=item.output if item.is_python else None)
             program = ""
+        if not item.is_python:
             yield item
     if program:
         yield Item(program, is_python=True)
 
 
-def _pieces_of(page: Path) -> Iterator[Item]:
+def _pieces_of(page: Path) -> list[Item]:
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    start = 0
+    start, found = 0, list[Item]()
     for fence in FENCE.finditer(text):
-        yield from (Item(command) for command in COMMAND.findall(text[start : fence.start()]))
+        found += [Item(command) for command in COMMAND.findall(text[start : fence.start()])]
         language, block = fence.groups()
         if language == "sh":
-            yield from (Item(command) for command in commands_in(block))
+            found += [Item(command) for command in commands_in(block)]
         elif language == "python":
-            yield Item(block, is_python=True)
+            found.append(Item(block, is_python=True))
+        elif language == "output":
+            if not found or found[-1].output is not None:
+                raise MisplacedOutputError(f"{page}: no command before this output, or two outputs after it:\n{block}")
+            found[-1] = found[-1]._replace(output=textwrap.dedent(block))
         start = fence.end()
-    yield from (Item(command) for command in COMMAND.findall(text[start:]))
+    return found + [Item(command) for command in COMMAND.findall(text[start:])]
 
 
 def commands_in(block: str) -> Iterator[str]:

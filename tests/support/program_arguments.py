@@ -14,6 +14,7 @@ from dist_mem.config import known_keys, load_config
 from tests.support.page_commands import PROGRAMS, ROOT
 
 OWN_FILE = re.compile(r"(?:tests|shards|launch|configs|benchmarks)/")
+SHELL = (".", "cp", "echo", "sed")  # test_documented_commands.py runs them
 LAUNCHED = ("dist-mem", "dist_mem")  # directly, or through `python -m`, torchrun, deepspeed, srun
 
 
@@ -21,6 +22,10 @@ def check_arguments(command: str) -> None:
     """Raise AssertionError, or exit as the parsers do, if a program of the command does not accept its arguments."""
     if command.startswith("for "):
         return  # test_documented_commands.py runs the loop
+    if " && " in command or " || " in command:
+        for part in re.split(r" (?:&&|\|\|) ", command):
+            check_arguments(part)
+        return
     command = re.sub(r"^\w+=\$\((.*)\)$", r"\1", command)
     with chdir(ROOT):
         words = shlex.split(command, comments=True)
@@ -31,10 +36,10 @@ def check_arguments(command: str) -> None:
         launched = next((index for index, word in enumerate(words) if word.rpartition("/bin/")[2] in LAUNCHED), None)
         if program in CHECKS:
             CHECKS[program](arguments)
-        elif launched is not None and words[0] != "git":
+        elif launched is not None and words[0] not in ("git", "cd"):
             check_dist_mem(words[launched + 1 :])
         else:
-            assert re.fullmatch(PROGRAMS, program) or words[0] == ".", f"{program} is new: how is it checked?"
+            assert re.fullmatch(PROGRAMS, program) or words[0] in SHELL, f"{program} is new: how is it checked?"
 
 
 def check_dist_mem(arguments: list[str]) -> None:
@@ -42,9 +47,11 @@ def check_dist_mem(arguments: list[str]) -> None:
     options = parse(arguments)
     if options.command == "train":
         load_config(options.config)
+    if options.command == "data" and options.action == "build":
+        importlib.import_module(f"build_{options.dataset}").parse_arguments(options.arguments)
     for override in getattr(options, "overrides", []):
-        if options.command == "inspect" and "=" not in override:
-            continue  # another run to compare with
+        if options.command in ("inspect", "sweep") and "=" not in override:
+            continue  # another run to compare with; a site's file, which was found above
         assert override.split("=")[0] in known_keys(), override
 
 

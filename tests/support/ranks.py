@@ -1,11 +1,10 @@
 """Real ranks for tests: processes joined by gloo that stay alive and run one function after another.
 
-Importing torch and DeepSpeed takes seconds; a pool does so once per world size instead of once per test.
+Importing torch and DeepSpeed takes seconds; the ranks are forked from a process that has done so (fork_server.py).
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from dist_mem.runtime.network_interface import free_port
+from tests.support.fork_server import fork_server
 
 
 def launcher_environment(rank: int, size: int, port: int) -> dict[str, str]:
@@ -46,7 +46,7 @@ class RankPool:
     """`size` processes in one process group."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = fork_server()
         port = free_port()
         self._pipes: list[Connection] = []
         self._processes = []

@@ -3,7 +3,8 @@
 The commands of the pages are changed only by `STAND_INS` and in their step numbers. Differences from a user's tree:
 
 - `SMALLER`: models of one layer of 16, and few steps, in the copies of the configurations;
-- step numbers in commands (`--checkpoint 400`, `--step 450`, `train.steps=2000`) are divided by 50, as the demo's are;
+- step numbers in commands (`--checkpoint 400`, `--step 450`, `train.steps=2000`, `checkpoint.every=50`) are divided by
+  50, as the demo's are;
 - `dist-mem` and `python -m dist_mem` are forked from a process that has imported everything (warm_programs.py).
 """
 
@@ -35,6 +36,7 @@ SMALLER: dict[str, Sequence[str]] = {
         *("train.threads=1", "train.steps=16", "schedule.warmup_steps=2"),
         *("checkpoint.every=4", "eval.every=4", "tracking.every=2"),
     ],
+    "llama_small.yaml": [*_MODEL, *_FEW],
     "pg19_small.yaml": [*_MODEL, *_FEW],
     "sorting_small.yaml": [*_MODEL, *_FEW],
     "sorting_small/infinite.yaml": ["memory.num_basis=16", "memory.num_samples=16"],
@@ -48,13 +50,15 @@ STAND_INS = {
     "/new/place": "new_place",
     "/local/$USER": "local",
     "build_sample.py --out data/sample": "build_sample.py --out data/sample --size tiny --books 320",
+    "build sample --out data/sample": "build sample --out data/sample --size tiny",
     "--download --workers 8": "--vocab-size 2000",  # the network
     "--workers 8": "--workers 2",
     "--lengths 500 1000 2000": "--lengths 500 1000 2000 --train 64 --validation 8 --test 8",
     "reproduce lamemo.table3 ": "reproduce lamemo.table3 --rows lamemo train.steps=100 schedule.warmup_steps=1 ",
+    "sweeps/memories.yaml": "sweeps/memories.yaml train.steps=100 schedule.warmup_steps=1",
     "--tokenizer sentencepiece": "--tokenizer sentencepiece --vocab-size 2000",
 }
-_STEP = re.compile(r"(--checkpoint |--step |\btrain\.steps=)(\d+)")
+_STEP = re.compile(r"(--checkpoint |--step |\btrain\.steps=|\bwarmup_steps=|\bcheckpoint\.every=)(\d+)")
 
 
 class Tree:
@@ -132,6 +136,7 @@ class Tree:
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(self.folder),
+            "TORCHINDUCTOR_CACHE_DIR": str(programs.parent / "inductor"),  # torch makes it when it is imported
         }
 
 

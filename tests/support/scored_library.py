@@ -13,7 +13,8 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 from dist_mem.checkpoint.engine_files import ENGINE_JSON, engine_index, engine_ranges, engine_tensors
-from dist_mem.checkpoint.manifest import describe_file, files_in, rank_file, step_dir, write_manifest
+from dist_mem.checkpoint.manifest import describe_file, files_in, step_dir, write_manifest
+from dist_mem.checkpoint.rank_file import rank_file, tensors_of_file
 from dist_mem.config import Config, save_config
 from dist_mem.data.shard import Index, TokenizedDocument, write_split
 from dist_mem.data.tokenizers.registry import save_tokenizer
@@ -60,7 +61,14 @@ def make_config(**overrides: Any) -> Any:
     small = {
         "model": {"num_layers": 2, "d_model": 16, "num_heads": 2, "d_inner": 32},
         "memory": {"kind": "transformer_xl", "mem_len": MEM_LEN},
-        "train": {"seg_len": SEG_LEN, "micro_lanes": 2, "lanes": 4, "precision": "fp32", "steps": 10, "threads": 1},
+        "train": {
+            "seg_len": SEG_LEN,
+            "micro_batch_size": 2,
+            "global_batch_size": 4,
+            "precision": "fp32",
+            "steps": 10,
+            "threads": 1,
+        },
         "tracking": {"mlflow": False},
         "deepspeed": {},
     }
@@ -77,12 +85,12 @@ def make_model() -> MemoryLM:
 def save_weights(run_dir: Path, model: MemoryLM, config: Any, *, step: int) -> Path:
     """Write the part of a checkpoint that evaluation reads, of one rank."""
     directory = step_dir(run_dir, step)
-    (directory / "engine").mkdir(parents=True)
+    (directory / rank_file(0)).parent.mkdir(parents=True)
     weights = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
     facts = {"counters": {}, "shapes": {name: list(weight.shape) for name, weight in weights.items()}, "aliases": {}}
     slices = [Slice(name, 0, weight.numel(), {"master": weight.view(-1)}) for name, weight in weights.items()]
-    save_file(engine_tensors(slices), directory / rank_file("engine", 0))
-    (directory / ENGINE_JSON).write_text(json.dumps(engine_index(facts, [engine_ranges(slices)])))
+    save_file(tensors_of_file({"engine": engine_tensors(slices)}), directory / rank_file(0))
+    (directory / ENGINE_JSON).write_text(json.dumps(engine_index(facts, [engine_ranges(slices, facts["shapes"])])))
     save_config(config, directory / "config.yaml")
     files = {path.relative_to(directory).as_posix(): describe_file(path) for path in files_in(directory)}
     facts = {**FACTS, "step": step, "tokenizer_fingerprint": TOKENIZER.fingerprint, "files": files}
@@ -110,8 +118,8 @@ def score(
         config=make_config(
             memory={"mem_len": mem_len},
             data={"cut": cut},
-            train={"seg_len": seg_len, "micro_lanes": micro_lanes},
-            eval={"lanes": num_lanes, **settings},
+            train={"seg_len": seg_len, "micro_batch_size": micro_lanes},
+            eval={"batch_size": num_lanes, **settings},
         ),
         index=index,
         tokenizer=TOKENIZER,

@@ -61,7 +61,7 @@ def simple_updates(
         yield Update(
             batches,
             torch.tensor([read.after for read in reads]),
-            num_scored=sum(int((batch.targets != IGNORE).sum()) for batch in batches),
+            scored=[int((batch.targets != IGNORE).sum()) for batch in batches],
             epoch=sum(plan.epochs_done(lane, *after) for lane, after in busy) / len(busy) if busy else 0.0,
             documents_started=started,
             documents_skipped=skipped,

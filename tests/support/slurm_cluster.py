@@ -1,6 +1,7 @@
 """A real Slurm cluster of two nodes on this machine: a private munge, a controller and two daemons, in one folder.
 
-It needs Debian's slurm-wlm and munge, and root, but neither systemd nor cgroups. It changes nothing outside the folder.
+It needs Debian's slurm-wlm and munge, and root, but neither systemd nor cgroups. It changes nothing outside the
+folder. Each node has two GPUs, by name only.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdSpoolDir={folder}/spool-%n
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmdLogFile={folder}/slurmd-%n.log
-NodeName=node[1-2] NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports} CPUs=4 RealMemory=4000
+NodeName=node[1-2] NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports} CPUs=4 RealMemory=4000 Gres=gpu:2
+GresTypes=gpu
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=debug Nodes=node[1-2] Default=YES State=UP PriorityTier=1
@@ -96,6 +98,7 @@ class Cluster:
             for node, port in zip(NODES, (first, second), strict=True)
         ]
         (self.folder / "slurm.conf").write_text(text.replace(template, "\n".join(nodes)), encoding="utf-8")
+        (self.folder / "gres.conf").write_text("Name=gpu File=/dev/null,/dev/zero\n", encoding="utf-8")
         munge = [f"--{name}={self.folder}/munge.{name.split('-')[0]}" for name in ("pid-file", "seed-file", "log-file")]
         self._spawn(
             "munged", "--foreground", "--force", f"--key-file={key}", f"--socket={self.folder}/munge.socket", *munge

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from dist_mem.config import Config
 from dist_mem.data.batch import IGNORE, Batch, Update
 from dist_mem.data.plan import lanes_of_rank
 from dist_mem.engine.engine import Engine
+from dist_mem.engine.placement import place_parts
 from dist_mem.model import MemoryLM
 from dist_mem.runtime.distributed import World
 from dist_mem.training.context import StepContext, TrainState
@@ -22,7 +25,14 @@ VOCAB = 37
 TINY = {
     "model": {"num_layers": 2, "d_model": 16, "num_heads": 2, "d_inner": 32, "dropout": 0.0},
     "memory": {"kind": "transformer_xl", "mem_len": 12},
-    "train": {"lanes": 8, "micro_lanes": 4, "seg_len": 8, "steps": 100, "precision": "fp32", "max_grad_norm": None},
+    "train": {
+        "global_batch_size": 8,
+        "micro_batch_size": 4,
+        "seg_len": 8,
+        "steps": 100,
+        "precision": "fp32",
+        "max_grad_norm": None,
+    },
     "optimizer": {"kind": "sgd", "lr": 0.5, "weight_decay": 0.0},
     "schedule": {"kind": "constant"},
 }
@@ -56,14 +66,14 @@ def ragged_segments(config: Any, *, step: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(1000 + step)
     segments = []
     for part in range(train.segments_per_update):
-        shape = (train.lanes, train.seg_len)
+        shape = (train.global_batch_size, train.seg_len)
         tokens = torch.randint(1, VOCAB, shape, generator=generator)
         targets = torch.randint(1, VOCAB, shape, generator=generator)
-        valid_len = torch.randint(1, train.seg_len + 1, (train.lanes,), generator=generator)
+        valid_len = torch.randint(1, train.seg_len + 1, (train.global_batch_size,), generator=generator)
         valid_len[:: 2 + part] = train.seg_len  # some lanes have complete segments, which enter the memory
         targets[torch.arange(train.seg_len) >= valid_len[:, None]] = IGNORE
-        is_new = torch.rand(train.lanes, generator=generator) < 0.3
-        document = torch.arange(train.lanes)
+        is_new = torch.rand(train.global_batch_size, generator=generator) < 0.3
+        document = torch.arange(train.global_batch_size)
         segments.append(Batch(tokens, targets, valid_len, is_new, document, None))
     return segments
 
@@ -86,14 +96,16 @@ def _idle_rows(batch: Batch, count: int) -> Batch:
 def update_of_rank(config: Any, world: World, *, step: int) -> Update:
     """Return this rank's share of `ragged_segments`, in micro-batches."""
     train = config.train
-    lanes = lanes_of_rank(train.lanes, world_size=world.size, rank=world.rank, micro_lanes=train.micro_lanes)
+    lanes = lanes_of_rank(
+        train.global_batch_size, world_size=world.size, rank=world.rank, micro_lanes=train.micro_batch_size
+    )
     batches: list[Batch] = []
     for whole in ragged_segments(config, step=step):
-        padded = _idle_rows(whole, lanes.stop - train.lanes)
-        for first in range(lanes.start, lanes.stop, train.micro_lanes):
-            rows = slice(first, first + train.micro_lanes)
+        padded = _idle_rows(whole, lanes.stop - train.global_batch_size)
+        for first in range(lanes.start, lanes.stop, train.micro_batch_size):
+            rows = slice(first, first + train.micro_batch_size)
             batches.append(Batch(*(None if part is None else part[rows] for part in padded)))
-    scored = sum(int((batch.targets != IGNORE).sum()) for batch in batches)
+    scored = [int((batch.targets != IGNORE).sum()) for batch in batches]
     cursors = torch.full((len(lanes), 3), step)
     return Update(batches, cursors, scored, epoch=0.0, documents_started=0, documents_skipped=0)
 
@@ -142,26 +154,31 @@ class TinyJob:
     def cursors(self) -> torch.Tensor:
         return self.state.cursors
 
-    def train(self, update: Update, num_scored: int) -> Outcome:
-        """Make one update; `num_scored` is its number of targets on all ranks."""
-        self.state, outcome = train_step(self.context, self.state, update, num_scored)
+    def train(self, update: Update, scored: Sequence[int]) -> Outcome:
+        """Make one update; `scored` are the targets of its micro-batches on all ranks."""
+        self.state, outcome = train_step(self.context, self.state, update, scored)
         return outcome
 
 
 def tiny_job(config: Any, world: World, *, stage: int, block: dict[str, Any] | None = None) -> TinyJob:
-    """Return a job on a newly seeded model."""
+    """Return a job on a newly seeded model, which is placed as in a run."""
+    import deepspeed
+
+    deepspeed.init_distributed(dist.get_backend())
     train = config.train
-    torch.manual_seed(train.seed)
-    model = MemoryLM(config, VOCAB)
-    lanes = lanes_of_rank(train.lanes, world_size=world.size, rank=world.rank, micro_lanes=train.micro_lanes)
-    lane_ids = torch.tensor(lanes)
-    accumulation = len(lane_ids) // train.micro_lanes * train.segments_per_update
     ds_block = {**zero_block(stage), **(block or {})}
+    torch.manual_seed(train.seed)
+    model = MemoryLM(config, VOCAB, place_parts(config, ds_block, world.device, world_size=world.size))
+    lanes = lanes_of_rank(
+        train.global_batch_size, world_size=world.size, rank=world.rank, micro_lanes=train.micro_batch_size
+    )
+    lane_ids = torch.tensor(lanes)
+    accumulation = len(lane_ids) // train.micro_batch_size * train.segments_per_update // train.bptt_segments
     auxiliary = model.auxiliary_parameter_names()
     sizes = {"world_size": world.size, "accumulation": accumulation}
     engine = Engine(model, config, ds_block, **sizes, auxiliary_parameters=auxiliary)
     engine.train()
-    states = [engine.init_state(group) for group in lane_ids.split(train.micro_lanes)]
+    states = [engine.init_state(group) for group in lane_ids.split(train.micro_batch_size)]
     context = StepContext(config, world, engine, Divergence(config.divergence), total_steps=100)
     return TinyJob(context, TrainState(0, states, torch.zeros(len(lane_ids), 3, dtype=torch.int64)), lane_ids)
 
@@ -173,9 +190,9 @@ def run_steps(job: TinyJob, *, first: int, last: int) -> list[Outcome]:
     outcomes = []
     for step in range(first, last):
         update = update_of_rank(job.config, job.world, step=step)
-        num_scored = int(sum_over_ranks([update.num_scored], job.world.device)[0])
+        scored = [int(count) for count in sum_over_ranks(update.scored, job.world.device)]
         job.step = step
-        outcomes.append(job.train(update, num_scored))
+        outcomes.append(job.train(update, scored))
     return outcomes
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from dist_mem.config import Config
+from dist_mem.tracking.groups import in_group
 from dist_mem.tracking.start import start_tracking
 from dist_mem.tracking.tracker import Tracker
 
@@ -39,7 +40,9 @@ def job(config: Any, run_dir: Path, losses: dict[int, float], *, status: str = "
 
 
 def history(client: Any, run_id: str | None, name: str) -> list[tuple[int, float]]:
-    """Return the points (step, value) of a metric, in the order of MLflow's history."""
+    """Return the points (step, value) of a metric of metrics.jsonl, in the order of MLflow's history."""
+    branch, slash, rest = name.rpartition("/") if name.startswith("branch_") else ("", "", name)
+    name = branch + slash + in_group(rest)
     return [(point.step, point.value) for point in client.get_metric_history(run_id, name)]
 
 

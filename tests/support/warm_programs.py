@@ -1,4 +1,4 @@
-"""`dist-mem` in milliseconds: each call runs in a process forked from one that has imported everything.
+"""`dist-mem` and Python files in milliseconds: a call runs in a process forked from one that has imported everything.
 
 A call has its own process, folder, environment, arguments, streams and exit code, as a user's does. `running_server`
 starts the process that is forked; `write_programs` writes the programs that call it.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import runpy
 import shlex
 import signal
 import socket
@@ -37,6 +38,7 @@ _IMPORTED = [
     "torch._dynamo",
     "mlflow",  # after deepspeed, whose autotuner would import it
 ]
+_FILE = "WARM_FILE"  # environment variable: the Python file to run in place of `dist-mem`
 _NO_THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a fork would lose them
 _CLIENT = """\
 #!{python} -IS
@@ -76,13 +78,16 @@ def running_server(folder: Path) -> Iterator[Path]:
 
 
 def write_programs(folder: Path, address: Path) -> None:
-    """Write `dist-mem`, and a `python` that runs it for `-m dist_mem`, and is the real Python otherwise."""
+    """Write `dist-mem`, and a `python` that runs it for `-m dist_mem`, runs files, and is the real Python otherwise."""
     client = folder / "dist-mem"
     client.write_text(_CLIENT.format(python=sys.executable, address=str(address)), encoding="utf-8")
     warm, real = shlex.quote(str(client)), shlex.quote(sys.executable)
     python = folder / "python"
     python.write_text(
-        f'#!/bin/sh\nif [ "$1 $2" = "-m dist_mem" ]; then shift 2; exec {warm} "$@"; fi\nexec {real} "$@"\n',
+        "#!/bin/sh\n"
+        f'if [ "$1 $2" = "-m dist_mem" ]; then shift 2; exec {warm} "$@"; fi\n'
+        f'case "$1" in *.py) {_FILE}="$1" exec {warm} "$@" ;; esac\n'
+        f'exec {real} "$@"\n',
         encoding="utf-8",
     )
     for program in (client, python):
@@ -138,6 +143,11 @@ def _run(arguments: Sequence[str], folder: str, environment: dict[str, str], str
     os.environ.update(environment)
     sys.argv = ["dist-mem", *arguments]
     sys.executable = str(Path(environment["WARM_PROGRAMS"]) / "python")  # for commands that run other commands
+    if file := os.environ.pop(_FILE, ""):
+        sys.argv = list(arguments)
+        sys.path.insert(0, str(Path(file).resolve().parent))
+        runpy.run_path(file, run_name="__main__")
+        sys.exit()
     from dist_mem.__main__ import entry
 
     entry()

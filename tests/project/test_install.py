@@ -1,0 +1,205 @@
+"""An installation: what belongs to it, and what works with only a part of the libraries."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from dist_mem import __version__
+from dist_mem.__main__ import main
+from dist_mem.cli.datasets import builder_names
+from dist_mem.config import load_config
+from dist_mem.runtime import shipped
+from dist_mem.runtime.extras import EXTRA_OF
+from tests.evaluation.test_protocol import MEMORIES, make_run
+from tests.support.paths import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+FOR_TESTS = {"hf", "harness"}  # of other programs, which the tests compare with
+OTHER_NAMES = {
+    "nvidia-ml-py": "pynvml",
+    "rouge-score": "rouge_score",
+    "prometheus-client": "prometheus_client",
+}  # distribution -> name in `import`
+
+
+def pins(name: str) -> set[str]:
+    """The lines of a requirements file, as name==version."""
+    lines = (line.partition("#")[0].strip() for line in (ROOT / name).read_text(encoding="utf-8").splitlines())
+    return {line for line in lines if "==" in line}
+
+
+def test_every_requirement_is_in_the_core_or_in_one_extra() -> None:
+    listed = [*PROJECT["dependencies"], *(pin for name in EXTRAS.keys() - {"all", *FOR_TESTS} for pin in EXTRAS[name])]
+    assert sorted(listed) == sorted(pins("requirements.txt"))
+    assert {pin for name in FOR_TESTS for pin in EXTRAS[name]} <= pins("requirements-dev.txt")
+
+
+def test_the_extra_all_contains_every_other() -> None:
+    assert set(re.findall(r"[\w]+", EXTRAS["all"][0].partition("[")[2])) == EXTRAS.keys() - {"all"}
+
+
+def test_the_error_for_a_missing_library_names_its_extra() -> None:
+    libraries = {
+        OTHER_NAMES.get(name := pin.partition("==")[0], name): extra
+        for extra in EXTRAS.keys() - {"all"}
+        for pin in EXTRAS[extra]
+    }
+    assert libraries == EXTRA_OF
+
+
+def test_the_page_of_versions_shows_the_pins() -> None:
+    page = (ROOT / "docs" / "reference" / "versions.md").read_text(encoding="utf-8")
+    found = re.findall(r"^\| (\S+) \| ([\d.]+) \| (\w+) \|", page, re.MULTILINE)
+    rows = {f"{name}=={version}": part for name, version, part in found}
+    core = dict.fromkeys(PROJECT["dependencies"], "core")
+    assert rows == core | {pin: extra for extra in EXTRAS.keys() - {"all"} for pin in EXTRAS[extra]}
+
+
+def test_the_version_is_the_same_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"dist-mem {__version__}\n"
+    assert f"version: {__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\n## {__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_configurations_are_found_in_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shipped.say_where_from.cache_clear()
+    config = load_config(["configs/demo.yaml", "memory/none.yaml", "launch/sites/cpu.yaml"])
+    assert (config.name, config.memory.kind, config.launch.gpus_per_node) == ("demo", "none", "0")
+    assert (
+        f"memory/none.yaml: not in this folder; taken from {ROOT / 'configs/memory/none.yaml'}"
+        in capsys.readouterr().err
+    )
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "demo.yaml").write_text("{name: mine, train: {steps: 1}}", encoding="utf-8")
+    assert load_config(["configs/demo.yaml"]).name == "mine"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "README.md",
+        "configs/../README.md",
+        "/etc/passwd",
+        "tests",
+        "configs/absent.yaml",
+        f"configs/{'x' * 300}",
+        "configs/\0",
+    ],
+)
+def test_only_files_of_the_shipped_folders_are_found(name: str) -> None:
+    assert shipped.shipped_path(name) is None
+    assert shipped.shipped_path("configs/demo.yaml") == ROOT / "configs" / "demo.yaml"
+
+
+def test_init_makes_a_project_that_can_train_and_overwrites_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "mine"]) == 0
+    made = {path.name: path.read_bytes() for path in Path("mine").iterdir()}
+    assert made.keys() == {"README.md", "config.yaml", "local.sh", "site.yaml"}
+    monkeypatch.chdir("mine")
+    assert load_config(["config.yaml", "site.yaml"]).train.steps == 200
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "mine"]) == 2
+    assert "mine is not an empty folder" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in Path("mine").iterdir()} == made
+    assert main(["init", "mine/README.md"]) == 2
+
+
+def test_builders_are_those_of_the_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert {f"build_{name}.py" for name in builder_names()} == {path.name for path in (ROOT / "shards").glob("build_*")}
+    assert main(["data", "build", "nothing"]) == 2
+    assert "there is no builder nothing; there are: " in capsys.readouterr().err
+
+
+# A call of one of these starts a program, or loads a module whose name is data.
+RUNS_CODE = re.compile(
+    r"subprocess\.(?:run|Popen|call|check_\w+)\(|exec_module\(|import_module\(|entry_points\(|os\.(?:exec|system|popen|spawn)\w*\("
+    r"|runpy\.|\bpickle\.|torch\.load\(|(?<![\w.])(?:eval|exec)\("
+)
+
+
+def test_the_security_page_lists_the_files_that_run_programs_and_load_modules() -> None:
+    page = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    paragraph = page[page.index("Other programs are started") :].partition("\n\n")[0]
+    running = {
+        path.relative_to(ROOT / "dist_mem").as_posix()
+        for path in (ROOT / "dist_mem").rglob("*.py")
+        if RUNS_CODE.search(path.read_text(encoding="utf-8"))
+    }
+    assert set(re.findall(r"`dist_mem/([\w/]+\.py)`", paragraph)) == running
+
+
+# What a core installation lacks, as far as Python can tell: each of these imports fails.
+CORE_ONLY = f"""
+import sys
+for name in {sorted(EXTRA_OF.keys() - {"huggingface_hub"})}:  # the core has it too, through tokenizers
+    sys.modules[name] = None
+from dist_mem.__main__ import main
+"""
+
+
+def in_core(program: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program in which no library of an extra can be imported."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", "-c", CORE_ONLY + program, *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+
+COMMANDS = "sys.exit(main(sys.argv[1:]))"
+# Python's functions and the command, in one process: its imports take the time.
+USE = """
+import dist_mem
+trained = dist_mem.load_model(sys.argv[1])
+assert len(dist_mem.score(trained, "A b.").nll) == 4
+code = main(["generate", sys.argv[1], "--prompt", "A b.", "--tokens", "4"])
+loaded = sorted(name for name in sys.modules if name.partition(".")[0] in ("deepspeed", "mlflow") and sys.modules[name])
+sys.exit(code or str(loaded) if loaded else code)
+"""
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory, library: Path) -> Path:
+    return make_run(tmp_path_factory.mktemp("run"), library, MEMORIES["infinite_over_transformer_xl"])[0]
+
+
+def test_a_core_installation_scores_and_generates(run_dir: Path, tmp_path: Path) -> None:
+    done = in_core(USE, str(run_dir), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "4 tokens, " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "extra"),
+    [
+        ("train configs/demo.yaml tracking.mlflow=false", "train"),
+        pytest.param("data build sample --size tiny", "train", marks=pytest.mark.slow),
+        pytest.param("compare RUN --plot x.png", "plots", marks=pytest.mark.slow),
+    ],
+)
+def test_a_missing_extra_is_one_line_with_the_command_that_installs_it(
+    command: str, extra: str, run_dir: Path, tmp_path: Path
+) -> None:
+    if "compare" in command:
+        assert in_core(COMMANDS, "evaluate", str(run_dir), "--split", "test", cwd=tmp_path).returncode == 0
+    done = in_core(COMMANDS, *command.replace("RUN", str(run_dir)).split(), cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    (error,) = (line for line in done.stderr.splitlines() if line.startswith(("error", "Traceback")))
+    assert error == done.stderr.splitlines()[-1]
+    assert error.endswith(f" needs it: pip install 'dist-mem[{extra}]'")
+    assert not list(tmp_path.iterdir()), "something was begun"

@@ -1,0 +1,136 @@
+"""The pages as a site: every page is in its navigation, it builds without a warning, fits a phone, needs no network."""
+
+from __future__ import annotations
+
+import html
+import os
+import re
+import subprocess
+import sys
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from pathlib import Path
+from runpy import run_path
+from typing import Any
+
+import pytest
+import yaml
+
+import dist_mem
+from dist_mem.cli.parser import build_parser
+from tests.support.chromium import Browser, running_chromium, why_not
+from tests.support.page_commands import PAGES
+from tests.support.paths import ROOT
+
+WRITTEN = {"docs/reference/commands.md", "docs/reference/python.md"}  # by docs/site_pages.py
+PARSERS = build_parser()[1]
+
+
+def listed(part: Any) -> Iterator[str]:
+    """Yield the paths in a part of mkdocs' navigation."""
+    if isinstance(part, str):
+        yield part
+    else:
+        for inner in part.values() if isinstance(part, dict) else part:
+            yield from listed(inner)
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    navigation = list(listed(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]))
+    assert sorted(navigation) == sorted({path.relative_to(ROOT).as_posix() for path in PAGES} | WRITTEN)
+
+
+@pytest.mark.parametrize(
+    ("link", "repo_url", "expected"),
+    [
+        ("[the tour](../../examples/tour.ipynb)", None, "the tour"),
+        ("[a](../../dist_mem/model.py#L3)", "https://h/x/", "[a](https://h/x/blob/HEAD/dist_mem/model.py#L3)"),
+        ("[log](../explanation/log.md#x)", None, "[log](../explanation/log.md#x)"),
+        ("![a picture](../images/lanes.svg)", None, "![a picture](../images/lanes.svg)"),
+        ("[typo](../missing.md)", None, "[typo](../missing.md)"),  # mkdocs names it
+        ("[web](https://example.org)", None, "[web](https://example.org)"),
+    ],
+)
+def test_only_links_to_files_that_are_no_pages_change(link: str, repo_url: str | None, expected: str) -> None:
+    outside_links = run_path(str(ROOT / "docs" / "site_hooks.py"))["outside_links"]
+    known = {"docs/explanation/log.md", "docs/images/lanes.svg"}
+    assert outside_links(f"See {link}.", "docs/start/python.md", known, repo_url) == f"See {expected}."
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built as `make docs` builds it."""
+    folder = tmp_path_factory.mktemp("site")
+    program = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if why_not():
+        pytest.skip(str(why_not()))
+    with running_chromium(tmp_path_factory.mktemp("browser")) as running:
+        yield running
+
+
+def helps(name: str, parser: ArgumentParser) -> dict[str, str]:
+    """Return the help of a command and of its actions, by title."""
+    found = {name: parser.format_help()}
+    for action in parser._actions:
+        if action.dest == "action" and isinstance(action.choices, dict):
+            found.update({f"{name} {inner}": sub.format_help() for inner, sub in action.choices.items()})
+    return found
+
+
+@pytest.mark.slow
+def test_the_page_of_commands_is_the_help_of_all(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    page = (site / "docs" / "reference" / "commands.html").read_text(encoding="utf-8")
+    text = html.unescape(re.sub(r"<[^>]+>", "", page))
+    expected = {title: shown for name, parser in PARSERS.items() for title, shown in helps(name, parser).items()}
+    assert {"train", "data build"} <= expected.keys()
+    assert [title for title, shown in expected.items() if shown not in text] == []
+    assert [title for title in expected if f'id="{title.replace(" ", "-")}"' not in page] == []
+
+
+@pytest.mark.slow
+def test_the_page_of_python_has_every_public_name(site: Path) -> None:
+    page = (site / "docs" / "reference" / "python.html").read_text(encoding="utf-8")
+    assert [name for name in [*dist_mem.__all__, "Model.score"] if f'id="dist_mem.{name}"' not in page] == []
+    assert "<blockquote" not in page, "an example of a docstring is shown as a quotation"
+
+
+@pytest.mark.slow
+def test_pages_fit_every_screen_and_load_nothing_from_the_network(site: Path, browser: Browser) -> None:
+    """The widths of a phone and of a small laptop: the page does not scroll sideways, and pictures are whole."""
+    too_wide = []
+    for path in sorted(site.rglob("*.html")):
+        page = browser.open(path, width=1280, height=800)
+        for width in (400, 1280):
+            page.call("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False)
+            bad = page.value(
+                "[...document.querySelectorAll('.md-typeset img')].filter((picture) => !picture.naturalWidth"
+                " || picture.getBoundingClientRect().right > innerWidth).map((picture) => picture.src)"
+            )
+            if bad:
+                too_wide.append((path.relative_to(site).as_posix(), width, bad))
+            page.wait_for(f"document.documentElement.scrollWidth <= {width}")  # the search field slides into its place
+        # 404.html is for a server: its addresses begin at the root.
+        assert path.name == "404.html" or page.complaints() == [], path
+        browser.events.clear()
+        page.call("Page.close")
+    assert too_wide == []
+
+
+@pytest.mark.slow
+def test_the_search_works_from_the_disk(site: Path, browser: Browser) -> None:
+    page = browser.open(site / "index.html", width=1280, height=800)
+    field = "document.querySelector('[data-md-component=search-query]')"
+    page.value(f"{field}.focus()")
+    page.value(f"{field}.value = 'goodput', {field}.dispatchEvent(new Event('input', {{bubbles: true}})), 0")
+    page.value(f"{field}.dispatchEvent(new Event('keyup', {{bubbles: true}}))")
+    page.wait_for("document.querySelector('.md-search-result__link[href*=\"howto/performance\"]') !== null")
+    assert page.complaints() == []
