@@ -3,11 +3,11 @@
     dist-mem check-memory examples/infini_attention.py:InfiniAttention
     dist-mem train configs/demo.yaml memory.kind=examples/infini_attention.py:InfiniAttention
 
-Source: Munkhdalai et al. 2024, arXiv 2404.07143v2, eqs. 5 to 11. The contract allows no gradient through time, so each
-segment waits in the state: the next segment writes it to the memory and reads it, and trains its keys and values.
-Deviations: the paper backpropagates through all segments of an input; here, through one segment. Local attention has
-ALiBi's bias for distances. 1e-10 prevents 0 / 0 in an empty memory. Shape letters: B lanes, T segment, D model, H
-heads, K head width.
+Source: Munkhdalai et al. 2024, arXiv 2404.07143v2, eqs. 5 to 11. `memory.kind: infini` is the paper's, which learns
+only with `train.bptt_segments` over 1. This one needs no such window: each segment waits in the state, and the next one
+writes it to the memory, reads it, and trains its keys and values. Deviations: the paper backpropagates through all
+segments of an input; here, through one segment. Local attention has ALiBi's bias for distances. 1e-10 prevents 0 / 0
+in an empty memory. Shape letters: B lanes, T segment, D model, H heads, K head width.
 """
 
 from __future__ import annotations

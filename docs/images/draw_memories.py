@@ -204,11 +204,69 @@ def infinite() -> str:
     )
 
 
+def infini() -> str:
+    side, left = 12, 250.0
+    top = LINE + BOX / 2 - 2.5 * side
+    cells = [
+        f'<rect x="{left + column * side:.0f}" y="{top + row * side:.0f}" width="{side}" height="{side}" '
+        f'fill="{GREEN}" fill-opacity="{0.25 + 0.1 * ((3 * row + 5 * column) % 6):.2f}" stroke="{GREEN}"/>'
+        for row in range(5)
+        for column in range(5)
+    ]
+    right, past = left + 5 * side, 40.0
+    return picture(
+        "infini: one matrix per head holds all earlier segments, and a gate mixes in its reading",
+        [
+            *rows(past, 6, GREY, is_old=True),
+            *brace(past, end_of(past, 6), "earlier segments: not kept", color=GREY),
+            *cells,
+            text(left + 2.5 * side, top - 8, "sum of sigma(k)ᵀ v", color=GREEN),
+            *segment(),
+            arc(QUERY, right - 4),
+            text((QUERY + right) / 2, LINE - 50, "sigma(q)", color=RED),
+            arrow([(SEGMENT + 40, 176), (left + 2.5 * side, 176), (left + 2.5 * side, top + 5 * side + 6)]),
+            text(SEGMENT + 40, 196, "after the segment: what the matrix does not return yet", color=GREY, anchor="end"),
+        ],
+    )
+
+
+def gated_deltanet() -> str:
+    side, left, width = 9, 30.0, 116.0
+    parts = []
+    for place in range(TOKENS):
+        x, top = left + place * width, LINE - 34.0
+        fills = [0.2 + 0.12 * ((2 * cell + place * (cell % 3)) % 6) for cell in range(16)]
+        parts += [
+            f'<rect x="{x + 8 + cell % 4 * side:.0f}" y="{top + cell // 4 * side:.0f}" width="{side}" height="{side}" '
+            f'fill="{GREEN}" fill-opacity="{fill:.2f}" stroke="{GREEN}"/>'
+            for cell, fill in enumerate(fills)
+        ]
+        token = x + 8 + 2 * side
+        parts += [
+            f'<rect x="{token - BOX / 2:.0f}" y="{LINE + 44}" width="{BOX}" height="{BOX}" rx="3" fill="{BLUE}" '
+            f'fill-opacity="0.55" stroke="{BLUE}"/>',
+            arrow([(token - 6, LINE + 42), (token - 6, top + 4 * side + 4)], color=BLUE),
+            arrow([(token + 6, top + 4 * side + 3), (token + 6, LINE + 41)], color=RED),
+        ]
+        if place < TOKENS - 1:
+            parts += [
+                arrow([(x + 12 + 4 * side, top + 2 * side), (x + width + 4, top + 2 * side)]),
+                text(x + 62 + side, top + 2 * side - 6, "x alpha", color=GREY, size=11),
+            ]
+    return picture(
+        "gated_deltanet: every token decays one matrix per head, corrects it, and reads it",
+        [
+            *parts,
+            text(left, 192, "writes beta (v less what the matrix returns for k)", color=BLUE, anchor="start"),
+            text(left + 330, 192, "reads with its query", color=RED, anchor="start"),
+        ],
+    )
+
+
 def drawn() -> dict[Path, str]:
     """Return every picture by its file."""
-    return {
-        FOLDER / f"memory_{draw.__name__}.svg": draw() for draw in (none, transformer_xl, compressive, lamemo, infinite)
-    }
+    pictures = (none, transformer_xl, compressive, lamemo, infinite, infini, gated_deltanet)
+    return {FOLDER / f"memory_{draw.__name__}.svg": draw() for draw in pictures}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,58 @@
+"""Hooks of mkdocs.yml: the site has the paths of the repository, so that every link between pages holds in both.
+
+Pages outside docs/ are added; docs/site_pages.py writes the pages of commands and of the Python API. A link to a file
+that is no page becomes a link into the repository, or text if `repo_url` is not set.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from posixpath import dirname, join, normpath
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from docs.site_pages import commands_page, python_page
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("*.md", "launch/*.md", "shards/*.md", "docs/**/*.md")
+BESIDE = ("docs/images/*.svg", "docs/images/*.png", "docs/*.css", "docs/*.js")
+LINK = re.compile(r"(?<!!)\[([^][]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Give headings the anchors that GitHub gives them."""
+    config.mdx_configs["toc"]["slugify"] = lambda text, separator: re.sub(r"[^\w\- ]", "", text.lower()).replace(
+        " ", separator
+    )
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Replace the files of docs/ by those of the repository, under their paths there, and add the written pages."""
+    for file in [file for file in files if file.src_dir == config.docs_dir]:
+        files.remove(file)
+    for path in (path.relative_to(ROOT).as_posix() for place in (*PAGES, *BESIDE) for path in ROOT.glob(place)):
+        files.append(File(path, str(ROOT), config.site_dir, config.use_directory_urls))
+    for name, content in {"commands": commands_page(), "python": python_page()}.items():
+        files.append(File.generated(config, f"docs/reference/{name}.md", content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Change the links to files that are no pages."""
+    return outside_links(markdown, page.file.src_uri, set(files.src_uris), config.repo_url)
+
+
+def outside_links(markdown: str, source: str, known: set[str], repo_url: str | None) -> str:
+    """Return a page whose links to files of the repository other than `known` lead to `repo_url`, or are plain text."""
+
+    def changed(link: re.Match[str]) -> str:
+        path = normpath(join(dirname(source), link[2]))
+        if path in known or not (ROOT / path).exists():  # of a missing one, mkdocs warns
+            return link[0]
+        return f"[{link[1]}]({repo_url.rstrip('/')}/blob/HEAD/{path}{link[3] or ''})" if repo_url else link[1]
+
+    return LINK.sub(changed, markdown)
