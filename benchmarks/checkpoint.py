@@ -29,7 +29,13 @@ from lib.common import ROOT, arguments_of, build_sample, load, output_of_rank0, 
 OPTIONS = [
     str(ROOT / "configs" / "demo.yaml"),
     *("model.num_layers=3", "model.d_model=736", "model.num_heads=8", "model.d_inner=2944", "model.init_std=0.02"),
-    *("train.precision=fp32", "train.threads=1", "train.lanes=4", "train.micro_lanes=2", "schedule.warmup_steps=0"),
+    *(
+        "train.precision=fp32",
+        "train.threads=1",
+        "train.global_batch_size=4",
+        "train.micro_batch_size=2",
+        "schedule.warmup_steps=0",
+    ),
     *("eval.every=null", "checkpoint.every=null", "tracking.mlflow=false", "tracking.every=1"),
 ]
 CHUNK = bytes(1 << 20)
@@ -71,14 +77,13 @@ class Bench:
 
     def step(self) -> float:
         """Train one step and return its seconds."""
+        from dist_mem.training.agreement import Shared
         from dist_mem.training.step import train_step
 
         began = time.perf_counter()
         feed = self.context.feed
-        next_scored = feed.read_ahead()
-        self.state, outcome = train_step(
-            self.context, self.state, feed.update, feed.num_scored, next_scored=next_scored
-        )
+        shared = Shared(next_scored=feed.read_ahead())
+        self.state, outcome = train_step(self.context, self.state, feed.update, feed.scored, shared)
         feed.advance(outcome.next_scored)
         return time.perf_counter() - began
 

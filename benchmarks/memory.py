@@ -12,44 +12,18 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from lib.common import arguments_of, interleaved, load, seconds
-from omegaconf import OmegaConf
+from lib.common import arguments_of, interleaved, load
+from lib.speed import DTYPES, RUN, SIZES, Step, configuration, device_seconds, memories, training_step
 
-from dist_mem.config import Config
+from dist_mem.block import layer_spec
 from dist_mem.memory import build_memory
 from dist_mem.memory.infinite import Infinite
-from dist_mem.model import MemoryLM, layer_spec
+from dist_mem.model import MemoryLM
 from dist_mem.nn.layers import split_heads
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-Step = Callable[[], Any]
-
-
-def memories(mem_len: int) -> dict[str, dict[str, Any]]:
-    """Return blocks of every memory with M rows, and of the infinity-former's composition; the basis has its widths."""
-    short = {"kind": "transformer_xl", "mem_len": mem_len}
-    signal = {"kind": "infinite", "num_basis": mem_len, "num_samples": mem_len, "widths": [0.01, 0.05]}
-    return {
-        "none": {"kind": "none"},
-        "transformer_xl": short,
-        "compressive": {"kind": "compressive", "mem_len": mem_len, "cmem_len": mem_len},
-        "lamemo": {"kind": "lamemo", "mem_len": mem_len},
-        "infinite": signal,
-        "infinite, sticky": {**signal, "sampling": "sticky"},
-        "infinite over transformer_xl": {**signal, "over": short},
-    }
-
-
-def device_seconds(function: Step) -> float:
-    """Return the wall time of one call, including its work on a GPU."""
-    if not torch.cuda.is_available():
-        return seconds(function)
-    torch.cuda.synchronize()
-    return seconds(lambda: (function(), torch.cuda.synchronize()))
+from dist_mem.runtime.heap import keep_heap
 
 
 def matrix_product(dtype: torch.dtype, device: torch.device) -> tuple[Step, int]:
@@ -59,36 +33,11 @@ def matrix_product(dtype: torch.dtype, device: torch.device) -> tuple[Step, int]
     return lambda: left @ right, 2 * size**3
 
 
-def configuration(memory: dict[str, Any], arguments: argparse.Namespace) -> Any:
-    sizes = ("num_layers", "d_model", "num_heads", "d_head", "d_inner")
-    model = {"dropout": 0.0, "norm": "post", **{name: getattr(arguments, name) for name in sizes}}
-    keys = {"model": model, "memory": memory, "train": {"seg_len": arguments.seg_len}}
-    return OmegaConf.merge(OmegaConf.structured(Config), keys)
-
-
-def training_step(
-    memory: dict[str, Any], dtype: torch.dtype, arguments: argparse.Namespace, device: torch.device
-) -> tuple[Step, int]:
-    """Return a function that runs forward and backward of all lanes, and the FLOPs of both."""
-    lanes, seg_len = arguments.lanes, arguments.seg_len
-    torch.manual_seed(0)
-    model = MemoryLM(configuration(memory, arguments), arguments.vocab).to(device, dtype)
-    tokens = torch.randint(arguments.vocab, (lanes, seg_len), device=device)
-    valid_len = torch.full((lanes,), seg_len, device=device)
-    state = [model.init_state(torch.arange(lanes), device, dtype)]
-
-    def step() -> None:
-        output = model(tokens, tokens, valid_len, state=state[0])
-        aux = sum(loss.mean() for loss in output.aux.values())
-        (output.nll.mean() + aux).backward()
-        model.zero_grad()
-        state[0] = output.state
-
-    for _ in range(4):  # fill the memory, warm up
-        step()
+def training_flops(model: MemoryLM, lanes: int) -> float:
+    """Return the FLOPs of one step of all lanes."""
     flops = model.flops()
     assert flops is not None
-    return step, lanes * flops.training
+    return flops.of_lanes(lanes).training
 
 
 def long_term_layer(sampling: str, dtype: torch.dtype, device: torch.device) -> Step:
@@ -123,11 +72,10 @@ def long_term_layer(sampling: str, dtype: torch.dtype, device: torch.device) -> 
 
 def main() -> None:
     """Print both tables."""
-    sizes = {"num_layers": 4, "d_model": 410, "num_heads": 10, "d_head": 41, "d_inner": 2100}
-    run = {"seg_len": 150, "mem_len": 150, "lanes": 4, "vocab": 8192, "rounds": 9, "threads": 2}
-    arguments = arguments_of(__doc__, **sizes, **run).parse_args()
+    arguments = arguments_of(__doc__, **SIZES, **RUN).parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(arguments.threads)
+    keep_heap()  # as every rank on CPUs does
     products = {name: matrix_product(dtype, device) for name, dtype in DTYPES.items()}
     steps = {
         (kind, name): training_step(memory, dtype, arguments, device)
@@ -149,7 +97,8 @@ def main() -> None:
     print(
         f"{'memory':<30}{'dtype':<6}{'tokens/s':>9}{'ms/step':>9}{'MFLOP/token':>13}{'GFLOP/s':>9}{'of products':>13}"
     )
-    for (kind, name), (_, flops) in steps.items():
+    for (kind, name), (_, model) in steps.items():
+        flops = training_flops(model, arguments.lanes)
         median = medians[kind, name]
         print(
             f"{kind:<30}{name:<6}{tokens / median:>9,.0f}{median * 1e3:>9.1f}{flops / tokens / 1e6:>13.1f}"

@@ -41,7 +41,7 @@ PARTS = {
     ("dist_mem.runtime.distributed", "initialize"): "join the process group",
     ("dist_mem.training.run", "hold_run_dir"): "hold the run directory",
     ("dist_mem.training.opening", "_open_data"): "open tokenizer and indexes",
-    ("dist_mem.training.opening", "start_communication"): "load DeepSpeed's communication op",
+    ("dist_mem.training.compiling", "start_communication"): "load DeepSpeed's communication op",
     ("dist_mem.training.opening", "MemoryLM"): "make the model",
     ("dist_mem.training.opening", "Engine"): "initialize DeepSpeed",
     ("dist_mem.training.feed", "training_reader"): "plan and open the lanes",

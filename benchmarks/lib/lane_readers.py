@@ -118,7 +118,7 @@ def open_readers(folder: Path, num_lanes: int, seg_len: int) -> list[Reader]:
     def lanes(layout: str) -> LaneReader:
         config = Config()
         config.data.path, config.data.layout = str(folder), layout
-        config.train.lanes = config.train.micro_lanes = num_lanes
+        config.train.global_batch_size = config.train.micro_batch_size = num_lanes
         config.train.seg_len = seg_len
         return training_reader(config, world_size=1, rank=0)
 

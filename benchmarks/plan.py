@@ -1,0 +1,290 @@
+"""Compare the memory that `dist-mem plan` predicts with the memory that a training takes on this machine.
+
+    python benchmarks/plan.py                                  # every memory, fp32 and bf16: five minutes on two cores
+    python benchmarks/plan.py --cases long stages              # T = M = 1,024; ZeRO stages on two ranks
+    python benchmarks/plan.py model.num_layers=8 train.micro_batch_size=2
+    python benchmarks/plan.py --published                      # tokens/s of published runs beside the predicted ones
+
+Each case is a training of its own process (or two ranks): DeepSpeed, three updates of full segments by the training
+loop's own step. "Allocated" is the highest total of torch's CPU allocator in the third update, as torch's profiler
+records every allocation and release: on a GPU it would be `torch.cuda.max_memory_allocated`. "Resident" is the highest
+resident set of a second process without profiler, less that before the model was built; it also counts what libraries
+and the C allocator keep, and not the pages that nothing has touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from lib.common import ROOT, load, output_of_rank0, start_ranks
+
+VOCAB_SIZE = 16_384
+BASE = [
+    str(ROOT / "configs" / "demo.yaml"),
+    *("model.num_layers=6", "model.d_model=256", "model.num_heads=8", "model.d_inner=1024", "model.dropout=0.1"),
+    *("train.seg_len=256", "train.global_batch_size=4", "train.micro_batch_size=2", "train.steps=3", "train.threads=1"),
+    *("eval.every=null", "tracking.mlflow=false", "schedule.warmup_steps=0", "optimizer.groups=[]"),
+    *("deepspeed={zero_optimization: {stage: 1, reduce_bucket_size: 1000000, allgather_bucket_size: 1000000}}",),
+]
+LONG = [
+    *("model.num_layers=4", "model.d_model=512", "model.num_heads=8", "model.d_inner=2048"),
+    *("train.seg_len=1024", "train.global_batch_size=1", "train.micro_batch_size=1"),
+]
+
+
+def memories(seg_len: int) -> dict[str, list[str]]:
+    """Return overrides of every memory, with as many rows as a segment has tokens."""
+    rows = f"mem_len: {seg_len}"
+    signal = f"kind: infinite, num_basis: {seg_len}, num_samples: {seg_len}, basis_widths: [0.01, 0.05]"
+    gpt2 = [f"model.num_positions={seg_len}", "model.kind=gpt2"]
+    return {
+        "none": ["memory={kind: none}"],
+        "causal": ["memory={kind: causal}", *gpt2],
+        "transformer_xl": [f"memory={{kind: transformer_xl, {rows}}}"],
+        "compressive": [f"memory={{kind: compressive, {rows}, cmem_len: {seg_len}}}"],
+        "lamemo": [f"memory={{kind: lamemo, {rows}}}"],
+        "infinite": [f"memory={{{signal}}}"],
+        "infinite over transformer_xl": [f"memory={{{signal}, over: {{kind: transformer_xl, {rows}}}}}"],
+        "infinite over causal": [f"memory={{{signal}, over: {{kind: causal}}}}", *gpt2],
+    }
+
+
+def cases(name: str) -> dict[str, tuple[int, list[str]]]:
+    """Return name -> (ranks, overrides) of one group of cases."""
+    if name == "long":
+        chosen = {kind: memories(1024)[kind] for kind in ("causal", "transformer_xl", "lamemo", "infinite")}
+        return {
+            f"{kind}, {precision}": (1, [*LONG, *keys, f"train.precision={precision}"])
+            for kind, keys in chosen.items()
+            for precision in ("fp32", "bf16")
+        }
+    if name == "stages":
+        zero = "deepspeed.zero_optimization"
+        return {
+            f"stage {stage}, {precision}": (2, ["model.d_model=512", "model.d_inner=2048", *keys])
+            for stage in range(4)
+            for precision in ("fp32", "bf16")
+            if (keys := [f"{zero}.stage={stage}", f"train.precision={precision}"])
+        }
+    return {
+        f"{kind}, {precision}{', checkpointing' if saves else ''}": (1, [*keys, f"train.precision={precision}", *extra])
+        for kind, keys in memories(256).items()
+        for precision in ("fp32", "bf16")
+        for saves in (False, True)
+        if (extra := [f"train.activation_checkpointing={'blocks' if saves else 'none'}"])
+        if not saves or precision == "bf16"
+    }
+
+
+def published() -> dict[str, tuple[str, int, float, int, list[str]]]:
+    """Return name -> (device, GPUs, published tokens/s of all GPUs, vocabulary, overrides for our model of it)."""
+    adaptive = "model.adaptive={cutoffs: [19997, 39997, 199997]}"
+    base = [
+        *("model.num_layers=16", "model.d_model=512", "model.num_heads=8", "model.d_inner=2048", adaptive),
+        *(
+            "train.seg_len=192",
+            "memory={kind: transformer_xl, mem_len: 192}",
+            "train.global_batch_size=32",
+            "train.micro_batch_size=32",
+        ),
+    ]
+    large = [
+        *("model.num_layers=18", "model.d_model=1024", "model.num_heads=16", "model.d_inner=4096", adaptive),
+        *(
+            "train.seg_len=384",
+            "memory={kind: transformer_xl, mem_len: 384}",
+            "train.global_batch_size=128",
+            "train.micro_batch_size=8",
+        ),
+    ]
+    gpt = [
+        *("model.kind=gpt2", "memory={kind: causal}", "model.num_positions=2048", "train.seg_len=2048"),
+        *("model.num_layers=32", "model.d_model=4096", "model.num_heads=32", "model.d_inner=16384", "model.dropout=0"),
+        *("deepspeed.zero_optimization.stage=3", "train.activation_checkpointing=blocks"),
+    ]
+    # NVIDIA DeepLearningExamples, PyTorch/LanguageModeling/Transformer-XL; llm-foundry, scripts/train/benchmarking
+    return {
+        "Transformer-XL base, TF32": ("a100-40gb", 1, 41_527, 267_735, [*base, "train.precision=fp32"]),
+        "Transformer-XL base, mixed": ("a100-40gb", 1, 59_961, 267_735, [*base, "train.precision=fp16"]),
+        "Transformer-XL base, mixed, 8 GPUs": (
+            *("a100-40gb", 8, 449_890, 267_735),
+            [*base, "train.precision=fp16", "train.global_batch_size=256"],
+        ),
+        "Transformer-XL large, mixed": ("v100-32gb", 16, 211_387, 267_735, [*large, "train.precision=fp16"]),
+        "MPT 7B (here: GPT-2), ZeRO-3": (
+            *("h100-80gb", 8, 8 * 10_643, 50_368),
+            [*gpt, "train.precision=bf16", "train.global_batch_size=64", "train.micro_batch_size=8"],
+        ),
+        "MPT 7B (here: GPT-2), ZeRO-3, 512 GPUs": (
+            *("h100-80gb", 512, 512 * 9_670, 50_368),
+            [*gpt, "train.precision=bf16", "train.global_batch_size=1024", "train.micro_batch_size=2"],
+        ),
+    }
+
+
+def print_published() -> None:
+    """Print the predictions beside the published figures."""
+    from dist_mem.config import load_config
+    from dist_mem.memory import memory_options
+    from dist_mem.planning.report import plan
+    from dist_mem.planning.search import Cluster
+    from dist_mem.runtime.devices import device_named
+
+    print(
+        f"{'run':<40}{'published':>12}{'predicted':>12}{'ratio':>7}{'MFU':>7}{'products':>10}{'memory':>10}   tokens/s"
+    )
+    for name, (device_name, num_gpus, speed, vocab_size, overrides) in published().items():
+        config = load_config([*BASE, *overrides], memory_options=memory_options)
+        device = device_named(device_name)
+        if "TF32" in name:
+            device = device._replace(flops={**device.flops, "fp32": device.flops["tf32"]})
+        job = plan(config, vocab_size, Cluster(device, num_gpus, gpus_per_node=8), disk_rate=1e9)
+        predicted = job.tokens / job.time.total
+        shares = f"{job.mfu:>7.1%}{job.time.products / job.time.total:>10.1%}{job.num_bytes / 2**30:>6.1f} GiB"
+        print(f"{name:<40}{speed:>12,.0f}{predicted:>12,.0f}{predicted / speed:>7.2f}{shares}", flush=True)
+
+
+def update_of(config: Any, lanes: range) -> Any:
+    """Return an update of full segments with random tokens, all scored."""
+    import torch
+
+    from dist_mem.data.batch import Batch, Update
+
+    train, batches = config.train, []
+    for group in torch.tensor(lanes).repeat(train.segments_per_update).split(train.micro_batch_size):
+        shape = (len(group), train.seg_len)
+        full, old = torch.full((len(group),), train.seg_len), torch.zeros(len(group), dtype=torch.bool)
+        tokens = torch.randint(VOCAB_SIZE, shape)
+        batches.append(Batch(tokens, tokens, full, old, group, None))
+    scored = [batch.targets.numel() for batch in batches]
+    cursors = torch.zeros(len(lanes), 3, dtype=torch.int64)
+    return Update(batches, cursors, scored, epoch=0.0, documents_started=0, documents_skipped=0)
+
+
+def measure_rank(overrides: list[str], *, allocations: bool) -> None:
+    """Train three updates in this process, which is one rank; rank 0 prints its peak in the last one, in bytes."""
+    import torch
+
+    from dist_mem.config import deepspeed_block, load_config
+    from dist_mem.data.batch_plan import batch_plan
+    from dist_mem.engine.engine import Engine
+    from dist_mem.memory import memory_options
+    from dist_mem.model import MemoryLM
+    from dist_mem.runtime import distributed
+    from dist_mem.training.context import StepContext, TrainState
+    from dist_mem.training.divergence import Divergence
+    from dist_mem.training.step import train_step
+
+    config = load_config(overrides, memory_options=memory_options)
+    world = distributed.initialize(threads=1)
+    batch = batch_plan(config.train, world.size)
+    lanes = range(world.rank * batch.lanes_per_rank, (world.rank + 1) * batch.lanes_per_rank)
+    before = resident("VmRSS")
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    if allocations:
+        profiler.start()
+    torch.manual_seed(0)
+    model = MemoryLM(config, VOCAB_SIZE)
+    sizes = {"world_size": world.size, "accumulation": batch.accumulation}
+    engine = Engine(model, config, deepspeed_block(config), **sizes)
+    engine.train()
+    context = StepContext(config, world, engine, Divergence(config.divergence), total_steps=100)
+    groups = torch.tensor(lanes).split(config.train.micro_batch_size)
+    cursors = torch.zeros(len(lanes), 3, dtype=torch.int64)
+    state = TrainState(0, [engine.init_state(group) for group in groups], cursors)
+    scored = [int(count) for count in distributed.sum_over_ranks(update_of(config, lanes).scored, world.device)]
+    for step in range(3):
+        if step == 2:
+            Path("/proc/self/clear_refs").write_text("5")  # forget the highest resident set
+        with torch.profiler.record_function(f"update {step}"):
+            state, _ = train_step(context, state, update_of(config, lanes), scored)
+    peak = resident("VmHWM") - before
+    if allocations:
+        profiler.stop()
+        peak = allocated(profiler, since="update 2")
+    if world.rank == 0:
+        print(json.dumps(peak))
+    distributed.shut_down(agreed=True)
+
+
+def resident(key: str) -> int:
+    """Return a line of this process's status in bytes."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
+
+
+def allocated(profiler: Any, *, since: str) -> int:
+    """Return the highest total of all allocations from the event `since` on."""
+    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    begin = next(event.start_ns() for event in events if event.name() == since)
+    total = peak = 0
+    for event in events:
+        if event.name() == "[memory]":
+            total += event.nbytes()
+            if event.start_ns() >= begin:
+                peak = max(peak, total)
+    return peak
+
+
+def measured(num_ranks: int, overrides: list[str], instrument: str) -> int:
+    """Return the peak of rank 0 in bytes, of a job of its own processes."""
+    command = [sys.executable, __file__, "--instrument", instrument, *overrides]
+    return int(json.loads(output_of_rank0(start_ranks(command, num_ranks)).splitlines()[-1]))
+
+
+def predicted(num_ranks: int, overrides: list[str]) -> int:
+    """Return the prediction for a rank in bytes."""
+    from dist_mem.config import load_config
+    from dist_mem.memory import memory_options
+    from dist_mem.planning.memory import training_parts
+
+    config = load_config(overrides, memory_options=memory_options)
+    return sum(part.num_bytes for part in training_parts(config, VOCAB_SIZE, world_size=num_ranks, on_gpu=False))
+
+
+def main() -> None:
+    """Print the table, and the same as JSON with --json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=["memories", "long", "stages"], default=["memories"])
+    parser.add_argument("--only", default="", help="only cases whose name contains this text")
+    parser.add_argument("--resident", action="store_true", help="also measure the resident set")
+    parser.add_argument("--published", action="store_true", help="compare with published runs instead")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--instrument", choices=["allocated", "resident"], help=argparse.SUPPRESS)
+    arguments, overrides = parser.parse_known_args()
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if arguments.instrument:
+        measure_rank(overrides, allocations=arguments.instrument == "allocated")
+        return
+    if arguments.published:
+        print_published()
+        return
+    rows = []
+    print(f"{'case':<48}{'predicted':>11}{'allocated':>11}{'ratio':>7}{'resident':>11}   MiB; {load()}")
+    for group in arguments.cases:
+        for name, (num_ranks, keys) in cases(group).items():
+            if arguments.only not in name:
+                continue
+            settings = [*BASE, *keys, *overrides]
+            row = {
+                "case": name,
+                "predicted": predicted(num_ranks, settings),
+                "allocated": measured(num_ranks, settings, "allocated"),
+                "resident": measured(num_ranks, settings, "resident") if arguments.resident else None,
+            }
+            rows.append(row)
+            in_memory = "" if row["resident"] is None else f"{row['resident'] / 2**20:>11,.0f}"
+            ratio = row["predicted"] / row["allocated"]
+            mebibytes = f"{row['predicted'] / 2**20:>11,.1f}{row['allocated'] / 2**20:>11,.1f}"
+            print(f"{name:<48}{mebibytes}{ratio:>7.3f}{in_memory}", flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"load": load(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
