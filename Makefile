@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 # Processes that share the tests, a file each; 0: none but one's own, as for a debugger.
 JOBS ?= 2
+SHARED := --dist loadfile --no-loadscope-reorder
 BIN := $(VENV)/bin
 # The tests of `make test`; CONTRIBUTING.md says what the marks mean.
 QUICK := not slow and not slurm and not netns and not nightly
 
-.PHONY: setup compiler demo test test-all lint bench nightly clean
+.PHONY: setup compiler demo test test-all lint docs bench nightly clean
 
 setup: $(VENV)/.ready
 
@@ -26,10 +27,10 @@ demo: setup
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash launch/demo.sh
 
 test: setup
-	$(BIN)/python -m pytest -m "$(QUICK)" --numprocesses $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -m "$(QUICK)" --numprocesses $(JOBS) $(SHARED)
 
 test-all: setup
-	$(BIN)/python -m pytest -m "not nightly" --numprocesses $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -m "not nightly" --numprocesses $(JOBS) $(SHARED)
 
 nightly: setup
 	$(BIN)/python -m pytest -m nightly --timeout 7200
@@ -38,7 +39,10 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	@if command -v shellcheck >/dev/null; then shellcheck launch/*.sh launch/*.sbatch .ci/run; else echo "shellcheck is not installed: shell scripts not checked"; fi
+	@if command -v shellcheck >/dev/null; then shellcheck launch/*.sh launch/*.sbatch benchmarks/*.sh .ci/run; else echo "shellcheck is not installed: shell scripts not checked"; fi
+
+docs: setup
+	$(BIN)/python -m mkdocs build --strict
 
 bench: setup
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
