@@ -3,7 +3,8 @@
 Before a page is run, its tree has what the page takes as given (`PREPARED`): for most, what `make demo` leaves. What is
 smaller than a user's, so that all pages take minutes, is said in scaled_tree.py; above all, the steps of each training.
 What cannot run here is listed with the reason in `NOT_RUN` and checked in a cheaper way. Every other command must end
-with exit code 0, and must not warn that ranks are idle. Where the page shows output, the command's has the same form.
+with exit code 0, or 2 where the page shows an error, and must not warn that ranks are idle. Where the page shows
+output, the command's has the same form.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import NamedTuple
 
 import pytest
 
+from dist_mem.errors import EXIT_DONE, EXIT_USAGE
 from tests.support.page_commands import PAGES, ROOT, Item, items_of
 from tests.support.program_arguments import check_arguments
 from tests.support.scaled_tree import Tree, draw_words, write_texts
@@ -319,9 +321,13 @@ def fresh_tree(folder: Path, warm_address: Path, demo: Tree) -> Tree:
 
 
 def run_item(tree: Tree, item: Item, programs: list[str]) -> str:
-    """What it printed; a Python block goes on from those before it on the page."""
+    """What it printed; a Python block goes on from those before it on the page.
+
+    A command that the page shows with an error, `error: ...` at the begin of a line, must end with exit code 2.
+    """
     if not item.is_python:
-        return tree.must(item.text)
+        is_refused = re.search("^error: ", item.output or "", re.MULTILINE)
+        return tree.must(item.text, code=EXIT_USAGE if is_refused else EXIT_DONE)
     (tree.folder / "page.py").write_text("\n".join([*programs, item.text]), encoding="utf-8")
     programs.append(item.text)
     return tree.must("python page.py")

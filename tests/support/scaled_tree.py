@@ -110,10 +110,10 @@ class Tree:
             output = f"{running.communicate()[0]}\nended after {timeout} s"
         return running.returncode, output
 
-    def must(self, command: str) -> str:
-        """Run a command, assert that it succeeds, and return its output."""
-        code, output = self.run(command)
-        assert code == 0, f"$ {command}\nexit code {code}\n{output[-4000:]}"
+    def must(self, command: str, *, code: int = 0) -> str:
+        """Run a command, assert that it ends with this exit code, and return its output."""
+        found, output = self.run(command)
+        assert found == code, f"$ {command}\nexit code {found}, not {code}\n{output[-4000:]}"
         return output
 
     def take_over(self, other: Tree) -> None:
