@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dist_mem.block import Block, make_block
 from dist_mem.config import Config, ModelConfig
-from dist_mem.memory.base import Memory, MemoryState, named_tensors, select_lanes
+from dist_mem.memory.base import Memory, MemoryState, Stem, named_tensors, select_lanes
 from dist_mem.nn import published
 from dist_mem.nn.flops import Flops
 from dist_mem.nn.layers import DTYPES, Dropout, initialize
@@ -86,7 +86,7 @@ class MemoryLM(nn.Module):
         for part in (self.embedding, *self.blocks, self.final_norm, self.head):
             with place.drawn(part):
                 self._initialize(part, model)
-        self.stem = self.memories()[0].stem()
+        self.stem = self._common_stem()
 
     def _initialize(self, part: nn.Module, model: ModelConfig) -> None:
         """Draw the weights of a part, and share those that it has in common with an earlier one."""
@@ -97,7 +97,22 @@ class MemoryLM(nn.Module):
             self.head.tie(self.embedding)
         if isinstance(part, Block):
             part.memory.reset_parameters()
-            part.memory.tie_parameters(self.memories()[0])
+            part.memory.tie_parameters(self._first_alike(part.memory))
+
+    def _first_alike(self, memory: Memory) -> Memory:
+        """Return the memory of the first block that has the same one: all blocks have, unless `memory` is a map."""
+        same = (other for other in self.memories() if type(other) is type(memory) and other.options == memory.options)
+        return next(same)
+
+    def _common_stem(self) -> Stem:
+        first = self.memories()[0]
+        others = [memory for memory in self.memories() if self._first_alike(memory) is not first]
+        for memory in (first, *others) if others else ():
+            if type(memory.stem()) is not Stem:
+                key, kind = f"memory.{memory.spec.layer_index}", type(memory).__name__
+                fix = "give every block this memory, or this one another"
+                raise ValueError(f"{key} is a {kind}, whose rows pass through all blocks with the segment: {fix}")
+        return first.stem()
 
     def memories(self) -> list[Memory]:
         """Return the memory layer of every block."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from dist_mem.api.memory import Memory
+from dist_mem.config.memory_blocks import described
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.evaluation.memory_file import TextRead
 from dist_mem.evaluation.trained_model import TrainedModel, load_model
@@ -196,8 +197,8 @@ class Model:
     def __repr__(self) -> str:
         trained = self.trained
         number = sum(parameter.numel() for parameter in trained.model.parameters())
-        step = trained.checkpoint.manifest["step"]
-        return f"Model({trained.config.name}, step {step}, {number:,} parameters, memory {trained.config.memory.kind})"
+        step, memory = trained.checkpoint.manifest["step"], described(trained.config.memory)
+        return f"Model({trained.config.name}, step {step}, {number:,} parameters, memory {memory})"
 
 
 def load(source: Path | str, *overrides: str, step: int | None = None, device: torch.device | str = "cpu") -> Model:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from dist_mem.checkpoint.manifest import read_manifest
 from dist_mem.checkpoint.resume_choice import Choice, choose_checkpoint, find_candidates, readable
 from dist_mem.config import Config, ConfigError, load_config, read_config
+from dist_mem.config.memory_blocks import kinds_of
 from dist_mem.config.resume_rules import Change, check_changes
 from dist_mem.data.shard import Index
 from dist_mem.errors import CheckpointError
@@ -91,12 +92,9 @@ def _read_saved(directory: Path, config: Config) -> Config:
     """Return the configuration of a checkpoint; options added to its memory since then have their defaults."""
     path = directory / "config.yaml"
     saved = read_config(path)
-    if _kinds(saved.memory) == _kinds(config.memory):  # memories of other kinds are not loaded: that could run code
+    if dict(kinds_of(saved.memory)) == dict(
+        kinds_of(config.memory)
+    ):  # memories of other kinds are not loaded: that could run code
         with suppress(ConfigError):  # an option was removed since then: the resume rules report it
             return load_config([str(path)], memory_options=memory_options)
     return saved
-
-
-def _kinds(memory: Mapping[str, Any]) -> list[str]:
-    """Return the kind of a memory and of the memories below it."""
-    return [memory["kind"], *(_kinds(memory["over"]) if "over" in memory else [])]

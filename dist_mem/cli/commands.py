@@ -37,7 +37,7 @@ def load_checked(arguments: Sequence[str], *, builds_model: bool = False) -> Con
     """
     from dist_mem.data.directory import check_allowed  # imports numpy, which help need not wait for
 
-    def memory_options(block: Any) -> tuple[str, Any]:
+    def memory_options(block: Any) -> dict[str, Any]:
         from dist_mem.memory import memory_options as check
 
         return check(block)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dist_mem.config.check import Problem, shown
+from dist_mem.config.memory_blocks import is_per_block, memories_of
 
 # Values of `model` that a published kind requires.
 _BOTH: dict[str, Any] = {"norm": "pre", "final_norm": True, "adaptive": None, "d_embed": None, "clamp_len": None}
@@ -40,6 +41,7 @@ def check_together(config: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("train.tf32", f"{other}, exactly; set it to false, or train.precision to fp32")
     if model["adaptive"] is not None:
         yield from _check_adaptive(model["adaptive"])
+    yield from _check_memory(config["memory"], model["num_layers"])
     yield from _check_kind(model, {"train": train["seg_len"], "eval": config["eval"]["seg_len"]})
     yield from _check_optimizer(optimizer)
     yield from _check_schedule(config["schedule"], train["steps"])
@@ -57,6 +59,14 @@ def check_together(config: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(
             "eval.split", "is 'test'; training never opens the test split, use `dist-mem evaluate --split test`"
         )
+
+
+def _check_memory(memory: Mapping[str, Any], num_layers: int) -> Iterator[Problem]:
+    for key in memories_of(memory) if is_per_block(memory) else ():
+        name = key.partition(".")[2]
+        if name.isdigit() and int(name) >= num_layers:
+            last = f"block {num_layers - 1} is the last: remove it, or raise model.num_layers"
+            yield Problem(key, f"is of no block, {last}")
 
 
 def profile_problem(steps: Sequence[int] | None, total_steps: int | None) -> str | None:

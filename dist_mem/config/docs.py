@@ -44,6 +44,15 @@ A key marked *fixed* must keep its value on resume. A key marked `--allow` may c
 MEMORY = """\
 The memory of every block of the model. `memory.kind` selects it; the default is {default}. Each kind has its own
 options, all fixed on resume. To add a kind, see [add_a_memory.md](../howto/add_a_memory.md).
+
+Blocks may have different memories, counted from 0: a map, whose `default` is for all blocks without their own, or a
+list with an item for each block. A kind alone stands for one without options.
+
+    memory: {{default: none, 8: {{kind: infini}}}}
+    memory: [none, none, {{kind: transformer_xl, mem_len: 64}}, none]
+
+A later file or override changes one of them (`memory.8.rule=linear`, `memory.8=none`) or all (`memory.kind=none`). The
+merged configuration has the kind `per_block`. `lamemo`, whose rows pass through all blocks, must be in every block.
 """
 DEEPSPEED = """\
 The configuration of DeepSpeed: a block, or the path of a `ds_config.json`. The default is {default}. Stage 0 divides

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any, cast, get_type_hints
@@ -36,7 +35,7 @@ from dist_mem.config.text_checks import check_credentials, check_texts
 from dist_mem.runtime.files import write_text
 
 COMMAND_LINE_ONLY = ("data.allow_pipe", "eval.allow_code")  # no file may permit the execution of foreign code
-MemoryOptions = Callable[[Any], tuple[str, Any]]  # dist_mem.memory.memory_options
+MemoryOptions = Callable[[Any], dict[str, Any]]  # dist_mem.memory.memory_options
 
 
 @cache
@@ -57,7 +56,8 @@ def load_config(
         arguments: YAML files, merged left to right, and `a.b=c` overrides, which win at any position. A file is
             looked up in the current directory, beside the first file, under configs/, and among those that come with
             dist_mem.
-        memory_options: checks the memory block and returns its options, which are merged in; None skips this check.
+        memory_options: checks the memory block and returns it with all options, which are merged in;
+            None skips this check.
         check: raises ValueError for what only a model can refuse; its text begins with the key.
 
     Returns:
@@ -116,13 +116,13 @@ def _check_merged(config: Config, memory_options: MemoryOptions | None) -> None:
 def _write_out_memory(config: Config, memory_options: MemoryOptions) -> Sequence[Problem]:
     """Complete the memory block with the defaults of its options, or return its problems."""
     try:
-        kind, options = memory_options(config.memory)
+        completed = memory_options(config.memory)
     except ConfigError as error:
         return error.problems
     except ValueError as error:
         return [_begun_by_key(str(error)) or Problem("memory", str(error))]
     given = cast(dict[str, Any], OmegaConf.to_container(config.memory))  # unresolved
-    config.memory = merge({"kind": kind, **asdict(options)}, given)
+    config.memory = merge(completed, given)
     return []
 
 
@@ -141,7 +141,7 @@ def _check_further(config: Config, check: Callable[[Config], object]) -> None:
 def _begun_by_key(message: str) -> Problem | None:
     """An error of a memory or a model, which begins with the key: the file must come first. None: it names no key."""
     key, _, text = message.partition(" ")
-    is_key = re.fullmatch(r"[a-z_]+(\.[a-z_]+|\[\d+\])+", key) and key.partition(".")[0] in get_type_hints(Config)
+    is_key = re.fullmatch(r"[a-z_]+(\.[a-z_]+|\.\d+|\[\d+\])+", key) and key.partition(".")[0] in get_type_hints(Config)
     return Problem(key, text) if is_key else None
 
 

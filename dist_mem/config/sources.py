@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dist_mem.config.check import ConfigError, Problem, all_keys, flatten, is_interpolation, join, nearest, shown
 from dist_mem.config.keys import rename_values
+from dist_mem.config.memory_blocks import as_block, is_per_block
 from dist_mem.config.old_names import with_present_names
 from dist_mem.config.schema import Config
 from dist_mem.runtime.environment import as_submitted
@@ -51,7 +52,7 @@ def read_sources(arguments: Sequence[str]) -> list[Source]:
     sources = [Source(_read_yaml(path), str(path)) for path in paths]
     sources.append(Source(read_overrides(overrides), COMMAND_LINE))
     kinds: dict[str, Any] = {}
-    sources = [source._replace(tree=with_present_names(source.tree, source.where, kinds)) for source in sources]
+    sources = [source._replace(tree=_in_present_form(source.tree, source.where, kinds)) for source in sources]
     for source in sources:
         rename_values(Config, source.tree)
     return [part for source in sources for part in _with_deepspeed_file(source)]
@@ -63,7 +64,13 @@ def read_saved(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read, or is not YAML.
     """
-    return with_present_names(_read_yaml(path), str(path), {})
+    return _in_present_form(_read_yaml(path), str(path), {})
+
+
+def _in_present_form(tree: dict[str, Any], where: str, kinds: dict[str, Any]) -> dict[str, Any]:
+    """Return a tree with the present names, and its memories as a block with a kind."""
+    tree = with_present_names(tree, where, kinds)
+    return {**tree, "memory": as_block(tree["memory"])} if "memory" in tree else tree
 
 
 def files_of(arguments: Sequence[str]) -> list[Path]:
@@ -185,8 +192,8 @@ def _read_deepspeed(path: Path) -> dict[str, Any]:
 def merge_source(tree: dict[str, Any], source: Source) -> dict[str, Any]:
     """Return `tree` with a later source merged into it.
 
-    A changed `memory.kind` or `memory.over.kind` drops the options of the former kind, and a ds_config.json replaces
-    the former block.
+    A changed kind of a memory, also of one block of the model or of one below, drops the options of the former kind,
+    and a ds_config.json replaces the former block.
     """
     new = source.tree
     if isinstance(new.get("memory"), Mapping):
@@ -200,11 +207,12 @@ def merge_source(tree: dict[str, Any], source: Source) -> dict[str, Any]:
 
 
 def _same_kind(old: Any, new: Mapping[str, Any]) -> Any:
-    """Return the old memory block, emptied if the new one has another kind; likewise for the memory under `over`."""
+    """Return the old memory block, emptied if the new one has another kind; likewise for the memories inside of it."""
     if not isinstance(old, Mapping) or new.get("kind", old.get("kind")) != old.get("kind"):
         return {}
-    over = new.get("over")
-    return {**old, "over": _same_kind(old.get("over"), over)} if isinstance(over, Mapping) else old
+    memories = {name for name in new if name == "over" or is_per_block(old)}
+    inside = {name: child for name, child in new.items() if name in memories and isinstance(child, Mapping)}
+    return {**old, **{name: _same_kind(old.get(name), child) for name, child in inside.items()}}
 
 
 def merge(old: Any, new: Any, key: str = "") -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dist_mem.config import Config, deepspeed_block
+from dist_mem.config.memory_blocks import is_per_block, memories_of
 from dist_mem.data.batch_plan import batch_plan, counted, idle_work, num_readable, steps_per_epoch, total_steps
 from dist_mem.data.directory import open_index, refresh
 from dist_mem.data.lanes import training_plan
@@ -71,7 +72,9 @@ def _flops_text(sizes: Mapping[str, int], micro_lanes: int) -> str | None:
 
 
 def _described(memory: Mapping[str, Any]) -> str:
-    """Describe a memory with its options, and the memory under `over`."""
+    """Describe a memory with its options, and the memory under `over`; or the memory of every block."""
+    if is_per_block(memory):
+        return "; ".join(f"{key.partition('.')[2]}: {_described(each)}" for key, each in memories_of(memory).items())
     options = ", ".join(f"{name} {value}" for name, value in memory.items() if name not in ("kind", "over"))
     over = f" over {_described(memory['over'])}" if "over" in memory else ""
     return f"{memory['kind']}{f' ({options})' if options else ''}{over}"

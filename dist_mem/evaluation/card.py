@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from dist_mem.config import Config
+from dist_mem.config.memory_blocks import described
 from dist_mem.config.sources import plain_block
 from dist_mem.evaluation.report import Report, read_report, shown
 from dist_mem.evaluation.trained_model import Checkpoint, TrainedModel
@@ -90,7 +88,7 @@ def card(trained: TrainedModel, config: Config, name: str, *, layout: str) -> st
     text = _CARD.format(
         name=name,
         step=manifest["step"],
-        memory=_name_of(plain_block(config.memory)),
+        memory=described(plain_block(config.memory)),
         num_layers=config.model.num_layers,
         d_model=config.model.d_model,
         num_parameters=sum(parameter.numel() for parameter in trained.model.parameters()),
@@ -149,7 +147,3 @@ def _reports(checkpoint: Checkpoint) -> dict[str, Report]:
     paths = sorted((checkpoint.run_dir / "evaluations").glob(f"*{part}*.json"))
     others = ("dialogue-", "inspect-")
     return {path.stem.replace(part, ""): read_report(path) for path in paths if not path.name.startswith(others)}
-
-
-def _name_of(memory: Mapping[str, Any]) -> str:
-    return f"{memory['kind']} over {_name_of(memory['over'])}" if memory.get("over") else memory["kind"]

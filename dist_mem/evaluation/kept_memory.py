@@ -65,7 +65,6 @@ def model_settings(trained: TrainedModel) -> dict[str, Any]:
     """Return the settings that a memory depends on besides the weights, by their keys of the configuration."""
     config, spec = trained.config, trained.model.memories()[0].spec
     protocol, types = protocol_of(config)._asdict(), trained.model.token_types
-    kind, options = memory_options(config.memory)
     settings = {
         **{f"eval.{name}": protocol[name] for name in _OF_EVAL},
         "model.num_heads": spec.num_heads,
@@ -73,18 +72,18 @@ def model_settings(trained: TrainedModel) -> dict[str, Any]:
         "model.token_types": types and [types.ids, types.markers],
         "train.seed": spec.seed,
         "data.cut": config.data.cut,
-        **flatten(_portable({"kind": kind, **vars(options)}), "memory"),
+        **flatten(_portable(memory_options(config.memory)), "memory"),
     }
     return cast(dict[str, Any], json.loads(json.dumps(settings, default=str)))
 
 
 def _portable(block: Mapping[str, Any]) -> dict[str, Any]:
     """Return a memory block that names memories from outside the package by the SHA-256 of their file."""
-    kind: str = block["kind"]
+    portable = {name: _portable(child) if isinstance(child, Mapping) else child for name, child in block.items()}
+    kind: str = block.get("kind", "")
     if is_file(kind):
-        kind = f"{memory_class(kind).__module__}:{kind.rpartition(':')[2]}"
-    below = {"over": _portable(block["over"])} if "over" in block else {}
-    return {**block, "kind": kind, **below}
+        portable["kind"] = f"{memory_class(kind).__module__}:{kind.rpartition(':')[2]}"
+    return portable
 
 
 def write_kept(trained: TrainedModel, memory: KeptMemory, path: Path) -> None:

@@ -6,11 +6,13 @@ draws them as one line: the mean, with error bars of half the range, as in the t
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dist_mem.config.memory_blocks import PER_BLOCK
 from dist_mem.config.sources import read_saved
 
 NAMES = {
@@ -82,8 +84,14 @@ def labels_of(names: Sequence[str], configs: Sequence[Path | None]) -> list[str]
 
 
 def memory_name(settings: Mapping[str, Any], block: str = "memory") -> str:
-    """Return the memory of a run by the name in its paper: "infinity-former over Transformer-XL"."""
+    """Return the memory of a run by the name in its paper: "infinity-former over Transformer-XL".
+
+    Of a run with a memory for each block: "none, 8: Infini-attention".
+    """
     kind = str(settings[f"{block}.kind"])
+    if kind == PER_BLOCK:
+        names = [key.split(".")[1] for key in settings if re.fullmatch(r"memory\.\w+\.kind", key)]
+        return ", ".join(f"{name}: {memory_name(settings, f'{block}.{name}')}" for name in names)
     under = f"{block}.over"
     over = settings.get(f"{under}.kind", "none")
     return NAMES.get(kind, kind) if over == "none" else f"{NAMES.get(kind, kind)} over {memory_name(settings, under)}"

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from dist_mem.config import Config
+from dist_mem.config.memory_blocks import described, memories_of
 
 WITHOUT_MEMORY = "without-memory"  # in names of files and figures
 
@@ -101,26 +102,29 @@ def apply_protocol(config: Config) -> None:
     config.model.clamp_len, config.model.same_length = wanted.clamp_len, wanted.same_length
     if settings.mem_len is None:
         return
-    block = short_term_block(config.memory)
-    if block is None:
+    blocks = short_term_blocks(config.memory)
+    if not blocks:
         raise ValueError(
-            f"eval.mem_len is {settings.mem_len}, but memory.kind {config.memory['kind']} has no short-term memory "
+            f"eval.mem_len is {settings.mem_len}, but memory.kind {described(config.memory)} has no short-term memory "
             "(no memory.mem_len): set eval.mem_len to null"
         )
-    block["mem_len"] = settings.mem_len
+    for block in blocks:
+        block["mem_len"] = settings.mem_len
 
 
-def short_term_block(memory: Any) -> Any:
-    """Return the memory block that has a mem_len: this one, or the one under `over`; None if neither has."""
-    if "mem_len" in memory:
-        return memory
-    return short_term_block(memory["over"]) if "over" in memory else None
+def short_term_blocks(memory: Mapping[str, Any]) -> list[Any]:
+    """Return the blocks that have a mem_len: of each memory its own, or that of the memory under `over`."""
+    found = []
+    for block in memories_of(memory).values():
+        while "mem_len" not in block and "over" in block:
+            block = block["over"]
+        found += [block] if "mem_len" in block else []
+    return found
 
 
 def short_term_len(memory: Mapping[str, Any]) -> int:
-    """Return M of a memory block, or of the memory under `over`; 0 if it has no short-term memory."""
-    block = short_term_block(memory)
-    return 0 if block is None else int(block["mem_len"])
+    """Return M, of the longest short-term memory of any block of the model; 0 if there is none."""
+    return max((int(block["mem_len"]) for block in short_term_blocks(memory)), default=0)
 
 
 def in_terms_of_eval(message: str, config: Config) -> str:

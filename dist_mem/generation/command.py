@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dist_mem.config.memory_blocks import described
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, RunError, UnusableError
 from dist_mem.evaluation.protocol import short_term_len
 from dist_mem.evaluation.trained_model import TrainedModel
@@ -143,7 +144,7 @@ def _continue(path: Path, request: Request) -> Continuation:
         "run": str(path),
         "checkpoint": str(trained.checkpoint.directory),
         "step": trained.checkpoint.manifest["step"],
-        "memory": _kind(trained.config.memory),
+        "memory": described(trained.config.memory),
         "seg_len": trained.config.train.seg_len,
         "mem_len": short_term_len(trained.config.memory),
         "prompt_tokens": len(tokens),
@@ -153,12 +154,6 @@ def _continue(path: Path, request: Request) -> Continuation:
         print(f"{request.memory}: {before.num_tokens:,} tokens read before", file=sys.stderr)
     print(f"{path}: prompt of {len(tokens):,} tokens read in {time.monotonic() - began:.1f} s", file=sys.stderr)
     return _write(trained, select(reading, [0] * request.num_samples), request, metadata)
-
-
-def _kind(memory: Mapping[str, Any]) -> str:
-    """Return the kind of a memory with the memory below it: `infinite over lamemo`."""
-    below = memory.get("over")
-    return str(memory["kind"]) if not below or below["kind"] == "none" else f"{memory['kind']} over {_kind(below)}"
 
 
 def _write(trained: TrainedModel, reading: Reading, request: Request, metadata: Mapping[str, Any]) -> Continuation:

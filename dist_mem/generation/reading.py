@@ -175,8 +175,9 @@ def num_rows(model: MemoryLM, open_len: int) -> int:
     Padding to T would cost about as much as T tokens. An incomplete segment does not change a memory, so its outputs
     suffice, and `Memory.min_seg_len` rows give them.
     """
-    memory = model.memories()[0]
-    return min(-(-max(open_len, memory.min_seg_len) // ROW_STEP) * ROW_STEP, memory.spec.seg_len)
+    memories = model.memories()
+    least = max(open_len, *(memory.min_seg_len for memory in memories))
+    return min(-(-least // ROW_STEP) * ROW_STEP, memories[0].spec.seg_len)
 
 
 @torch.no_grad()

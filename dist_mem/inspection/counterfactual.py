@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dist_mem.config.memory_blocks import described
 from dist_mem.data.batch import IGNORE
 from dist_mem.data.documents import Document
 from dist_mem.errors import UnusableError
@@ -172,5 +173,5 @@ def _without(trained: TrainedModel, inspector: Inspector, step: Step, passage: P
     try:
         blocks = inspector.forget(step.state.blocks, begin, end)
     except NotImplementedError as error:
-        raise UnusableError(f"memory.kind is {trained.config.memory['kind']!r}: {error}; see Memory.forget") from error
+        raise UnusableError(f"memory.kind is {described(trained.config.memory)}: {error}; see Memory.forget") from error
     return step.state._replace(blocks=blocks)

@@ -9,7 +9,8 @@ import importlib
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -17,6 +18,7 @@ from omegaconf import OmegaConf
 
 from dist_mem.config import merge_checked
 from dist_mem.config.check import nearest, shown
+from dist_mem.config.memory_blocks import DEFAULT, PER_BLOCK, is_key, is_per_block, memory_of
 from dist_mem.config.sources import plain_block
 from dist_mem.memory.base import LayerSpec, Memory
 from dist_mem.memory.outside import is_file, load_from_file, load_offered, offered_kinds
@@ -64,8 +66,31 @@ def described_memories() -> dict[str, tuple[str, type]]:
     return described
 
 
-def memory_options(block: Mapping[str, Any], where: str = "memory") -> tuple[str, Any]:
-    """Return the kind and the typed options of a configuration's `memory` block; `over` blocks get all their options.
+def memory_options(block: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration's `memory` block with all options of every memory in it.
+
+    Raises:
+        ValueError: as `typed_options`.
+    """
+    if not is_per_block(block):
+        if of_one := [name for name in block if is_key(name)]:
+            other = f"but memory.kind = {block.get('kind')} is that of all: write memory.{DEFAULT}.kind"
+            raise ValueError(f"memory.{of_one[0]} is the memory of one block, {other}")
+        return _completed(block, "memory")
+    if others := [name for name in block if name != "kind" and not is_key(name)]:
+        own = f"memory.{DEFAULT}.{others[0]} or memory.NUMBER.{others[0]}"
+        raise ValueError(f"memory.{others[0]} is no memory of a block; an option belongs to one memory: {own}")
+    memories = {name: _completed(each, f"memory.{name}") for name, each in block.items() if name != "kind"}
+    return {"kind": PER_BLOCK, **memories}
+
+
+def _completed(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    kind, options = typed_options(block, where)
+    return {"kind": kind, **asdict(options)}
+
+
+def typed_options(block: Mapping[str, Any], where: str = "memory") -> tuple[str, Any]:
+    """Return the kind and the typed options of the block of one memory; `over` blocks get all their options.
 
     Args:
         where: key of the block in the configuration, for messages.
@@ -82,15 +107,27 @@ def memory_options(block: Mapping[str, Any], where: str = "memory") -> tuple[str
     kind = given.pop("kind")
     options: Any = OmegaConf.to_object(merge_checked(memory_class(kind, where).Options, given, where))
     if hasattr(options, "over"):
-        below, below_options = memory_options(options.over, f"{where}.over")
-        options.over = {"kind": below, **asdict(below_options)}
+        options.over = _completed(options.over, f"{where}.over")
     return kind, options
 
 
-def build_memory(block: Mapping[str, Any], spec: LayerSpec) -> Memory:
-    """Build the memory layer of one block of the model; one with the option `over` is built over that memory."""
-    kind, options = memory_options(block)
-    memory = _build(kind, options, spec)
+def build_memory(config: Mapping[str, Any], spec: LayerSpec) -> Memory:
+    """Build the memory layer of one block of the model, from the `memory` block of a configuration."""
+    key, block = memory_of(config, spec.layer_index)
+    kind, options = typed_options(block, key)
+    with _keys_begin_with(key):
+        return _build(kind, options, spec)
+
+
+def _build(kind: str, options: Any, spec: LayerSpec) -> Memory:
+    """Build a memory; one with the option `over` is built over that memory."""
+    build: Callable[..., Memory] = memory_class(kind)
+    below: list[Memory] = []
+    if hasattr(options, "over"):
+        with _keys_begin_with("memory.over"):
+            below.append(_build(*typed_options(options.over), spec))
+            assert below[0].evicted_len, "raises ValueError here, where the key of the message can be corrected"
+    memory = build(spec, options, *below)
     if spec.short_first and not memory.takes_short_first:
         raise ValueError(
             f"data.cut is end, but memory.kind = {kind} keeps whole segments only, and there a document begins with a "
@@ -104,13 +141,10 @@ def build_memory(block: Mapping[str, Any], spec: LayerSpec) -> Memory:
     return memory
 
 
-def _build(kind: str, options: Any, spec: LayerSpec) -> Memory:
-    build: Callable[..., Memory] = memory_class(kind)
-    if not hasattr(options, "over"):
-        return build(spec, options)
+@contextmanager
+def _keys_begin_with(key: str) -> Iterator[None]:
+    """Correct keys in errors: a memory does not know where in the configuration it stands."""
     try:
-        over = build_memory(options.over, spec)
-        assert over.evicted_len, "raises ValueError here, where the key of the message can be corrected"
-    except ValueError as error:  # a memory does not know that another one is built over it
-        raise ValueError(re.sub(r"\bmemory\.(?=\w)", "memory.over.", str(error))) from None
-    return build(spec, options, over)
+        yield
+    except ValueError as error:
+        raise ValueError(re.sub(r"\bmemory\.(?=\w)", f"{key}.", str(error))) from None

@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from dist_mem.config.memory_blocks import kinds_of
 from dist_mem.memory.base import Memory
 from dist_mem.runtime.environment import as_submitted
 
@@ -134,10 +135,6 @@ def _kept_names(block: Mapping[str, Any]) -> dict[Path, str]:
     return names
 
 
-def _files_of(block: Any, key: str = "memory") -> Iterator[tuple[str, str]]:
-    """Yield key and value of every kind that names a file, also of memories below; blocks are unchecked."""
-    if not isinstance(block, Mapping):
-        return
-    if isinstance(kind := block.get("kind"), str) and is_file(kind):
-        yield f"{key}.kind", kind
-    yield from _files_of(block.get("over"), f"{key}.over")
+def _files_of(block: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return key and value of every kind that names a file."""
+    return [(key, kind) for key, kind in kinds_of(block) if is_file(kind)]

@@ -11,6 +11,7 @@ from dist_mem.checkpoint.lane_states import open_checkpoints
 from dist_mem.checkpoint.resume_source import Resumption
 from dist_mem.checkpoint.saver import Saver
 from dist_mem.config import Config, deepspeed_block, save_config
+from dist_mem.config.memory_blocks import described
 from dist_mem.data.batch_plan import idle_work, num_readable, total_steps
 from dist_mem.data.directory import open_index, open_tokenizer, refresh_on_all_ranks
 from dist_mem.data.lanes import check_tokenizer
@@ -147,7 +148,7 @@ def _open_run(
 
 def _describe_windows(config: Config, model: MemoryLM) -> list[str]:
     """Return a message if the length of windows does not fit the memory."""
-    num_segments, kind = config.train.bptt_segments, config.memory["kind"]
+    num_segments, kind = config.train.bptt_segments, described(config.memory)
     carries = any(memory.carries_gradient for memory in model.memories())
     if num_segments > 1 and not carries:
         return [f"train.bptt_segments is {num_segments}: no use, as no gradient flows through the state of {kind}"]

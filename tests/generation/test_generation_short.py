@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from dist_mem.config.memory_blocks import PER_BLOCK
 from dist_mem.contract.subject import VOCAB, Size, Subject
 from dist_mem.generation.reading import ROW_STEP as STEP
 from dist_mem.generation.reading import num_rows
@@ -25,8 +26,14 @@ def model_of(block: dict[str, Any]) -> MemoryLM:
 
 def blocks() -> dict[str, dict[str, Any]]:
     """The cases of the contract tests whose memories compute less than T rows, in the options that fit this segment."""
-    names = [name for name in CASES if small_model(name).memories()[0].min_seg_len < CASES_LEN]
-    return {name: {**CASES[name], **memory_class(CASES[name]["kind"]).small_options(SEG_LEN)} for name in names}
+    longest = {name: max(memory.min_seg_len for memory in small_model(name).memories()) for name in CASES}
+    return {name: fitted(CASES[name]) for name, length in longest.items() if length < CASES_LEN}
+
+
+def fitted(block: dict[str, Any]) -> dict[str, Any]:
+    if block["kind"] == PER_BLOCK:
+        return {name: part if name == "kind" else fitted(part) for name, part in block.items()}
+    return {**block, **memory_class(block["kind"]).small_options(SEG_LEN)}
 
 
 @pytest.mark.parametrize("case", case_params(blocks()))

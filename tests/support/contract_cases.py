@@ -41,6 +41,17 @@ CASES: dict[str, dict[str, Any]] = {
     "infinite over transformer_xl": small_block("infinite", over={"kind": "transformer_xl", "mem_len": SEG_LEN}),
     "infinite over compressive": small_block("infinite", over=small_block("compressive"), sampling="stratified"),
     "infinite over lamemo": small_block("infinite", over=small_block("lamemo", mem_len=SEG_LEN), sampling="sticky"),
+    "per block": {
+        "kind": "per_block",
+        "default": small_block("compressive"),
+        "0": {"kind": "none"},
+        "1": small_block("infinite", over={"kind": "transformer_xl", "mem_len": SEG_LEN}),
+    },
+    "per block, with gradient": {
+        "kind": "per_block",
+        "default": {"kind": "infini"},
+        "1": {"kind": "transformer_xl", "mem_len": SEG_LEN},
+    },
     "lamemo, shorter than a segment": small_block("lamemo", mem_len=SEG_LEN - 1),
     "lamemo, published window": small_block("lamemo", mem_len=2 * SEG_LEN - 1, window="segment"),
     "lamemo, shared positions": small_block("lamemo", positions="shared"),
@@ -51,7 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 # Further variants that differ most from their memory in what they keep: another choice of what is kept, another window,
-# and memories in two layers of which each is of another kind.
+# and memories in two layers of which each is of another kind. And blocks whose memories differ.
 MET_BY_ALL = {
     "compressive, most used",
     "infinite, sticky",
@@ -59,6 +70,7 @@ MET_BY_ALL = {
     "infinite over compressive",
     "infinite over lamemo",
     "lamemo, published window",
+    "per block",
 }
 
 
@@ -100,7 +112,7 @@ def rotated(cases: Iterable[str], others: Sequence[Any]) -> list[ParameterSet]:
 
 def takes_short_first(case: str) -> bool:
     """Return whether the memory of the first layer accepts documents that are cut from their end."""
-    return small_model(case).memories()[0].takes_short_first
+    return all(memory.takes_short_first for memory in small_model(case).memories())
 
 
 def subject(case: str, norm: str = "pre", cut: str = "start", attention: str = "auto") -> Subject:

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from dist_mem.checkpoint.manifest import step_dir
 from dist_mem.config import load_config
+from dist_mem.config.memory_blocks import as_block, kinds_of
 from dist_mem.data.plan import DocumentPlan, make_plan
 from dist_mem.data.shard import read_index
 from dist_mem.errors import EXIT_REQUEUE
@@ -88,6 +89,7 @@ MEMORIES = {
         "infinite", over={"kind": "lamemo", "mem_len": SEG_LEN}, sampling="sticky"
     ),
     "a memory outside the package": small_memory(f"{EXAMPLE}:Averages"),
+    "a memory per block": {"default": "none", 1: small_memory("infini")},
 }
 ACCUMULATIONS = {
     1: {"micro_batch_size": 4, "segments_per_update": 1},
@@ -129,7 +131,8 @@ def test_every_memory_comes_back_bitwise(
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "straight", changes)
     written = OmegaConf.load(config)
     written.memory = MEMORIES[memory]
-    if memory_class(MEMORIES[memory]["kind"]).carries_gradient is not Memory.carries_gradient:
+    kinds = [kind for _, kind in kinds_of(as_block(MEMORIES[memory]))]
+    if any(memory_class(kind).carries_gradient is not Memory.carries_gradient for kind in kinds):
         written.train.bptt_segments = accumulation  # one window an update
     OmegaConf.save(written, config)
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"

@@ -58,7 +58,7 @@ def draw(name: str, sources: Sequence[Source]) -> Drawn:
     found, count = densities(source, source.settings.num_tokens or NUM_TOKENS)
     num_layers, num_heads, _ = found.shape
     shown = sorted({0, (num_layers - 1) // 2, num_layers - 1})
-    marks = update_marks(source.trained.model.memories()[0].options.tau)
+    marks = update_marks(signal_memories(source, name)[0].options.tau)
     picture, plots = new_picture(2.6, columns=len(shown), sharey=True, squeeze=False)
     middles = [(bar + 0.5) / BARS for bar in range(BARS)]
     for axes, layer in zip(plots[0], shown, strict=True):

@@ -1,0 +1,85 @@
+"""A memory for each block of the model: as a map or a list, merged over files, and refused where it fits no model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dist_mem.config import Config, ConfigError, load_config
+from dist_mem.doctor.dry_run import check_model
+from dist_mem.memory import memory_options
+from dist_mem.memory.infini import Infini
+from dist_mem.memory.none import NoMemory
+from dist_mem.memory.transformer_xl import TransformerXL
+from dist_mem.model import MemoryLM
+
+SIZES = ["train.steps=1", "train.seg_len=4", "model.num_layers=3", "model.d_model=8", "model.num_heads=2"]
+MAP = "{default: none, 1: {kind: transformer_xl, mem_len: 8}}"
+
+
+def load(*arguments: str) -> Config:
+    return load_config([*SIZES, "model.d_inner=8", *arguments], memory_options=memory_options, check=check_model)
+
+
+def kinds(config: Config) -> list[type]:
+    return [type(memory) for memory in MemoryLM(config, 16).memories()]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        MAP,
+        "{default: {kind: none}, '1': {kind: transformer_xl, mem_len: 8}}",
+        "[none, {kind: transformer_xl, mem_len: 8}, none]",
+        "{0: none, 1: {kind: transformer_xl, mem_len: 8}, 2: none}",
+        "{kind: per_block, default: none, 1: {kind: transformer_xl, mem_len: 8}}",
+    ],
+)
+def test_every_form_builds_the_same_blocks(given: str, tmp_path: Path) -> None:
+    (tmp_path / "map.yaml").write_text(f"memory: {given}", encoding="utf-8")
+    for argument in (f"memory={given}", str(tmp_path / "map.yaml")):
+        config = load(argument)
+        assert kinds(config) == [NoMemory, TransformerXL, NoMemory]
+        assert MemoryLM(config, 16).memories()[1].options.mem_len == 8
+
+
+def test_a_later_source_changes_one_block_or_all(tmp_path: Path) -> None:
+    (tmp_path / "map.yaml").write_text(yaml.safe_dump({"memory": yaml.safe_load(MAP)}), encoding="utf-8")
+    given = str(tmp_path / "map.yaml")
+    assert MemoryLM(load(given, "memory.1.mem_len=12"), 16).memories()[1].options.mem_len == 12
+    assert kinds(load(given, "memory.1=infini")) == [NoMemory, Infini, NoMemory]
+    assert kinds(load(given, "memory.2.kind=infini")) == [NoMemory, TransformerXL, Infini]
+    assert kinds(load(given, "memory.default=infini")) == [Infini, TransformerXL, Infini]
+    assert kinds(load(given, "memory={kind: infini}")) == [Infini, Infini, Infini]
+
+
+def test_blocks_of_equal_memories_share_what_equal_blocks_share() -> None:
+    alike = "{kind: transformer_xl, mem_len: 8}"
+    first, other, last = MemoryLM(load(f"memory=[{alike}, none, {alike}]"), 16).memories()
+    shared = {id(parameter) for parameter in first.parameters()} & {id(parameter) for parameter in last.parameters()}
+    assert shared
+    assert not shared & {id(parameter) for parameter in other.parameters()}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("{default: none, 3: infini}", "memory.3: is of no block, block 2 is the last"),
+        ("{0: none, 1: none}", "memory.2: is missing: give it, or memory.default"),
+        (
+            "{default: none, 1: {kind: transformr_xl}}",
+            "memory.1.kind: is 'transformr_xl'.*mean transformer_xl",
+        ),
+        ("{default: none, 1: {kind: infini, mem_len: 3}}", "memory.1.mem_len: "),
+        ("{default: none, 1: {kind: transformer_xl, mem_len: 0}}", "memory.1.mem_len: is 0, but must be at least 1"),
+        ("{default: none, 1: 5}", "memory.1: is 5, but must be a block whose kind"),
+        ("{default: none, mem_len: 5}", "memory.mem_len: is no memory of a block.*memory.default.mem_len"),
+        ("{kind: none, 1: infini}", "memory.1: is the memory of one block.*write memory.default.kind"),
+        ("{default: none, 2: {kind: lamemo, mem_len: 8}}", "memory.2: is a LaMemo, whose rows pass through all blocks"),
+    ],
+)
+def test_what_fits_no_model_is_refused_with_its_key(given: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(f"memory={given}")
