@@ -36,6 +36,7 @@ EXAMPLES = {
     "export": "runs/demo --out models/demo",
     "reproduce": "recall --scale small",
     "sweep": "configs/sweeps/rates.yaml --jobs 2",
+    "arena": "configs/arena/cpu.yaml --plan",
     "config": "configs/demo.yaml train.steps=100",
     "plan": "configs/pg19_small.yaml --gpu h100-80gb --gpus 8",
     "doctor": "configs/demo.yaml",

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from dist_mem import __version__
-from dist_mem.cli import commands as run
 from dist_mem.cli import (
+    arena,
     datasets,
     drawing,
     harness,
@@ -25,6 +25,7 @@ from dist_mem.cli import (
     steps,
     sweeping,
 )
+from dist_mem.cli import commands as run
 from dist_mem.cli.arguments import (
     MODEL,
     add_checkpoint,
@@ -75,6 +76,7 @@ def build_parser() -> tuple[ArgumentParser, Parsers]:
             run.export: _add_export,
             run.reproduce: _add_reproduce,
             sweeping.sweep: sweeping.add_arguments,
+            arena.arena: arena.add_arguments,
         },
         "check": {
             run.config: _add_config,

@@ -5,14 +5,23 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dist_mem.cli.arguments import count
 from dist_mem.errors import UnusableError
+
+if TYPE_CHECKING:
+    from dist_mem.config import Config
 
 
 def add_arguments(added: ArgumentParser) -> None:
     """Add the arguments of `dist-mem sweep`."""
     added.add_argument("sweep", type=Path, metavar="SWEEP.yaml", help="grid, rows, seeds and columns")
+    add_running(added, "runs/sweep/NAME")
+
+
+def add_running(added: ArgumentParser, out: str) -> Any:
+    """Add the arguments of commands that run many trainings; return the group of what to do instead of running."""
     added.add_argument(
         "overrides", nargs="*", default=[], help="key=value for every training; with --slurm also a site's YAML files"
     )
@@ -20,28 +29,41 @@ def add_arguments(added: ArgumentParser) -> None:
         "--jobs", type=partial(count, most=1000), default=1, metavar="N", help="trainings at one time (default: 1)"
     )
     added.add_argument("--ranks", type=count, default=1, metavar="N", help="processes per training (default: 1)")
-    added.add_argument("--out", type=Path, metavar="FOLDER", help="output (default: runs/sweep/NAME)")
+    added.add_argument("--out", type=Path, metavar="FOLDER", help=f"output (default: {out})")
     what = added.add_mutually_exclusive_group()
     what.add_argument("--estimate", action="store_true", help="print what it will take, and exit")
     what.add_argument("--no-estimate", action="store_true", help="begin without trying every row first")
     what.add_argument("--slurm", action="store_true", help="submit the trainings as a job array, and exit")
+    return what
 
 
-def sweep(options: Namespace) -> int:
-    """Train and compare every combination of some settings, several at one time."""
+def divided(options: Namespace) -> tuple[Config | None, list[str]]:
+    """Return the configuration of the site, None without --slurm, and the overrides of every training.
+
+    Raises:
+        UnusableError: files are given that only --slurm takes.
+    """
     from dist_mem.config import load_config
-    from dist_mem.reproduce.sweep import run, submit
 
     files = [word for word in options.overrides if "=" not in word]
     site = [word for word in options.overrides if word in files or word.startswith("launch.")]
     extra = [word for word in options.overrides if word not in site]
     if options.slurm:
-        config = load_config(["train.steps=1", *site])
-        return submit(options.sweep, config, out=options.out, jobs=options.jobs, extra=extra)
+        return load_config(["train.steps=1", *site]), extra
     if files:
         raise UnusableError(
-            f"{files[0]}: only --slurm takes files beside the sweep's; name it under train: in the sweep"
+            f"{files[0]}: only --slurm takes files beside the {options.command}'s; name it under train: in the file"
         )
+    return None, extra
+
+
+def sweep(options: Namespace) -> int:
+    """Train and compare every combination of some settings, several at one time."""
+    from dist_mem.reproduce.sweep import run, submit
+
+    config, extra = divided(options)
+    if config is not None:
+        return submit(options.sweep, config, out=options.out, jobs=options.jobs, extra=extra)
     return run(
         options.sweep,
         out=options.out,

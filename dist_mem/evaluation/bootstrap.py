@@ -7,8 +7,10 @@ Documents are drawn with replacement, the same ones for both models, because a d
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dist_mem.evaluation.report import MAX_EXPONENT, Report
 
@@ -18,17 +20,20 @@ _SEED = 0  # the same reports give the same interval
 _TAIL = 2.5  # percent on either side
 
 
-def gain_interval(first: Report, other: Report) -> tuple[float, float] | None:
-    """Return the 95 % interval of the first report's perplexity divided by the other's.
+def gain_interval(first: Sequence[Report], other: Sequence[Report]) -> tuple[float, float] | None:
+    """Return the 95 % interval of a model's perplexity divided by another's.
 
-    Both score the same documents. Perplexity is word-level, or per token if words are not known.
+    All reports score the same documents. Perplexity is word-level, or per token if words are not known.
+
+    Args:
+        first, other: of each model a report for every seed, of which the mean loss counts.
 
     Returns:
         Lower and upper bound; None if there are fewer than two documents, or a loss is not finite.
     """
-    pairs = list(zip(first.documents, other.documents, strict=True))
-    gains = np.array([one.nll - two.nll for one, two in pairs])  # nats
-    counts = np.array([one.num_scored if one.words is None else one.words for one, _ in pairs], dtype=np.float64)
+    gains = _losses(first) - _losses(other)
+    scored = [document.num_scored if document.words is None else document.words for document in first[0].documents]
+    counts = np.array(scored, dtype=np.float64)
     known = counts > 0  # a document without words has no share in a perplexity of words
     gains, counts = gains[known], counts[known]
     if len(gains) < 2 or not np.isfinite(gains).all():
@@ -43,6 +48,12 @@ def gain_interval(first: Report, other: Report) -> tuple[float, float] | None:
         left -= rows
     low, high = np.percentile(np.concatenate(means), [_TAIL, 100 - _TAIL])
     return _ratio(low), _ratio(high)
+
+
+def _losses(reports: Sequence[Report]) -> NDArray[np.float64]:
+    """Return the loss of every document in nats, the mean over the reports."""
+    losses: NDArray[np.float64] = np.mean([[document.nll for document in each.documents] for each in reports], axis=0)
+    return losses
 
 
 def _ratio(nats: float) -> float:

@@ -142,7 +142,7 @@ def compare(reports: Sequence[Entry]) -> list[Row]:
             entry.name,
             value,
             values[0] / value,
-            None if entry is reports[0] else gain_interval(first, entry.report),
+            None if entry is reports[0] else gain_interval([first], [entry.report]),
             entry.report.accuracy,
             None if entry.without_memory is None else memory_gain(entry.report, entry.without_memory),
             {

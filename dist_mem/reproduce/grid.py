@@ -56,11 +56,7 @@ def load_sweep(path: Path) -> Table:
     Raises:
         UnusableError: there is no such file, or it is invalid; the message names the file and the key.
     """
-    found = path if path.is_file() else shipped_path(str(path))
-    if found is None or not is_file(found):
-        raise UnusableError(f"there is no file {path}: give the YAML file of a sweep")
-    if found != path:
-        say_where_from(str(path), found)
+    found = found_file(path, "a sweep")
     try:
         sweep: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Sweep), OmegaConf.load(found)))
     except (OmegaConfBaseException, YAMLError) as error:
@@ -81,6 +77,16 @@ def load_sweep(path: Path) -> Table:
     )
     check_table(table)
     return table
+
+
+def found_file(path: Path, what: str) -> Path:
+    """Return a file, or the one of this name that comes with dist_mem. Raises UnusableError if neither is there."""
+    found = path if path.is_file() else shipped_path(str(path))
+    if found is None or not is_file(found):
+        raise UnusableError(f"there is no file {path}: give the YAML file of {what}")
+    if found != path:
+        say_where_from(str(path), found)
+    return found
 
 
 def _combinations(sweep: Sweep, path: Path) -> dict[str, list[str]]:

@@ -86,7 +86,8 @@ def _measure(job: Job, item: Run, columns: Mapping[str, Column], name: str, plac
         value, step = figure_of(report, column)
         values[other] = value  # None if a requirement is missing, as WordNet for METEOR
         result = {"absent": f"{column.split}/{column.figure}"} if value is None else {"value": value}
-        keep_result(item, other, {**result, "step": step, "evaluate": list(column.evaluate)})
+        made = {"step": step, "evaluate": list(column.evaluate), "report": str(report.relative_to(item.directory))}
+        keep_result(item, other, {**result, **made})
     return values
 
 

@@ -127,9 +127,14 @@ def _best(runs: Sequence[Run], name: str, column: Column) -> Run:
     results = [read_result(run, _on_validation(name)) for run in runs]
     if None in results:
         return runs[results.index(None)]
-    sign = -1.0 if column.figure.startswith(_GROWING) else 1.0
+    sign = -1.0 if is_better_higher(column.figure) else 1.0
     valued = [(sign * result["value"], number) for number, result in enumerate(results) if result and "value" in result]
     return runs[min(valued)[1]] if valued else runs[0]
+
+
+def is_better_higher(figure: str) -> bool:
+    """Return whether a higher value of a figure is the better one."""
+    return figure.startswith(_GROWING)
 
 
 def _on_validation(name: str) -> str:

@@ -42,21 +42,26 @@ def run(
     """
     with locked(folder := _folder(path, out)), StopSignal() as signal:
         job = _job(path, folder, ranks, extra, signal)
-        everywhere = places(jobs, ranks, num_cores=os.cpu_count() or 1, num_gpus=torch.cuda.device_count())
-        begin, seconds = time.monotonic(), None
-        if estimates:
-            try:
-                seconds = _estimate(job, everywhere)
-            except StoppedError:
-                return EXIT_REQUEUE
-            begin = time.monotonic()
-        if only_estimate:
-            return EXIT_DONE
-        code = run_table(job, name=path.stem, places=everywhere, restarts=_RESTARTS)
-        if code == EXIT_DONE and seconds is not None:
-            took = estimate.duration(time.monotonic() - begin)
-            print(f"took {took}; the estimate was {estimate.duration(seconds)}")
-        return code
+        return run_job(job, name=path.stem, jobs=jobs, estimates=estimates, only_estimate=only_estimate)
+
+
+def run_job(job: Job, *, name: str, jobs: int, estimates: bool, only_estimate: bool) -> int:
+    """Run the runs of a job, several at one time; see `run`."""
+    everywhere = places(jobs, job.ranks, num_cores=os.cpu_count() or 1, num_gpus=torch.cuda.device_count())
+    begin, seconds = time.monotonic(), None
+    if estimates:
+        try:
+            seconds = _estimate(job, everywhere)
+        except StoppedError:
+            return EXIT_REQUEUE
+        begin = time.monotonic()
+    if only_estimate:
+        return EXIT_DONE
+    code = run_table(job, name=name, places=everywhere, restarts=_RESTARTS)
+    if code == EXIT_DONE and seconds is not None:
+        took = estimate.duration(time.monotonic() - begin)
+        print(f"took {took}; the estimate was {estimate.duration(seconds)}")
+    return code
 
 
 def submit(path: Path, config: Config, *, out: Path | None, jobs: int, extra: Sequence[str]) -> int:
@@ -73,18 +78,22 @@ def submit(path: Path, config: Config, *, out: Path | None, jobs: int, extra: Se
         UnfitError: Slurm does not answer.
     """
     with locked(folder := _folder(path, out)), StopSignal() as signal:
-        job = _job(path, folder, 1, extra, signal)
-        left = [item for item in job.runs if left_to_measure(job, item)]
-        if not left:
-            raise UnusableError(f"{folder}: all runs are finished; `dist-mem sweep {path}` prints the table")
-        for item in left:
-            build(job, item, print)
-        lines = [train_command(job.scale, item, ranks=1, extra=job.extra) for item in left]
-        commands = [shlex.join(line[line.index("train") + 1 :]) for line in lines]
-        list_of_runs = free_name(folder / "slurm" / "runs.txt")
-        list_of_runs.parent.mkdir(parents=True, exist_ok=True)
-        write_text(list_of_runs, "".join(f"{command}\n" for command in commands))
-        return submit_array(list_of_runs, config, num_tasks=len(left), at_once=jobs, name=path.stem)
+        return submit_runs(_job(path, folder, 1, extra, signal), config, name=path.stem, at_once=jobs)
+
+
+def submit_runs(job: Job, config: Config, *, name: str, at_once: int) -> int:
+    """Submit the runs of a job that are not finished; see `submit`."""
+    left = [item for item in job.runs if left_to_measure(job, item)]
+    if not left:
+        raise UnusableError(f"{job.out}: all runs are finished; `{job.table.source}` prints the table")
+    for item in left:
+        build(job, item, print)
+    lines = [train_command(job.scale, item, ranks=1, extra=job.extra) for item in left]
+    commands = [shlex.join(line[line.index("train") + 1 :]) for line in lines]
+    list_of_runs = free_name(job.out / "slurm" / "runs.txt")
+    list_of_runs.parent.mkdir(parents=True, exist_ok=True)
+    write_text(list_of_runs, "".join(f"{command}\n" for command in commands))
+    return submit_array(list_of_runs, config, num_tasks=len(left), at_once=at_once, name=name)
 
 
 def _folder(path: Path, out: Path | None) -> Path:

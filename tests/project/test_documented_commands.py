@@ -110,6 +110,7 @@ NOT_RUN = [
     NotRun("docs/howto/tracking.md", ".venv/bin/mlflow ui", "a server, which does not end", parsed),
     NotRun("docs/howto/add_a_memory.md", "class State", "a sketch of the contract; the example beside it runs", sketch),
     NotRun("docs/howto/dialogue.md", "dist-mem train configs/papers", "the weights of GPT-2", parsed),
+    NotRun("docs/howto/arena.md", "dist-mem arena", "hours, or a cluster; test_arena.py", parsed),
     NotRun("docs/howto/cluster.md", "torchrun --nnodes 2", "two nodes of 8 GPUs", checked(16)),
     NotRun("docs/howto/cluster.md", "srun", "two nodes of 8 GPUs", checked(16)),
     NotRun("docs/howto/cluster.md", "dist-mem status", "a cluster; test_slurm_commands.py", parsed),

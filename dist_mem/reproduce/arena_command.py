@@ -1,0 +1,103 @@
+"""The arena command: fit every memory to the budget, train and evaluate all, and write the page of the results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from dist_mem.config import Config, load_config
+from dist_mem.doctor.dry_run import check_model
+from dist_mem.errors import EXIT_DONE
+from dist_mem.memory import memory_options
+from dist_mem.reproduce.arena import SCALE, Arena, load_arena, memory_of_row
+from dist_mem.reproduce.arena_page import write_page
+from dist_mem.reproduce.budget import Costs, fitted
+from dist_mem.reproduce.command import locked
+from dist_mem.reproduce.fingerprint import keep_settings
+from dist_mem.reproduce.job import Job
+from dist_mem.reproduce.one_run import build
+from dist_mem.reproduce.runs import all_runs
+from dist_mem.reproduce.sweep import run_job, submit_runs
+from dist_mem.runtime.signals import StopSignal
+from dist_mem.runtime.terminal import table
+
+
+def run(
+    path: Path,
+    *,
+    out: Path | None,
+    jobs: int,
+    ranks: int,
+    extra: Sequence[str],
+    estimates: bool,
+    only_estimate: bool,
+    only_plan: bool,
+) -> int:
+    """Run the arena of a file and return the exit code of the process; the same call continues a stopped one.
+
+    Args:
+        out, jobs, ranks, extra, estimates, only_estimate: as `sweep.run`; out None: runs/arena/NAME.
+        only_plan: print what every memory takes within the budget, and end.
+
+    Raises:
+        UnusableError: the arena or its configurations are invalid, a memory does not fit the budget, or a row cannot
+            start.
+    """
+    with _prepared(path, out), StopSignal() as signal:
+        job, arena, costs = _job(path, out, ranks, extra, signal)
+        print(_plan(costs), flush=True)
+        if only_plan:
+            return EXIT_DONE
+        code = run_job(job, name=path.stem, jobs=jobs, estimates=estimates, only_estimate=only_estimate)
+        if not only_estimate:
+            written = write_page(job, list(arena.memories), costs)
+            print(written[0].read_text(encoding="utf-8"))
+            print(f"written: {', '.join(str(each) for each in written)}")
+        return code
+
+
+def submit(path: Path, config: Config, *, out: Path | None, jobs: int, extra: Sequence[str]) -> int:
+    """Submit all runs that are not finished as a job array; once they have ended, `run` measures them. See `sweep`."""
+    with _prepared(path, out), StopSignal() as signal:
+        job, _, costs = _job(path, out, 1, extra, signal)
+        print(_plan(costs), flush=True)
+        return submit_runs(job, config, name=path.stem, at_once=jobs)
+
+
+def _prepared(path: Path, out: Path | None) -> AbstractContextManager[None]:
+    return locked(_folder(path, out))
+
+
+def _folder(path: Path, out: Path | None) -> Path:
+    return out or Path("runs") / "arena" / path.stem
+
+
+def _job(
+    path: Path, out: Path | None, ranks: int, extra: Sequence[str], signal: StopSignal
+) -> tuple[Job, Arena, dict[str, Costs]]:
+    """Return the job of an arena with the budget in its rows, and what every memory takes; build missing data."""
+    arena, table_of_arena = load_arena(path)
+    scale, folder = table_of_arena.scales[SCALE], _folder(path, out)
+    keep_settings(table_of_arena, scale, folder, extra)
+    runs = all_runs(scale, folder, scale.seeds, list(scale.rows))
+    job = Job(table_of_arena, scale, folder, runs, ranks, list(extra), signal)
+    build(job, runs[0], print)  # the sizes depend on the vocabulary
+
+    def load(words: Sequence[str]) -> Config:
+        return load_config([*scale.train, *words, f"data.path={arena.data}", *extra], memory_options=memory_options)
+
+    found = {
+        name: fitted(name, words, arena.budget, arena.fit, load, check_model) for name, words in arena.memories.items()
+    }
+    for row, words in scale.rows.items():
+        words += found[memory_of_row(arena, row)][0]
+    return job, arena, {name: costs for name, (_, costs) in found.items()}
+
+
+def _plan(costs: dict[str, Costs]) -> str:
+    rows = [
+        [name, *(f"{part:,}" for part in each[:4]), "n/a" if each.flops is None else f"{each.flops:.3g}"]
+        for name, each in costs.items()
+    ]
+    return "\n".join(table([["memory", "parameters", "state bytes", "steps", "tokens", "FLOPs"], *rows]))

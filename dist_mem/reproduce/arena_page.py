@@ -1,0 +1,219 @@
+"""The results of an arena: `arena.md`, `cells.csv`, quality against cost as a picture, and recall by distance.
+
+Every cell is a command, that of its training and of its evaluation, and a checksum of what the evaluation found in
+every document: who repeats the two commands on the same kind of machine gets the same checksum.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import shlex
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple
+from pathlib import Path
+from typing import NamedTuple
+
+from dist_mem.evaluation.bootstrap import gain_interval
+from dist_mem.evaluation.plot import distance_bins, plot_recall, recall_curve
+from dist_mem.evaluation.report import Report, read_report
+from dist_mem.reproduce.budget import Costs
+from dist_mem.reproduce.job import Job
+from dist_mem.reproduce.results import cell
+from dist_mem.reproduce.runs import (
+    Run,
+    columns_of,
+    evaluate_command,
+    is_better_higher,
+    read_result,
+    runs_behind,
+    train_command,
+)
+from dist_mem.runtime.files import write_text
+from dist_mem.tracking.tracker import METRICS_FILE, read_points
+
+PAGE, CELLS, PARETO, RECALL = "arena.md", "cells.csv", "pareto.png", "recall.png"
+
+
+class Standing(NamedTuple):
+    """What an arena found of one memory."""
+
+    name: str
+    cells: dict[str, str]  # column -> mean and spread over the seeds
+    mean: float | None  # of the first column
+    interval: tuple[float, float] | None  # of the first memory's perplexity over this one's, by documents
+    costs: Costs
+    speed: float | None  # tokens/s of a training, the median of its points; the mean over the seeds
+
+
+def standings(job: Job, memories: Sequence[str], costs: Mapping[str, Costs]) -> list[Standing]:
+    """Return what is known of every memory, in the order of the file."""
+    columns = columns_of(job.table, job.scale)
+    first_column = next(iter(columns))
+    first = _reports(job, memories[0], first_column)
+    found = []
+    for name in memories:
+        runs = {column: runs_behind(job.table, job.scale, job.runs, name, column) for column in columns}
+        cells = {column: cell(each, column) for column, each in runs.items()}
+        speeds = [speed for run in runs[first_column] if (speed := _speed(run)) is not None]
+        found.append(
+            Standing(
+                name,
+                {column: _shown(each.values) or str(each) for column, each in cells.items()},
+                cells[first_column].mean,
+                _interval(first, _reports(job, name, first_column)) if name != memories[0] else None,
+                costs[name],
+                statistics.fmean(speeds) if speeds else None,
+            )
+        )
+    return found
+
+
+def write_page(job: Job, memories: Sequence[str], costs: Mapping[str, Costs]) -> list[Path]:
+    """Write the files of the results, and return their paths."""
+    found = standings(job, memories, costs)
+    first_column = next(iter(columns_of(job.table, job.scale)))
+    paths = [job.out / PAGE, job.out / CELLS, job.out / PARETO]
+    write_text(paths[0], to_markdown(job, found))
+    write_text(paths[1], _cells(job, memories))
+    _draw_pareto(found, columns_of(job.table, job.scale)[first_column].figure, paths[2])
+    reports = [(name, report) for name in memories for report in _reports(job, name, first_column).values()]
+    bins = distance_bins([report for _, report in reports])
+    if any(recall_curve(report, bins)[1] for _, report in reports):
+        paths.append(job.out / RECALL)
+        plot_recall(reports, paths[-1])
+    return paths
+
+
+def to_markdown(job: Job, found: Sequence[Standing]) -> str:
+    """Return the table of an arena, with what each memory took."""
+    columns = list(columns_of(job.table, job.scale))
+    over = f"{found[0].name} / memory, 95 %"
+    sizes = ["parameters", "bytes of memory a lane", "steps", "tokens", "FLOPs", "tokens/s"]
+    heading = ["memory", *columns, over, *sizes]
+    lines = [f"# {job.table.title}", "", job.scale.about, "", _line(heading), _line(["---"] * len(heading))]
+    for each in found:
+        interval = "" if each.interval is None else f"{each.interval[0]:.3f} to {each.interval[1]:.3f}"
+        costs = each.costs
+        flops = "n/a" if costs.flops is None else f"{costs.flops:.3g}"
+        taken = [f"{costs.parameters:,}", f"{costs.state_bytes:,}", f"{costs.steps:,}", f"{costs.tokens:,}", flops]
+        speed = "n/a" if each.speed is None else f"{each.speed:,.0f}"
+        lines.append(_line([each.name, *each.cells.values(), interval, *taken, speed]))
+    seeds = ", ".join(str(seed) for seed in job.scale.seeds)
+    lines += [
+        "",
+        f"Means over the seeds {seeds}, ± their standard deviation. The interval is that of {found[0].name}'s "
+        f"perplexity divided by the memory's, in the column {columns[0]}, if other documents of the same kind had been "
+        "scored: 10,000 draws of the documents, the same for both, of the mean over the seeds. An interval that "
+        "contains 1 settles nothing; another seed may differ by more than another document.",
+        "",
+        f"![Quality against cost]({PARETO})",
+        "",
+        f"Every cell with its commands and its checksum: [{CELLS}]({CELLS}).",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def checksum(report: Report) -> str:
+    """Return the SHA-256 of the figures of every document, without times and places."""
+    figures = [astuple(document) for document in report.documents]
+    return hashlib.sha256(json.dumps(figures).encode()).hexdigest()
+
+
+def _reports(job: Job, name: str, column: str) -> dict[int, Report]:
+    """Return the reports behind a cell by seed; without those of trainings that diverged or are still to come."""
+    found = {}
+    for run in runs_behind(job.table, job.scale, job.runs, name, column):
+        if (path := _report_of(run, column)) is not None:
+            found[run.seed] = read_report(path)
+    return found
+
+
+def _report_of(run: Run, column: str) -> Path | None:
+    result = read_result(run, column) or {}
+    return run.directory / result["report"] if "report" in result else None
+
+
+def _interval(first: Mapping[int, Report], other: Mapping[int, Report]) -> tuple[float, float] | None:
+    """Return the interval of the gain over the seeds that both have; None without any."""
+    seeds = sorted(first.keys() & other.keys())
+    return gain_interval([first[seed] for seed in seeds], [other[seed] for seed in seeds]) if seeds else None
+
+
+def _shown(values: Sequence[float]) -> str:
+    """Return mean and standard deviation of several seeds; "" for others."""
+    return f"{statistics.fmean(values):.4g} ± {statistics.stdev(values):.2g}" if len(values) > 1 else ""
+
+
+def _speed(run: Run) -> float | None:
+    speeds = [
+        point.metrics["tokens_per_second"]
+        for point in read_points(run.directory / METRICS_FILE)
+        if "tokens_per_second" in point.metrics
+    ]
+    return statistics.median(speeds) if speeds else None
+
+
+def _cells(job: Job, memories: Sequence[str]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["memory", "row", "seed", "column", "value", "sha256", "training", "evaluation"])
+    writer.writerows(_cell_lines(job, memories))
+    return text.getvalue()
+
+
+def _cell_lines(job: Job, memories: Sequence[str]) -> Iterator[list[str]]:
+    for name in memories:
+        for column, settings in columns_of(job.table, job.scale).items():
+            for run in runs_behind(job.table, job.scale, job.runs, name, column):
+                result, path = read_result(run, column) or {"to run": ""}, _report_of(run, column)
+                value = str(result["value"]) if "value" in result else next(iter(result))
+                digest = "" if path is None else checksum(read_report(path))
+                training = train_command(job.scale, run, ranks=1, extra=job.extra)
+                evaluation = evaluate_command(run, settings, job.extra)
+                commands = [words[words.index("dist_mem") + 1 :] for words in (training, evaluation)]
+                lines = [shlex.join(["dist-mem", *words]) for words in commands]
+                yield [name, run.row, str(run.seed), column, value, digest, *lines]
+
+
+def _draw_pareto(found: Sequence[Standing], figure_name: str, path: Path) -> None:
+    """Draw the first column against what a memory takes; the line joins those that nobody beats in both."""
+    from matplotlib.figure import Figure  # takes a second to import
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    costs = {
+        "FLOPs of the training": [each.costs.flops for each in found],
+        "bytes of memory a lane": [each.costs.state_bytes for each in found],
+        "seconds a million tokens": [None if each.speed is None else 1e6 / each.speed for each in found],
+    }
+    for axes, (label, xs) in zip(figure.subplots(1, len(costs), sharey=True), costs.items(), strict=True):
+        points = [
+            (float(x), each.mean, each.name)
+            for x, each in zip(xs, found, strict=True)
+            if x is not None and each.mean is not None
+        ]
+        for x, y, name in points:
+            axes.plot([x], [y], "o", color="C0")
+            axes.annotate(name, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7)
+        front = pareto_front([(x, y) for x, y, _ in points], higher=is_better_higher(figure_name))
+        axes.plot([x for x, _ in front], [y for _, y in front], "-", color="C1", linewidth=1)
+        axes.set_xlabel(label, fontsize=8)
+    figure.axes[0].set_ylabel(figure_name.replace("_", " "), fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def pareto_front(points: Sequence[tuple[float, float]], *, higher: bool) -> list[tuple[float, float]]:
+    """Return the points (cost, quality) that no other beats in both, by rising cost."""
+    sign = -1.0 if higher else 1.0
+    front: list[tuple[float, float]] = []
+    for x, y in sorted(points, key=lambda point: (point[0], sign * point[1])):
+        if not front or sign * y < sign * front[-1][1]:
+            front.append((x, y))
+    return front
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
