@@ -29,7 +29,7 @@ from dist_mem.nn.published import GPT2FeedForward, SwiGLU
 
 
 class BlockOutput(NamedTuple):
-    y: Tensor  # (B, T, D), after the rows of a stem, if any
+    y: Tensor  # (B, T, D), with the rows of a stem around it, if any
     state: MemoryState  # of the memory
     aux: dict[str, Tensor]  # name -> (B,) weighted auxiliary loss per lane
     logs: dict[str, Tensor]  # name -> (B,) float32, without gradient

@@ -28,7 +28,7 @@ from dist_mem.nn.vocabulary import Bin, Embedding, Softmax, adaptive_bins, plain
 
 class LMState(NamedTuple):
     blocks: tuple[MemoryState, ...]  # one state a block, defined by its memory
-    stem: MemoryState  # of the rows before the segment, see `Stem`
+    stem: MemoryState  # of the rows around the segment, see `Stem`
     types: MemoryState = ()  # current token types, see `TokenTypes`; (): the model has no token types
 
 
@@ -86,7 +86,9 @@ class MemoryLM(nn.Module):
         for part in (self.embedding, *self.blocks, self.final_norm, self.head):
             with place.drawn(part):
                 self._initialize(part, model)
-        self.stem = self._common_stem()
+        self.stem = place.made(self._common_stem())
+        with place.drawn(self.stem):
+            self._initialize(self.stem, model)
 
     def _initialize(self, part: nn.Module, model: ModelConfig) -> None:
         """Draw the weights of a part, and share those that it has in common with an earlier one."""
@@ -98,6 +100,8 @@ class MemoryLM(nn.Module):
         if isinstance(part, Block):
             part.memory.reset_parameters()
             part.memory.tie_parameters(self._first_alike(part.memory))
+        if isinstance(part, Stem):
+            part.reset_parameters()
 
     def _first_alike(self, memory: Memory) -> Memory:
         """Return the memory of the first block that has the same one: all blocks have, unless `memory` is a map."""
@@ -145,7 +149,8 @@ class MemoryLM(nn.Module):
                 aux[name] = aux[name] + loss if name in aux else loss
             for name, value in output.logs.items():
                 logs.setdefault(name, []).append(value)
-        hidden = self.last_dropout(self.final_norm(x[:, -tokens.shape[1] :]))
+        top = self.last_dropout(self.final_norm(x))
+        hidden, stem_state = self.stem.read_top(top, stem_state, seg_len=tokens.shape[1])
         rest = select_lanes(is_kept, (stem_state, types), (state.stem, state.types))
         means = {name: torch.stack(values).mean(dim=0) for name, values in logs.items()}
         return Features(hidden, aux, LMState(tuple(committed), *rest), means)

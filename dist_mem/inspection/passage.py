@@ -91,5 +91,6 @@ def passage_figures(
             for name, mass in mass_by_age([layer], batch.valid_len, seg_len=batch.tokens.shape[1]).items():
                 mean[name] = mean.get(name, 0.0) + mass / len(batches)
     means = {name: sum(several) / len(several) for name, several in figures.items()}
-    named = {PREFIX + name: figure for name, figure in (means | state_figures(state.blocks)).items()}
+    held = state_figures(state.blocks) or state_figures([state.stem])  # memory tokens are held for the whole model
+    named = {PREFIX + name: figure for name, figure in (means | held).items()}
     return PassageRead(named, by_layer)

@@ -41,7 +41,7 @@ class Evicted(NamedTuple):
 
 
 class MemoryOutput(NamedTuple):
-    y: Tensor  # (B, T, D) attention sub-layer output of the last T rows of x, before the residual
+    y: Tensor  # (B, num_rows, D) attention sub-layer output of the last rows of x, before the residual
     state: MemoryState  # the same NamedTuple type as the input state; without gradient unless `carries_gradient`
     aux: dict[str, Tensor]  # name -> (B,) weighted auxiliary loss per lane, averaged over real queries
     query: Tensor  # (H, B, T, K) content queries of the segment, before biases; a memory over this one reads with them
@@ -53,10 +53,11 @@ class Memory(nn.Module):
     """Base class of all memory layers.
 
     `forward(x, state, valid_len)` takes x (B, T, D), the raw block input with real tokens first, and valid_len (B,)
-    int64, how many of the T tokens are real. If the memory has a stem, x is (B, M + T, D): the rows of the stem come
-    first. With `spec.norm == "pre"` the memory applies its layer norm to stored and new rows alike, so it stores raw
-    rows. It returns the attention output before residual and post-norm, which belong to the block. A memory over this
-    one finds the layer norm as `norm`.
+    int64, how many of the T tokens are real. If the memory has a stem, x has its rows too: those before the segment
+    first, and the `num_after` rows after it last, so that padding may lie between these and the real tokens. With
+    `spec.norm == "pre"` the memory applies its layer norm to stored and new rows alike, so it stores raw rows. It
+    returns the attention output before residual and post-norm, which belong to the block. A memory over this one finds
+    the layer norm as `norm`.
     """
 
     @dataclass
@@ -106,17 +107,22 @@ class Memory(nn.Module):
 
     @property
     def num_rows(self) -> int:
-        """Number of rows that this memory outputs: the rows of the stem that it refreshes, then the segment."""
+        """Number of rows that this memory outputs: the segment, and the rows of the stem that it refreshes."""
         return self.spec.seg_len
+
+    @property
+    def num_after(self) -> int:
+        """Number of rows of the stem after the segment, which are the last rows of x and of the output."""
+        return 0
 
     def flops(self) -> Flops | None:
         """Return the operations of a forward over complete segments with full memories; None if not counted."""
         return None
 
     def stem(self) -> Stem:
-        """Return the stem, which prepends rows to the first block's input; the model uses the first block's stem.
+        """Return the stem, which puts rows around the first block's input; the model uses the first block's stem.
 
-        By default it prepends none.
+        By default it puts none.
         """
         return Stem()
 
@@ -178,15 +184,30 @@ class Memory(nn.Module):
 
 
 class Stem(nn.Module):
-    """Prepends memory rows to the segment, so that both pass through all blocks; this base class prepends none."""
+    """Puts memory rows before the segment and after it, which pass through all blocks; this base class puts none."""
 
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> MemoryState:
         """Return an empty state for each lane, as `Memory.init_state`."""
         return ()
 
+    def reset_parameters(self) -> None:
+        """Adjust initial weights, as `Memory.reset_parameters`."""
+
     def forward(self, x: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState]:
-        """Return M memory rows, then the embedded segment x (B, T, D): (B, M + T, D); and the new state."""
+        """Return memory rows, the embedded segment x (B, T, D) and memory rows, (B, R, D); and the new state."""
         return x, state
+
+    def read_top(self, rows: Tensor, state: MemoryState, *, seg_len: int) -> tuple[Tensor, MemoryState]:
+        """Return the segment's rows at the top, (B, T, D), and the new state, which may hold what the others became.
+
+        It is no forward, so it uses no parameters (rule 7).
+
+        Args:
+            rows: (B, R, D) what the last block returns, after the final norm.
+            state: the new state that `forward` returned.
+            seg_len: T of this forward, which generation makes shorter than `train.seg_len`.
+        """
+        return rows[:, -seg_len:], state
 
 
 def whole_segments(mem_len: int, *, seg_len: int) -> int:

@@ -77,6 +77,10 @@ class Infinite(Signal):
     def num_rows(self) -> int:
         return self.over.num_rows
 
+    @property
+    def num_after(self) -> int:
+        return self.over.num_after
+
     def flops(self) -> Flops | None:
         spec, options = self.spec, self.options
         below = self.over.flops()
@@ -146,7 +150,9 @@ class Infinite(Signal):
             segment=state.segment + 1,
             pending_len=valid_len.to(torch.int64, copy=True) if self.spec.short_first else (),
         )
-        y = below.y + F.pad(self.dropout(reading), (0, 0, below.y.shape[1] - reading.shape[1], 0))
+        num_after = self.num_after
+        num_before = below.y.shape[1] - reading.shape[1] - num_after
+        y = below.y + F.pad(self.dropout(reading), (0, 0, num_before, num_after))
         kl = self.regulariser(mu, variance, real & (num_tokens > 0)[:, None])
         # Nothing ever leaves the signal; a second signal over this one would take the same evicted rows.
         aux = {**below.aux, "kl": below.aux.get("kl", 0.0) + kl}

@@ -263,9 +263,40 @@ def gated_deltanet() -> str:
     )
 
 
+def rmt() -> str:
+    number, width = 2, 18.0
+    past, now = 40.0, 380.0
+    parts = []
+    for left, is_now in ((past, False), (now, True)):
+        begin = left + number * (width + GAP) + 10
+        after = begin + TOKENS * (BOX + GAP) + 10
+        parts += [
+            *rows(left, number, GREEN, width=width),
+            *rows(begin, TOKENS, BLUE, is_old=not is_now),
+            *rows(after, number, GREEN, width=width),
+        ]
+        if is_now:
+            query = middle(begin, TOKENS - 1)
+            parts += [*(arc(query, middle(begin, place)) for place in range(TOKENS - 1))]
+            parts += [*(arc(query, middle(left, place, width)) for place in range(number))]
+            parts += [*brace(begin, end_of(begin, TOKENS), "segment, T tokens", color=BLUE)]
+            parts += [text(middle(after, 0, width) + 10, LINE - 12, "write", color=GREEN)]
+            parts += [text(middle(left, 0, width) + 10, LINE + BOX + 17, "read", color=GREEN)]
+        else:
+            row = middle(after, 0, width)
+            seen = [middle(begin, place) for place in range(TOKENS)] + [middle(left, 0, width)]
+            parts += [*(arc(row, place, above=False, color=GREEN) for place in seen)]
+            top = end_of(after, number, width) - width / 2
+            read = middle(now, 0, width)
+            parts += [arrow([(top, LINE - 4), (top, 52), (read, 52), (read, LINE - 6)])]
+            parts += [text((top + now) / 2 + 8, 45, "after the last block", color=GREY)]
+    parts += [text(12, 196, "M memory tokens read the segment and the old ones", color=GREEN, anchor="start")]
+    return picture("rmt: memory tokens before the segment are read, those after it are written", parts)
+
+
 def drawn() -> dict[Path, str]:
     """Return every picture by its file."""
-    pictures = (none, transformer_xl, compressive, lamemo, infinite, infini, gated_deltanet)
+    pictures = (none, transformer_xl, compressive, lamemo, infinite, infini, gated_deltanet, rmt)
     return {FOLDER / f"memory_{draw.__name__}.svg": draw() for draw in pictures}
 
 

@@ -58,6 +58,11 @@ CASES: dict[str, dict[str, Any]] = {
     "lamemo, no look-ahead": small_block("lamemo", look_ahead=False),
     "lamemo, epsilon": small_block("lamemo", epsilon=1e-2),
     "lamemo, no interpolation": small_block("lamemo", mem_len=SEG_LEN, interpolation=False),
+    "infinite over rmt": small_block("infinite", over=small_block("rmt")),
+    "rmt, cache": small_block("rmt", mem_len=2 * SEG_LEN + 3),
+    "rmt, read cache": small_block("rmt", num_tokens=4, mem_len=SEG_LEN - 1, read_cache=True),
+    "rmt, not at end": small_block("rmt", num_tokens=2, mem_len=SEG_LEN, read_cache=True, at_end=False),
+    "rmt, one token": small_block("rmt", num_tokens=1),
 }
 
 
@@ -71,6 +76,7 @@ MET_BY_ALL = {
     "infinite over lamemo",
     "lamemo, published window",
     "per block",
+    "rmt, cache",
 }
 
 

@@ -1,0 +1,170 @@
+"""Attention of a segment with memory tokens around it (memory/rmt.py): [cache; read rows; tokens; write rows].
+
+Tokens see the cache, all read rows and the tokens up to themselves: a band, which every back end computes. Read rows
+see each other, and write rows see all rows; their scores, of M queries each, are computed by the simple back end.
+
+Keys to the right of a memory row, at j > i in its block, have the scores by distance that the published code gives
+them and the paper does not mention: where that code aligns distances with keys, what lies beyond the diagonal comes
+from the next row. For j = i + 1 the score by distance is 0. For j = i + delta it is that of query i + 1 at distance
+m + R + 1 - delta, near the largest one. All published models have it. Here R is that of a complete segment also in
+shorter ones, so that a segment that is still open has the outputs that it has with padding.
+
+Shape letters: B lanes, T segment, M memory tokens, R = T + 2 M rows, m valid cache rows, J keys, D model, H heads, K
+head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dist_mem.nn.attention_inputs import Inputs, Relative
+from dist_mem.nn.flops import Flops, product
+from dist_mem.nn.layer_spec import LayerSpec
+from dist_mem.nn.layers import (
+    RelativeProjections,
+    masked_softmax,
+    merge_heads,
+    relative_queries,
+    sinusoid_table,
+    split_heads,
+    visible_keys,
+)
+from dist_mem.nn.position_scores import add_by_distance
+
+
+class Attended(NamedTuple):
+    y: Tensor  # (B, R, D), before the residual
+    query: Tensor  # (H, B, T, K) of the tokens, before biases
+    written: Tensor | None  # (B,) share of the tokens in what write rows read; None without write rows
+
+
+class Projected(NamedTuple):
+    """Queries, keys and values of some rows, and their scores by distance."""
+
+    query: Tensor  # (H, B, R, K), scaled
+    key: Tensor  # (H, B, J, K)
+    value: Tensor  # (H, B, J, K)
+    position_query: Tensor  # (H, B, R, K), scaled
+    position: Tensor  # (H, K, J + 1) at distances J - 1 down to 0, then a dummy
+
+    def part(self, queries: slice, keys: slice) -> Projected:
+        """Return some queries and keys, of which the last ones are those of the queries."""
+        num_keys = keys.stop - keys.start
+        return Projected(
+            self.query[:, :, queries],
+            self.key[:, :, keys],
+            self.value[:, :, keys],
+            self.position_query[:, :, queries],
+            self.position[..., -(num_keys + 1) :],
+        )
+
+
+class MemoryTokenAttention(RelativeProjections):
+    """Multi-head attention with relative positions over a cache, memory tokens and the segment."""
+
+    def __init__(self, *, num_tokens: int, at_end: bool, read_cache: bool, seg_len: int, **attention: Any) -> None:
+        """Make the layer.
+
+        Args:
+            num_tokens: M.  at_end: whether there are write rows.  read_cache: whether memory rows see the cache.
+            seg_len: T of complete segments.
+        """
+        super().__init__(**attention)
+        self.num_tokens, self.num_after, self.read_cache = num_tokens, num_tokens if at_end else 0, read_cache
+        self.num_rows = num_tokens + seg_len + self.num_after  # R
+
+    def forward(self, x: Tensor, cache: Tensor, cache_valid: Tensor, valid_len: Tensor) -> Attended:
+        """Attend from all rows.
+
+        Args:
+            x: (B, R, D).  cache: (B, cache_len, D).  cache_valid: (B, cache_len) bool, the newest m are valid.
+            valid_len: (B,) int64, real tokens.
+        """
+        num_tokens, cache_len, num_rows = self.num_tokens, cache.shape[1], x.shape[1]
+        seg_len = num_rows - num_tokens - self.num_after
+        query = split_heads(self.query(x), self.num_heads)
+        key, value = self.pairs(cache, x)
+        table = self.position_keys(x, num_keys=key.shape[2])
+        biases = {"content_bias": self.content_bias, "position_bias": self.position_bias}
+        content_query, relative = relative_queries(query, table, **biases)
+        rows = Projected(content_query, key, value, relative.query, table)
+        right = self.right_keys(cache_valid, x.dtype) if num_tokens > 2 else None
+        begin = 0 if self.read_cache else cache_len  # of the keys that memory rows see
+        read_end, seg_end = cache_len + num_tokens, cache_len + num_tokens + seg_len
+        shown = cache_valid[:, begin:], cache_valid.new_ones(len(x), num_tokens)
+        before = rows.part(slice(0, num_tokens), slice(begin, read_end))
+        parts = [self.read_block(before, right, torch.cat(shown, dim=1))[0]]
+        tokens = rows.part(slice(num_tokens, num_tokens + seg_len), slice(0, seg_end))
+        visible = visible_keys(torch.cat([cache_valid, shown[1]], dim=1), seg_len, same_length=False)
+        by_distance = Relative(tokens.position_query, tokens.position, seg_len - 1)
+        parts.append(self.read(Inputs(*tokens[:3], visible, by_distance), weights=False)[0])
+        written = None
+        if self.num_after:
+            is_real = torch.arange(seg_len, device=x.device) < valid_len[:, None]
+            after = rows.part(slice(num_tokens + seg_len, num_rows), slice(begin, key.shape[2]))
+            found, shares = self.read_block(after, right, torch.cat([*shown, is_real, shown[1]], dim=1))
+            parts.append(found)
+            written = shares.detach()[..., read_end - begin : seg_end - begin].float().sum(-1).mean(dim=(0, 2))
+        y = self.dropout(self.output(merge_heads(torch.cat(parts, dim=2))))
+        return Attended(y, query[:, :, num_tokens : num_tokens + seg_len], written)
+
+    def right_keys(self, cache_valid: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return W_r R_t at the distances of keys two and more to the right, m + R - 1 and less: (H, B or 1, K, M - 2).
+
+        With a cache they differ by lane, as m does.
+        """
+        num_valid = cache_valid[:1].sum(1) if not cache_valid.shape[1] else cache_valid.sum(1)
+        steps = torch.arange(2, self.num_tokens, device=cache_valid.device)
+        distances = (num_valid[:, None] + self.num_rows + 1 - steps).clamp(min=0, max=self.clamp_len)
+        table = sinusoid_table(distances.flatten(), self.position.in_features, dtype)
+        keys: Tensor = self.position(self.dropout(table))
+        return keys.unflatten(-1, (self.num_heads, -1)).unflatten(0, distances.shape).permute(2, 0, 3, 1)
+
+    def read_block(self, rows: Projected, right: Tensor | None, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a block of M memory rows reads, (H, B, M, K), and the shares of all keys, (H, B, M, J).
+
+        Args:
+            rows: the block and all keys that it sees; the last M are the block's.
+            right: see `right_keys`; None for blocks of one or two rows, which read nothing there.
+            valid: (B, J) bool.
+        """
+        content = rows.query @ rows.key.mT
+        by_column = rows.position_query @ rows.position[:, None, :, :-1]  # distances J - 1, ..., 0
+        if right is not None:
+            of_next = F.pad(rows.position_query[:, :, 1:] @ right, (1, 0, 0, 1))  # 0 at the first key to the right
+            by_column = torch.cat([by_column, of_next], dim=-1)
+        # Key j of row i is column M - 1 + j - i.
+        num_columns = content.shape[-1] + self.num_tokens
+        by_column = F.pad(by_column, (0, num_columns - by_column.shape[-1]))
+        scores = add_by_distance(content, [by_column], [self.num_tokens - 1])
+        shares = masked_softmax(scores, valid[:, None]).to(rows.value.dtype)
+        return self.attention_dropout(shares) @ rows.value, shares
+
+
+def memory_token_flops(
+    spec: LayerSpec, *, num_tokens: int, at_end: bool, cache_len: int, read_cache: bool, context_learns: bool
+) -> Flops:
+    """Count `MemoryTokenAttention` over a full cache; `context_learns` if the cache rows get a gradient."""
+    seg_len, d_model, width = spec.seg_len, spec.d_model, spec.num_heads * spec.d_head
+    blocks = 2 if at_end else 1
+    num_rows, seen = seg_len + blocks * num_tokens, cache_len if read_cache else 0
+    total = product(cache_len, d_model, 2 * width, gradients=1 + context_learns)
+    total += product(num_rows, d_model, 3 * width) + product(num_rows, width, d_model)
+    total += product(cache_len + num_rows + 1, d_model, width, gradients=1).once()
+    reads = [(seg_len, cache_len + num_tokens + seg_len), (num_tokens, seen + num_tokens)]
+    if at_end:
+        reads.append((num_tokens, seen + num_rows))
+    for num_queries, num_keys in reads:
+        total += product(num_queries, width, num_keys) + product(num_queries, width, num_keys)
+        total += product(num_queries, num_keys, width)
+    total += product(seg_len, width, 1)  # the dummy distance
+    if num_tokens > 2:
+        table = product(num_tokens - 2, d_model, width, gradients=1)
+        total += table if cache_len else table.once()
+        for _ in range(blocks):
+            total += product(num_tokens - 1, width, num_tokens - 2)
+    return total

@@ -1,0 +1,183 @@
+"""Recurrent Memory Transformer (Bulatov et al. 2022): M memory tokens around the segment carry what it should keep.
+
+Source: arXiv 2207.06881, sec. 3.2, and the authors' code for Transformer-XL (booydar/LM-RMT). The same M rows stand
+before the segment, where tokens read them, and after it, where they are written: what the last block makes of the
+latter are the rows of the next segment. So the state is M rows for the whole model, and it goes from the top of the
+model back to its input. Gradients flow through it in a window (`train.bptt_segments`: depth 0 of the paper is 1); the
+first rows are learned. `mem_len` adds Transformer-XL's cache, which holds the newest rows of all kinds as constants.
+
+Deviations: the learned first rows learn in every update in which a document begins (published: in the first update of
+an epoch, because the carried rows are cut there), and documents begin with them (published: once an epoch). With
+pre-norm and `model.final_norm`, the new rows are those after the final norm, as in the authors' code for pretrained
+models. A window is read once; the published replay, K extra forwards for depth K, begins with newer rows than intended.
+Shape letters: B lanes, T segment, M memory tokens, R = T + 2 M rows, D model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dist_mem.config.keys import TOKENS, key
+from dist_mem.memory import transformer_xl
+from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, Stem
+from dist_mem.memory.parts.learned_start import LearnedStart
+from dist_mem.memory.parts.memory_tokens import MemoryTokenAttention, memory_token_flops
+from dist_mem.nn.attention_inputs import newest_rows
+from dist_mem.nn.flops import Flops
+from dist_mem.nn.layers import Dropout
+from dist_mem.nn.norms import input_norm
+
+
+class State(NamedTuple):
+    cache: transformer_xl.State | tuple[()]  # newest of all rows that the block read; (): memory.mem_len is 0
+
+
+class TokensState(NamedTuple):
+    rows: Tensor  # (B, M, D), memory tokens that the next segment reads
+    is_fresh: Tensor  # (B,) bool: nothing is written yet, and the learned rows stand in for `rows`
+
+
+class MemoryTokens(Stem):
+    """Puts the memory tokens before the segment and after it."""
+
+    def __init__(self, *, num_tokens: int, d_model: int, dropout: float, at_end: bool) -> None:
+        super().__init__()
+        self.num_tokens, self.d_model, self.at_end = num_tokens, d_model, at_end
+        self.first = LearnedStart(num_tokens, d_model)
+        self.dropout = Dropout(dropout)  # as that of the embedding
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw one row from N(0, 1) and repeat it, as published: only their positions tell the rows apart."""
+        if not (start := self.first.start).is_meta:
+            start.copy_(start[:1].clone().normal_().expand_as(start))
+
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> TokensState:
+        num_lanes = len(document_ids)
+        rows = torch.zeros(num_lanes, self.num_tokens, self.d_model, device=device, dtype=dtype)
+        return TokensState(rows, torch.ones(num_lanes, device=device, dtype=torch.bool))
+
+    def forward(self, x: Tensor, state: TokensState) -> tuple[Tensor, TokensState]:
+        rows = self.first(state.rows, state.is_fresh).to(x.dtype)
+        after = [self.dropout(rows)] if self.at_end else []
+        return torch.cat([self.dropout(rows), x, *after], dim=1), state
+
+    def read_top(self, rows: Tensor, state: TokensState, *, seg_len: int) -> tuple[Tensor, TokensState]:
+        before, segment, after = rows.tensor_split([self.num_tokens, self.num_tokens + seg_len], dim=1)
+        written = (after if self.at_end else before).to(state.rows.dtype)
+        return segment, TokensState(written, torch.zeros_like(state.is_fresh))
+
+
+def check_options(options: RecurrentMemory.Options) -> None:
+    """Raise ValueError for options without a meaning."""
+    if options.read_cache and not options.mem_len:
+        raise ValueError("memory.read_cache is true, but there is no cache: set memory.mem_len, or leave it at false")
+    if not options.at_end and not options.read_cache:
+        raise ValueError(
+            "memory.at_end is false and memory.read_cache too: memory tokens before the segment see none of it, so "
+            "they would carry nothing; leave memory.at_end at true, or set memory.mem_len and memory.read_cache"
+        )
+
+
+class RecurrentMemory(Memory):
+    """Attention of a segment with memory tokens around it, and to a cache if there is one."""
+
+    @dataclass
+    class Options:
+        num_tokens: int = key(10, at_least=1, at_most=TOKENS)  # M, memory tokens
+        mem_len: int = key(0, at_least=0, at_most=TOKENS)  # rows of Transformer-XL's cache, of all kinds; 0: no cache
+        read_cache: bool = False  # memory tokens see the cache too; published runs: false
+        at_end: bool = True  # write at the end of the segment; false: what stands before it is carried on
+
+    def __init__(self, spec: LayerSpec, options: Options) -> None:
+        super().__init__(spec, options)
+        check_options(options)
+        if spec.llama is not None:
+            raise ValueError(
+                "memory.kind is rmt, whose memory tokens have Transformer-XL's scores of distances, which a Llama does "
+                "not have: set memory.kind to transformer_xl, or model.kind to transformer"
+            )
+        if spec.same_length:
+            raise ValueError(
+                "model.same_length hides keys by their number, memory tokens among them: set it to false, or "
+                "memory.kind to another than rmt"
+            )
+        self.norm = input_norm(spec)
+        self.attention = MemoryTokenAttention(
+            num_tokens=options.num_tokens,
+            at_end=options.at_end,
+            read_cache=options.read_cache,
+            seg_len=spec.seg_len,
+            **spec.attention,
+        )
+
+    @classmethod
+    def small_options(cls, seg_len: int) -> dict[str, Any]:
+        return {"num_tokens": 3}
+
+    @property
+    def carries_gradient(self) -> bool:
+        return True
+
+    @property
+    def min_seg_len(self) -> int:
+        return 1
+
+    @property
+    def evicted_len(self) -> int:
+        if self.options.mem_len:
+            raise ValueError(
+                f"memory.mem_len is {self.options.mem_len}, and memory tokens leave that cache among the tokens: a "
+                "memory over rmt gets the rows of segments; set memory.mem_len to 0"
+            )
+        return super().evicted_len
+
+    @property
+    def num_after(self) -> int:
+        return self.attention.num_after
+
+    @property
+    def num_rows(self) -> int:
+        return self.attention.num_rows
+
+    def stem(self) -> MemoryTokens:
+        sizes = {"num_tokens": self.options.num_tokens, "d_model": self.spec.d_model}
+        return MemoryTokens(**sizes, dropout=self.spec.dropout, at_end=self.options.at_end)
+
+    def tie_parameters(self, first: Memory) -> None:
+        assert isinstance(first, RecurrentMemory)
+        self.attention.share_biases(first.attention)
+
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
+        if not self.options.mem_len:
+            return State(())
+        sizes = len(document_ids), self.options.mem_len, self.spec.d_model
+        return State(transformer_xl.empty(*sizes, device=device, dtype=dtype))
+
+    def flops(self) -> Flops:
+        """Count a window of one segment; longer ones also compute the gradients of the memory tokens that were read."""
+        return memory_token_flops(
+            self.spec,
+            num_tokens=self.options.num_tokens,
+            at_end=self.options.at_end,
+            cache_len=self.options.mem_len,
+            read_cache=self.options.read_cache,
+            context_learns=self.spec.norm == "pre",
+        )
+
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        if isinstance(state.cache, transformer_xl.State):
+            cache, new_state = state.cache.hidden.to(x.dtype), State(transformer_xl.push(state.cache, x))
+            valid = newest_rows(state.cache.length, cache.shape[1])
+        else:
+            cache, new_state = x.new_empty(x.shape[0], 0, x.shape[2]), state
+            valid = torch.empty(x.shape[0], 0, device=x.device, dtype=torch.bool)
+        attended = self.attention(self.norm(x), self.norm(cache), valid, valid_len)
+        segment = x[:, self.options.num_tokens : x.shape[1] - self.num_after].detach()
+        everything = Evicted(segment, torch.ones_like(valid_len, dtype=torch.bool))
+        logs = {} if attended.written is None else {"written": attended.written}
+        return MemoryOutput(attended.y, new_state, {}, attended.query, everything, logs)

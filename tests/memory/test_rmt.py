@@ -1,0 +1,105 @@
+"""The Recurrent Memory Transformer: what its rows see, how its memory begins, and what it refuses.
+
+Parity with the published code: test_rmt_parity.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dist_mem.config import Config, ModelConfig, TrainConfig
+from dist_mem.memory.rmt import RecurrentMemory
+from dist_mem.model import MemoryLM
+from tests.support.contract_cases import fresh_state, full_lanes, random_segments, read, small_block, small_model
+
+M = 3  # memory tokens of the small model
+
+
+def attended(x: Tensor, valid_len: Tensor) -> Tensor:
+    """Return the output of the first block's memory for all rows, without a cache."""
+    memory = small_model("rmt").memories()[0]
+    assert isinstance(memory, RecurrentMemory)
+    state = memory.init_state(torch.arange(len(x)), "cpu", torch.float32)
+    with torch.no_grad():
+        y: Tensor = memory(x, state, valid_len).y
+    return y
+
+
+def seen_by(altered: int, *, valid_len: int = 4) -> list[int]:
+    """Return the rows whose output changes with a row of the input: 0, 1, 2 read; 3 to 6 the segment; 7, 8, 9 write."""
+    x = torch.randn(2, 2 * M + 4, 12, generator=torch.Generator().manual_seed(0))
+    other = x.clone()
+    other[:, altered, 0] += 1.0
+    lengths = torch.full((2,), valid_len)
+    changed = (attended(x, lengths) != attended(other, lengths)).any(-1).any(0)
+    return [int(place) for place in changed.nonzero().flatten()]
+
+
+def test_read_rows_see_each_other_tokens_the_past_and_write_rows_everything() -> None:
+    everything = list(range(10))
+    assert [seen_by(row) for row in (0, 2)] == [everything] * 2
+    assert seen_by(4) == everything[4:]
+    assert seen_by(6) == everything[6:]
+    assert [seen_by(row) for row in (7, 9)] == [everything[7:]] * 2
+
+
+def test_write_rows_do_not_see_the_padding() -> None:
+    assert seen_by(5, valid_len=2) == [5, 6]  # padding changes padding
+
+
+def test_the_memory_is_what_the_last_block_makes_of_the_written_rows_after_the_final_norm() -> None:
+    model, tops = small_model("rmt", norm="pre"), []
+    model.final_norm.register_forward_hook(lambda _, __, output: tops.append(output))
+    output = next(read(model, random_segments(), fresh_state(model)))
+    assert torch.equal(output.state.stem.rows, tops[0][:, -M:]) and not output.state.stem.is_fresh.any()
+
+
+def test_a_document_begins_with_the_rows_as_they_are_learned_by_then() -> None:
+    """An empty memory that was made before an update has the rows after it, so it does not hold them."""
+    model, tokens = small_model("rmt"), random_segments()[0]
+    state, start = fresh_state(model), model.get_parameter("stem.first.start")
+    before = model(*tokens, full_lanes(), state=state)
+    before.nll.sum().backward()
+    assert start.grad is not None and start.grad.abs().sum() > 0
+    with torch.no_grad():
+        start -= start.grad
+    after, again = (model(*tokens, full_lanes(), state=empty).nll for empty in (state, fresh_state(model)))
+    assert torch.equal(after, again) and not torch.equal(after, before.nll)
+
+
+def test_the_first_rows_are_one_row_repeated_and_as_large_as_published() -> None:
+    start = MemoryLM(config(num_tokens=4), 11).get_parameter("stem.first.start")
+    assert torch.equal(start, start[:1].expand_as(start)) and 0.8 < start.std() < 1.2
+
+
+def config(model: dict[str, Any] | None = None, **options: Any) -> Config:
+    sizes: dict[str, Any] = {"num_layers": 2, "d_model": 256, "num_heads": 2, "d_inner": 16, **(model or {})}
+    return Config(model=ModelConfig(**sizes), memory={"kind": "rmt", **options}, train=TrainConfig(seg_len=4))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (config(read_cache=True), "there is no cache"),
+        (config(at_end=False), "they would carry nothing"),
+        (config({"same_length": True}), "model.same_length"),
+        (config({"kind": "llama", "norm": "pre"}), "which a Llama does not have"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(asked: Config, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MemoryLM(asked, 11)
+
+
+def test_a_memory_over_it_gets_the_segment_and_not_the_memory_tokens() -> None:
+    model = small_model("infinite over rmt")
+    output = next(read(model, random_segments(), fresh_state(model)))
+    assert [state.pending.shape[1] for state in output.state.blocks] == [4] * 3
+    refused = config()
+    refused.memory = small_block("infinite", over=small_block("rmt", mem_len=4))
+    with pytest.raises(ValueError, match=r"memory\.over\.mem_len is 4"):
+        MemoryLM(refused, 11)
