@@ -85,7 +85,7 @@ class GatedAttention(UnitAttention):
 
     def cached(self, state: State) -> Cached:
         """Return the rows before the segment."""
-        valid = valid_rows(state.store.count.clamp(max=self.cache_len), self.cache_len, state.cache_shown)
+        valid = valid_rows(state.store.num_written.clamp(max=self.cache_len), self.cache_len, state.cache_shown)
         if self.options.empty_rows:
             valid = torch.ones_like(valid)
             valid = valid & state.cache_shown if isinstance(state.cache_shown, Tensor) else valid
@@ -109,9 +109,7 @@ class Memorizing(Memory):
         neighbors: int = key(32, at_least=1, at_most=TOKENS)  # k, rows that a query reads
         # the k nearest, or of M / k rows each, r = j modulo k for j < k, the nearest, as in the released code
         search: str = key("exact", choices=("exact", "buckets"))
-        cache_len: int | None = key(
-            None, at_least=0, at_most=TOKENS
-        )  # W, tokens that local attention sees too; None: T
+        cache_len: int | None = key(None, at_least=0, at_most=TOKENS)  # W, tokens that attention sees too; None: T
         positions: str = key("t5", choices=("t5", "none"))  # of local attention; none: as the released configuration
         gate_init: float = key(0.0)  # b; sigmoid(b) is the share of the stored rows in a head's output
         # mix in the reading of an empty memory, 0, as in the released code; false: the first segment has no gate
@@ -164,8 +162,8 @@ class Memorizing(Memory):
         def empty(num_rows: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(num_lanes, heads, num_rows, width, device=device, dtype=dtype)
 
-        count = torch.zeros(num_lanes, device=device, dtype=torch.int64)
-        store = Store(empty(self.options.mem_len, stored), empty(self.options.mem_len, stored), count)
+        none_written = torch.zeros(num_lanes, device=device, dtype=torch.int64)
+        store = Store(empty(self.options.mem_len, stored), empty(self.options.mem_len, stored), none_written)
         return State(empty(self.cache_len, dtype), empty(self.cache_len, dtype), store)
 
     def flops(self) -> Flops:
@@ -179,7 +177,7 @@ class Memorizing(Memory):
         everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
         logs = {
             "share": share.detach().float().mean(dim=(0, 2, 3)),
-            "fill": state.store.count.clamp(max=self.options.mem_len) / self.options.mem_len,
+            "fill": state.store.num_written.clamp(max=self.options.mem_len) / self.options.mem_len,
         }
         return MemoryOutput(y, self.written(state, rows), {}, rows.raw, everything, logs)
 
@@ -209,7 +207,7 @@ class Memorizing(Memory):
 
     def spans(self, state: State) -> Spans:
         """Return the tokens of the cached rows, then those of the stored ones."""
-        cached, stored = token_spans(state.store.count, self.cache_len), spans_of(state.store)
+        cached, stored = token_spans(state.store.num_written, self.cache_len), spans_of(state.store)
         return Spans(*(torch.cat(parts, dim=1) for parts in zip(cached, stored, strict=True)))
 
     def forget(self, state: State, begin: Tensor, end: Tensor, trace: None = None) -> State:

@@ -8,7 +8,7 @@ cached rows, J = W + T keys, D model, H heads, K head width.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -87,14 +87,15 @@ class UnitAttention(AttentionLayer):
         key = torch.cat([cached.key.to(dtype).transpose(0, 1), rows.key.to(dtype)], dim=2)
         value = torch.cat([cached.value.to(dtype).transpose(0, 1), rows.value], dim=2)
         query = self.scaled(rows.query).to(dtype)
-        inputs = Inputs(query, key, value, self.visible(cached.visible, query.shape[2]), self.by_distance(query, key))
+        visible: Any = self.visible(cached.visible, query.shape[2])
+        relative = self.by_distance(query, key)
         if self.sees_itself:
-            return self.read(inputs, weights=weights)
+            return self.read(Inputs(query, key, value, visible, relative), weights=weights)
         # The first token of a document sees nothing, and reads 0: a mask that shows it everything keeps 0/0 away.
-        assert isinstance(inputs.visible, Visible)
-        mask = inputs.visible.mask()
+        mask = visible.mask()
         sees = mask.any(dim=-1, keepdim=True)
-        found, shares = self.read(inputs._replace(visible=mask | ~sees), weights=weights)
+        visible = mask | ~sees
+        found, shares = self.read(Inputs(query, key, value, visible, relative), weights=weights)
         return found * sees, None if shares is None else shares * sees
 
     def visible(self, cached: Tensor, num_queries: int) -> Visible:

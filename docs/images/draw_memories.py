@@ -263,9 +263,27 @@ def gated_deltanet() -> str:
     )
 
 
+def memorizing() -> str:
+    first, number = 20.0, 14
+    nearest = (1, 2, 7, 11)
+    return picture(
+        "memorizing: a query reads the k nearest of the keys and values of all earlier segments",
+        [
+            *rows(first, number, GREY, is_old=True),
+            *(part for place in nearest for part in rows(first + place * (BOX + GAP), 1, GREEN)),
+            *brace(first, end_of(first, number), "M keys and values of earlier tokens", color=GREEN),
+            *segment(),
+            *(arc(QUERY, middle(first, place)) for place in nearest),
+            text(first + 130, LINE - 56, "the k nearest, by q . k", color=RED),
+            arrow([(SEGMENT + 40, 176), (end_of(first, number) - 14, 176), (end_of(first, number) - 14, LINE + 30)]),
+            text(SEGMENT + 40, 196, "after the segment: over the oldest rows", color=GREY, anchor="end"),
+        ],
+    )
+
+
 def drawn() -> dict[Path, str]:
     """Return every picture by its file."""
-    pictures = (none, transformer_xl, compressive, lamemo, infinite, infini, gated_deltanet)
+    pictures = (none, transformer_xl, compressive, lamemo, infinite, infini, gated_deltanet, memorizing)
     return {FOLDER / f"memory_{draw.__name__}.svg": draw() for draw in pictures}
 
 

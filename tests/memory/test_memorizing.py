@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dist_mem.memory.base import select_lanes
 from dist_mem.memory.memorizing import Memorizing, State
 from dist_mem.memory.parts.stored_rows import Store, nearest, read_rows, spans_of, weigh, write
-from dist_mem.model import reset_lanes
 from dist_mem.nn.layer_spec import LayerSpec
 from dist_mem.nn.unit_attention import buckets
 from tests.support import paths
@@ -103,7 +103,7 @@ class Backbone:
     def entering(self, number: int, states: list[State]) -> list[State]:
         """Return states in which lanes that start a document before this segment are empty."""
         starts = self.tensor(f"seg{number}/start")
-        return [reset_lanes(state, fresh, starts) for state, fresh in zip(states, self.fresh(), strict=True)]
+        return [select_lanes(starts, fresh, state) for fresh, state in zip(self.fresh(), states, strict=True)]
 
     def assert_state(self, number: int, states: list[State]) -> None:
         for index, state in enumerate(states):
@@ -115,7 +115,7 @@ class Backbone:
             key = f"seg{number}/{DATABASE}/{name}"
             assert_close(ours.flatten(0, 1), self.tensor(key), key)
         counts = self.tensor(f"seg{number}/{DATABASE}/database_index").view(2, 3)
-        assert torch.equal(store.count[:, None].expand(2, 3), counts.long())
+        assert torch.equal(store.num_written[:, None].expand(2, 3), counts.long())
 
     def assert_gradients(self, loss: Tensor, prefix: str) -> None:
         names = list(self.weights)

@@ -22,13 +22,13 @@ class Store(NamedTuple):
 
     keys: Tensor  # (B, H, M, K), of length 1; 0 where nothing is written yet
     values: Tensor  # (B, H, M, K)
-    count: Tensor  # (B,) int64, tokens written so far, also those that are overwritten
+    num_written: Tensor  # (B,) int64, tokens written so far, also those that are overwritten
     shown: Shown = ()  # (B, M) bool, false for rows that `Memory.forget` takes out
 
 
 def is_written(store: Store) -> Tensor:
     """Return which rows hold a token, (B, M) bool."""
-    return torch.arange(store.keys.shape[2], device=store.count.device) < store.count[:, None]
+    return torch.arange(store.keys.shape[2], device=store.num_written.device) < store.num_written[:, None]
 
 
 def readable_rows(store: Store, *, empty: bool) -> Tensor:
@@ -40,8 +40,8 @@ def readable_rows(store: Store, *, empty: bool) -> Tensor:
 def spans_of(store: Store) -> Spans:
     """Return the tokens of the rows, counted from the next segment's first."""
     mem_len = store.keys.shape[2]
-    newest = store.count[:, None] - 1
-    age = (newest - torch.arange(mem_len, device=store.count.device)) % mem_len
+    newest = store.num_written[:, None] - 1
+    age = (newest - torch.arange(mem_len, device=store.num_written.device)) % mem_len
     return Spans(-1 - age, is_written(store).long() - 1 - age)
 
 
@@ -51,13 +51,13 @@ def write(store: Store, keys: Tensor, values: Tensor) -> Store:
     mem_len, num_tokens = store.keys.shape[2], keys.shape[2]
     skipped = max(0, num_tokens - mem_len)  # of a segment longer than the ring only the newest tokens
     place = torch.arange(skipped, num_tokens, device=keys.device)
-    row = (store.count[:, None] + place) % mem_len  # (B, T)
+    row = (store.num_written[:, None] + place) % mem_len  # (B, T)
     index = row[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])
     shown = store.shown.scatter(1, row, True) if isinstance(store.shown, Tensor) else ()
     return Store(
         store.keys.scatter(2, index, keys[:, :, skipped:].to(store.keys.dtype)),
         store.values.scatter(2, index, values[:, :, skipped:].to(store.values.dtype)),
-        store.count + num_tokens,
+        store.num_written + num_tokens,
         shown,
     )
 
@@ -76,7 +76,8 @@ def nearest(query: Tensor, store: Store, *, number: int, search: str, chunk_len:
     last, keys = last[:, None, None].to(query.dtype), store.keys.to(query.dtype).mT
     found = []
     for part in query.split(chunk_len, dim=2):
-        scores = part @ keys + last
+        scores = part @ keys
+        scores += last
         if search == "exact":
             found.append(scores.topk(number, dim=-1).indices)
         else:
