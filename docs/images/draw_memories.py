@@ -269,9 +269,8 @@ def memorizing() -> str:
     return picture(
         "memorizing: a query reads the k nearest of the keys and values of all earlier segments",
         [
-            *rows(first, number, GREY, is_old=True),
-            *(part for place in nearest for part in rows(first + place * (BOX + GAP), 1, GREEN)),
-            *brace(first, end_of(first, number), "M keys and values of earlier tokens", color=GREEN),
+            *rows(first, number, ORANGE),
+            *brace(first, end_of(first, number), "M keys and values of earlier tokens", color=ORANGE),
             *segment(),
             *(arc(QUERY, middle(first, place)) for place in nearest),
             text(first + 130, LINE - 56, "the k nearest, by q . k", color=RED),
