@@ -141,7 +141,9 @@ class Memorizing(Memory):
 
     @classmethod
     def small_options(cls, seg_len: int) -> dict[str, Any]:
-        return {"mem_len": 2 * seg_len - 1, "neighbors": max(2, seg_len // 2), "chunk_len": max(1, seg_len - 1)}
+        neighbors = max(2, seg_len // 2)
+        mem_len = neighbors * max(1, (2 * seg_len - 1) // neighbors)
+        return {"mem_len": mem_len, "neighbors": neighbors, "chunk_len": max(1, seg_len - 1)}
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
