@@ -34,6 +34,7 @@ def memories(mem_len: int) -> dict[str, dict[str, Any]]:
         "infini": {"kind": "infini"},
         "gated_deltanet": {"kind": "gated_deltanet"},
         "rmt": {"kind": "rmt", "num_tokens": 10},
+        "memorizing": {"kind": "memorizing", "mem_len": mem_len},
     }
 
 

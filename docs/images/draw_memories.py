@@ -294,9 +294,26 @@ def rmt() -> str:
     return picture("rmt: memory tokens before the segment are read, those after it are written", parts)
 
 
+def memorizing() -> str:
+    first, number = 20.0, 14
+    nearest = (1, 2, 7, 11)
+    return picture(
+        "memorizing: a query reads the k nearest of the keys and values of all earlier segments",
+        [
+            *rows(first, number, ORANGE),
+            *brace(first, end_of(first, number), "M keys and values of earlier tokens", color=ORANGE),
+            *segment(),
+            *(arc(QUERY, middle(first, place)) for place in nearest),
+            text(first + 130, LINE - 56, "the k nearest, by q . k", color=RED),
+            arrow([(SEGMENT + 40, 176), (end_of(first, number) - 14, 176), (end_of(first, number) - 14, LINE + 30)]),
+            text(SEGMENT + 40, 196, "after the segment: over the oldest rows", color=GREY, anchor="end"),
+        ],
+    )
+
+
 def drawn() -> dict[Path, str]:
     """Return every picture by its file."""
-    pictures = (none, transformer_xl, compressive, lamemo, infinite, infini, gated_deltanet, rmt)
+    pictures = (none, transformer_xl, compressive, lamemo, infinite, infini, gated_deltanet, rmt, memorizing)
     return {FOLDER / f"memory_{draw.__name__}.svg": draw() for draw in pictures}
 
 

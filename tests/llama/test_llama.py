@@ -67,6 +67,7 @@ def test_residual_weights_begin_smaller_and_norms_as_the_identity() -> None:
 def test_memories_with_positions_of_their_own_are_refused() -> None:
     for memory, message in (
         ({"kind": "lamemo"}, r"memory\.kind is lamemo.*set memory\.kind to transformer_xl"),
+        ({"kind": "memorizing"}, r"memory\.kind is memorizing.*set memory\.kind to transformer_xl"),
         ({"kind": "infinite", "over": {"kind": "lamemo"}}, r"memory\.over\.kind is lamemo"),
         ({"kind": "compressive", "positions": "alibi"}, r"memory\.positions is alibi.*to relative"),
     ):

@@ -57,6 +57,11 @@ CASES: dict[str, dict[str, Any]] = {
     "lamemo, shared positions": small_block("lamemo", positions="shared"),
     "lamemo, no look-ahead": small_block("lamemo", look_ahead=False),
     "lamemo, epsilon": small_block("lamemo", epsilon=1e-2),
+    "memorizing, buckets of empty rows": small_block("memorizing", search="buckets", empty_rows=True, positions="none"),
+    "memorizing, bf16 rows, no cache": small_block(
+        "memorizing", mem_len=SEG_LEN - 1, cache_len=0, rows_dtype="bf16", gate_empty=False
+    ),
+    "memorizing, long cache": small_block("memorizing", cache_len=2 * SEG_LEN + 1),
     "lamemo, no interpolation": small_block("lamemo", mem_len=SEG_LEN, interpolation=False),
     "infinite over rmt": small_block("infinite", over=small_block("rmt")),
     "rmt, cache": small_block("rmt", mem_len=2 * SEG_LEN + 3),

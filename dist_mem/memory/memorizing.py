@@ -1,0 +1,218 @@
+"""Memorizing Transformer (Wu et al. 2022): a query reads the k nearest of the keys and values of all earlier segments.
+
+Source: ICLR 2022, arXiv 2203.08913, sec. 3, and the authors' code (google-research/meliad). Each head keeps the newest
+M keys and values of its document, of which a query reads the k with the largest products, and a gate per head mixes
+this with attention to the segment and the W tokens before it. Rows are written after the segment is read, and never
+change: they keep the weights of the day, and get no gradient. Deviations from the code, which options undo: the search
+is exact (theirs finds most of the nearest rows), rows not written yet are not read, local attention has positions, and
+a token sees itself. Shape letters: B lanes, T segment, W cached rows, M rows, k rows that a query reads, D model, H
+heads, K head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dist_mem.config.keys import TOKENS, key
+from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, check_choices
+from dist_mem.memory.parts.inspection import Inspection, Spans, overlapping, rows_of, segment_rows, token_spans
+from dist_mem.memory.parts.shown import Shown, append_shown, take_out, valid_rows
+from dist_mem.memory.parts.stored_rows import Store, nearest, read_rows, readable_rows, spans_of, weigh, write
+from dist_mem.nn.flops import Flops, product
+from dist_mem.nn.layers import DTYPES, merge_heads
+from dist_mem.nn.norms import input_norm
+from dist_mem.nn.unit_attention import Cached, Projected, UnitAttention
+
+
+class State(NamedTuple):
+    cached_keys: Tensor  # (B, H, W, K), of length 1, of the last W tokens, newest last; 0 where not yet filled
+    cached_values: Tensor  # (B, H, W, K)
+    store: Store
+    cache_shown: Shown = ()
+
+
+class Weights(NamedTuple):
+    """How much each query reads of each row; 1 in all, or less where the gate meets an empty memory."""
+
+    cached: Tensor  # (H, B, T, W)
+    segment: Tensor  # (H, B, T, T)
+    stored: Tensor  # (H, B, T, M)
+
+
+class Attended(NamedTuple):
+    y: Tensor  # (B, T, D), before the residual
+    rows: Projected
+    share: Tensor  # (H, 1, 1, 1) or (H, B, 1, 1), of the stored rows in a head's output
+    weights: Weights | None
+
+
+class GatedAttention(UnitAttention):
+    """Attention to cache and segment, mixed with what is read of the stored rows."""
+
+    def __init__(self, spec: LayerSpec, options: Memorizing.Options, *, cache_len: int) -> None:
+        super().__init__(spec, positions=options.positions == "t5", sees_itself=options.sees_itself)
+        self.options, self.cache_len = options, cache_len
+        self.number = min(options.neighbors, options.mem_len)
+        self.gate = nn.Parameter(torch.zeros(spec.num_heads))
+
+    def forward(self, x: Tensor, state: State, *, weights: bool = False) -> Attended:
+        """Attend from the segment's normed rows, x (B, T, D)."""
+        rows, empty = self.project(x), self.options.empty_rows
+        local, local_weights = self.attend(rows, self.cached(state), weights=weights)
+        query = self.scaled(rows.query).transpose(0, 1)
+        index = nearest(
+            rows.query.transpose(0, 1),
+            state.store,
+            number=self.number,
+            search=self.options.search,
+            chunk_len=self.options.chunk_len,
+            empty=empty,
+        )
+        shares = weigh(query, state.store, index, empty=empty)
+        retrieved = read_rows(self.attention_dropout(shares), state.store, index).transpose(0, 1).to(local.dtype)
+        share = self.share(state)
+        gate = share.to(local.dtype)
+        y = self.dropout(self.output(merge_heads(gate * retrieved + (1.0 - gate) * local)))
+        if local_weights is None:
+            return Attended(y, rows, share, None)
+        stored = shares.new_zeros(*shares.shape[:3], self.options.mem_len).scatter(3, index, shares).transpose(0, 1)
+        cached, segment = ((1.0 - gate) * local_weights).tensor_split([self.cache_len], dim=-1)
+        return Attended(y, rows, share, Weights(cached, segment, gate * stored))
+
+    def cached(self, state: State) -> Cached:
+        """Return the rows before the segment."""
+        valid = valid_rows(state.store.num_written.clamp(max=self.cache_len), self.cache_len, state.cache_shown)
+        if self.options.empty_rows:
+            valid = torch.ones_like(valid)
+            valid = valid & state.cache_shown if isinstance(state.cache_shown, Tensor) else valid
+        return Cached(state.cached_keys, state.cached_values, valid)
+
+    def share(self, state: State) -> Tensor:
+        """Return the share of the stored rows in every head's output, (H, 1, 1, 1), or of every head and lane."""
+        share = self.gate.sigmoid()[:, None, None, None]
+        if self.options.gate_empty:
+            return share
+        sees = readable_rows(state.store, empty=False).any(dim=1)
+        return torch.where(sees[:, None, None], share, 0.0)
+
+
+class Memorizing(Memory):
+    """Attention to the segment and its cache, mixed with the nearest of many stored keys and values."""
+
+    @dataclass
+    class Options:
+        mem_len: int = key(8192, at_least=1, at_most=TOKENS)  # M, tokens
+        neighbors: int = key(32, at_least=1, at_most=TOKENS)  # k, rows that a query reads
+        # the k nearest, or of M / k rows each, r = j modulo k for j < k, the nearest, as in the released code
+        search: str = key("exact", choices=("exact", "buckets"))
+        cache_len: int | None = key(None, at_least=0, at_most=TOKENS)  # W, tokens that attention sees too; None: T
+        positions: str = key("t5", choices=("t5", "none"))  # of local attention; none: as the released configuration
+        gate_init: float = key(0.0)  # b; sigmoid(b) is the share of the stored rows in a head's output
+        # mix in the reading of an empty memory, 0, as in the released code; false: the first segment has no gate
+        gate_empty: bool = True
+        scale_init: float = key(1.0)  # of scores, whose queries and keys have length 1
+        rows_dtype: str = key("fp32", choices=tuple(DTYPES))  # of stored keys and values; fp16 holds values up to 65504
+        chunk_len: int = key(128, at_least=1, at_most=TOKENS)  # queries that are compared at once; changes no result
+        empty_rows: bool = False  # read rows not written yet, as the released code: keys and values of 0
+        sees_itself: bool = True  # false: a token sees only those before it, as in the released code
+
+    def __init__(self, spec: LayerSpec, options: Options) -> None:
+        super().__init__(spec, options)
+        self.cache_len = spec.seg_len if options.cache_len is None else options.cache_len
+        if spec.llama is not None:
+            raise ValueError(
+                "memory.kind is memorizing, whose own attention has no grouped heads and T5's positions instead of a "
+                "Llama's: set memory.kind to transformer_xl, or model.kind to transformer"
+            )
+        check_choices(options, positions=("t5", "none"), search=("exact", "buckets"), rows_dtype=tuple(DTYPES))
+        if options.search == "buckets" and options.mem_len % options.neighbors:
+            raise ValueError(
+                f"memory.mem_len is {options.mem_len}, but with memory.search = buckets it must be a multiple of "
+                f"memory.neighbors = {options.neighbors}"
+            )
+        if spec.same_length and self.cache_len == 0:
+            raise ValueError("model.same_length needs a cache: set it to false, or memory.cache_len to more than 0")
+        self.norm = input_norm(spec)
+        self.attention = GatedAttention(spec, options, cache_len=self.cache_len)
+
+    @classmethod
+    def small_options(cls, seg_len: int) -> dict[str, Any]:
+        neighbors = max(2, seg_len // 2)
+        mem_len = neighbors * max(1, (2 * seg_len - 1) // neighbors)
+        return {"mem_len": mem_len, "neighbors": neighbors, "chunk_len": max(1, seg_len - 1)}
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if not self.attention.gate.is_meta:
+            self.attention.gate.fill_(self.options.gate_init)
+            self.attention.scale.fill_(self.options.scale_init)
+
+    @property
+    def min_seg_len(self) -> int:
+        return 1
+
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
+        num_lanes, heads, width = len(document_ids), self.spec.num_heads, self.spec.d_head
+        stored = DTYPES[self.options.rows_dtype]
+        if stored == torch.float32:
+            stored = torch.promote_types(dtype, stored)
+
+        def empty(num_rows: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(num_lanes, heads, num_rows, width, device=device, dtype=dtype)
+
+        none_written = torch.zeros(num_lanes, device=device, dtype=torch.int64)
+        store = Store(empty(self.options.mem_len, stored), empty(self.options.mem_len, stored), none_written)
+        return State(empty(self.cache_len, dtype), empty(self.cache_len, dtype), store)
+
+    def flops(self) -> Flops:
+        seg_len, width, number = self.spec.seg_len, self.spec.num_heads * self.spec.d_head, self.attention.number
+        searched = product(seg_len, width, self.options.mem_len, gradients=0)
+        read = product(seg_len, width, number, gradients=1) + product(seg_len, number, width, gradients=1)
+        return self.attention.flops(self.spec, cache_len=self.cache_len) + searched + read
+
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        y, rows, share, _ = self.attention(self.norm(x), state)
+        everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
+        logs = {
+            "share": share.detach().float().mean(dim=(0, 2, 3)),
+            "fill": state.store.num_written.clamp(max=self.options.mem_len) / self.options.mem_len,
+        }
+        return MemoryOutput(y, self.written(state, rows), {}, rows.raw, everything, logs)
+
+    @torch.no_grad()
+    def written(self, state: State, rows: Projected) -> State:
+        """Return the memory after the segment."""
+        keys, values = rows.key.transpose(0, 1), rows.value.transpose(0, 1)
+        cached_keys = self.cached(state.cached_keys, keys)
+        shown = append_shown(state.cache_shown, (), keys.shape[2]) if self.cache_len else state.cache_shown
+        return State(cached_keys, self.cached(state.cached_values, values), write(state.store, keys, values), shown)
+
+    def cached(self, old: Tensor, new: Tensor) -> Tensor:
+        """Return the newest W of cached rows (B, H, W, K) and a segment's (B, H, T, K)."""
+        skipped = max(0, new.shape[2] - self.cache_len)
+        return torch.cat([old[:, :, new.shape[2] :], new[:, :, skipped:].to(old.dtype)], dim=2)
+
+    @torch.no_grad()
+    def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: None = None) -> Inspection:
+        """Return shares of what is read, which sum to 1; the last W tokens have two rows each."""
+        weights = self.attention(self.norm(x), state, weights=True).weights
+        spans = self.spans(state)
+        memory = torch.cat([weights.cached, weights.stored], dim=-1) * (spans.begin < spans.end)[:, None]
+        total = (memory.sum(-1, keepdim=True) + weights.segment.sum(-1, keepdim=True)).clamp(min=1e-30)
+        return Inspection(
+            {"memory": rows_of(memory / total, spans), "segment": segment_rows(weights.segment / total, valid_len)}
+        )
+
+    def spans(self, state: State) -> Spans:
+        """Return the tokens of the cached rows, then those of the stored ones."""
+        cached, stored = token_spans(state.store.num_written, self.cache_len), spans_of(state.store)
+        return Spans(*(torch.cat(parts, dim=1) for parts in zip(cached, stored, strict=True)))
+
+    def forget(self, state: State, begin: Tensor, end: Tensor, trace: None = None) -> State:
+        cached, stored = overlapping(self.spans(state), begin, end).tensor_split([self.cache_len], dim=1)
+        store = state.store._replace(shown=take_out(state.store.shown, stored))
+        return state._replace(store=store, cache_shown=take_out(state.cache_shown, cached))

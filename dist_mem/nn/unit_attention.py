@@ -1,0 +1,128 @@
+"""Attention with queries and keys of length 1, a scale per head and positions by T5's buckets.
+
+Source: the code of Memorizing Transformers (Wu et al. 2022; google-research/meliad), eqs. 2 to 5 of what it computes;
+Henry et al. 2020, "Query-Key Normalization"; Raffel et al. 2020, "T5", sec. 2.1. Shape letters: B lanes, T segment, W
+cached rows, J = W + T keys, D model, H heads, K head width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dist_mem.nn.attention_inputs import Inputs, Relative, Visible
+from dist_mem.nn.flops import Flops, product
+from dist_mem.nn.layer_spec import LayerSpec
+from dist_mem.nn.layers import AttentionLayer, Dropout, Projection, key_distances, split_heads
+
+NUM_BUCKETS, FARTHEST = 32, 128  # T5's: half of the buckets are of one distance, the last begins below 128 tokens
+
+
+class Projected(NamedTuple):
+    """What the rows of a segment project to."""
+
+    raw: Tensor  # (H, B, T, K), queries
+    query: Tensor  # (H, B, T, K) float32 at least, of length 1
+    key: Tensor  # (H, B, T, K) float32 at least, of length 1
+    value: Tensor  # (H, B, T, K)
+
+
+class Cached(NamedTuple):
+    """Rows before the segment, newest last."""
+
+    key: Tensor  # (B, H, W, K)
+    value: Tensor  # (B, H, W, K)
+    visible: Tensor  # (B, W) bool
+
+
+def unit(rows: Tensor) -> Tensor:
+    """Divide rows (..., K) by their length, in float32 or wider."""
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def buckets(distances: Tensor) -> Tensor:
+    """Return T5's bucket of each distance, (J,) int64: 16 of one distance each, and 16 that widen up to 128 tokens."""
+    exact = NUM_BUCKETS // 2
+    far = torch.log(distances.clamp(min=1).float() / exact) / math.log(FARTHEST / exact) * (NUM_BUCKETS - exact)
+    return torch.where(distances < exact, distances, (exact + far.floor().long()).clamp(max=NUM_BUCKETS - 1))
+
+
+class UnitAttention(AttentionLayer):
+    """The projections, and attention to cached rows and the segment."""
+
+    def __init__(self, spec: LayerSpec, *, positions: bool, sees_itself: bool) -> None:
+        """Make the layer.
+
+        Args:
+            positions: whether scores depend on the distance.
+            sees_itself: false: a token sees only the tokens before it, as in the released code.
+        """
+        super().__init__(attention_dropout=spec.attention_dropout, back_end=spec.back_end)
+        width = spec.num_heads * spec.d_head
+        self.num_heads, self.same_length, self.sees_itself = spec.num_heads, spec.same_length, sees_itself
+        self.is_relative = positions
+        self.query, self.key_value = Projection(spec.d_model, width), Projection(spec.d_model, 2 * width)
+        self.output = Projection(width, spec.d_model)
+        self.dropout = Dropout(spec.dropout)
+        self.scale = nn.Parameter(torch.ones(spec.num_heads))  # its absolute value counts
+        self.position = nn.Parameter(torch.zeros(spec.num_heads, NUM_BUCKETS)) if positions else None
+
+    def project(self, rows: Tensor) -> Projected:
+        """Project rows (B, T, D)."""
+        query = split_heads(self.query(rows), self.num_heads)
+        key, value = split_heads(self.key_value(rows), 2 * self.num_heads).chunk(2)
+        return Projected(query, unit(query), unit(key), value)
+
+    def scaled(self, query: Tensor) -> Tensor:
+        """Return queries (H, B, T, K) times the scale of their head."""
+        return query * self.scale.to(query.dtype).abs()[:, None, None, None]
+
+    def attend(self, rows: Projected, cached: Cached, *, weights: bool) -> tuple[Tensor, Tensor | None]:
+        """Return what queries read of cache and segment, (H, B, T, K), and if asked for the weights (H, B, T, J)."""
+        dtype = rows.value.dtype
+        key = torch.cat([cached.key.to(dtype).transpose(0, 1), rows.key.to(dtype)], dim=2)
+        value = torch.cat([cached.value.to(dtype).transpose(0, 1), rows.value], dim=2)
+        query = self.scaled(rows.query).to(dtype)
+        visible: Any = self.visible(cached.visible, query.shape[2])
+        relative = self.by_distance(query, key)
+        if self.sees_itself:
+            return self.read(Inputs(query, key, value, visible, relative), weights=weights)
+        # The first token of a document sees nothing, and reads 0: a mask that shows it everything keeps 0/0 away.
+        mask = visible.mask()
+        sees = mask.any(dim=-1, keepdim=True)
+        visible = mask | ~sees
+        found, shares = self.read(Inputs(query, key, value, visible, relative), weights=weights)
+        return found * sees, None if shares is None else shares * sees
+
+    def visible(self, cached: Tensor, num_queries: int) -> Visible:
+        """Return which keys queries see: `layers.visible_keys`, one key earlier if tokens do not see themselves."""
+        cache_len = cached.shape[1]
+        earlier = 0 if self.sees_itself else 1
+        above = -earlier if self.same_length else None
+        return Visible(cached, num_queries, cache_len + num_queries, above=above, upto=cache_len - earlier)
+
+    def by_distance(self, query: Tensor, key: Tensor) -> Relative | None:
+        """Return the scores by distance: a number per head and bucket, times the head's scale."""
+        if self.position is None:
+            return None
+        distances = key_distances(key.shape[2], clamp_len=None, device=key.device)
+        # A product instead of an index: its gradient is the same bits in every run, also on GPUs.
+        chosen = buckets(distances) == torch.arange(NUM_BUCKETS, device=key.device)[:, None]
+        table = (self.position @ chosen.to(self.position.dtype)).to(query.dtype)
+        scale = self.scaled(torch.ones_like(query[..., :1]))
+        return Relative(scale, table[:, None], query.shape[2] - 1)
+
+    def flops(self, spec: LayerSpec, *, cache_len: int) -> Flops:
+        """Count the projections and the attention to cache and segment."""
+        seg_len, d_model, width = spec.seg_len, spec.d_model, spec.num_heads * spec.d_head
+        num_keys = cache_len + seg_len
+        total = product(seg_len, d_model, 3 * width) + product(seg_len, width, d_model)
+        total += product(seg_len, width, num_keys) + product(seg_len, num_keys, width)
+        if self.is_relative:
+            total += product(seg_len, self.num_heads, num_keys + 1)
+            total += product(self.num_heads, NUM_BUCKETS, num_keys + 1, gradients=1).once()
+        return total
