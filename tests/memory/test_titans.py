@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from dist_mem.memory.base import detached, named_tensors
 from dist_mem.memory.parts.neural_memory import Tokens, Weights, learn, recall
 from dist_mem.memory.titans import State, Titans
-from dist_mem.nn.layer_spec import LayerSpec
+from dist_mem.nn.layer_spec import LayerSpec, LlamaSpec
 from tests.support import paths
 
 GOLDEN = paths.GOLDEN / "titans"
@@ -262,3 +263,16 @@ def test_variants_keep_only_what_they_need() -> None:
         state = layer.init_state(torch.arange(2), "cpu", torch.float32)
         sizes[variant] = {name for name, part in named_tensors(state).items() if not part.numel()}
     assert sizes == {"alone": {"asked", "rows"}, "context": {"rows"}, "gate": {"asked"}, "layer": {"asked"}}
+
+
+@pytest.mark.parametrize("variant", ["gate", "context", "layer"])
+def test_attention_is_refused_where_it_cannot_be_computed(variant: str) -> None:
+    given, options = spec({"dim": 6, "heads": 2, "segment": 4}), Titans.Options(variant=variant)
+    with pytest.raises(ValueError, match=r"model\.attention is flex, but memory\.kind is titans"):
+        Titans(replace(given, back_end="flex"), options)
+    llama = LlamaSpec(num_kv_heads=1, rope_theta=1e4, norm_eps=1e-5, qkv_bias=False)
+    with pytest.raises(ValueError, match=rf"memory\.kind is titans and memory\.variant {variant}.* Llama"):
+        Titans(replace(given, llama=llama), options)
+    alone = Titans(replace(given, back_end="flex", llama=llama, norm="pre"), Titans.Options(variant="alone"))
+    with pytest.raises(ValueError, match=r"memory\.variant alone, which has no queries"):
+        _ = alone.evicted_len
