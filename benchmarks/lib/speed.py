@@ -35,6 +35,7 @@ def memories(mem_len: int) -> dict[str, dict[str, Any]]:
         "gated_deltanet": {"kind": "gated_deltanet"},
         "rmt": {"kind": "rmt", "num_tokens": 10},
         "memorizing": {"kind": "memorizing", "mem_len": mem_len},
+        "titans": {"kind": "titans", "window": mem_len},
     }
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dist_mem.config.keys import TOKENS, WIDTH, key
 from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput
+from dist_mem.memory.parts.convolution import convolved
 from dist_mem.nn.flops import Flops, product
 from dist_mem.nn.layers import Dropout, Projection
 from dist_mem.nn.norms import input_norm
@@ -182,13 +183,6 @@ class GatedDeltaNet(Memory):
         num_real = valid_len.clamp(min=1) * decay.shape[1]
         padding = decay.shape[1] * (decay.shape[2] - valid_len)
         return (decay.float().exp().sum((1, 2)) - padding) / num_real
-
-
-def convolved(rows: Tensor, taps: Tensor) -> Tensor:
-    """Return the sum of each row and those before it, weighted by `taps` (W, kernel): (B, T + kernel - 1, W) -> T."""
-    seg_len = rows.shape[1] - taps.shape[1] + 1
-    parts = [rows[:, place : place + seg_len] * taps[:, place] for place in range(taps.shape[1])]
-    return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
 
 
 def chunks(seg_len: int, chunk_len: int) -> tuple[int, int]:

@@ -6,6 +6,7 @@ python docs/images/draw_memories.py
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -307,13 +308,56 @@ def memorizing() -> str:
             text(first + 130, LINE - 56, "the k nearest, by q . k", color=RED),
             arrow([(SEGMENT + 40, 176), (end_of(first, number) - 14, 176), (end_of(first, number) - 14, LINE + 30)]),
             text(SEGMENT + 40, 196, "after the segment: over the oldest rows", color=GREY, anchor="end"),
+
+
+def titans() -> str:
+    left, across, down, middle_y = 90.0, 62, 24, LINE + BOX / 2
+    layers = [
+        [(left + across * x, middle_y + down * (y - (n - 1) / 2)) for y in range(n)] for x, n in enumerate((3, 4, 3))
+    ]
+    lines = [
+        f'<path d="M {x:.0f} {y:.0f} L {to_x:.0f} {to_y:.0f}" stroke="{GREEN}" '
+        f'stroke-opacity="{0.25 + 0.15 * ((3 * row + 5 * column) % 5):.2f}" stroke-width="1.6"/>'
+        for one, other in pairwise(layers)
+        for row, (x, y) in enumerate(one)
+        for column, (to_x, to_y) in enumerate(other)
+    ]
+    units = [
+        f'<circle cx="{x:.0f}" cy="{y:.0f}" r="7" fill="white" stroke="{GREEN}" stroke-width="1.6"/>'
+        for layer in layers
+        for x, y in layer
+    ]
+    window = SEGMENT - 4 * (BOX + GAP)
+    learns_at, right = middle(SEGMENT, 2), left + 2 * across
+    return picture(
+        "titans (gate): a network that every token trains, beside attention to a window",
+        [
+            *lines,
+            *units,
+            text(left + across, 48, "weights: decayed, pushed by momentum", color=GREEN),
+            *rows(window, 4, ORANGE),
+            *segment(),
+            *(arc(QUERY, middle(window, place)) for place in range(2, 4)),
+            arc(QUERY, right + 12),
+            text((QUERY + right) / 2 - 40, LINE - 50, "asks the network", color=RED),
+            arrow(
+                [(learns_at, 152), (learns_at, 176), (left + across, 176), (left + across, middle_y + 2 * down)],
+                color=BLUE,
+            ),
+            text(
+                learns_at - 10,
+                194,
+                "every token: one step from what is returned for k towards v",
+                color=BLUE,
+                anchor="end",
+            ),
         ],
     )
 
 
 def drawn() -> dict[Path, str]:
     """Return every picture by its file."""
-    pictures = (none, transformer_xl, compressive, lamemo, infinite, infini, gated_deltanet, rmt, memorizing)
+    pictures = (none, transformer_xl, compressive, lamemo, infinite, infini, gated_deltanet, rmt, memorizing, titans)
     return {FOLDER / f"memory_{draw.__name__}.svg": draw() for draw in pictures}
 
 

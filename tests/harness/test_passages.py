@@ -60,7 +60,7 @@ def test_a_score_is_the_same_bits_whatever_else_is_scored(case: str) -> None:
     alone = [score_passages(trained, [passage], num_lanes=LANES)[0] for passage in passages()]
     backwards = score_passages(trained, passages()[::-1], num_lanes=LANES)[::-1]
     for found in (alone, backwards):
-        if "infini" in case or case == "gated_deltanet":
+        if "infini" in case or case in ("gated_deltanet", "titans"):
             log_probs = [result.log_prob for result in together]
             assert [result.log_prob for result in found] == pytest.approx(log_probs, rel=1e-6)
         else:

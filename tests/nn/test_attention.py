@@ -37,8 +37,11 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def accepted(case: str, back_end: str) -> bool:
-    """Return whether the memory can attend by this back end; sdpa cannot be used by look-ahead attention."""
-    return back_end != "sdpa" or "lamemo" not in case
+    """Return whether the memory can attend by this back end, which is not `simple`.
+
+    Titans' learned rows are outside of its window, and look-ahead attention needs more than sdpa returns.
+    """
+    return "titans" not in case and (back_end != "sdpa" or "lamemo" not in case)
 
 
 def drawn(dtype: torch.dtype, *, relative: bool, same_length: bool = False, biased: bool = False) -> Inputs:

@@ -1,0 +1,69 @@
+"""Attention to learned rows beside those of the text: persistent memory (Behrouz et al. 2024, "Titans", eq. 19).
+
+Shape letters: B lanes, T segment, M context rows, P persistent rows, D model, H heads, K head width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from dist_mem.nn.attention import Choice
+from dist_mem.nn.attention_inputs import Inputs
+from dist_mem.nn.flops import Flops, product
+from dist_mem.nn.layer_spec import LayerSpec
+from dist_mem.nn.layers import Attended, AttentionLayer, Projection, merge_heads, split_heads
+
+
+class PersistentAttention(AttentionLayer):
+    """Attention without positions to learned rows, a context and the segment.
+
+    Every query sees all learned rows and, of the others, what a mask says, so only `simple` computes it: the other back
+    ends take one window over all keys.
+    """
+
+    def __init__(self, spec: LayerSpec, *, num_rows: int) -> None:
+        super().__init__(attention_dropout=spec.attention_dropout, back_end=spec.back_end)
+        if spec.back_end not in ("auto", "simple"):
+            raise ValueError(
+                f"model.attention is {spec.back_end}, but memory.kind is titans, whose queries see learned rows "
+                "outside of their window: set model.attention to auto or simple, or memory.variant to alone"
+            )
+        width = spec.num_heads * spec.d_head
+        self.num_heads = spec.num_heads
+        self.learned = nn.Parameter(torch.zeros(num_rows, spec.d_model))
+        self.query, self.key_value = Projection(spec.d_model, width), Projection(spec.d_model, 2 * width)
+        self.output = Projection(width, spec.d_model)
+
+    def choose(self, device_type: str, num_queries: int) -> Choice:
+        return Choice("simple", "queries see learned rows outside of their window, which only it can mask")
+
+    def forward(self, x: Tensor, context: Tensor, visible: Tensor, *, weights: bool = False) -> Attended:
+        """Attend from the segment.
+
+        Args:
+            x: (B, T, D).  context: (B, M, D), M may be 0.  visible: (B, T, M + T) bool.
+            weights: whether to return attention probabilities, (H, B, T, P + M + T).
+        """
+        query = split_heads(self.query(x), self.num_heads)
+        learned = split_heads(self.key_value(self.learned.to(x.dtype)[None]), 2 * self.num_heads)
+        persistent = learned.expand(-1, len(x), -1, -1)
+        parts = [split_heads(self.key_value(rows), 2 * self.num_heads) for rows in (context, x) if rows.shape[1]]
+        key, value = torch.cat([persistent, *parts], dim=2).chunk(2)
+        everywhere = torch.ones(*visible.shape[:2], len(self.learned), dtype=torch.bool, device=x.device)
+        mask = torch.cat([everywhere, visible], dim=-1)
+        scaled = query / math.sqrt(query.shape[-1])
+        rows, shares = self.read(Inputs(scaled, key, value, mask), weights=weights)
+        return Attended(self.output(merge_heads(rows)), query, shares)
+
+
+def attention_flops(spec: LayerSpec, *, num_rows: int, context_len: int, context_learns: bool) -> Flops:
+    """Count `PersistentAttention`; `context_learns` if the context rows get a gradient."""
+    seg_len, d_model, width = spec.seg_len, spec.d_model, spec.num_heads * spec.d_head
+    num_keys = num_rows + context_len + seg_len
+    keys = product(context_len, d_model, 2 * width, gradients=1 + context_learns)
+    segment = product(seg_len, d_model, 3 * width) + product(seg_len, width, d_model)  # q, k, v, output
+    scores = product(seg_len, width, num_keys) + product(seg_len, num_keys, width)
+    return product(num_rows, d_model, 2 * width).once() + keys + segment + scores

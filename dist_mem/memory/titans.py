@@ -1,0 +1,279 @@
+"""Titans (Behrouz et al. 2024): the weights of a small network per layer, which every token trains while it is read.
+
+Source: arXiv 2501.00663, eqs. 8 to 31. No code was published; the paper leaves open what is chosen here:
+- `context` would see the future if taken literally, as every query would see what is recalled for all later tokens, and
+  read a memory that all of the segment has been written to. Here a query sees what is recalled for the tokens up to
+  itself, and reads the memory that has learned the tokens up to itself.
+- The learned rows are seen by attention only: the memory would learn them again in every segment.
+- theta = `step_max` sigmoid(.), eta and alpha = sigmoid(.), each of a linear map of the token. The inner loss is a sum
+  over D entries (eq. 12), so the inner learning diverges if `step_max` is large.
+- Attention has no positions. In `context` and `gate` attention and memory are multiplied after RMS norms, the memory
+  after a sigmoid; else the memory is gated by SiLU(x W_g) before its output projection (sec. 4.4).
+
+Gradients flow through the weights within a window (`train.bptt_segments`). Shape letters: B lanes, T segment, D model,
+H heads, K head width, W window, P learned rows, I and O widths before and after a layer of the network.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dist_mem.config.keys import TOKENS, WIDTH, key
+from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput
+from dist_mem.memory.gated_deltanet import ExactNorm
+from dist_mem.memory.parts.inspection import Inspection, rows_of, segment_rows, token_spans
+from dist_mem.memory.parts.neural_memory import (
+    NeuralMemory,
+    Tokens,
+    Weights,
+    learn,
+    learning_flops,
+    recall,
+    recall_flops,
+)
+from dist_mem.memory.parts.persistent_attention import PersistentAttention, attention_flops
+from dist_mem.nn.attention_inputs import Visible
+from dist_mem.nn.flops import Flops, product
+from dist_mem.nn.layers import Attended, Dropout, Projection, newest_rows
+from dist_mem.nn.norms import input_norm
+
+VARIANTS = ("gate", "context", "layer", "alone")
+
+
+class State(NamedTuple):
+    weights: Weights  # (B, I, O) of every layer of the network, float32 at least; unused in fresh lanes
+    momentum: Weights  # the same of eq. 14's S
+    is_fresh: Tensor  # (B,) bool, whether the lane has learned nothing, so that its weights are the learned start
+    tail: Tensor  # (B, kernel - 1, 3 D), newest queries, keys, values before the convolution; 0: none yet
+    asked: Tensor  # (B, kernel - 1, D) in `context`: the same of what is recalled for; otherwise of width 0
+    rows: Tensor  # (B, W - 1, D), newest rows of the window, newest last; none unless `gate` or `layer`
+    length: Tensor  # (B,) int64, how many of `rows` are valid
+
+
+class Step(NamedTuple):
+    """What a forward computes."""
+
+    y: Tensor  # (B, T, D), before dropout
+    state: State
+    query: Tensor  # (H, B, T, K); in `alone` (1, B, T, D)
+    weights: Tensor | None  # (H, B, T, P + M + T), of the attention, where asked for
+    tokens: Tokens
+    error: Tensor  # (B, T), see `Learned`
+
+
+class Product(nn.Module):
+    """Attention times memory, both normed, the memory after a sigmoid (eqs. 25 and 28)."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.attention_norm, self.memory_norm = ExactNorm(d_model, eps=1e-6), ExactNorm(d_model, eps=1e-6)
+
+    def forward(self, attended: Tensor, read: Tensor) -> Tensor:
+        product = self.attention_norm(attended.to(read.dtype)) * self.memory_norm(read).sigmoid()
+        return product.to(attended.dtype)
+
+
+class GatedOutput(nn.Module):
+    """The memory, normed, gated and projected (sec. 4.4)."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.norm = ExactNorm(d_model, eps=1e-6)
+        self.gate, self.output = Projection(d_model, d_model), Projection(d_model, d_model)
+
+    def forward(self, rows: Tensor, read: Tensor) -> Tensor:
+        gated: Tensor = self.output((self.norm(read) * F.silu(self.gate(rows))).to(rows.dtype))
+        return gated
+
+
+class Titans(Memory):
+    """Attention and a network that learns keys and values: beside it, before it, as its context, or alone."""
+
+    @dataclass
+    class Options:
+        # memory and window attention side by side (eqs. 26 to 28) | the memory as context of attention within the
+        # segment (21 to 25) | memory, then window attention (29 to 31) | no attention (LMM)
+        variant: str = key("gate", choices=VARIANTS)
+        depth: int = key(2, at_least=1, at_most=16)  # L_M, layers of the network; 1: a matrix
+        d_hidden: int | None = key(None, at_least=1, at_most=WIDTH)  # width between them; None: model.d_model
+        # tokens whose gradients are taken at the same weights, those at the chunk's start; 1: online, and slow
+        chunk_len: int = key(32, at_least=1, at_most=TOKENS)
+        step_max: float = key(0.1, above=0)  # theta's maximum
+        kernel: int = key(4, at_least=1, at_most=64)  # tokens that the convolution of queries, keys and values sees
+        num_persistent: int = key(4, at_least=1, at_most=TOKENS)  # P, learned rows that attention sees; not in `alone`
+        window: int = key(128, at_least=2, at_most=TOKENS)  # W, tokens that a query of `gate` or `layer` attends to
+
+    def __init__(self, spec: LayerSpec, options: Options) -> None:
+        super().__init__(spec, options)
+        variant, d_model = options.variant, spec.d_model
+        attends = variant != "alone"
+        if attends and spec.llama is not None:
+            raise ValueError(
+                f"memory.kind is titans and memory.variant {variant}, whose own attention has no grouped heads and no "
+                "positions, unlike a Llama's: set memory.variant to alone, or model.kind to transformer"
+            )
+        self.norm = input_norm(spec)
+        self.memory = NeuralMemory(
+            d_model, depth=options.depth, d_hidden=options.d_hidden or d_model, kernel=options.kernel,
+            step_max=options.step_max,
+        )  # fmt: skip
+        self.window = options.window if variant in ("gate", "layer") else 1
+        self.attention = PersistentAttention(spec, num_rows=options.num_persistent) if attends else None
+        self.combine = Product(d_model) if variant in ("gate", "context") else GatedOutput(d_model)
+        self.dropout = Dropout(spec.dropout)
+
+    @classmethod
+    def small_options(cls, seg_len: int) -> dict[str, Any]:
+        return {"d_hidden": 5, "chunk_len": max(1, seg_len - 1), "kernel": 3, "num_persistent": 2, "window": seg_len}
+
+    def reset_parameters(self) -> None:
+        self.memory.reset_parameters()
+
+    @property
+    def carries_gradient(self) -> bool:
+        return True
+
+    @property
+    def takes_short_first(self) -> bool:
+        return True
+
+    @property
+    def min_seg_len(self) -> int:
+        return 1
+
+    @property
+    def evicted_len(self) -> int:
+        if self.attention is None:
+            raise ValueError(
+                "memory.kind is titans and memory.variant alone, which has no queries that a memory over it could "
+                "read with: set memory.over.variant to gate, context or layer"
+            )
+        return super().evicted_len
+
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
+        num_lanes, d_model, kept = len(document_ids), self.spec.d_model, self.options.kernel - 1
+        exact = torch.promote_types(dtype, torch.float32)  # growing sums: half precision would lose small terms
+
+        def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(num_lanes, *shape, device=device, dtype=dtype)
+
+        weights, momentum = (tuple(zeros(*shape, dtype=exact) for shape in self.memory.shapes) for _ in range(2))
+        asked = zeros(kept, d_model if self.options.variant == "context" else 0)
+        return State(
+            weights, momentum, torch.ones(num_lanes, device=device, dtype=torch.bool), zeros(kept, 3 * d_model), asked,
+            zeros(self.window - 1, d_model), zeros(dtype=torch.int64),
+        )  # fmt: skip
+
+    def flops(self) -> Flops:
+        """Count a window of one segment; longer ones also compute the gradients of the first readings."""
+        seg_len, d_model, variant = self.spec.seg_len, self.spec.d_model, self.options.variant
+        shapes = self.memory.shapes
+        total = product(seg_len, d_model, 3 * d_model + 3)
+        total += learning_flops(shapes, seg_len=seg_len, chunk_len=self.options.chunk_len)
+        if isinstance(self.combine, GatedOutput):
+            total += product(seg_len, d_model, 2 * d_model)
+        if variant == "context":
+            total += product(seg_len, d_model, d_model) + recall_flops(shapes, seg_len=seg_len)
+        if self.attention is None:
+            return total
+        context_len = seg_len if variant == "context" else self.window - 1
+        learns = variant == "context" or (variant == "gate" and self.spec.norm == "pre")
+        return total + attention_flops(
+            self.spec, num_rows=self.options.num_persistent, context_len=context_len, context_learns=learns
+        )
+
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        step = self.step(x, state, valid_len, shows=False)
+        everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
+        return MemoryOutput(self.dropout(step.y), step.state, {}, step.query, everything, self.figures(step))
+
+    def step(self, x: Tensor, state: State, valid_len: Tensor, *, shows: bool) -> Step:
+        """Compute outputs and the new state; `shows`: with the weights of the attention."""
+        variant, rows = self.options.variant, self.norm(x)
+        begun = state._replace(weights=self.memory.started(state.weights, state.is_fresh))
+        if variant == "context":
+            attended, before = self.recalled(rows, begun, shows)
+            step = self.learned(attended.y, begun, valid_len, attended)
+            asked = newest(before, valid_len, num_rows=state.asked.shape[1]).to(state.asked.dtype)
+            return step._replace(y=self.combine(attended.y, step.y), state=step.state._replace(asked=asked))
+        if variant == "gate":
+            attended = self.windowed(rows, self.norm(state.rows.to(x.dtype)), state, shows)
+            step = self.learned(rows, begun, valid_len, attended)
+            return self.moved(step._replace(y=self.combine(attended.y, step.y)), x, valid_len)
+        step = self.learned(rows, begun, valid_len, None)
+        y = self.combine(rows, step.y)
+        if variant == "alone":
+            return step._replace(y=y)
+        attended = self.windowed(y, state.rows.to(x.dtype), state, shows)
+        return self.moved(step._replace(y=attended.y, query=attended.query, weights=attended.weights), y, valid_len)
+
+    def recalled(self, rows: Tensor, state: State, shows: bool) -> tuple[Attended, Tensor]:
+        """Attend to the segment and to what the memory recalls for it (eqs. 21 to 23), and what it was asked."""
+        assert self.attention is not None
+        query, before = self.memory.queries(rows, state.asked, state.weights[0].dtype)
+        upto = torch.ones(rows.shape[1], rows.shape[1], dtype=torch.bool, device=rows.device).tril()
+        visible = torch.cat([upto, upto], dim=1).expand(len(rows), -1, -1)
+        return self.attention(rows, recall(query, state.weights).to(rows.dtype), visible, weights=shows), before
+
+    def windowed(self, rows: Tensor, context: Tensor, state: State, shows: bool) -> Attended:
+        """Attend to the newest W tokens."""
+        assert self.attention is not None
+        kept = self.window - 1
+        window = Visible(newest_rows(state.length, kept), rows.shape[1], kept + rows.shape[1], above=-1, upto=kept)
+        attended: Attended = self.attention(rows, context, window.mask(), weights=shows)
+        return attended
+
+    def moved(self, step: Step, rows: Tensor, valid_len: Tensor) -> Step:
+        """Append the rows that were attended to."""
+        old, kept = step.state.rows, self.window - 1
+        new = newest(torch.cat([old.to(rows.dtype), rows], dim=1), valid_len, num_rows=kept).to(old.dtype)
+        length = (step.state.length + valid_len).clamp(max=kept)
+        return step._replace(state=step.state._replace(rows=new, length=length))
+
+    def learned(self, rows: Tensor, state: State, valid_len: Tensor, attended: Attended | None) -> Step:
+        """Let the network learn the rows; `y` of the step is what they read."""
+        tokens, before = self.memory.tokens(rows, state.tail, valid_len, state.weights[0].dtype)
+        learned = learn(tokens, state.weights, state.momentum, chunk_len=self.options.chunk_len)
+        tail = newest(before, valid_len, num_rows=state.tail.shape[1]).to(state.tail.dtype)
+        is_fresh = state.is_fresh & (valid_len == 0)
+        new = state._replace(weights=learned.weights, momentum=learned.momentum, is_fresh=is_fresh, tail=tail)
+        query, weights = (tokens.query[None], None) if attended is None else (attended.query, attended.weights)
+        return Step(learned.read, new, query, weights, tokens, learned.error)
+
+    @staticmethod
+    @torch.no_grad()
+    def figures(step: Step) -> dict[str, Tensor]:
+        """Return means over real tokens: what is kept of the weights, and what share of the values was a surprise."""
+        tokens = step.tokens
+        count = tokens.is_real.sum(1).clamp(min=1)
+        values = (tokens.value.square().sum(-1) * tokens.is_real).sum(1)
+        surprise = (step.error * tokens.is_real).sum(1) / values.clamp(min=1e-12)
+        return {"kept": (tokens.kept.exp() * tokens.is_real).sum(1) / count, "surprise": surprise}
+
+    @torch.no_grad()
+    def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: Any = None) -> Inspection:
+        """Return the shares of tokens in what attention reads of tokens.
+
+        What it reads of the learned rows and of what the memory recalls belongs to no token and is left out.
+        """
+        weights = self.step(x, state, valid_len, shows=True).weights
+        if weights is None:
+            return Inspection()
+        kept = self.window - 1
+        of_tokens = weights[..., -(kept + x.shape[1]) :]
+        memory, segment = (of_tokens / of_tokens.sum(dim=-1, keepdim=True)).tensor_split([kept], dim=-1)
+        of_segment = {"segment": segment_rows(segment, valid_len)}
+        if not kept:
+            return Inspection(of_segment)
+        return Inspection({"memory": rows_of(memory, token_spans(state.length, kept)), **of_segment})
+
+
+def newest(rows: Tensor, valid_len: Tensor, *, num_rows: int) -> Tensor:
+    """Return the newest real rows, of old ones and then those of the segment: (B, num_rows + T, W) -> num_rows."""
+    places = valid_len[:, None] + torch.arange(num_rows, device=rows.device)
+    return rows.gather(1, places[..., None].expand(-1, -1, rows.shape[-1]))

@@ -1,0 +1,278 @@
+"""Titans against vectors of the paper's equations (tests/golden/titans), in float64, and against its recurrence."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dist_mem.memory.base import detached, named_tensors
+from dist_mem.memory.parts.neural_memory import Tokens, Weights, learn, recall
+from dist_mem.memory.titans import State, Titans
+from dist_mem.nn.layer_spec import LayerSpec, LlamaSpec
+from tests.support import paths
+
+GOLDEN = paths.GOLDEN / "titans"
+NAMES = sorted(path.stem for path in GOLDEN.glob("*.npz"))
+VARIANTS = {"lmm": "alone", "mac": "context", "mag": "gate", "mal": "layer"}
+TOLERANCE = 1e-10  # of the largest entry
+
+
+def spec(given: dict[str, Any], *, norm: str = "post") -> LayerSpec:
+    return LayerSpec(
+        layer_index=0, num_layers=1, d_model=given["dim"], num_heads=given["heads"],
+        d_head=given["dim"] // given["heads"], seg_len=given["segment"], dropout=0.0, attention_dropout=0.0,
+        norm=norm, clamp_len=None, same_length=False, seed=0,
+    )  # fmt: skip
+
+
+class Layer:
+    """Our layer with the reference's weights, which stay the leaves that gradients are asked of."""
+
+    def __init__(self, name: str, folder: Any = GOLDEN) -> None:
+        self.arrays = dict(np.load(folder / f"{name}.npz"))
+        self.given: dict[str, Any] = json.loads(str(self.arrays["config_json"]))
+        prefix = "param/"
+        self.weights = {
+            key.removeprefix(prefix): self.tensor(key).requires_grad_() for key in self.arrays if key.startswith(prefix)
+        }
+        given = self.given
+        options = Titans.Options(
+            variant=VARIANTS[given["kind"]], depth=given["depth"], d_hidden=given["hidden"],
+            chunk_len=given["chunk"], step_max=given["theta_max"], kernel=max(1, given["conv"]),
+            num_persistent=given["persistent"], window=given["window"],
+        )  # fmt: skip
+        self.layer = Titans(spec(given), options).double()
+
+    def tensor(self, key: str) -> Tensor:
+        return torch.from_numpy(self.arrays[key]).double()
+
+    def named(self) -> dict[str, Tensor]:
+        """The reference's weights by our names."""
+        theirs = self.weights
+        rates = ("theta", "eta", "alpha")
+        named = {
+            "memory.query.map.weight": theirs["W_q"].T,
+            "memory.key_value.map.weight": torch.cat([theirs["W_k"], theirs["W_v"]], dim=1).T,
+            "memory.rates.weight": torch.stack([theirs[f"w_{rate}"] for rate in rates]),
+            "memory.rates.bias": torch.cat([theirs[f"b_{rate}"] for rate in rates]),
+            **{f"memory.starts.{index}.start": theirs[f"M0_{index}"] for index in range(self.given["depth"])},
+        }
+        if self.given["conv"]:
+            named["memory.query.taps"] = theirs["conv_q"].T
+            named["memory.key_value.taps"] = torch.cat([theirs["conv_k"], theirs["conv_v"]], dim=1).T
+        if "norm_m" in theirs:
+            named["combine.attention_norm.weight"] = theirs["norm_y"]
+            named["combine.memory_norm.weight"] = theirs["norm_m"]
+        else:
+            named["combine.norm.weight"] = theirs["norm_y"]
+            named["combine.gate.weight"], named["combine.output.weight"] = theirs["W_g"].T, theirs["W_o"].T
+        if "persistent" in theirs:
+            named["attention.learned"] = theirs["persistent"]
+            named["attention.query.weight"], named["attention.output.weight"] = theirs["A_q"].T, theirs["A_o"].T
+            named["attention.key_value.weight"] = torch.cat([theirs["A_k"], theirs["A_v"]], dim=1).T
+        assert named.keys() == dict(self.layer.named_parameters()).keys()
+        return named
+
+    def run(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        valid_len = torch.full((len(x),), x.shape[1])
+        output = torch.func.functional_call(self.layer, self.named(), (x, state, valid_len))
+        return output.y, output.state
+
+    def states(self, state: State) -> dict[str, Tensor]:
+        """Our state by the reference's names."""
+        d_model = self.given["dim"]
+        found = {f"M_{index}": part for index, part in enumerate(state.weights)}
+        found.update({f"S_{index}": part for index, part in enumerate(state.momentum)})
+        found.update(zip(("tail_q", "tail_k", "tail_v"), state.tail.split(d_model, dim=-1), strict=True))
+        return {**found, "rows": state.rows}
+
+
+def relative_error(ours: Tensor, golden: Tensor) -> float:
+    golden = golden.detach()
+    return float((ours.detach() - golden).abs().max() / golden.abs().max().clamp(min=1e-12))
+
+
+def errors(name: str, folder: Any = GOLDEN) -> dict[str, float]:
+    """Return the relative errors of outputs, states and gradients of a file, by key."""
+    ours = Layer(name, folder)
+    found: dict[str, float] = {}
+
+    def compare(tensor: Tensor, key: str) -> None:
+        found[key] = relative_error(tensor, ours.tensor(key))
+
+    def compare_gradients(loss: Tensor, prefix: str, x: Tensor | None = None) -> None:
+        leaves = {**ours.weights, **({} if x is None else {"x": x})}
+        gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+        for key, gradient in zip(leaves, gradients, strict=True):
+            whole = f"{prefix}/grad_x" if key == "x" else f"{prefix}/grad/{key}"
+            if whole in ours.arrays:
+                compare(gradient, whole)
+            else:
+                assert not gradient.any(), whole
+
+    state = ours.layer.init_state(torch.arange(ours.given["lanes"]), "cpu", torch.float64)
+    through, losses = state, []
+    for number in range(ours.given["segments"]):
+        x, weight = ours.tensor(f"seg{number}/x").requires_grad_(), ours.tensor(f"seg{number}/w")
+        y, new = ours.run(x, state)
+        compare(y, f"seg{number}/y")
+        states = ours.states(new)
+        for key in ours.arrays:
+            if key.startswith(f"seg{number}/state/"):
+                compare(states[key.rpartition("/")[2]], key)
+        compare_gradients((y * weight).sum(), f"seg{number}", x)
+        state = detached(new)
+        y, through = ours.run(x, through)
+        losses.append((y * weight).sum())
+    if ours.given.get("through_time"):
+        compare_gradients(torch.stack(losses).sum(), "through_time")
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_layer_equals_the_equations_of_the_paper(name: str) -> None:
+    """Outputs, states and gradients; of one file gradients through all segments, too."""
+    found = errors(name)
+    assert len(found) > 45
+    assert max(found.values()) <= TOLERANCE, {key: error for key, error in found.items() if error > TOLERANCE}
+
+
+def random_tokens(*, seg_len: int, d_model: int, lanes: int = 2) -> Tokens:
+    """Return tokens of which the last lane's newest two are padding."""
+    generator = torch.Generator().manual_seed(seg_len)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(lanes, seg_len, *shape, generator=generator, dtype=torch.float64)
+
+    query, key, value = (F.normalize(draw(d_model), dim=-1) for _ in range(3))
+    is_real = torch.ones(lanes, seg_len, dtype=torch.float64)
+    is_real[-1, -2:] = 0.0
+    step, momentum, kept = 0.2 * draw().sigmoid() * is_real, F.logsigmoid(draw()), F.logsigmoid(draw() + 2)
+    return Tokens(query, key, 3 * value, step, momentum * is_real, kept * is_real, is_real)
+
+
+def recurrence(
+    tokens: Tokens, weights: Weights, momentum: Weights, *, chunk_len: int
+) -> tuple[Tensor, Weights, Weights]:
+    """Eqs. 12 to 14, a token at a time, with gradients by autograd."""
+    read, anchor = [], weights
+    for place in range(tokens.step.shape[1]):
+        anchor = weights if place % chunk_len == 0 else anchor
+        query, key, value, step, eta, kept, real = (part[:, place] for part in tokens)
+        loss = (recall(key[:, None], anchor)[:, 0] - value).square().sum()
+        gradients = torch.autograd.grad(loss, anchor, create_graph=True)
+        step, eta, kept, real = (part[:, None, None] for part in (step, eta, kept, real))
+        momentum = tuple(
+            eta.exp() * speed - step * gradient for speed, gradient in zip(momentum, gradients, strict=True)
+        )
+        weights = tuple(kept.exp() * layer + real * speed for layer, speed in zip(weights, momentum, strict=True))
+        read.append(recall(query[:, None], weights))
+    return torch.cat(read, dim=1), weights, momentum
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("chunk_len", [1, 3, 16])
+def test_chunks_equal_the_recurrence(chunk_len: int, depth: int) -> None:
+    """Values, and gradients of gradients by autograd, with a part of a chunk and padding at the end."""
+    widths = [3, *[5] * (depth - 1), 3]
+    generator = torch.Generator().manual_seed(depth)
+
+    def draw() -> Weights:
+        return tuple(
+            (0.5 * torch.randn(2, *shape, generator=generator, dtype=torch.float64)).requires_grad_()
+            for shape in pairwise(widths)
+        )
+
+    weights, momentum, tokens = draw(), draw(), random_tokens(seg_len=11, d_model=3)
+    leaves = [part.requires_grad_() for part in tokens[:-1]]
+    results = []
+    for function in (learn, recurrence):
+        read, new, speed, *_ = function(Tokens(*leaves, tokens.is_real), weights, momentum, chunk_len=chunk_len)
+        loss = read.square().sum() + sum(part.pow(3).sum() for part in (*new, *speed))
+        asked = [*leaves, *weights, *momentum]
+        first = torch.autograd.grad(loss, asked, create_graph=True)
+        second = torch.autograd.grad(sum(part.square().sum() for part in first), asked)
+        results.append([read, *new, *speed, *first, *second])
+    for ours, theirs in zip(*results, strict=True):
+        assert relative_error(ours, theirs) <= TOLERANCE
+
+
+def test_padding_leaves_the_network_as_it_was() -> None:
+    tokens = random_tokens(seg_len=6, d_model=3)
+    start = (torch.ones(2, 3, 3, dtype=torch.float64),)
+    whole = learn(tokens, start, start, chunk_len=4)
+    real = learn(Tokens(*(part[:, :4] for part in tokens)), start, start, chunk_len=4)
+    for ours, theirs in zip(whole.weights + whole.momentum, real.weights + real.momentum, strict=True):
+        assert relative_error(ours[-1], theirs[-1]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("variant", ["gate", "layer", "alone"])
+def test_any_cut_at_chunks_gives_the_same_outputs(variant: str) -> None:
+    """The convolution, the window and the network go on over the cut."""
+    given = {"dim": 6, "heads": 2, "segment": 12}
+    torch.manual_seed(0)
+    layer = Titans(spec(given, norm="pre"), Titans.Options(variant=variant, chunk_len=2, window=5)).double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(2, 12, 6, dtype=torch.float64)
+    outputs = []
+    for size in (12, 6, 2):
+        state, rows = layer.init_state(torch.arange(2), "cpu", torch.float64), []
+        for part in x.split(size, dim=1):
+            output = layer(part, state, torch.full((2,), size))
+            state = output.state
+            rows.append(output.y)
+        outputs.append(torch.cat(rows, dim=1))
+    for other in outputs[1:]:
+        assert relative_error(other, outputs[0]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values())
+def test_a_document_begins_with_the_learned_weights(variant: str) -> None:
+    """Where nothing is learned or forgotten they are what is held after the segment, and they get a gradient."""
+    layer = Titans(spec({"dim": 6, "heads": 2, "segment": 4}), Titans.Options(variant=variant))
+    torch.manual_seed(0)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    with torch.no_grad():
+        layer.memory.rates.weight.zero_()
+        layer.memory.rates.bias.copy_(torch.tensor([-200.0, 0.0, -200.0]))
+    state = layer.init_state(torch.arange(2), "cpu", torch.float32)
+    assert state.is_fresh.all()
+    output = layer(torch.randn(2, 4, 6), state, torch.full((2,), 4))
+    assert not output.state.is_fresh.any()
+    for held, start in zip(output.state.weights, layer.memory.starts, strict=True):
+        torch.testing.assert_close(held, start.start.expand(2, -1, -1))
+    output.y.sum().backward()
+    assert all(start.start.grad.abs().sum() > 0 for start in layer.memory.starts)
+
+
+def test_variants_keep_only_what_they_need() -> None:
+    """Parts of the state that a variant does not use have no entries."""
+    sizes = {}
+    for variant in VARIANTS.values():
+        layer = Titans(spec({"dim": 6, "heads": 2, "segment": 4}), Titans.Options(variant=variant))
+        state = layer.init_state(torch.arange(2), "cpu", torch.float32)
+        sizes[variant] = {name for name, part in named_tensors(state).items() if not part.numel()}
+    assert sizes == {"alone": {"asked", "rows"}, "context": {"rows"}, "gate": {"asked"}, "layer": {"asked"}}
+
+
+@pytest.mark.parametrize("variant", ["gate", "context", "layer"])
+def test_attention_is_refused_where_it_cannot_be_computed(variant: str) -> None:
+    given, options = spec({"dim": 6, "heads": 2, "segment": 4}), Titans.Options(variant=variant)
+    with pytest.raises(ValueError, match=r"model\.attention is flex, but memory\.kind is titans"):
+        Titans(replace(given, back_end="flex"), options)
+    llama = LlamaSpec(num_kv_heads=1, rope_theta=1e4, norm_eps=1e-5, qkv_bias=False)
+    with pytest.raises(ValueError, match=rf"memory\.kind is titans and memory\.variant {variant}.* Llama"):
+        Titans(replace(given, llama=llama), options)
+    alone = Titans(replace(given, back_end="flex", llama=llama, norm="pre"), Titans.Options(variant="alone"))
+    with pytest.raises(ValueError, match=r"memory\.variant alone, which has no queries"):
+        _ = alone.evicted_len
