@@ -33,6 +33,7 @@ def memories(mem_len: int) -> dict[str, dict[str, Any]]:
         "infinite over transformer_xl": {**signal, "over": short},
         "infini": {"kind": "infini"},
         "gated_deltanet": {"kind": "gated_deltanet"},
+        "block_recurrent": {"kind": "block_recurrent", "num_states": mem_len},
     }
 
 

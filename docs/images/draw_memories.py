@@ -263,9 +263,30 @@ def gated_deltanet() -> str:
     )
 
 
+def block_recurrent() -> str:
+    states, before = 60.0, SEGMENT - TOKENS * (BOX + GAP) - 20
+    return picture(
+        "block_recurrent: tokens and a set of states read each other, a window at a time",
+        [
+            *rows(states, 5, GREEN),
+            *brace(states, end_of(states, 5), "S states", color=GREEN),
+            *rows(before, TOKENS, ORANGE),
+            *brace(before, end_of(before, TOKENS), "window before", color=ORANGE),
+            *rows(SEGMENT, TOKENS, BLUE),
+            *brace(SEGMENT, end_of(SEGMENT, TOKENS), "window, W tokens", color=BLUE),
+            *(arc(QUERY, middle(SEGMENT, place)) for place in range(TOKENS - 1)),
+            arc(QUERY, middle(before, TOKENS - 1)),
+            *(arc(QUERY, middle(states, place)) for place in range(5)),
+            arrow([(SEGMENT + 40, 176), (middle(states, 2), 176), (middle(states, 2), LINE + BOX + 36)]),
+            text(SEGMENT + 40, 196, "after the window: states read each other and both windows, and a gate mixes it in",
+                 color=GREY, anchor="end"),
+        ],
+    )  # fmt: skip
+
+
 def drawn() -> dict[Path, str]:
     """Return every picture by its file."""
-    pictures = (none, transformer_xl, compressive, lamemo, infinite, infini, gated_deltanet)
+    pictures = (none, transformer_xl, compressive, lamemo, infinite, infini, gated_deltanet, block_recurrent)
     return {FOLDER / f"memory_{draw.__name__}.svg": draw() for draw in pictures}
 
 
