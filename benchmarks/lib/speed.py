@@ -36,6 +36,7 @@ def memories(mem_len: int) -> dict[str, dict[str, Any]]:
         "rmt": {"kind": "rmt", "num_tokens": 10},
         "memorizing": {"kind": "memorizing", "mem_len": mem_len},
         "titans": {"kind": "titans", "window": mem_len},
+        "block_recurrent": {"kind": "block_recurrent", "num_states": mem_len},
     }
 
 

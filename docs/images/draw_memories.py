@@ -308,6 +308,8 @@ def memorizing() -> str:
             text(first + 130, LINE - 56, "the k nearest, by q . k", color=RED),
             arrow([(SEGMENT + 40, 176), (end_of(first, number) - 14, 176), (end_of(first, number) - 14, LINE + 30)]),
             text(SEGMENT + 40, 196, "after the segment: over the oldest rows", color=GREY, anchor="end"),
+        ],
+    )
 
 
 def titans() -> str:
@@ -355,9 +357,38 @@ def titans() -> str:
     )
 
 
+def block_recurrent() -> str:
+    states, before = 60.0, SEGMENT - TOKENS * (BOX + GAP) - 20
+    return picture(
+        "block_recurrent: tokens and a set of states read each other, a window at a time",
+        [
+            *rows(states, 5, GREEN),
+            *brace(states, end_of(states, 5), "S states", color=GREEN),
+            *rows(before, TOKENS, ORANGE),
+            *brace(before, end_of(before, TOKENS), "window before", color=ORANGE),
+            *rows(SEGMENT, TOKENS, BLUE),
+            *brace(SEGMENT, end_of(SEGMENT, TOKENS), "window, W tokens", color=BLUE),
+            *(arc(QUERY, middle(SEGMENT, place)) for place in range(TOKENS - 1)),
+            arc(QUERY, middle(before, TOKENS - 1)),
+            *(arc(QUERY, middle(states, place)) for place in range(5)),
+            arrow([(SEGMENT + 40, 176), (middle(states, 2), 176), (middle(states, 2), LINE + BOX + 36)]),
+            text(
+                SEGMENT + 40,
+                196,
+                "after the window: states read each other and both windows, and a gate mixes it in",
+                color=GREY,
+                anchor="end",
+            ),
+        ],
+    )
+
+
 def drawn() -> dict[Path, str]:
     """Return every picture by its file."""
-    pictures = (none, transformer_xl, compressive, lamemo, infinite, infini, gated_deltanet, rmt, memorizing, titans)
+    pictures = (
+        *(none, transformer_xl, compressive, lamemo, infinite, infini, gated_deltanet),
+        *(rmt, memorizing, block_recurrent, titans),
+    )
     return {FOLDER / f"memory_{draw.__name__}.svg": draw() for draw in pictures}
 
 

@@ -54,7 +54,7 @@ def figures_of(model: MemoryLM, config: Any, index: Index, books: Path) -> dict[
     return passage_figures(model, init_of(model), model.memories(), passage, torch.device("cpu")).figures
 
 
-RECURRENT = ("infini", "gated_deltanet", "rmt")  # what they hold has no rows that belong to tokens
+RECURRENT = ("block_recurrent", "infini", "gated_deltanet", "rmt")  # what they hold has no rows that belong to tokens
 
 
 @pytest.mark.parametrize("kind", [*memory_kinds(), "infinite over transformer_xl", "infinite over compressive"])

@@ -24,6 +24,8 @@ REALISTIC_CASES: dict[str, dict[str, Any]] = {
     "transformer_xl": {"kind": "transformer_xl", "mem_len": 100},
     "compressive": {"kind": "compressive", "mem_len": 96, "cmem_len": 40, "compression_rate": 5},
     "lamemo": {"kind": "lamemo", "mem_len": 110},
+    "block_recurrent": {"kind": "block_recurrent", "num_states": 20, "window": 16},
+    "block_recurrent, lstm": {"kind": "block_recurrent", "num_states": 20, "gate": "lstm", "cell": "dual"},
     "infinite": {"kind": "infinite", "num_basis": 64, "num_samples": 80, "sampling": "sticky"},
     "infinite, moments": {"kind": "infinite", "num_basis": 64, "num_samples": 80, "density": "softmax_moments"},
     "infinite, no gate": {"kind": "infinite", "num_basis": 64, "gate": False},

@@ -26,6 +26,8 @@ def small_block(kind: str, **options: Any) -> dict[str, Any]:
 # Every memory of the package by its file name, and further variants and compositions.
 CASES: dict[str, dict[str, Any]] = {
     **{kind: small_block(kind) for kind in memory_kinds()},
+    "block_recurrent, one window": small_block("block_recurrent", window=None, gate="lstm", cell="dual"),
+    "block_recurrent, single": small_block("block_recurrent", gate="lstm", cell="single", attend_empty=True),
     "compressive, dilated": small_block("compressive", compression="dilated", compression_loss="autoencoder"),
     "compressive, most used": small_block("compressive", compression="most_used"),
     "compressive, alibi": small_block("compressive", positions="alibi"),

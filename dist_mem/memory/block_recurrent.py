@@ -1,0 +1,206 @@
+"""Block-Recurrent Transformer (Hutchins et al. 2022): tokens and a set of state vectors read each other in turn.
+
+Source: arXiv 2203.07852, sec. 3, and the authors' code (google-research/meliad) for what the paper leaves open. A
+segment is read in windows of W tokens. A token reads the W tokens before it, not itself, and the states as they were
+before its window; then each state reads all states and the tokens of this window and the one before, and a gate mixes
+in what it found. Gradients flow through the states and the kept keys and values inside a segment and a window of
+segments (`train.bptt_segments`), and end there: such a window is what the paper calls a segment. So any cut of it into
+segments has the same outputs and gradients. The paper has one such layer among layers of Transformer-XL.
+`model.clamp_len` and `model.same_length` have no meaning here. Left out: block feedback, by which the other layers
+read these states. Shape letters: B lanes, T segment, W window, S state vectors, D model, H heads, K head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dist_mem.config.keys import TOKENS, WIDTH, key
+from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput
+from dist_mem.memory.parts.learned_start import LearnedStart
+from dist_mem.memory.parts.state_cell import (
+    NUM_BUCKETS,
+    Projected,
+    StateHeads,
+    TokenHeads,
+    Update,
+    by_key,
+    in_window,
+    merged,
+    read,
+)
+from dist_mem.nn.flops import Flops, product
+from dist_mem.nn.layers import Dropout, Projection, newest_rows
+from dist_mem.nn.norms import input_norm
+
+
+class State(NamedTuple):
+    keys: Tensor  # (B, H, W, K), of the newest tokens, newest last; 0: none yet
+    values: Tensor  # (B, H, W, K)
+    length: Tensor  # (B,) int64, how many of them are valid; 0: the lane begins a document
+    recurrent: Tensor  # (B, S, D) float32 at least, the state vectors; 0 where a document begins: they are learned
+
+
+class BlockRecurrent(Memory):
+    """Attention to the last W tokens and to S state vectors, which in turn attend to the tokens."""
+
+    @dataclass
+    class Options:
+        num_states: int = key(512, at_least=1, at_most=TOKENS)  # S
+        window: int | None = key(None, at_least=1, at_most=TOKENS)  # W, divides train.seg_len; None: train.seg_len
+        gate: str = key("fixed", choices=("fixed", "lstm"))  # a learned constant for each entry, or computed
+        cell: str = key("skip", choices=("skip", "dual", "single"))  # no feed-forward layer, one with a gate, only one
+        d_inner: int | None = key(None, at_least=1, at_most=WIDTH)  # of the feed-forward layer; None: 4 D
+        # a document's first window reads W rows of zeros too, as in the published code; false: only rows of tokens
+        attend_empty: bool = False
+
+    def __init__(self, spec: LayerSpec, options: Options) -> None:
+        super().__init__(spec, options)
+        if spec.llama is not None:
+            raise ValueError(
+                "memory.kind is block_recurrent, whose own attention has no grouped heads and no rotary positions: set "
+                "memory.kind to transformer_xl, or model.kind to transformer"
+            )
+        self.window = options.window or spec.seg_len
+        if spec.seg_len % self.window:
+            raise ValueError(f"memory.window is {self.window}, but must divide train.seg_len = {spec.seg_len}")
+        heads = {"num_heads": spec.num_heads, "d_head": spec.d_head}
+        width, self.d_inner = 2 * spec.num_heads * spec.d_head, options.d_inner or 4 * spec.d_model
+        self.norm = input_norm(spec)
+        self.tokens = TokenHeads(spec.d_model, **heads)
+        self.output = Projection(width, spec.d_model)
+        self.start = LearnedStart(options.num_states, spec.d_model)
+        self.states = StateHeads(options.num_states, spec.d_model, **heads)
+        self.update = Update(spec.d_model, width=width, d_inner=self.d_inner, cell=options.cell, gate=options.gate)
+        self.attention_dropout, self.dropout = Dropout(spec.attention_dropout), Dropout(spec.dropout)
+
+    @classmethod
+    def small_options(cls, seg_len: int) -> dict[str, Any]:
+        return {"num_states": 3, "window": seg_len if seg_len % 2 else seg_len // 2, "d_inner": 7}
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw gates, first states and ids as published; scales begin at 1."""
+        if self.start.start.is_meta:
+            return
+        for heads in (self.tokens, self.states):
+            heads.scale.fill_(1.0)
+            heads.cross_scale.fill_(1.0)
+        self.start.start.normal_(std=0.1)
+        self.states.ids.normal_()
+        for gate in self.update.gates():
+            gate.reset_parameters()
+
+    @property
+    def carries_gradient(self) -> bool:
+        return True
+
+    @property
+    def takes_short_first(self) -> bool:
+        return True
+
+    @property
+    def min_seg_len(self) -> int:
+        return 1
+
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
+        spec, num_lanes = self.spec, len(document_ids)
+        rows = torch.zeros(num_lanes, spec.num_heads, self.window, spec.d_head, device=device, dtype=dtype)
+        exact = torch.promote_types(dtype, torch.float32)  # a gate near 1 adds less than half precision resolves
+        recurrent = torch.zeros(num_lanes, self.options.num_states, spec.d_model, device=device, dtype=exact)
+        length = torch.zeros(num_lanes, device=device, dtype=torch.int64)
+        return State(rows, rows.clone(), length, recurrent)
+
+    def flops(self) -> Flops:
+        """Count a window of one segment; longer ones also compute the gradients of the last update and of the cache."""
+        spec, options = self.spec, self.options
+        d_model, width, states = spec.d_model, spec.num_heads * spec.d_head, options.num_states
+        total = product(spec.seg_len, d_model, 4 * width) + product(spec.seg_len, 2 * width, d_model)
+        total += product(spec.num_heads, NUM_BUCKETS, self.window, gradients=1).once()
+        num_windows = spec.seg_len // self.window
+        for number in range(num_windows):
+            total += attention_flops(self.window, 2 * self.window, width) + attention_flops(self.window, states, width)
+            total += product(states, d_model, 4 * width)
+            gradients = 0 if 0 < number == num_windows - 1 else 2  # no token of the segment reads the last states
+            total += attention_flops(states, states, width, gradients=gradients)
+            total += attention_flops(states, 2 * self.window, width, gradients=gradients)
+            for inner, columns in self.update_products():
+                total += product(states, inner, columns, gradients=gradients)
+        return total
+
+    def update_products(self) -> list[tuple[int, int]]:
+        """Return the sizes of the matrices that turn what a state has read into its new value."""
+        d_model, width, inner = self.spec.d_model, 2 * self.spec.num_heads * self.spec.d_head, self.d_inner
+        layers = {
+            "skip": [(width, d_model)],
+            "dual": [(width, d_model), (d_model, inner), (inner, d_model)],
+            "single": [(width, inner), (inner, d_model)],
+        }[self.options.cell]
+        gated = {"skip": [width], "dual": [width, inner], "single": [inner]}[self.options.cell]
+        return layers + ([(rows, 2 * d_model) for rows in gated] if self.options.gate == "lstm" else [])
+
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        seg_len, window = x.shape[1], self.window
+        tokens, bias = self.tokens(self.norm(x), window)
+        context = tuple(
+            torch.cat([old.to(x.dtype), new], dim=2)
+            for old, new in ((state.keys, tokens.key), (state.values, tokens.value))
+        )
+        visible = self.visible(state, seg_len, valid_len)
+        states = self.start(state.recurrent, state.length == 0)
+        outputs, kept = [], []
+        for begin in range(0, seg_len, window):
+            end = min(begin + window, seg_len)
+            near = slice(begin, window + end)
+            part = Projected(*(rows[:, :, begin:end] for rows in tokens))
+            rows = self.states(states, x.dtype)
+            keys, values = (both[:, :, near] for both in context)
+            outputs.append(self.tokens_read(part, (keys, values), visible[:, near], bias, rows))
+            own = read(rows.query, (rows.key, rows.value))
+            found = read(rows.cross_query, (keys, values), visible=visible[:, None, near])
+            new, share = self.update(states, merged(own, found))
+            is_read = (valid_len > begin)[:, None, None]
+            states = torch.where(is_read, new, states)
+            kept.append(torch.where(is_read, share.float(), 0.0).mean((1, 2)))
+        y = self.dropout(self.output(torch.cat(outputs, dim=1)))
+        if len(outputs) == 1:
+            # No token reads the new states before the next segment, yet every parameter needs a gradient, if only 0.
+            y = y + (0.0 * states.mean((1, 2)))[:, None, None].to(y.dtype)
+        num_read = (valid_len + window - 1).div(window, rounding_mode="floor").clamp(min=1)
+        everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
+        logs = {"kept": torch.stack(kept).sum(0).detach() / num_read}
+        query = tokens.content.transpose(0, 1)
+        return MemoryOutput(y, self.cached(state, context, states, valid_len), {}, query, everything, logs)
+
+    def visible(self, state: State, seg_len: int, valid_len: Tensor) -> Tensor:
+        """Return which of the kept rows and the segment's tokens are rows that may be read, (B, W + T) bool."""
+        kept = newest_rows(state.length, self.window)
+        kept = torch.ones_like(kept) if self.options.attend_empty else kept
+        is_real = torch.arange(seg_len, device=valid_len.device) < valid_len[:, None]
+        return torch.cat([kept, is_real], dim=1)
+
+    def tokens_read(
+        self, tokens: Projected, context: tuple[Tensor, Tensor], visible: Tensor, bias: Tensor, states: Projected
+    ) -> Tensor:
+        """Return what the tokens of a window read of the tokens before them, and of the states: (B, W, 2 H K)."""
+        num_queries = tokens.query.shape[2]
+        mask = visible[:, None] & in_window(num_queries, self.window, visible.device)
+        near = read(tokens.query, context, visible=mask, bias=by_key(bias, num_queries), dropout=self.attention_dropout)
+        far = read(tokens.cross_query, (states.key, states.value), dropout=self.attention_dropout)
+        return merged(near, far)
+
+    def cached(self, state: State, context: tuple[Tensor, ...], states: Tensor, valid_len: Tensor) -> State:
+        """Keep the keys and values of the newest W real tokens; the context is those kept before, then the segment."""
+        places = valid_len[:, None] + torch.arange(self.window, device=valid_len.device)
+        index = places[:, None, :, None].expand(-1, self.spec.num_heads, -1, self.spec.d_head)
+        keys, values = (rows.gather(2, index).to(state.keys.dtype) for rows in context)
+        return State(keys, values, (state.length + valid_len).clamp(max=self.window), states)
+
+
+def attention_flops(num_queries: int, num_keys: int, width: int, *, gradients: int = 2) -> Flops:
+    """Count scores and weighted sums of all heads."""
+    scores = product(num_queries, width, num_keys, gradients=gradients)
+    return scores + product(num_queries, num_keys, width, gradients=gradients)

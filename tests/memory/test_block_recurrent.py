@@ -1,0 +1,284 @@
+"""The Block-Recurrent Transformer against the authors' code (tests/golden/block_recurrent), in float64.
+
+The published model is written out here around our layer: a layer of Transformer-XL with the same position biases below
+it, and RMS norms, which our layer has not with `norm: post`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dist_mem.memory.base import detached, select_lanes
+from dist_mem.memory.block_recurrent import BlockRecurrent, State
+from dist_mem.memory.parts.state_cell import buckets
+from dist_mem.nn.layer_spec import LayerSpec
+from tests.support import paths
+
+GOLDEN = paths.GOLDEN / "block_recurrent"
+NAMES = sorted(path.stem for path in GOLDEN.glob("*.npz"))
+TOLERANCE = 1e-10  # of the largest entry
+SPEC = LayerSpec(
+    layer_index=0, num_layers=2, d_model=6, num_heads=2, d_head=5, seg_len=4, dropout=0.0, attention_dropout=0.0,
+    norm="post", clamp_len=None, same_length=False, seed=0,
+)  # fmt: skip
+
+
+class Published:
+    """The published model of two layers, with our layer as the second one's attention and cell."""
+
+    def __init__(self, name: str) -> None:
+        self.arrays = dict(np.load(GOLDEN / f"{name}.npz"))
+        self.sizes: dict[str, Any] = json.loads(str(self.arrays["config_json"]))
+        self.weights = {
+            key.removeprefix("param/"): torch.from_numpy(value).double().requires_grad_()
+            for key, value in self.arrays.items()
+            if key.startswith("param/")
+        }
+        self.window, self.lanes = self.sizes["window"], self.sizes["lanes"]
+        self.masks_empty = name.startswith("masked")
+        spec = replace(
+            SPEC, layer_index=1, d_model=self.sizes["d_model"], num_heads=self.sizes["num_heads"],
+            d_head=self.sizes["head_size"], seg_len=self.sizes["segment"],
+        )  # fmt: skip
+        self.cell = "single" if self.sizes["single_gate"] else "skip" if self.sizes["skip_ffn"] else "dual"
+        options = BlockRecurrent.Options(
+            num_states=self.sizes["num_states"], window=self.window, cell=self.cell, d_inner=self.sizes["mlp_dim"],
+            gate="lstm" if self.sizes["gate"] == "lstm" else "fixed", attend_empty=not self.masks_empty,
+        )  # fmt: skip
+        self.layer = BlockRecurrent(spec, options).double()
+
+    def tensor(self, key: str) -> Tensor:
+        return torch.from_numpy(self.arrays[key]).double()
+
+    def assert_equal(self, ours: Tensor, key: str) -> None:
+        golden = self.tensor(key)
+        error = (ours - golden).abs().max() / golden.abs().max().clamp(min=1e-12)
+        assert error <= TOLERANCE, f"{key}: relative error {error:.1e}"
+
+    def heads(self, prefix: str) -> dict[str, Tensor]:
+        weights = self.weights
+        names = [f"{prefix}/_kvq/{name}_layer/kernel" for name in ("keys", "values", "queries", "queries2")]
+        return {
+            "rows.weight": torch.cat([weights[name].mT for name in names]),
+            "scale": weights[f"{prefix}/_kvq/attention_scale"],
+            "cross_scale": weights[f"{prefix}/attention_scale2"],
+        }
+
+    def gate(self, prefix: str) -> dict[str, Tensor]:
+        weights = self.weights
+        if f"{prefix}/gate_bias" in weights:
+            return {"bias": weights[f"{prefix}/gate_bias"]}
+        pairs = [(weights[f"{prefix}/{name}_gate/kernel"].mT, weights[f"{prefix}/{name}_gate/bias"])
+                 for name in ("forget", "input")]  # fmt: skip
+        return {"rates.weight": torch.cat([pair[0] for pair in pairs]), "rates.bias": torch.cat([p[1] for p in pairs])}
+
+    def named(self) -> dict[str, Tensor]:
+        """The published weights of the recurrent layer by our names."""
+        weights, layer = self.weights, "transformer1"
+        state = f"{layer}/recurrent_tbase"
+        found = {
+            "tokens.table": weights[f"{layer}/relative_positions/rel_embedding"],
+            "output.weight": weights[f"{layer}/tbase/post_attn_mlp/output_layer/kernel"].mT,
+            "start.start": weights[f"{layer}/recurrent_initial_state"],
+            "states.ids": weights[f"{state}/_kvq/position_embeddings"],
+            "states.norm.weight": weights[f"{state}/_kvq/pre_attn_layernorm/scale"],
+        }
+        parts = [("tokens", self.heads(f"{layer}/tbase")), ("states", self.heads(state))]
+        if self.cell != "single":
+            found["update.project.weight"] = weights[f"{state}/post_attn_mlp/output_layer/kernel"].mT
+            parts.append(("update.gate", self.gate(f"{state}/post_attn_mlp")))
+        if self.cell == "dual":
+            found["update.norm.weight"] = weights[f"{state}/pre_ffn_layernorm/scale"]
+        if self.cell != "skip":
+            found["update.expand.weight"] = weights[f"{state}/ffn/hidden0/kernel"].mT
+            found["update.contract.weight"] = weights[f"{state}/ffn/output_layer/kernel"].mT
+            parts.append(("update.inner_gate", self.gate(f"{state}/ffn")))
+        return found | {f"{prefix}.{name}": tensor for prefix, part in parts for name, tensor in part.items()}
+
+    def local(self, z: Tensor, kept: tuple[Tensor, Tensor], is_kept: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The lower layer's attention, a token at a time, and its new cache (B, W, H, K) twice."""
+        weights, prefix, window = self.weights, "transformer0/tbase", self.window
+        new = {
+            name: (z @ weights[f"{prefix}/_kvq/{name}_layer/kernel"]).unflatten(-1, (self.sizes["num_heads"], -1))
+            for name in ("keys", "values", "queries")
+        }
+        unit = {name: rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + 1e-6) for name, rows in new.items()}
+        keys, values = torch.cat([kept[0], unit["keys"]], 1), torch.cat([kept[1], new["values"]], 1)
+        valid = torch.cat([is_kept[:, None].expand(-1, window), torch.ones(z.shape[:2], dtype=torch.bool)], 1)
+        bias = weights["transformer0/relative_positions/rel_embedding"][:, buckets(torch.arange(window, 0, -1))]
+        found = []
+        for place in range(z.shape[1]):
+            near = slice(place, place + window)
+            scores = torch.einsum("bhk,bjhk->bhj", unit["queries"][:, place], keys[:, near]) + bias
+            scores = weights[f"{prefix}/_kvq/attention_scale"].abs()[:, None] * scores
+            scores = scores.masked_fill(~valid[:, None, near], -1e6)
+            shares = F.pad(scores, (0, 1), value=-1000.0).softmax(-1)[..., :-1]
+            found.append(torch.einsum("bhj,bjhk->bhk", shares, values[:, near]).flatten(1))
+        y = torch.stack(found, 1) @ weights[f"{prefix}/post_attn_mlp/output_layer/kernel"]
+        return y, (keys[:, -window:], values[:, -window:])
+
+    def feed(self, x: Tensor, index: int) -> Tensor:
+        weights, prefix = self.weights, f"transformer{index}/tbase"
+        inner = F.relu(rms(x, weights[f"{prefix}/pre_ffn_layernorm/scale"]) @ weights[f"{prefix}/ffn/hidden0/kernel"])
+        return x + inner @ weights[f"{prefix}/ffn/output_layer/kernel"]
+
+    def segments(self, *, compare: bool) -> list[Tensor]:
+        """Read all segments, each with a constant memory, and return the losses (B, N)."""
+        weights, layer, sizes = self.weights, self.layer, self.sizes
+        embedding = weights["embed/embedding"]
+        state = layer.init_state(torch.arange(self.lanes), "cpu", torch.float64)
+        fresh = state
+        none_kept = torch.zeros(self.lanes, self.window, sizes["num_heads"], sizes["head_size"], dtype=torch.float64)
+        kept, losses = (none_kept, none_kept), []
+        for number in range(sizes["segments"]):
+            seg, span = f"seg{number}", slice(number * sizes["segment"], (number + 1) * sizes["segment"])
+            tokens = torch.from_numpy(self.arrays["stream"]).long()
+            starts = torch.from_numpy(self.arrays[f"{seg}/start"])
+            state = select_lanes(starts, fresh, detached(state))
+            kept = tuple(torch.where(starts[:, None, None, None], 0.0, part.detach()) for part in kept)
+            x = embedding[tokens[:, span]]
+            is_kept = ~starts | torch.tensor(not self.masks_empty)
+            lower = rms(x, weights["transformer0/tbase/_kvq/pre_attn_layernorm/scale"])
+            attended, kept = self.local(lower, kept, is_kept)
+            below = self.feed(x + attended, 0)
+            rows = rms(below, weights["transformer1/tbase/_kvq/pre_attn_layernorm/scale"])
+            full = torch.full((self.lanes,), sizes["segment"])
+            output = torch.func.functional_call(layer, self.named(), (rows, state, full))
+            state, middle = output.state, below + output.y
+            last = self.feed(middle, 1)
+            logits = rms(last, weights["final_layernorm/scale"]) @ embedding.T / sizes["d_model"] ** 0.5
+            targets = tokens[:, span.start + 1 : span.stop + 1]
+            losses.append(F.cross_entropy(logits.mT, targets, reduction="none"))
+            if compare:
+                self.assert_equal(below, f"{seg}/layer0_out")
+                self.assert_equal(middle, f"{seg}/layer1_mid")
+                self.assert_equal(losses[-1], f"{seg}/loss")
+                prefix = f"{seg}/state/transformer1"
+                self.assert_equal(state.keys.transpose(1, 2), f"{prefix}/previous_keys_test")
+                self.assert_equal(state.values.transpose(1, 2), f"{prefix}/previous_values_test")
+                self.assert_equal(state.recurrent, f"{prefix}/recurrent_state_test")
+        return losses
+
+
+def rms(x: Tensor, gain: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * gain
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_and_states_equal_the_published_code(name: str) -> None:
+    Published(name).segments(compare=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_equal_the_published_code(name: str) -> None:
+    """Of each segment's loss, with the memory before the segment a constant; of weights of both layers."""
+    golden = Published(name)
+    for number, loss in enumerate(golden.segments(compare=False)):
+        weights = list(golden.weights.values())
+        gradients = torch.autograd.grad(
+            loss.mean(), weights, allow_unused=True, materialize_grads=True, retain_graph=True
+        )
+        for key, gradient in zip(golden.weights, gradients, strict=True):
+            if f"seg{number}/grad/{key}" in golden.arrays:
+                golden.assert_equal(gradient, f"seg{number}/grad/{key}")
+            else:
+                assert not gradient.any(), key
+
+
+def layer_of(seg_len: int = 4, **options: Any) -> BlockRecurrent:
+    """Return a layer with random weights, in float64."""
+    torch.manual_seed(0)
+    options = {"num_states": 3, "window": 2, "d_inner": 7} | options
+    layer = BlockRecurrent(replace(SPEC, seg_len=seg_len), BlockRecurrent.Options(**options)).double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return layer
+
+
+def rows_of(num_rows: int) -> Tensor:
+    return torch.randn(2, num_rows, SPEC.d_model, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def unroll(layer: BlockRecurrent, x: Tensor) -> tuple[Tensor, State, dict[str, Tensor]]:
+    """Read rows in segments of one window of segments: outputs, last state, gradients."""
+    state, found = layer.init_state(torch.arange(len(x)), "cpu", torch.float64), []
+    for segment in x.split(layer.spec.seg_len, dim=1):
+        output = layer(segment, state, torch.full((len(x),), segment.shape[1]))
+        state = output.state
+        found.append(output.y)
+    y = torch.cat(found, dim=1)
+    gradients = torch.autograd.grad((y.sin()).sum(), list(layer.parameters()), allow_unused=True)
+    learned = zip(layer.named_parameters(), gradients, strict=True)
+    return y, state, {name: gradient for (name, _), gradient in learned if gradient is not None}
+
+
+def assert_close(state: State, other: State) -> None:
+    for one, two in zip(state, other, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("gate", ["fixed", "lstm"])
+@pytest.mark.parametrize("cell", ["skip", "dual", "single"])
+def test_any_cut_into_segments_has_the_same_outputs_and_gradients(cell: str, gate: str) -> None:
+    """Gradients flow through states, keys and values alike, as through the windows of a published segment."""
+    x = rows_of(8)
+    whole = unroll(layer_of(8, cell=cell, gate=gate), x)
+    for seg_len in (2, 4):
+        y, state, gradients = unroll(layer_of(seg_len, cell=cell, gate=gate), x)
+        torch.testing.assert_close(y, whole[0], rtol=1e-10, atol=1e-12)
+        assert_close(state, whole[1])
+        assert gradients.keys() == whole[2].keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, whole[2][name], rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_one_window_teaches_the_cell_only_what_a_later_segment_reads() -> None:
+    """The published trap: with one window a segment and no gradient between segments the cell never learns."""
+    layer = layer_of(2)
+    alone, joined = (unroll(layer, rows_of(num_rows))[2] for num_rows in (2, 4))
+    cell = [name for name in alone if name.startswith("update.")]
+    assert cell and not any(alone[name].any() for name in cell) and all(joined[name].any() for name in cell)
+
+
+@pytest.mark.parametrize("valid_len", [1, 2, 3])
+def test_padding_is_not_kept(valid_len: int) -> None:
+    """A short first segment leaves what its real tokens leave, also where they end inside a window."""
+    layer, x = layer_of(), rows_of(4)
+    fresh, real = layer.init_state(torch.arange(2), "cpu", torch.float64), torch.full((2,), valid_len)
+    padded = layer(x, fresh, real)
+    short = layer(x[:, :valid_len], fresh, real)
+    assert_close(padded.state, short.state)
+    torch.testing.assert_close(padded.y[:, :valid_len], short.y, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(padded.logs["kept"], short.logs["kept"])
+
+
+def test_position_buckets_are_those_of_t5() -> None:
+    """One a distance below 16, then floor(16 ln(t / 16) / ln 8) more, 31 at most."""
+    found = buckets(torch.tensor([1, 15, 16, 18, 19, 31, 32, 64, 112, 113, 127, 128, 5000])).tolist()
+    assert found == [1, 15, 16, 16, 17, 21, 21, 26, 30, 31, 31, 31, 31]
+
+
+def test_initial_weights_are_those_of_the_published_code() -> None:
+    layer = layer_of(gate="lstm", cell="dual", num_states=400).float()
+    layer.reset_parameters()
+    assert (layer.tokens.scale == 1).all() and (layer.states.cross_scale == 1).all()
+    assert layer.start.start.std().item() == pytest.approx(0.1, rel=0.1)
+    assert layer.states.ids.std().item() == pytest.approx(1.0, rel=0.1)
+    gate = layer.update.inner_gate
+    assert gate.rates.weight.abs().max() <= 2 * (0.1 / 7) ** 0.5
+    fixed = layer_of()
+    fixed.reset_parameters()
+    assert fixed.update.gate.bias.abs().max() < 0.5
+
+
+def test_a_window_that_does_not_divide_the_segment_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"memory\.window is 3, but must divide train\.seg_len = 4"):
+        layer_of(window=3)
