@@ -47,6 +47,10 @@ CASES: dict[str, dict[str, Any]] = {
     "lamemo, no look-ahead": small_block("lamemo", look_ahead=False),
     "lamemo, epsilon": small_block("lamemo", epsilon=1e-2),
     "lamemo, no interpolation": small_block("lamemo", mem_len=SEG_LEN, interpolation=False),
+    "infinite, gibbs": small_block("infinite", density="gibbs", sampling="sticky", store="normed"),
+    "infinite, gibbs over transformer_xl": small_block(
+        "infinite", density="gibbs", gibbs_boxes="published", over={"kind": "transformer_xl", "mem_len": SEG_LEN}
+    ),
 }
 
 
