@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,8 @@ from tests.memory.test_infinite_parity import GivenQueries, assert_close, layer_
 from tests.support import paths
 
 TOLERANCE = 1e-10
-SIZES = {"num_basis": 8, "num_samples": 12, "tau": 0.75, "ridge": 0.5}
-GIBBS = {"density": "gibbs", "num_basis": 9, "gate": False}
+SIZES: dict[str, Any] = {"num_basis": 8, "num_samples": 12, "tau": 0.75, "ridge": 0.5}
+GIBBS: dict[str, Any] = {"density": "gibbs", "num_basis": 9, "gate": False}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +77,7 @@ def test_calls_and_gradients_are_those_of_the_published_functions(golden: dict[s
         output = memory(torch.zeros(2, 4, 6, dtype=torch.float64), given, full)
         assert output.aux == {}
         assert_close(output.y, golden[f"c{call}_y"], TOLERANCE)
-        weights = [memory.key.weight, memory.value.weight]
+        weights = [memory.get_parameter(name) for name in ("key.weight", "value.weight")]
         found = torch.autograd.grad((output.y * golden[f"c{call}_w"]).sum(), [rows, query, *weights])
         for gradient, name in zip(found, ("x", "q", "W_k", "W_v"), strict=True):
             assert_close(gradient, golden[f"c{call}_grad_{name}"], TOLERANCE)
@@ -117,7 +116,8 @@ def test_a_reading_is_the_integral_of_the_signal_under_the_gibbs_density() -> No
     x = memory.geometry.evaluate(times) @ signal  # (B, P, D)
     contexts = []
     for head in range(2):
-        key, value = (layer.weight[4 * head : 4 * head + 4] for layer in (memory.key, memory.value))
+        rows = slice(4 * head, 4 * head + 4)
+        key, value = (memory.get_parameter(name)[rows] for name in ("key.weight", "value.weight"))
         z = below.query[head] @ (x @ key.T).mT / 2.0
         p = z.exp() / z.exp().mean(dim=-1, keepdim=True)
         contexts.append((p @ (x @ value.T)) / len(times))
@@ -182,7 +182,7 @@ def test_bins_and_moments_are_those_of_the_steps(num_bins: int) -> None:
 
 def test_a_query_finds_the_row_that_is_like_it_wherever_it_lies() -> None:
     memory = memory_of(density="gibbs", num_basis=SEG_LEN, gate=False, ridge=1e-3)
-    nn.init.eye_(memory.key.weight)
+    nn.init.eye_(memory.get_parameter("key.weight"))
     for row in range(SEG_LEN):
         x = torch.zeros(LANES, SEG_LEN, 8, dtype=torch.float64)
         x[:, row] = 1.0
@@ -229,4 +229,3 @@ def test_wrong_values_are_refused_by_name(options: dict[str, Any], message: str)
 def test_it_needs_no_weights_but_keys_values_and_output() -> None:
     names = {name for name, _ in memory_of(density="gibbs", gate=False).named_parameters() if "over." not in name}
     assert names == {"key.weight", "value.weight", "output.weight"}
-    assert math.isclose(sum(memory_of(density="gibbs").geometry.widths), 0.0)
