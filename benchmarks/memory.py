@@ -61,9 +61,9 @@ def long_term_layer(sampling: str, dtype: torch.dtype, device: torch.device) -> 
 
     def step() -> None:
         signal, _ = memory.append_pending(state, dtype)
-        densities = memory.read_densities(split_heads(rows, 12), signal)
-        reading = memory.read(*densities, signal, dtype)
-        (reading.float().square().mean() + memory.regulariser(*densities, counted).sum()).backward()
+        density = memory.density(split_heads(rows, 12), signal)
+        reading = memory.read(density, signal, dtype)
+        (reading.float().square().mean() + memory.regulariser(density, counted)["kl"].sum()).backward()
         memory.zero_grad()
 
     step()

@@ -32,7 +32,7 @@ from dist_mem.evaluation.trained_model import TrainedModel, open_model, read_set
 from dist_mem.inspection.walk import walk
 from dist_mem.memory.base import MemoryOutput
 from dist_mem.memory.infinite import Infinite
-from dist_mem.memory.parts.basis import evaluate_basis, first_positions, update_positions
+from dist_mem.memory.parts.basis import evaluate_at, first_positions, update_positions
 from dist_mem.memory.parts.signal import State
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.files import write_text
@@ -97,8 +97,7 @@ class Watch:
     def end_document(self) -> None:
         """Add the errors of the document to the sums."""
         if self.signal is not None:
-            places = self.places.to(self.signal.device, self.signal.dtype)
-            estimate = evaluate_basis(places, **self.memory.basis) @ self.signal
+            estimate = evaluate_at(self.memory.geometry, self.places, self.signal) @ self.signal
             true = self.rows.to(estimate)
             error, size = (estimate - true).square().sum(dim=1).double().cpu(), true.square().sum(dim=1).double().cpu()
             newest = slice(-self.memory.geometry.num_rows, None)

@@ -2,7 +2,7 @@
 
 The rows that leave the memory below become a continuous signal on [0, 1]. Only its coefficients over N basis functions
 are kept, however long the document is. A new segment contracts the past and appends the evicted rows. Every query reads
-under a normal density, and the reading is added to the attention of the memory below. Rows are pending in the state for
+under a density, and the reading is added to the attention of the memory below. Rows are pending in the state for
 one segment, so that the gate in front of the regression gets a gradient; there is none through time.
 
 Deviations from the published code (GPT-2 copy), besides those of options: the memory lives as long as its document
@@ -10,8 +10,10 @@ Deviations from the published code (GPT-2 copy), besides those of options: the m
 out; the gate is initialised like all other weights, not by torch's default; the KL is a mean over the real queries of
 a lane, and 0 for a lane without memory, where the published one is a mean over those of all lanes with memory. With
 `store: normed` rows are stored raw and normalised when they enter the signal: so the block's layer norm learns from
-them one segment later, as in the authors' dialogue code, but with the weights of that later segment. Shape letters: B
-lanes, T segment, E evicted rows, S samples, N basis functions, D model, H heads, K head width.
+them one segment later, as in the authors' dialogue code, but with the weights of that later segment. `density: gibbs`
+is infinity-Video's (Santos et al. 2025), with an output projection, which the training-free original lacks; the other
+deviations from it are in parts/boxes.py. Shape letters: B lanes, T segment, E evicted rows, S samples, N basis
+functions, D model, H heads, K head width.
 """
 
 from __future__ import annotations
@@ -28,7 +30,6 @@ from dist_mem.memory.parts.inspection import Inspection
 from dist_mem.memory.parts.signal import Signal, State
 from dist_mem.memory.parts.signal_inspection import forget_signal, inspect_signal
 from dist_mem.memory.parts.signal_places import Trace
-from dist_mem.memory.parts.sticky import read_histogram
 from dist_mem.nn.flops import Flops, product
 
 
@@ -100,7 +101,10 @@ class Infinite(Signal):
         past = num_basis if options.sampling == "linear" else 2 * options.num_samples
         contracted = product(num_basis, past, d_model, gradients=0)
         inner = d_model if options.projections == "full" else d_model // spec.num_heads
-        if self.densities is None:
+        if options.density == "gibbs":
+            num_keys = num_basis
+            read = product(num_keys, inner, width, gradients=1 + learns)
+        elif self.densities is None:
             num_keys = options.num_samples
             read = product(num_keys, num_basis, d_model, gradients=learns)
             read += product(num_keys, inner, width, gradients=1 + learns)
@@ -128,13 +132,12 @@ class Infinite(Signal):
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         below = self.over(x, state.over, valid_len)
         signal, num_tokens = self.append_pending(state, x.dtype)
-        mu, variance = self.read_densities(below.query, signal)
-        reading = self.read(mu, variance, signal, x.dtype)
+        density = self.density(below.query, signal)
+        reading = self.read(density, signal, x.dtype)
         real = torch.arange(reading.shape[1], device=x.device) < valid_len[:, None]
         histogram = state.histogram
         if self.options.sampling != "linear":
-            detached = mu.detach(), variance.detach()
-            histogram = read_histogram(*detached, real, num_bins=self.options.num_bins)
+            histogram = density.histogram(real, num_bins=self.options.num_bins)
         evicted = below.evicted
         pending = evicted.rows.detach().to(state.pending.dtype, copy=True)
         if self.spec.short_first:
@@ -153,9 +156,10 @@ class Infinite(Signal):
         num_after = self.num_after
         num_before = below.y.shape[1] - reading.shape[1] - num_after
         y = below.y + F.pad(self.dropout(reading), (0, 0, num_before, num_after))
-        kl = self.regulariser(mu, variance, real & (num_tokens > 0)[:, None])
+        aux = dict(below.aux)
+        for name, loss in self.regulariser(density, real & (num_tokens > 0)[:, None]).items():
+            aux[name] = aux.get(name, 0.0) + loss
         # Nothing ever leaves the signal; a second signal over this one would take the same evicted rows.
-        aux = {**below.aux, "kl": below.aux.get("kl", 0.0) + kl}
         return MemoryOutput(y, new_state, aux, below.query, evicted, below.logs)
 
     @torch.no_grad()

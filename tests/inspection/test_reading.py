@@ -32,6 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
     **{kind: {"kind": kind, **memory_class(kind).small_options(SEG_LEN)} for kind in memory_kinds()},
     **{name: memory for name, memory in MEMORIES.items() if "_over_" in name},
     "sticky": {**MEMORIES["infinite"], "sampling": "sticky"},
+    "gibbs": {**MEMORIES["infinite"], "density": "gibbs", "sampling": "sticky"},
 }
 # A sum of all tokens, as the matrix of `infini`, cannot be rid of some of them.
 FORGETTING = [kind for kind, block in KINDS.items() if memory_class(block["kind"]).forget is not Memory.forget]

@@ -21,7 +21,9 @@ from tests.inspection.test_reading import KINDS, SEG_LEN, opened
 FINE: dict[str, Any] = {"num_basis": 64, "basis_widths": [0.02, 0.05], "num_samples": 64, "tau": 0.8, "ridge": 1e-4}
 
 
-@pytest.mark.parametrize("kind", ["infinite", "sticky", "infinite_over_transformer_xl", "infinite_over_compressive"])
+@pytest.mark.parametrize(
+    "kind", ["infinite", "sticky", "gibbs", "infinite_over_transformer_xl", "infinite_over_compressive"]
+)
 def test_places_are_those_that_the_regression_error_follows(
     library: Path, index: Index, tmp_path: Path, kind: str
 ) -> None:

@@ -28,6 +28,7 @@ REALISTIC_CASES: dict[str, dict[str, Any]] = {
     "block_recurrent, lstm": {"kind": "block_recurrent", "num_states": 20, "gate": "lstm", "cell": "dual"},
     "infinite": {"kind": "infinite", "num_basis": 64, "num_samples": 80, "sampling": "sticky"},
     "infinite, moments": {"kind": "infinite", "num_basis": 64, "num_samples": 80, "density": "softmax_moments"},
+    "infinite, gibbs": {"kind": "infinite", "num_basis": 64, "num_samples": 80, "density": "gibbs"},
     "infinite, no gate": {"kind": "infinite", "num_basis": 64, "gate": False},
     "infinite over lamemo": {"kind": "infinite", "num_basis": 64, "over": {"kind": "lamemo", "mem_len": 96}},
 }

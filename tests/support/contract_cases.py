@@ -75,6 +75,10 @@ CASES: dict[str, dict[str, Any]] = {
     "rmt, read cache": small_block("rmt", num_tokens=4, mem_len=SEG_LEN - 1, read_cache=True),
     "rmt, not at end": small_block("rmt", num_tokens=2, mem_len=SEG_LEN, read_cache=True, at_end=False),
     "rmt, one token": small_block("rmt", num_tokens=1),
+    "infinite, gibbs": small_block("infinite", density="gibbs", sampling="sticky", store="normed"),
+    "infinite, gibbs over transformer_xl": small_block(
+        "infinite", density="gibbs", gibbs_boxes="published", over={"kind": "transformer_xl", "mem_len": SEG_LEN}
+    ),
 }
 
 

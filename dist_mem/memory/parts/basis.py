@@ -3,7 +3,8 @@
 Rows x_p at positions t_p in [0, 1] become a continuous signal x(t) = sum_j B_j psi_j(t) with coefficients B = G^T X,
 where G^T = (F F^T + ridge I)^-1 F and F (N, P) holds the basis at the positions. G depends on the geometry only: it is
 solved once in float64 and cached for all layers. Source: Martins et al. 2022, "infinity-former", sec. 3.1, eq. 3-5, and
-the authors' code. Shape letters: B lanes, E new rows, S samples of the past, N basis functions, W widths, P positions.
+the authors' code. parts/boxes.py has boxes for them. Shape letters: B lanes, E new rows, S samples of the past, N basis
+functions, W widths, P positions.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dist_mem.memory.parts.boxes import evaluate_boxes
 from dist_mem.nn.constants import constant
 
 _LOWEST = -60.0  # log of the least expectation: exp is up to twelve times as slow where float32 underflows
@@ -29,6 +31,13 @@ class Geometry(NamedTuple):
     num_samples: int  # S
     num_rows: int  # E
     padding: str  # published | none
+    boxes: str | None = None  # closed | published: boxes instead of Gaussians, which have no widths
+
+    def evaluate(self, positions: Tensor) -> Tensor:
+        """Return the basis functions at positions (...), for boxes best in float64: (..., N)."""
+        if self.boxes is not None:
+            return evaluate_boxes(positions, num_basis=self.num_basis, boxes=self.boxes)
+        return evaluate_basis(positions, widths=self.widths, num_basis=self.num_basis)
 
 
 class Fit(NamedTuple):
@@ -87,6 +96,12 @@ def evaluate_basis(positions: Tensor, *, widths: tuple[float, ...], num_basis: i
     return expected_basis(positions, torch.zeros_like(positions), widths=widths, num_basis=num_basis)
 
 
+def evaluate_at(geometry: Geometry, positions: Tensor, like: Tensor) -> Tensor:
+    """Return psi at positions (...), float64, on the device and in the dtype of `like`: (..., N)."""
+    dtype = like.dtype if geometry.boxes is None else positions.dtype  # borders of boxes need exact positions
+    return geometry.evaluate(positions.to(like.device, dtype)).to(like.dtype)
+
+
 def first_positions(num_rows: int, padding: str) -> tuple[Tensor, Tensor]:
     """Return the positions of a memory's first rows (E,) and of the zero rows around them.
 
@@ -119,9 +134,7 @@ def _steps(number: int) -> Tensor:
 
 def regression(positions: Tensor, zeros: Tensor, *, geometry: Geometry) -> Tensor:
     """Return G^T for rows at `positions` (P,) and zero rows at `zeros`, whose columns are dropped: (N, P) float64."""
-    design = evaluate_basis(
-        torch.cat([positions, zeros]), widths=geometry.widths, num_basis=geometry.num_basis
-    ).T.contiguous()
+    design = geometry.evaluate(torch.cat([positions, zeros])).T.contiguous()
     ridge = geometry.ridge * torch.eye(geometry.num_basis, dtype=torch.float64, device="cpu")
     return torch.linalg.solve(design @ design.T + ridge, design[:, : len(positions)])
 
@@ -134,7 +147,7 @@ def solve(geometry: Geometry) -> Fit:
     )
     update = regression(torch.cat([past, new]), zeros, geometry=geometry)
     past_matrix, new_matrix = update.split([geometry.num_samples, geometry.num_rows], dim=1)
-    samples = evaluate_basis(_steps(geometry.num_samples), widths=geometry.widths, num_basis=geometry.num_basis)
+    samples = geometry.evaluate(_steps(geometry.num_samples))
     return Fit(first, past_matrix.contiguous(), new_matrix.contiguous(), past_matrix @ samples)
 
 
@@ -151,7 +164,7 @@ def fit_first(rows: Tensor, num_rows: Tensor, *, geometry: Geometry) -> Tensor:
     used = (place >= -lane_margin) & (place < real + lane_margin)  # (B, P)
     offset = 0.5 if geometry.padding == "published" else 1.0
     positions = torch.where(used, (place + offset) / real.to(torch.float64), 0.0)
-    basis = evaluate_basis(positions, widths=geometry.widths, num_basis=geometry.num_basis)
+    basis = geometry.evaluate(positions)
     design = torch.where(used[..., None], basis, 0.0)  # (B, P, N)
     ridge = geometry.ridge * torch.eye(geometry.num_basis, dtype=torch.float64, device=rows.device)
     real_design = torch.where((place >= 0) & (place < real), 1.0, 0.0)[..., None] * design

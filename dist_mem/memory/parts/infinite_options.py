@@ -30,8 +30,11 @@ class InfiniteOptions(Memory.Options):
     padding: str = "published"  # published: bin middles, zero rows on both sides of the signal | none: the paper
     sampling: str = "linear"  # linear | sticky, as published | stratified: sticky with less noise
     num_bins: int = key(128, at_most=65_536)  # of the histogram of sticky sampling
-    # affine: the paper's networks | softmax_moments: of a softmax over the samples, see `moments`
+    # affine: the paper's networks | softmax_moments: of a softmax over the samples, see `moments` | gibbs: exp of the
+    # scores, over boxes (infinity-Video, parts/boxes.py); basis_widths, variance_floor and those of the KL are not used
     density: str = "affine"
+    # Of gibbs. closed: t = 1 is in the last box, integrals are exact | published: its row is lost, trapezoid rule
+    gibbs_boxes: str = "closed"
     density_bias: bool = False  # of the affine networks, as in eq. 9-10; the released code has none
     projections: str = "full"  # full: D x D keys and values, as released | heads: d x d on each head's slice, eq. 8
     store: str = "raw"  # raw: rows of the block's input | normed: after its layer norm, as released for dialogue
@@ -52,7 +55,8 @@ def check_options(options: InfiniteOptions) -> None:
         options,
         sampling=("linear", "sticky", "stratified"),
         padding=("published", "none"),
-        density=("affine", "softmax_moments"),
+        density=("affine", "softmax_moments", "gibbs"),
+        gibbs_boxes=("closed", "published"),
         projections=("full", "heads"),
         kl_heads=("mean", "sum"),
         store=("raw", "normed"),
@@ -64,7 +68,7 @@ def check_options(options: InfiniteOptions) -> None:
         raise ValueError(f"memory.tau is {options.tau}, but must lie between 0 and 1")
     if not options.basis_widths or not all(width > 0 for width in options.basis_widths):
         raise ValueError(f"memory.basis_widths is {options.basis_widths}, but must be a list of numbers greater than 0")
-    if options.num_basis % len(options.basis_widths):
+    if options.density != "gibbs" and options.num_basis % len(options.basis_widths):
         raise ValueError(
             f"memory.num_basis is {options.num_basis}, but must be a multiple of {len(options.basis_widths)}, the "
             "number of memory.basis_widths: every centre has one basis function of each width"
@@ -95,7 +99,8 @@ def check_growth(geometry: Geometry, *, forgets: bool) -> None:
             f"memory.num_basis is {geometry.num_basis}, whose regression on {num_rows:,} rows (memory.num_samples, and "
             f"those of train.seg_len that enter at once) has more than {MOST_ENTRIES:,} entries: make one of them less"
         )
-    factor = 0.0 if forgets else growth(geometry)
+    # Boxes are means of rows, which cannot grow.
+    factor = 0.0 if forgets or geometry.boxes is not None else growth(geometry)
     if factor >= 1.0:
         raise ValueError(
             f"memory.basis_widths are {list(geometry.widths)}, too narrow for memory.num_basis = {geometry.num_basis} "

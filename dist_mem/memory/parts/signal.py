@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from dist_mem.memory.base import LayerSpec, Memory, MemoryState
-from dist_mem.memory.parts.basis import Fit, Geometry, evaluate_basis, expected_basis, fit_first, fit_matrices
+from dist_mem.memory.parts.basis import Fit, Geometry, evaluate_at, expected_basis, fit_first, fit_matrices
+from dist_mem.memory.parts.boxes import binned, box_histogram, box_masses, box_moments
 from dist_mem.memory.parts.densities import affine_densities, divergence, make_projection, moments
 from dist_mem.memory.parts.infinite_options import InfiniteOptions, check_growth, check_options
-from dist_mem.memory.parts.sticky import sample_positions
+from dist_mem.memory.parts.sticky import bin_masses, read_histogram, sample_positions
 from dist_mem.nn.layers import Dropout, merge_heads, split_heads
 
 
@@ -29,6 +30,32 @@ class State(NamedTuple):
     document: Tensor  # (B,) int64, document id, a counter of the random draws
     segment: Tensor  # (B,) int64, index of the segment in the document, another such counter
     pending_len: Tensor | tuple[()] = ()  # (B,) int64, how many rows of `pending` are real; (): all
+
+
+class Density(NamedTuple):
+    """Where each query reads the signal: normal densities, or the masses of Gibbs densities in boxes."""
+
+    mu: Tensor | None = None  # (H, B, T) in (0, 1)
+    variance: Tensor | None = None  # (H, B, T)
+    mass: Tensor | None = None  # (H, B, T, N), of boxes; None: a normal density
+
+    def histogram(self, real: Tensor, *, num_bins: int) -> Tensor:
+        """Return what all heads and real queries read in equal bins of [0, 1], (B, num_bins) without gradient."""
+        if self.mass is not None:
+            return box_histogram(self.mass.detach(), real, num_bins=num_bins)
+        mu, variance = self.moments()
+        return read_histogram(mu.detach(), variance.detach(), real, num_bins=num_bins)
+
+    def bins(self, num_bins: int) -> Tensor:
+        """Return each query's mass in equal bins of [0, 1], (H, B, T, num_bins)."""
+        return binned(self.mass, num_bins) if self.mass is not None else bin_masses(*self.moments(), num_bins=num_bins)
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Return mean and variance, both (H, B, T)."""
+        if self.mass is not None:
+            return box_moments(self.mass)
+        assert self.mu is not None and self.variance is not None
+        return self.mu, self.variance
 
 
 def norm_of(memory: Memory) -> nn.Module:
@@ -66,6 +93,8 @@ class Signal(Memory):
         self.output = nn.Linear(width, spec.d_model, bias=False)
         self.dropout = Dropout(spec.dropout)
         self.basis: dict[str, Any] = {"widths": tuple(options.basis_widths), "num_basis": options.num_basis}
+        if options.density == "gibbs":
+            self.basis = {"widths": (), "num_basis": options.num_basis, "boxes": options.gibbs_boxes}
         self.geometry = Geometry(
             **self.basis,
             ridge=options.ridge,
@@ -119,8 +148,7 @@ class Signal(Memory):
         """Return the part of the new coefficients that is the past, sampled at S points spread evenly in (0, tau]."""
         if self.options.sampling == "linear":
             return fit.linear @ coefficients
-        positions = self.positions(state).to(coefficients.dtype)
-        return fit.past @ (evaluate_basis(positions, **self.basis) @ coefficients)
+        return fit.past @ (evaluate_at(self.geometry, self.positions(state), coefficients) @ coefficients)
 
     def positions(self, state: State) -> Tensor:
         """Return the positions at which sticky sampling samples the past: (B, S)."""
@@ -131,8 +159,15 @@ class Signal(Memory):
             counters=(self.spec.seed, self.spec.layer_index, state.document, state.segment),
         )
 
+    def density(self, query: Tensor, signal: Tensor) -> Density:
+        """Return the density under which each query (H, B, T, K) reads the signal."""
+        if self.geometry.boxes is None:
+            return Density(*self.read_densities(query, signal))
+        exact, keys = query.to(signal.dtype), self.keys(signal, query.dtype)
+        return Density(mass=box_masses(exact, keys, boxes=self.geometry.boxes))
+
     def read_densities(self, query: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean in (0, 1) and variance of the density under which each query reads, both (H, B, T)."""
+        """Return mean in (0, 1) and variance of the normal density under which each query reads, both (H, B, T)."""
         exact, floor = query.to(signal.dtype), self.options.variance_floor
         if self.densities is not None:
             weighted = self.densities.to(signal.dtype) @ signal  # (B, 2, D)
@@ -140,7 +175,7 @@ class Signal(Memory):
             return mu, variance.clamp(min=floor)
         number = self.options.num_samples
         places = (torch.arange(number, device=signal.device, dtype=signal.dtype) + 0.5) / number
-        rows = evaluate_basis(places, **self.basis) @ signal  # (B, S, D)
+        rows = self.geometry.evaluate(places) @ signal  # (B, S, D)
         mu, variance = moments(exact, self.keys(rows, query.dtype), places)
         return mu, variance + floor
 
@@ -148,19 +183,25 @@ class Signal(Memory):
         """Project rows of the signal (B, R, D) to keys (H, B, R, K), in the dtype of the activations."""
         return split_heads(self.key(rows.to(dtype)), self.spec.num_heads).to(rows.dtype)
 
-    def read(self, mu: Tensor, variance: Tensor, signal: Tensor, dtype: torch.dtype) -> Tensor:
+    def read(self, density: Density, signal: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the expected signal under each head's densities, (B, T, D).
 
         An empty memory reads 0, because no layer here has a bias.
         """
         values = split_heads(self.value(signal.to(dtype)), self.spec.num_heads)  # (H, B, N, K)
-        expected = expected_basis(mu, variance, **self.basis).to(dtype)  # (H, B, T, N)
-        return self.output(merge_heads(expected @ values))
+        expected = density.mass if density.mass is not None else expected_basis(*density.moments(), **self.basis)
+        return self.output(merge_heads(expected.to(dtype) @ values))
 
-    def regulariser(self, mu: Tensor, variance: Tensor, counted: Tensor) -> Tensor:
-        """Return the weighted divergence (B,), reduced over heads by `kl_heads`, averaged over `counted` (B, T)."""
+    def regulariser(self, density: Density, counted: Tensor) -> dict[str, Tensor]:
+        """Return as `kl` the weighted divergence (B,), reduced by `kl_heads`, averaged over `counted` (B, T).
+
+        A Gibbs density has none: its width follows from the scores.
+        """
+        if density.mass is not None:
+            return {}
         options = self.options
+        mu, variance = density.moments()
         kl = divergence(mu, variance, prior_std=options.prior_std, prior_mean=options.prior_mean)
         reduced = kl.sum(dim=0) if options.kl_heads == "sum" else kl.mean(dim=0)
         total = torch.where(counted, reduced, 0.0).sum(dim=1)
-        return options.kl_weight * total / counted.sum(dim=1).clamp(min=1)
+        return {"kl": options.kl_weight * total / counted.sum(dim=1).clamp(min=1)}

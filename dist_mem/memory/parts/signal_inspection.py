@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dist_mem.memory.parts.basis import evaluate_basis
+from dist_mem.memory.parts.basis import evaluate_at
 from dist_mem.memory.parts.inspection import Inspection, Spans, rows_of
 from dist_mem.memory.parts.signal import Signal, State
 from dist_mem.memory.parts.signal_places import NUM_BINS, Trace, append, bin_spans, row_spans, without_rows
@@ -23,13 +23,12 @@ def inspect_signal(memory: Signal, x: Tensor, state: State, valid_len: Tensor, t
     below = memory.over.inspect(x, state.over, valid_len, trace.over if trace else None)
     output = memory.forward(x, state, valid_len)  # a call would inspect again, see Inspector
     signal, num_tokens = memory.append_pending(state, x.dtype)
-    mu, variance = memory.read_densities(output.query, signal)
+    density = memory.density(output.query, signal)
+    mu, variance = density.moments()
     places = [_places(memory, state, lane, trace) for lane in range(len(x))]
     bins = [bin_spans(lane, _spans(memory, len(lane)), NUM_BINS) for lane in places]
     spans = Spans(*(torch.stack(parts).to(x.device) for parts in zip(*bins, strict=True)))
-    edges = torch.linspace(0.0, 1.0, NUM_BINS + 1, device=mu.device, dtype=mu.dtype)
-    mass = torch.special.ndtr((edges - mu[..., None]) * variance[..., None].rsqrt()).diff(dim=-1)
-    mass = torch.where((num_tokens > 0)[:, None, None], mass, 0.0)
+    mass = torch.where((num_tokens > 0)[:, None, None], density.bins(NUM_BINS), 0.0)
     values = {
         **below.values,
         "mu": mu,
@@ -101,6 +100,6 @@ def _newest_error(memory: Signal, state: State, signal: Tensor, places: list[Ten
             continue
         num_rows = len(entered[lane]) if not isinstance(state.pending_len, Tensor) else int(state.pending_len[lane])
         rows = entered[lane, :num_rows].to(signal.dtype)
-        estimate = evaluate_basis(places[lane][-num_rows:].to(signal), **memory.basis) @ signal[lane]
+        estimate = evaluate_at(memory.geometry, places[lane][-num_rows:], signal) @ signal[lane]
         errors[lane] = (estimate - rows).square().sum() / rows.square().sum().clamp(min=1e-30)
     return errors

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dist_mem.memory.parts.basis import Geometry, evaluate_basis, first_positions, regression, update_positions
+from dist_mem.memory.parts.basis import Geometry, first_positions, regression, update_positions
 from dist_mem.memory.parts.inspection import Spans
 
 NUM_BINS = 256  # R, equal parts of [0, 1] that `Infinite.inspect` gives as rows
@@ -81,7 +81,7 @@ def without_rows(coefficients: Tensor, places: Tensor, taken: Tensor, geometry: 
     borders = (places[1:] + places[:-1]) / 2
     samples = _samples(geometry)
     nearest = torch.searchsorted(borders, samples, right=True)
-    basis = evaluate_basis(samples, widths=geometry.widths, num_basis=geometry.num_basis)
+    basis = geometry.evaluate(samples)
     removed = _projection(geometry)[:, taken[nearest]] @ basis[taken[nearest]]  # (N, N)
     return coefficients - removed.to(coefficients) @ coefficients
 

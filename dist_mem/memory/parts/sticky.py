@@ -24,10 +24,17 @@ def read_histogram(mu: Tensor, variance: Tensor, real: Tensor, *, num_bins: int)
     Returns:
         (B, num_bins), not normalised; mass outside [0, 1] is lost.
     """
+    mass = bin_masses(mu, variance, num_bins=num_bins, beyond=_BEYOND)
+    return torch.where(real[:, :, None], mass, 0.0).sum(dim=(0, 2))
+
+
+def bin_masses(mu: Tensor, variance: Tensor, *, num_bins: int, beyond: float = 0.0) -> Tensor:
+    """Return the mass of normal densities (...) in equal bins of [0, 1], whose ends reach beyond: (..., num_bins)."""
     edges = torch.linspace(0.0, 1.0, num_bins + 1, device=mu.device, dtype=mu.dtype)
-    edges = torch.cat([edges[:1] - _BEYOND, edges[1:-1], edges[-1:] + _BEYOND])
+    if beyond:
+        edges = torch.cat([edges[:1] - beyond, edges[1:-1], edges[-1:] + beyond])
     below = torch.special.ndtr((edges - mu[..., None]) * variance[..., None].rsqrt())
-    return torch.where(real[:, :, None], below.diff(dim=-1), 0.0).sum(dim=(0, 2))
+    return below.diff(dim=-1)
 
 
 def sample_positions(
