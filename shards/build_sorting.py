@@ -11,23 +11,20 @@ directory, <out>/<length>. The same options always produce the same bytes.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-from builder_options import exit_code, positive
-from tqdm import tqdm
+from builder_options import exit_code
+from task_splits import Task, build_task, counts_of, task_parser
 
-from dist_mem.data.metadata import ShardError
-from dist_mem.data.shard import INDEX_NAME, TokenizedDocument, read_index, write_split
-from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_metadata, save_tokenizer
+from dist_mem.data.builders.hash_split import SPLITS
+from dist_mem.data.shard import TokenizedDocument
 from dist_mem.data.tokenizers.words import WordTokenizer
 
 NUM_SYMBOLS = 20  # symbols are words "0" to "19"
 SEPARATOR = NUM_SYMBOLS
-NAME = "sorting"
-SPLITS = ("train", "validation", "test")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,58 +34,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    summary, _, details = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add(
-        "--out",
-        type=Path,
-        default=Path("data/sorting"),
-        help="holds one data directory a length (default: %(default)s)",
-    )
-    add("--lengths", type=positive, nargs="+", default=[4000], metavar="N", help="tokens of a sequence (default: 4000)")
-    add("--train", type=positive, default=8000, metavar="N", help="sequences (default: %(default)s, as published)")
-    add("--validation", type=positive, default=800, metavar="N", help="likewise (default: %(default)s)")
-    add("--test", type=positive, default=800, metavar="N", help="likewise (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of all sequences (default: %(default)s)")
-    add("--overwrite", action="store_true", help="replace another build in --out")
+    parser = task_parser(__doc__, out="data/sorting", lengths=4000, published=", as published")
     return parser.parse_args(arguments)
 
 
 def build(options: argparse.Namespace) -> None:
     """Build a data directory for each length."""
     for length in options.lengths:
-        out = options.out / str(length)
-        for split in SPLITS if options.overwrite else ():
-            (out / split / INDEX_NAME).unlink(missing_ok=True)  # without its index, a split does not exist
-        tokenizer = sorting_tokenizer()
-        if (out / JSON_NAME).exists() and not options.overwrite:
-            _check_is_sorting(out, tokenizer)
-        else:
-            save_tokenizer(tokenizer, out)
-        for split in SPLITS:
-            build_split(out / split, length=length, count=getattr(options, split), seed=options.seed)
+        task = sorting_task(length, seed=options.seed)
+        build_task(task, options.out / str(length), counts=counts_of(options), overwrite=options.overwrite)
 
 
-def build_split(split_dir: Path, *, length: int, count: int, seed: int) -> None:
-    """Write a split, unless it exists already.
+def sorting_task(length: int, *, seed: int) -> Task:
+    """Return the task for sequences of one length."""
+    tokenizer = sorting_tokenizer()
 
-    Raises:
-        ValueError: another one exists.
-    """
-    split, tokenizer = split_dir.name, sorting_tokenizer()
-    recipe = f"sorting length {length} count {count} seed {seed}"
-    if _is_built(split_dir, recipe):
-        print(f"{length} {split}: already built, kept", flush=True)
-        return
-    # Each split and length has its own random stream; a split of more sequences begins with the same ones.
-    draw = np.random.RandomState([seed, length, SPLITS.index(split)])
-    documents = (document(draw, length, number, tokenizer) for number in range(1, count + 1))
-    bar = tqdm(documents, total=count, desc=f"{length} {split}", unit="doc", leave=False, disable=None)
-    write_split(bar, split_dir, name=NAME, split=split, tokenizer_fingerprint=tokenizer.fingerprint, recipe=recipe)
-    print(f"{length} {split}: {count} sequences", flush=True)
+    def documents(split: str) -> Iterator[TokenizedDocument]:
+        # Each split and length has its own random stream; a split of more sequences begins with the same ones.
+        draw = np.random.RandomState([seed, length, SPLITS.index(split)])
+        for number in itertools.count(1):
+            yield document(draw, length, number, tokenizer)
+
+    recipe = f"sorting length {length} count {{count}} seed {seed}"
+    return Task("sorting", recipe, tokenizer, documents, what="sequences")
 
 
 def document(draw: np.random.RandomState, length: int, number: int, tokenizer: WordTokenizer) -> TokenizedDocument:
@@ -139,26 +107,6 @@ def answers(sequence: np.ndarray) -> np.ndarray:
     symbols, places = np.unique(sequence, return_index=True)
     appearance[symbols] = places
     return np.lexsort((np.arange(NUM_SYMBOLS), appearance, -counts))
-
-
-def _check_is_sorting(out: Path, tokenizer: WordTokenizer) -> None:
-    if read_tokenizer_metadata(out)["fingerprint"] != tokenizer.fingerprint:
-        raise ValueError(f"{out} holds another dataset: give another --out, or --overwrite")
-
-
-def _is_built(split_dir: Path, recipe: str) -> bool:
-    if not (split_dir / INDEX_NAME).exists():
-        return False
-    try:
-        index = read_index(split_dir)
-    except ShardError as error:
-        raise ValueError(f"{error}; here that is: give another --out, or --overwrite") from error
-    if index.recipe != recipe:
-        raise ValueError(
-            f"{split_dir} was built otherwise ({index.recipe}; now: {recipe}): give another --out, or --overwrite"
-        )
-    tars = {path.name: path.stat().st_size for path in split_dir.glob("*.tar")}
-    return all(tars.get(shard.name) == shard.bytes for shard in index.shards)
 
 
 if __name__ == "__main__":

@@ -107,8 +107,9 @@ def path_options(builder: str, capsys: pytest.CaptureFixture[str]) -> list[list[
     with pytest.raises(SystemExit):
         importlib.import_module(builder).main(["--help"])
     reported = capsys.readouterr().out
-    calls = [["--source", MISSING]] if "--source " in reported else []
-    return [*calls, ["--source", ".", "--tokenizer-from", MISSING]] if "--tokenizer-from " in reported else calls
+    calls = [[shown.split()[0], MISSING] for shown in ("--source ", "--books DIR") if shown in reported]
+    source = ["--source", "."] if "--source " in reported else []
+    return [*calls, [*source, "--tokenizer-from", MISSING]] if "--tokenizer-from " in reported else calls
 
 
 @pytest.mark.parametrize("builder", sorted(path.stem for path in (ROOT / "shards").glob("build_*.py")))
