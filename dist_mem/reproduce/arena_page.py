@@ -184,7 +184,7 @@ def _draw_pareto(found: Sequence[Standing], figure_name: str, path: Path) -> Non
     from matplotlib.figure import Figure  # takes a second to import
 
     figure = Figure(figsize=(10, 4), layout="constrained")
-    costs = {
+    costs: dict[str, list[float | None]] = {
         "FLOPs of the training": [each.costs.flops for each in found],
         "bytes of memory a lane": [each.costs.state_bytes for each in found],
         "seconds a million tokens": [None if each.speed is None else 1e6 / each.speed for each in found],

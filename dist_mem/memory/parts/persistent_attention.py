@@ -6,6 +6,7 @@ Shape letters: B lanes, T segment, M context rows, P persistent rows, D model, H
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +54,7 @@ class PersistentAttention(AttentionLayer):
         parts = [split_heads(self.key_value(rows), 2 * self.num_heads) for rows in (context, x) if rows.shape[1]]
         key, value = torch.cat([persistent, *parts], dim=2).chunk(2)
         everywhere = torch.ones(*visible.shape[:2], len(self.learned), dtype=torch.bool, device=x.device)
-        mask = torch.cat([everywhere, visible], dim=-1)
+        mask: Any = torch.cat([everywhere, visible], dim=-1)  # which `simple` takes in place of a `Visible`
         scaled = query / math.sqrt(query.shape[-1])
         rows, shares = self.read(Inputs(scaled, key, value, mask), weights=weights)
         return Attended(self.output(merge_heads(rows)), query, shares)
