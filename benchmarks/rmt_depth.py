@@ -52,7 +52,8 @@ def train(run_dir: Path, depth: int | None, seed: int, arguments: argparse.Names
     command += [*(f"{name}={value}" for name, value in keys.items()), *arguments.overrides]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return float([point[METRIC] for point in map(json.loads, lines) if METRIC in point][-1])
+    points = [json.loads(line).get("metrics", {}) for line in lines]
+    return float([point[METRIC] for point in points if METRIC in point][-1])
 
 
 def main() -> None:
