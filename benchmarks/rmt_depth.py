@@ -2,7 +2,7 @@
 
     python shards/build_sample.py --out data/sample
     python benchmarks/rmt_depth.py --data data/sample --out runs/rmt_depth
-    python benchmarks/rmt_depth.py --data data/sample --out /tmp/few --steps 4 --depths 0 1 --seeds 1
+    python benchmarks/rmt_depth.py --data data/sample --out /tmp/few --steps 4 --seeds 1 eval.max_document_len=100
 
 The model is that of configs/demo.yaml, with segments of 50 tokens and 10 memory tokens. At depth k the loss of a
 segment reaches k segments back: `train.bptt_segments` is k + 1. An update has 60 segments at every depth, in
@@ -44,14 +44,16 @@ def train(run_dir: Path, depth: int | None, seed: int, arguments: argparse.Names
         "schedule.warmup_steps": min(100, arguments.steps // 8),
         "eval.every": arguments.steps,
         "eval.figures": "false",
+        "tracking.mlflow": "false",
         "checkpoint.every": arguments.steps,
     }
     memory = "none" if depth is None else "rmt"
     command = [sys.executable, "-m", "dist_mem", "train", str(ROOT / "configs" / "demo.yaml"), f"memory/{memory}.yaml"]
-    command += [f"{name}={value}" for name, value in keys.items()]
+    command += [*(f"{name}={value}" for name, value in keys.items()), *arguments.overrides]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return float([point[METRIC] for point in map(json.loads, lines) if METRIC in point][-1])
+    points = [json.loads(line).get("metrics", {}) for line in lines]
+    return float([point[METRIC] for point in points if METRIC in point][-1])
 
 
 def main() -> None:
@@ -62,7 +64,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=800, help="default: %(default)s")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds; default: %(default)s")
     parser.add_argument("--depths", type=int, nargs="+", default=list(range(5)), choices=range(5), help="default: all")
-    arguments = parser.parse_args()
+    parser.add_argument("overrides", nargs="*", help="keys of all runs, as eval.max_document_len=1000")
+    arguments = parser.parse_intermixed_args()
     print(f"{load()}; {arguments.steps} steps of {SEGMENTS} segments of 50 tokens")
     print("depth  perplexity on validation: mean, standard deviation, every seed")
     for depth in (None, *arguments.depths):

@@ -66,7 +66,7 @@ def test_a_document_begins_with_the_rows_as_they_are_learned_by_then() -> None:
     before.nll.sum().backward()
     assert start.grad is not None and start.grad.abs().sum() > 0
     with torch.no_grad():
-        start -= start.grad
+        start.sub_(start.grad)
     after, again = (model(*tokens, full_lanes(), state=empty).nll for empty in (state, fresh_state(model)))
     assert torch.equal(after, again) and not torch.equal(after, before.nll)
 
