@@ -109,7 +109,7 @@ class Memorizing(Memory):
         neighbors: int = key(32, at_least=1, at_most=TOKENS)  # k, rows that a query reads
         # the k nearest, or of M / k rows each, r = j modulo k for j < k, the nearest, as in the released code
         search: str = key("exact", choices=("exact", "buckets"))
-        cache_len: int | None = key(None, at_least=0, at_most=TOKENS)  # W, tokens that attention sees too; None: T
+        cache_len: int | None = key(None, at_least=0, at_most=TOKENS)  # W, tokens seen before the segment; None: T
         positions: str = key("t5", choices=("t5", "none"))  # of local attention; none: as the released configuration
         gate_init: float = key(0.0)  # b; sigmoid(b) is the share of the stored rows in a head's output
         # mix in the reading of an empty memory, 0, as in the released code; false: the first segment has no gate

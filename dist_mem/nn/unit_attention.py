@@ -1,8 +1,8 @@
 """Attention with queries and keys of length 1, a scale per head and positions by T5's buckets.
 
-Source: the code of Memorizing Transformers (Wu et al. 2022; google-research/meliad), eqs. 2 to 5 of what it computes;
-Henry et al. 2020, "Query-Key Normalization"; Raffel et al. 2020, "T5", sec. 2.1. Shape letters: B lanes, T segment, W
-cached rows, J = W + T keys, D model, H heads, K head width.
+Source: the released code of Memorizing Transformers (Wu et al. 2022; google-research/meliad); Henry et al. 2020,
+"Query-Key Normalization"; Raffel et al. 2020, "T5", sec. 2.1. The scale also multiplies the positions, as there. Shape
+letters: B lanes, T segment, W cached rows, J = W + T keys, D model, H heads, K head width.
 """
 
 from __future__ import annotations
