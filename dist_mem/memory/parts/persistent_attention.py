@@ -48,7 +48,7 @@ class PersistentAttention(AttentionLayer):
             weights: whether to return attention probabilities, (H, B, T, P + M + T).
         """
         query = split_heads(self.query(x), self.num_heads)
-        learned = split_heads(self.key_value(self.learned.to(x.dtype)[None]), 2 * self.num_heads)
+        learned = split_heads(self.key_value(self.learned.to(x.dtype))[None], 2 * self.num_heads)
         persistent = learned.expand(-1, len(x), -1, -1)
         parts = [split_heads(self.key_value(rows), 2 * self.num_heads) for rows in (context, x) if rows.shape[1]]
         key, value = torch.cat([persistent, *parts], dim=2).chunk(2)
