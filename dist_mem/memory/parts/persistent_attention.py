@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from dist_mem.nn.attention import Choice
-from dist_mem.nn.attention_inputs import Inputs
 from dist_mem.nn.flops import Flops, product
 from dist_mem.nn.layer_spec import LayerSpec
-from dist_mem.nn.layers import Attended, AttentionLayer, Projection, merge_heads, split_heads
+from dist_mem.nn.layers import Attended, AttentionLayer, Projection, masked_softmax, merge_heads, split_heads
 
 
 class PersistentAttention(AttentionLayer):
@@ -54,9 +53,11 @@ class PersistentAttention(AttentionLayer):
         key, value = torch.cat([persistent, *parts], dim=2).chunk(2)
         everywhere = torch.ones(*visible.shape[:2], len(self.learned), dtype=torch.bool, device=x.device)
         mask = torch.cat([everywhere, visible], dim=-1)
-        scaled = query / math.sqrt(query.shape[-1])
-        rows, shares = self.read(Inputs(scaled, key, value, mask), weights=weights)
-        return Attended(self.output(merge_heads(rows)), query, shares)
+        scores = (query / math.sqrt(query.shape[-1])) @ key.mT
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        shares = masked_softmax(scores, mask).to(value.dtype)
+        rows = self.attention_dropout(shares) @ value
+        return Attended(self.output(merge_heads(rows)), query, shares if weights else None)
 
 
 def attention_flops(spec: LayerSpec, *, num_rows: int, context_len: int, context_learns: bool) -> Flops:
