@@ -6,7 +6,8 @@ Source: arXiv 2501.00663, eqs. 8 to 31. No code was published; the paper leaves 
   itself, and reads the memory that has learned the tokens up to itself.
 - The learned rows are seen by attention only: the memory would learn them again in every segment.
 - theta = `step_max` sigmoid(.), eta and alpha = sigmoid(.), each of a linear map of the token. The inner loss is a sum
-  over D entries (eq. 12), so the inner learning diverges if `step_max` is large.
+  over D entries (eq. 12) and momentum amplifies, so inner learning diverges if steps are large. `max_gradient` limits
+  the norm of each token's gradient, so that the weights stay finite; null: none, as in the paper.
 - Attention has no positions. In `context` and `gate` attention and memory are multiplied after RMS norms, the memory
   after a sigmoid; else the memory is gated by SiLU(x W_g) before its output projection (sec. 4.4).
 
@@ -104,6 +105,8 @@ class Titans(Memory):
         # tokens whose gradients are taken at the same weights, those at the chunk's start; 1: online, and slow
         chunk_len: int = key(32, at_least=1, at_most=TOKENS)
         step_max: float = key(0.1, above=0)  # theta's maximum
+        # limit of the norm of a token's gradient; the paper has none, and without one the weights may overflow
+        max_gradient: float | None = key(1.0, above=0)
         kernel: int = key(4, at_least=1, at_most=64)  # tokens that the convolution of queries, keys and values sees
         num_persistent: int = key(4, at_least=1, at_most=TOKENS)  # P, learned rows that attention sees; not in `alone`
         window: int = key(128, at_least=2, at_most=TOKENS)  # W, tokens that a query of `gate` or `layer` attends to
@@ -238,7 +241,8 @@ class Titans(Memory):
     def learned(self, rows: Tensor, state: State, valid_len: Tensor, attended: Attended | None) -> Step:
         """Let the network learn the rows; `y` of the step is what they read."""
         tokens, before = self.memory.tokens(rows, state.tail, valid_len, state.weights[0].dtype)
-        learned = learn(tokens, state.weights, state.momentum, chunk_len=self.options.chunk_len)
+        limit = self.options.max_gradient
+        learned = learn(tokens, state.weights, state.momentum, chunk_len=self.options.chunk_len, max_gradient=limit)
         tail = newest(before, valid_len, num_rows=state.tail.shape[1]).to(state.tail.dtype)
         is_fresh = state.is_fresh & (valid_len == 0)
         new = state._replace(weights=learned.weights, momentum=learned.momentum, is_fresh=is_fresh, tail=tail)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -47,7 +48,7 @@ class Layer:
         options = Titans.Options(
             variant=VARIANTS[given["kind"]], depth=given["depth"], d_hidden=given["hidden"],
             chunk_len=given["chunk"], step_max=given["theta_max"], kernel=max(1, given["conv"]),
-            num_persistent=given["persistent"], window=given["window"],
+            num_persistent=given["persistent"], window=given["window"], max_gradient=None,
         )  # fmt: skip
         self.layer = Titans(spec(given), options).double()
 
@@ -160,7 +161,7 @@ def random_tokens(*, seg_len: int, d_model: int, lanes: int = 2) -> Tokens:
 
 
 def recurrence(
-    tokens: Tokens, weights: Weights, momentum: Weights, *, chunk_len: int
+    tokens: Tokens, weights: Weights, momentum: Weights, *, chunk_len: int, max_gradient: float | None
 ) -> tuple[Tensor, Weights, Weights]:
     """Eqs. 12 to 14, a token at a time, with gradients by autograd."""
     read, anchor = [], weights
@@ -169,6 +170,9 @@ def recurrence(
         query, key, value, step, eta, kept, real = (part[:, place] for part in tokens)
         loss = (recall(key[:, None], anchor)[:, 0] - value).square().sum()
         gradients = torch.autograd.grad(loss, anchor, create_graph=True)
+        if max_gradient is not None:
+            norm = torch.stack([gradient.square().sum((1, 2)) for gradient in gradients]).sum(0).sqrt()
+            step = step * (max_gradient / norm).clamp(max=1.0)
         step, eta, kept, real = (part[:, None, None] for part in (step, eta, kept, real))
         momentum = tuple(
             eta.exp() * speed - step * gradient for speed, gradient in zip(momentum, gradients, strict=True)
@@ -178,9 +182,11 @@ def recurrence(
     return torch.cat(read, dim=1), weights, momentum
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
-@pytest.mark.parametrize("chunk_len", [1, 3, 16])
-def test_chunks_equal_the_recurrence(chunk_len: int, depth: int) -> None:
+@pytest.mark.parametrize(
+    ("chunk_len", "depth", "limit"),
+    [(1, 1, None), (1, 2, None), (3, 1, None), (3, 2, None), (3, 2, 1.5), (3, 4, None), (16, 1, 1.5), (16, 2, None)],
+)
+def test_chunks_equal_the_recurrence(chunk_len: int, depth: int, limit: float | None) -> None:
     """Values, and gradients of gradients by autograd, with a part of a chunk and padding at the end."""
     widths = [3, *[5] * (depth - 1), 3]
     generator = torch.Generator().manual_seed(depth)
@@ -192,17 +198,32 @@ def test_chunks_equal_the_recurrence(chunk_len: int, depth: int) -> None:
         )
 
     weights, momentum, tokens = draw(), draw(), random_tokens(seg_len=11, d_model=3)
-    leaves = [part.requires_grad_() for part in tokens[:-1]]
+    tokens = Tokens(*(part.requires_grad_() for part in tokens[:-1]), tokens[-1])
+    leaves = tokens[:-1]
     results = []
     for function in (learn, recurrence):
-        read, new, speed, *_ = function(Tokens(*leaves, tokens.is_real), weights, momentum, chunk_len=chunk_len)
-        loss = read.square().sum() + sum(part.pow(3).sum() for part in (*new, *speed))
+        read, new, speed, *_ = function(tokens, weights, momentum, chunk_len=chunk_len, max_gradient=limit)
+        loss = torch.stack([read.square().sum(), *(part.pow(3).sum() for part in (*new, *speed))]).sum()
         asked = [*leaves, *weights, *momentum]
         first = torch.autograd.grad(loss, asked, create_graph=True)
-        second = torch.autograd.grad(sum(part.square().sum() for part in first), asked)
+        second = torch.autograd.grad(torch.stack([part.square().sum() for part in first]).sum(), asked)
         results.append([read, *new, *speed, *first, *second])
     for ours, theirs in zip(*results, strict=True):
         assert relative_error(ours, theirs) <= TOLERANCE
+
+
+def test_a_limit_of_the_gradient_keeps_weights_finite_under_any_step() -> None:
+    """Repeated keys in one chunk overshoot; the weights stay below step * limit / ((1 - eta) alpha)."""
+    ones = torch.ones(1, 64)
+    rows = F.normalize(torch.ones(1, 64, 3), dim=-1)
+    tokens = Tokens(rows, rows, 5 * rows, ones, ones * math.log(0.5), ones * math.log(0.9), ones)
+    weights: Weights
+    momentum: Weights
+    weights = momentum = (torch.zeros(1, 3, 4) + 0.1, torch.zeros(1, 4, 3) + 0.1)
+    for _ in range(20):
+        learned = learn(tokens, weights, momentum, chunk_len=32, max_gradient=1.0)
+        weights, momentum = learned.weights, learned.momentum
+    assert all(part.norm() <= 1.0 / (0.5 * 0.1) for part in weights)
 
 
 def test_padding_leaves_the_network_as_it_was() -> None:
@@ -249,10 +270,10 @@ def test_a_document_begins_with_the_learned_weights(variant: str) -> None:
     assert state.is_fresh.all()
     output = layer(torch.randn(2, 4, 6), state, torch.full((2,), 4))
     assert not output.state.is_fresh.any()
-    for held, start in zip(output.state.weights, layer.memory.starts, strict=True):
-        torch.testing.assert_close(held, start.start.expand(2, -1, -1))
-    output.y.sum().backward()
-    assert all(start.start.grad.abs().sum() > 0 for start in layer.memory.starts)
+    starts = [parameter for name, parameter in layer.named_parameters() if name.startswith("memory.starts.")]
+    for held, start in zip(output.state.weights, starts, strict=True):
+        torch.testing.assert_close(held, start.expand(2, -1, -1))
+    assert all(gradient.any() for gradient in torch.autograd.grad(output.y.sum(), starts))
 
 
 def test_variants_keep_only_what_they_need() -> None:

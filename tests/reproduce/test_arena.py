@@ -131,12 +131,13 @@ def test_an_arena_that_was_stopped_goes_on_and_its_cells_can_be_repeated(tmp_pat
     write(tmp_path, memories=memories, columns=columns, data=str(data), seeds=[0, 1], budget=budget)
 
     assert "outside" in done(tmp_path, "arena", "small.yaml", "--plan", "--out", "out")
-    process = dist_mem(tmp_path, "arena", "small.yaml", "--out", "out", "--no-estimate")
+    command = ("arena", "small.yaml", "eval.allow_code=true", "--out", "out", "--no-estimate")
+    process = dist_mem(tmp_path, *command)
     run = tmp_path / "out" / "runs" / "none-seed0"
     wait_until(lambda: process.poll() is not None or len(logged_steps(run)) > 5, "some steps", seconds=400)
     process.send_signal(signal.SIGTERM)
     assert process.wait(limit(120)) == EXIT_REQUEUE
-    text = done(tmp_path, "arena", "small.yaml", "--out", "out", "--no-estimate")
+    text = done(tmp_path, *command)
     assert "none / memory, 95 %" in text
     assert (tmp_path / "out" / "pareto.png").is_file()
     with (tmp_path / "out" / "cells.csv").open(encoding="utf-8") as lines:

@@ -55,17 +55,22 @@ def chunk_sizes(seg_len: int, chunk_len: int) -> list[int]:
     return [min(chunk_len, seg_len - begin) for begin in range(0, seg_len, chunk_len)]
 
 
-def learn(tokens: Tokens, weights: Weights, momentum: Weights, *, chunk_len: int) -> Learned:
+def learn(
+    tokens: Tokens, weights: Weights, momentum: Weights, *, chunk_len: int, max_gradient: float | None = None
+) -> Learned:
     """Let the network learn a segment: eqs. 13 and 14 for every token, with gradients at the chunk's first weights.
 
     Weights at a token are A W + B S - sum_s c_s (input_s x gradient_s) with numbers A, B and c_s, so reading them is
-    linear attention to the chunk in every layer (eqs. 16 to 18), and they are never computed.
+    linear attention to the chunk in every layer (eqs. 16 to 18), and they are never computed. `max_gradient` limits
+    the norm of each token's gradient, and with it that of the weights.
     """
     read, errors = [], []
     sizes = chunk_sizes(tokens.step.shape[1], chunk_len)
     for chunk in zip(*(part.split(sizes, dim=1) for part in tokens), strict=True):
         one = Tokens(*chunk)
         inputs, gradients, error = gradients_of(one, weights)
+        if max_gradient is not None:
+            one = one._replace(step=one.step * share_kept(inputs, gradients, max_gradient))
         left, since, shares = mixture(one)
         # Of the momentum itself: what the last token leaves of it, and of the gradients since.
         last_left, last_shares = decays(one.momentum)[:, -1:] * one.step[:, None], one.momentum.sum(1).exp()
@@ -103,6 +108,13 @@ def gradients_of(tokens: Tokens, weights: Weights) -> tuple[list[Tensor], list[T
         slope = share * (1.0 + before * (1.0 - share))  # of SiLU
         gradients.insert(0, slope * (gradients[0] @ layer.mT))
     return inputs, gradients, missing.square().sum(-1)
+
+
+def share_kept(inputs: list[Tensor], gradients: list[Tensor], max_gradient: float) -> Tensor:
+    """Return the factors by which no token's gradient, of all layers together, is longer than the maximum: (B, C)."""
+    pairs = zip(inputs, gradients, strict=True)
+    squares = torch.stack([one.square().sum(-1) * other.square().sum(-1) for one, other in pairs]).sum(0)
+    return max_gradient * squares.clamp(min=max_gradient**2).rsqrt()
 
 
 def decays(logs: Tensor) -> Tensor:
@@ -167,15 +179,15 @@ class NeuralMemory(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw first weights that keep the size of what they map; begin with small steps and little forgetting.
+        """Draw first weights that keep the size of what they map; begin with little forgetting.
 
-        Initial rates: theta a tenth of its maximum, eta 0.5, alpha 0.01. The paper gives none.
+        Initial rates: theta half of its maximum, eta 0.5, alpha 0.001. The paper gives none.
         """
         self.query.reset_parameters()
         self.key_value.reset_parameters()
         if self.rates.bias.is_meta:
             return
-        self.rates.bias.copy_(torch.tensor([0.1, 0.5, 0.01]).logit())
+        self.rates.bias.copy_(torch.tensor([0.5, 0.5, 0.001]).logit())
         for module in self.starts:
             assert isinstance(module, LearnedStart)
             module.start.normal_(std=1 / math.sqrt(module.start.shape[0]))

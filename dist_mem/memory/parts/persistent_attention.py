@@ -6,16 +6,14 @@ Shape letters: B lanes, T segment, M context rows, P persistent rows, D model, H
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dist_mem.nn.attention import Choice
-from dist_mem.nn.attention_inputs import Inputs
 from dist_mem.nn.flops import Flops, product
 from dist_mem.nn.layer_spec import LayerSpec
-from dist_mem.nn.layers import Attended, AttentionLayer, Projection, merge_heads, split_heads
+from dist_mem.nn.layers import Attended, AttentionLayer, Projection, masked_softmax, merge_heads, split_heads
 
 
 class PersistentAttention(AttentionLayer):
@@ -49,15 +47,17 @@ class PersistentAttention(AttentionLayer):
             weights: whether to return attention probabilities, (H, B, T, P + M + T).
         """
         query = split_heads(self.query(x), self.num_heads)
-        learned = split_heads(self.key_value(self.learned.to(x.dtype)[None]), 2 * self.num_heads)
+        learned = split_heads(self.key_value(self.learned.to(x.dtype))[None], 2 * self.num_heads)
         persistent = learned.expand(-1, len(x), -1, -1)
         parts = [split_heads(self.key_value(rows), 2 * self.num_heads) for rows in (context, x) if rows.shape[1]]
         key, value = torch.cat([persistent, *parts], dim=2).chunk(2)
         everywhere = torch.ones(*visible.shape[:2], len(self.learned), dtype=torch.bool, device=x.device)
-        mask: Any = torch.cat([everywhere, visible], dim=-1)  # which `simple` takes in place of a `Visible`
-        scaled = query / math.sqrt(query.shape[-1])
-        rows, shares = self.read(Inputs(scaled, key, value, mask), weights=weights)
-        return Attended(self.output(merge_heads(rows)), query, shares)
+        mask = torch.cat([everywhere, visible], dim=-1)
+        scores = (query / math.sqrt(query.shape[-1])) @ key.mT
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        shares = masked_softmax(scores, mask).to(value.dtype)
+        rows = self.attention_dropout(shares) @ value
+        return Attended(self.output(merge_heads(rows)), query, shares if weights else None)
 
 
 def attention_flops(spec: LayerSpec, *, num_rows: int, context_len: int, context_learns: bool) -> Flops:
