@@ -60,7 +60,7 @@ def fitted(compose: Compose, haystack: Iterator[str], tokenizer: Tokenizer, leng
         excess = len(tokenizer.encode(question.text)) - length
         if excess <= 0:
             return question
-        while excess > 0:
+        while excess > 0 and sentences:
             excess -= _num_tokens(tokenizer, sentences.pop())
 
 

@@ -37,6 +37,7 @@ SMALLER: dict[str, Sequence[str]] = {
         *("checkpoint.every=4", "eval.every=4", "tracking.every=2"),
     ],
     "llama_small.yaml": [*_MODEL, *_FEW],
+    "mqar_small.yaml": [*_MODEL, *_FEW],
     "pg19_small.yaml": [*_MODEL, *_FEW],
     "sorting_small.yaml": [*_MODEL, *_FEW],
     "sorting_small/infinite.yaml": ["memory.num_basis=16", "memory.num_samples=16"],
@@ -54,6 +55,7 @@ STAND_INS = {
     "--download --workers 8": "--vocab-size 2000",  # the network
     "--workers 8": "--workers 2",
     "--lengths 500 1000 2000": "--lengths 500 1000 2000 --train 64 --validation 8 --test 8",
+    "--train 8000 --validation 400 --test 400": "--train 128 --validation 8 --test 8",
     "reproduce lamemo.table3 ": "reproduce lamemo.table3 --rows lamemo train.steps=100 schedule.warmup_steps=1 ",
     "sweeps/memories.yaml": "sweeps/memories.yaml train.steps=100 schedule.warmup_steps=1",
     "--tokenizer sentencepiece": "--tokenizer sentencepiece --vocab-size 2000",
