@@ -62,7 +62,7 @@ class Step(NamedTuple):
     y: Tensor  # (B, T, D), before dropout
     state: State
     query: Tensor  # (H, B, T, K); in `alone` (1, B, T, D)
-    weights: Tensor | None  # (H, B, T, P + M + T), of the attention, where asked for
+    weights: Tensor | None  # (H, B, T, W - 1 + T), shares of tokens in what attention reads of tokens, where asked for
     tokens: Tokens
     error: Tensor  # (B, T), see `Learned`
 
@@ -219,16 +219,18 @@ class Titans(Memory):
         """Attend to the segment and to what the memory recalls for it (eqs. 21 to 23), and what it was asked."""
         assert self.attention is not None
         query, before = self.memory.queries(rows, state.asked, state.weights[0].dtype)
+        num_shown = rows.shape[1] if shows else 0
         upto = torch.ones(rows.shape[1], rows.shape[1], dtype=torch.bool, device=rows.device).tril()
         visible = torch.cat([upto, upto], dim=1).expand(len(rows), -1, -1)
-        return self.attention(rows, recall(query, state.weights).to(rows.dtype), visible, weights=shows), before
+        return self.attention(rows, recall(query, state.weights).to(rows.dtype), visible, num_shown=num_shown), before
 
     def windowed(self, rows: Tensor, context: Tensor, state: State, shows: bool) -> Attended:
         """Attend to the newest W tokens."""
         assert self.attention is not None
         kept = self.window - 1
+        num_shown = kept + rows.shape[1] if shows else 0
         window = Visible(newest_rows(state.length, kept), rows.shape[1], kept + rows.shape[1], above=-1, upto=kept)
-        attended: Attended = self.attention(rows, context, window.mask(), weights=shows)
+        attended: Attended = self.attention(rows, context, window.mask(), num_shown=num_shown)
         return attended
 
     def moved(self, step: Step, rows: Tensor, valid_len: Tensor) -> Step:
@@ -269,8 +271,7 @@ class Titans(Memory):
         if weights is None:
             return Inspection()
         kept = self.window - 1
-        of_tokens = weights[..., -(kept + x.shape[1]) :]
-        memory, segment = (of_tokens / of_tokens.sum(dim=-1, keepdim=True)).tensor_split([kept], dim=-1)
+        memory, segment = weights.tensor_split([kept], dim=-1)
         of_segment = {"segment": segment_rows(segment, valid_len)}
         if not kept:
             return Inspection(of_segment)

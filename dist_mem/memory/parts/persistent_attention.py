@@ -39,12 +39,12 @@ class PersistentAttention(AttentionLayer):
     def choose(self, device_type: str, num_queries: int) -> Choice:
         return Choice("simple", "queries see learned rows outside of their window, which only it can mask")
 
-    def forward(self, x: Tensor, context: Tensor, visible: Tensor, *, weights: bool = False) -> Attended:
+    def forward(self, x: Tensor, context: Tensor, visible: Tensor, *, num_shown: int = 0) -> Attended:
         """Attend from the segment.
 
         Args:
             x: (B, T, D).  context: (B, M, D), M may be 0.  visible: (B, T, M + T) bool.
-            weights: whether to return attention probabilities, (H, B, T, P + M + T).
+            num_shown: of so many of the newest rows, shares in what is read of these are returned; 0: none.
         """
         query = split_heads(self.query(x), self.num_heads)
         learned = split_heads(self.key_value(self.learned.to(x.dtype))[None], 2 * self.num_heads)
@@ -55,9 +55,10 @@ class PersistentAttention(AttentionLayer):
         mask = torch.cat([everywhere, visible], dim=-1)
         scores = (query / math.sqrt(query.shape[-1])) @ key.mT
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        shares = masked_softmax(scores, mask).to(value.dtype)
-        rows = self.attention_dropout(shares) @ value
-        return Attended(self.output(merge_heads(rows)), query, shares if weights else None)
+        rows = self.attention_dropout(masked_softmax(scores, mask).to(value.dtype)) @ value
+        # Not the probabilities divided by their sum, which is 0 if learned rows have nearly all.
+        newest = masked_softmax(scores[..., -num_shown:], visible[..., -num_shown:]) if num_shown else None
+        return Attended(self.output(merge_heads(rows)), query, newest)
 
 
 def attention_flops(spec: LayerSpec, *, num_rows: int, context_len: int, context_learns: bool) -> Flops:
