@@ -139,9 +139,9 @@ class World:
 
 def draw_story(draw: random.Random, task: str, num_facts: tuple[int, int]) -> Story:
     """Draw a story of a task, with a number of facts between two limits; of qa4, it is always two."""
-    make = STORIES[task]
+    story_of = STORIES[task]
     while True:
-        story = make(draw, draw.randint(*num_facts))
+        story = story_of(draw, draw.randint(*num_facts))
         if story is not None:
             return story
 

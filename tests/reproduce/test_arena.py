@@ -136,7 +136,8 @@ def test_an_arena_that_was_stopped_goes_on_and_its_cells_can_be_repeated(tmp_pat
     run = tmp_path / "out" / "runs" / "none-seed0"
     wait_until(lambda: process.poll() is not None or len(logged_steps(run)) > 5, "some steps", seconds=400)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(limit(120)) == EXIT_REQUEUE
+    stopped = process.communicate(timeout=limit(120))[0]
+    assert process.returncode == EXIT_REQUEUE, stopped
     text = done(tmp_path, *command)
     assert "none / memory, 95 %" in text
     assert (tmp_path / "out" / "pareto.png").is_file()

@@ -50,7 +50,7 @@ def check_dist_mem(arguments: list[str]) -> None:
     if options.command == "data" and options.action == "build":
         importlib.import_module(f"build_{options.dataset}").parse_arguments(options.arguments)
     for override in getattr(options, "overrides", []):
-        if options.command in ("inspect", "sweep") and "=" not in override:
+        if options.command in ("inspect", "sweep", "arena") and "=" not in override:
             continue  # another run to compare with; a site's file, which was found above
         assert override.split("=")[0] in known_keys(), override
 
