@@ -22,7 +22,7 @@ from dist_mem.evaluation.plot import distance_bins, plot_recall, recall_curve
 from dist_mem.evaluation.report import Report, read_report
 from dist_mem.reproduce.budget import Costs
 from dist_mem.reproduce.job import Job
-from dist_mem.reproduce.results import cell
+from dist_mem.reproduce.results import Cell, cell
 from dist_mem.reproduce.runs import (
     Run,
     columns_of,
@@ -62,7 +62,7 @@ def standings(job: Job, memories: Sequence[str], costs: Mapping[str, Costs]) -> 
         found.append(
             Standing(
                 name,
-                {column: _shown(each.values) or str(each) for column, each in cells.items()},
+                {column: shown(each) for column, each in cells.items()},
                 cells[first_column].mean,
                 _interval(first, _reports(job, name, first_column)) if name != memories[0] else None,
                 costs[name],
@@ -117,6 +117,14 @@ def to_markdown(job: Job, found: Sequence[Standing]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def shown(found: Cell) -> str:
+    """Return the mean of several seeds with their standard deviation, and what else is to be said of them."""
+    if len(found.values) < 2:
+        return str(found)
+    _, *rest = str(found).split(", ")
+    return ", ".join([f"{statistics.fmean(found.values):.4g} ± {statistics.stdev(found.values):.2g}", *rest])
+
+
 def checksum(report: Report) -> str:
     """Return the SHA-256 of the figures of every document, without times and places."""
     figures = [astuple(document) for document in report.documents]
@@ -141,11 +149,6 @@ def _interval(first: Mapping[int, Report], other: Mapping[int, Report]) -> tuple
     """Return the interval of the gain over the seeds that both have; None without any."""
     seeds = sorted(first.keys() & other.keys())
     return gain_interval([first[seed] for seed in seeds], [other[seed] for seed in seeds]) if seeds else None
-
-
-def _shown(values: Sequence[float]) -> str:
-    """Return mean and standard deviation of several seeds; "" for others."""
-    return f"{statistics.fmean(values):.4g} ± {statistics.stdev(values):.2g}" if len(values) > 1 else ""
 
 
 def _speed(run: Run) -> float | None:

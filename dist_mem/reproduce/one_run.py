@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from dist_mem.data.shard import INDEX_NAME
 from dist_mem.errors import EXIT_DIVERGED, UnusableError
@@ -85,9 +86,11 @@ def _measure(job: Job, item: Run, columns: Mapping[str, Column], name: str, plac
     for other, column in same_command(columns, first).items():
         value, step = figure_of(report, column)
         values[other] = value  # None if a requirement is missing, as WordNet for METEOR
-        result = {"absent": f"{column.split}/{column.figure}"} if value is None else {"value": value}
-        made = {"step": step, "evaluate": list(column.evaluate), "report": str(report.relative_to(item.directory))}
-        keep_result(item, other, {**result, **made})
+        result: dict[str, Any] = {"absent": f"{column.split}/{column.figure}"} if value is None else {"value": value}
+        result |= {"step": step, "evaluate": list(column.evaluate)}
+        if column.command == "evaluate":
+            result["report"] = str(report.relative_to(item.directory))
+        keep_result(item, other, result)
     return values
 
 

@@ -21,8 +21,9 @@ from dist_mem.errors import EXIT_DONE, EXIT_REQUEUE, UnusableError
 from dist_mem.evaluation.report import read_report
 from dist_mem.memory import memory_options
 from dist_mem.reproduce.arena import SCALE, load_arena, memory_of_row
-from dist_mem.reproduce.arena_page import checksum, pareto_front
+from dist_mem.reproduce.arena_page import checksum, pareto_front, shown
 from dist_mem.reproduce.budget import fitted
+from dist_mem.reproduce.results import Cell
 from tests.support.jobs import build_books, logged_steps, write_config
 from tests.support.limits import limit, wait_until
 from tests.support.paths import ROOT
@@ -102,6 +103,12 @@ def test_the_front_has_whom_nobody_beats_in_both() -> None:
     points = [(1.0, 9.0), (2.0, 5.0), (2.0, 6.0), (3.0, 7.0), (4.0, 5.0), (5.0, 1.0)]
     assert pareto_front(points, higher=False) == [(1.0, 9.0), (2.0, 5.0), (5.0, 1.0)]
     assert pareto_front([(x, -y) for x, y in points], higher=True) == [(1.0, -9.0), (2.0, -5.0), (5.0, -1.0)]
+
+
+def test_a_cell_says_how_many_of_its_seeds_diverged() -> None:
+    assert shown(Cell([1.0, 2.0], diverged=1, absent=0, missing=2)) == "1.5 ± 0.71, 1 diverged, 2 to run"
+    assert shown(Cell([1.0], diverged=0, absent=0, missing=0)) == "1"
+    assert shown(Cell([], diverged=3, absent=0, missing=0)) == "3 diverged"
 
 
 def dist_mem(folder: Path, *arguments: str) -> subprocess.Popen[str]:
