@@ -36,6 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 # A sum of all tokens, as the matrix of `infini`, cannot be rid of some of them.
 FORGETTING = [kind for kind, block in KINDS.items() if memory_class(block["kind"]).forget is not Memory.forget]
+REMOVING = [kind for kind in KINDS if kind != "titans"]  # it shows rows of its window, and has no `forget`
 Subject: TypeAlias = tuple[TrainedModel, Document]
 LONGEST = 0  # number of the document of 100 tokens: 12 segments and a half
 
@@ -87,6 +88,7 @@ def test_removing_nothing_changes_nothing(subject: Subject, span: tuple[int, int
                 inspector.commit()
 
 
+@pytest.mark.parametrize("subject", REMOVING, indirect=True)
 def test_a_passage_is_removed_where_it_is_in_the_memory_and_only_there(
     subject: Subject,
 ) -> None:
@@ -103,6 +105,13 @@ def test_a_passage_is_removed_where_it_is_in_the_memory_and_only_there(
         assert torch.equal(found.without(passage)[position], harm.rise[position])
 
 
+@pytest.mark.parametrize("subject", ["titans"], indirect=True)
+def test_a_memory_that_cannot_forget_says_so(subject: Subject) -> None:
+    with pytest.raises(UnusableError, match=r"memory\.kind is titans: Titans does not implement forget"):
+        remove_passages(*subject)
+
+
+@pytest.mark.parametrize("subject", REMOVING, indirect=True)
 def test_lanes_do_not_change_what_a_removal_finds(subject: Subject) -> None:
     trained, document = subject
     together, alone = (remove_passages(trained, document, lanes=lanes) for lanes in (16, 1))

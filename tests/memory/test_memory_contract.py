@@ -24,7 +24,7 @@ def test_memory_keeps_the_contract(case: str, rule: Rule, norm: str) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=[rule.statement for rule in RULES])
-@pytest.mark.parametrize("case", case_params(filter(takes_short_first, CASES), every=True))
+@pytest.mark.parametrize("case", case_params(filter(takes_short_first, CASES)))
 def test_memory_keeps_the_contract_with_short_first_segments(case: str, rule: Rule) -> None:
     """Documents that are cut from their end (`data.cut`)."""
     rule.check(subject(case, cut="end"))

@@ -160,7 +160,7 @@ BACK_END_PARAMS = [pytest.param(name, marks=pytest.mark.slow if name == "flex" e
 @pytest.mark.parametrize("case", case_params())
 def test_every_memory_has_the_losses_states_and_gradients_of_the_simple_back_end(case: str, back_end: str) -> None:
     if not accepted(case, back_end):
-        with pytest.raises(ValueError, match=r"model\.attention is sdpa, .* set model\.attention to auto"):
+        with pytest.raises(ValueError, match=rf"model\.attention is {back_end}, .* set model\.attention to auto"):
             subject(case, attention=back_end).model()
         return
     for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 2e-3)):
