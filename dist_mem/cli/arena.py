@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from dist_mem.cli.sweeping import add_running, divided
+from dist_mem.cli.sweeping import add_running, run_or_submit
 
 
 def add_arguments(added: ArgumentParser) -> None:
@@ -19,16 +19,4 @@ def arena(options: Namespace) -> int:
     """Compare memories at an equal budget: train, evaluate, and write a table with intervals."""
     from dist_mem.reproduce.arena_command import run, submit
 
-    config, extra = divided(options)
-    if config is not None:
-        return submit(options.arena, config, out=options.out, jobs=options.jobs, extra=extra)
-    return run(
-        options.arena,
-        out=options.out,
-        jobs=options.jobs,
-        ranks=options.ranks,
-        extra=extra,
-        estimates=not options.no_estimate,
-        only_estimate=options.estimate,
-        only_plan=options.plan,
-    )
+    return run_or_submit(options, options.arena, run, submit, only_plan=options.plan)

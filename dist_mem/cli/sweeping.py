@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,7 @@ def add_running(added: ArgumentParser, out: str) -> Any:
     return what
 
 
-def divided(options: Namespace) -> tuple[Config | None, list[str]]:
+def _divided(options: Namespace) -> tuple[Config | None, list[str]]:
     """Return the configuration of the site, None without --slurm, and the overrides of every training.
 
     Raises:
@@ -57,19 +58,19 @@ def divided(options: Namespace) -> tuple[Config | None, list[str]]:
     return None, extra
 
 
+def run_or_submit(
+    options: Namespace, path: Path, run: Callable[..., int], submit: Callable[..., int], **more: Any
+) -> int:
+    """Call `submit` with --slurm and `run` without it; `more`: further arguments of `run`."""
+    config, extra = _divided(options)
+    if config is not None:
+        return submit(path, config, out=options.out, jobs=options.jobs, extra=extra)
+    estimates = {"estimates": not options.no_estimate, "only_estimate": options.estimate}
+    return run(path, out=options.out, jobs=options.jobs, ranks=options.ranks, extra=extra, **estimates, **more)
+
+
 def sweep(options: Namespace) -> int:
     """Train and compare every combination of some settings, several at one time."""
     from dist_mem.reproduce.sweep import run, submit
 
-    config, extra = divided(options)
-    if config is not None:
-        return submit(options.sweep, config, out=options.out, jobs=options.jobs, extra=extra)
-    return run(
-        options.sweep,
-        out=options.out,
-        jobs=options.jobs,
-        ranks=options.ranks,
-        extra=extra,
-        estimates=not options.no_estimate,
-        only_estimate=options.estimate,
-    )
+    return run_or_submit(options, options.sweep, run, submit)

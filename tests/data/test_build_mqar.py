@@ -21,7 +21,7 @@ def build(out: Path, *options: str) -> int:
 
 
 def published(sizes: Sizes, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and labels (-100: none) of one example as Arora et al. draw it, written anew; 0 is to be filled."""
+    """Inputs and labels (-100: none) of one example as Arora et al. draw it, rewritten; 0 is to be filled."""
     draw = np.random.RandomState(seed)
     context = 2 * sizes.num_pairs
     keys = draw.choice(np.arange(1, sizes.vocab_size // 2), replace=False, size=sizes.num_pairs)

@@ -1,7 +1,7 @@
 """Parts of the Block-Recurrent Transformer: attention with unit keys and queries, position biases, gates, the cell.
 
 Source: Hutchins et al. 2022 and the authors' code (google-research/meliad, Apache-2.0), from which details come that
-the paper leaves open; written anew. Shape letters: B lanes, T tokens, W window, S state vectors, D model, H heads, K
+the paper leaves open; rewritten. Shape letters: B lanes, T tokens, W window, S state vectors, D model, H heads, K
 head width, F inner width.
 """
 
