@@ -154,7 +154,7 @@ def kill_and_go_on(course: Course, folder: Path, victim: int, points: Iterable[i
     return began
 
 
-@pytest.mark.parametrize("stage", BACKGROUND)
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_kill_at_any_write_changes_nothing(tmp_path: Path, make_course: Callable[[int], Course], stage: int) -> None:
     """Some writes of each rank; the two stages take different ones, and `make nightly` takes all."""
     course = make_course(stage)

@@ -44,7 +44,7 @@ def placed_weights(world: World, case: str, precision: str, stage: int) -> dict[
     return full_parameters(tiny_job(config_of(case, precision), world, stage=stage))
 
 
-@pytest.mark.parametrize("case", case_params(every=True))
+@pytest.mark.parametrize("case", case_params())
 def test_initial_weights_are_the_same_bits_at_every_stage_and_number_of_ranks(rank_pool: Pools, case: str) -> None:
     for precision, stage, world_size in (("fp32", 3, 2), ("bf16", 3, 2), ("bf16", 2, 2), ("bf16", 3, 1)):
         expected = whole_weights(case, precision)

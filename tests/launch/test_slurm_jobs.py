@@ -152,7 +152,8 @@ def test_signal_to_one_rank_saves_requeues_and_ends_as_if_nothing_had_been(
     assert run.data.tags["SLURM_RESTART_COUNT"] == "1"
 
 
-@pytest.mark.parametrize("restart", ["requeue", pytest.param("resubmit", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("restart", ["requeue", "resubmit"])
 def test_edit_in_mid_run_does_not_enter_at_the_next_start(
     slurm: Cluster, books: Path, tmp_path: Path, restart: str
 ) -> None:
@@ -189,32 +190,31 @@ def test_array_trains_every_line_once_however_often_it_is_submitted(
     config = write_config(tmp_path / "job.yaml", books, tmp_path / "unused", changes)
     lines = [
         f"{config} memory.kind={kind} train.seed={seed} name={kind}-{seed} 'run_dir={tmp_path}/runs/${{name}}'"
-        for kind in ("none", "transformer_xl", "lamemo")
-        for seed in (0, 1)
+        for kind, seed in (("none", 0), ("none", 1), ("lamemo", 0))
     ]
     (tmp_path / "sweep.txt").write_text("\n".join(lines) + "\n")
     script = tmp_path / "array.sbatch"
     script.write_text(render(launch_block(nodes="1"), job_name="sweep", kind="array"))
 
     def whole_array() -> None:
-        arguments = ("--array=1-6", f"--chdir={tmp_path}", str(script), "sweep.txt")
+        arguments = ("--array=1-3", f"--chdir={tmp_path}", str(script), "sweep.txt")
         job = slurm.submit(*arguments, **path_of(slurm))
         slurm.wait(
             lambda: not slurm.call("squeue", "--noheader", f"--job={job}", check=False), "the array", seconds=240
         )
-        states = [slurm.state(f"{job}_{task}") for task in range(1, 7)]
+        states = [slurm.state(f"{job}_{task}") for task in range(1, 4)]
         logs = "\n".join(path.read_text() for path in tmp_path.glob(f"sweep-{job}_*.log"))
-        assert states == ["COMPLETED"] * 6, logs
+        assert states == ["COMPLETED"] * 3, logs
 
     whole_array()
     runs = sorted((tmp_path / "runs").iterdir())
-    assert len(runs) == 6
+    assert len(runs) == 3
     assert all(logged_steps(run) == list(range(1, 21)) for run in runs)
     before = {path: path.stat().st_mtime_ns for run in runs for path in run.glob("checkpoints/*/manifest.json")}
     whole_array()
     assert before == {path: path.stat().st_mtime_ns for path in before}, "nothing was trained again"
     said = [path.read_text() for run in runs for path in run.glob("slurm/*/*.log")]
-    assert sum("is finished: step 20 was the last one" in text for text in said) == 6
+    assert sum("is finished: step 20 was the last one" in text for text in said) == 3
 
 
 def test_sweep_is_submitted_as_an_array_and_measured_afterwards(slurm: Cluster, books: Path, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_tf32_is_refused_where_a_memory_computes_in_float32(case: str) -> None:
         assert build_memory(block, rounded).spec.tf32
 
 
-@pytest.mark.parametrize("case", case_params(every=True))
+@pytest.mark.parametrize("case", case_params())
 def test_no_future_token_changes_an_earlier_loss_over_six_segments_and_four_layers(case: str) -> None:
     size = Size(lanes=2, seg_len=SEG_LEN, segments=6, layers=4)
     no_output_depends_on_a_later_token(replace(subject(case), size=size))

@@ -173,9 +173,14 @@ def test_every_memory_has_the_losses_states_and_gradients_of_the_simple_back_end
             assert error < tolerance, name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("back_end", FUSED)
-@pytest.mark.parametrize("case", memory_kinds())
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.slow if case == "transformer_xl" else pytest.mark.nightly)
+        for case in memory_kinds()
+    ],
+)
 def test_memory_keeps_the_contract_under_every_back_end(case: str, back_end: str) -> None:
     """By the least memories of each kind; `simple`, of all: tests/memory/test_memory_contract.py."""
     if accepted(case, back_end):

@@ -301,11 +301,25 @@ PREPARED: dict[str, list[str | Callable[[Tree], None]]] = {
     "docs/tutorials/own_cluster.md": [DEMO],
     "shards/README.md": [corpora_of_papers],
 }
-WITH_COMMANDS = [page for page in PAGES if any(items_of(page))]
 
 
 def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
+
+
+WITH_COMMANDS = [page for page in PAGES if any(items_of(page))]
+# The longest ones, whose commands have tests of their own.
+OF_NIGHT = {
+    f"docs/howto/{name}.md"
+    for name in (
+        *("add_a_memory", "arena", "dialogue", "evaluate", "figures", "gpt2", "inspect", "llama", "report"),
+        *("reproduce", "sorting", "sweep", "transformers"),
+    )
+}
+BY_DAY_OR_NIGHT = [
+    pytest.param(page, marks=pytest.mark.nightly if name_of(page) in OF_NIGHT else pytest.mark.slow)
+    for page in WITH_COMMANDS
+]
 
 
 def not_run(page: Path, item: Item) -> NotRun | None:
@@ -334,8 +348,7 @@ def run_item(tree: Tree, item: Item, programs: list[str]) -> str:
     return tree.must("python page.py")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
+@pytest.mark.parametrize("page", BY_DAY_OR_NIGHT, ids=name_of)
 def test_everything_on_the_page_runs(
     page: Path, tmp_path: Path, warm_address: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -364,7 +377,7 @@ def test_everything_on_the_page_runs(
 def test_what_is_not_run_stands_on_its_page() -> None:
     found = [entry for page in WITH_COMMANDS for item in items_of(page) if (entry := not_run(page, item))]
     assert [entry for entry in NOT_RUN if entry not in found] == []
-    assert [name for name in PREPARED if name not in map(name_of, WITH_COMMANDS)] == []
+    assert [name for name in [*PREPARED, *OF_NIGHT] if name not in map(name_of, WITH_COMMANDS)] == []
 
 
 @pytest.mark.slow

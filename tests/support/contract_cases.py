@@ -86,13 +86,9 @@ CASES: dict[str, dict[str, Any]] = {
 # and memories in two layers of which each is of another kind. And blocks whose memories differ.
 MET_BY_ALL = {
     "compressive, most used",
-    "infinite, sticky",
-    "infinite, as printed",
     "infinite over compressive",
     "infinite over lamemo",
-    "lamemo, published window",
     "per block",
-    "rmt, cache",
 }
 
 
