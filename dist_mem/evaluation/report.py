@@ -2,7 +2,8 @@
 
 Word-level perplexity is exp(total NLL / words), whatever the tokens are (Rae et al. 2020, sec. 4.1), so that models
 with different tokenizers are comparable. Recall perplexity is the perplexity of tokens whose referent is a known
-distance before them. It is stored by distance, so that it can be computed for any band later.
+distance before them, and recall accuracy the share of them that were the most probable token. Both are stored by
+distance, so that they can be computed for any band later.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import NamedTuple
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.terminal import table
 
-FORMAT_VERSION = 3  # 1 had no hits, in 2 words were always known
+FORMAT_VERSION = 4  # 1 had no hits, in 2 words were always known, up to 3 recall had no hits
 TABLE_ROWS = 20  # documents in the printed table; the files contain all
 MAX_EXPONENT = 709.0  # largest exponent of e in float64
 _TITLE_CHARS = 32
@@ -42,6 +43,7 @@ class RecallScore(NamedTuple):
     distance: int  # tokens back to the referent
     nll: float  # nats, sum
     num_scored: int
+    hits: int | None = None  # scored tokens that were the most probable token; None: not known
 
 
 @dataclass(frozen=True)
@@ -99,17 +101,24 @@ class Report:
     @property
     def accuracy(self) -> float:
         """Share of the scored tokens that were the most probable token; nan if not known."""
-        hits = [document.hits for document in self.documents if document.hits is not None]
-        return accuracy(sum(hits) if len(hits) == len(self.documents) else None, self.num_scored)
+        return accuracy(known_total(document.hits for document in self.documents), self.num_scored)
 
     def recall_in(self, band: Band) -> tuple[float, int]:
         """Return the total NLL in nats and the number of the recall tokens in a band."""
-        within = [score for score in self.recall if band.low < score.distance <= (band.high or math.inf)]
+        within = self._within(band)
         return math.fsum(score.nll for score in within), sum(score.num_scored for score in within)
 
     def recall_perplexity(self, band: Band) -> float:
         """Return the perplexity of the recall tokens in a band; nan if there are none."""
         return perplexity(*self.recall_in(band))
+
+    def recall_accuracy(self, band: Band) -> float:
+        """Return the accuracy of the recall tokens in a band; nan if there are none, or if it is not known."""
+        within = self._within(band)
+        return accuracy(known_total(score.hits for score in within), sum(score.num_scored for score in within))
+
+    def _within(self, band: Band) -> list[RecallScore]:
+        return [score for score in self.recall if band.low < score.distance <= (band.high or math.inf)]
 
     def figures(self) -> dict[str, float]:
         """Return the figures to track, "validation/word_perplexity" and so on, without unknown ones (nan)."""
@@ -121,6 +130,7 @@ class Report:
         }
         for name, band in recall_bands(self.seg_len, self.mem_len).items():
             found[f"recall_perplexity_{name}"] = self.recall_perplexity(band)
+            found[f"recall_accuracy_{name}"] = self.recall_accuracy(band)
         return {f"{self.split}/{name}": value for name, value in found.items() if not math.isnan(value)}
 
 
@@ -136,9 +146,17 @@ def recall_bands(seg_len: int, mem_len: int) -> dict[str, Band]:
 
 def total_words(documents: Iterable[DocumentScore]) -> int | None:
     """Return the number of words of all documents; None if it is not known for one of them."""
-    counts = [document.words for document in documents]
-    known = [words for words in counts if words is not None]
-    return sum(known) if len(known) == len(counts) else None
+    return known_total(document.words for document in documents)
+
+
+def known_total(counts: Iterable[int | None]) -> int | None:
+    """Return the sum of counts; None if one of them is not known."""
+    total = 0
+    for count in counts:
+        if count is None:
+            return None
+        total += count
+    return total
 
 
 def perplexity(nll: float, count: int | None) -> float:
@@ -179,11 +197,12 @@ def to_table(report: Report, *, rows: int = TABLE_ROWS) -> str:
     left_out = len(report.documents) - rows
     if left_out > 0:
         lines.insert(-1, f"... {left_out} more documents, in the files")
-    recall = [["recall, referent", "perplexity", "tokens"]]
+    recall = [["recall, referent", "perplexity", "accuracy", "tokens"]]
     for name, band in recall_bands(report.seg_len, report.mem_len).items():
         nll, count = report.recall_in(band)
         if count:
-            recall.append([f"{band} tokens back ({name})", shown(perplexity(nll, count)), f"{count:,}"])
+            share = shown(report.recall_accuracy(band), ".2%")
+            recall.append([f"{band} tokens back ({name})", shown(perplexity(nll, count)), share, f"{count:,}"])
     return "\n".join([*lines, *(["", *table(recall)] if len(recall) > 1 else [])])
 
 

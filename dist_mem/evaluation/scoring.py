@@ -48,6 +48,7 @@ class Sums(NamedTuple):
     hits: Tensor  # (documents,) scored tokens that were the most probable; nan where unknown
     recall_nll: Tensor  # (max distance + 1,) nats by distance; row 0 is for tokens that recall nothing
     recall_count: Tensor  # (max distance + 1,)
+    recall_hits: Tensor  # (max distance + 1,) as `hits`, by distance
     words: Tensor  # (documents,) nan where unknown
     bytes: Tensor  # (documents,)
 
@@ -132,10 +133,8 @@ def _known(counts: Tensor) -> list[int | None]:
 
 def _recall_scores(sums: Sums) -> list[RecallScore]:
     distances = [distance for distance in sums.recall_count.nonzero().flatten().tolist() if distance > 0]
-    return [
-        RecallScore(distance, float(sums.recall_nll[distance]), int(sums.recall_count[distance]))
-        for distance in distances
-    ]
+    counts = [_known(part[distances]) for part in (sums.recall_count, sums.recall_hits)]
+    return [RecallScore(*row) for row in zip(distances, sums.recall_nll[distances].tolist(), *counts, strict=True)]
 
 
 @torch.no_grad()
@@ -173,7 +172,8 @@ def score_batches(
 
 def add_scores(sums: Sums, batch: Batch, documents: Tensor, output: LMOutput) -> None:
     """Add the scores of one micro-batch; `documents`: number of the document of every row (B,) or target (B, T)."""
-    scored, nll, hits = (batch.targets != IGNORE).double(), output.nll.double(), output.hits
+    scored, nll = (batch.targets != IGNORE).double(), output.nll.double()
+    hits = torch.full_like(nll, math.nan) if output.hits is None else output.hits * scored
     rows = documents.flatten().clamp(min=0)  # an idle lane adds zeros to document 0
 
     def add(table: Tensor, values: Tensor) -> None:
@@ -181,16 +181,17 @@ def add_scores(sums: Sums, batch: Batch, documents: Tensor, output: LMOutput) ->
 
     add(sums.nll, nll)
     add(sums.num_scored, scored)
-    add(sums.hits, torch.full_like(nll, math.nan) if hits is None else hits * scored)
+    add(sums.hits, hits)
     if batch.recall is not None:
         distances = batch.recall.flatten()
         sums.recall_nll.index_add_(0, distances, nll.flatten())
         sums.recall_count.index_add_(0, distances, scored.flatten())
+        sums.recall_hits.index_add_(0, distances, hits.flatten())
 
 
 def _empty_sums(share: Share, device: torch.device) -> Sums:
     by_document = torch.zeros(3, len(share.words), dtype=torch.float64, device=device)
-    by_distance = torch.zeros(2, share.max_distance + 1, dtype=torch.float64, device=device)
+    by_distance = torch.zeros(3, share.max_distance + 1, dtype=torch.float64, device=device)
     return Sums(*[*by_document, *by_distance, share.words, share.bytes])
 
 

@@ -35,7 +35,8 @@ from dist_mem.reproduce.runs import (
 from dist_mem.runtime.files import write_text
 from dist_mem.tracking.tracker import METRICS_FILE, read_points
 
-PAGE, CELLS, PARETO, RECALL = "arena.md", "cells.csv", "pareto.png", "recall.png"
+PAGE, CELLS, PARETO = "arena.md", "cells.csv", "pareto.png"
+RECALL, RECALL_ACCURACY = "recall.png", "recall_accuracy.png"
 
 
 class Standing(NamedTuple):
@@ -82,9 +83,10 @@ def write_page(job: Job, memories: Sequence[str], costs: Mapping[str, Costs]) ->
     _draw_pareto(found, columns_of(job.table, job.scale)[first_column].figure, paths[2])
     reports = [(name, report) for name in memories for report in _reports(job, name, first_column).values()]
     bins = distance_bins([report for _, report in reports])
-    if any(recall_curve(report, bins)[1] for _, report in reports):
-        paths.append(job.out / RECALL)
-        plot_recall(reports, paths[-1])
+    for name, accuracy in ((RECALL, False), (RECALL_ACCURACY, True)):
+        if any(recall_curve(report, bins, accuracy=accuracy)[1] for _, report in reports):
+            paths.append(job.out / name)
+            plot_recall(reports, paths[-1], accuracy=accuracy)
     return paths
 
 

@@ -26,7 +26,7 @@ from dist_mem.runtime.network_interface import free_port
 from dist_mem.runtime.shipped import shipped_path
 
 # Figures of which a higher one is better; of all others a lower one is.
-_GROWING = ("accuracy", "dialogue_f1", "dialogue_rouge", "dialogue_meteor")
+_GROWING = ("accuracy", "recall_accuracy", "dialogue_f1", "dialogue_rouge", "dialogue_meteor")
 RESULTS = "results"  # folder of the results, one file per run and column
 
 
@@ -227,7 +227,8 @@ def figure_of(path: Path, column: Column) -> tuple[float | None, int]:
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     value: float | None = content["figures"].get(f"{column.split}/{column.figure}")
     if column.band:
-        value = read_report(path).recall_perplexity(Band(column.band[0], column.band[1] if column.band[1:] else None))
+        report, band = read_report(path), Band(column.band[0], column.band[1] if column.band[1:] else None)
+        value = report.recall_accuracy(band) if column.figure == "recall_accuracy" else report.recall_perplexity(band)
     return (None if value is None or math.isnan(value) else value), int(content["step"])
 
 

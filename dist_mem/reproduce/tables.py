@@ -26,6 +26,7 @@ FOLDER = Path("configs") / "tables"
 _NAME = re.compile(r"\w[\w .:-]*")  # names of files, and of figures in MLflow, which accepts no others
 PAPERS = "paper"  # name of the scale with the paper's data and sizes
 SIZES = ("parameters", "multiply_adds")  # of a model; multiply-adds per predicted token in scoring
+RECALL = ("recall_perplexity", "recall_accuracy")  # figures of a band of distances
 MEASURES = ("evaluate", "dialogue", "inspect")  # commands of dist-mem that measure a trained model
 
 
@@ -45,7 +46,7 @@ class Column:
     """One figure of every row."""
 
     figure: str = MISSING  # name in the evaluation's report: word_perplexity, bits_per_byte, accuracy
-    band: list[int] = field(default_factory=list)  # for recall_perplexity: distances above the first, up to the second
+    band: list[int] = field(default_factory=list)  # of a figure of RECALL: distances above the first, up to the second
     split: str = "test"
     point: str = ""  # where it is measured; "": the only point
     evaluate: list[str] = field(default_factory=list)  # key=value overrides and options of the evaluation
@@ -224,9 +225,11 @@ def _check_scale(table: Table, scale: Scale, *, where: str) -> None:
             )
         if column.point not in scale.points:
             raise UnusableError(f"{where}.points lacks {column.point!r}, the point of column {name!r}")
-        if column.band and (len(column.band) > 2 or column.figure != "recall_perplexity"):
+        lengths = (1, 2) if column.figure in RECALL else (0,)
+        if len(column.band) not in lengths or column.band != sorted(set(column.band)):
             raise UnusableError(
-                f"{where}: column {name!r} has band {column.band}; only recall_perplexity has one, of 1 or 2 numbers"
+                f"{where}: column {name!r} has band {column.band} and figure {column.figure}; {' and '.join(RECALL)} "
+                "have a band of 1 or 2 rising numbers, no other figure has one"
             )
         if table.x_axis is not None and not _is_number(name):
             raise UnusableError(

@@ -14,8 +14,8 @@ FIRST_GROUPED_FORMAT = 2  # of journals; the run of an older one keeps plain nam
 FIRST_RENAMED_FORMAT = 3  # the run of an older one keeps the former names, for the same reason
 OLD_NAMES = {"memory_gb": "peak_memory_gb"}  # of metrics before version 0.1, read until version 0.2 -> present name
 _OLD_NAME_OF = {present: old for old, present in OLD_NAMES.items()}
-_RECALL, _OLD_RECALL = "recall_ppl", "recall"  # groups
-_GROUPS = ("train", "eval", "memory", _RECALL, _OLD_RECALL, "system")
+_RECALL, _OLD_RECALL, _RECALL_ACCURACY = "recall_ppl", "recall", "recall_accuracy"  # groups
+_GROUPS = ("train", "eval", "memory", _RECALL, _OLD_RECALL, _RECALL_ACCURACY, "system")
 _SPEEDS = (
     {"tokens_per_second", "tokens_read_per_second", "step_seconds", "data_wait_share", "mfu", "peak_memory_gb"}
     | {"goodput", "checkpoint", "straggler", *OLD_NAMES}  # first parts of names
@@ -24,7 +24,7 @@ _OF_RECALL = "recall_"
 
 
 def in_group(name: str, recall: str = _RECALL) -> str:
-    """Return the name of a metric with its group in front: train, eval, memory, recall_ppl or system.
+    """Return the name of a metric with its group in front: train, eval, memory, recall_ppl, recall_accuracy or system.
 
     No two metrics get one name, and a name that has a group keeps it.
 
@@ -39,7 +39,8 @@ def in_group(name: str, recall: str = _RECALL) -> str:
     if first.startswith(_OF_RECALL):
         return f"{recall}/{name.removeprefix(_OF_RECALL)}"
     if rest.startswith(_OF_RECALL):  # of a split
-        return f"{recall}/{first}/{rest.removeprefix(_OF_RECALL)}"
+        figure = rest.removeprefix(_OF_RECALL)
+        return f"{_RECALL_ACCURACY if figure.startswith('accuracy') else recall}/{first}/{figure}"
     return f"eval/{name}" if rest and first != "divergence" else f"train/{name}"
 
 

@@ -42,7 +42,7 @@ def description(metrics: Mapping[str, float], present: str | None, *, experiment
         f"| [{name}]({_chart(name, experiment_id, run_id)}) | {value:.5g} |"
         for name, value in sorted(metrics.items(), key=lambda item: (in_group(item[0]) != "train/loss", item[0]))
         if not name.startswith("branch_")
-        and (in_group(name) == "train/loss" or in_group(name).startswith(("eval/", "recall_ppl/")))
+        and (in_group(name) == "train/loss" or in_group(name).startswith(("eval/", "recall_ppl/", "recall_accuracy/")))
     ]
     return "\n".join([_FIRST_LINE, "", "| metric | value |", "|---|---|", *rows]) if rows else None
 

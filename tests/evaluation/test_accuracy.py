@@ -17,7 +17,7 @@ from dist_mem.data.shard import read_index, write_split
 from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.engine.engine import Engine
 from dist_mem.evaluation import compare
-from dist_mem.evaluation.report import Report, read_report, to_table, write_report
+from dist_mem.evaluation.report import Band, Report, read_report, to_table, write_report
 from dist_mem.model import MemoryLM
 from dist_mem.nn.vocabulary import Bin, Softmax, adaptive_bins, plain_bin
 from dist_mem.runtime.distributed import World
@@ -28,6 +28,7 @@ from tests.support.tiny import zero_block
 pytestmark = pytest.mark.ranks
 
 VOCAB = 53
+BAND = Band(SEG_LEN, 3 * SEG_LEN)  # within the short-term memory
 VOCABULARIES = {
     "plain": {},
     "adaptive": {"adaptive": {"cutoffs": [40, 120], "div_val": 1}},
@@ -65,8 +66,8 @@ def split_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @torch.no_grad()
-def hits_alone(model: MemoryLM, tokens: np.ndarray, mask: np.ndarray | None) -> int:
-    """One document, one lane, segment after segment: scored tokens that are the argmax of all log-probabilities."""
+def hits_alone(model: MemoryLM, tokens: np.ndarray) -> np.ndarray:
+    """One document, one lane, segment after segment: which tokens are the argmax of all log-probabilities."""
     state = model.init_state(torch.zeros(1, dtype=torch.int64), "cpu", torch.float32)
     inputs = np.concatenate(([TOKENIZER.bos_id], tokens[:-1])).astype(np.int64)
     best: list[int] = []
@@ -76,8 +77,7 @@ def hits_alone(model: MemoryLM, tokens: np.ndarray, mask: np.ndarray | None) -> 
         segment[0, :length] = torch.from_numpy(inputs[begin : begin + length])
         log_probs, state = model.log_probs(segment, torch.tensor([length]), state=state)
         best += log_probs[0, :length].argmax(-1).tolist()
-    is_hit = np.array(best, dtype=np.int64) == tokens
-    return int(is_hit.sum() if mask is None else is_hit[mask].sum())
+    return np.array(best, dtype=np.int64) == tokens
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
@@ -85,10 +85,22 @@ def test_accuracy_is_that_of_the_most_probable_tokens(split_dir: Path, vocabular
     model = make_model(vocabulary)
     report = score(read_index(split_dir), model)
     hits = []
+    by_distance: dict[int, list[bool]] = {}  # of every scored token
     for number, length in enumerate(LENGTHS):
-        mask = np.arange(length) % number == 2 if number % 2 else None
-        hits.append(hits_alone(model, make_document(number, length).tokens, mask) if length else 0)
+        document = make_document(number, length)
+        is_scored = np.arange(length) % number == 2 if number % 2 else np.ones(length, dtype=bool)
+        is_hit = hits_alone(model, document.tokens)[is_scored]
+        hits.append(is_hit.sum())
+        for distance, found in zip(document.recall[is_scored].tolist(), is_hit.tolist(), strict=True):
+            by_distance.setdefault(distance, []).append(found)
     assert [document.hits for document in report.documents] == hits
+    del by_distance[0]  # recall nothing
+    assert {score.distance: (score.num_scored, score.hits) for score in report.recall} == {
+        distance: (len(found), sum(found)) for distance, found in by_distance.items()
+    }
+    near = [found for distance in by_distance if 8 < distance <= 24 for found in by_distance[distance]]
+    assert report.figures()["test/recall_accuracy_memory"] == sum(near) / len(near)
+    assert 0 < sum(near) < len(near)
     assert 0.1 < sum(hits) / report.num_scored < 0.9
     assert report.figures()["test/accuracy"] == sum(hits) / report.num_scored
     assert report.num_scored < sum(LENGTHS), "masked tokens do not count"
@@ -97,9 +109,13 @@ def test_accuracy_is_that_of_the_most_probable_tokens(split_dir: Path, vocabular
 @pytest.mark.parametrize(("num_lanes", "micro_lanes"), [(1, 1), (5, 2), (9, 3)])
 def test_lanes_do_not_change_it(split_dir: Path, num_lanes: int, micro_lanes: int) -> None:
     model, index = make_model("adaptive"), read_index(split_dir)
-    expected = [document.hits for document in score(index, model).documents]
-    found = score(index, model, num_lanes=num_lanes, micro_lanes=micro_lanes).documents
-    assert [document.hits for document in found] == expected
+    found = score(index, model, num_lanes=num_lanes, micro_lanes=micro_lanes)
+    assert all_hits(found) == all_hits(score(index, model))
+
+
+def all_hits(report: Report) -> list[int | None]:
+    """By document, then by distance."""
+    return [score.hits for score in [*report.documents, *report.recall]]
 
 
 def hits_on_ranks(world: World, split_dir: Path, stage: int) -> list[int | None]:
@@ -107,13 +123,14 @@ def hits_on_ranks(world: World, split_dir: Path, stage: int) -> list[int | None]
     engine = Engine(make_model("adaptive, narrow"), config, zero_block(stage), world_size=world.size, accumulation=1)
     engine.train(False)
     index = read_index(split_dir)
-    report = score(index, engine, init_state=engine.init_state, micro_lanes=1, seg_len=SEG_LEN, mem_len=0, world=world)
-    return [document.hits for document in report.documents]
+    return all_hits(
+        score(index, engine, init_state=engine.init_state, micro_lanes=1, seg_len=SEG_LEN, mem_len=0, world=world)
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_ranks_do_not_change_it(split_dir: Path, rank_pool: Callable[[int], RankPool], stage: int) -> None:
-    expected = [document.hits for document in score(read_index(split_dir), make_model("adaptive, narrow")).documents]
+    expected = all_hits(score(read_index(split_dir), make_model("adaptive, narrow")))
     assert rank_pool(2).run(hits_on_ranks, split_dir, stage) == [expected, expected]
 
 
@@ -163,11 +180,18 @@ def test_a_report_shows_it_and_one_without_hits_is_still_read(split_dir: Path, t
     body["format_version"] = 1  # as they were before there were hits
     for document in body["report"]["documents"]:
         del document["hits"]
+    for score_of_distance in body["report"]["recall"]:
+        del score_of_distance[3]
     old_path = tmp_path / "old.json"
     old_path.write_text(json.dumps(body))
     old = read_report(old_path)
     assert np.isnan(old.accuracy)
     assert "test/accuracy" not in old.figures()
+    assert old.recall_perplexity(BAND) == report.recall_perplexity(BAND)
+    assert np.isnan(old.recall_accuracy(BAND))
+    assert "test/recall_accuracy_memory" in report.figures().keys() - old.figures().keys()
+    (shown,) = (line for line in to_table(old).splitlines() if line.startswith("(8, 24] tokens back"))
+    assert "n/a" in shown
     entries = [compare.Entry("new", report), compare.Entry("old", old)]
     assert share in compare.to_table(entries, compare.compare(entries))
     assert "accuracy" not in compare.to_table(entries[1:], compare.compare(entries[1:]))
@@ -181,5 +205,5 @@ def test_a_model_that_does_not_say_has_no_accuracy(split_dir: Path) -> None:
 
     silent.init_state = model.init_state  # type: ignore[attr-defined]
     report: Report = score(read_index(split_dir), silent)
-    assert {document.hits for document in report.documents if document.num_scored} == {None}
+    assert {score.hits for score in [*report.documents, *report.recall] if score.num_scored} == {None}
     assert np.isnan(report.accuracy)

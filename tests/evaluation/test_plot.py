@@ -48,6 +48,16 @@ def test_picture_is_written_and_needs_recall_tokens(tmp_path: Path) -> None:
     assert not (tmp_path / "nothing.png").exists()
 
 
+def test_the_accuracy_has_a_curve_and_a_picture_where_it_is_known(tmp_path: Path) -> None:
+    known, old = (report([RecallScore(100, 300.0, 100, hits)]) for hits in (25, None))
+    assert recall_curve(known, distance_bins([known]), accuracy=True)[1] == [0.25]
+    assert recall_curve(old, distance_bins([known]), accuracy=True) == ([], [])
+    plot_recall([("known", known), ("old", old)], tmp_path / "recall.png", accuracy=True)
+    assert (tmp_path / "recall.png").read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(ValueError, match="none whose accuracy is known"):
+        plot_recall([("old", old)], tmp_path / "old.png", accuracy=True)
+
+
 def test_too_few_recall_tokens_to_draw_are_reported(tmp_path: Path) -> None:
     few = report([RecallScore(100, 30.0, MIN_TOKENS - 1)])
     with pytest.raises(ValueError, match=f"fewer than {MIN_TOKENS} recall tokens at every distance"):

@@ -29,12 +29,12 @@ from dist_mem.evaluation.report import (
 def make_report(*, split: str = "test", factor: float = 1.0, mem_len: int = 64) -> Report:
     documents = [DocumentScore(f"d{number}", "A title, " * 6, 100.0 * factor, 50, 20, 110) for number in range(25)]
     recall = [
-        RecallScore(30, 10.0, 10),
-        RecallScore(32, 10.0, 10),
-        RecallScore(33, 40.0 * factor, 20),
-        RecallScore(96, 2.0, 1),
+        RecallScore(30, 10.0, 10, 4),
+        RecallScore(32, 10.0, 10, 1),
+        RecallScore(33, 40.0 * factor, 20, 6),
+        RecallScore(96, 2.0, 1, 1),
     ]
-    recall.append(RecallScore(97, 30.0, 10))
+    recall.append(RecallScore(97, 30.0, 10))  # its hits are not known
     return Report(split, "data", "tokens", None, 32, mem_len, 500, documents, recall)
 
 
@@ -44,6 +44,8 @@ def test_bands_take_each_distance_once() -> None:
     assert (segment, memory, beyond) == (Band(0, 32), Band(32, 96), Band(96, None))
     assert [report.recall_in(band) for band in (segment, memory, beyond)] == [(20.0, 20), (42.0, 21), (30.0, 10)]
     assert report.recall_perplexity(beyond) == pytest.approx(math.exp(3.0))
+    assert [report.recall_accuracy(band) for band in (segment, memory)] == [5 / 20, 7 / 21]
+    assert all(math.isnan(report.recall_accuracy(band)) for band in (beyond, Band(32, None), Band(97, None)))
     assert list(recall_bands(32, 0).values()) == [Band(0, 32), Band(32, None)]
 
 
@@ -63,7 +65,7 @@ def test_a_report_survives_its_file(tmp_path: Path) -> None:
     body = json.loads(paths[1].read_text())
     assert body["step"] == 7
     paths[1].write_text(json.dumps({**body, "format_version": 99}))
-    with pytest.raises(ValueError, match="format_version 99 is newer than 3"):
+    with pytest.raises(ValueError, match="format_version 99 is newer than 4"):
         read_report(paths[1])
     paths[1].write_text("[]")
     with pytest.raises(ValueError, match="not a report"):
@@ -76,7 +78,8 @@ def test_table_and_csv_show_documents_and_totals() -> None:
     assert len({len(line) for line in table[:21]}) == 1  # columns stand under each other
     assert "... 5 more documents" in table[21]
     assert "25 documents" in table[22] and "148.41" in table[22]
-    assert table[26] == "(32, 96] tokens back (memory)        7.39      21"
+    assert table[26] == "(32, 96] tokens back (memory)        7.39    33.33%      21"
+    assert table[27].split()[-3:] == ["20.09", "n/a", "10"]
     lines = to_csv(report.documents).splitlines()
     assert len(lines) == 26
     assert lines[1].startswith('d0,"A title, A title,')

@@ -76,11 +76,14 @@ def test_every_token_counts_once_for_its_own_document(index: Index, num_lanes: i
         assert found.nll == pytest.approx(losses[end - length : end].sum(), rel=1e-6)
         assert found.hits == hits[end - length : end].sum()
     by_distance: dict[int, float] = {}
+    hits_at: dict[int, float] = {}
     recall = np.concatenate([make_document(number, length).recall for number, length in enumerate(LENGTHS)])
-    for distance, loss in zip(recall.tolist(), losses.tolist(), strict=True):
+    for distance, loss, is_hit in zip(recall.tolist(), losses.tolist(), hits.tolist(), strict=True):
         if distance:
             by_distance[distance] = by_distance.get(distance, 0.0) + loss
+            hits_at[distance] = hits_at.get(distance, 0.0) + is_hit
     assert {score.distance: score.nll for score in report.recall} == pytest.approx(by_distance, rel=1e-6)
+    assert {score.distance: score.hits for score in report.recall} == hits_at
     assert report.num_scored == index.num_tokens
     assert report.word_perplexity == pytest.approx(math.exp(losses.sum() / index.num_words))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,17 @@ import yaml
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.report import DocumentScore, RecallScore, Report, write_report
 from dist_mem.reproduce.results import cell, draw, to_csv, to_markdown
-from dist_mem.reproduce.runs import all_runs, figure_of, keep_result, measured, runs_behind, shown_rows, with_done
-from dist_mem.reproduce.tables import Column, Table, load_table
+from dist_mem.reproduce.runs import (
+    all_runs,
+    figure_of,
+    is_better_higher,
+    keep_result,
+    measured,
+    runs_behind,
+    shown_rows,
+    with_done,
+)
+from dist_mem.reproduce.tables import RECALL, Column, Table, load_table
 
 TABLE: dict[str, Any] = {
     "title": "t",
@@ -140,9 +150,23 @@ def test_what_a_table_cannot_mean_is_refused(tmp_path: Path) -> None:
     for nothing in ("rows", "columns"):
         with pytest.raises(UnusableError, match=f"scales.tiny has no {nothing}"):
             load(tmp_path, {**TABLE, "scales": {"tiny": {**tiny, nothing: {}}}})
-    columns = {"500": {"figure": "accuracy", "point": "a", "band": [1, 2]}}
-    with pytest.raises(UnusableError, match=r"column '500' has band \[1, 2\]"):
-        load(tmp_path, {**TABLE, "scales": {"tiny": {**tiny, "columns": columns}}})
+
+
+@pytest.mark.parametrize(
+    ("figure", "band"),
+    [("accuracy", [1, 2]), ("accuracy", [1, 2, 3])]
+    + [(figure, band) for figure in RECALL for band in ([], [1, 2, 3], [256, 64], [64, 64])],
+)
+def test_a_band_is_refused_if_no_token_can_be_in_it(tmp_path: Path, figure: str, band: list[int]) -> None:
+    columns = {"500": {"figure": figure, "point": "a", "band": band}}
+    scales = {"tiny": {**TABLE["scales"]["tiny"], "columns": columns}}
+    with pytest.raises(UnusableError, match=re.escape(f"one.yaml: scales.tiny: column '500' has band {band} and")):
+        load(tmp_path, {**TABLE, "scales": scales})
+
+
+def test_the_best_has_most_accuracy_and_least_perplexity() -> None:
+    higher = ["accuracy", "recall_accuracy", "recall_accuracy_memory"]
+    assert [name for name in [*higher, "recall_perplexity", "word_perplexity"] if is_better_higher(name)] == higher
 
 
 @pytest.mark.parametrize("name", ["> 64", "(0, 32]", "a/b", "", "../x"])
@@ -159,15 +183,17 @@ def test_names_that_no_file_or_figure_can_have_are_refused(tmp_path: Path, name:
 
 
 def test_recall_is_read_between_two_distances(tmp_path: Path) -> None:
-    recall = [RecallScore(10, 1.0, 1), RecallScore(40, 4.0, 2), RecallScore(90, 9.0, 3)]
+    recall = [RecallScore(10, 1.0, 1, 1), RecallScore(40, 4.0, 2, 1), RecallScore(90, 9.0, 3, 0)]
     report = Report("test", "a", "b", None, 32, 0, 4, [DocumentScore("d", "t", 14.0, 6, 4, 9)], recall)
     path = write_report(report, tmp_path, "test-step-00000007", metadata={"step": 7})[-1]
 
-    def column(*band: int) -> Column:
-        return Column(figure="recall_perplexity", band=list(band))
+    def column(figure: str, *band: int) -> Column:
+        return Column(figure=figure, band=list(band))
 
-    for band, exponent in (((0, 32), 1.0), ((32, 64), 2.0), ((64,), 3.0), ((32,), 13.0 / 5)):
-        value, step = figure_of(path, column(*band))
+    for band, exponent, share in (((0, 32), 1.0, 1.0), ((32, 64), 2.0, 0.5), ((64,), 3.0, 0.0), ((32,), 13.0 / 5, 0.2)):
+        value, step = figure_of(path, column("recall_perplexity", *band))
         assert value == pytest.approx(2.718281828459045**exponent)
         assert step == 7
-    assert figure_of(path, column(200)) == (None, 7)
+        assert figure_of(path, column("recall_accuracy", *band)) == (share, 7)
+    for figure in ("recall_perplexity", "recall_accuracy"):
+        assert figure_of(path, column(figure, 200)) == (None, 7)

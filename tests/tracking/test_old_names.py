@@ -33,6 +33,11 @@ def test_metrics_files_are_read_under_the_present_names(tmp_path: Path, old: str
             "validation/recall_perplexity_memory",
             "recall/validation/perplexity_memory",
         ),
+        (
+            "validation/recall_accuracy_memory",
+            "validation/recall_accuracy_memory",
+            "recall_accuracy/validation/accuracy_memory",
+        ),
         ("loss", "loss", "train/loss"),
     ],
 )

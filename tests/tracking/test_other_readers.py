@@ -121,6 +121,7 @@ NAMES = {
     "peak_memory_gb": "system/peak_memory_gb",
     "recall_perplexity": "recall_ppl/perplexity",
     "validation/recall_perplexity_memory": "recall_ppl/validation/perplexity_memory",
+    "validation/recall_accuracy_memory": "recall_accuracy/validation/accuracy_memory",
     "goodput/useful": "system/goodput/useful",
     "checkpoint/bytes": "system/checkpoint/bytes",
     "system/cpu_utilization_percentage": "system/cpu_utilization_percentage",
