@@ -213,11 +213,17 @@ def _same_kind(old: Any, new: Mapping[str, Any]) -> Any:
     """
     if is_per_block(new) and DEFAULT in new and isinstance(old, Mapping) and not is_per_block(old):
         old = {"kind": PER_BLOCK, DEFAULT: old}
-    if not isinstance(old, Mapping) or new.get("kind", old.get("kind")) != old.get("kind"):
+    if not isinstance(old, Mapping) or _class_of(new.get("kind", old.get("kind"))) != _class_of(old.get("kind")):
         return {}
     memories = {name for name in new if name == "over" or is_per_block(old)}
     inside = {name: child for name, child in new.items() if name in memories and isinstance(child, Mapping)}
     return {**old, **{name: _same_kind(old.get(name), child) for name, child in inside.items()}}
+
+
+def _class_of(kind: Any) -> Any:
+    """Return what decides about a memory's options: of PATH:CLASS the class, as a run has its own copy of the file."""
+    path, colon, name = str(kind).rpartition(":")
+    return f":{name}" if colon and path.endswith(".py") else kind
 
 
 def merge(old: Any, new: Any, key: str = "") -> Any:
