@@ -1,14 +1,15 @@
 """Names that keys had before version 0.1, accepted with a notice until version `ENDS`, which deletes this module.
 
 They are accepted wherever a configuration is read: files, overrides, sweeps and tables of `reproduce`, and the copies
-in run directories, checkpoints and exports (sources.py); and in the settings that memory files and journals record.
+in run directories, checkpoints and exports (sources.py); in `--allow`; and in the settings that memory files and
+journals record.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -88,6 +89,15 @@ def present_key(key: str, settings: Mapping[str, Any] = _NONE) -> str:
     if _MEMORY.fullmatch(block):
         names = OPTIONS.get(str(settings.get(f"{block}.kind")), {})
     return join(block, names.get(name, name))
+
+
+def present_keys_given(keys: Iterable[str], where: str) -> list[str]:
+    """Return the present names of keys that a user gave in `where`, and print a notice for each old one."""
+    found = [(key, present_key(key)) for key in keys]
+    for key, present in found:
+        if present != key:
+            _notify(where, key, present)
+    return [present for _, present in found]
 
 
 def present_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from dist_mem.config.deepspeed_keys import ALLOWED_ON_RESUME
 from dist_mem.config.environment_values import checksum, from_environment
 from dist_mem.config.keys import ALLOWED, FREE, Rule, find_key
 from dist_mem.config.load import known_keys
-from dist_mem.config.old_names import present_key
+from dist_mem.config.old_names import present_key, present_keys_given
 from dist_mem.config.schema import Config
 from dist_mem.config.sources import plain_block
 
@@ -93,7 +93,8 @@ def _differ(was: Any, now: Any) -> bool:
 
 def check_allowed(allowed: Sequence[str]) -> None:
     """Raise ConfigError for invalid arguments of `--allow`: unknown keys, or keys that must not change."""
-    stop_on([problem for key in allowed if (problem := _not_allowable(key))])
+    given = present_keys_given(allowed, "--allow")
+    stop_on([problem for key in given if (problem := _not_allowable(key))])
 
 
 def _not_allowable(given: str) -> Problem | None:
@@ -127,7 +128,7 @@ def check_changes(
         ConfigError: a key changed that must not change, or not without `--allow`; the message has every such key with
             its old value, new value and the fix.
     """
-    changes = changed_keys(old, new, then)
+    changes, allowed = changed_keys(old, new, then), present_keys_given(allowed, "--allow")
     other_run = f"start another run with {_other_run_override(new)}"
     stop_on([problem for change in _causes(changes) if (problem := _refusal(change, allowed, other_run))])
     return changes

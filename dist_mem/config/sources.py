@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dist_mem.config.check import ConfigError, Problem, all_keys, flatten, is_interpolation, join, nearest, shown
 from dist_mem.config.keys import rename_values
-from dist_mem.config.memory_blocks import as_block, is_per_block
+from dist_mem.config.memory_blocks import DEFAULT, PER_BLOCK, as_block, is_per_block
 from dist_mem.config.old_names import with_present_names
 from dist_mem.config.schema import Config
 from dist_mem.runtime.environment import as_submitted
@@ -207,12 +207,23 @@ def merge_source(tree: dict[str, Any], source: Source) -> dict[str, Any]:
 
 
 def _same_kind(old: Any, new: Mapping[str, Any]) -> Any:
-    """Return the old memory block, emptied if the new one has another kind; likewise for the memories inside of it."""
-    if not isinstance(old, Mapping) or new.get("kind", old.get("kind")) != old.get("kind"):
+    """Return the old memory block, emptied if the new one has another kind; likewise for the memories inside of it.
+
+    Under a new map, one memory for all blocks is the old `default`.
+    """
+    if is_per_block(new) and DEFAULT in new and isinstance(old, Mapping) and not is_per_block(old):
+        old = {"kind": PER_BLOCK, DEFAULT: old}
+    if not isinstance(old, Mapping) or _class_of(new.get("kind", old.get("kind"))) != _class_of(old.get("kind")):
         return {}
     memories = {name for name in new if name == "over" or is_per_block(old)}
     inside = {name: child for name, child in new.items() if name in memories and isinstance(child, Mapping)}
     return {**old, **{name: _same_kind(old.get(name), child) for name, child in inside.items()}}
+
+
+def _class_of(kind: Any) -> Any:
+    """Return what decides about a memory's options: of PATH:CLASS the class, as a run has its own copy of the file."""
+    path, colon, name = str(kind).rpartition(":")
+    return f":{name}" if colon and path.endswith(".py") else kind
 
 
 def merge(old: Any, new: Any, key: str = "") -> Any:

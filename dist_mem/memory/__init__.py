@@ -100,6 +100,9 @@ def typed_options(block: Mapping[str, Any], where: str = "memory") -> tuple[str,
     """
     if not isinstance(block, Mapping) or not isinstance(block.get("kind"), str):
         kinds = ", ".join(memory_kinds())
+        if isinstance(block, Mapping) and "kind" not in block and is_key(where.rpartition(".")[2]):
+            rest = f"memory.{DEFAULT} is for all blocks without their own"
+            raise ValueError(f"{where}.kind is missing: give it, one of {kinds}; {rest}")
         raise ValueError(f"{where} is {shown(block)}, but must be a block whose kind is one of {kinds}")
     given = plain_block(block)
     if not isinstance(over := given.get("over", {}), Mapping):

@@ -226,7 +226,8 @@ def test_a_memory_in_a_folder_is_not_run_unless_asked_for(
     with pytest.raises(UnusableError, match=r"read it, then add eval\.allow_code=true"):
         load_model(folder, DATA)
     assert not marker.exists()
-    load_model(folder, DATA, "eval.allow_code=true")
+    edit_config(folder, "memory.mem_len=5")
+    assert load_model(folder, DATA, "eval.allow_code=true").config.memory.mem_len == 5, "as the folder has it"
     assert marker.exists(), "asked for, it runs"
     edit_config(folder, "eval.allow_code=true")
     with pytest.raises(UnusableError, match=r"eval\.allow_code: is accepted on the command line only"):

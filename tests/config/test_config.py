@@ -57,6 +57,23 @@ def test_every_config_of_the_project_loads(name: str, monkeypatch: pytest.Monkey
     load_config([name, *steps], memory_options=memory_options)
 
 
+def test_a_class_keeps_its_options_under_another_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a run's own copy of the file has them too."""
+    monkeypatch.chdir(tmp_path)
+    source = "from dist_mem.memory.transformer_xl import TransformerXL\nclass Mine(TransformerXL): ...\n"
+    copy = write(tmp_path / "memory" / "2-mine.py", source)
+    write(tmp_path / "mine.py", source)
+    mine = "{kind: mine.py:Mine, mem_len: 7}"
+    for name, key, memory in (("all.yaml", "memory", mine), ("map.yaml", "memory.default", f"{{default: {mine}}}")):
+        write(tmp_path / name, f"memory: {memory}\n")
+        for path in ("./mine.py", copy):
+            memories = load_config([name, STEPS, f"{key}.kind={path}:Mine"], memory_options=memory_options).memory
+            assert memories.get("default", memories).mem_len == 7
+    with pytest.raises(ConfigError, match=r"mine\.py.*has no Other"):
+        load_config(["all.yaml", STEPS, "memory.kind=mine.py:Other"], memory_options=memory_options)
+    assert load_config(["all.yaml", STEPS, "memory.kind=transformer_xl"]).memory == {"kind": "transformer_xl"}
+
+
 def test_later_files_and_then_overrides_win(tmp_path: Path) -> None:
     first = write(tmp_path / "first.yaml", "train: {steps: 1, global_batch_size: 4, micro_batch_size: 2}\nname: first")
     second = write(tmp_path / "second.yaml", "train: {steps: 2, global_batch_size: 8}")

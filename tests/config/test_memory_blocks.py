@@ -55,6 +55,19 @@ def test_a_later_source_changes_one_block_or_all(tmp_path: Path) -> None:
     assert kinds(load(given, "memory={kind: infini}")) == [Infini, Infini, Infini]
 
 
+def test_one_memory_for_all_becomes_the_default_of_a_map_and_keeps_its_options(tmp_path: Path) -> None:
+    (tmp_path / "one.yaml").write_text("memory: {kind: transformer_xl, mem_len: 8}", encoding="utf-8")
+    given = str(tmp_path / "one.yaml")
+    for default, mem_len in (("memory.default=transformer_xl", 8), ("memory.default.mem_len=12", 12)):
+        first, other, _ = MemoryLM(load(given, default, "memory.1=none"), 16).memories()
+        assert (first.options.mem_len, type(other)) == (mem_len, NoMemory)
+    assert kinds(load(given, "memory.default=none", "memory.1=infini")) == [NoMemory, Infini, NoMemory]
+    with pytest.raises(ConfigError, match=r"memory\.1\.kind: is missing: give it, one of .*memory\.default"):
+        load(given, "memory.1.mem_len=12")
+    with pytest.raises(ConfigError, match=r"memory\.0: is missing.*memory\.default"):
+        load(given, "memory.1=none")
+
+
 def test_blocks_of_equal_memories_share_what_equal_blocks_share() -> None:
     alike = "{kind: transformer_xl, mem_len: 8}"
     first, other, last = MemoryLM(load(f"memory=[{alike}, none, {alike}]"), 16).memories()

@@ -9,6 +9,7 @@ import pytest
 
 from dist_mem.__main__ import main
 from dist_mem.config import load_config
+from dist_mem.config.memory_blocks import memory_of
 from dist_mem.data.builders.builder import build_dataset
 from dist_mem.data.builders.source import SourceDocument
 from dist_mem.data.tokenizers.words import EOS, UNKNOWN, WordTokenizer
@@ -60,6 +61,35 @@ def test_characters_are_read_as_published(names: list[str], lanes: int, steps: i
     assert config.memory.mem_len == config.train.seg_len
     assert config.data.path.removeprefix("data/") == config.name
     assert describe(config, 257)["num_parameters"] > 40e6
+
+
+WIDE = {"num_layers": 12, "d_model": 1024, "num_heads": 8, "d_head": 128, "d_inner": 4096, "dropout": 0.05}
+STATES = {"kind": "block_recurrent", "num_states": 512, "window": 512, "gate": "fixed", "cell": "skip"}
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "block", "memory", "steps", "tokens", "window"),
+    [
+        ("pg19_memorizing", WIDE, 8, {"kind": "memorizing", "mem_len": 8192, "neighbors": 32}, 500_000, 2**17, 512),
+        ("pg19_block_recurrent", WIDE, 9, STATES, 500_000, 2**17, 4096),
+        ("titans_340m", {"dropout": 0.0}, 0, {"kind": "titans", "variant": "gate"}, 15e9 / 2**19, 2**19, 4096),
+    ],
+)
+def test_memories_of_few_blocks_have_the_published_sizes(
+    name: str, model: dict[str, Any], block: int, memory: dict[str, Any], steps: float, tokens: int, window: int
+) -> None:
+    """`window`: the tokens through which gradients flow."""
+    config = load(f"papers/{name}.yaml")
+    train = config.train
+    assert dict(config.model).items() >= model.items()
+    assert dict(memory_of(config.memory, block)[1]).items() >= memory.items()
+    if block:
+        assert memory_of(config.memory, 0)[1] == {"kind": "transformer_xl", "mem_len": 512}
+    else:
+        assert 0.98 * 340e6 < describe(config, 32_000)["num_parameters"] < 1.02 * 340e6
+    assert train.steps == pytest.approx(steps, rel=1e-3)
+    assert train.global_batch_size * train.seg_len * train.segments_per_update == tokens
+    assert train.seg_len * train.bptt_segments == window
 
 
 def test_the_check_of_the_words_tells_151_million(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
