@@ -281,7 +281,7 @@ def test_options_of_all_memories_are_written_out_and_may_be_linked() -> None:
         "memory.kind=infinite", "memory.over.kind=transformer_xl", "memory.over.mem_len=${train.seg_len}"
     )
     assert "${train.seg_len}" in to_yaml(linked)
-    assert memory_options(linked.memory)[1].over["mem_len"] == linked.train.seg_len
+    assert memory_options(linked.memory)["over"]["mem_len"] == linked.train.seg_len
 
 
 def test_another_memory_below_takes_none_of_the_former_options(tmp_path: Any) -> None:

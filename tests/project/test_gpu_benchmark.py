@@ -15,7 +15,7 @@ import pytest
 
 from dist_mem.config import Config
 from dist_mem.config.keys import find_key
-from dist_mem.memory import memory_kinds, memory_options
+from dist_mem.memory import memory_kinds
 from tests.support.limits import limit
 from tests.support.paths import ROOT
 
@@ -30,7 +30,7 @@ def test_every_memory_is_measured_with_every_back_end(cases: ModuleType) -> None
     found = list(cases.all_cases(["125m"], only=[], attentions=[], compiles=["no", "yes"]))
     assert len(found) == len(set(found))
     blocks = cases.memories(8)
-    kinds = {memory_options(blocks[one.memory])[0] for one in found if one.memory != "causal"} | {"causal"}
+    kinds = {blocks[one.memory]["kind"] for one in found if one.memory != "causal"} | {"causal"}
     assert kinds == set(memory_kinds())
     if key := find_key(Config, "model.attention"):
         assert {one.attention for one in found} == set(key.metadata.choices) - {"auto"}
