@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-from dist_mem.config import Config, ConfigError, load_config
+from dist_mem.config import Config, ConfigError, docs, load_config
 from dist_mem.doctor.dry_run import check_model
-from dist_mem.memory import memory_options
+from dist_mem.memory import memory_class, memory_kinds, memory_options
+from dist_mem.memory.base import Memory
 from dist_mem.memory.infini import Infini
 from dist_mem.memory.none import NoMemory
 from dist_mem.memory.transformer_xl import TransformerXL
@@ -96,3 +98,14 @@ def test_blocks_of_equal_memories_share_what_equal_blocks_share() -> None:
 def test_what_fits_no_model_is_refused_with_its_key(given: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(f"memory={given}")
+
+
+def test_the_page_names_all_memories_that_must_be_in_every_block() -> None:
+    """Those that `build` refuses in one block: whose class has a stem, or which stand over such a memory."""
+    with_stem = {kind for kind in memory_kinds() if memory_class(kind).stem is not Memory.stem}
+    for kind in sorted(with_stem - {"infinite"}):
+        for block in (f"{{kind: {kind}}}", f"{{kind: infinite, over: {{kind: {kind}}}}}"):
+            with pytest.raises(ConfigError, match=r"memory\.2: is a \w+, whose rows pass through all blocks"):
+                load(f"memory={{default: none, 2: {block}}}")
+    (sentence,) = re.findall(r"\.\s([^.]*must be in every block[^.]*)\.", docs.MEMORY)
+    assert set(re.findall(r"`(\w+)`", sentence)) == with_stem - {"infinite"}
