@@ -25,12 +25,21 @@ from tests.support.lane_corpus import LAYOUTS, assert_equal_updates
 LENGTHS = {"short": [5, 9, 3, 4, 7], "longer": [21, 13, 30], "long": [40, 55]}
 
 
-def make_data(folder: Path, lengths: list[int]) -> Path:
-    """Write a data directory of byte documents."""
+def make_data(folder: Path, lengths: list[int], *, num_scored: int | None = None) -> Path:
+    """Write a data directory of byte documents, of which the last `num_scored` tokens are targets; None: all are."""
     tokenizer = BytesTokenizer()
     save_tokenizer(tokenizer, folder)
     documents = [
-        TokenizedDocument(f"d{size}", f"d{size}", None, 1, size, np.arange(size, dtype=np.uint16)) for size in lengths
+        TokenizedDocument(
+            f"d{number}",
+            f"d{number}",
+            None,
+            1,
+            size,
+            np.arange(size, dtype=np.uint16),
+            mask=None if num_scored is None else np.arange(size) >= size - num_scored,
+        )
+        for number, size in enumerate(lengths)
     ]
     options = {"name": folder.name, "split": "train"}
     write_split(documents, folder / "train", tokenizer_fingerprint=tokenizer.fingerprint, **options)
