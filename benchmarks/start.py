@@ -44,7 +44,7 @@ PARTS = {
     ("dist_mem.training.compiling", "start_communication"): "load DeepSpeed's communication op",
     ("dist_mem.training.opening", "MemoryLM"): "make the model",
     ("dist_mem.training.opening", "Engine"): "initialize DeepSpeed",
-    ("dist_mem.training.feed", "training_reader"): "plan and open the lanes",
+    ("dist_mem.training.feed", "curriculum_reader"): "plan and open the lanes",
     ("dist_mem.training.opening", "start_tracking"): "start tracking (imports mlflow)",
     ("dist_mem.training.loop", "train_step"): FIRST_STEP,
 }

@@ -13,6 +13,7 @@ from dist_mem.checkpoint.manifest import step_dir
 from dist_mem.checkpoint.resume_choice import AUTO
 from dist_mem.checkpoint.resume_source import Resumption
 from dist_mem.config import Config, TrainConfig
+from dist_mem.data.curriculum import stages_of
 from dist_mem.runtime.distributed import World, decided_by_rank0
 from dist_mem.runtime.files import write_text
 
@@ -28,7 +29,8 @@ def mark_finished(run_dir: Path, step: int, train: TrainConfig) -> None:
 def is_finished(config: Config, world: World, resumption: Resumption) -> bool:
     """Whether the checkpoint is the last one of a run that needs no more steps; collective."""
     run_dir, choice = Path(config.run_dir), resumption.choice
-    if config.resume != AUTO or config.data.path != resumption.saved.data.path:
+    paths, before = ([stage.data.path for stage in stages_of(each)] for each in (config, resumption.saved))
+    if config.resume != AUTO or paths != before:
         return False  # data at another path are compared with those of the run only when the job is opened
     step = decided_by_rank0(lambda: _finished_step(run_dir, config.train))
     if step is None or choice.directory != step_dir(run_dir, step):

@@ -17,6 +17,7 @@ from dist_mem.checkpoint.resume_choice import Choice, choose_checkpoint, find_ca
 from dist_mem.config import Config, ConfigError, load_config, read_config
 from dist_mem.config.memory_blocks import kinds_of
 from dist_mem.config.resume_rules import Change, check_changes
+from dist_mem.data.curriculum import path_keys
 from dist_mem.data.shard import Index
 from dist_mem.errors import CheckpointError
 from dist_mem.memory import memory_options
@@ -74,14 +75,20 @@ def check_run_dir(config: Config, allowed: Sequence[str] = ()) -> None:
         return
 
 
-def check_data(directory: Path, manifest: Mapping[str, Any], index: Index) -> None:
-    """Raise CheckpointError if a checkpoint was trained on another split than this one."""
-    trained = manifest["data_fingerprint"]
-    if trained != index.fingerprint:
-        raise CheckpointError(
-            f"{directory}: was trained on a split with fingerprint {trained[:12]}, {index.split_dir} has "
-            f"{index.fingerprint[:12]}; set data.path to the same data"
-        )
+def data_fingerprint(splits: Sequence[Index]) -> str:
+    """Return what a checkpoint keeps of the training split of every stage: their fingerprints, one after the other."""
+    return " ".join(split.fingerprint for split in splits)
+
+
+def check_data(directory: Path, manifest: Mapping[str, Any], splits: Sequence[Index]) -> None:
+    """Raise CheckpointError if a checkpoint was trained on other splits than these, one per stage."""
+    fingerprints = manifest["data_fingerprint"].split()
+    for key, trained, split in zip(path_keys(len(splits)), fingerprints, splits, strict=True):
+        if trained != split.fingerprint:
+            raise CheckpointError(
+                f"{directory}: was trained on a split with fingerprint {trained[:12]}, {split.split_dir} has "
+                f"{split.fingerprint[:12]}; set {key} to the same data"
+            )
 
 
 def _check_changes(saved: Config, config: Config, manifest: Mapping[str, Any], allowed: Sequence[str]) -> list[Change]:

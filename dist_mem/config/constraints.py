@@ -47,6 +47,7 @@ def check_together(config: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _check_schedule(config["schedule"], train["steps"])
     yield from _check_checkpoint(config["checkpoint"], config["eval"]["every"])
     yield from _check_blocks(config["data"]["blocks"], train["seg_len"], config["eval"])
+    yield from _check_curriculum(config["data"]["curriculum"], train["steps"])
     if config["data"]["cut"] == "end" and config["data"]["layout"] == "stream":
         yield Problem("data.cut", "is end, but the lanes of data.layout = stream are not documents; set it to start")
     if config["data"]["train_split"] == "test":
@@ -87,6 +88,24 @@ def _check_blocks(blocks: bool, seg_len: int, evaluation: Mapping[str, Any]) -> 
         yield Problem("data.blocks", f"is true with {empty} train.seg_len to 2 or more, or data.blocks=false")
     elif eval_blocks and (evaluation["seg_len"] or seg_len) == 1:
         yield Problem("eval.blocks", f"is in effect true with {empty} eval.seg_len to 2 or more, or eval.blocks=false")
+
+
+def _check_curriculum(stages: Sequence[Mapping[str, Any]], steps: int | None) -> Iterator[Problem]:
+    before = 0
+    for index, stage in enumerate(stages):
+        key, until = f"data.curriculum[{index}]", stage["until"]
+        if not stage["path"].strip():
+            yield Problem(f"{key}.path", "is empty; give a data directory")
+        if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://|pipe:", stage["path"]):
+            yield Problem(f"{key}.path", "is no directory: copy the data to a disk, as only data.path may be elsewhere")
+        if until <= before:
+            yield Problem(f"{key}.until", f"is {until}, but the stage before ends at step {before}; give a later step")
+        before = until
+    if stages and steps is None:
+        yield Problem("data.curriculum", "counts steps, but train.epochs is given; give train.steps in its place")
+    elif steps is not None and before >= steps:
+        ends = f"is {before}, but the run ends at step {steps}, and data.path would not be read"
+        yield Problem(f"data.curriculum[{len(stages) - 1}].until", f"{ends}; set train.steps higher, or this lower")
 
 
 def _check_kind(model: Mapping[str, Any], seg_lens: Mapping[str, int | None]) -> Iterator[Problem]:

@@ -45,6 +45,12 @@ _RECOMPUTED = ("none", "blocks", "attention", "feed_forward")
 
 
 @dataclass
+class StageConfig:
+    path: str = key("", is_path=True, may_be_empty=True, resume=FREE)  # directory on disk, as data.path
+    until: int = key(0, at_least=1, at_most=STEPS)  # last step that reads it; later than that of the stage before
+
+
+@dataclass
 class DataConfig:
     # directory written by a builder, or its address: https:, s3:, gs:, hf:, pipe:
     path: str = key("data/sample", is_path=True, resume=FREE)
@@ -52,6 +58,8 @@ class DataConfig:
     allow_pipe: bool = key(False, resume=FREE)
     # directory for fetched data, one per node; None: dist_mem in the user's cache directory
     cache: str | None = key(None, is_path=True, resume=FREE)
+    # directories that are read before data.path: see docs/howto/recall_tasks.md
+    curriculum: list[StageConfig] = key([])
     train_split: str = key("train", is_path=True)  # folder in data.path
     # documents: each lane reads whole documents | stream: the corpus as G contiguous lanes
     layout: str = key("documents", choices=_LAYOUTS)

@@ -156,17 +156,27 @@ def training_plan(config: Config, index: Index) -> Plan:
 
 
 def training_reader(
-    config: Config, *, world_size: int, rank: int, cursors: Tensor | None = None, pin: bool = False
+    config: Config,
+    *,
+    world_size: int,
+    rank: int,
+    cursors: Tensor | None = None,
+    pin: bool = False,
+    data: DataConfig | None = None,
 ) -> LaneReader:
-    """Open the training split and read this rank's lanes, from the beginning or from saved cursors.
+    """Open the training split of `data` and read this rank's lanes, from the beginning or from saved cursors.
 
     Raises ValueError if index or tokenizer are missing or do not match, or if there are too few documents.
+
+    Args:
+        data: `config.data` at the path of a stage (curriculum.py); None: `config.data` itself.
     """
-    tokenizer, index = open_tokenizer(config.data), open_index(config.data, config.data.train_split)
+    data = config.data if data is None else data
+    tokenizer, index = open_tokenizer(data), open_index(data, data.train_split)
     check_tokenizer(index, tokenizer)
     train = config.train
     return LaneReader(
-        config.data,
+        data,
         index,
         training_plan(config, index),
         lane_ids=lanes_of_rank(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from dist_mem.config import Config
+from dist_mem.config import Config, DataConfig
 from dist_mem.config.check import flatten
+from dist_mem.data.curriculum import stages_of
 from dist_mem.data.directory import local_dir
 from dist_mem.data.remote.fetch import is_remote
 from dist_mem.data.shard import INDEX_NAME, read_index
@@ -51,7 +53,7 @@ def fingerprint(config: Config) -> Fingerprint:
     for key, value in values.items():
         is_interpolated = "${" in str(written.get(key, "${"))
         text = hashlib.sha256(str(value).encode()).hexdigest()[:12] if is_interpolated else repr(value)
-        if key not in _PLACES:
+        if key not in _PLACES and not re.fullmatch(r"data\.curriculum\[\d+\]\.path", key):
             found[key] = text
     return found
 
@@ -61,15 +63,14 @@ def fingerprint_data(config: Config) -> Fingerprint:
 
     For a URL the result is empty, because fetched files are compared with their checksums anyway; so are staged tars.
     """
-    data = config.data
-    if is_remote(data.path):
-        return {}
-    found = {JSON_NAME: _checksum(local_dir(data) / JSON_NAME)}
-    for split in _splits(config):
-        split_dir = local_dir(data) / split
-        found[f"{split}/{INDEX_NAME}"] = _checksum(split_dir / INDEX_NAME)
-        for path in sorted(split_dir.glob("*.tar")) if data.stage == "none" else ():
-            found[f"{split}/{path.name}"] = f"{path.stat().st_size:,} bytes"
+    found = {}
+    for where, data, splits in _on_disk(config):
+        found[f"{where}{JSON_NAME}"] = _checksum(local_dir(data) / JSON_NAME)
+        for split in splits:
+            split_dir = local_dir(data) / split
+            found[f"{where}{split}/{INDEX_NAME}"] = _checksum(split_dir / INDEX_NAME)
+            for path in sorted(split_dir.glob("*.tar")) if data.stage == "none" else ():
+                found[f"{where}{split}/{path.name}"] = f"{path.stat().st_size:,} bytes"
     return found
 
 
@@ -79,20 +80,20 @@ def _checksum(path: Path) -> str:
 
 def check_tars(config: Config) -> Iterator[Remark]:
     """Check on this node that the tars of the training split have the sizes in its index."""
-    data = config.data
-    split_dir = local_dir(data) / data.train_split
-    if is_remote(data.path) or data.stage != "none" or not (split_dir / INDEX_NAME).is_file():
-        return  # fetched or staged tars are compared later; the job reports a missing index
-    for shard in read_index(split_dir).shards:
-        path = split_dir / shard.name
-        size = path.stat().st_size if path.exists() else None
-        if size != shard.bytes:
-            has = f"is {MISSING}" if size is None else f"has {size:,} bytes"
-            text = f"{path} {has}; it had {shard.bytes:,} when it was built"
-            if data.on_corrupt == "skip":
-                yield warning("data", f"{text}: its documents are skipped", _FIXES["data"])
-            else:
-                yield fail("data", text, _FIXES["data"], blames_node=True)
+    for _, data, _ in _on_disk(config):
+        split_dir = local_dir(data) / data.train_split
+        if data.stage != "none" or not (split_dir / INDEX_NAME).is_file():
+            continue  # fetched or staged tars are compared later; the job reports a missing index
+        for shard in read_index(split_dir).shards:
+            path = split_dir / shard.name
+            size = path.stat().st_size if path.exists() else None
+            if size != shard.bytes:
+                has = f"is {MISSING}" if size is None else f"has {size:,} bytes"
+                text = f"{path} {has}; it had {shard.bytes:,} when it was built"
+                if data.on_corrupt == "skip":
+                    yield warning("data", f"{text}: its documents are skipped", _FIXES["data"])
+                else:
+                    yield fail("data", text, _FIXES["data"], blames_node=True)
 
 
 def check_data(config: Config) -> tuple[()]:
@@ -101,16 +102,20 @@ def check_data(config: Config) -> tuple[()]:
     Raises:
         ValueError: one is missing or damaged; the message names the file and the fix.
     """
-    data = config.data
-    if not is_remote(data.path):
+    for _, data, splits in _on_disk(config):
         read_tokenizer_metadata(local_dir(data))
-        for split in _splits(config):
+        for split in splits:
             read_index(local_dir(data) / split)
     return ()
 
 
-def _splits(config: Config) -> list[str]:
-    return list(dict.fromkeys([config.data.train_split, *([config.eval.split] if config.eval.every else [])]))
+def _on_disk(config: Config) -> Iterator[tuple[str, DataConfig, list[str]]]:
+    """Yield for every data directory that is no URL its name in a report, and the splits that training opens."""
+    train = config.data.train_split
+    if not is_remote(config.data.path):
+        yield "", config.data, list(dict.fromkeys([train, *([config.eval.split] if config.eval.every else [])]))
+    for number, stage in enumerate(stages_of(config)[:-1]):
+        yield f"curriculum[{number}]/", stage.data, [train]
 
 
 def compare(what: str, places: Sequence[Place], fingerprints: Sequence[Fingerprint]) -> Iterator[Finding]:

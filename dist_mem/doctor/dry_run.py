@@ -12,7 +12,8 @@ from typing import Any
 from dist_mem.config import Config, deepspeed_block
 from dist_mem.config.memory_blocks import is_per_block, memories_of
 from dist_mem.data.batch_plan import batch_plan, counted, idle_work, num_readable, steps_per_epoch, total_steps
-from dist_mem.data.directory import open_index, refresh
+from dist_mem.data.curriculum import Stage, earlier_splits, stages_of
+from dist_mem.data.directory import open_index, open_tokenizer, refresh
 from dist_mem.data.lanes import training_plan
 from dist_mem.data.plan import Plan
 from dist_mem.data.remote.fetch import show
@@ -144,12 +145,23 @@ def _data_lines(config: Config, plan: Plan | None) -> Iterator[tuple[str, str]]:
         yield "data", f"{data.path}: not built yet"
         yield "training", f"{given:,} {'steps' if other == 'epochs' else 'epochs'}; the data will give the {other}"
         return
+    stages, until = stages_of(config), total_steps(config, plan)
+    for stage, index in zip(stages, earlier_splits(config, open_tokenizer(data)), strict=False):
+        try:
+            yield from _stage_lines(config, stage, training_plan(config, index), stage.until or until)
+        except ValueError as error:
+            raise UnusableError(f"{stage.key} = {stage.data.path}: {error}") from error
+    yield from _stage_lines(config, stages[-1], plan, until)
+
+
+def _stage_lines(config: Config, stage: Stage, plan: Plan, until: int) -> Iterator[tuple[str, str]]:
+    data, train, steps = stage.data, config.train, until - stage.first
     num_tokens, per_epoch = int(plan.lengths.sum()), steps_per_epoch(train, plan)
-    steps = total_steps(config, plan)
     skipped = f", {counted(len(plan.skipped), 'document')} too short" if plan.skipped else ""
     padding = 1 - num_tokens / (plan.num_segments * train.seg_len)
     size = f"{counted(len(plan.lengths), 'document')}{skipped}, {num_tokens:,} tokens, padding {padding:.2%}"
     read = round(steps / per_epoch * num_tokens)
-    yield "data", f"{show(data.path)}, {data.train_split}: {size}"
+    when = f"steps {stage.first + 1:,} to {until:,}: " if config.data.curriculum else ""
+    yield "data", f"{when}{show(data.path)}, {data.train_split}: {size}"
     yield "epoch", f"{per_epoch:,.1f} steps"
     yield "training", f"{steps:,} steps = {steps / per_epoch:.3g} epochs = {read:,} tokens"

@@ -208,6 +208,6 @@ def _portable_settings(checkpoint: Checkpoint) -> Config:
     config, default = load_config([str(path), *kept]), Config()
     config.run_dir, config.resume, config.tracking = default.run_dir, default.resume, default.tracking
     config.launch, config.model.pretrained = default.launch, default.model.pretrained
-    for key in ("path", "cache", "stage", "stage_dir"):
+    for key in ("path", "curriculum", "cache", "stage", "stage_dir"):
         setattr(config.data, key, getattr(default.data, key))
     return config

@@ -19,6 +19,7 @@ from dist_mem.checkpoint.manifest import first_verified, list_steps, read_manife
 from dist_mem.checkpoint.resume_source import check_data
 from dist_mem.config import Config
 from dist_mem.data.batch_plan import counted, total_steps
+from dist_mem.data.curriculum import earlier_splits, stage_number, stages_of
 from dist_mem.data.directory import open_index, open_tokenizer, refresh
 from dist_mem.data.documents import Documents
 from dist_mem.data.lanes import check_tokenizer, training_plan
@@ -68,33 +69,49 @@ def read_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> StepRe
         part = part_of(parts, step)
         config = read_part(run_dir, part, overrides)
         refresh(config.data, [config.data.train_split])
-        index, tokenizer = open_index(config.data, config.data.train_split), open_tokenizer(config.data)
-        check_tokenizer(index, tokenizer)
+        tokenizer, last_split = open_tokenizer(config.data), open_index(config.data, config.data.train_split)
+        check_tokenizer(last_split, tokenizer)
+        splits, number = [*earlier_splits(config, tokenizer), last_split], stage_number(config, step - 1)
+        index, first = splits[number], stages_of(config)[number].first
         plan = training_plan(config, index)
         if step > (last := total_steps(config, plan)):
             raise UnusableError(f"--step {step}: the run has {last} steps")
         documents = Documents(index, plan.lengths, bos_id=tokenizer.bos_id, on_corrupt=config.data.on_corrupt)
-        cursors = _cursors_before(run_dir, parts, step, documents, plan, overrides)
+        cursors = _cursors_before(run_dir, parts, step, documents, plan, overrides, splits=splits, first=first)
         return StepRead(part, config, index, tokenizer, plan, list(_read_lanes(config, part, documents, plan, cursors)))
     except (ValueError, OSError) as error:
         raise run_error(error) from error
 
 
 def _cursors_before(
-    run_dir: Path, parts: Sequence[Part], step: int, documents: Documents, plan: Plan, overrides: Sequence[str]
+    run_dir: Path,
+    parts: Sequence[Part],
+    step: int,
+    documents: Documents,
+    plan: Plan,
+    overrides: Sequence[str],
+    *,
+    splits: Sequence[Index],
+    first: int,
 ) -> list[Cursor]:
-    """Return the cursor of each lane before a step, from those of the nearest checkpoint."""
+    """Return the cursor of each lane before a step, from those of the nearest checkpoint.
+
+    Args:
+        splits: the training split of every stage.  first: updates before the stage of this step.
+    """
     known, cursors = parts[0].step, [START] * plan.num_lanes
     candidates = [step_dir(run_dir, known) for known in reversed(list_steps(run_dir)) if known < step]
     if found := first_verified(candidates, read_manifest):
         directory, manifest, _ = found
-        check_data(directory, manifest, documents.index)
+        check_data(directory, manifest, splits)
         known, cursors = manifest["step"], [Cursor(*row) for row in read_cursors(directory, manifest, plan.num_lanes)]
-        for lane, cursor in enumerate(cursors):
-            plan.check_cursor(lane, cursor)
-    elif known > 0:
+    elif known > first:
         begins = f"the run begins at step {known}, with a checkpoint of another run"
         raise UnusableError(f"--step {step}: {begins}, and has none of its own before this step")
+    if known <= first:  # the cursors are those of an earlier stage
+        known, cursors = first, [START] * plan.num_lanes
+    for lane, cursor in enumerate(cursors):
+        plan.check_cursor(lane, cursor)
     configs = {part.step: read_part(run_dir, part, overrides) for part in parts}
     between = [configs[part_of(parts, earlier).step] for earlier in range(known + 1, step)]
     num_segments = sum(config.train.segments_per_update for config in between)
@@ -150,7 +167,8 @@ def _heading(run_dir: Path, step: int, read: StepRead) -> Iterator[str]:
     segments = counted(train.segments_per_update, "segment")
     size = f"{counted(train.global_batch_size, 'lane')} x {segments} of {train.seg_len} tokens"
     ranks = counted(read.part.ranks, "rank")
-    yield f"{run_dir}, step {step}: {size}, on {ranks}; {data.train_split} of {read.split.name}"
+    where = f", {read.split.split_dir}" if data.curriculum else ""
+    yield f"{run_dir}, step {step}: {size}, on {ranks}; {data.train_split} of {read.split.name}{where}"
     point = recorded_at(read_recorded(run_dir), step)
     loss = f"loss {point.metrics['loss']:.4f} at {point}" if point else "no loss"
     yield f"recorded: {loss}; losses of lanes are not logged, they come from: dist-mem replay {run_dir} --step {step}"

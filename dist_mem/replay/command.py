@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from dist_mem.data.batch_plan import counted
+from dist_mem.data.curriculum import stage_number
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnfitError, UnusableError
 from dist_mem.evaluation.evaluate import as_job, use_threads
 from dist_mem.replay.recompute import Recomputed, change_within, choose_start, recompute, resumption_of
@@ -148,8 +149,9 @@ def report(
         equal = sum(not differing(other, found) for other in others)
         yield f"{equal} of {len(others)} other recorded points on the way are equal, bit for bit"
     rows = [("lane", "rank", "document", "scored tokens", "loss, nats per token")]
+    split = context.splits[stage_number(context.config, step - 1)]
     for lane in found.lanes:
-        entry = context.index.documents[lane.document].id
+        entry = split.documents[lane.document].id
         loss = lane.nll / lane.num_scored if lane.num_scored else float("nan")
         rows.append((str(lane.lane), str(lane.rank), entry, f"{lane.num_scored:,}", f"{loss:.4f}"))
     yield from table(rows)

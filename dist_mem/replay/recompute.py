@@ -7,6 +7,7 @@ Nothing is written. Each update is that of `loop.train`, on as many ranks, so th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -125,7 +126,8 @@ def recompute(context: Context, state: TrainState, *, step: int, last: int, chec
             context.failure.raise_on_all_ranks()
         meter.add(outcome.totals, epoch=feed.update.epoch, logs=outcome.logs)
         if made == step and outcome.decision is None:
-            loss, gradient_norm = outcome.totals.nll / feed.num_scored, context.engine.gradient_norm()
+            gradient_norm = context.engine.gradient_norm()
+            loss = outcome.totals.nll / feed.num_scored if feed.num_scored else math.nan
         if is_logged(context, made):
             points[made] = meter.read(context.engine)
         feed.advance(outcome.next_scored)

@@ -22,6 +22,7 @@ from typing import Any
 
 from dist_mem.config import Config
 from dist_mem.config.environment_values import as_written
+from dist_mem.data.curriculum import path_keys
 from dist_mem.data.directory import local_dir
 from dist_mem.data.remote.fetch import show
 from dist_mem.data.shard import Index
@@ -178,7 +179,7 @@ def describe_run(
     """Log the metadata of a run: its code, machine, model and data; only for rank 0, because it runs git.
 
     Args:
-        indexes: of the training split, then of those for evaluation.
+        indexes: of the training split of every stage, that of data.path last, then of those for evaluation.
         sources: of memories outside the package, name -> text.
     """
     git = git_state()
@@ -191,10 +192,13 @@ def describe_run(
     for name, text in sources.items():
         tracker.log_text(text, name)
         tracker.log_tags({f"dist_mem.sha256.{name}": hashlib.sha256(text.encode()).hexdigest()})
-    contexts = ["training", *["validation"] * (len(indexes) - 1)]
-    path = show(as_written(config, "data.path"))
+    keys = path_keys(len(config.data.curriculum) + 1)
+    places = [(key, "training") for key in keys] + [("data.path", "validation")] * (len(indexes) - len(keys))
     tracker.log_datasets(
-        [_describe_dataset(index, path, context) for index, context in zip(indexes, contexts, strict=True)]
+        [
+            _describe_dataset(index, show(as_written(config, key)), context)
+            for index, (key, context) in zip(indexes, places, strict=True)
+        ]
     )
 
 

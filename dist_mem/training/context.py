@@ -49,7 +49,7 @@ class Context(StepContext):
     """The parts of a run. They stay the same objects from its start to its end; some keep state of their own."""
 
     run_dir: Path
-    index: Index  # of the training split
+    splits: list[Index]  # the training split of every stage (data/curriculum.py), that of data.path last
     tokenizer: Tokenizer
     feed: Feed
     tracker: Tracker

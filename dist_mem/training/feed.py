@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dist_mem.config import Config
 from dist_mem.data.batch import Update
-from dist_mem.data.lanes import LaneReader, training_reader
+from dist_mem.data.curriculum import CurriculumReader, curriculum_reader
 from dist_mem.data.plan import Plan
 from dist_mem.data.remote.fetch import is_remote
 from dist_mem.runtime.distributed import World, on_all_ranks, sum_over_ranks
@@ -24,18 +24,21 @@ class Feed:
     update: Update  # the current one
     scored: list[int]  # targets of each of its micro-batches, on all ranks
 
-    def __init__(self, config: Config, world: World, meter: Meter, failure: LocalFailure, *, cursors: Tensor) -> None:
-        """Open the training split at `cursors`, (P, 3) int64.
+    def __init__(
+        self, config: Config, world: World, meter: Meter, failure: LocalFailure, *, cursors: Tensor, step: int
+    ) -> None:
+        """Open the training data at `cursors`, (P, 3) int64, of the state after `step` updates.
 
         Raises:
             RunError: on every rank, if any cannot read its lanes.
         """
         self._config, self._world, self._meter, self._failure = config, world, meter, failure
         self._transfer = Transfer(world.device)
-        self._reader = self._open(cursors)
+        self._reader = self._open(cursors, step)
 
     @property
     def plan(self) -> Plan:
+        """The plan of data.path."""
         return self._reader.plan
 
     @property
@@ -43,19 +46,19 @@ class Feed:
         """Targets of the current update, on all ranks."""
         return sum(self.scored)
 
-    def _open(self, cursors: Tensor) -> LaneReader:
-        world = self._world
+    def _open(self, cursors: Tensor, step: int) -> CurriculumReader:
+        world, pin = self._world, self._transfer.needs_pinned
         return on_all_ranks(
-            lambda: training_reader(
-                self._config, world_size=world.size, rank=world.rank, cursors=cursors, pin=self._transfer.needs_pinned
+            lambda: curriculum_reader(
+                self._config, world_size=world.size, rank=world.rank, cursors=cursors, step=step, pin=pin
             ),
             f"reading {self._config.data.train_split}",
         )
 
-    def restart(self, cursors: Tensor) -> None:
-        """Read on from these cursors, dropping what was read ahead; collective. Call `read_first` next."""
+    def restart(self, cursors: Tensor, step: int) -> None:
+        """Read on from a state, dropping what was read ahead; collective. Call `read_first` next."""
         self._reader.close()
-        self._reader = self._open(cursors)
+        self._reader = self._open(cursors, step)
 
     def read_first(self) -> None:
         """Read the first update; collective.

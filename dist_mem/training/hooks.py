@@ -14,7 +14,7 @@ import torch
 from dist_mem.checkpoint.lane_states import Lanes
 from dist_mem.checkpoint.manifest import TOKENIZER_DIR
 from dist_mem.checkpoint.resume_choice import AUTO, choose_checkpoint
-from dist_mem.checkpoint.resume_source import saved_config
+from dist_mem.checkpoint.resume_source import data_fingerprint, saved_config
 from dist_mem.checkpoint.snapshot import take_snapshot
 from dist_mem.config import to_yaml
 from dist_mem.config.resume_rules import checksums_to_keep
@@ -138,7 +138,7 @@ def save(context: Context, state: TrainState) -> None:
         "zero_stage": context.engine.stage,
         "mlflow_run_id": context.tracker.run_id,
         "points": context.tracker.num_points,
-        "data_fingerprint": context.index.fingerprint,
+        "data_fingerprint": data_fingerprint(context.splits),
         "tokenizer_fingerprint": context.tokenizer.fingerprint,
         "meter": context.meter.state(),  # the sums are equal on all ranks; the times are rank 0's
         "goodput": context.goodput.state(),
@@ -283,7 +283,7 @@ def _roll_back(context: Context, decision: Decision) -> TrainState:
         choice, saved_config(choice.directory, context.config), context.config, context.world,
         engine=context.engine, lane_ids=context.lane_ids,
     )  # fmt: skip
-    context.feed.restart(state.cursors)
+    context.feed.restart(state.cursors, state.step)
     context.meter.load(choice.manifest["meter"])
     context.saver.set_aside(choice.broken)
     context.divergence.roll_back(choice.manifest.get("divergence", {}), first_trained=decision.step + 1)

@@ -13,6 +13,7 @@ from dist_mem.checkpoint.saver import Saver
 from dist_mem.config import Config, deepspeed_block, save_config
 from dist_mem.config.memory_blocks import described
 from dist_mem.data.batch_plan import idle_work, num_readable, total_steps
+from dist_mem.data.curriculum import earlier_splits, stages_of
 from dist_mem.data.directory import open_index, open_tokenizer, refresh_on_all_ranks
 from dist_mem.data.lanes import check_tokenizer
 from dist_mem.data.plan import lanes_of_rank
@@ -82,11 +83,11 @@ def open_run(
 def _open_run(
     config: Config, world: World, resumption: Resumption | None, stop_signal: StopSignal, tracker: Tracker | None
 ) -> tuple[Context, TrainState]:
-    tokenizer, indexes = _open_data(config)
+    tokenizer, splits, evaluated = _open_data(config)
     leave_if_interrupted(stop_signal)
     memory_sources = on_all_ranks(lambda: sources(config.memory), "reading the memory")
     beat("opening")
-    _refuse_what_cannot_fit(config, world, tokenizer, indexes)
+    _refuse_what_cannot_fit(config, world, tokenizer, evaluated)
     open_communication(world, stop_signal)
     lane_ids = torch.tensor(lanes_of(config, world))
     with announced("building the model"):
@@ -101,7 +102,7 @@ def _open_run(
             config,
             world,
             resumption,
-            index=indexes[0],
+            splits=splits,
             engine=engine,
             lane_ids=lane_ids,
             sources=memory_sources,
@@ -114,10 +115,11 @@ def _open_run(
     lane_segments = config.train.global_batch_size * config.train.segments_per_update
     utilisation, unknown = find_utilisation(config, tokenizer.vocab_size, world)
     meter = Meter(lane_segments_per_update=lane_segments, utilisation=utilisation, saved=begin.metadata.get("meter"))
-    feed = Feed(config, world, meter, failure, cursors=begin.state.cursors)
+    feed = Feed(config, world, meter, failure, cursors=begin.state.cursors, step=begin.state.step)
     num_steps = total_steps(config, feed.plan)
     refuse_profile_outside(config, num_steps)
     writes = tracker is None and world.rank == 0
+    indexes = [*splits, *evaluated]
     tracker = tracker or _open_run_dir(config, world, begin, indexes, memory_sources, num_steps)
     waste = idle_work(config.train, world.size, num_documents=num_readable(feed.plan))
     for message in [*begin.messages, *messages, *unknown, *([": ".join(waste)] if waste else [])]:
@@ -129,7 +131,7 @@ def _open_run(
         divergence=Divergence(config.divergence, begin.metadata.get("divergence", {})),
         total_steps=num_steps,
         run_dir=Path(config.run_dir),
-        index=indexes[0],
+        splits=splits,
         tokenizer=tokenizer,
         feed=feed,
         tracker=tracker,
@@ -254,13 +256,17 @@ def _compare_ranks(config: Config, world: World, engine: Engine) -> Stragglers:
     )
 
 
-def _open_data(config: Config) -> tuple[Tokenizer, list[Index]]:
-    """Fetch what a server has, and open tokenizer and splits on every rank; collective."""
+def _open_data(config: Config) -> tuple[Tokenizer, list[Index], list[Index]]:
+    """Fetch what a server has; return the tokenizer, `Context.splits` and the splits to evaluate; collective."""
     beat(UNWATCHED if is_remote(config.data.path) or config.data.stage != "none" else "opening")
     splits = [config.data.train_split, *([config.eval.split] if config.eval.every else [])]
     with announced(f"opening {show(config.data.path)}"):
         refresh_on_all_ranks(config.data, splits)
-        return on_all_ranks(lambda: check_data(config, splits), f"opening {show(config.data.path)}")
+        for stage in stages_of(config)[:-1]:
+            refresh_on_all_ranks(stage.data, splits[:1])
+        tokenizer, indexes = on_all_ranks(lambda: check_data(config, splits), f"opening {show(config.data.path)}")
+        earlier = on_all_ranks(lambda: earlier_splits(config, tokenizer), "opening data.curriculum")
+    return tokenizer, [*earlier, indexes[0]], indexes[1:]
 
 
 def check_data(config: Config, splits: Sequence[str]) -> tuple[Tokenizer, list[Index]]:
@@ -275,9 +281,9 @@ def check_data(config: Config, splits: Sequence[str]) -> tuple[Tokenizer, list[I
     return tokenizer, indexes
 
 
-def _refuse_what_cannot_fit(config: Config, world: World, tokenizer: Tokenizer, indexes: list[Index]) -> None:
+def _refuse_what_cannot_fit(config: Config, world: World, tokenizer: Tokenizer, evaluated: list[Index]) -> None:
     """Before anything is allocated; every rank calls it. Raises UnusableError on every rank."""
-    eval_lanes = max((evaluated_lanes(config, index) for index in indexes[1:]), default=0)
+    eval_lanes = max((evaluated_lanes(config, index) for index in evaluated), default=0)
     vocab_size, on_gpu, parts = tokenizer.vocab_size, world.device.type == "cuda", []
     if not surely_fits(config, vocab_size, world, num_lanes=2 * len(lanes_of(config, world)) + eval_lanes):
         parts = training_parts(config, vocab_size, world_size=world.size, on_gpu=on_gpu, eval_lanes=eval_lanes)

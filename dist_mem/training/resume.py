@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,7 +68,7 @@ def start(
     world: World,
     resumption: Resumption | None,
     *,
-    index: Index,
+    splits: Sequence[Index],
     engine: Engine,
     lane_ids: Tensor,
     sources: Mapping[str, str],
@@ -78,7 +78,7 @@ def start(
 
     Args:
         resumption: None: start at step 0.
-        index: of the training split.
+        splits: as `Context.splits`.
         lane_ids: of this rank.
         sources: of memories outside the package, name -> text.
         commit: of the running code.
@@ -94,7 +94,7 @@ def start(
     began = time.perf_counter()
     choice, saved, changes, seconds = resumption
     directory, manifest = choice.directory, choice.manifest
-    on_all_ranks(lambda: check_data(directory, manifest, index), f"comparing the data of {directory}")
+    on_all_ranks(lambda: check_data(directory, manifest, splits), f"comparing the data of {directory}")
     state = load_checkpoint(choice, saved, config, world, engine=engine, lane_ids=lane_ids)
     is_own = run_of(directory).resolve() == run_dir.resolve()
     messages = [f"passed over: {reason}" for reason in choice.passed_over]

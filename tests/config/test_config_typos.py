@@ -40,10 +40,12 @@ def misspell(word: str, draw: random.Random) -> str:
 
 
 def draw_typos(seed: int) -> list[tuple[str, str]]:
-    """(key, key with its last part misspelled): our keys and DeepSpeed's in turn, and one of a memory."""
+    """(key, key with its last part misspelled): our keys and DeepSpeed's in turn; one of a memory and the optimizer."""
     draw = random.Random(seed)
     everything = [*known_keys(), *memory_keys()]
-    shuffled = [draw.choice(memory_keys()), *draw.sample(everything, len(everything))]
+    of_optimizer = [key for key in everything if key.startswith("optimizer.")]
+    always = [draw.choice(memory_keys()), draw.choice(of_optimizer)]  # whichever keys there are
+    shuffled = [*always, *draw.sample(everything, len(everything))]
     pairs: list[tuple[str, str]] = []
     for depth, number in NUM_BY_DEPTH.items():
         keys = [key for key in dict.fromkeys(shuffled) if key.count(".") + 1 == depth]

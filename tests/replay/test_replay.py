@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -22,6 +23,7 @@ from dist_mem.replay.recompute import Recomputed, change_within
 from dist_mem.runtime.distributed import World
 from dist_mem.training.divergence import Divergence
 from dist_mem.training.history import read_history
+from tests.data.test_curriculum import make_data
 from tests.support.forked_ranks import Program
 from tests.support.jobs import finish, logged_steps, run_ranks, start_ranks, train_here, write_config
 from tests.support.limits import limit, wait_until
@@ -85,6 +87,17 @@ def test_steps_are_equal_bit_for_bit_and_nothing_is_written(
         nll, num_scored = (sum(getattr(lane, name) for lane in found.lanes) for name in ("nll", "num_scored"))
         assert nll / num_scored == pytest.approx(found.loss, rel=1e-6)
     assert content_of(tmp_path / "run") == before
+
+
+@pytest.mark.slow
+def test_a_step_without_targets_is_computed_again(tmp_path: Path, rank_pool: Pool) -> None:
+    """As in the recall tasks, whose documents are scored at their end: here in the second segment."""
+    data = make_data(tmp_path / "data", [32] * 8, num_scored=2)
+    config = write_config(tmp_path / "run.yaml", data, tmp_path / "run", {"train": {"steps": 2}})
+    assert rank_pool(2).run(train_here, config) == [EXIT_DONE] * 2
+    code, found, lines = rank_pool(2).run(found_by, tmp_path / "run", 1)[0]
+    assert code == EXIT_DONE and math.isnan(found.loss), lines
+    assert not any(lane.num_scored for lane in found.lanes)
 
 
 SEG_LEN = 16  # of the configurations of tests/support/jobs.py

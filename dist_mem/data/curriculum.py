@@ -1,0 +1,140 @@
+"""A curriculum: the data directories that a run reads before `data.path`, each up to a step (`data.curriculum`).
+
+    stage 0 up to its last step -> stage 1 -> ... -> data.path up to the end of the run
+
+Every stage has a plan of its own. In its first update every lane is at the beginning of that plan, where a document
+(or a lane's part of the stream) begins, so the lane's memory is empty. The stage of an update follows from its number
+alone, and the cursors of a checkpoint are those of the stage that its last update has read: no more has to be saved.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from itertools import chain, islice
+from typing import NamedTuple
+
+from torch import Tensor
+
+from dist_mem.config import Config, DataConfig
+from dist_mem.data.batch import Update
+from dist_mem.data.directory import open_index, open_tokenizer
+from dist_mem.data.lanes import LaneReader, check_tokenizer, training_reader
+from dist_mem.data.plan import Plan
+from dist_mem.data.shard import Index
+from dist_mem.data.tokenizers.base import Tokenizer
+from dist_mem.errors import UnusableError, run_error
+
+
+class Stage(NamedTuple):
+    """A part of a training that reads one data directory."""
+
+    key: str  # of its path
+    data: DataConfig  # that of the run, with the directory of the stage as `path`
+    first: int  # updates made before it
+    until: int | None  # updates made at its end; None: the last stage, that of data.path
+
+
+def path_keys(num_stages: int) -> list[str]:
+    """Return the keys of the paths of all stages."""
+    return [*(f"data.curriculum[{number}].path" for number in range(num_stages - 1)), "data.path"]
+
+
+def stages_of(config: Config) -> list[Stage]:
+    """Return the stages of a training; without a curriculum there is one, that of data.path."""
+    given = config.data.curriculum
+    *keys, last = path_keys(len(given) + 1)
+    bounds = [0, *(stage.until for stage in given)]
+    parts = zip(keys, given, bounds[:-1], strict=True)
+    earlier = [Stage(key, _at(config.data, stage.path), first, stage.until) for key, stage, first in parts]
+    return [*earlier, Stage(last, config.data, bounds[-1], None)]
+
+
+def stage_number(config: Config, step: int) -> int:
+    """Return the number of the stage that is read by the update after `step` updates."""
+    return sum(stage.until <= step for stage in config.data.curriculum)
+
+
+def earlier_splits(config: Config, tokenizer: Tokenizer) -> list[Index]:
+    """Open the training split of every stage but the last.
+
+    Args:
+        tokenizer: of data.path.
+
+    Raises:
+        UnusableError: a stage has another tokenizer, or is missing or damaged.
+    """
+    splits = []
+    for stage in stages_of(config)[:-1]:
+        own = open_tokenizer(stage.data)
+        if own.fingerprint != tokenizer.fingerprint:
+            raise UnusableError(
+                f"{stage.key} = {stage.data.path}: its tokenizer is {own.fingerprint[:12]}, but that of data.path is "
+                f"{tokenizer.fingerprint[:12]}; build all stages with the same one (--tokenizer-from)"
+            )
+        splits.append(open_index(stage.data, stage.data.train_split))
+        check_tokenizer(splits[-1], own)
+    return splits
+
+
+class CurriculumReader:
+    """Endless iterator over the updates of one rank, stage after stage; iterate, then `close`."""
+
+    def __init__(self, readers: Sequence[LaneReader], num_updates: Sequence[int]) -> None:
+        """Read `num_updates` of each reader but the last. All are open from now on, so that no boundary waits."""
+        self._readers = readers
+        earlier = (islice(reader, count) for reader, count in zip(readers, num_updates, strict=False))
+        self._updates = chain(*earlier, readers[-1])
+
+    def __iter__(self) -> Iterator[Update]:
+        return self
+
+    def __next__(self) -> Update:
+        return next(self._updates)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the last stage."""
+        return self._readers[-1].plan
+
+    @property
+    def num_batches(self) -> int:
+        """Number of micro-batches of an update."""
+        return self._readers[-1].num_batches
+
+    def close(self) -> None:
+        """Close the readers of all stages; may be called more than once."""
+        for reader in self._readers:
+            reader.close()
+
+
+def curriculum_reader(
+    config: Config, *, world_size: int, rank: int, cursors: Tensor, step: int, pin: bool = False
+) -> CurriculumReader:
+    """Read this rank's lanes after `step` updates; `cursors` are those of the last of them.
+
+    Raises:
+        ValueError: as `training_reader`, for any stage that is still to be read.
+    """
+    stages = stages_of(config)[stage_number(config, step) :]
+    readers = []
+    with ExitStack() as opened:
+        for stage in stages:
+            at = cursors if step > stage.first else None  # at a boundary they are those of the stage before
+            try:
+                reader = training_reader(config, data=stage.data, world_size=world_size, rank=rank, cursors=at, pin=pin)
+            except ValueError as error:
+                if stage.until is None:
+                    raise
+                raise run_error(error, f"{stage.key} = {stage.data.path}: {error}") from error
+            readers.append(opened.enter_context(closing(reader)))
+        opened.pop_all()
+    return CurriculumReader(readers, [stage.until - max(step, stage.first) for stage in stages if stage.until])
+
+
+def _at(data: DataConfig, path: str) -> DataConfig:
+    """Return the same settings for another directory."""
+    other = copy.deepcopy(data)
+    other.path = path
+    return other

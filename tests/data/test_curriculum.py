@@ -1,0 +1,118 @@
+"""A curriculum: stages are read one after the other, each from its beginning, and from any step on."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dist_mem.config import Config, StageConfig
+from dist_mem.data.batch import Update
+from dist_mem.data.curriculum import curriculum_reader, earlier_splits, stage_number, stages_of
+from dist_mem.data.directory import open_tokenizer
+from dist_mem.data.lanes import training_reader
+from dist_mem.data.shard import TokenizedDocument, write_split
+from dist_mem.data.tokenizers.registry import save_tokenizer
+from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
+from dist_mem.errors import UnusableError
+from tests.config.test_config import STEPS, error_of
+from tests.support.lane_corpus import LAYOUTS, assert_equal_updates
+
+LENGTHS = {"short": [5, 9, 3, 4, 7], "longer": [21, 13, 30], "long": [40, 55]}
+
+
+def make_data(folder: Path, lengths: list[int], *, num_scored: int | None = None) -> Path:
+    """Write a data directory of byte documents, of which the last `num_scored` tokens are targets; None: all are."""
+    tokenizer = BytesTokenizer()
+    save_tokenizer(tokenizer, folder)
+    documents = [
+        TokenizedDocument(
+            f"d{number}",
+            f"d{number}",
+            None,
+            1,
+            size,
+            np.arange(size, dtype=np.uint16),
+            mask=None if num_scored is None else np.arange(size) >= size - num_scored,
+        )
+        for number, size in enumerate(lengths)
+    ]
+    options = {"name": folder.name, "split": "train"}
+    write_split(documents, folder / "train", tokenizer_fingerprint=tokenizer.fingerprint, **options)
+    return folder
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """Three updates of `short`, then two of `longer`, then `long`; two lanes."""
+    config, paths = Config(), [str(make_data(tmp_path / name, lengths)) for name, lengths in LENGTHS.items()]
+    config.train.seg_len, config.train.segments_per_update = 4, 2
+    config.train.global_batch_size, config.train.micro_batch_size = 2, 2
+    config.data.path = paths[2]
+    config.data.curriculum = [StageConfig(path=paths[0], until=3), StageConfig(path=paths[1], until=5)]
+    return config
+
+
+def updates(config: Config, count: int, *, step: int = 0, cursors: torch.Tensor | None = None) -> list[Update]:
+    cursors = torch.zeros(2, 3, dtype=torch.int64) if cursors is None else cursors
+    with closing(curriculum_reader(config, world_size=1, rank=0, cursors=cursors, step=step)) as reader:
+        return list(islice(reader, count))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_stage_is_read_from_its_beginning_and_any_step_resumes(config: Config, layout: str) -> None:
+    config.data.layout = layout
+    straight, alone = updates(config, 9), list[Update]()
+    for stage, count in zip(stages_of(config), (3, 2, 4), strict=True):
+        with closing(training_reader(config, data=stage.data, world_size=1, rank=0)) as reader:
+            alone += islice(reader, count)
+    for one, other in zip(straight, alone, strict=True):
+        assert_equal_updates(one, other)
+    for first in (0, 3, 5):
+        assert straight[first].batches[0].is_new_document.all(), "a lane enters the stage with a memory"
+    assert straight[2].cursors.any() and straight[4].cursors.any()
+    for step in range(1, 9):
+        resumed = updates(config, 9 - step, step=step, cursors=straight[step - 1].cursors)
+        for one, other in zip(straight[step:], resumed, strict=True):
+            assert_equal_updates(one, other)
+
+
+def test_the_stage_of_an_update_follows_from_its_step(config: Config) -> None:
+    assert [stage_number(config, step) for step in range(7)] == [0, 0, 0, 1, 1, 2, 2]
+    assert [(stage.key, stage.first, stage.until) for stage in stages_of(config)] == [
+        ("data.curriculum[0].path", 0, 3), ("data.curriculum[1].path", 3, 5), ("data.path", 5, None)
+    ]  # fmt: skip
+
+
+def test_a_stage_with_another_tokenizer_or_too_few_documents_is_refused_by_name(config: Config) -> None:
+    config.train.global_batch_size = config.train.micro_batch_size = 5
+    with pytest.raises(UnusableError, match=r"data\.curriculum\[1\]\.path = .*longer: train\.global_batch_size = 5"):
+        updates(config, 1, cursors=torch.zeros(5, 3, dtype=torch.int64))
+    other = open_tokenizer(config.data)
+    assert [split.name for split in earlier_splits(config, other)] == ["short", "longer"]
+    other.fingerprint = "0123456789abcdef"
+    with pytest.raises(UnusableError, match=r"data\.curriculum\[0\]\.path = .*short: its tokenizer is .* 0123456789ab"):
+        earlier_splits(config, other)
+
+
+@pytest.mark.parametrize(
+    ("curriculum", "problem"),
+    [
+        ("[{path: a, until: 3}, {path: b, until: 3}]", "data.curriculum[1].until: is 3, but the stage before ends at"),
+        ("[{path: a}]", "data.curriculum[0].until: is 0, but must be at least 1"),
+        ("[{until: 3}]", "data.curriculum[0].path: is empty; give a data directory"),
+        ("[{path: 's3://bucket/a', until: 3}]", "data.curriculum[0].path: is no directory: copy the data to a disk"),
+        ("[{path: a, until: 10}]", "data.curriculum[0].until: is 10, but the run ends at step 10"),
+    ],
+)
+def test_an_impossible_curriculum_is_refused(curriculum: str, problem: str) -> None:
+    assert problem in error_of(f"data.curriculum={curriculum}", "train.steps=10")
+
+
+def test_a_curriculum_needs_a_number_of_steps() -> None:
+    text = error_of(STEPS, "train.steps=null", "train.epochs=2", "data.curriculum=[{path: a, until: 3}]")
+    assert "data.curriculum: counts steps, but train.epochs is given; give train.steps" in text

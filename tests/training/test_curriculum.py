@@ -1,0 +1,63 @@
+"""A run over two stages of a curriculum: resumed, moved, rolled back, shown and computed again, all exactly."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_mem.checkpoint.manifest import step_dir
+from tests.data.test_curriculum import make_data
+from tests.replay.test_batch import assert_as_delivered, train_recording
+from tests.replay.test_replay import found_by
+from tests.support.jobs import checkpoint_content, difference, losses, train_here, write_config
+from tests.support.ranks import RankPool
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+Pool = Callable[[int], RankPool]
+BOUNDARY = 3
+
+
+def config_of(tmp_path: Path, books: Path, **changes: dict[str, Any]) -> Path:
+    """Six steps, two segments each: three of short documents, then three of `books`."""
+    short = make_data(tmp_path / "short", [20 + 3 * number for number in range(10)])
+    curriculum = {"data": {"curriculum": [{"path": str(short), "until": BOUNDARY}]}}
+    base = {"train": {"steps": 6, "segments_per_update": 2}, "checkpoint": {"every": 1}}
+    return write_config(tmp_path / "run.yaml", books, tmp_path / "straight", curriculum, base, changes)
+
+
+def test_a_run_resumes_bitwise_before_at_and_after_a_boundary_and_is_computed_again(
+    tmp_path: Path, books: Path, rank_pool: Pool
+) -> None:
+    config, straight = config_of(tmp_path, books), tmp_path / "straight"
+    delivered = rank_pool(2).run(train_recording, config, [])
+    assert all(batch.is_new_document.all() for batch in delivered[0][BOUNDARY + 1][:2]), "the memory is not empty"
+    for step in (BOUNDARY - 1, BOUNDARY, BOUNDARY + 1):
+        resumed = tmp_path / f"from-{step}"
+        again = (f"run_dir={resumed}", f"resume={step_dir(straight, step)}")
+        assert rank_pool(2).run(train_here, config, again) == [0, 0]
+        assert losses(straight)[step:] == losses(resumed)
+        assert difference(*(checkpoint_content(step_dir(run_dir, 6)) for run_dir in (straight, resumed))) is None
+
+    moved = [f"run_dir={tmp_path / 'moved'}", f"resume={step_dir(straight, BOUNDARY)}"]
+    on_one_rank = rank_pool(1).run(train_recording, config, moved)
+    for step in range(BOUNDARY + 1, 7):
+        assert_as_delivered(tmp_path / "moved", step, on_one_rank)
+    for kept in (range(1, 7), [BOUNDARY - 1], []):  # from the step before, over the boundary, from the beginning
+        for step in set(range(1, 7)) - set(kept):
+            shutil.rmtree(step_dir(straight, step), ignore_errors=True)
+        for step in range(1, 7):
+            assert_as_delivered(straight, step, delivered)
+    code, _, lines = rank_pool(2).run(found_by, straight, BOUNDARY + 1)[0]
+    assert code == 0, lines
+    assert any(line.startswith(f"{BOUNDARY} of {BOUNDARY} other recorded points") for line in lines), lines
+
+
+def test_a_rollback_over_a_boundary_reads_the_stage_before_again(tmp_path: Path, books: Path, rank_pool: Pool) -> None:
+    changes: dict[str, Any] = {"divergence": {"action": "rollback"}, "checkpoint": {"every": 2}}
+    delivered = rank_pool(2).run(train_recording, config_of(tmp_path, books, **changes), [], BOUNDARY + 1)
+    for step in range(1, 7):
+        assert_as_delivered(tmp_path / "straight", step, delivered)
