@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import runpy
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,7 @@ def is_within(name: str, place: str) -> bool:
     return name == place or name.startswith(f"{place}.")
 
 
+@cache
 def imported_names(path: Path) -> set[str]:
     """Absolute names of everything a file imports, at top level or inside functions."""
     names: set[str] = set()
