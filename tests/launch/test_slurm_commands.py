@@ -135,7 +135,9 @@ def test_edits_while_queued_and_in_mid_run_do_not_enter(make_run: Callable[..., 
     assert f"the newest one, {job}, has ended" in run.call("cancel", "run", code=2)[1]
 
 
-@pytest.mark.parametrize("restart", ["requeue", "resubmit", "chain"])
+@pytest.mark.parametrize(
+    "restart", ["requeue", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("resubmit", "chain"))]
+)
 def test_cancelled_job_saves_and_stays_cancelled(make_run: Callable[..., Run], restart: str) -> None:
     run = make_run(steps=100_000, restart=restart, chain=3)
     job = run.submit()

@@ -312,8 +312,8 @@ WITH_COMMANDS = [page for page in PAGES if any(items_of(page))]
 OF_NIGHT = {
     f"docs/howto/{name}.md"
     for name in (
-        *("add_a_memory", "arena", "dialogue", "evaluate", "figures", "gpt2", "inspect", "llama", "report"),
-        *("reproduce", "sorting", "sweep", "transformers"),
+        *("add_a_memory", "arena", "dialogue", "evaluate", "figures", "gpt2", "inspect", "llama", "performance"),
+        *("report", "reproduce", "sorting", "sweep", "transformers"),
     )
 }
 BY_DAY_OR_NIGHT = [
