@@ -182,6 +182,7 @@ def test_cancel_now_saves_nothing(make_run: Callable[..., Run]) -> None:
     assert not list((run.directory / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.nightly
 def test_dependency_is_honoured_once(make_run: Callable[..., Run], slurm: Cluster) -> None:
     """The job waits for the one it depends on; its requeue does not wait again."""
     first = slurm.submit("--output=/dev/null", "--wrap=sleep 15")

@@ -183,6 +183,7 @@ def test_edit_in_mid_run_does_not_enter_at_the_next_start(
         assert not list(submitted.folder.glob(".dist_mem-*")), "the pointer goes with the job"
 
 
+@pytest.mark.nightly
 def test_array_trains_every_line_once_however_often_it_is_submitted(
     slurm: Cluster, books: Path, tmp_path: Path
 ) -> None:

@@ -39,8 +39,10 @@ TABLES = table_names(ROOT / FOLDER)
 STEPS = 40
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.nightly if name == "infinite.fig3" else pytest.mark.slow) for name in TABLES],
+)
 def test_every_row_of_every_table_is_a_configuration(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     table = load_table(name)
@@ -147,7 +149,7 @@ def test_a_killed_table_goes_on_and_ends_as_one_left_alone(folder: Path) -> None
     assert all(values(folder, "killed").values())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_figures_are_drawn_from_the_rows_that_they_show(folder: Path) -> None:
     table = yaml.safe_load((folder / FOLDER / "two.yaml").read_text())
     write_table(
