@@ -23,7 +23,7 @@ from tests.support.scored_library import ALONE, LENGTHS, SEG_LEN, assert_same, c
 
 KINDS = {**MEMORIES, "sticky": {**MEMORIES["infinite"], "sampling": "sticky"}}
 REST = ["transformer_xl", "lamemo", "compressive", "infinite_over_compressive", "infinite"]
-NAMES = ["infinite_over_lamemo", "sticky", "none", *(pytest.param(name, marks=pytest.mark.slow) for name in REST)]
+NAMES = ["infinite_over_lamemo", "sticky", "none", *(pytest.param(name, marks=pytest.mark.nightly) for name in REST)]
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom.\n"
 
 

@@ -61,7 +61,7 @@ SIZES = (1, 2, 4)
 LANES = (1, 5, 16)  # the last: more lanes than documents, and a rank without any
 # A Latin square: every pair of a memory, a number of ranks and a number of lanes is met, not every triple.
 PAIRS = [
-    pytest.param(kind, size, LANES[(number + index) % len(LANES)], marks=pytest.mark.slow if size == 4 else ())
+    pytest.param(kind, size, LANES[(number + index) % len(LANES)], marks=pytest.mark.nightly if size == 4 else ())
     for number, kind in enumerate(memory_kinds())
     for index, size in enumerate(SIZES)
 ]

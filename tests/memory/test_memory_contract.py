@@ -6,9 +6,11 @@ themselves stand in dist_mem/contract/. Rule 9, parity with published vectors, h
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from dist_mem.contract.check_memory import RULES, Rule
 from dist_mem.contract.rules import no_output_depends_on_a_later_token
@@ -17,8 +19,17 @@ from dist_mem.memory import build_memory
 from tests.support.contract_cases import CASES, SEG_LEN, case_params, rotated, subject, takes_short_first
 
 
-@pytest.mark.parametrize("rule", RULES, ids=[rule.statement for rule in RULES])
-@pytest.mark.parametrize(("case", "norm"), rotated(CASES, ["pre", "post"]))
+def product_with_rules() -> Iterator[ParameterSet]:
+    """Yield the product of memories, norms and rules; by day a further variant meets a third of the rules."""
+    for number, param in enumerate(rotated(CASES, ["pre", "post"])):
+        for place, rule in enumerate(RULES):
+            case, norm = param.values
+            is_left_out = bool(param.marks) and (number // 2 + place) % 3 > 0
+            marks = pytest.mark.nightly if is_left_out else param.marks
+            yield pytest.param(case, rule, norm, marks=marks, id=f"{case}-{norm}-{rule.statement}")
+
+
+@pytest.mark.parametrize(("case", "rule", "norm"), list(product_with_rules()))
 def test_memory_keeps_the_contract(case: str, rule: Rule, norm: str) -> None:
     rule.check(subject(case, norm))
 

@@ -35,7 +35,7 @@ def check_same(predicted: Counted, whole: Counted) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("saves", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("saves", [True, pytest.param(False, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("kind", memory_kinds())
 def test_two_and_three_blocks_foretell_the_whole_model(kind: str, saves: bool, precision: str) -> None:
     asked = config(kind, activation_checkpointing="blocks" if saves else "none", precision=precision)

@@ -96,7 +96,7 @@ def test_make_test_is_the_larger_part_of_all_tests(
 
 
 def test_every_variant_of_a_memory_trains_on_two_ranks_before_the_night(every_test: list[pytest.Function]) -> None:
-    """Each at a stage or more, and under every rule of the contract with a norm or more."""
+    """Each at a stage or more, and under a third of the contract's rules; every memory of the package under all."""
     by_day = [item for item in every_test if not item.get_closest_marker("nightly")]
     trained = {
         (params_of(item)["case"], params_of(item)["stage"])
@@ -105,7 +105,9 @@ def test_every_variant_of_a_memory_trains_on_two_ranks_before_the_night(every_te
     }
     assert {case for case, _ in trained} == set(CASES)
     ruled = [params_of(item) for item in by_day if item.originalname == "test_memory_keeps_the_contract"]
-    assert {(param["case"], param["rule"]) for param in ruled} == set(product(CASES, RULES))
+    found = {(param["case"], param["rule"]) for param in ruled}
+    assert found >= set(product(memory_kinds(), RULES))
+    assert all(sum((case, rule) in found for rule in RULES) >= len(RULES) // 3 for case in CASES)
 
 
 def test_the_longest_files_exist() -> None:
