@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Processes that share the tests, a file each; 0: none but one's own, as for a debugger.
 JOBS ?= 2
+# Of what `make test` leaves out, the part K/N that `make test-all` takes.
+PART ?= 0/1
 SHARED := --dist loadfile --no-loadscope-reorder
 BIN := $(VENV)/bin
 # The tests of `make test`; CONTRIBUTING.md says what the marks mean.
@@ -30,7 +32,7 @@ test: setup
 	$(BIN)/python -m pytest -m "$(QUICK)" --numprocesses $(JOBS) $(SHARED)
 
 test-all: setup
-	$(BIN)/python -m pytest -m "not nightly" --numprocesses $(JOBS) $(SHARED)
+	$(BIN)/python -m pytest -m "not nightly" --slow-part $(PART) --numprocesses $(JOBS) $(SHARED)
 
 nightly: setup
 	$(BIN)/python -m pytest -m nightly --timeout 7200

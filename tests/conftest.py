@@ -16,7 +16,7 @@ from dist_mem.runtime.network_interface import free_port
 from dist_mem.tracking.mlflow_run import connect
 from tests.support.clock import clock as clock
 from tests.support.limits import limit
-from tests.support.order import longest_first
+from tests.support.order import is_in_part, longest_first
 from tests.support.paths import ROOT
 from tests.support.ranks import RankPool, launcher_environment
 from tests.support.scored_library import write_library
@@ -36,9 +36,23 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     return (yield)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slow-part", default="0/1", metavar="K/N", help="of what `make test` leaves out, take the K-th of N parts"
+    )
+
+
 @pytest.hookimpl(trylast=True)  # when other tests are deselected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the longest files where processes share the files."""
+    """Take a part of the tests that are not quick; begin with the longest files where processes share the files."""
+    part = config.getoption("slow_part")
+    kept, left_out = [], []
+    for item in items:
+        is_quick = not any(item.get_closest_marker(mark) for mark in MINUTES)
+        (kept if is_quick or is_in_part(item.nodeid, part) else left_out).append(item)
+    items[:] = kept
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
     if hasattr(config, "workerinput"):  # of pytest-xdist
         items[:] = longest_first(items)
 

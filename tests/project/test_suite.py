@@ -12,7 +12,7 @@ import pytest
 from dist_mem.contract.check_memory import RULES
 from dist_mem.memory import memory_kinds
 from tests.support.contract_cases import CASES
-from tests.support.order import LONGEST
+from tests.support.order import LONGEST, is_in_part
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.slow  # the collection takes 10 seconds
@@ -108,6 +108,15 @@ def test_every_variant_of_a_memory_trains_on_two_ranks_before_the_night(every_te
     found = {(param["case"], param["rule"]) for param in ruled}
     assert found >= set(product(memory_kinds(), RULES))
     assert all(sum((case, rule) in found for rule in RULES) >= len(RULES) // 3 for case in CASES)
+
+
+def test_every_test_is_in_one_part(every_test: list[pytest.Function]) -> None:
+    for item in every_test[:100]:
+        assert sum(is_in_part(item.nodeid, part) for part in ("0/3", "1/3", "2/3")) == 1
+        assert is_in_part(item.nodeid, "0/1")
+    for wrong in ("1", "3/3", "-1/3", "a/b"):
+        with pytest.raises(pytest.UsageError, match="must be K/N with K below N"):
+            is_in_part("test", wrong)
 
 
 def test_the_longest_files_exist() -> None:

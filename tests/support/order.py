@@ -1,7 +1,8 @@
-"""Order of the test files: the longest first, so that no process is left with a long one at the end."""
+"""Order of the test files: the longest first, so that no process is left with a long one at the end; and shares."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import pytest
@@ -46,3 +47,15 @@ def longest_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
         return place.get(path, len(place)), -numbers[path], path
 
     return sorted(items, key=key)
+
+
+def is_in_part(name: str, part: str) -> bool:
+    """Return whether a test belongs to the part "K/N", the K-th of N from 0; every test belongs to one of the N.
+
+    Raises:
+        pytest.UsageError: `part` is none.
+    """
+    number, _, parts = part.partition("/")
+    if not (number.isdecimal() and parts.isdecimal() and int(number) < int(parts)):
+        raise pytest.UsageError(f"--slow-part is {part}, but must be K/N with K below N, as 0/3")
+    return zlib.crc32(name.encode()) % int(parts) == int(number)
