@@ -104,6 +104,7 @@ def main() -> None:
     parser = arguments_of(__doc__, **SIZES, **RUN)
     parser.add_argument("--baseline", type=Path, help="another checkout of dist_mem to compare with")
     parser.add_argument("--cases", nargs="+", default=list(memories(1)), help="memories, default: all")
+    parser.add_argument("--baseline-cases", nargs="+", help="those that the other checkout has, default: --cases")
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     clock = "processor_seconds for a busy machine, with --threads 1; default: %(default)s"
     parser.add_argument("--clock", choices=["seconds", "processor_seconds"], default="seconds", help=clock)
@@ -113,7 +114,14 @@ def main() -> None:
     workers = {"here": Worker(ROOT, arguments, keeps_heap=True)}
     if arguments.baseline:
         workers["baseline"] = Worker(arguments.baseline.absolute(), arguments, keeps_heap=True)
-    cases = [(version, name, dtype) for dtype in arguments.dtypes for name in arguments.cases for version in workers]
+    has = {"here": arguments.cases, "baseline": arguments.baseline_cases or arguments.cases}
+    cases = [
+        (version, name, dtype)
+        for dtype in arguments.dtypes
+        for name in arguments.cases
+        for version in workers
+        if name in has[version]
+    ]
     if find_spec("x_transformers"):
         workers["peers"] = Worker(ROOT, arguments, keeps_heap=False)
         cases += [("peers", name, dtype) for dtype in arguments.dtypes for name in PEERS]

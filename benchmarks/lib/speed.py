@@ -11,6 +11,7 @@ from lib.common import seconds
 from omegaconf import OmegaConf
 
 from dist_mem.config import Config
+from dist_mem.memory.base import map_state
 from dist_mem.model import MemoryLM
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -71,7 +72,7 @@ def training_step(
         aux = sum(loss.mean() for loss in output.aux.values())
         (output.nll.mean() + aux).backward()
         model.zero_grad()
-        state[0] = output.state
+        state[0] = map_state(torch.Tensor.detach, output.state)  # as between two updates
 
     for _ in range(4):  # fill the memory, warm up
         step()
