@@ -1,34 +1,34 @@
-"""Build shards of enwik8 and text8 (Mahoney 2006, mattmahoney.net/dc): one token per byte, 90 / 5 / 5 million tokens.
+"""Build shards of enwik8 and text8 (Mahoney 2006): one token per byte, 90 / 5 / 5 million tokens.
 
     curl -O http://mattmahoney.net/dc/enwik8.zip && unzip enwik8.zip
-    python shards/build_characters.py --source enwik8 --out data/enwik8
-    python shards/build_characters.py --source text8 --out data/text8
+    dist-mem data build characters --source enwik8 --out data/enwik8
+    dist-mem data build characters --source text8 --out data/text8
 
-The content shows which file it is: text8 has only a to z and spaces. The splits are the published ones, each a single
-document, for the layout `stream`. `dist-mem evaluate` reports bits per byte, which the papers call bits per character.
+The content shows which file it is: text8 has only a to z and spaces. The splits are the published
+ones, each a single document, for the layout `stream`. `dist-mem evaluate` reports bits per byte,
+which the papers call bits per character.
 
-The published counts (LaMemo, table 4) are those of Transformer-XL's preparation, and the counts here are the same:
-- enwik8 88,982,818 / 4,945,742 / 4,943,417: the 1,128,023 newlines are lost, because that preparation reads line by
-  line and adds nothing at line ends. `--newlines keep` keeps them: 90,000,000 / 5,000,000 / 5,000,000, as in other
-  papers.
-- text8 89,999,999 / 4,999,999 / 5,000,000: spaces at the ends of a split are stripped, one in train and one in
-  validation.
+The published counts (LaMemo, table 4) are those of Transformer-XL's preparation, and the counts
+here are the same:
+- enwik8 88,982,818 / 4,945,742 / 4,943,417: the 1,128,023 newlines are lost, because that
+  preparation reads line by line and adds nothing at line ends. `--newlines keep` keeps them:
+  90,000,000 / 5,000,000 / 5,000,000, as in other papers.
+- text8 89,999,999 / 4,999,999 / 5,000,000: spaces at the ends of a split are stripped, one in train
+  and one in validation.
 
-The vocabulary is fixed: 256 bytes and BOS; the published ones have only the 204 bytes or 27 letters that occur.
+The vocabulary is fixed: 256 bytes and BOS; the published ones have only the 204 bytes or 27 letters
+that occur.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import sys
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from builder_options import builder_parser, exit_code
-
 from dist_mem.data.builders.builder import build_dataset
+from dist_mem.data.builders.options import add_build_options, check_paths
 from dist_mem.data.builders.source import FileSlice, SourceDocument
 from dist_mem.runtime.files import sha256_of
 
@@ -45,14 +45,9 @@ OFFICIAL_TOKENS = {  # LaMemo, table 4
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Build, report errors, and return the exit code."""
-    options = parse_arguments(arguments)
-    return exit_code(lambda: build(options), builder="build_characters", reads=[options.source])
-
-
 def build(options: argparse.Namespace) -> None:
     """Detect the corpus, split it, compare the counts with the published ones, and build."""
+    check_paths(options.source)
     content = read_whole(options.source)
     corpus = "enwik8" if content.translate(None, LETTERS) else "text8"
     without = b"\n" if corpus == "enwik8" and options.newlines == "drop" else b""
@@ -76,14 +71,14 @@ def build(options: argparse.Namespace) -> None:
     )
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = builder_parser(__doc__, vocab_size=None)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this builder."""
+    add_build_options(parser, vocab_size=None)
     add = parser.add_argument
     add("--source", type=Path, required=True, help="the file enwik8 or text8, unpacked")
     add("--out", type=Path, required=True, help="data directory to build: data.path of a configuration")
     add("--name", help="of the dataset, part of the tars' names (default: enwik8 or text8)")
     add("--newlines", choices=("drop", "keep"), default="drop", help="of enwik8 (default: %(default)s, as published)")
-    return parser.parse_args(arguments)
 
 
 def read_whole(path: Path) -> bytes:
@@ -119,7 +114,3 @@ def check_counts(corpus: str, splits: dict[str, list[SourceDocument]]) -> None:
         if found != published:
             raise ValueError(f"{split}: {found:,} tokens, but {corpus} has {published:,}: the preparation is at fault")
         print(f"{split}: {published:,} tokens, as published for {corpus}", flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

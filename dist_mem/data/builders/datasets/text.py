@@ -1,45 +1,38 @@
-"""Build shards of your own corpus: a document per .txt file, or per row of JSON lines, Parquet or a saved dataset.
+"""Build shards of your own corpus: .txt files, or rows of JSON lines, Parquet and saved datasets.
 
-    dist-mem data build text --source corpus --out data/mine                         # corpus/{train,validation,test}
-    dist-mem data build text --source web.jsonl.zst --out data/web --text-field body --id-field url --workers 8
-    dist-mem data build text --source essays letters --out data/mine --split-by-hash train=0.9,validation=0.05,test=0.05
+    dist-mem data build text --source corpus --out data/mine        # corpus/{train,validation,test}
+    dist-mem data build text --source web.jsonl.zst --out data/web --text-field body --workers 8
+    dist-mem data build text --source essays letters --out data/mine --validation 0.05 --test 0.05
 
---source takes .txt (UTF-8), .jsonl, .jsonl.gz, .jsonl.zst, .parquet and .arrow files, folders of them at any depth, and
-folders that Hugging Face's datasets saved (save_to_disk). Splits are the folders train, validation and test directly
-under --source, files of rows named train.jsonl or train-00000.parquet, or the splits of a saved DatasetDict. Without
-any of them, or with --split-by-hash, a checksum of a document's id determines its split, whatever other documents are
+--source takes .txt (UTF-8), .jsonl, .jsonl.gz, .jsonl.zst, .parquet and .arrow files, folders of
+them at any depth, and folders that Hugging Face's datasets saved (save_to_disk). Splits are the
+folders train, validation and test directly under --source, files of rows named train.jsonl or
+train-00000.parquet, or the splits of a saved DatasetDict. Without any of them, or with
+--split-by-hash, a checksum of a document's id determines its split, whatever other documents are
 added or removed, and on every machine. Fractions are approximate, and count documents, not bytes.
 
-The id of a row is its field id, else the name of its file and its number; the id of a .txt file is its path under
---source. No text may be in two splits; white space makes no difference.
+The id of a row is its field id, else the name of its file and its number; the id of a .txt file is
+its path under --source. No text may be in two splits; white space makes no difference.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-
-from builder_options import builder_parser, exit_code
 
 from dist_mem.data.builders.builder import build_dataset
 from dist_mem.data.builders.corpus import Documents, by_folder, find_files, read_documents, without_shared_texts
 from dist_mem.data.builders.hash_split import DEFAULT_FRACTIONS, SPLITS, parse_fractions, split_of
+from dist_mem.data.builders.options import add_build_options, check_paths
 from dist_mem.errors import UnusableError
 
 DEFAULT = ",".join(f"{split}={fraction}" for split, fraction in DEFAULT_FRACTIONS.items())
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Build, report errors, and return the exit code."""
-    options = parse_arguments(arguments)
-    return exit_code(lambda: build(options), builder="build_text", reads=[*options.source, options.tokenizer_from])
-
-
 def build(options: argparse.Namespace) -> None:
     """Read the corpus, assign its documents to splits, and build."""
+    check_paths(*options.source, options.tokenizer_from)
     build_dataset(
         without_shared_texts(read_splits(options), drop=options.drop_duplicates),
         options.out,
@@ -53,8 +46,9 @@ def build(options: argparse.Namespace) -> None:
     )
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = builder_parser(__doc__, vocab_size=8_000)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this builder."""
+    add_build_options(parser, vocab_size=8_000)
     add = parser.add_argument
     add("--source", type=Path, required=True, nargs="+", help="folders, or files")
     add("--out", type=Path, required=True, help="data directory to build: data.path of a configuration")
@@ -74,17 +68,22 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--tokenizer", choices=("sentencepiece", "bytes"), default="sentencepiece", help="default: %(default)s")
     add("--tokenizer-from", type=Path, metavar="DIR", help="take the tokenizer of this data directory instead")
     add("--seed", type=int, default=0, help="of the lines SentencePiece is trained on (default: %(default)s)")
-    options = parser.parse_args(arguments)
-    if options.validation or options.test:
-        if options.split_by_hash:
-            parser.error("--validation and --test are short for --split-by-hash: give one or the other")
-        if options.validation + options.test >= 1:
-            parser.error("--validation and --test leave nothing to train on: together they must be less than 1")
-        rest = 1 - options.validation - options.test
-        options.split_by_hash = {"train": rest, "validation": options.validation, "test": options.test}
-    if options.split_seed is not None and not options.split_by_hash:
-        options.split_by_hash = DEFAULT_FRACTIONS
-    return options
+
+
+def fractions_of(options: argparse.Namespace) -> dict[str, float] | None:
+    """Return the fractions by which documents are dealt out; None if folders that are splits come first.
+
+    Raises:
+        UnusableError: --validation and --test contradict each other or --split-by-hash.
+    """
+    if not options.validation and not options.test:
+        return options.split_by_hash or (DEFAULT_FRACTIONS if options.split_seed is not None else None)
+    if options.split_by_hash:
+        raise UnusableError("--validation and --test are short for --split-by-hash: give one or the other")
+    if options.validation + options.test >= 1:
+        raise UnusableError("--validation and --test leave nothing to train on: together they must be less than 1")
+    rest = 1 - options.validation - options.test
+    return {"train": rest, "validation": options.validation, "test": options.test}
 
 
 def fractions(text: str) -> dict[str, float]:
@@ -112,10 +111,11 @@ def read_splits(options: argparse.Namespace) -> dict[str, Documents]:
     Raises:
         UnusableError: as `read_documents`; or a split that has a fraction gets no document.
     """
+    given = fractions_of(options)
     files = find_files(options.source)
-    folders = None if options.split_by_hash else by_folder(files, options.source)
-    dealt = options.split_by_hash or DEFAULT_FRACTIONS
-    if folders is None and not options.split_by_hash:
+    folders = None if given else by_folder(files, options.source)
+    dealt = given or DEFAULT_FRACTIONS
+    if folders is None and not given:
         print(f"no folders train, validation, test: documents are dealt out by their ids, {DEFAULT}", flush=True)
     splits = read_documents(
         {"": files} if folders is None else folders,
@@ -133,7 +133,3 @@ def read_splits(options: argparse.Namespace) -> dict[str, Documents]:
             f"or put the files into folders named {', '.join(SPLITS)}"
         )
     return {split: splits[split] for split in [*SPLITS, *sorted(splits.keys() - set(SPLITS))] if split in splits}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

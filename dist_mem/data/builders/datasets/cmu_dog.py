@@ -1,40 +1,40 @@
-"""Build shards of CMU-DoG (Zhou et al. 2018): conversations about a film and a text about it; the replies are scored.
+"""Build shards of CMU-DoG (Zhou et al. 2018): conversations about a film; the replies are scored.
 
     git clone https://github.com/festvox/datasets-CMU_DoG
-    python shards/build_cmu_dog.py --source datasets-CMU_DoG --out data/cmu_dog
-    python shards/build_cmu_dog.py --source datasets-CMU_DoG --out data/cmu_dog_released --splits released
-    python shards/build_cmu_dog.py --source datasets-CMU_DoG --out data/cmu_dog_bare --no-document
+    dist-mem data build cmu_dog --source datasets-CMU_DoG --out data/cmu_dog
+    dist-mem data build cmu_dog --source datasets-CMU_DoG --out data/released --splits released
+    dist-mem data build cmu_dog --source datasets-CMU_DoG --out data/cmu_dog_bare --no-document
 
-A document is one conversation: the Wikipedia text about the film, an empty line, then the turns, one per line, as
-"A: text" (user1) and "B: text" (user2). The scored part of a turn, of both users, is from the space after its tag to
-the end of its line. docs/howto/dialogue.md explains these choices.
+A document is one conversation: the Wikipedia text about the film, an empty line, then the turns,
+one per line, as "A: text" (user1) and "B: text" (user2). The scored part of a turn, of both users,
+is from the space after its tag to the end of its line. docs/howto/dialogue.md explains these
+choices.
 
-Some conversations of validation and test are in the released train split too. By default these copies are removed from
-train; validation and test are always complete. The titles of the leaked conversations end in a mark, by which
-`dist-mem dialogue` reports them separately. The tokenizer is the same for all of these builds: it is trained on every
-film once, and on the turns of train without the copies. The data have no licence file: ask before redistributing them.
+Some conversations of validation and test are in the released train split too. By default these
+copies are removed from train; validation and test are always complete. The titles of the leaked
+conversations end in a mark, by which `dist-mem dialogue` reports them separately. The tokenizer is
+the same for all of these builds: it is trained on every film once, and on the turns of train
+without the copies. The data have no licence file: ask before redistributing them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from builder_options import builder_parser, exit_code, positive
-
 from dist_mem.data.builders.builder import build_dataset
+from dist_mem.data.builders.options import add_build_options, check_paths, positive
 from dist_mem.data.builders.source import SourceDocument, read_text
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.tokenizers.sentencepiece import train_pieces
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
-from dist_mem.dialogue.replies import LEAKED
 
+LEAKED = " (also in the released train split)"  # suffix of the titles of such conversations
 FOLDERS = {"train": "train", "validation": "valid", "test": "test"}  # split -> its folder in Conversations
 TAGS = {"user1": "A:", "user2": "B:"}
 PUBLISHED = 4_112  # conversations, Zhou et al. 2018 and the README of the data
@@ -69,14 +69,9 @@ class Film(NamedTuple):
     text: str  # lines
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Build, report errors, and return the exit code."""
-    options = parse_arguments(arguments)
-    return exit_code(lambda: build(options), builder="build_cmu_dog", reads=[options.source, options.tokenizer_from])
-
-
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = builder_parser(__doc__, vocab_size=8_000)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this builder."""
+    add_build_options(parser, vocab_size=8_000)
     add = parser.add_argument
     add("--source", type=Path, required=True, help="clone of the data: has the folders Conversations and WikiData")
     add("--out", type=Path, required=True, help="data directory to build: data.path of a configuration")
@@ -96,11 +91,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--limit", type=positive, metavar="N", help="only the first N conversations of every split")
     add("--tokenizer", choices=("sentencepiece", "bytes"), default="sentencepiece", help="default: %(default)s")
     add("--tokenizer-from", type=Path, metavar="DIR", help="take the tokenizer of this data directory instead")
-    return parser.parse_args(arguments)
 
 
 def build(options: argparse.Namespace) -> None:
     """Read the data, print the number of conversations, and build."""
+    check_paths(options.source, options.tokenizer_from)
     films = read_films(options.source / "WikiData")
     released = {
         split: read_conversations(options.source / "Conversations" / folder, films) for split, folder in FOLDERS.items()
@@ -234,7 +229,3 @@ def counts_table(released: dict[str, list[Conversation]], built: dict[str, list[
     total = sum(map(len, released.values()))
     lines.append(f"{total:,} files, {len(distinct):,} distinct conversations; published: {PUBLISHED:,}")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

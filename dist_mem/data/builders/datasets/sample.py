@@ -1,10 +1,11 @@
 """Build the sample library (sample_library.py) as texts in the layout of PG-19, and as shards.
 
-    python shards/build_sample.py --out data/sample
-    python shards/build_sample.py --out data/sample --books 1000 --seed 1
+    dist-mem data build sample --out data/sample
+    dist-mem data build sample --out data/sample --books 1000 --seed 1
 
-<out>/texts has {train,validation,test}/<id>.txt and metadata.csv, as `build_pg19.py --source` reads them; the shards in
-<out> have the same books with their recall distances. The same options always produce the same bytes.
+<out>/texts has {train,validation,test}/<id>.txt and metadata.csv, as `data build pg19` reads them;
+the shards in <out> have the same books with their recall distances. The same options always produce
+the same bytes.
 """
 
 from __future__ import annotations
@@ -13,15 +14,12 @@ import argparse
 import csv
 import io
 import random
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from builder_options import builder_parser, exit_code, positive
-from sample_library import Book, write_book
-
 from dist_mem.data.builders.builder import build_dataset
+from dist_mem.data.builders.options import add_build_options, positive
+from dist_mem.data.builders.sample_library import Book, write_book
 from dist_mem.data.builders.source import SourceDocument
 from dist_mem.runtime.files import write_text
 
@@ -38,12 +36,6 @@ SIZES = {
 }
 VOCAB_SIZE = 1280  # the smallest multiple of 256 at which every recalled word is one token
 FIRST_IDS = {"train": 1001, "validation": 8001, "test": 9001}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Build, report errors, and return the exit code."""
-    options = parse_arguments(arguments)
-    return exit_code(lambda: build(options), builder="build_sample")
 
 
 def build(options: argparse.Namespace) -> None:
@@ -69,14 +61,14 @@ def build(options: argparse.Namespace) -> None:
     write_texts(library, options.out / "texts")  # last: build_dataset first refuses to replace another library
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = builder_parser(__doc__, vocab_size=VOCAB_SIZE)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this builder."""
+    add_build_options(parser, vocab_size=VOCAB_SIZE)
     add = parser.add_argument
     add("--out", type=Path, default=Path("data/sample"), help="data directory to build (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the whole library (default: %(default)s)")
     add("--size", choices=tuple(SIZES), default="demo", help="tiny: for tests (default: %(default)s)")
     add("--books", type=positive, metavar="N", help="of the train split, instead of those of --size")
-    return parser.parse_args(arguments)
 
 
 def write_split(split: str, count: int, size: Size, *, seed: int) -> dict[str, Book]:
@@ -102,7 +94,3 @@ def write_texts(library: dict[str, dict[str, Book]], folder: Path) -> None:
             write_text(folder / split / f"{book_id}.txt", book.text)
             metadata.writerow([book_id, book.title, book.year, ""])
     write_text(folder / "metadata.csv", rows.getvalue())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,7 +2,7 @@
 
     python shards/gpt2_tokenizer.py gpt2 --out data/gpt2_tokenizer      # vocab.json and merges.txt, or tokenizer.json
     python shards/gpt2_tokenizer.py pg19/train --train --vocab-size 2000 --out data/small_tokenizer
-    python shards/build_pg19.py --source pg19 --out data/pg19_gpt2 --tokenizer-from data/gpt2_tokenizer
+    dist-mem data build pg19 --source pg19 --out data/pg19_gpt2 --tokenizer-from data/gpt2_tokenizer
 
 FOLDER is a model's folder in Hugging Face's layout, or with --train a folder of .txt files, all of which are read.
 """
@@ -14,17 +14,22 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from builder_options import exit_code, positive
-
+from dist_mem.data.builders.options import positive
 from dist_mem.data.builders.source import read_text
 from dist_mem.data.tokenizers.byte_pairs import read_byte_pairs, train_byte_pairs
 from dist_mem.data.tokenizers.registry import save_tokenizer
+from dist_mem.errors import EXIT_DONE, run_error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Create the directory, report errors, and return the exit code."""
     options = parse_arguments(arguments)
-    return exit_code(lambda: make(options), builder="gpt2_tokenizer", reads=[options.folder])
+    try:
+        make(options)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return run_error(error).exit_code
+    return EXIT_DONE
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -57,7 +62,3 @@ def texts(folder: Path) -> Iterator[str]:
     if not found:
         raise ValueError(f"{folder} has no .txt files")
     return (read_text(path) for path in found)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,34 +1,34 @@
-"""Build the passkey task and RULER's needles: a number that is told somewhere in a long text, and asked for at its end.
+"""Build the passkey task and RULER's needles: a number in a long text, asked for at its end.
 
-    python shards/build_passkey.py --out data/passkey --lengths 1000 4000 16000
-    python shards/build_passkey.py --out data/needles --form ruler --needles 4 --lengths 4000 --books pg19
-    python shards/build_passkey.py --out data/passkey_short --lengths 400 --digits 2 --train 20000
+    dist-mem data build passkey --out data/passkey --lengths 1000 4000 16000
+    dist-mem data build passkey --out data/needles --form ruler --needles 4 --books pg19
+    dist-mem data build passkey --out data/passkey_short --lengths 400 --digits 2 --train 20000
 
---form passkey is the prompt of Mohtashami and Jaggi 2023 (Landmark attention): one number, up to 50,000. --form ruler
-is that of Hsieh et al. 2024 (RULER): 1 to 8 needles, each a key and a number of 7 digits, of which one is asked for.
-The haystack is their repeated sentences, or the sentences of --books, read on from any one. The depth of a needle is
-uniform over the text. Only the tokens of the answer are scored; their recall distance is that to the number in the
-needle. Lengths are at most those given; tokens are bytes, or those of --tokenizer-from. No number of one split is in
-another. Each length has its own data directory, <out>/<length>. The same options always produce the same bytes.
+--form passkey is the prompt of Mohtashami and Jaggi 2023 (Landmark attention): one number, up to
+50,000. --form ruler is that of Hsieh et al. 2024 (RULER): 1 to 8 needles, each a key and a number
+of 7 digits, of which one is asked for. The haystack is their repeated sentences, or the sentences
+of --books, read on from any one. The depth of a needle is uniform over the text. Only the tokens of
+the answer are scored; their recall distance is that to the number in the needle. Lengths are at
+most those given; tokens are bytes, or those of --tokenizer-from. No number of one split is in
+another. Each length has its own data directory, <out>/<length>. The same options always produce the
+same bytes.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count
 from typing import NamedTuple
 
-from builder_options import exit_code, positive
-from haystacks import REPEATED, Books, Haystack, Repeat
-from sample_words import MATERIALS, TREASURES
-from task_splits import Task, build_task, counts_of, draw_of_split, task_parser
-from task_text import Question, add_text_options, document_of, fitted, tokenizer_of
-
 from dist_mem.data.builders.hash_split import SPLITS
+from dist_mem.data.builders.haystacks import REPEATED, Books, Haystack, Repeat
+from dist_mem.data.builders.options import check_paths, positive
+from dist_mem.data.builders.sample_words import MATERIALS, TREASURES
+from dist_mem.data.builders.task_splits import Task, add_task_options, build_task, counts_of, draw_of_split
+from dist_mem.data.builders.task_text import Question, add_text_options, document_of, fitted, tokenizer_of
 from dist_mem.data.shard import TokenizedDocument
 from dist_mem.data.tokenizers.base import Tokenizer
 
@@ -68,25 +68,19 @@ class Form(NamedTuple):
     largest: int
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Build, report errors, and return the exit code."""
-    options = parse_arguments(arguments)
-    reads = [options.books, options.tokenizer_from]
-    return exit_code(lambda: build(options), builder="build_passkey", reads=reads)
-
-
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = task_parser(__doc__, out="data/passkey", lengths=4000)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this builder."""
+    add_task_options(parser, out="data/passkey", lengths=4000)
     add = parser.add_argument
     add("--form", choices=(PASSKEY, RULER), default=PASSKEY, help="of the text (default: %(default)s)")
     add("--needles", type=positive, default=1, metavar="N", help=f"of ruler: 1 to {MAX_NEEDLES} (default: 1)")
     add("--digits", type=positive, metavar="N", help="of a number (default: as published, see above)")
     add_text_options(parser)
-    return parser.parse_args(arguments)
 
 
 def build(options: argparse.Namespace) -> None:
     """Build a data directory for each length."""
+    check_paths(options.books, options.tokenizer_from)
     form, tokenizer = form_of(options), tokenizer_of(options.tokenizer_from)
     haystack: Haystack = Repeat(" ".join(REPEATED)) if form.kind == RULER else Repeat(*REPEATED)
     if options.books is not None:
@@ -173,7 +167,3 @@ def compose(needles: Sequence[Needle], sentences: Sequence[str], *, form: Form, 
         told = RULER_NEEDLE.format(key=asked.key, number=asked.number)
     referent = text.index(told) + told.index(asked.number)
     return Question(f"{text} {asked.number}", asked.number, referent, title)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

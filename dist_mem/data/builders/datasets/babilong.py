@@ -1,59 +1,51 @@
-"""Build BABILong (Kuratov et al. 2024), tasks qa1 to qa5: facts of a story hidden in a long text, and a question.
+"""Build BABILong (Kuratov et al. 2024), qa1 to qa5: facts hidden in a long text, and a question.
 
-    python shards/build_babilong.py --out data/babilong --tasks qa1 qa2 --lengths 1000 4000 16000
-    python shards/build_babilong.py --out data/babi_books --lengths 128000 --books pg19 --tokenizer-from data/pg19
+    dist-mem data build babilong --out data/babilong --tasks qa1 qa2 --lengths 1000 4000 16000
+    dist-mem data build babilong --out data/babi_books --books pg19 --tokenizer-from data/pg19
 
-Stories follow the rules of bAbI (babi_stories.py); the published ones are a fixed download. Their facts stand in order,
-at uniform places, between the sentences of --books, as published those of PG-19, or of the sample library. The question
-and the answer end the document. Only the tokens of the answer are scored; their recall distance is that to the newest
-fact from which it follows. Lengths are at most those given, up to 1 million tokens and more; tokens are bytes, or those
-of --tokenizer-from. No story of one split is in another. Each task and length has its own data directory,
-<out>/<task>/<length>. The same options always produce the same bytes.
+Stories follow the rules of bAbI (babi_stories.py); the published ones are a fixed download. Their
+facts stand in order, at uniform places, between the sentences of --books, as published those of
+PG-19, or of the sample library. The question and the answer end the document. Only the tokens of
+the answer are scored; their recall distance is that to the newest fact from which it follows.
+Lengths are at most those given, up to 1 million tokens and more; tokens are bytes, or those of
+--tokenizer-from. No story of one split is in another. Each task and length has its own data
+directory, <out>/<task>/<length>. The same options always produce the same bytes.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count
-from pathlib import Path
 
-from babi_stories import NUM_FACTS, Story, draw_story
-from builder_options import exit_code, positive
-from haystacks import Books, Haystack, Library
-from task_splits import Task, build_task, counts_of, draw_of_split, task_parser
-from task_text import Question, add_text_options, document_of, fitted, tokenizer_of
-
+from dist_mem.data.builders.babi_stories import NUM_FACTS, Story, draw_story
 from dist_mem.data.builders.hash_split import SPLITS
+from dist_mem.data.builders.haystacks import Books, Haystack, Library
+from dist_mem.data.builders.options import check_paths, positive
+from dist_mem.data.builders.task_splits import Task, add_task_options, build_task, counts_of, draw_of_split
+from dist_mem.data.builders.task_text import Question, add_text_options, document_of, fitted, tokenizer_of
 from dist_mem.data.shard import TokenizedDocument
 from dist_mem.data.tokenizers.base import Tokenizer
 
 MAX_DRAWS = 1_000  # of a story that fits into the length
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Build, report errors, and return the exit code."""
-    options = parse_arguments(arguments)
-    reads: list[Path | None] = [options.books, options.tokenizer_from]
-    return exit_code(lambda: build(options), builder="build_babilong", reads=reads)
-
-
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = task_parser(__doc__, out="data/babilong", lengths=4000)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this builder."""
+    add_task_options(parser, out="data/babilong", lengths=4000)
     add = parser.add_argument
     add("--tasks", choices=tuple(NUM_FACTS), nargs="+", default=["qa1"], help="default: qa1")
     ranges = ", ".join(f"{task} {low} {high}" for task, (low, high) in NUM_FACTS.items())
     help = f"fewest and most facts of a story (default: {ranges})"
     add("--facts", type=positive, nargs=2, metavar=("LOW", "HIGH"), help=help)
     add_text_options(parser)
-    return parser.parse_args(arguments)
 
 
 def build(options: argparse.Namespace) -> None:
     """Build a data directory for each task and length."""
+    check_paths(options.books, options.tokenizer_from)
     tokenizer = tokenizer_of(options.tokenizer_from)
     haystack: Haystack = Library() if options.books is None else Books(options.books, SPLITS)
     for name in options.tasks:
@@ -108,7 +100,3 @@ def compose(story: Story, depths: Sequence[float], sentences: Sequence[str]) -> 
     text = " ".join([*parts, *sentences[end:], story.question, story.answer])
     title = f"{story.question} ({len(story.facts)} facts)"
     return Question(text, story.answer, start, title)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

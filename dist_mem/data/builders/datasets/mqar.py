@@ -1,31 +1,32 @@
-"""Build multi-query associative recall (Arora et al. 2023, "Zoology", sec. 4): values of keys, asked for later.
+"""Build multi-query associative recall (Arora et al. 2023, sec. 4): values of keys, asked for later.
 
-    python shards/build_mqar.py --out data/mqar --lengths 64 128 256 --pairs 8
-    python shards/build_mqar.py --out data/mqar_long --lengths 4096 --pairs 64 --power-a 1 --train 20000
+    dist-mem data build mqar --out data/mqar --lengths 64 128 256 --pairs 8
+    dist-mem data build mqar --out data/mqar_long --lengths 4096 --pairs 64 --power-a 1
 
-A document begins with pairs of a key and its value. Later every key comes once more, followed by its value: only these
-values are scored, and their recall distance is that to the value at the beginning. Between them stand random tokens, or
-token 0 (--filler). After how many places a key is asked for follows a power law with exponent a - 1: a = 0.01, as
-published, asks for most keys soon, a = 1 evenly anywhere. A token is a number, without text. Each length has its own
-data directory, <out>/<length>. The same options always produce the same bytes.
+A document begins with pairs of a key and its value. Later every key comes once more, followed by
+its value: only these values are scored, and their recall distance is that to the value at the
+beginning. Between them stand random tokens, or token 0 (--filler). After how many places a key is
+asked for follows a power law with exponent a - 1: a = 0.01, as published, asks for most keys soon,
+a = 1 evenly anywhere. A token is a number, without text. Each length has its own data directory,
+<out>/<length>. The same options always produce the same bytes.
 
-A document is the input of the published generator. There, the value is only the target of the key's place, and a random
-token follows the key; here the value follows, because a document's tokens are its targets.
+A document is the input of the published generator. There, the value is only the target of the key's
+place, and a random token follows the key; here the value follows, because a document's tokens are
+its targets.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-from builder_options import exit_code, positive
-from task_splits import Task, build_task, counts_of, draw_of_split, task_parser
 
 from dist_mem.data.builders.hash_split import SPLITS
+from dist_mem.data.builders.options import positive
+from dist_mem.data.builders.task_splits import Task, add_task_options, build_task, counts_of, draw_of_split
 from dist_mem.data.shard import TokenizedDocument
 from dist_mem.data.tokenizers.words import WordTokenizer
 
@@ -48,16 +49,9 @@ class Example(NamedTuple):
     referents: np.ndarray  # (num_pairs,) places of the same values in the pairs at the beginning
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Build, report errors, and return the exit code."""
-    options = parse_arguments(arguments)
-    return exit_code(lambda: build(options), builder="build_mqar")
-
-
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = task_parser(
-        __doc__, out="data/mqar", lengths=64, train=100_000, held_out=3_000, published=", as published"
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this builder."""
+    add_task_options(parser, out="data/mqar", lengths=64, train=100_000, held_out=3_000, published=", as published")
     add = parser.add_argument
     add("--vocab", type=positive, default=8192, metavar="N", help="keys and values (default: %(default)s)")
     add("--pairs", type=positive, default=8, metavar="N", help="keys of a document (default: %(default)s)")
@@ -65,7 +59,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--power-a", type=float, default=0.01, metavar="A", help="of the power law (default: %(default)s, as published)"
     )
     add("--filler", choices=FILLERS, default="random", help="between the queries (default: %(default)s, as published)")
-    return parser.parse_args(arguments)
 
 
 def build(options: argparse.Namespace) -> None:
@@ -150,7 +143,3 @@ def document(example: Example, number: int, tokenizer: WordTokenizer) -> Tokeniz
         mask=recall > 0,
         recall=recall,
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

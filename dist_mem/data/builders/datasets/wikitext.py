@@ -1,19 +1,22 @@
 """Build shards of WikiText-103 and WikiText-2 (Merity et al. 2016) from the official token files.
 
-    python shards/build_wikitext.py --source wikitext-103 --out data/wikitext103 --workers 8
-    python shards/build_wikitext.py --source wikitext-103 --out data/wikitext103-pieces --tokenizer sentencepiece
-    python shards/build_wikitext.py --source valid-and-test --out data/held-out --tokenizer-from data/wikitext103
+    dist-mem data build wikitext --source wikitext-103 --out data/wikitext103 --workers 8
+    dist-mem data build wikitext --source wikitext-103 --out data/pieces --tokenizer sentencepiece
+    dist-mem data build wikitext --source other --out data/other --tokenizer-from data/wikitext103
 
-<source> has wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens, or some of them. The vocabulary is that of the
-train file; without this file, --tokenizer-from takes the tokenizer of another data directory.
+<source> has wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens, or some of them. The
+vocabulary is that of the train file; without this file, --tokenizer-from takes the tokenizer of
+another data directory.
 
-Words are counted as in the papers: everything between white space, and each line end, which is the word <eos>. The
-validation file has 217,646 words and the test file 245,569. Word-level perplexity divides by these numbers, whatever
-the tokens are. With --tokenizer words (the most frequent first, as adaptive softmax requires), tokens and words are the
-same; the published preparation has the same words, but with <eos> first.
+Words are counted as in the papers: everything between white space, and each line end, which is the
+word <eos>. The validation file has 217,646 words and the test file 245,569. Word-level perplexity
+divides by these numbers, whatever the tokens are. With --tokenizer words (the most frequent first,
+as adaptive softmax requires), tokens and words are the same; the published preparation has the same
+words, but with <eos> first.
 
-An article is a document. The layout `stream` concatenates documents with nothing between them (BOS is read once, before
-the first token), so that tokens and counts are those of the papers. Provenance: shards/README.md.
+An article is a document. The layout `stream` concatenates documents with nothing between them (BOS
+is read once, before the first token), so that tokens and counts are those of the papers.
+Provenance: shards/README.md.
 """
 
 from __future__ import annotations
@@ -21,15 +24,14 @@ from __future__ import annotations
 import argparse
 import codecs
 import re
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from builder_options import builder_parser, exit_code
 from tqdm import tqdm
 
 from dist_mem.data.builders.builder import build_dataset
+from dist_mem.data.builders.options import add_build_options, check_paths
 from dist_mem.data.builders.source import FileSlice, SourceDocument
 from dist_mem.data.tokenizers.words import WordTokenizer, count_words
 from dist_mem.runtime.files import sha256_of
@@ -65,14 +67,9 @@ class TokenFile(NamedTuple):
     sha256: str
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Build, report errors, and return the exit code."""
-    options = parse_arguments(arguments)
-    return exit_code(lambda: build(options), builder="build_wikitext", reads=[options.source, options.tokenizer_from])
-
-
 def build(options: argparse.Namespace) -> None:
     """Read the files once, compare their counts with the published ones, and build."""
+    check_paths(options.source, options.tokenizer_from)
     paths = {split: options.source / name for split, name in FILE_NAMES.items() if (options.source / name).is_file()}
     if not paths:
         raise ValueError(f"{options.source} has none of the files {', '.join(FILE_NAMES.values())}: check --source")
@@ -99,8 +96,9 @@ def build(options: argparse.Namespace) -> None:
     )
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = builder_parser(__doc__, vocab_size=32_000)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this builder."""
+    add_build_options(parser, vocab_size=32_000)
     add = parser.add_argument
     add("--source", type=Path, required=True, help="folder of the wiki.*.tokens files")
     add("--out", type=Path, required=True, help="data directory to build: data.path of a configuration")
@@ -115,7 +113,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "its size in memory (default: %(default)s)",
     )
     add("--seed", type=int, default=0, help="of the lines SentencePiece is trained on (default: %(default)s)")
-    return parser.parse_args(arguments)
 
 
 def scan(path: Path) -> TokenFile:
@@ -197,7 +194,3 @@ def count_vocabulary(path: Path) -> WordTokenizer:
     tokenizer = count_words(line.removesuffix("\n") for line in lines_of(path))
     print(f"tokenizer: {len(tokenizer.words):,} words", flush=True)
     return tokenizer
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from builder_options import positive
 
+from dist_mem.data.builders.options import positive
 from dist_mem.data.shard import Index, ShardError, read_index, read_tokens
 
 NUM_SYMBOLS = 20
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         found = measure(options.split, seg_len=options.seg_len)
     except (OSError, ShardError) as error:
-        print(f"sorting_baselines: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     for name, accuracy in found.items():
         print(f"{name:<14} {accuracy:7.2%}")
@@ -76,7 +76,3 @@ def hits_of_counts(tokens: np.ndarray, *, first: int, draw: np.random.Generator)
     scores = np.bincount(sequence, minlength=NUM_SYMBOLS) + draw.random(NUM_SYMBOLS)
     left = scores[answers]  # by rank; an answer is right if none after it scores more
     return int((left >= np.maximum.accumulate(left[::-1])[::-1]).sum())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,11 +1,12 @@
 """Build shards of PG-19 (Rae et al. 2020), or of any corpus with its layout.
 
-    python shards/build_pg19.py --source pg19 --out data/pg19 --download      # 11.7 GB
-    python shards/build_pg19.py --source pg19 --out data/pg19 --vocab-size 8000 --workers 8
+    dist-mem data build pg19 --source pg19 --out data/pg19 --download      # 11.7 GB
+    dist-mem data build pg19 --source pg19 --out data/pg19 --vocab-size 8000 --workers 8
 
-The layout is the original one: <source>/{train,validation,test}/<id>.txt, UTF-8, and <source>/metadata.csv, whose rows
-are id, title, year, url, without a header. A document that is not in metadata.csv has its id as title and no year.
-metadata.csv is optional, and so are single splits. Provenance and licences: shards/README.md.
+The layout is the original one: <source>/{train,validation,test}/<id>.txt, UTF-8, and
+<source>/metadata.csv, whose rows are id, title, year, url, without a header. A document that is not
+in metadata.csv has its id as title and no year. metadata.csv is optional, and so are single splits.
+Provenance and licences: shards/README.md.
 """
 
 from __future__ import annotations
@@ -16,16 +17,14 @@ import filecmp
 import hashlib
 import io
 import re
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bucket_download import download_files, fetch, list_files
-from builder_options import builder_parser, exit_code, positive
-
+from dist_mem.data.builders.bucket_download import download_files, fetch, list_files
 from dist_mem.data.builders.builder import build_dataset
+from dist_mem.data.builders.options import add_build_options, check_paths, positive
 from dist_mem.data.builders.source import SourceDocument, read_text
 from dist_mem.runtime.files import write_bytes
 
@@ -52,15 +51,9 @@ class Metadata(NamedTuple):
     year: int | None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Build, report errors, and return the exit code."""
-    options = parse_arguments(arguments)
-    source = None if options.download else options.source  # the download creates it
-    return exit_code(lambda: build(options), builder="build_pg19", reads=[source, options.tokenizer_from])
-
-
 def build(options: argparse.Namespace) -> None:
     """Fetch what is missing, list the documents, and build."""
+    check_paths(None if options.download else options.source, options.tokenizer_from)
     if options.download:
         download(options)
     metadata = read_metadata(options.source / METADATA_NAME)
@@ -86,8 +79,9 @@ def build(options: argparse.Namespace) -> None:
     )
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = builder_parser(__doc__, vocab_size=32_000)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this builder."""
+    add_build_options(parser, vocab_size=32_000)
     add = parser.add_argument
     add("--source", type=Path, required=True, help="folder of the texts; --download fills it")
     add("--out", type=Path, required=True, help="data directory to build: data.path of a configuration")
@@ -106,7 +100,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the lines SentencePiece is trained on (default: %(default)s)")
     add("--download", action="store_true", help="first fetch what is missing in --source")
     add("--base-url", default=BUCKET_URL, metavar="URL", help="bucket to download from (default: %(default)s)")
-    return parser.parse_args(arguments)
 
 
 def download(options: argparse.Namespace) -> None:
@@ -214,7 +207,3 @@ def official_words(splits: dict[str, list[SourceDocument]]) -> dict[str, int]:
         if hashlib.sha256(ids.encode()).hexdigest() == OFFICIAL_SPLITS[split].ids_sha256:
             counts[split] = OFFICIAL_SPLITS[split].num_words
     return counts
-
-
-if __name__ == "__main__":
-    sys.exit(main())

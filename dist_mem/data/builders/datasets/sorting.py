@@ -1,25 +1,24 @@
-"""Build the sorting task (Martins et al. 2022, "infinity-former", sec. 4.1): rank the symbols of a long sequence.
+"""Build the sorting task (Martins et al. 2022, sec. 4.1): rank the symbols of a long sequence.
 
-    python shards/build_sorting.py --out data/sorting --lengths 4000 8000 16000
-    python shards/build_sorting.py --out data/sorting --lengths 500 1000 --seed 1
+    dist-mem data build sorting --out data/sorting --lengths 4000 8000 16000
+    dist-mem data build sorting --out data/sorting --lengths 500 1000 --seed 1
 
-A document is a sequence of 20 symbols whose probabilities drift from one distribution to another, a separator, and the
-20 symbols sorted by frequency, the most frequent first. Only these answers are scored. Each length has its own data
-directory, <out>/<length>. The same options always produce the same bytes.
+A document is a sequence of 20 symbols whose probabilities drift from one distribution to another, a
+separator, and the 20 symbols sorted by frequency, the most frequent first. Only these answers are
+scored. Each length has its own data directory, <out>/<length>. The same options always produce the
+same bytes.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
-from builder_options import exit_code
-from task_splits import Task, build_task, counts_of, task_parser
 
 from dist_mem.data.builders.hash_split import SPLITS
+from dist_mem.data.builders.task_splits import Task, add_task_options, build_task, counts_of
 from dist_mem.data.shard import TokenizedDocument
 from dist_mem.data.tokenizers.words import WordTokenizer
 
@@ -27,15 +26,9 @@ NUM_SYMBOLS = 20  # symbols are words "0" to "19"
 SEPARATOR = NUM_SYMBOLS
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Build, report errors, and return the exit code."""
-    options = parse_arguments(arguments)
-    return exit_code(lambda: build(options), builder="build_sorting")
-
-
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = task_parser(__doc__, out="data/sorting", lengths=4000, published=", as published")
-    return parser.parse_args(arguments)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this builder."""
+    add_task_options(parser, out="data/sorting", lengths=4000, published=", as published")
 
 
 def build(options: argparse.Namespace) -> None:
@@ -107,7 +100,3 @@ def answers(sequence: np.ndarray) -> np.ndarray:
     symbols, places = np.unique(sequence, return_index=True)
     appearance[symbols] = places
     return np.lexsort((np.arange(NUM_SYMBOLS), appearance, -counts))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
