@@ -9,21 +9,17 @@ The table shows medians over the rounds. Encoding with workers includes starting
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lib.common import ROOT, arguments_of, interleaved, load
-
-sys.path.insert(0, str(ROOT / "shards"))
-
-from build_sample import SIZES
-from build_sample import write_split as write_library
+from lib.common import arguments_of, interleaved, load
 
 from dist_mem.data.builders import source, workers
 from dist_mem.data.builders.builder import build_dataset
+from dist_mem.data.builders.datasets.sample import SIZES
+from dist_mem.data.builders.datasets.sample import write_split as write_library
 from dist_mem.data.builders.source import SourceDocument
 from dist_mem.data.shard import TokenizedDocument, write_split
 from dist_mem.data.tokenizers import registry as tokenizer

@@ -1,6 +1,6 @@
 """Train memory tokens at several depths of the gradient, and print the perplexity on validation of each.
 
-    python shards/build_sample.py --out data/sample
+    dist-mem data build sample --out data/sample
     python benchmarks/rmt_depth.py --data data/sample --out runs/rmt_depth
     python benchmarks/rmt_depth.py --data data/sample --out /tmp/few --steps 4 --seeds 1 eval.max_document_len=100
 

@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from argparse import REMAINDER, ArgumentParser, Namespace
 from typing import Any
 
 from dist_mem.cli.arguments import count, seed, split
-from dist_mem.cli.help import HelpFormatter
+from dist_mem.cli.help import HelpFormatter, Parser
 from dist_mem.config.check import hint, stop_on
 from dist_mem.config.text_checks import check_texts
-from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
+from dist_mem.data.builders.datasets import builder_names, load_builder
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UnusableError, run_error
 from dist_mem.runtime.extras import require
-from dist_mem.runtime.shipped import shipped_root
 from dist_mem.runtime.terminal import listed
 
-
-def builder_names() -> list[str]:
-    """Return the names of the dataset builders: sample for shards/build_sample.py."""
-    return sorted(path.stem.removeprefix("build_") for path in (shipped_root() / "shards").glob("build_*.py"))
+_FORM: dict[str, Any] = {"allow_abbrev": False, "formatter_class": HelpFormatter}
+_ACTIONS = {  # what it does, example
+    "build": ("Build a dataset from its source.", "text --source books --out data/mine"),
+    "verify": ("Compare every byte with its checksum.", "data/sample"),
+    "show": ("Print splits, sizes and tokenizer.", "data/sample"),
+    "sample": ("Print passages of random documents.", "data/sample --split validation --tokens 200"),
+}
 
 
 def add_arguments(added: ArgumentParser) -> None:
     """Add the arguments of `dist-mem data`."""
-    form: dict[str, Any] = {"allow_abbrev": False, "formatter_class": HelpFormatter}
     actions = added.add_subparsers(dest="action", required=True, metavar="build|verify|show|sample")
-    build = actions.add_parser("build", description="Build a dataset from its source.", **form)
+    build, verify, show, sample = (
+        actions.add_parser(name, description=summary, epilog=f"example: dist-mem data {name} {example}", **_FORM)
+        for name, (summary, example) in _ACTIONS.items()
+    )
     build.add_argument("dataset", metavar="DATASET", help=f"one of {', '.join(builder_names())}")
     build.add_argument("arguments", nargs=REMAINDER, metavar="...", help="of the builder; --help lists them")
-    verify = actions.add_parser("verify", description="Compare every byte with its checksum.", **form)
-    show = actions.add_parser("show", description="Print splits, sizes and tokenizer.", **form)
-    sample = actions.add_parser("sample", description="Print passages of random documents.", **form)
     for action in (verify, show, sample):
         action.add_argument("data", help="a data directory, or its URL; what is needed of it is fetched into the cache")
         action.add_argument("--cache", metavar="FOLDER", help="data.cache")
@@ -52,20 +53,34 @@ def data(options: Namespace) -> int:
     return {"build": _build, "verify": _verify, "show": _show, "sample": _sample}[options.action](options)
 
 
+def builder_parser(name: str) -> ArgumentParser:
+    """Return the parser of a builder; its help is the docstring of the builder."""
+    builder = load_builder(name)
+    summary, _, details = (builder.__doc__ or "").partition("\n")
+    parser = Parser(f"dist-mem data build {name}", description=summary, epilog=details.strip("\n"), **_FORM)
+    builder.add_arguments(parser)
+    return parser
+
+
 def _build(options: Namespace) -> int:
-    """Run a builder, as the scripts in shards/ do."""
+    """Run a builder."""
     name = options.dataset.replace("-", "_")
     if name not in builder_names():
         raise UnusableError(
             f"there is no builder {name}{hint(name, builder_names())}; there are{listed(builder_names())}"
         )
-    sys.path.insert(0, str(shipped_root() / "shards"))  # builders import each other's helpers, as scripts do
-    sys.argv[0] = f"dist-mem data build {name}"  # in its help and errors
-    builder = importlib.import_module(f"build_{name}")
-    builder.parse_arguments(options.arguments)  # first: --help needs no library
+    given = builder_parser(name).parse_args(options.arguments)  # first: --help needs no library
     require("webdataset", "building data")
-    code: int = builder.main(options.arguments)
-    return code
+    try:
+        load_builder(name).build(given)
+    except OSError as error:
+        raise run_error(error, f"{error}; fix this, and the same command continues from what is finished") from error
+    except ValueError as error:
+        raise run_error(error) from error
+    except KeyboardInterrupt:
+        print("stopped by SIGINT; the same command continues from here", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return EXIT_DONE
 
 
 def _verify(options: Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from argparse import Action, ArgumentError, ArgumentParser, RawDescriptionHelpFormatter
@@ -62,8 +63,8 @@ class Parser(ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the message on stderr, and end the process with the code for wrong input."""
-        command = self.prog.removeprefix("dist-mem").split()[:1]
-        if "are required:" in message and command and command[0] in EXAMPLES:
-            message = f"{message}, as in: dist-mem {command[0]} {EXAMPLES[command[0]]}"
+        example = re.search("dist-mem .*", self.epilog or "")
+        if "are required:" in message and example:
+            message = f"{message}, as in: {example[0].partition('  #')[0].rstrip()}"
         self.print_usage(sys.stderr)
         self.exit(EXIT_USAGE, f"{self.prog}: {coloured(f'error: {message}', sys.stderr)}\n")

@@ -1,7 +1,7 @@
 """Find the replies of a conversation from the mask of scored tokens in its shards.
 
 The tag of the next speaker separates two replies and is not scored. Every sequence of consecutive scored tokens is
-therefore one reply, and its last token ends the line (shards/build_cmu_dog.py).
+therefore one reply, and its last token ends the line (data/builders/datasets/cmu_dog.py).
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dist_mem.data.builders.datasets.cmu_dog import LEAKED
 from dist_mem.data.shard import Index, check_document, read_mask, read_tokens
 from dist_mem.data.tokenizers.base import Tokenizer
-
-LEAKED = " (also in the released train split)"  # suffix of the titles of such conversations
 
 
 class Reply(NamedTuple):
@@ -82,7 +81,7 @@ def read_conversations(index: Index) -> list[Conversation]:
         if scored is None:
             raise ValueError(
                 f"{index.split_dir}: document {entry.id} has no replies (no {entry.id}.mask.npy): point data.path at "
-                "data built by shards/build_cmu_dog.py"
+                "data built by `dist-mem data build cmu_dog`"
             )
         replies = find_replies(np.asarray(scored, dtype=bool))
         conversations.append(Conversation(number, entry.id, entry.title, read_tokens(index, number), replies))

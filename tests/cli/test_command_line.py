@@ -23,6 +23,7 @@ from dist_mem.config import TrainConfig, load_config
 from dist_mem.config.load import known_keys
 from dist_mem.config.other_names import OTHER_NAMES
 from dist_mem.data import batch_plan
+from dist_mem.data.builders.datasets import builder_names
 from dist_mem.data.plan import make_plan
 from dist_mem.data.shard import TokenizedDocument, write_split
 from dist_mem.data.tokenizers.registry import save_tokenizer
@@ -176,6 +177,7 @@ SET = "(a key of the configuration is set with key=value)"
         (["data", "buld", "sample"], "there is no 'buld': did you mean build?; there are: build, verify, show, sample"),
         (["checkpoints", "lst", "x"], "argument action: there is no 'lst': did you mean list?"),
         (["reproduce", "recall", "--seeds", "a"], "--seeds: 'a' is not a list of numbers"),
+        (["data", "verify"], "are required: data, as in: dist-mem data verify data/sample"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -194,6 +196,33 @@ def test_help_of_every_command_has_an_example_that_parses(capsys: pytest.Capture
         shown = capsys.readouterr().out
         assert f"dist-mem {command} {arguments}" in shown
         assert max(map(len, shown.splitlines())) <= 100
+
+
+def help_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main([*arguments, "--help"])
+    assert caught.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("action", ["build", "verify", "show", "sample"])
+def test_help_of_every_action_of_data_has_an_example_that_parses(
+    action: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = help_of(["data", action], capsys)
+    (example,) = re.findall(r"^example: dist-mem (.*)$", shown, re.MULTILINE)
+    assert parse(shlex.split(example)).action == action
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("name", builder_names())
+def test_help_of_every_builder_has_examples_and_fits_100_columns(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = help_of(["data", "build", name], capsys)
+    assert re.search(f"^    dist-mem data build {name} ", shown, re.MULTILINE)  # test_documentation.py parses them
+    assert 80 < max(map(len, shown.splitlines())) <= 100
 
 
 def test_a_key_without_its_equals_sign_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,6 +248,14 @@ def test_a_folder_in_place_of_a_file_is_named(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "config.yaml").write_text("name: x\n")
     assert main(["train", str(tmp_path)]) == 2
     assert f"is a folder: give a YAML file; did you mean {tmp_path / 'config.yaml'}?" in capsys.readouterr().err
+
+
+def test_a_builder_without_its_options_is_answered_with_its_own_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["data", "build", "pg19"])
+    assert caught.value.code == 2
+    example = "dist-mem data build pg19 --source pg19 --out data/pg19 --download\n"
+    assert f"are required: --source, --out, as in: {example}" in capsys.readouterr().err
 
 
 def test_a_seed_given_twice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from dist_mem.__main__ import main
+from dist_mem.cli.datasets import builder_parser
 from dist_mem.cli.parser import build_parser
+from dist_mem.data.builders import gpt2_tokenizer
+from dist_mem.data.builders.datasets import builder_names
+from tests.support.data_builders import build_data
 from tests.support.paths import ROOT
 
 _, COMMANDS = build_parser()
@@ -96,40 +98,24 @@ def test_a_missing_path_ends_with_code_2_and_its_name(call: list[str], capsys: p
     assert MISSING in error
 
 
-@pytest.fixture
-def shards_on_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(ROOT / "shards"))
-    yield
-
-
-def path_options(builder: str, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+def path_options(builder: str) -> list[list[str]]:
     """Options of a builder with a path to read, that is not there."""
-    with pytest.raises(SystemExit):
-        importlib.import_module(builder).main(["--help"])
-    reported = capsys.readouterr().out
-    calls = [[shown.split()[0], MISSING] for shown in ("--source ", "--books DIR") if shown in reported]
-    source = ["--source", "."] if "--source " in reported else []
-    return [*calls, [*source, "--tokenizer-from", MISSING]] if "--tokenizer-from " in reported else calls
+    found = {action.option_strings[0] for action in builder_parser(builder)._actions if action.type is Path} - {"--out"}
+    source = ["--source", "."] if "--source" in found else []
+    return [[*(source if option != "--source" else []), option, MISSING] for option in sorted(found)]
 
 
-@pytest.mark.parametrize("builder", sorted(path.stem for path in (ROOT / "shards").glob("build_*.py")))
-def test_a_builder_without_its_source_ends_with_code_2(
-    builder: str, capsys: pytest.CaptureFixture[str], shards_on_path: None
-) -> None:
-    for call in path_options(builder, capsys):
-        try:
-            code = importlib.import_module(builder).main([*call, "--out", "out"])
-        except SystemExit as ended:  # argparse
-            code = ended.code
-        assert code == 2, call
-        assert MISSING in capsys.readouterr().err
+@pytest.mark.parametrize("builder", builder_names())
+def test_a_builder_without_its_source_ends_with_code_2(builder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for call in path_options(builder):
+        assert build_data(builder, *call, "--out", "out") == 2, call
+        assert capsys.readouterr().err == f"error: there is no {MISSING}\n"
         assert not Path("out").exists(), "something was begun"
 
 
-def test_a_script_that_reads_a_folder_ends_with_code_2(
-    capsys: pytest.CaptureFixture[str], shards_on_path: None
-) -> None:
-    tokenizer = importlib.import_module("gpt2_tokenizer")
-    for more in ([], ["--train"]):
-        assert tokenizer.main([MISSING, "--out", "out", *more]) == 2
-        assert MISSING in capsys.readouterr().err
+@pytest.mark.parametrize("more", [[], ["--train"]])
+def test_a_tokenizer_without_its_folder_ends_with_code_2(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpt2_tokenizer.main([MISSING, "--out", "out", *more]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert MISSING in error

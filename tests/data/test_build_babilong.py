@@ -7,15 +7,15 @@ import re
 from collections import Counter
 from pathlib import Path
 
-import build_babilong
 import numpy as np
 import pytest
-from babi_stories import NUM_FACTS, Story, draw_story
 
+from dist_mem.data.builders.babi_stories import NUM_FACTS, Story, draw_story
 from dist_mem.data.shard import read_index, read_mask, read_recall, read_tokens
 from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.verify import verify_dataset
 from tests.support.babi_reader import answer, facts_in
+from tests.support.data_builders import build_data
 
 SMALL = ("--train", "8", "--validation", "4", "--test", "4")
 SPLITS = ("train", "validation", "test")
@@ -55,7 +55,7 @@ PUBLISHED = [
 
 
 def build(out: Path, *options: str) -> int:
-    return build_babilong.main(["--out", str(out), *SMALL, *options])
+    return build_data("babilong", "--out", str(out), *SMALL, *options)
 
 
 def stories(task: str, count: int = 300) -> list[Story]:

@@ -5,21 +5,22 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-import build_characters
 import numpy as np
 import pytest
 
+from dist_mem.data.builders.datasets import characters
 from dist_mem.data.shard import read_index, read_tokens
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.data.verify import verify_dataset
+from tests.support.data_builders import build_data
 
 SMALL, SMALL_HELD_OUT = 10_000, 500
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_characters, "NUM_BYTES", SMALL)
-    monkeypatch.setattr(build_characters, "HELD_OUT", SMALL_HELD_OUT)
+    monkeypatch.setattr(characters, "NUM_BYTES", SMALL)
+    monkeypatch.setattr(characters, "HELD_OUT", SMALL_HELD_OUT)
 
 
 def like_enwik8(num_bytes: int) -> bytes:
@@ -40,7 +41,7 @@ def like_text8(num_bytes: int, held_out: int) -> bytes:
 
 def build(content: bytes, folder: Path, *options: str) -> int:
     (folder / "corpus").write_bytes(content)
-    return build_characters.main(["--source", str(folder / "corpus"), "--out", str(folder / "out"), *options])
+    return build_data("characters", "--source", str(folder / "corpus"), "--out", str(folder / "out"), *options)
 
 
 def bytes_of(folder: Path, split: str) -> bytes:
@@ -79,12 +80,12 @@ def test_a_file_known_by_its_checksum_must_have_the_published_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content = like_text8(SMALL, SMALL_HELD_OUT)
-    monkeypatch.setitem(build_characters.OFFICIAL_MD5, "text8", hashlib.md5(content).hexdigest())
+    monkeypatch.setitem(characters.OFFICIAL_MD5, "text8", hashlib.md5(content).hexdigest())
     counts = {"train": 8_999, "validation": 499, "test": 500}
-    monkeypatch.setitem(build_characters.OFFICIAL_TOKENS, "text8", counts)
+    monkeypatch.setitem(characters.OFFICIAL_TOKENS, "text8", counts)
     assert build(content, tmp_path) == 0
     assert "validation: 499 tokens, as published for text8" in capsys.readouterr().out
-    monkeypatch.setitem(build_characters.OFFICIAL_TOKENS, "text8", {**counts, "test": 499})
+    monkeypatch.setitem(characters.OFFICIAL_TOKENS, "text8", {**counts, "test": 499})
     assert build(content, tmp_path, "--overwrite") == 2
     assert "test: 500 tokens, but text8 has 499" in capsys.readouterr().err
 
@@ -102,7 +103,7 @@ def test_what_is_neither_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "is a zip archive: unpack it first" in capsys.readouterr().err
     assert build(b"too short", tmp_path) == 2
     assert "has 9 bytes, but enwik8 and text8 have 100,000,000" in capsys.readouterr().err
-    assert build_characters.main(["--source", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert build_data("characters", "--source", str(tmp_path), "--out", str(tmp_path / "out")) == 2
     assert "is a folder" in capsys.readouterr().err
 
 
@@ -114,7 +115,7 @@ def test_bytes_that_are_no_utf_8_survive() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("corpus", ["enwik8", "text8"])
 def test_the_official_sizes(tmp_path: Path, corpus: str) -> None:
-    total, held_out = build_characters.NUM_BYTES, build_characters.HELD_OUT
+    total, held_out = characters.NUM_BYTES, characters.HELD_OUT
     assert (total, held_out) == (100_000_000, 5_000_000)
     content = like_enwik8(total) if corpus == "enwik8" else like_text8(total, held_out)
     assert build(content, tmp_path, "--newlines", "keep") == 0

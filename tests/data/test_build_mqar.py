@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import build_mqar
 import numpy as np
 import pytest
-from build_mqar import Sizes
 
+from dist_mem.data.builders.datasets import mqar
+from dist_mem.data.builders.datasets.mqar import Sizes
 from dist_mem.data.shard import read_index, read_mask, read_recall, read_tokens
 from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.verify import verify_dataset
+from tests.support.data_builders import build_data
 
 SMALL = ("--train", "12", "--validation", "6", "--test", "6", "--vocab", "64", "--pairs", "4")
 
 
 def build(out: Path, *options: str) -> int:
-    return build_mqar.main(["--out", str(out), *SMALL, *options])
+    return build_data("mqar", "--out", str(out), *SMALL, *options)
 
 
 def published(sizes: Sizes, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -40,7 +41,7 @@ def published(sizes: Sizes, seed: int) -> tuple[np.ndarray, np.ndarray]:
 def test_an_example_is_the_published_one_with_each_answer_after_its_key(sizes: Sizes) -> None:
     for seed in range(5):
         inputs, labels = published(sizes, seed)
-        example = build_mqar.draw_example(np.random.RandomState(seed), sizes)
+        example = mqar.draw_example(np.random.RandomState(seed), sizes)
         answers = np.zeros(sizes.length, dtype=bool)
         answers[example.answers] = True
         assert (example.tokens[~answers] == inputs[~answers]).all()
@@ -76,7 +77,7 @@ def test_a_low_power_asks_soon_and_one_anywhere() -> None:
     def mean_gap(power_a: float) -> float:
         sizes = Sizes(512, 128, 4, power_a, "random")
         draw = np.random.RandomState(0)
-        return float(np.mean([build_mqar.draw_example(draw, sizes).answers.mean() for _ in range(200)]))
+        return float(np.mean([mqar.draw_example(draw, sizes).answers.mean() for _ in range(200)]))
 
     assert mean_gap(0.01) < 150
     assert 230 < mean_gap(1.0) < 290

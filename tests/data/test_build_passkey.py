@@ -6,18 +6,18 @@ import re
 from itertools import pairwise
 from pathlib import Path
 
-import build_passkey
 import numpy as np
 import pytest
-from build_passkey import PASSKEY, RULER, Form, Needle, compose
-from haystacks import REPEATED, Books, cut_sentences
 
 from dist_mem.data.builders.builder import build_dataset
+from dist_mem.data.builders.datasets.passkey import PASSKEY, RULER, Form, Needle, compose
+from dist_mem.data.builders.haystacks import REPEATED, Books, cut_sentences
 from dist_mem.data.builders.source import SourceDocument
 from dist_mem.data.shard import Index, read_index, read_mask, read_recall, read_tokens
 from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.data.verify import verify_dataset
+from tests.support.data_builders import build_data
 
 SMALL = ("--train", "12", "--validation", "6", "--test", "6")
 SPLITS = ("train", "validation", "test")
@@ -25,7 +25,7 @@ GARBAGE = "The grass is green. The sky is blue. The sun is yellow. Here we go. T
 
 
 def build(out: Path, *options: str) -> int:
-    return build_passkey.main(["--out", str(out), *SMALL, *options])
+    return build_data("passkey", "--out", str(out), *SMALL, *options)
 
 
 def texts(index: Index, data_dir: Path) -> list[str]:

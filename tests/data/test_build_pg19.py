@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-from bucket_download import DownloadError, list_files
 
+from dist_mem.data.builders.bucket_download import DownloadError, list_files
+from dist_mem.data.builders.datasets import pg19
 from dist_mem.data.remote import fetch as remote
 from dist_mem.data.shard import read_index, read_tokens
 from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.verify import verify_dataset
 from tests.support.bucket import LISTING, Bucket
+from tests.support.data_builders import build_data
 from tests.support.paths import ROOT
 
-SCRIPT = ROOT / "shards" / "build_pg19.py"
 TRAIN_IDS = ["2", "10", "9", "100", "30"]
 METADATA = """100,"A Title, with a comma by Somebody",1859,http://www.gutenberg.org/ebooks/100
 9,Nine,1800,http://9
@@ -29,18 +28,6 @@ METADATA = """100,"A Title, with a comma by Somebody",1859,http://www.gutenberg.
 7,Seven,1901,http://7
 10,Ten,1910,http://10
 """
-
-
-def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("build_pg19", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-pg19 = load_script()
 
 
 @pytest.fixture
@@ -56,7 +43,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def build(source: Path, out: Path, *options: str) -> int:
-    return pg19.main(["--source", str(source), "--out", str(out), "--tokenizer", "bytes", *options])
+    return build_data("pg19", "--source", source, "--out", out, "--tokenizer", "bytes", *options)
 
 
 def train_ids(out: Path) -> list[str]:
@@ -170,7 +157,7 @@ def test_real_books_come_back_as_their_text(shared_data: Path, tmp_path: Path) -
 
 def test_the_example_in_the_readme_reads_a_book(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert build(source, tmp_path / "data" / "pg19") == 0
-    (example,) = re.findall(r"```python\n(.*?)```", (SCRIPT.parent / "README.md").read_text(), flags=re.DOTALL)
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "shards" / "README.md").read_text(), flags=re.DOTALL)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     exec(example, names)
@@ -197,7 +184,7 @@ def test_mistakes_are_answered_with_one_line(
     options = ["--order", "metadata"] if "--order" in message else []
     assert build(source, tmp_path / "out", *options) == 2
     error = capsys.readouterr().err
-    assert error.startswith("build_pg19: ")
+    assert error.startswith("error: ")
     assert message in error
     assert error.count("\n") == 1
 
@@ -210,7 +197,7 @@ def test_ctrl_c_is_answered_with_the_way_on(
 
     monkeypatch.setattr(pg19, "build_dataset", interrupted)
     assert build(source, tmp_path / "out") == 130
-    assert capsys.readouterr().err == "build_pg19: stopped; the same command continues from here\n"
+    assert capsys.readouterr().err == "stopped by SIGINT; the same command continues from here\n"
 
 
 @pytest.fixture

@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
+from dist_mem.data.builders import sorting_baselines as baselines
+from dist_mem.data.builders.datasets import sorting
 from dist_mem.data.shard import Index, read_index, read_mask, read_tokens
 from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.verify import verify_dataset
 from tests.support import paths
-from tests.support.paths import ROOT
+from tests.support.data_builders import build_data
 
-SHARDS = ROOT / "shards"
 GOLDEN = paths.GOLDEN / "sorting" / "sorting_data_seed0.npz"  # of the authors' code: 6 x 500 tokens
 SMALL = ("--train", "5", "--validation", "3", "--test", "2")
 
 
-def load_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, SHARDS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-sorting = load_script("build_sorting")
-baselines = load_script("sorting_baselines")
-
-
 def build(out: Path, *options: str) -> int:
-    return sorting.main(["--out", str(out), *SMALL, *options])
+    return build_data("sorting", "--out", out, *SMALL, *options)
 
 
 def documents(index: Index) -> list[np.ndarray]:
@@ -114,7 +100,7 @@ def test_a_finished_split_is_kept_and_another_build_is_refused(
 
 def test_baselines_are_those_of_the_published_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In percent at 4,000 tokens and segments of 1,024: over 300 sequences elsewhere, here over 60."""
-    sorting.main(["--out", str(tmp_path), "--lengths", "4000", "--train", "1", "--validation", "1", "--test", "60"])
+    build_data("sorting", "--out", tmp_path, "--lengths", "4000", "--train", "1", "--validation", "1", "--test", "60")
     found = baselines.measure(tmp_path / "4000" / "test", seg_len=1024)
     expected = {"chance": 18.0, "last segment": 36.0, "1 more": 44.0, "2 more": 59.0, "all": 98.0}
     assert found.keys() == expected.keys()

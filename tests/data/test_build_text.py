@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import build_text
 import pytest
 
 from dist_mem.data.shard import read_index, read_tokens
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
+from tests.support.data_builders import build_data
 
 SHARES = ("--validation", "0.1", "--test", "0.2")
 
@@ -23,7 +23,7 @@ def write(folder: Path, names: list[str]) -> Path:
 
 def build(out: Path, *sources: Path, options: tuple[str, ...] = SHARES) -> int:
     given = ["--source", *map(str, sources), "--out", str(out), "--tokenizer", "bytes", *options]
-    return build_text.main(given)
+    return build_data("text", *given)
 
 
 def titles(out: Path) -> dict[str, list[str]]:
@@ -78,9 +78,11 @@ def test_what_cannot_be_dealt_is_named(tmp_path: Path, capsys: pytest.CaptureFix
         ([loose, write(tmp_path / "again", ["a.txt"])], SHARES, "have one name, a.txt"),
         ([write(tmp_path / "single", ["a.md"]) / "a.md"], SHARES, "is neither a folder nor a file of .txt"),
         ([write(tmp_path / "other", ["a.md"])], SHARES, "no file of .txt, .jsonl, "),
+        ([loose], ("--test", "0.5", "--validation", "0.5"), "leave nothing to train on"),
+        ([loose], ("--test", "0.5", "--split-by-hash", "train=1"), "give one or the other"),
     ):
         assert build(out, *sources, options=options) == 2
         assert message in capsys.readouterr().err
-    for shares in (("--test", "1"), ("--test", "x"), ("--test", "0.5", "--validation", "0.5")):
+    for shares in (("--test", "1"), ("--test", "x")):
         with pytest.raises(SystemExit):
             build(out, loose, options=shares)

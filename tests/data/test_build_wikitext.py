@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import build_wikitext
 import numpy as np
 import pytest
 
 from dist_mem.data.shard import Index, read_index, read_tokens
 from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.verify import verify_dataset
+from tests.support.data_builders import build_data
 
 TRAIN = (
     " \n = Lobster = \n \n The lobster , or <unk> , is blue . \n \n = = Diet = = \n \n It eats the crab . \n \n"
@@ -35,7 +35,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def build(source: Path, out: Path, *options: str) -> int:
-    return build_wikitext.main(["--source", str(source), "--out", str(out), *options])
+    return build_data("wikitext", "--source", str(source), "--out", str(out), *options)
 
 
 def stream_of(index: Index) -> np.ndarray:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import build_cmu_dog
 import numpy as np
 import pytest
 
+from dist_mem.data.builders.datasets import cmu_dog
 from dist_mem.data.shard import read_index, read_mask, read_tokens
 from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.verify import verify_dataset
 from dist_mem.dialogue.replies import LEAKED, find_replies, is_leaked
 from tests.support.cmu_dog_source import write_conversation, write_film, write_json
+from tests.support.data_builders import build_data
 
 MESSAGES = [
     ("user2", "Hi there!"),
@@ -55,7 +56,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def build(source: Path, out: Path, *options: str) -> int:
-    return build_cmu_dog.main(["--source", str(source), "--out", str(out), "--tokenizer", "bytes", *options])
+    return build_data("cmu_dog", "--source", str(source), "--out", str(out), "--tokenizer", "bytes", *options)
 
 
 def ids(out: Path, split: str) -> list[str]:
@@ -93,7 +94,7 @@ def test_scored_is_what_both_users_say_and_the_end_of_the_line(source: Path, tmp
 
 def test_pieces_are_scored_from_the_space_on(source: Path, tmp_path: Path) -> None:
     arguments = ["--source", str(source), "--out", str(tmp_path / "out"), "--vocab-size", "330"]
-    assert build_cmu_dog.main(arguments) == 0
+    assert build_data("cmu_dog", *arguments) == 0
     assert load_tokenizer(tmp_path / "out").kind == "sentencepiece"
     assert spoken(tmp_path / "out", "train", 0) == SPOKEN
 
@@ -129,7 +130,7 @@ def test_all_builds_have_one_tokenizer_which_has_not_seen_leaked_turns(source: P
     builds: list[list[str]] = [[], ["--splits", "released"], ["--no-document"]]
     for number, options in enumerate(builds):
         arguments = ["--source", str(source), "--out", str(tmp_path / str(number)), "--vocab-size", "330", *options]
-        assert build_cmu_dog.main(arguments) == 0
+        assert build_data("cmu_dog", *arguments) == 0
     tokenizers = [load_tokenizer(tmp_path / str(number)) for number in range(3)]
     assert len({tokenizer.fingerprint for tokenizer in tokenizers}) == 1
     assert not [piece for piece in tokenizers[0].pieces if b"zz" in piece]
@@ -188,10 +189,10 @@ def real_source(shared_data: Path) -> Path:
 
 
 def test_the_real_data_are_counted_as_known(real_source: Path) -> None:
-    films = build_cmu_dog.read_films(real_source / "WikiData")
+    films = cmu_dog.read_films(real_source / "WikiData")
     found = {
-        split: {conversation.id: conversation for conversation in build_cmu_dog.read_conversations(folder, films)}
-        for split, name in build_cmu_dog.FOLDERS.items()
+        split: {conversation.id: conversation for conversation in cmu_dog.read_conversations(folder, films)}
+        for split, name in cmu_dog.FOLDERS.items()
         for folder in [real_source / "Conversations" / name]
     }
     assert len(films) == 30

@@ -8,19 +8,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import build_text
 import numpy as np
 import pyarrow
 import pytest
 from pyarrow import ipc, parquet
 
 from dist_mem.__main__ import main
+from dist_mem.cli.datasets import builder_parser
 from dist_mem.data.builders import builder, rows
+from dist_mem.data.builders.datasets import text as text_builder
 from dist_mem.data.builders.duplicates import first_occurrences, words_digest
 from dist_mem.data.builders.hash_split import parse_fractions, split_of
 from dist_mem.data.shard import read_index
 from dist_mem.errors import UnusableError
 from tests.data.test_build import contents
+from tests.support.data_builders import build_data
 from tests.support.faults import assert_quoted
 
 Texts = dict[str, str]  # id -> text
@@ -69,7 +71,7 @@ def write_form(form: str, folder: Path, texts: Texts = TEXTS) -> Path:
 
 
 def build(out: Path, *sources: Path, options: tuple[str, ...] = HALVES) -> int:
-    return build_text.main(["--source", *map(str, sources), "--out", str(out), "--tokenizer", "bytes", *options])
+    return build_data("text", "--source", *map(str, sources), "--out", str(out), "--tokenizer", "bytes", *options)
 
 
 def splits_of(out: Path) -> dict[str, str]:
@@ -83,7 +85,8 @@ def splits_of(out: Path) -> dict[str, str]:
 
 def dealt(source: Path, *options: str) -> dict[str, str]:
     """The same without a build."""
-    splits = build_text.read_splits(build_text.parse_arguments(["--source", str(source), "--out", "none", *options]))
+    given = builder_parser("text").parse_args(["--source", str(source), "--out", "none", *options])
+    splits = text_builder.read_splits(given)
     return {document.title: split for split, (documents, _) in splits.items() for document in documents}
 
 
@@ -100,7 +103,7 @@ def test_every_form_of_the_same_texts_gives_the_same_bytes(
 ) -> None:
     """Also when several processes read the rows of a file that can be read only from its start."""
     workers = {"jsonl.gz": "2"}.get(form, "1")
-    monkeypatch.setattr(build_text, "build_dataset", partial(builder.build_dataset, piece_bytes=1))
+    monkeypatch.setattr(text_builder, "build_dataset", partial(builder.build_dataset, piece_bytes=1))
     assert build(tmp_path / "out", write_form(form, tmp_path / "corpus"), options=(*HALVES, "--workers", workers)) == 0
     assert contents(tmp_path / "out") == expected
 
@@ -286,7 +289,7 @@ def test_a_stopped_build_of_rows_goes_on_to_the_same_bytes(
 ) -> None:
     """Its finished pieces are used although the rows stand in a file that is read only from its start."""
     source, out = write_form("jsonl.gz", tmp_path / "corpus"), tmp_path / "out"
-    monkeypatch.setattr(build_text, "build_dataset", partial(builder.build_dataset, piece_bytes=1))
+    monkeypatch.setattr(text_builder, "build_dataset", partial(builder.build_dataset, piece_bytes=1))
     encode, encoded = builder.encode_piece, []
 
     def counting(piece: builder.Piece, stop_after: int) -> int:

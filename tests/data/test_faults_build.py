@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import build_pg19
-import build_sample
 import numpy as np
 import pytest
 
@@ -15,11 +13,13 @@ from dist_mem.data.shard import read_index, read_tokens
 from dist_mem.data.tar import MAX_TOKENS, TokenizedDocument, document_arrays
 from dist_mem.data.tokenizers.registry import read_tokenizer_metadata
 from dist_mem.data.verify import verify_dataset
+from tests.support.data_builders import build_data
 from tests.support.faults import assert_quoted, remount, small_disk
+from tests.support.paths import ROOT
 
 TEXT = b"It was the best of times,\nit was the worst of times.\n"
 METADATA = "1,One,1900,u\n2,Two,1901,u\n3,Three,1902,u\n"
-SCRIPT = Path(build_pg19.__file__)
+SCRIPT = ROOT / "shards" / "build_pg19.py"
 
 
 def write_source(source: Path, books: dict[str, bytes], metadata: str = METADATA) -> Path:
@@ -33,7 +33,7 @@ def write_source(source: Path, books: dict[str, bytes], metadata: str = METADATA
 
 
 def build(source: Path, out: Path, *options: str) -> int:
-    return build_pg19.main(["--source", str(source), "--out", str(out), "--tokenizer", "bytes", *options])
+    return build_data("pg19", "--source", str(source), "--out", str(out), "--tokenizer", "bytes", *options)
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
@@ -71,7 +71,7 @@ def test_sources_that_cannot_be_built_are_refused_and_nothing_is_there(
     assert build(write_source(tmp_path / "source", books, metadata), tmp_path / "out") == 2
     error = capsys.readouterr().err
     assert_quoted(error, message)
-    assert error.startswith("build_pg19: ")
+    assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert {name for name in files_in(tmp_path) if name.startswith("out/")} <= {"out/tokenizer.json"}
 
@@ -146,14 +146,14 @@ def test_what_another_program_left_is_refused_and_kept(
     assert (out / "train" / "their_own.tar").read_bytes() == b"tar"
 
 
-@pytest.mark.parametrize("builder", [build_pg19, build_sample])
+@pytest.mark.parametrize("builder", ["pg19", "sample"])
 def test_a_file_in_the_way_is_an_error_of_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], builder: object
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], builder: str
 ) -> None:
     source = write_source(tmp_path / "source", {"train/1": TEXT})
     (tmp_path / "out").write_text("a file")
-    given = ["--source", str(source)] if builder is build_pg19 else ["--size", "tiny"]
-    assert builder.main([*given, "--out", str(tmp_path / "out")]) == 2  # type: ignore[attr-defined]
+    given = ["--source", str(source)] if builder == "pg19" else ["--size", "tiny"]
+    assert build_data(builder, *given, "--out", tmp_path / "out") == 2
     error = capsys.readouterr().err
     assert_quoted(error, "Not a directory", "fix this, and the same command continues from what is finished")
     assert error.count("\n") == 1

@@ -7,17 +7,16 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
-import build_pg19
-import build_sample
 import numpy as np
 import pytest
-from build_sample import SIZES, write_split
-from sample_library import COMPANY_SIZE, Book
-from sample_words import NAMES, PAUSES, THINGS
 
+from dist_mem.data.builders.datasets.sample import SIZES, write_split
+from dist_mem.data.builders.sample_library import COMPANY_SIZE, Book
+from dist_mem.data.builders.sample_words import NAMES, PAUSES, THINGS
 from dist_mem.data.shard import read_index, read_recall, read_tokens
 from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.verify import verify_dataset
+from tests.support.data_builders import build_data
 
 MARK = re.compile(r"\w+|[^\w ]")  # what a large enough vocabulary makes one token of
 
@@ -35,7 +34,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(out: Path, *options: str) -> int:
-    return build_sample.main(["--out", str(out), "--size", "tiny", *options])
+    return build_data("sample", "--out", str(out), "--size", "tiny", *options)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -158,7 +157,7 @@ def test_shards_verify_and_every_recalled_word_is_one_token(built: Path) -> None
 
 def test_texts_are_in_the_layout_that_build_pg19_reads(built: Path, tmp_path: Path) -> None:
     options = ["--source", str(built / "texts"), "--out", str(tmp_path), "--tokenizer-from", str(built)]
-    assert build_pg19.main(options) == 0
+    assert build_data("pg19", *options) == 0
     for split in ("train", "validation", "test"):
         ours, theirs = read_index(built / split), read_index(tmp_path / split)
         facts = [(entry.id, entry.title, entry.year, entry.num_tokens, entry.words) for entry in ours.documents]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -11,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+import dist_mem.__main__
 from dist_mem import __version__
 from dist_mem.__main__ import main
-from dist_mem.cli.datasets import builder_names
 from dist_mem.config import load_config
+from dist_mem.data.builders.datasets import builder_names
 from dist_mem.runtime import shipped
 from dist_mem.runtime.extras import EXTRA_OF
 from tests.evaluation.test_protocol import MEMORIES, make_run
@@ -122,11 +124,22 @@ def test_init_makes_a_project_that_can_train_and_overwrites_nothing(
 
 
 def test_builders_are_those_of_the_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    assert {f"build_{name}.py" for name in builder_names()} == {path.name for path in (ROOT / "shards").glob("build_*")}
+    folder = ROOT / "dist_mem" / "data" / "builders" / "datasets"
+    assert builder_names() == sorted(path.stem for path in folder.glob("[!_]*.py"))
     assert main(["data", "build", "nothing"]) == 2
     reported = capsys.readouterr().err
     assert "there is no builder nothing; there are:" in reported
     assert all(name in reported for name in builder_names())
+
+
+@pytest.mark.parametrize("name", builder_names())
+def test_a_script_of_shards_is_the_command_of_its_builder(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = ROOT / "shards" / f"build_{name}.py"
+    called: list[list[str]] = []
+    monkeypatch.setattr(dist_mem.__main__, "entry", lambda: called.append(sys.argv[1:]))
+    monkeypatch.setattr(sys, "argv", [str(script), "--out", "x"])
+    runpy.run_path(str(script), run_name="__main__")
+    assert called == [["data", "build", name, "--out", "x"]]
 
 
 # A call of one of these starts a program, or loads a module whose name is data.

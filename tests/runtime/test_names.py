@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bucket_download import DownloadError, download_files, list_files
 
 from dist_mem.config import DataConfig
+from dist_mem.data.builders.bucket_download import DownloadError, download_files, list_files
 from dist_mem.data.builders.builder import build_dataset
 from dist_mem.data.builders.source import SourceDocument
 from dist_mem.data.directory import open_index, refresh

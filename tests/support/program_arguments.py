@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import chdir
 from pathlib import Path
 
+from dist_mem.cli.datasets import builder_parser
 from dist_mem.cli.parser import parse
 from dist_mem.config import known_keys, load_config
 from tests.support.page_commands import PROGRAMS, ROOT
@@ -48,7 +49,7 @@ def check_dist_mem(arguments: list[str]) -> None:
     if options.command == "train":
         load_config(options.config)
     if options.command == "data" and options.action == "build":
-        importlib.import_module(f"build_{options.dataset}").parse_arguments(options.arguments)
+        builder_parser(options.dataset).parse_args(options.arguments)
     for override in getattr(options, "overrides", []):
         if options.command in ("inspect", "sweep", "arena") and "=" not in override:
             continue  # another run to compare with; a site's file, which was found above
@@ -64,8 +65,10 @@ def check_make(targets: list[str]) -> None:
 def _check_python(arguments: list[str]) -> None:
     if arguments[0] == "-m" and arguments[1] in LAUNCHED:
         check_dist_mem(arguments[2:])
+    elif arguments[0].startswith("shards/build_"):
+        check_dist_mem(["data", "build", Path(arguments[0]).stem.removeprefix("build_"), *arguments[1:]])
     elif arguments[0].startswith("shards/"):
-        importlib.import_module(Path(arguments[0]).stem).parse_arguments(arguments[1:])
+        importlib.import_module(f"dist_mem.data.builders.{Path(arguments[0]).stem}").parse_arguments(arguments[1:])
 
 
 def _check_sbatch(arguments: list[str]) -> None:

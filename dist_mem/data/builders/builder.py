@@ -1,6 +1,6 @@
 """The common part of all builders: documents -> tokenizer -> tokens -> shards; parallel, and restartable after a kill.
 
-A builder (shards/build_*.py) lists its documents and calls `build_dataset`:
+A builder (datasets/*.py) lists its documents and calls `build_dataset`. A script of yours may do the same:
 
     if __name__ == "__main__":  # needed: worker processes import the builder's script
         documents = [SourceDocument(id="98", title="A Tale of Two Cities", source=Path("98.txt"), year=1859)]

@@ -13,11 +13,13 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import TypeVar
 
+from dist_mem.errors import UnfitError
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class WorkerKilledError(RuntimeError):
+class WorkerKilledError(UnfitError):
     """A worker process ended without an error; the system kills the largest process if memory runs out."""
 
 

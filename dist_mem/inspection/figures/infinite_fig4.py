@@ -107,7 +107,7 @@ def _conversation(source: Source, document: Document) -> Conversation:
     if document.scored is None:
         raise UnusableError(
             f"{source.documents.index.split_dir}: the documents have no replies: infinite.fig4 shows answers in a "
-            "dialogue; point data.path at data built by shards/build_cmu_dog.py"
+            "dialogue; point data.path at data built by `dist-mem data build cmu_dog`"
         )
     entry = source.documents.index.documents[document.number]
     replies = find_replies(np.asarray(document.scored, dtype=bool))

@@ -22,11 +22,12 @@ from tqdm import tqdm
 
 from dist_mem.data.remote import fetch as remote
 from dist_mem.data.remote.fetch import METADATA_BYTES
+from dist_mem.errors import UnfitError
 from dist_mem.runtime.files import write_bytes
 from dist_mem.runtime.names import PLAIN, is_plain_path
 
 
-class DownloadError(RuntimeError):
+class DownloadError(UnfitError):
     """A file could not be fetched completely."""
 
 

@@ -16,12 +16,11 @@ from itertools import count, cycle, pairwise
 from pathlib import Path
 from typing import Protocol
 
-from sample_library import write_book
-from task_splits import FRACTIONS
-
 from dist_mem.data.builders.corpus import by_folder, find_files
 from dist_mem.data.builders.hash_split import split_of
+from dist_mem.data.builders.sample_library import write_book
 from dist_mem.data.builders.source import read_text, with_lf
+from dist_mem.data.builders.task_splits import FRACTIONS
 from dist_mem.errors import UnusableError
 
 # Mohtashami and Jaggi 2023 (Landmark attention), and RULER (Hsieh et al. 2024)

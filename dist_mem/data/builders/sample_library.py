@@ -22,8 +22,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sample_words import HOMES, MATERIALS, NAMES, PAUSES, SURNAMES, THINGS, TIMES, TREASURES
-
+from dist_mem.data.builders.sample_words import HOMES, MATERIALS, NAMES, PAUSES, SURNAMES, THINGS, TIMES, TREASURES
 from dist_mem.data.builders.source import RecallSpan
 
 

@@ -11,10 +11,10 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from builder_options import positive
 from tqdm import tqdm
 
 from dist_mem.data.builders.hash_split import SPLITS, split_of
+from dist_mem.data.builders.options import positive
 from dist_mem.data.metadata import ShardError
 from dist_mem.data.shard import INDEX_NAME, TokenizedDocument, read_index, write_split
 from dist_mem.data.tokenizers.base import Tokenizer
@@ -34,41 +34,31 @@ class Task(NamedTuple):
     what: str = "documents"  # in messages
 
 
-def task_parser(
-    docstring: str | None, *, out: str, lengths: int, train: int = 8000, held_out: int = 800, published: str = ""
-) -> argparse.ArgumentParser:
-    """Return a parser with the options of every generated task; its help is the builder's module docstring.
+def add_task_options(
+    parser: argparse.ArgumentParser,
+    *,
+    out: str,
+    lengths: int,
+    train: int = 8000,
+    held_out: int = 800,
+    published: str = "",
+) -> None:
+    """Add the options of every generated task.
 
     Args:
         out, lengths: defaults; train, held_out: of the number of documents in train, and in each other split.
         published: said beside those numbers.
     """
-    summary, _, details = (docstring or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
     add = parser.add_argument
     add("--out", type=Path, default=Path(out), help="holds one data directory a length (default: %(default)s)")
-    add(
-        *("--lengths",),
-        type=positive,
-        nargs="+",
-        default=[lengths],
-        metavar="N",
-        help=f"in tokens (default: {lengths})",
-    )
+    help = f"in tokens (default: {lengths})"
+    add("--lengths", type=positive, nargs="+", default=[lengths], metavar="N", help=help)
     for split in SPLITS:
         default = train if split == "train" else held_out
-        add(
-            f"--{split}",
-            type=positive,
-            default=default,
-            metavar="N",
-            help=f"documents (default: %(default)s{published})",
-        )
+        help = f"documents (default: %(default)s{published})"
+        add(f"--{split}", type=positive, default=default, metavar="N", help=help)
     add("--seed", type=int, default=0, help="of all documents (default: %(default)s)")
     add("--overwrite", action="store_true", help="replace another build in --out")
-    return parser
 
 
 def build_task(task: Task, out: Path, *, counts: dict[str, int], overwrite: bool) -> None:
@@ -89,7 +79,7 @@ def build_task(task: Task, out: Path, *, counts: dict[str, int], overwrite: bool
 
 
 def counts_of(options: argparse.Namespace) -> dict[str, int]:
-    """Return the number of documents of each split, from the options of `task_parser`."""
+    """Return the number of documents of each split, from the options of `add_task_options`."""
     return {split: getattr(options, split) for split in SPLITS}
 
 

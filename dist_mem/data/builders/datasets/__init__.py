@@ -1,0 +1,42 @@
+"""One builder a file: `dist-mem data build NAME` finds NAME.py; there is no list to edit.
+
+A builder defines
+
+    add_arguments(parser)   its options (options.py has those of all)
+    build(options)          which gives documents to `build_dataset` (builder.py), or to `build_task` (task_splits.py)
+
+Its docstring is the help of the command, at most 100 columns wide: a line, examples, what else users must know.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from argparse import ArgumentParser, Namespace
+from importlib import import_module
+from typing import Protocol, cast
+
+
+class Builder(Protocol):
+    """A module of this folder."""
+
+    __doc__: str | None
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Add the options."""
+
+    def build(self, options: Namespace) -> None:
+        """Build the data directories that the options describe.
+
+        Raises:
+            ValueError, OSError, UnfitError: the user's input is wrong, or the machine failed.
+        """
+
+
+def builder_names() -> list[str]:
+    """Return the names of all builders, sorted."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def load_builder(name: str) -> Builder:
+    """Return a builder of `builder_names`."""
+    return cast(Builder, import_module(f"{__name__}.{name}"))

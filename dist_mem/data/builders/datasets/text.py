@@ -1,0 +1,135 @@
+"""Build shards of your own corpus: .txt files, or rows of JSON lines, Parquet and saved datasets.
+
+    dist-mem data build text --source corpus --out data/mine        # corpus/{train,validation,test}
+    dist-mem data build text --source web.jsonl.zst --out data/web --text-field body --workers 8
+    dist-mem data build text --source essays letters --out data/mine --validation 0.05 --test 0.05
+
+--source takes .txt (UTF-8), .jsonl, .jsonl.gz, .jsonl.zst, .parquet and .arrow files, folders of
+them at any depth, and folders that Hugging Face's datasets saved (save_to_disk). Splits are the
+folders train, validation and test directly under --source, files of rows named train.jsonl or
+train-00000.parquet, or the splits of a saved DatasetDict. Without any of them, or with
+--split-by-hash, a checksum of a document's id determines its split, whatever other documents are
+added or removed, and on every machine. Fractions are approximate, and count documents, not bytes.
+
+The id of a row is its field id, else the name of its file and its number; the id of a .txt file is
+its path under --source. No text may be in two splits; white space makes no difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+from dist_mem.data.builders.builder import build_dataset
+from dist_mem.data.builders.corpus import Documents, by_folder, find_files, read_documents, without_shared_texts
+from dist_mem.data.builders.hash_split import DEFAULT_FRACTIONS, SPLITS, parse_fractions, split_of
+from dist_mem.data.builders.options import add_build_options, check_paths
+from dist_mem.errors import UnusableError
+
+DEFAULT = ",".join(f"{split}={fraction}" for split, fraction in DEFAULT_FRACTIONS.items())
+
+
+def build(options: argparse.Namespace) -> None:
+    """Read the corpus, assign its documents to splits, and build."""
+    check_paths(*options.source, options.tokenizer_from)
+    build_dataset(
+        without_shared_texts(read_splits(options), drop=options.drop_duplicates),
+        options.out,
+        name=options.name,
+        tokenizer_kind=options.tokenizer,
+        vocab_size=options.vocab_size,
+        tokenizer_from=options.tokenizer_from,
+        workers=options.workers,
+        seed=options.seed,
+        overwrite=options.overwrite,
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this builder."""
+    add_build_options(parser, vocab_size=8_000)
+    add = parser.add_argument
+    add("--source", type=Path, required=True, nargs="+", help="folders, or files")
+    add("--out", type=Path, required=True, help="data directory to build: data.path of a configuration")
+    add("--name", default="text", help="of the dataset, part of the tars' names (default: %(default)s)")
+    add("--text-field", default="text", metavar="NAME", help="of a row: its text (default: %(default)s)")
+    add("--id-field", metavar="NAME", help="of a row: its id (default: id, in rows that have it)")
+    help = f"deal out documents by their ids (default: {DEFAULT}, where no folders are splits)"
+    add("--split-by-hash", type=fractions, metavar="SPLIT=FRACTION,...", help=help)
+    add("--split-seed", type=int, metavar="N", help="deal them out, and differently for each seed")
+    add("--validation", type=share, default=0.0, metavar="FRACTION", help="short for --split-by-hash; train: the rest")
+    add("--test", type=share, default=0.0, metavar="FRACTION", help="likewise")
+    add(
+        "--drop-duplicates",
+        action="store_true",
+        help="of texts in several splits, keep those of the first one (order: train, validation, test)",
+    )
+    add("--tokenizer", choices=("sentencepiece", "bytes"), default="sentencepiece", help="default: %(default)s")
+    add("--tokenizer-from", type=Path, metavar="DIR", help="take the tokenizer of this data directory instead")
+    add("--seed", type=int, default=0, help="of the lines SentencePiece is trained on (default: %(default)s)")
+
+
+def fractions_of(options: argparse.Namespace) -> dict[str, float] | None:
+    """Return the fractions by which documents are dealt out; None if folders that are splits come first.
+
+    Raises:
+        UnusableError: --validation and --test contradict each other or --split-by-hash.
+    """
+    if not options.validation and not options.test:
+        return options.split_by_hash or (DEFAULT_FRACTIONS if options.split_seed is not None else None)
+    if options.split_by_hash:
+        raise UnusableError("--validation and --test are short for --split-by-hash: give one or the other")
+    if options.validation + options.test >= 1:
+        raise UnusableError("--validation and --test leave nothing to train on: together they must be less than 1")
+    rest = 1 - options.validation - options.test
+    return {"train": rest, "validation": options.validation, "test": options.test}
+
+
+def fractions(text: str) -> dict[str, float]:
+    """Parse the value of --split-by-hash."""
+    try:
+        return parse_fractions(text)
+    except UnusableError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def share(text: str) -> float:
+    """Parse an option's value, from 0 to less than 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no fraction: give a number from 0 to less than 1")
+    return value
+
+
+def read_splits(options: argparse.Namespace) -> dict[str, Documents]:
+    """Read the documents of each split, in the order train, validation, test, others.
+
+    Raises:
+        UnusableError: as `read_documents`; or a split that has a fraction gets no document.
+    """
+    given = fractions_of(options)
+    files = find_files(options.source)
+    folders = None if given else by_folder(files, options.source)
+    dealt = given or DEFAULT_FRACTIONS
+    if folders is None and not given:
+        print(f"no folders train, validation, test: documents are dealt out by their ids, {DEFAULT}", flush=True)
+    splits = read_documents(
+        {"": files} if folders is None else folders,
+        partial(split_of, fractions=dealt, seed=options.split_seed),
+        text_field=options.text_field,
+        id_field=options.id_field,
+    )
+    num_documents = sum(len(documents) for documents, _ in splits.values())
+    if not num_documents:
+        raise UnusableError(f"--source {' '.join(map(str, options.source))}: its files have no rows")
+    missing = [split for split in SPLITS if folders is None and dealt.get(split) and split not in splits]
+    if missing:
+        raise UnusableError(
+            f"of {num_documents} documents none falls to {missing[0]}: give it a larger fraction by --split-by-hash, "
+            f"or put the files into folders named {', '.join(SPLITS)}"
+        )
+    return {split: splits[split] for split in [*SPLITS, *sorted(splits.keys() - set(SPLITS))] if split in splits}
