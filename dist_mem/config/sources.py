@@ -130,7 +130,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _yaml_error(error: Exception) -> str:
-    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+    too_deep = isinstance(error, RecursionError) or "nesting depth" in str(error)  # the latter from PyYAML 6.0.4 on
+    return "it is nested too deeply" if too_deep else str(error)
 
 
 def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
