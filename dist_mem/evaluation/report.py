@@ -103,6 +103,15 @@ class Report:
         """Share of the scored tokens that were the most probable token; nan if not known."""
         return accuracy(known_total(document.hits for document in self.documents), self.num_scored)
 
+    @property
+    def whole_answers(self) -> float:
+        """Share of the documents whose scored tokens were all the most probable; nan unless all are recall tokens."""
+        scored = [document for document in self.documents if document.num_scored]
+        if not scored or sum(score.num_scored for score in self.recall) != self.num_scored:
+            return math.nan
+        right = [None if each.hits is None else int(each.hits == each.num_scored) for each in scored]
+        return accuracy(known_total(right), len(scored))
+
     def recall_in(self, band: Band) -> tuple[float, int]:
         """Return the total NLL in nats and the number of the recall tokens in a band."""
         within = self._within(band)
@@ -127,6 +136,7 @@ class Report:
             "token_perplexity": self.token_perplexity,
             "bits_per_byte": self.bits_per_byte,
             "accuracy": self.accuracy,
+            "whole_answers": self.whole_answers,
         }
         for name, band in recall_bands(self.seg_len, self.mem_len).items():
             found[f"recall_perplexity_{name}"] = self.recall_perplexity(band)
@@ -203,7 +213,8 @@ def to_table(report: Report, *, rows: int = TABLE_ROWS) -> str:
         if count:
             share = shown(report.recall_accuracy(band), ".2%")
             recall.append([f"{band} tokens back ({name})", shown(perplexity(nll, count)), share, f"{count:,}"])
-    return "\n".join([*lines, *(["", *table(recall)] if len(recall) > 1 else [])])
+    whole = [] if math.isnan(report.whole_answers) else ["", f"whole answers: {report.whole_answers:.2%} of the documents"]
+    return "\n".join([*lines, *(["", *table(recall)] if len(recall) > 1 else []), *whole])
 
 
 def _shortened(title: str) -> str:
