@@ -213,8 +213,10 @@ def to_table(report: Report, *, rows: int = TABLE_ROWS) -> str:
         if count:
             share = shown(report.recall_accuracy(band), ".2%")
             recall.append([f"{band} tokens back ({name})", shown(perplexity(nll, count)), share, f"{count:,}"])
-    whole = [] if math.isnan(report.whole_answers) else ["", f"whole answers: {report.whole_answers:.2%} of the documents"]
-    return "\n".join([*lines, *(["", *table(recall)] if len(recall) > 1 else []), *whole])
+    lines += ["", *table(recall)] if len(recall) > 1 else []
+    if not math.isnan(report.whole_answers):
+        lines += ["", f"whole answers: {report.whole_answers:.2%} of the documents"]
+    return "\n".join(lines)
 
 
 def _shortened(title: str) -> str:
