@@ -20,11 +20,11 @@ from typing import NamedTuple
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.terminal import table
 
-FORMAT_VERSION = 4  # 1 had no hits, in 2 words were always known, up to 3 recall had no hits
+FORMAT_VERSION = 5  # 1 had no hits, in 2 words were always known, up to 3 recall had no hits, up to 4 no depths
 TABLE_ROWS = 20  # documents in the printed table; the files contain all
 MAX_EXPONENT = 709.0  # largest exponent of e in float64
 _TITLE_CHARS = 32
-_CSV_COLUMNS = ("id", "title", "num_scored", "words", "bytes", "nll", "hits")
+_CSV_COLUMNS = ("id", "title", "num_scored", "words", "bytes", "nll", "hits", "depth")
 
 
 class Band(NamedTuple):
@@ -57,6 +57,7 @@ class DocumentScore:
     words: int | None  # None: not known, because the unscored first token of a block may be a part of a word
     bytes: int
     hits: int | None = None  # scored tokens that were the most probable token; None: not known
+    depth: float | None = None  # of what its answer recalls, from 0 to 1; None: it is no document of one answer
 
 
 @dataclass(frozen=True)
