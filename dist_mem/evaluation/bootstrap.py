@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dist_mem.evaluation.report import MAX_EXPONENT, Report
+from dist_mem.evaluation.report import MAX_EXPONENT, DocumentScore, Report
 
 _DRAWS = 10_000  # resamples of the documents
 _DRAWS_AT_ONCE = 4_000_000  # documents drawn in one array: 32 MB
@@ -35,7 +35,29 @@ def gain_interval(first: Sequence[Report], other: Sequence[Report]) -> tuple[flo
     scored = [document.num_scored if document.words is None else document.words for document in first[0].documents]
     counts = np.array(scored, dtype=np.float64)
     known = counts > 0  # a document without words has no share in a perplexity of words
-    gains, counts = gains[known], counts[known]
+    bounds = _bounds(gains[known], counts[known])
+    return None if bounds is None else (_ratio(bounds[0]), _ratio(bounds[1]))
+
+
+def accuracy_interval(
+    first: Sequence[Report], other: Sequence[Report], *, whole: bool = False
+) -> tuple[float, float] | None:
+    """Return the 95 % interval of the other model's accuracy minus the first's; arguments as `gain_interval`.
+
+    Args:
+        whole: of the share of documents whose scored tokens are all right, instead.
+
+    Returns:
+        Lower and upper bound; None if there are fewer than two documents, or the accuracy of one is not known.
+    """
+    counts = np.array([document.num_scored for document in first[0].documents], dtype=np.float64)
+    known = counts > 0
+    gains = (_hits(other, whole=whole) - _hits(first, whole=whole))[known]
+    return _bounds(gains, np.ones_like(gains) if whole else counts[known])
+
+
+def _bounds(gains: NDArray[np.float64], counts: NDArray[np.float64]) -> tuple[float, float] | None:
+    """Return the interval of sum(gains) / sum(counts) over documents, (documents,) each; None if it is not known."""
     if len(gains) < 2 or not np.isfinite(gains).all():
         return None
     generator = np.random.default_rng(_SEED)
@@ -47,7 +69,19 @@ def gain_interval(first: Sequence[Report], other: Sequence[Report]) -> tuple[flo
         means.append(gains[drawn].sum(axis=1) / counts[drawn].sum(axis=1))
         left -= rows
     low, high = np.percentile(np.concatenate(means), [_TAIL, 100 - _TAIL])
-    return _ratio(low), _ratio(high)
+    return float(low), float(high)
+
+
+def _hits(reports: Sequence[Report], *, whole: bool) -> NDArray[np.float64]:
+    """Return the hits of every document, or 1 if all are, the mean over the reports; nan where not known."""
+
+    def hits(document: DocumentScore) -> float:
+        if document.hits is None:
+            return math.nan
+        return float(document.hits == document.num_scored if whole else document.hits)
+
+    found: NDArray[np.float64] = np.mean([[hits(document) for document in each.documents] for each in reports], axis=0)
+    return found
 
 
 def _losses(reports: Sequence[Report]) -> NDArray[np.float64]:

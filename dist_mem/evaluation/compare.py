@@ -25,6 +25,7 @@ from dist_mem.evaluation.legend import labels_of
 from dist_mem.evaluation.memory_gain import MemoryGain, counterpart, is_without_memory, memory_gain
 from dist_mem.evaluation.plot import plot_recall
 from dist_mem.evaluation.report import Band, Report, read_report, recall_bands, same_text, shown
+from dist_mem.evaluation.seed_groups import seed_lines
 from dist_mem.runtime.files import is_wrong_path
 from dist_mem.runtime.terminal import table
 
@@ -233,11 +234,11 @@ def run(paths: Sequence[Path], *, split: str | None = None, picture: Path | None
     """
     try:
         entries = find_reports(paths, split)
-        print(to_table(entries, compare(entries)))
+        labels = labels_of([entry.name for entry in entries], [entry.config for entry in entries])
+        print("\n".join([to_table(entries, compare(entries)), *seed_lines(labels, [each.report for each in entries])]))
         if hint := _hint(entries, entries[0].report.split):
             print(hint, file=sys.stderr)
         if picture is not None:
-            labels = labels_of([entry.name for entry in entries], [entry.config for entry in entries])
             plot_recall([(label, entry.report) for label, entry in zip(labels, entries, strict=True)], picture)
             print(f"written: {picture}")
     except ValueError as error:

@@ -17,6 +17,7 @@ from torch import Tensor
 from dist_mem.data.shard import Index, check_document, read_mask, read_recall, read_tokens
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.errors import run_error
+from dist_mem.evaluation.depth import answer_depth
 from dist_mem.runtime.distributed import World, gather_objects, on_all_ranks
 
 LeftOut = Callable[[int], np.ndarray]  # document -> offsets of its tokens that are read but not scored
@@ -38,6 +39,7 @@ class Share(NamedTuple):
 
     words: Tensor  # (documents,) float64, of the scored tokens; nan if not known, 0 for documents of other ranks
     bytes: Tensor  # (documents,) float64, of the scored tokens; 0 for documents of other ranks
+    depths: Tensor  # (documents,) float64, of what its answer recalls; nan if not known, 0 for other ranks' documents
     max_distance: int  # largest recall distance, 0 if none is recorded
 
 
@@ -47,14 +49,15 @@ def agreed_share(
     """Check the documents that this rank reads and measure its own; all ranks raise if any finds a damaged one."""
 
     def measure() -> Share:
-        words, num_bytes, max_distance = *torch.zeros(2, len(extent.lengths), dtype=torch.float64), 0
+        words, num_bytes, depths, max_distance = *torch.zeros(3, len(extent.lengths), dtype=torch.float64), 0
         for document in documents:
             check_document(index, document)
             if document in own:
                 words[document], num_bytes[document] = _text_size(index, document, extent, tokenizer)
+                depths[document] = answer_depth(index, document, int(extent.lengths[document]))
             recall = read_recall(index, document, 0, int(extent.lengths[document]))
             max_distance = max(max_distance, 0 if recall is None else int(recall.max(initial=0)))
-        return Share(words, num_bytes, max_distance)
+        return Share(words, num_bytes, depths, max_distance)
 
     if world.size == 1:  # a notebook has no process group
         try:

@@ -20,11 +20,11 @@ from typing import NamedTuple
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.terminal import table
 
-FORMAT_VERSION = 4  # 1 had no hits, in 2 words were always known, up to 3 recall had no hits
+FORMAT_VERSION = 5  # 1 had no hits, in 2 words were always known, up to 3 recall had no hits, up to 4 no depths
 TABLE_ROWS = 20  # documents in the printed table; the files contain all
 MAX_EXPONENT = 709.0  # largest exponent of e in float64
 _TITLE_CHARS = 32
-_CSV_COLUMNS = ("id", "title", "num_scored", "words", "bytes", "nll", "hits")
+_CSV_COLUMNS = ("id", "title", "num_scored", "words", "bytes", "nll", "hits", "depth")
 
 
 class Band(NamedTuple):
@@ -57,6 +57,7 @@ class DocumentScore:
     words: int | None  # None: not known, because the unscored first token of a block may be a part of a word
     bytes: int
     hits: int | None = None  # scored tokens that were the most probable token; None: not known
+    depth: float | None = None  # of what its answer recalls, from 0 to 1; None: it is no document of one answer
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,15 @@ class Report:
         """Share of the scored tokens that were the most probable token; nan if not known."""
         return accuracy(known_total(document.hits for document in self.documents), self.num_scored)
 
+    @property
+    def whole_answers(self) -> float:
+        """Share of the documents whose scored tokens were all the most probable; nan unless all are recall tokens."""
+        scored = [document for document in self.documents if document.num_scored]
+        if not scored or sum(score.num_scored for score in self.recall) != self.num_scored:
+            return math.nan
+        right = [None if each.hits is None else int(each.hits == each.num_scored) for each in scored]
+        return accuracy(known_total(right), len(scored))
+
     def recall_in(self, band: Band) -> tuple[float, int]:
         """Return the total NLL in nats and the number of the recall tokens in a band."""
         within = self._within(band)
@@ -127,6 +137,7 @@ class Report:
             "token_perplexity": self.token_perplexity,
             "bits_per_byte": self.bits_per_byte,
             "accuracy": self.accuracy,
+            "whole_answers": self.whole_answers,
         }
         for name, band in recall_bands(self.seg_len, self.mem_len).items():
             found[f"recall_perplexity_{name}"] = self.recall_perplexity(band)
@@ -203,7 +214,10 @@ def to_table(report: Report, *, rows: int = TABLE_ROWS) -> str:
         if count:
             share = shown(report.recall_accuracy(band), ".2%")
             recall.append([f"{band} tokens back ({name})", shown(perplexity(nll, count)), share, f"{count:,}"])
-    return "\n".join([*lines, *(["", *table(recall)] if len(recall) > 1 else [])])
+    lines += ["", *table(recall)] if len(recall) > 1 else []
+    if not math.isnan(report.whole_answers):
+        lines += ["", f"whole answers: {report.whole_answers:.2%} of the documents"]
+    return "\n".join(lines)
 
 
 def _shortened(title: str) -> str:

@@ -51,6 +51,7 @@ class Sums(NamedTuple):
     recall_hits: Tensor  # (max distance + 1,) as `hits`, by distance
     words: Tensor  # (documents,) nan where unknown
     bytes: Tensor  # (documents,)
+    depths: Tensor  # (documents,) nan where unknown
 
 
 def score_split(
@@ -122,7 +123,8 @@ def lengths_to_score(index: Index, tokenizer: Tokenizer, config: Config) -> np.n
 
 def _document_scores(index: Index, sums: Sums) -> list[DocumentScore]:
     counts = [_known(part) for part in (sums.num_scored, sums.words, sums.bytes, sums.hits)]
-    rows = zip(index.documents, sums.nll.tolist(), *counts, strict=True)
+    depths = [None if math.isnan(depth) else depth for depth in sums.depths.tolist()]
+    rows = zip(index.documents, sums.nll.tolist(), *counts, depths, strict=True)
     return [DocumentScore(entry.id, entry.title, *row) for entry, *row in rows]
 
 
@@ -192,7 +194,7 @@ def add_scores(sums: Sums, batch: Batch, documents: Tensor, output: LMOutput) ->
 def _empty_sums(share: Share, device: torch.device) -> Sums:
     by_document = torch.zeros(3, len(share.words), dtype=torch.float64, device=device)
     by_distance = torch.zeros(3, share.max_distance + 1, dtype=torch.float64, device=device)
-    return Sums(*[*by_document, *by_distance, share.words, share.bytes])
+    return Sums(*[*by_document, *by_distance, share.words, share.bytes, share.depths])
 
 
 def _over_ranks(sums: Sums, world: World) -> Sums:

@@ -17,8 +17,9 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import NamedTuple
 
-from dist_mem.evaluation.bootstrap import gain_interval
-from dist_mem.evaluation.plot import distance_bins, plot_recall, recall_curve
+from dist_mem.evaluation.bootstrap import accuracy_interval, gain_interval
+from dist_mem.evaluation.depth import depth_bins, depths_to_csv, plot_depth
+from dist_mem.evaluation.plot import MIN_TOKENS, distance_bins, plot_recall, recall_curve
 from dist_mem.evaluation.report import Report, read_report
 from dist_mem.reproduce.budget import Costs
 from dist_mem.reproduce.job import Job
@@ -37,6 +38,8 @@ from dist_mem.tracking.tracker import METRICS_FILE, read_points
 
 PAGE, CELLS, PARETO = "arena.md", "cells.csv", "pareto.png"
 RECALL, RECALL_ACCURACY = "recall.png", "recall_accuracy.png"
+DEPTH, DEPTHS = "depth.png", "depth.csv"
+SHARES = ("accuracy", "whole_answers")  # figures whose interval is that of a difference
 
 
 class Standing(NamedTuple):
@@ -45,7 +48,7 @@ class Standing(NamedTuple):
     name: str
     cells: dict[str, str]  # column -> mean and spread over the seeds
     mean: float | None  # of the first column
-    interval: tuple[float, float] | None  # of the first memory's perplexity over this one's, by documents
+    interval: tuple[float, float] | None  # of the gain over the first memory, by documents; see `_interval`
     costs: Costs
     speed: float | None  # tokens/s of a training, the median of its points; the mean over the seeds
 
@@ -54,6 +57,7 @@ def standings(job: Job, memories: Sequence[str], costs: Mapping[str, Costs]) -> 
     """Return what is known of every memory, in the order of the file."""
     columns = columns_of(job.table, job.scale)
     first_column = next(iter(columns))
+    figure = columns[first_column].figure
     first = _reports(job, memories[0], first_column)
     found = []
     for name in memories:
@@ -65,7 +69,7 @@ def standings(job: Job, memories: Sequence[str], costs: Mapping[str, Costs]) -> 
                 name,
                 {column: shown(each) for column, each in cells.items()},
                 cells[first_column].mean,
-                _interval(first, _reports(job, name, first_column)) if name != memories[0] else None,
+                _interval(first, _reports(job, name, first_column), figure) if name != memories[0] else None,
                 costs[name],
                 statistics.fmean(speeds) if speeds else None,
             )
@@ -87,18 +91,27 @@ def write_page(job: Job, memories: Sequence[str], costs: Mapping[str, Costs]) ->
         if any(recall_curve(report, bins, accuracy=accuracy)[1] for _, report in reports):
             paths.append(job.out / name)
             plot_recall(reports, paths[-1], accuracy=accuracy)
+        elif any(report.recall for _, report in reports):
+            print(f"{name} is not drawn: fewer than {MIN_TOKENS} recall tokens at every distance, or unknown accuracy")
+    if any(depth_bins(report) for _, report in reports):
+        paths += [job.out / DEPTH, job.out / DEPTHS]
+        plot_depth(reports, paths[-2])
+        write_text(paths[-1], depths_to_csv(reports))
     return paths
 
 
 def to_markdown(job: Job, found: Sequence[Standing]) -> str:
     """Return the table of an arena, with what each memory took."""
     columns = list(columns_of(job.table, job.scale))
-    over = f"{found[0].name} / memory, 95 %"
+    figure = columns_of(job.table, job.scale)[columns[0]].figure
+    is_share = figure in SHARES
+    over = f"memory - {found[0].name}, 95 %" if is_share else f"{found[0].name} / memory, 95 %"
     sizes = ["parameters", "bytes of memory a lane", "steps", "tokens", "FLOPs", "tokens/s"]
     heading = ["memory", *columns, over, *sizes]
     lines = [f"# {job.table.title}", "", job.scale.about, "", _line(heading), _line(["---"] * len(heading))]
     for each in found:
-        interval = "" if each.interval is None else f"{each.interval[0]:.3f} to {each.interval[1]:.3f}"
+        sign = "+" if is_share else ""
+        interval = "" if each.interval is None else " to ".join(f"{bound:{sign}.3f}" for bound in each.interval)
         costs = each.costs
         flops = "n/a" if costs.flops is None else f"{costs.flops:.3g}"
         taken = [f"{costs.parameters:,}", f"{costs.state_bytes:,}", f"{costs.steps:,}", f"{costs.tokens:,}", flops]
@@ -107,16 +120,27 @@ def to_markdown(job: Job, found: Sequence[Standing]) -> str:
     seeds = ", ".join(str(seed) for seed in job.scale.seeds)
     lines += [
         "",
-        f"Means over the seeds {seeds}, ± their standard deviation. The interval is that of {found[0].name}'s "
-        f"perplexity divided by the memory's, in the column {columns[0]}, if other documents of the same kind had been "
-        "scored: 10,000 draws of the documents, the same for both, of the mean over the seeds. An interval that "
-        "contains 1 settles nothing; another seed may differ by more than another document.",
+        f"Means over the seeds {seeds}, ± their standard deviation. {_about_interval(found[0].name, figure)}",
         "",
         f"![Quality against cost]({PARETO})",
         "",
         f"Every cell with its commands and its checksum: [{CELLS}]({CELLS}).",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _about_interval(first: str, figure: str) -> str:
+    """Return the sentences that say what the intervals are."""
+    if figure == "recall_accuracy":
+        return "There is no interval: evaluations record recall accuracy by distance, not by document."
+    what, nothing = f"{first}'s perplexity of all scored words or tokens divided by the memory's", 1
+    if figure in SHARES:
+        what, nothing = f"the memory's {figure.replace('_', ' ')} minus {first}'s", 0
+    return (
+        f"The interval is that of {what}, if other documents of the same kind had been scored: 10,000 draws of the "
+        f"documents, the same for both, of the mean over the seeds. An interval that contains {nothing} settles "
+        "nothing; another seed may differ by more than another document."
+    )
 
 
 def shown(found: Cell) -> str:
@@ -129,7 +153,7 @@ def shown(found: Cell) -> str:
 
 def checksum(report: Report) -> str:
     """Return the SHA-256 of the figures of every document, without times and places."""
-    figures = [astuple(document) for document in report.documents]
+    figures = [astuple(document)[:-1] for document in report.documents]  # without depths, which older reports lack
     return hashlib.sha256(json.dumps(figures).encode()).hexdigest()
 
 
@@ -147,10 +171,18 @@ def _report_of(run: Run, column: str) -> Path | None:
     return run.directory / result["report"] if "report" in result else None
 
 
-def _interval(first: Mapping[int, Report], other: Mapping[int, Report]) -> tuple[float, float] | None:
-    """Return the interval of the gain over the seeds that both have; None without any."""
+def _interval(first: Mapping[int, Report], other: Mapping[int, Report], figure: str) -> tuple[float, float] | None:
+    """Return the interval of the gain over the seeds that both have; None without any, or where it is not known.
+
+    The gain is a difference for `SHARES`, and for all other figures the perplexity divided by the other one.
+    """
     seeds = sorted(first.keys() & other.keys())
-    return gain_interval([first[seed] for seed in seeds], [other[seed] for seed in seeds]) if seeds else None
+    if not seeds or figure == "recall_accuracy":
+        return None
+    pair = [first[seed] for seed in seeds], [other[seed] for seed in seeds]
+    if figure in SHARES:
+        return accuracy_interval(*pair, whole=figure == "whole_answers")
+    return gain_interval(*pair)
 
 
 def _speed(run: Run) -> float | None:

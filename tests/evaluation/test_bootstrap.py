@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dist_mem.evaluation.bootstrap import gain_interval
+from dist_mem.evaluation.bootstrap import accuracy_interval, gain_interval
 from dist_mem.evaluation.report import DocumentScore, Report
 
 
@@ -45,3 +45,20 @@ def test_there_is_no_interval_of_one_document_or_of_infinite_losses() -> None:
     assert gain_interval([one], [other]) is None
     empty = replace(one.documents[1], nll=0.0, words=0)
     assert gain_interval([replace(one, documents=[one.documents[0], empty])], [other]) is None
+
+
+def scored(*hits: int | None) -> Report:
+    documents = [DocumentScore(str(place), "", 1.0, 4, 1, 4, each) for place, each in enumerate(hits)]
+    return replace(report(), documents=documents)
+
+
+def test_the_interval_of_an_accuracy_is_that_of_the_difference() -> None:
+    assert accuracy_interval([scored(1, 2, 3)], [scored(2, 3, 4)]) == (0.25, 0.25)
+    assert accuracy_interval([scored(1, 2), scored(3, 4)], [scored(2, 3), scored(2, 3)]) == (0.0, 0.0)  # of the mean
+    first, other = scored(*[3] * 50, *[4] * 50), scored(*[4] * 100)
+    low, high = accuracy_interval([first], [other], whole=True) or (0.0, 0.0)
+    assert (low, high) == (pytest.approx(0.5 - 1.96 * 0.05, abs=0.02), pytest.approx(0.5 + 1.96 * 0.05, abs=0.02))
+    reverse = accuracy_interval([other], [first], whole=True)
+    assert reverse == (-high, -low)
+    assert accuracy_interval([scored(1, None)], [scored(1, 2)]) is None
+    assert accuracy_interval([scored(1)], [scored(2)]) is None

@@ -57,6 +57,21 @@ def test_figures_are_those_of_the_definitions() -> None:
     assert figures["test/recall_perplexity_memory"] == pytest.approx(math.exp(2.0))
 
 
+def test_an_answer_is_whole_if_all_its_tokens_are_right() -> None:
+    documents = [DocumentScore("d", "", 1.0, 2, 1, 5, hits) for hits in (2, 1, 0, 2)]
+    documents.append(DocumentScore("cut", "", 0.0, 0, 0, 0, 0))  # its answer is not scored
+    report = replace(make_report(), documents=documents, recall=[RecallScore(30, 4.0, 8, 5)])
+    assert report.whole_answers == 2 / 4
+    assert report.figures()["test/whole_answers"] == 2 / 4
+    assert to_table(report).endswith("\n\nwhole answers: 50.00% of the documents")
+    unknown = replace(report, documents=[*documents[1:], DocumentScore("old", "", 1.0, 2, 1, 5)])
+    text = replace(report, recall=[RecallScore(30, 4.0, 7, 5)])  # one scored token is no answer
+    for other in (unknown, text):
+        assert math.isnan(other.whole_answers)
+        assert "test/whole_answers" not in other.figures()
+        assert "whole" not in to_table(other)
+
+
 def test_a_report_survives_its_file(tmp_path: Path) -> None:
     report = make_report()
     paths = write_report(report, tmp_path / "evaluations", "test-step-00000007", metadata={"step": 7})
@@ -65,7 +80,7 @@ def test_a_report_survives_its_file(tmp_path: Path) -> None:
     body = json.loads(paths[1].read_text())
     assert body["step"] == 7
     paths[1].write_text(json.dumps({**body, "format_version": 99}))
-    with pytest.raises(ValueError, match="format_version 99 is newer than 4"):
+    with pytest.raises(ValueError, match="format_version 99 is newer than 5"):
         read_report(paths[1])
     paths[1].write_text("[]")
     with pytest.raises(ValueError, match="not a report"):

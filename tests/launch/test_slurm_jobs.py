@@ -17,6 +17,7 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
+from dist_mem.config import load_config
 from dist_mem.launch.script import render
 from dist_mem.runtime.environment import extension_cache
 from dist_mem.tracking.mlflow_run import connect
@@ -232,6 +233,39 @@ def test_sweep_is_submitted_as_an_array_and_measured_afterwards(slurm: Cluster, 
     assert all(logged_steps(tmp_path / "out" / "runs" / f"kind{kind}-seed0")[-1] == 5 for kind in ("none", "causal"))
     text = slurm.call(*sweep, "--no-estimate", **path_of(slurm))
     assert (tmp_path / "out" / "table.csv").read_text().count("evaluated") == 2, text
+
+
+@pytest.mark.nightly
+def test_an_arena_is_submitted_with_its_budget_and_measured_afterwards(
+    slurm: Cluster, books: Path, tmp_path: Path
+) -> None:
+    """A memory from outside the package takes part."""
+    write_config(tmp_path / "job.yaml", books, tmp_path / "unused", {"train": {"segments_per_update": 1}})
+    config = load_config([str(tmp_path / "job.yaml")]).train
+    OmegaConf.save({"launch": launch_block(nodes="1")}, tmp_path / "site.yaml")
+    memories = {"none": ["memory.kind=none"], "outside": [f"memory.kind={ROOT}/examples/averages.py:Averages"]}
+    budget = {"tokens": 5 * config.global_batch_size * config.seg_len}
+    spec = {"train": ["job.yaml"], "memories": memories, "budget": budget, "seeds": [0, 1], "data": str(books)}
+    OmegaConf.save(
+        {**spec, "columns": {"dev": {"figure": "token_perplexity", "split": "validation"}}}, tmp_path / "a.yaml"
+    )
+    arena = (
+        "env",
+        f"--chdir={tmp_path}",
+        str(BIN / "dist-mem"),
+        "arena",
+        "a.yaml",
+        "eval.allow_code=true",
+        "--out",
+        "out",
+    )
+    job = slurm.call(*arena, "--slurm", "site.yaml", **path_of(slurm)).splitlines()[-1]
+    slurm.wait(lambda: not slurm.call("squeue", "--noheader", f"--job={job}", check=False), "the array", seconds=400)
+    assert [slurm.state(f"{job}_{task}") for task in range(1, 5)] == ["COMPLETED"] * 4
+    runs = [tmp_path / "out" / "runs" / f"{name}-seed{seed}" for name in memories for seed in (0, 1)]
+    assert [logged_steps(run)[-1] for run in runs] == [5] * 4
+    text = slurm.call(*arena, "--no-estimate", **path_of(slurm))
+    assert (tmp_path / "out" / "cells.csv").read_text().count("--split validation") == 4, text
 
 
 @pytest.mark.nightly

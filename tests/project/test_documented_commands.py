@@ -148,6 +148,7 @@ NOT_RUN = [
     NotRun("docs/howto/performance.md", "bash benchmarks/gpu.sh", "a GPU; test_gpu_benchmark.py", shell_syntax),
     NotRun("docs/howto/reproduce.md", "dist-mem reproduce lamemo.table3 --scale small", "hours", parsed),
     NotRun("docs/howto/reproduce.md", "dist-mem reproduce lamemo.table1 --scale paper", "days, on GPUs", parsed),
+    NotRun("docs/howto/recall_tasks.md", "dist-mem sweep", "half an hour each; test_sweep.py", parsed),
     NotRun("docs/howto/sweep.md", "dist-mem sweep", "minutes, or a cluster; test_sweep.py, test_slurm_jobs.py", parsed),
     NotRun("docs/howto/tracking.md", "dist-mem track sync", "a server of the user's; test_tracking_outage.py", parsed),
     NotRun("docs/howto/tracking.md", "MLFLOW_TRACKING_URI=", "a server, which does not end; test_serving.py", parsed),

@@ -138,7 +138,7 @@ def test_an_arena_that_was_stopped_goes_on_and_its_cells_can_be_repeated(tmp_pat
     write(tmp_path, memories=memories, columns=columns, data=str(data), seeds=[0, 1], budget=budget)
 
     assert "outside" in done(tmp_path, "arena", "small.yaml", "--plan", "--out", "out")
-    command = ("arena", "small.yaml", "eval.allow_code=true", "--out", "out", "--no-estimate")
+    command = ("arena", "small.yaml", "eval.allow_code=true", "--out", "out", "--jobs", "2", "--no-estimate")
     process = dist_mem(tmp_path, *command)
     run = tmp_path / "out" / "runs" / "none-seed0"
     wait_until(lambda: process.poll() is not None or len(logged_steps(run)) > 5, "some steps", seconds=400)

@@ -1,0 +1,44 @@
+"""Runs of a comparison that differ only in their seeds, as one line: mean, standard deviation, interval."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from dist_mem.evaluation.bootstrap import gain_interval
+from dist_mem.evaluation.report import Report, shown
+from dist_mem.runtime.terminal import table
+
+
+def seed_lines(labels: Sequence[str], reports: Sequence[Report]) -> list[str]:
+    """Return a table of the groups of equal labels for a terminal; no lines if no two labels are equal.
+
+    Args:
+        labels: as `labels_of` returns them, equal for runs that differ only in seeds.
+        reports: one of each run; all score the same documents.
+    """
+    groups: dict[str, list[Report]] = {}
+    for label, report in zip(labels, reports, strict=True):
+        groups.setdefault(label, []).append(report)
+    if len(groups) == len(labels):
+        return []
+    first = next(iter(groups))
+    by_words = reports[0].num_words is not None
+    head = ["seeds together", "runs", "word ppl" if by_words else "token ppl", "accuracy", f"{first} / it, 95 %"]
+    rows = [head]
+    for label, group in groups.items():
+        interval = gain_interval(groups[first], group) if label != first else None
+        perplexities = [each.word_perplexity if by_words else each.token_perplexity for each in group]
+        spreads = _spread(perplexities, ",.2f"), _spread([each.accuracy for each in group], ".2%")
+        shown_interval = "" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}"
+        rows.append([label, str(len(group)), *spreads, shown_interval])
+    about = "means over runs that differ only in their seeds, ± standard deviation; interval of the seeds' mean loss"
+    return ["", f"{about}, by bootstrap over documents", *table(rows)]
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    mean = statistics.fmean(values)
+    if len(values) < 2 or math.isnan(mean):
+        return shown(mean, form)
+    return f"{shown(mean, form)} ± {shown(statistics.stdev(values), form)}"

@@ -1,0 +1,60 @@
+"""Accuracy of answers by depth."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from dist_mem.data.shard import TokenizedDocument, write_split
+from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
+from dist_mem.evaluation.depth import answer_depth, depth_bins, depths_to_csv, plot_depth
+from dist_mem.evaluation.report import DocumentScore, Report
+
+
+def report(*answers: tuple[float | None, int]) -> Report:
+    documents = [
+        DocumentScore(str(place), "", 1.0, 2, 1, 2, hits, depth) for place, (depth, hits) in enumerate(answers)
+    ]
+    return Report("test", "d", "t", None, 32, 32, None, documents, [])
+
+
+def document(name: str, recall: dict[int, int], masked: list[int] | None) -> TokenizedDocument:
+    distances = np.zeros(100, dtype=np.int32)
+    for place, distance in recall.items():
+        distances[place] = distance
+    mask = None if masked is None else np.isin(np.arange(100), masked)
+    return TokenizedDocument(name, "", None, 1, 100, np.full(100, 65, dtype=np.uint16), mask, distances)
+
+
+def test_the_depth_of_an_answer_is_its_referents_place_before_it(tmp_path: Path) -> None:
+    documents = [
+        document("one", {80: 60, 81: 60}, [80, 81]),
+        document("two", {80: 60, 90: 60}, [80, 90]),
+        document("more", {80: 60}, [80, 81]),
+        document("book", {80: 60}, None),
+    ]
+    fingerprint = BytesTokenizer().fingerprint
+    index = write_split(documents, tmp_path / "test", name="x", split="test", tokenizer_fingerprint=fingerprint)
+    found = {entry.id: answer_depth(index, place, 100) for place, entry in enumerate(index.documents)}
+    assert found.pop("one") == 1 - 60 / 80
+    assert all(math.isnan(depth) for depth in found.values())
+    assert math.isnan(answer_depth(index, 0, 70))  # its answer is cut off
+
+
+def test_each_answer_counts_in_one_of_ten_bins() -> None:
+    assert depth_bins(report((None, 2), (None, 1))) == []
+    found = depth_bins(report((0.0, 2), (0.05, 1), (0.1, 2), (1.0, 0), (None, 2)))
+    assert [each.num_answers for each in found] == [2, 1, 0, 0, 0, 0, 0, 0, 0, 1]
+    assert [found[number].accuracy for number in (0, 1, 9)] == [3 / 4, 1.0, 0.0]
+    assert math.isnan(found[5].accuracy)
+
+
+def test_depths_are_written_as_lines_and_a_picture(tmp_path: Path) -> None:
+    known = report((0.25, 2), (0.27, 1))
+    lines = depths_to_csv([("none", known), ("none", replace(known, documents=[]))]).splitlines()
+    assert lines == ["label,low,high,num_answers,accuracy", "none,0.2,0.3,2,0.75"]
+    plot_depth([("none", known), ("xl", known)], tmp_path / "depth.png")
+    assert (tmp_path / "depth.png").read_bytes()[:4] == b"\x89PNG"
