@@ -16,7 +16,7 @@ from tests.support.paths import ROOT
 PLACES = ("*.md", "docs/**/*.md", "shards/*.md", "launch/*.md")
 PAGES = sorted(path for place in PLACES for path in ROOT.glob(place))
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
-PROGRAMS = "dist-mem|python3?|curl|torchrun|deepspeed|srun|sbatch|make|launch/local.sh|pip|mlflow|git|cd|apt-get|bash"
+PROGRAMS = "dist-mem|python3?|torchrun|deepspeed|srun|sbatch|make|launch/local.sh|pip|mlflow|git|cd|apt-get|bash"
 # In an indented block, a docstring or a comment; the program may be in .venv/bin and follow environment variables.
 COMMAND = re.compile(rf"^(?:#   | {{4}})((?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:{PROGRAMS}) .*)$", re.MULTILINE)
 LOOP = re.compile(r"^for .*?^done.*?$", re.MULTILINE | re.DOTALL)
