@@ -7,6 +7,7 @@ that is no page becomes a link into the repository, or text if `repo_url` is not
 from __future__ import annotations
 
 import re
+from itertools import cycle
 from pathlib import Path
 from posixpath import dirname, join, normpath
 
@@ -20,6 +21,12 @@ ROOT = Path(__file__).parents[1]
 PAGES = ("*.md", "launch/*.md", "shards/*.md", "docs/**/*.md")
 BESIDE = ("docs/images/*.svg", "docs/images/*.png", "docs/*.css", "docs/*.js")
 LINK = re.compile(r"(?<!!)\[([^][]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+
+TABLE = re.compile(r"<table\b.*?</table>", re.DOTALL)
+CELL = re.compile(r"<td\b[^>]*>(.*?)</td>", re.DOTALL)
+TAG = re.compile(r"<[^>]+>")
+PICTURE = re.compile(r'(<img\b[^>]*\bsrc="([^"]+)"[^>]*>)(?!\s*</a>)')
+LONG_TEXT = 60  # characters of a cell; a table without such cells scrolls sideways on a phone, if it is too wide
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -44,6 +51,27 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Change the links to files that are no pages."""
     return outside_links(markdown, page.file.src_uri, set(files.src_uris), config.repo_url)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Prepare tables and pictures for narrow screens (site.css)."""
+    return opened_pictures(TABLE.sub(lambda found: with_labels(found[0]), html))
+
+
+def with_labels(table: str) -> str:
+    """Mark a table with long texts, and give its cells the name of their column: a phone shows rows as cards."""
+    names = [TAG.sub("", name) for name in re.findall(r"<th\b[^>]*>(.*?)</th>", table, re.DOTALL)]
+    longest = max((len(TAG.sub("", cell)) for cell in CELL.findall(table)), default=0)
+    if len(names) < 3 or longest < LONG_TEXT:
+        return table
+    labels = cycle(names)
+    labelled = re.sub(r"<td\b", lambda _: f'<td data-label="{next(labels)}"', table)
+    return labelled.replace("<table", "<table data-cards", 1)
+
+
+def opened_pictures(html: str) -> str:
+    """Make every picture a link to itself: a phone shows it small, and opens it at its size."""
+    return PICTURE.sub(r'<a class="picture" href="\2">\1</a>', html)
 
 
 def outside_links(markdown: str, source: str, known: set[str], repo_url: str | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -25,7 +26,10 @@ from dist_mem.tracking.stores import RUN_ID_FILE
 from tests.support.jobs import train_here
 from tests.support.limits import limit, wait_until
 from tests.support.mlflow_server import silent_address
+from tests.support.page_commands import items_of
+from tests.support.paths import ROOT
 from tests.support.ranks import RankPool
+from tests.support.shown_output import difference
 
 pytestmark = pytest.mark.ranks
 
@@ -64,6 +68,18 @@ def served(address: str, store: str, log: Path) -> Iterator[str]:
     finally:
         os.killpg(server.pid, signal.SIGKILL)  # with its worker, in the session of this process
         server.wait()
+
+
+def ask_as_on_the_page(url: str) -> None:
+    """Send the request of docs/howto/tracking.md, and compare the answer with the one there."""
+    (item,) = (item for item in items_of(ROOT / "docs/howto/tracking.md") if item.text.startswith("curl "))
+    _, address, _, header, _, body = shlex.split(item.text)
+    name, value = header.split(": ")
+    request = Request(address.replace("http://127.0.0.1:5001", url), body.encode(), {name: value})
+    with urlopen(request, timeout=limit(60)) as response:
+        answer = response.read().decode()
+    assert item.output is not None
+    assert (differs := difference(item.output, answer)) is None, differs
 
 
 def ask(url: str, params: Mapping[str, Any]) -> Any:
@@ -108,6 +124,7 @@ def test_a_served_model_answers_as_the_model_in_this_process(
     with served("models:/served@champion", sqlite_uri, tmp_path / "log") as url:
         expected = ["".join(mine.generate(prompt, num_tokens=20, sampling=sampling)) for prompt in PROMPTS]
         assert ask(url, SETTINGS) == [{"continuation": text} for text in expected]
+        ask_as_on_the_page(url)
         default = ["".join(mine.generate(prompt)) for prompt in PROMPTS]
         assert ask(url, {}) == [{"continuation": text} for text in default], "defaults are those of generate"
         scores = mine.score(PROMPTS)

@@ -2,168 +2,32 @@
 
 Before a page is run, its tree has what the page takes as given (`PREPARED`): for most, what `make demo` leaves. What is
 smaller than a user's, so that all pages take minutes, is said in scaled_tree.py; above all, the steps of each training.
-What cannot run here is listed with the reason in `NOT_RUN` and checked in a cheaper way. Every other command must end
-with exit code 0, or 2 where the page shows an error, and must not warn that ranks are idle. Where the page shows
-output, the command's has the same form.
+What cannot run here is listed with the reason in pages_not_run.py and checked in a cheaper way. Every other command
+must end with exit code 0, or 2 where the page shows an error, and must not warn that ranks are idle. Where the page
+shows output, the command's has the same form.
 """
 
 from __future__ import annotations
 
-import ast
 import gzip
 import json
 import random
 import re
-import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+import yaml
 
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE
 from tests.support.page_commands import PAGES, ROOT, Item, items_of
-from tests.support.program_arguments import check_arguments
-from tests.support.scaled_tree import Tree, draw_words, write_texts
+from tests.support.pages_not_run import IDLE, NOT_RUN, NotRun
+from tests.support.scaled_tree import Tree, change_yaml, draw_words, write_texts
 from tests.support.shown_output import difference
 from tests.support.warm_programs import running_server
 
 pytestmark = pytest.mark.timeout(900)  # of one page; a free machine takes a minute for the longest
-IDLE = re.compile(r"^warning.* idle lane", re.MULTILINE)  # of plan.idle_work
-
-
-def parsed(_: Tree, command: str) -> None:
-    """The programs take the arguments, and the configuration knows every file and key."""
-    check_arguments(command)
-
-
-def checked(*worlds: int) -> Callable[[Tree, str], None]:
-    """Parsed, and `dist-mem train ... --check` for these numbers of ranks has no warning of idle ones."""
-
-    def check(tree: Tree, command: str) -> None:
-        parsed(tree, command)
-        words = shlex.split(command, comments=True)
-        first = next(index for index, word in enumerate(words) if word.endswith(".yaml"))
-        for world in worlds:
-            reported = tree.must(f"dist-mem train {shlex.join(words[first:])} --check --world {world}")
-            assert not IDLE.search(reported), reported
-
-    return check
-
-
-def without_last(tree: Tree, command: str) -> None:
-    """All but the last of the commands run, which is parsed."""
-    first, _, last = command.rpartition(" && ")
-    tree.must(first)
-    parsed(tree, last)
-
-
-def shell_syntax(tree: Tree, command: str) -> None:
-    """bash can read the script."""
-    tree.must(f"bash -n {shlex.split(command)[1]}")
-
-
-def make_rules(tree: Tree, command: str) -> None:
-    """make finds its way, without running anything."""
-    tree.must(re.sub(r"\bmake ", "make --dry-run --always-make ", command))
-
-
-def sweep(tree: Tree, _: str) -> None:
-    """Every line of the file is a configuration that leaves no rank idle."""
-    lines = (tree.folder / "sweep.txt").read_text(encoding="utf-8").splitlines()
-    assert len(lines) == 6
-    for line in lines:
-        checked(8)(tree, f"dist-mem train {line}")
-
-
-def dry_run(tree: Tree, command: str) -> None:
-    """The script can be made, for ranks of which none is idle."""
-    reported = tree.must(f"{shlex.join(shlex.split(command, comments=True))} --dry-run")
-    assert "#SBATCH" in reported
-    assert not IDLE.search(reported), reported
-
-
-def sketch(_: Tree, program: str) -> None:
-    """Python can read it."""
-    ast.parse(program)
-
-
-class NotRun(NamedTuple):
-    """What cannot run here."""
-
-    page: str
-    begins: str  # the command
-    reason: str
-    check: Callable[[Tree, str], None]
-
-
-NOT_RUN = [
-    NotRun("README.md", "python3 -m venv", "the environment is the one that the tests run in", parsed),
-    NotRun("README.md", ".venv/bin/pip install", "the network; CI installs from requirements.txt", parsed),
-    NotRun("README.md", "make demo", "4 to 6 minutes; `after_demo` runs its commands", make_rules),
-    NotRun("README.md", "make test", "is what runs this", make_rules),
-    NotRun("README.md", ".venv/bin/mlflow ui", "a server, which does not end", parsed),
-    NotRun("docs/start/install.md", "pip wheel", "test_wheelhouse.py", parsed),
-    NotRun("docs/start/install.md", "python3 -m venv", "test_wheelhouse.py", parsed),
-    NotRun("docs/start/install.md", "env/bin/pip install", "the network; test_wheelhouse.py", parsed),
-    NotRun("docs/howto/tracking.md", ".venv/bin/mlflow ui", "a server, which does not end", parsed),
-    NotRun("docs/howto/add_a_memory.md", "class State", "a sketch of the contract; the example beside it runs", sketch),
-    NotRun("docs/howto/dialogue.md", "dist-mem train configs/papers", "the weights of GPT-2", parsed),
-    NotRun("docs/howto/arena.md", "dist-mem arena", "hours, or a cluster; test_arena.py", parsed),
-    NotRun("docs/howto/cluster.md", "torchrun --nnodes 2", "two nodes of 8 GPUs", checked(16)),
-    NotRun("docs/howto/cluster.md", "srun", "two nodes of 8 GPUs", checked(16)),
-    NotRun("docs/howto/cluster.md", "dist-mem status", "a cluster; test_slurm_commands.py", parsed),
-    NotRun("docs/howto/cluster.md", "dist-mem logs", "a cluster; test_slurm_commands.py", parsed),
-    NotRun("docs/howto/cluster.md", "dist-mem cancel", "a cluster; test_slurm_commands.py", parsed),
-    NotRun("docs/howto/cluster.md", "first=", "a cluster; test_slurm_commands.py", parsed),
-    NotRun("docs/howto/cluster.md", "dist-mem launch", "a cluster; test_slurm_commands.py", parsed),
-    NotRun("docs/howto/cluster.md", "deepspeed --hostfile", "two nodes of 8 GPUs", checked(16)),
-    NotRun(
-        "docs/howto/data.md",
-        "dist-mem train configs/pg19_small.yaml data.path=https:",
-        "test_remote.py",
-        parsed,
-    ),
-    NotRun("docs/howto/data.md", "dist-mem train configs/pg19_small.yaml data.path=s3:", "test_remote.py", parsed),
-    NotRun("docs/howto/data.md", "dist-mem data verify https:", "test_remote.py", parsed),
-    NotRun("docs/howto/data.md", "dist-mem evaluate runs/pg19_small data.path=gs:", "test_remote.py", parsed),
-    NotRun(
-        "docs/howto/data.md",
-        "dist-mem train configs/pg19_small.yaml data.stage=m",
-        "stays in /dev/shm; test_stage.py",
-        parsed,
-    ),
-    NotRun("docs/howto/doctor.md", "srun", "two nodes of 8 GPUs; see test_slurm_jobs.py", parsed),
-    NotRun("docs/howto/doctor.md", "dist-mem doctor --drill", "two minutes; test_drill.py", parsed),
-    NotRun("docs/howto/figures.md", "dist-mem figure lamemo.fig6", "one layer has no alpha; test_figures.py", parsed),
-    NotRun(
-        "docs/howto/figures.md", "dist-mem figure infinite.fig8", "may predict no word better; test_figures.py", parsed
-    ),
-    NotRun("docs/howto/lm_eval.md", ".venv/bin/pip install", "the network; CI has it", parsed),
-    NotRun("docs/howto/lm_eval.md", "dist-mem lm-eval runs/demo --tasks lambada", "the network", parsed),
-    NotRun("docs/howto/offline.md", "bash launch/wheelhouse.sh", "test_wheelhouse.py", shell_syntax),
-    NotRun("docs/howto/offline.md", "PIP_NO_INDEX=1", "needs the wheelhouse; test_wheelhouse.py", make_rules),
-    NotRun("docs/howto/offline.md", "make test", "is what runs this", make_rules),
-    NotRun("docs/howto/performance.md", "bash benchmarks/gpu.sh", "a GPU; test_gpu_benchmark.py", shell_syntax),
-    NotRun("docs/howto/reproduce.md", "dist-mem reproduce lamemo.table3 --scale small", "hours", parsed),
-    NotRun("docs/howto/reproduce.md", "dist-mem reproduce lamemo.table1 --scale paper", "days, on GPUs", parsed),
-    NotRun("docs/howto/recall_tasks.md", "dist-mem sweep", "half an hour each; test_sweep.py", parsed),
-    NotRun("docs/howto/sweep.md", "dist-mem sweep", "minutes, or a cluster; test_sweep.py, test_slurm_jobs.py", parsed),
-    NotRun("docs/howto/tracking.md", "dist-mem track sync", "a server of the user's; test_tracking_outage.py", parsed),
-    NotRun("docs/howto/tracking.md", "MLFLOW_TRACKING_URI=", "a server, which does not end; test_serving.py", parsed),
-    NotRun("docs/tutorials/own_memory.md", "sed -i 's/last=x/last=x.d", "12 s; add_a_memory.md", without_last),
-    NotRun("docs/tutorials/own_cluster.md", "srun", "two nodes; test_slurm_jobs.py", parsed),
-    NotRun("docs/tutorials/own_cluster.md", "dist-mem launch configs", "a cluster; test_slurm_jobs.py", parsed),
-    NotRun("docs/tutorials/own_cluster.md", "dist-mem status", "a cluster; test_slurm_commands.py", parsed),
-    NotRun("docs/tutorials/own_cluster.md", "dist-mem logs", "a cluster; test_slurm_commands.py", parsed),
-    NotRun("docs/tutorials/own_cluster.md", "dist-mem cancel", "a cluster; test_slurm_commands.py", parsed),
-    NotRun("launch/README.md", "git clone", "the network, and an address of the user's", parsed),
-    NotRun("launch/README.md", "sbatch --nodes=2 ", "a cluster; test_slurm_jobs.py", checked(16)),
-    NotRun("launch/README.md", "sbatch --nodes=2-4", "a cluster; test_slurm_jobs.py", checked(16, 24, 32)),
-    NotRun("launch/README.md", "dist-mem launch configs/demo.yaml", "a cluster; test_launch_script.py", dry_run),
-    NotRun("launch/README.md", "sbatch --array", "a cluster; test_slurm_script.py", sweep),
-]
 
 
 @pytest.fixture(scope="module")
@@ -260,6 +124,21 @@ def pretrained(tree: Tree) -> None:
     write_byte_pairs(tokenizer, folder)
 
 
+def smaller_sweep(tree: Tree) -> None:
+    """One learning rate and one seed."""
+    path = tree.folder / "configs/sweeps/rates.yaml"
+    train = ["configs/demo.yaml", "train.steps=30", "eval.every=null"]
+    change_yaml(path, train=train, seeds=[0], skip=[], **{"grid.optimizer.lr": [0.002]})
+
+
+def smaller_arena(tree: Tree) -> None:
+    """Two memories, one seed, and a budget of a few updates."""
+    path = tree.folder / "configs/arena/cpu.yaml"
+    memories = yaml.safe_load(path.read_text(encoding="utf-8"))["memories"]
+    two = {name: memories[name] for name in ("none", "transformer_xl")}
+    change_yaml(path, memories=two, seeds=[0], budget={"tokens": 122_880})
+
+
 def corpora_of_papers(tree: Tree) -> None:
     write_texts(tree.folder / "pg19", {"train": 16, "validation": 3, "test": 3})
     text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((tree.folder / "pg19" / "train").iterdir()))
@@ -273,9 +152,13 @@ def corpora_of_papers(tree: Tree) -> None:
 
 
 DEMO = "after make demo"
+# Pages whose step numbers are not divided: what is shown happens between two steps.
+ALL_STEPS = {"docs/tutorials/first_run.md"}
 PREPARED: dict[str, list[str | Callable[[Tree], None]]] = {
     "README.md": [DEMO, books],
+    "docs/explanation/lanes.md": [DEMO],
     "docs/howto/add_a_memory.md": [DEMO],
+    "docs/howto/arena.md": [DEMO, smaller_arena],
     "docs/reference/config.md": [DEMO],
     "docs/howto/data.md": [corpora],
     "docs/howto/dialogue.md": [dialogues],
@@ -296,6 +179,7 @@ PREPARED: dict[str, list[str | Callable[[Tree], None]]] = {
     "docs/howto/report.md": [DEMO, book],
     "docs/howto/reproduce.md": [DEMO],
     "docs/howto/resume.md": [DEMO, moved],
+    "docs/howto/sweep.md": [DEMO, smaller_sweep],
     "docs/howto/tracking.md": [DEMO],
     "docs/tutorials/own_corpus.md": [twenty_books],
     "docs/tutorials/own_memory.md": [DEMO, first_runs],
@@ -339,9 +223,12 @@ def fresh_tree(folder: Path, warm_address: Path, demo: Tree) -> Tree:
 def run_item(tree: Tree, item: Item, programs: list[str]) -> str:
     """What it printed; a Python block goes on from those before it on the page.
 
-    A command that the page shows with an error, `error: ...` at the begin of a line, must end with exit code 2.
+    A command that the page shows with an error, `error: ...` at the begin of a line, must end with exit code 2; one
+    that it shows with ^C gets a Ctrl-C after its second logged step.
     """
     if not item.is_python:
+        if "^C" in (item.output or ""):
+            return tree.interrupted(item.text)
         is_refused = re.search("^error: ", item.output or "", re.MULTILINE)
         return tree.must(item.text, code=EXIT_USAGE if is_refused else EXIT_DONE)
     (tree.folder / "page.py").write_text("\n".join([*programs, item.text]), encoding="utf-8")
@@ -358,6 +245,8 @@ def test_everything_on_the_page_runs(
         tree = fresh_tree(tmp_path, warm_address, request.getfixturevalue("after_demo"))
     else:
         tree = Tree(tmp_path, warm_address)
+    if name_of(page) in ALL_STEPS:
+        tree.steps = 1
     for prepare in prepared:
         if callable(prepare):
             prepare(tree)
@@ -378,7 +267,7 @@ def test_everything_on_the_page_runs(
 def test_what_is_not_run_stands_on_its_page() -> None:
     found = [entry for page in WITH_COMMANDS for item in items_of(page) if (entry := not_run(page, item))]
     assert [entry for entry in NOT_RUN if entry not in found] == []
-    assert [name for name in [*PREPARED, *OF_NIGHT] if name not in map(name_of, WITH_COMMANDS)] == []
+    assert [name for name in [*PREPARED, *OF_NIGHT, *ALL_STEPS] if name not in map(name_of, WITH_COMMANDS)] == []
 
 
 @pytest.mark.slow

@@ -57,6 +57,19 @@ def test_only_links_to_files_that_are_no_pages_change(link: str, repo_url: str |
     assert outside_links(f"See {link}.", "docs/start/python.md", known, repo_url) == f"See {expected}."
 
 
+def test_only_tables_with_long_texts_become_cards_on_a_phone() -> None:
+    with_labels = run_path(str(ROOT / "docs" / "site_hooks.py"))["with_labels"]
+
+    def table(cell: str) -> str:
+        head = "".join(f"<th>{name}</th>" for name in ("key", "<code>unit</code>", "meaning"))
+        return f"<table><thead><tr>{head}</tr></thead><tr><td>a</td><td align='right'></td><td>{cell}</td></tr></table>"
+
+    assert with_labels(table("short")) == table("short")
+    found = with_labels(table("long " * 20))
+    assert found.startswith("<table data-cards>")
+    assert re.findall('data-label="(.*?)"', found) == ["key", "unit", "meaning"]
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built as `make docs` builds it."""
@@ -105,7 +118,7 @@ def test_the_page_of_python_has_every_public_name(site: Path) -> None:
 
 @pytest.mark.slow
 def test_pages_fit_every_screen_and_load_nothing_from_the_network(site: Path, browser: Browser) -> None:
-    """The widths of a phone and of a small laptop: the page does not scroll sideways, and pictures are whole."""
+    """The widths of a phone and of a small laptop: no page scrolls sideways, and pictures are whole or scroll."""
     too_wide = []
     for path in sorted(site.rglob("*.html")):
         page = browser.open(path, width=1280, height=800)
@@ -113,7 +126,8 @@ def test_pages_fit_every_screen_and_load_nothing_from_the_network(site: Path, br
             page.call("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False)
             bad = page.value(
                 "[...document.querySelectorAll('.md-typeset img')].filter((picture) => !picture.naturalWidth"
-                " || picture.getBoundingClientRect().right > innerWidth).map((picture) => picture.src)"
+                " || picture.closest('.picture').getBoundingClientRect().right > innerWidth)"
+                ".map((picture) => picture.src)"
             )
             if bad:
                 too_wide.append((path.relative_to(site).as_posix(), width, bad))

@@ -20,8 +20,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
 from omegaconf import OmegaConf
 
+from dist_mem.errors import EXIT_REQUEUE
 from dist_mem.runtime.network_interface import free_port
 from tests.support.limits import limit
 from tests.support.page_commands import ROOT
@@ -58,6 +60,7 @@ STAND_INS = {
     "--train 8000 --validation 400 --test 400": "--train 128 --validation 8 --test 8",
     "reproduce lamemo.table3 ": "reproduce lamemo.table3 --rows lamemo train.steps=100 schedule.warmup_steps=1 ",
     "sweeps/memories.yaml": "sweeps/memories.yaml train.steps=100 schedule.warmup_steps=1",
+    "tracking.uri=http://mlflow.example:5000": "tracking.uri=sqlite:///mlflow.db",
     "--tokenizer sentencepiece": "--tokenizer sentencepiece --vocab-size 2000",
 }
 _STEP = re.compile(r"(--checkpoint |--step |\btrain\.steps=|\bwarmup_steps=|\bcheckpoint\.every=)(\d+)")
@@ -68,6 +71,7 @@ class Tree:
 
     def __init__(self, folder: Path, warm_address: Path) -> None:
         self.folder = folder
+        self.steps = STEPS
         for name in ("dist_mem", "docs", "shards", "launch", "examples", "benchmarks", "tests"):
             (folder / name).symlink_to(ROOT / name)
         for pattern in ("*.md", "*.toml", "*.txt", "Makefile", ".gitignore"):
@@ -91,10 +95,19 @@ class Tree:
 
     def run(self, command: str, *, timeout: float = 600) -> tuple[int, str]:
         """Run a command of a page in bash; return its exit code and output."""
+        running = self._start(command)
+        try:
+            output = running.communicate(timeout=limit(timeout))[0]
+        except subprocess.TimeoutExpired:
+            os.killpg(running.pid, signal.SIGKILL)  # the ranks too
+            output = f"{running.communicate()[0]}\nended after {timeout} s"
+        return running.returncode, output
+
+    def _start(self, command: str) -> subprocess.Popen[str]:
         for on_page, here in STAND_INS.items():
             command = command.replace(on_page, here)
-        command = _STEP.sub(lambda found: f"{found[1]}{max(1, int(found[2]) // STEPS)}", command)
-        running = subprocess.Popen(
+        command = _STEP.sub(lambda found: f"{found[1]}{max(1, int(found[2]) // self.steps)}", command)
+        return subprocess.Popen(
             ["bash", "-euo", "pipefail", "-c", command],
             cwd=self.folder,
             env=self._environment(),
@@ -105,12 +118,20 @@ class Tree:
             errors="replace",
             start_new_session=True,
         )
-        try:
-            output = running.communicate(timeout=limit(timeout))[0]
-        except subprocess.TimeoutExpired:
-            os.killpg(running.pid, signal.SIGKILL)  # the ranks too
-            output = f"{running.communicate()[0]}\nended after {timeout} s"
-        return running.returncode, output
+
+    def interrupted(self, command: str) -> str:
+        """Run a training, press Ctrl-C after its second logged step, and return its output, with ^C where it was."""
+        lines = list[str]()
+        with self._start(f"exec {command}") as running:  # no shell in between
+            assert running.stdout is not None
+            for line in running.stdout:
+                lines.append(line)
+                if sum(line.startswith("step ") for line in lines) == 2 and "^C\n" not in lines:
+                    running.send_signal(signal.SIGINT)
+                    lines.append("^C\n")
+        output, code = "".join(lines), running.returncode
+        assert code == EXIT_REQUEUE, f"$ {command}\nexit code {code}, not {EXIT_REQUEUE}\n{output[-4000:]}"
+        return output
 
     def must(self, command: str, *, code: int = 0) -> str:
         """Run a command, assert that it ends with this exit code, and return its output."""
@@ -140,6 +161,18 @@ class Tree:
             "TMPDIR": str(self.folder),
             "TORCHINDUCTOR_CACHE_DIR": str(programs.parent / "inductor"),  # torch makes it when it is imported
         }
+
+
+def change_yaml(path: Path, **changes: object) -> None:
+    """Replace values in a YAML file; `grid.optimizer.lr` is the key `optimizer.lr` of `grid`."""
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    for name, value in changes.items():
+        block, _, key = name.partition(".")
+        if key:
+            content[block][key] = value
+        else:
+            content[block] = value
+    path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
 
 
 def _change(path: Path, changes: Sequence[str]) -> None:

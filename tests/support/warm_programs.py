@@ -1,7 +1,7 @@
 """`dist-mem` and Python files in milliseconds: a call runs in a process forked from one that has imported everything.
 
-A call has its own process, folder, environment, arguments, streams and exit code, as a user's does. `running_server`
-starts the process that is forked; `write_programs` writes the programs that call it.
+A call has its own process, folder, environment, arguments, streams and exit code, as a user's does, and gets SIGINT and
+SIGTERM. `running_server` starts the process that is forked; `write_programs` writes the programs that call it.
 """
 
 from __future__ import annotations
@@ -42,13 +42,17 @@ _FILE = "WARM_FILE"  # environment variable: the Python file to run in place of 
 _NO_THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a fork would lose them
 _CLIENT = """\
 #!{python} -IS
-import json, os, socket, sys
+import json, os, signal, socket, sys
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
     socket.send_fds(server, [b"+"], [0, 1, 2])
     request = {{"arguments": sys.argv[1:], "folder": os.getcwd(), "environment": dict(os.environ)}}
     server.sendall(json.dumps(request).encode() + b"\\n")
-    code = int(server.recv(16) or 1)
+    answers = server.makefile()
+    child = int(answers.readline() or 0)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: os.kill(child, number))
+    code = int(answers.readline() or 1)
 if code < 0:
     os.kill(os.getpid(), -code)
 os._exit(code)
@@ -120,7 +124,7 @@ def _serve(address: str) -> None:
 
 
 def _attend(connection: socket.socket) -> NoReturn:
-    """Run one call in a child process, and reply with its exit code, which is negative for a signal."""
+    """Run one call in a child process; reply with its number, then its exit code, which is negative for a signal."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _, streams, _, _ = socket.recv_fds(connection, 1, 3)
     with connection.makefile("rb") as lines:
@@ -129,8 +133,9 @@ def _attend(connection: socket.socket) -> NoReturn:
     if child == 0:
         connection.close()
         _run(request["arguments"], request["folder"], request["environment"], streams)
+    connection.sendall(f"{child}\n".encode())
     _, status = os.waitpid(child, 0)
-    connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+    connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
     os._exit(0)
 
 

@@ -1,0 +1,119 @@
+"""The page of metrics names exactly what the code can log, under the groups of MLflow."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from mlflow.system_metrics.metrics import cpu_monitor, disk_monitor, gpu_monitor, network_monitor
+
+from dist_mem.data.batch import Batch
+from dist_mem.engine.gradient_norms import Norms
+from dist_mem.evaluation.report import DocumentScore, RecallScore, Report
+from dist_mem.inspection.passage import passage_figures
+from dist_mem.memory import memory_kinds
+from dist_mem.tracking.groups import in_group
+from dist_mem.tracking.system_metrics import PREFIX
+from dist_mem.tracking.tracker import read_points
+from dist_mem.training.divergence import METRICS
+from dist_mem.training.meter import LOGGED, MEASUREMENTS, Meter, Totals
+from tests.support.contract_cases import LANES, subject
+from tests.support.jobs import train_here, write_config
+from tests.support.paths import ROOT
+from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.ranks
+
+PAGE = ROOT / "docs" / "reference" / "metrics.md"
+FULL_LANES = "memory/full_lanes"  # counted over a whole run; the test with a run meets it
+
+
+class Row(NamedTuple):
+    """A row of one of the page's tables."""
+
+    grouped: list[str]
+    plain: list[str]  # in metrics.jsonl; none of what only MLflow has
+
+
+def rows() -> list[Row]:
+    """Figures of memories have one name, so their second cell has none."""
+    lines = (line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `"))
+    found = [Row(*(re.findall("`([^`]+)`", cell) for cell in line.split(" | ")[:2])) for line in lines]
+    return [row._replace(plain=row.grouped) if row.grouped[0].startswith(LOGGED) else row for row in found]
+
+
+def on_page() -> list[str]:
+    """The names in metrics.jsonl."""
+    return [name for row in rows() for name in row.plain]
+
+
+class Gradients:
+    """The figures of an engine that has parameters with an auxiliary loss."""
+
+    lr = 0.1
+
+    def gradient_norm(self) -> float:
+        return 1.0
+
+    def gradient_norms(self) -> Norms:
+        return Norms(1.0, 1.0)
+
+
+def of_training() -> set[str]:
+    meter = Meter(lane_segments_per_update=1)
+    meter.add(Totals(*[1.0] * len(Totals._fields)), epoch=0.1)
+    return {*meter.read(Gradients()), *MEASUREMENTS, *METRICS.values()}
+
+
+def of_evaluations() -> set[str]:
+    document = DocumentScore("1", "A book", nll=2.0, num_scored=3, words=2, bytes=9, hits=1)
+    recall = [RecallScore(distance, nll=1.0, num_scored=1, hits=1) for distance in (1, 5, 9)]
+    return set(Report("SPLIT", "", "", None, 4, 4, num_words=2, documents=[document], recall=recall).figures())
+
+
+def of_memory(case: str) -> set[str]:
+    """What a memory logs, and what the passage shows of it."""
+    made, none_new = subject(case), torch.zeros(LANES, dtype=torch.bool)
+    model, segments = made.model().eval(), made.segments()
+    batches = [Batch(*segment, made.full(), none_new, torch.arange(LANES), None) for segment in segments]
+    logged = {LOGGED + name for output in made.read(model) for name in output.logs}
+    read = passage_figures(model, lambda _: made.fresh(model), model.memories(), batches, torch.device("cpu"))
+    return {*logged, *read.figures}
+
+
+def test_the_page_has_all_that_the_code_can_log_and_nothing_else() -> None:
+    of_memories = {name for case in (*memory_kinds(), "infinite over compressive") for name in of_memory(case)}
+    assert sorted(on_page()) == sorted({*of_training(), *of_evaluations(), *of_memories, FULL_LANES})
+
+
+def test_names_stand_beside_those_in_their_group() -> None:
+    assert [row for row in rows() if row.plain and [in_group(name) for name in row.plain] != row.grouped] == []
+
+
+def test_the_page_has_what_mlflow_measures_of_the_machine() -> None:
+    monitors = (cpu_monitor, disk_monitor, gpu_monitor, network_monitor)
+    named = {name for module in monitors for name in re.findall(r'_metrics\[f?"([^"]+)"\]', inspect.getsource(module))}
+    measured = {name.replace("{i}", "N") for name in named}
+    grouped = [name for row in rows() if not row.plain for name in row.grouped]
+    assert sorted(name for name in grouped if name.startswith(PREFIX)) == sorted(PREFIX + name for name in measured)
+
+
+@pytest.mark.slow
+def test_everything_that_a_run_logs_is_on_the_page(
+    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
+) -> None:
+    run_dir = tmp_path / "run"
+    config = write_config(tmp_path / "run.yaml", books, run_dir, {"eval": {"every": 4, "max_document_len": 64}})
+    assert rank_pool(2).run(train_here, config) == [0, 0]
+    logged = {
+        name.replace("validation/", "SPLIT/")
+        for point in read_points(run_dir / "metrics.jsonl")
+        for name in point.metrics
+    }
+    assert logged - {*on_page()} == set()
+    assert logged >= {"loss", FULL_LANES, "SPLIT/word_perplexity", "checkpoint/bytes", "goodput/seconds", "mfu"}

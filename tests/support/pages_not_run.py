@@ -1,0 +1,160 @@
+"""The commands of pages that the tests cannot run, each with the reason and a cheaper check."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tests.support.program_arguments import check_arguments
+from tests.support.scaled_tree import Tree
+
+IDLE = re.compile(r"^warning.* idle lane", re.MULTILINE)  # of plan.idle_work
+
+
+def parsed(_: Tree, command: str) -> None:
+    """The programs take the arguments, and the configuration knows every file and key."""
+    check_arguments(command)
+
+
+def checked(*worlds: int) -> Callable[[Tree, str], None]:
+    """Parsed, and `dist-mem train ... --check` for these numbers of ranks has no warning of idle ones."""
+
+    def check(tree: Tree, command: str) -> None:
+        parsed(tree, command)
+        words = shlex.split(command, comments=True)
+        first = next(index for index, word in enumerate(words) if word.endswith(".yaml"))
+        for world in worlds:
+            reported = tree.must(f"dist-mem train {shlex.join(words[first:])} --check --world {world}")
+            assert not IDLE.search(reported), reported
+
+    return check
+
+
+def without_last(tree: Tree, command: str) -> None:
+    """All but the last of the commands run, which is parsed."""
+    first, _, last = command.rpartition(" && ")
+    tree.must(first)
+    parsed(tree, last)
+
+
+def shell_syntax(tree: Tree, command: str) -> None:
+    """bash can read the script."""
+    tree.must(f"bash -n {shlex.split(command)[1]}")
+
+
+def make_rules(tree: Tree, command: str) -> None:
+    """make finds its way, without running anything."""
+    tree.must(re.sub(r"\bmake ", "make --dry-run --always-make ", command))
+
+
+def sweep(tree: Tree, _: str) -> None:
+    """Every line of the file is a configuration that leaves no rank idle."""
+    lines = (tree.folder / "sweep.txt").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 6
+    for line in lines:
+        checked(8)(tree, f"dist-mem train {line}")
+
+
+def dry_run(tree: Tree, command: str) -> None:
+    """The script can be made, for ranks of which none is idle."""
+    reported = tree.must(f"{shlex.join(shlex.split(command, comments=True))} --dry-run")
+    assert "#SBATCH" in reported
+    assert not IDLE.search(reported), reported
+
+
+def asked(_: Tree, command: str) -> None:
+    """The request is JSON."""
+    json.loads(shlex.split(command)[-1])
+
+
+def sketch(_: Tree, program: str) -> None:
+    """Python can read it."""
+    ast.parse(program)
+
+
+class NotRun(NamedTuple):
+    """What cannot run here."""
+
+    page: str
+    begins: str  # the command
+    reason: str
+    check: Callable[[Tree, str], None]
+
+
+NOT_RUN = [
+    NotRun("README.md", "python3 -m venv", "the environment is the one that the tests run in", parsed),
+    NotRun("README.md", ".venv/bin/pip install", "the network; CI installs from requirements.txt", parsed),
+    NotRun("README.md", "make demo", "4 to 6 minutes; `after_demo` runs its commands", make_rules),
+    NotRun("README.md", "make test", "is what runs this", make_rules),
+    NotRun("README.md", ".venv/bin/mlflow ui", "a server, which does not end", parsed),
+    NotRun("docs/start/install.md", "pip wheel", "test_wheelhouse.py", parsed),
+    NotRun("docs/start/install.md", "python3 -m venv", "test_wheelhouse.py", parsed),
+    NotRun("docs/start/install.md", "env/bin/pip install", "the network; test_wheelhouse.py", parsed),
+    NotRun("docs/howto/tracking.md", ".venv/bin/mlflow ui", "a server, which does not end", parsed),
+    NotRun("docs/howto/add_a_memory.md", "class State", "a sketch of the contract; the example beside it runs", sketch),
+    NotRun("docs/howto/dialogue.md", "dist-mem train configs/papers", "the weights of GPT-2", parsed),
+    NotRun(
+        "docs/howto/arena.md", "dist-mem arena configs/arena/cpu.yaml --slurm", "a cluster; test_slurm_jobs.py", parsed
+    ),
+    NotRun("docs/howto/cluster.md", "torchrun --nnodes 2", "two nodes of 8 GPUs", checked(16)),
+    NotRun("docs/howto/cluster.md", "srun", "two nodes of 8 GPUs", checked(16)),
+    NotRun("docs/howto/cluster.md", "dist-mem status", "a cluster; test_slurm_commands.py", parsed),
+    NotRun("docs/howto/cluster.md", "dist-mem logs", "a cluster; test_slurm_commands.py", parsed),
+    NotRun("docs/howto/cluster.md", "dist-mem cancel", "a cluster; test_slurm_commands.py", parsed),
+    NotRun("docs/howto/cluster.md", "first=", "a cluster; test_slurm_commands.py", parsed),
+    NotRun("docs/howto/cluster.md", "dist-mem launch", "a cluster; test_slurm_commands.py", parsed),
+    NotRun("docs/howto/cluster.md", "deepspeed --hostfile", "two nodes of 8 GPUs", checked(16)),
+    NotRun(
+        "docs/howto/data.md",
+        "dist-mem train configs/pg19_small.yaml data.path=https:",
+        "test_remote.py",
+        parsed,
+    ),
+    NotRun("docs/howto/data.md", "dist-mem train configs/pg19_small.yaml data.path=s3:", "test_remote.py", parsed),
+    NotRun("docs/howto/data.md", "dist-mem data verify https:", "test_remote.py", parsed),
+    NotRun("docs/howto/data.md", "dist-mem evaluate runs/pg19_small data.path=gs:", "test_remote.py", parsed),
+    NotRun(
+        "docs/howto/data.md",
+        "dist-mem train configs/pg19_small.yaml data.stage=m",
+        "stays in /dev/shm; test_stage.py",
+        parsed,
+    ),
+    NotRun("docs/howto/doctor.md", "srun", "two nodes of 8 GPUs; see test_slurm_jobs.py", parsed),
+    NotRun("docs/howto/doctor.md", "dist-mem doctor --drill", "two minutes; test_drill.py", parsed),
+    NotRun("docs/howto/figures.md", "dist-mem figure lamemo.fig6", "one layer has no alpha; test_figures.py", parsed),
+    NotRun(
+        "docs/howto/figures.md", "dist-mem figure infinite.fig8", "may predict no word better; test_figures.py", parsed
+    ),
+    NotRun("docs/howto/lm_eval.md", ".venv/bin/pip install", "the network; CI has it", parsed),
+    NotRun("docs/howto/lm_eval.md", "dist-mem lm-eval runs/demo --tasks lambada", "the network", parsed),
+    NotRun("docs/howto/offline.md", "bash launch/wheelhouse.sh", "test_wheelhouse.py", shell_syntax),
+    NotRun("docs/howto/offline.md", "PIP_NO_INDEX=1", "needs the wheelhouse; test_wheelhouse.py", make_rules),
+    NotRun("docs/howto/offline.md", "make test", "is what runs this", make_rules),
+    NotRun("docs/howto/performance.md", "bash benchmarks/gpu.sh", "a GPU; test_gpu_benchmark.py", shell_syntax),
+    NotRun("docs/howto/reproduce.md", "dist-mem reproduce lamemo.table3 --scale small", "hours", parsed),
+    NotRun("docs/howto/reproduce.md", "dist-mem reproduce lamemo.table1 --scale paper", "days, on GPUs", parsed),
+    NotRun("docs/howto/recall_tasks.md", "dist-mem sweep", "half an hour each; test_sweep.py", parsed),
+    NotRun(
+        "docs/howto/sweep.md",
+        "dist-mem sweep configs/sweeps/rates.yaml --slurm",
+        "a cluster; test_slurm_jobs.py",
+        parsed,
+    ),
+    NotRun("docs/howto/tracking.md", "MLFLOW_TRACKING_URI=", "a server, which does not end; test_serving.py", parsed),
+    NotRun("docs/howto/tracking.md", "curl", "test_serving.py asks the server and compares the answer", asked),
+    NotRun("docs/tutorials/own_memory.md", "sed -i 's/last=x/last=x.d", "12 s; add_a_memory.md", without_last),
+    NotRun("docs/tutorials/own_cluster.md", "srun", "two nodes; test_slurm_jobs.py", parsed),
+    NotRun("docs/tutorials/own_cluster.md", "dist-mem launch configs", "a cluster; test_slurm_jobs.py", parsed),
+    NotRun("docs/tutorials/own_cluster.md", "dist-mem status", "a cluster; test_slurm_commands.py", parsed),
+    NotRun("docs/tutorials/own_cluster.md", "dist-mem logs", "a cluster; test_slurm_commands.py", parsed),
+    NotRun("docs/tutorials/own_cluster.md", "dist-mem cancel", "a cluster; test_slurm_commands.py", parsed),
+    NotRun("launch/README.md", "git clone", "the network, and an address of the user's", parsed),
+    NotRun("launch/README.md", "sbatch --nodes=2 ", "a cluster; test_slurm_jobs.py", checked(16)),
+    NotRun("launch/README.md", "sbatch --nodes=2-4", "a cluster; test_slurm_jobs.py", checked(16, 24, 32)),
+    NotRun("launch/README.md", "dist-mem launch configs/demo.yaml", "a cluster; test_launch_script.py", dry_run),
+    NotRun("launch/README.md", "sbatch --array", "a cluster; test_slurm_script.py", sweep),
+]
