@@ -24,7 +24,7 @@ from dist_mem.evaluation.evaluate import as_job, described, found_by_all, use_th
 from dist_mem.evaluation.protocol import protocol_of, report_name, tag_of
 from dist_mem.inspection.aggregates import Aggregates, aggregate, word_gains
 from dist_mem.inspection.content import content_of
-from dist_mem.inspection.counterfactual import Counterfactual, Passage, remove_passages
+from dist_mem.inspection.counterfactual import Counterfactual, Passage, check_forgets, remove_passages
 from dist_mem.inspection.reading import DocumentReading, read_document
 from dist_mem.inspection.request import Request, Subject, open_other, open_subject, read_text, settings_of
 from dist_mem.inspection.shown import aggregates_tables, coloured, gains_table, legend, passages_table, top_table
@@ -65,6 +65,8 @@ def _run(world: World, check: StopCheck, *, request: Request) -> None:
     protocol, tag = protocol_of(config), tag_of(config)
     subject = open_subject(request, found, world, text)
     subject.trained.model.register_forward_pre_hook(check)
+    if request.without is not None or request.passages is not None:
+        check_forgets(subject.trained)  # before the document is read for hours
     other = None
     if request.against is not None:
         other = open_other(request, found_by_all(request.against, None, world), world)

@@ -13,7 +13,7 @@ read these states. Shape letters: B lanes, T segment, W window, S state vectors,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +46,9 @@ class State(NamedTuple):
 
 class BlockRecurrent(Memory):
     """Attention to the last W tokens and to S state vectors, which in turn attend to the tokens."""
+
+    # The window's rows could be taken out, but the states would still tell of them.
+    no_forget: ClassVar[str] = "its states summarise all earlier tokens, and none of them is a passage's own"
 
     @dataclass
     class Options:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +70,8 @@ class SegmentAttention(AttentionLayer):
 
 class Infini(Memory):
     """Attention within the segment, mixed with a reading of all earlier segments by a gate per head."""
+
+    no_forget: ClassVar[str] = "its matrix is a sum over all tokens, in which a passage has no rows of its own"
 
     @dataclass
     class Options:

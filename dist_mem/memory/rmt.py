@@ -16,7 +16,7 @@ Shape letters: B lanes, T segment, M memory tokens, R = T + 2 M rows, D model.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,6 +85,9 @@ def check_options(options: RecurrentMemory.Options) -> None:
 
 class RecurrentMemory(Memory):
     """Attention of a segment with memory tokens around it, and to a cache if there is one."""
+
+    # The cache's rows could be taken out, but the memory tokens would still tell of them.
+    no_forget: ClassVar[str] = "its memory tokens summarise all earlier segments, and none of them is a passage's own"
 
     @dataclass
     class Options:
