@@ -24,6 +24,7 @@ from dist_mem.inspection.figures.parts.style import MARK, styled
 from tests.support.figure_runs import make_run, memories, source_of, write_documents
 
 KINDS = list(memories())
+SIGNALS = {"infinite", "sticky", "gpt2", "map"}  # have a continuous memory in a layer; `map` in the last one only
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +52,9 @@ def plotted(drawn: Drawn) -> list[float]:
 
 
 MADE = {
-    **{name: {"infinite", "sticky"} for name in ("infinite.fig4", "infinite.fig12", "infinite.fig7")},
-    **{name: {"infinite", "sticky"} for name in ("infinite.fig8", "infinite.fig9")},
+    **{f"infinite.fig{number}": SIGNALS for number in (4, 12, 7, 8, 9)},
     **{name: {"sticky"} for name in ("infinite.fig5", "infinite.fig10", "infinite.fig11")},
-    "lamemo.fig1": set(KINDS) - {"block_recurrent", "gated_deltanet", "rmt"},  # show no attention
+    "lamemo.fig1": set(KINDS) - {"block_recurrent", "gated_deltanet", "rmt"},
     "lamemo.fig8": set(KINDS),
     "lamemo.fig6": {"lamemo"},
 }
@@ -71,9 +71,7 @@ def test_every_figure_is_drawn_from_its_memories_with_its_numbers_or_refused(
         try:
             drawn = draw(name, kind, runs)
         except UnusableError as error:
-            assert re.search(
-                rf"memory\.kind is '{'infinite' if kind == 'sticky' else kind}', but {name[:5]}", str(error)
-            )
+            assert re.search(rf"memory\.kind is '{memories()[kind]['kind']}', but {name[:5]}", str(error))
             continue
         made.add(kind)
         with styled():
@@ -98,7 +96,7 @@ def test_the_space_of_all_words_is_one_with_and_without_sticky_memories(runs: di
     assert space.borders == sorted(space.borders)
 
 
-@pytest.mark.parametrize("kind", ["infinite", "sticky"])
+@pytest.mark.parametrize("kind", ["infinite", "sticky", "gpt2", "map"])
 def test_densities_are_at_most_one_in_all(kind: str, runs: dict[str, Path]) -> None:
     found, count = densities(source_of(runs[kind]), 40)
     integrals = found.mean(dim=2)
@@ -106,6 +104,12 @@ def test_densities_are_at_most_one_in_all(kind: str, runs: dict[str, Path]) -> N
     assert (found >= 0).all()
     assert (integrals <= 1 + 1e-6).all()
     assert (integrals > 0).all()
+
+
+@pytest.mark.parametrize("name", ["infinite.fig4", "infinite.fig12", "infinite.fig7"])
+@pytest.mark.parametrize("kind", ["gpt2", "map"])
+def test_the_dialogue_model_and_one_layer_of_a_map_are_drawn(name: str, kind: str, runs: dict[str, Path]) -> None:
+    assert draw(name, kind, runs).table.rows
 
 
 def test_alpha_is_a_share(runs: dict[str, Path]) -> None:
