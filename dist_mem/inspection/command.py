@@ -29,6 +29,7 @@ from dist_mem.inspection.reading import DocumentReading, read_document
 from dist_mem.inspection.request import Request, Subject, open_other, open_subject, read_text, settings_of
 from dist_mem.inspection.shown import aggregates_tables, coloured, gains_table, legend, passages_table, top_table
 from dist_mem.inspection.words import Word, words_of
+from dist_mem.memory.parts.inspection import SUMMARY
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.signals import StopSignal
@@ -162,14 +163,14 @@ def _largest(gain: Tensor) -> Passage:
 def _reason(
     reading: DocumentReading, removed: Counterfactual | None, word: Word, gain: Tensor
 ) -> tuple[Passage, float] | None:
-    """Return the passage that a word needs most, and its nats; without a search, what was read most, and its mass."""
+    """Return the passage that a word needs most, and its nats; without a search, the one it read most, and its mass."""
     position = word.first + int(gain[word.first : word.end].argmax())
     if removed is not None:
         needed = removed.most_harmful()
         if not needed.rise[position].isnan():
             return Passage(int(needed.begin[position]), int(needed.end[position])), float(needed.rise[position])
-    looked = [found for layer in reading.layers for found in layer.values()]
-    if not looked:
+    looked = [found for layer in reading.layers for kind, found in layer.items() if kind != SUMMARY]
+    most = max(looked, key=lambda found: float(found.shares[position, 0]), default=None)
+    if most is None or not most.shares[position, 0]:
         return None
-    most = max(looked, key=lambda found: float(found.shares[position, 0]))
     return Passage(int(most.begin[position, 0]), int(most.end[position, 0])), float(most.shares[position, 0])

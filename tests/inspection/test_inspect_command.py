@@ -33,6 +33,7 @@ def test_it_prints_tables_and_writes_every_token(run_dir: Path, capsys: pytest.C
     printed = capsys.readouterr().out
     assert "memory off" in printed and "of the 20 largest gains are names" in printed
     assert "later words that get worse" in printed and "\x1b[" not in printed
+    assert "0:0 (" not in printed, "no passage was read by the first segment"
     content = written(run_dir)
     gains = [
         without - nll

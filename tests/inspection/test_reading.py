@@ -23,8 +23,10 @@ from dist_mem.inspection.walk import losses_of, walk
 from dist_mem.memory import memory_class, memory_kinds
 from dist_mem.memory.base import Memory, named_tensors
 from dist_mem.memory.lamemo import LaMemo
+from dist_mem.memory.none import NoMemory
 from dist_mem.memory.parts.inspector import Inspector
 from dist_mem.memory.parts.signal_places import shares
+from dist_mem.memory.transformer_xl import TransformerXL
 from dist_mem.tracking.progress import Progress
 from tests.evaluation.test_protocol import MEMORIES, asked, make_run
 from tests.evaluation.test_without_memory import emptied
@@ -120,6 +122,22 @@ def test_a_memory_that_cannot_forget_refuses_every_removal_and_says_why(subject:
         with pytest.raises(UnusableError, match=rf"memory\.kind is .*\b{unable}\b.*: {reason}"):
             remove_passages(trained, document, passages)
     assert memory_class(unable).no_forget != Memory.no_forget, "the reason is its own"
+
+
+@pytest.mark.parametrize("subject", ["transformer_xl"], indirect=True)
+def test_a_memory_that_does_not_say_where_a_passage_is_refuses_removals(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing would ever be found in it, and nothing removed."""
+    monkeypatch.setattr(TransformerXL, "inspect", Memory.inspect)
+    with pytest.raises(UnusableError, match=r"memory\.kind is transformer_xl: TransformerXL has no `inspect`"):
+        remove_passages(*subject)
+
+
+@pytest.mark.parametrize("subject", ["none"], indirect=True)
+def test_a_memory_without_a_state_needs_no_forget(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NoMemory, "forget", Memory.forget)
+    assert remove_passages(*subject).removals == []
 
 
 @pytest.mark.parametrize("subject", FORGETTING, indirect=True)
