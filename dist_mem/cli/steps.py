@@ -8,7 +8,7 @@ from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
 
 
 def batch(options: argparse.Namespace) -> int:
-    """Show the documents and the text that every lane read at a step."""
+    """Show what text every lane read at a step; losses of lanes are not logged: see replay."""
     from dist_mem.replay.batch import run
 
     return run(options.run, options.step, rank=options.rank, full=options.full, overrides=options.overrides)

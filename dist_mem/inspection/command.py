@@ -24,11 +24,12 @@ from dist_mem.evaluation.evaluate import as_job, described, found_by_all, use_th
 from dist_mem.evaluation.protocol import protocol_of, report_name, tag_of
 from dist_mem.inspection.aggregates import Aggregates, aggregate, word_gains
 from dist_mem.inspection.content import content_of
-from dist_mem.inspection.counterfactual import Counterfactual, Passage, remove_passages
+from dist_mem.inspection.counterfactual import Counterfactual, Passage, check_forgets, remove_passages
 from dist_mem.inspection.reading import DocumentReading, read_document
 from dist_mem.inspection.request import Request, Subject, open_other, open_subject, read_text, settings_of
 from dist_mem.inspection.shown import aggregates_tables, coloured, gains_table, legend, passages_table, top_table
 from dist_mem.inspection.words import Word, words_of
+from dist_mem.memory.parts.inspection import SUMMARY
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.signals import StopSignal
@@ -65,6 +66,8 @@ def _run(world: World, check: StopCheck, *, request: Request) -> None:
     protocol, tag = protocol_of(config), tag_of(config)
     subject = open_subject(request, found, world, text)
     subject.trained.model.register_forward_pre_hook(check)
+    if request.without is not None or request.passages is not None:
+        check_forgets(subject.trained)  # before the document is read for hours
     other = None
     if request.against is not None:
         other = open_other(request, found_by_all(request.against, None, world), world)
@@ -160,14 +163,14 @@ def _largest(gain: Tensor) -> Passage:
 def _reason(
     reading: DocumentReading, removed: Counterfactual | None, word: Word, gain: Tensor
 ) -> tuple[Passage, float] | None:
-    """Return the passage that a word needs most, and its nats; without a search, what was read most, and its mass."""
+    """Return the passage that a word needs most, and its nats; without a search, the one it read most, and its mass."""
     position = word.first + int(gain[word.first : word.end].argmax())
     if removed is not None:
         needed = removed.most_harmful()
         if not needed.rise[position].isnan():
             return Passage(int(needed.begin[position]), int(needed.end[position])), float(needed.rise[position])
-    looked = [found for layer in reading.layers for found in layer.values()]
-    if not looked:
+    looked = [found for layer in reading.layers for kind, found in layer.items() if kind != SUMMARY]
+    most = max(looked, key=lambda found: float(found.shares[position, 0]), default=None)
+    if most is None or not most.shares[position, 0]:
         return None
-    most = max(looked, key=lambda found: float(found.shares[position, 0]))
     return Passage(int(most.begin[position, 0]), int(most.end[position, 0])), float(most.shares[position, 0])

@@ -18,10 +18,10 @@ from dist_mem.config.memory_blocks import described
 from dist_mem.data.batch import IGNORE
 from dist_mem.data.documents import Document
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.trained_model import TrainedModel
+from dist_mem.evaluation.trained_model import TrainedModel, init_state
 from dist_mem.inspection.looked import mass_by_span, mass_in, memory_rows
 from dist_mem.inspection.walk import Step, walk
-from dist_mem.memory.base import map_state
+from dist_mem.memory.base import Memory, map_state, named_tensors
 from dist_mem.memory.parts.inspector import Inspector
 from dist_mem.model import LMState
 from dist_mem.tracking.progress import Progress
@@ -103,12 +103,12 @@ def remove_passages(
         lanes: passages that share a forward.
 
     Raises:
-        UnusableError: the memory cannot forget.
+        UnusableError: as `check_forgets`.
     """
-    memories = trained.model.memories()
+    check_forgets(trained)
     removals: list[Removals] = []
     read: list[Passage] = []  # the segments in the memory
-    inspector = Inspector(memories)
+    inspector = Inspector(trained.model.memories())
     with Progress(len(document.tokens), "removing passages") as progress:
         steps = walk(trained, document)
         while (step := _inspected(steps, inspector)) is not None:
@@ -121,6 +121,28 @@ def remove_passages(
                 inspector.commit()
             progress.add(step.num_inputs)
     return Counterfactual(len(document.tokens), removals)
+
+
+def check_forgets(trained: TrainedModel) -> None:
+    """Raise UnusableError if some memory of a model, also one below another, cannot forget a passage."""
+    reason = cannot_forget(trained)
+    if reason is not None:
+        raise UnusableError(f"{reason}; compare with its memory emptied instead (always shown, and --empty-at)")
+
+
+def cannot_forget(trained: TrainedModel) -> str | None:
+    """Return why passages cannot be taken out of the memory of a model; None: they can."""
+    memories, blocks = trained.model.memories(), init_state(trained, [0]).blocks
+    begin, end = (torch.tensor([position], device=trained.device) for position in (-1, 0))
+    reason = None
+    try:
+        Inspector(memories).forget(blocks, begin, end)  # empty memories are asked like full ones
+    except NotImplementedError as error:
+        reason = str(error)
+    for memory, block in zip(memories, blocks, strict=True):
+        if type(memory).inspect is Memory.inspect and named_tensors(block):
+            reason = reason or f"{type(memory).__name__} has no `inspect`, which says where a passage is"
+    return None if reason is None else f"memory.kind is {described(trained.config.memory)}: {reason}"
 
 
 def _inspected(steps: Iterator[Step], inspector: Inspector) -> Step | None:
@@ -170,8 +192,4 @@ def _rises(trained: TrainedModel, inspector: Inspector, step: Step, passages: Se
 def _without(trained: TrainedModel, inspector: Inspector, step: Step, passage: Passage) -> LMState:
     """Return the memory before a step without a passage; of one lane, because a lane's trace is its own."""
     begin, end = (torch.tensor([min(position - step.first_input, 0)], device=trained.device) for position in passage)
-    try:
-        blocks = inspector.forget(step.state.blocks, begin, end)
-    except NotImplementedError as error:
-        raise UnusableError(f"memory.kind is {described(trained.config.memory)}: {error}; see Memory.forget") from error
-    return step.state._replace(blocks=blocks)
+    return step.state._replace(blocks=inspector.forget(step.state.blocks, begin, end))

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from dist_mem.inspection.walk import Step
-from dist_mem.memory.parts.inspection import Inspection, Rows, Spans
-
-SEGMENT = "segment"  # the kind of rows that are no memory
+from dist_mem.memory.parts.inspection import SEGMENT, Inspection, Rows, Spans
 
 
 class Looked(NamedTuple):

@@ -12,24 +12,24 @@ import torch
 from torch import Tensor
 
 from dist_mem.memory.base import MemoryState, named_tensors
-from dist_mem.memory.parts.inspection import Inspection, Rows
+from dist_mem.memory.parts.inspection import SEGMENT, SIGNAL, SUMMARY, Inspection, Rows
 
 # Age of what is read, in segments back: the name of a band, its first and its last segment.
 BANDS = (("1", 1, 1), ("2", 2, 2), ("3_to_4", 3, 4), ("5_to_8", 5, 8), ("9_to_16", 9, 16), ("17_up", 17, 1 << 40))
-SIGNAL = "signal"
 
 
 def mass_by_age(layers: Iterable[Inspection], valid_len: Tensor, *, seg_len: int) -> dict[str, float]:
     """Return the share of attention that goes to the memory, and to each band of ages; the same of a signal.
 
     The mean over layers that have such rows, heads, and the real queries of all lanes. A row's age is that of its
-    newest token, so the bands of `attention` sum to the attention on the memory.
+    newest token, so the bands of `attention` sum to the attention on rows of tokens; `summary` is that on rows that
+    summarise all the past, which have no age.
     """
     found: dict[str, list[Tensor]] = {}
     for layer in layers:
         parts = {
-            "attention": [rows for kind, rows in layer.rows.items() if kind not in ("segment", SIGNAL)],
-            SIGNAL: [rows for kind, rows in layer.rows.items() if kind == SIGNAL],
+            "attention": [rows for kind, rows in layer.rows.items() if kind not in (SEGMENT, SUMMARY, SIGNAL)],
+            **{name: [layer.rows[name]] for name in (SUMMARY, SIGNAL) if name in layer.rows},
         }
         for name, several in parts.items():
             if several:
@@ -38,6 +38,7 @@ def mass_by_age(layers: Iterable[Inspection], valid_len: Tensor, *, seg_len: int
     by_band = {
         f"{name}_{band}": mass
         for name, masses in means.items()
+        if name != SUMMARY
         for (band, _, _), mass in zip(BANDS, masses, strict=True)
     }
     return {name: sum(masses) for name, masses in means.items()} | by_band

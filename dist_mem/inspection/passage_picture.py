@@ -8,7 +8,8 @@ from pathlib import Path
 from dist_mem.inspection.figure_command import write_figure
 from dist_mem.inspection.figures.parts.figure import Drawn, Table
 from dist_mem.inspection.figures.parts.style import new_picture, ordered_styles, styled
-from dist_mem.inspection.measures import BANDS, SIGNAL
+from dist_mem.inspection.measures import BANDS
+from dist_mem.memory.parts.inspection import SIGNAL
 
 _TITLES = {"attention": "attention to stored rows", SIGNAL: "mass on the signal"}
 

@@ -41,7 +41,7 @@ class DocumentReading(NamedTuple):
     without: Tensor  # (N,) with the memory emptied before every segment
     emptied: Tensor | None  # (N,) with the memory emptied once, at `empty_at`; None: not asked for
     other: Tensor | None  # (N,) of the other model; None: there is none
-    layers: tuple[Mapping[str, Looked], ...]  # by kind of rows: memory | compressed | signal; empty: none is read
+    layers: tuple[Mapping[str, Looked], ...]  # by kind of rows, but `segment`; empty: none is read
 
     @property
     def gain(self) -> Tensor:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,8 @@ class Memory(nn.Module):
     @dataclass
     class Options:
         """The configuration keys of a memory besides `kind`, an OmegaConf structured config."""
+
+    no_forget: ClassVar[str] = "it does not implement Memory.forget"  # why not, where that is so by its nature
 
     def __init__(self, spec: LayerSpec, options: Any) -> None:
         super().__init__()
@@ -157,9 +159,11 @@ class Memory(nn.Module):
             trace: of the last `inspect` call; a memory that moves what it holds needs it.
 
         Raises:
-            NotImplementedError: the memory does not implement it.
+            NotImplementedError: the memory does not implement it, in any state but an empty tuple; see `no_forget`.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not implement forget")
+        if not named_tensors(state) and type(self).stem is Memory.stem:
+            return state  # nothing is carried
+        raise NotImplementedError(f"{type(self).__name__} cannot forget a passage: {self.no_forget}")
 
     def reset_parameters(self) -> None:
         """Adjust initial weights after the model has drawn those of the block by one rule; by default none changes.

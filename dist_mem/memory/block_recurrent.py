@@ -13,13 +13,15 @@ read these states. Shape letters: B lanes, T segment, W window, S state vectors,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dist_mem.config.keys import TOKENS, WIDTH, key
 from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput
+from dist_mem.memory.parts.inspection import Inspection, of_tokens, rows_of, segment_rows, token_spans
 from dist_mem.memory.parts.learned_start import LearnedStart
 from dist_mem.memory.parts.state_cell import (
     NUM_BUCKETS,
@@ -31,6 +33,7 @@ from dist_mem.memory.parts.state_cell import (
     in_window,
     merged,
     read,
+    shares_of,
 )
 from dist_mem.nn.flops import Flops, product
 from dist_mem.nn.layers import Dropout, Projection, newest_rows
@@ -46,6 +49,9 @@ class State(NamedTuple):
 
 class BlockRecurrent(Memory):
     """Attention to the last W tokens and to S state vectors, which in turn attend to the tokens."""
+
+    # The window's rows could be taken out, but the states would still tell of them.
+    no_forget: ClassVar[str] = "its states summarise all earlier tokens, and none of them is a passage's own"
 
     @dataclass
     class Options:
@@ -186,11 +192,32 @@ class BlockRecurrent(Memory):
         self, tokens: Projected, context: tuple[Tensor, Tensor], visible: Tensor, bias: Tensor, states: Projected
     ) -> Tensor:
         """Return what the tokens of a window read of the tokens before them, and of the states: (B, W, 2 H K)."""
-        num_queries = tokens.query.shape[2]
-        mask = visible[:, None] & in_window(num_queries, self.window, visible.device)
-        near = read(tokens.query, context, visible=mask, bias=by_key(bias, num_queries), dropout=self.attention_dropout)
+        near = read(tokens.query, context, dropout=self.attention_dropout, **self.scored(tokens.query, visible, bias))
         far = read(tokens.cross_query, (states.key, states.value), dropout=self.attention_dropout)
         return merged(near, far)
+
+    def scored(self, query: Tensor, visible: Tensor, bias: Tensor) -> dict[str, Tensor]:
+        """Return what a window's tokens see of the rows of `visible`, (B, W + W), and the biases of their scores."""
+        num_queries = query.shape[2]
+        mask = visible[:, None] & in_window(num_queries, self.window, visible.device)
+        return {"visible": mask, "bias": by_key(bias, num_queries)}
+
+    @torch.no_grad()
+    def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: Any = None) -> Inspection:
+        """Return what tokens read of tokens. The states, which are read by a softmax of their own, are of no token."""
+        seg_len = x.shape[1]
+        tokens, bias = self.tokens(self.norm(x), self.window)
+        keys = torch.cat([state.keys.to(x.dtype), tokens.key], dim=2)
+        visible = self.visible(state, seg_len, valid_len)
+        parts = []
+        for begin in range(0, seg_len, self.window):
+            end = min(begin + self.window, seg_len)
+            near, query = slice(begin, self.window + end), tokens.query[:, :, begin:end]
+            shares = shares_of(query, keys[:, :, near], **self.scored(query, visible[:, near], bias))
+            parts.append(F.pad(shares, (begin, seg_len - end)))
+        memory, segment = torch.cat(parts, dim=2).transpose(0, 1).tensor_split([self.window], dim=-1)
+        rows = {"memory": rows_of(memory, token_spans(state.length, self.window))}
+        return Inspection(of_tokens({**rows, "segment": segment_rows(segment, valid_len)}))
 
     def cached(self, state: State, context: tuple[Tensor, ...], states: Tensor, valid_len: Tensor) -> State:
         """Keep the keys and values of the newest W real tokens; the context is those kept before, then the segment."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +50,8 @@ class ExactNorm(nn.RMSNorm):
 
 class GatedDeltaNet(Memory):
     """S <- alpha S (I - beta k k^T) + beta v k^T for every token, which reads S q."""
+
+    no_forget: ClassVar[str] = "every token rewrites its matrix, in which a passage has no rows of its own"
 
     @dataclass
     class Options:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dist_mem.config.keys import key
 from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput
-from dist_mem.memory.parts.inspection import Inspection, segment_rows
+from dist_mem.memory.parts.inspection import Inspection, of_tokens, segment_rows, summary_rows, tokens_read
 from dist_mem.nn.attention_inputs import Inputs
 from dist_mem.nn.flops import Flops, product
 from dist_mem.nn.layers import AttentionLayer, Dropout, Projection, merge_heads, split_heads, visible_keys
@@ -70,6 +70,8 @@ class SegmentAttention(AttentionLayer):
 
 class Infini(Memory):
     """Attention within the segment, mixed with a reading of all earlier segments by a gate per head."""
+
+    no_forget: ClassVar[str] = "its matrix is a sum over all tokens, in which a passage has no rows of its own"
 
     @dataclass
     class Options:
@@ -158,10 +160,17 @@ class Infini(Memory):
         return torch.where(is_written[:, None, None], share, 0.0)
 
     @torch.no_grad()
-    def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: Any = None) -> Inspection:
+    def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: Tensor | None = None) -> Inspection:
+        """Return the attention to the segment, and the gate's share as the weight of one row for all the past."""
         _, weights = self.attention.attend(self.attention.project(self.norm(x)), weights=True)
         assert weights is not None
-        return Inspection({"segment": segment_rows(weights, valid_len)})
+        share = self.gate(state).to(weights.dtype)
+        num_tokens = tokens_read(trace, valid_len)
+        rows = {
+            "summary": summary_rows(share.expand(*weights.shape[:3], 1), num_tokens),
+            "segment": segment_rows((1.0 - share) * weights, valid_len),
+        }
+        return Inspection(of_tokens(rows), trace=num_tokens + valid_len)
 
 
 def rotated(rows: Tensor) -> Tensor:

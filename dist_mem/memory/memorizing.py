@@ -19,7 +19,15 @@ from torch import Tensor, nn
 
 from dist_mem.config.keys import TOKENS, key
 from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, check_choices
-from dist_mem.memory.parts.inspection import Inspection, Spans, overlapping, rows_of, segment_rows, token_spans
+from dist_mem.memory.parts.inspection import (
+    Inspection,
+    Spans,
+    of_tokens,
+    overlapping,
+    rows_of,
+    segment_rows,
+    token_spans,
+)
 from dist_mem.memory.parts.shown import Shown, append_shown, take_out, valid_rows
 from dist_mem.memory.parts.stored_rows import Store, nearest, read_rows, readable_rows, spans_of, weigh, write
 from dist_mem.nn.flops import Flops, product
@@ -200,12 +208,8 @@ class Memorizing(Memory):
     def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: None = None) -> Inspection:
         """Return shares of what is read, which sum to 1; the last W tokens have two rows each."""
         weights = self.attention(self.norm(x), state, weights=True).weights
-        spans = self.spans(state)
-        memory = torch.cat([weights.cached, weights.stored], dim=-1) * (spans.begin < spans.end)[:, None]
-        total = (memory.sum(-1, keepdim=True) + weights.segment.sum(-1, keepdim=True)).clamp(min=1e-30)
-        return Inspection(
-            {"memory": rows_of(memory / total, spans), "segment": segment_rows(weights.segment / total, valid_len)}
-        )
+        memory = rows_of(torch.cat([weights.cached, weights.stored], dim=-1), self.spans(state))
+        return Inspection(of_tokens({"memory": memory, "segment": segment_rows(weights.segment, valid_len)}))
 
     def spans(self, state: State) -> Spans:
         """Return the tokens of the cached rows, then those of the stored ones."""

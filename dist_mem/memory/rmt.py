@@ -16,7 +16,7 @@ Shape letters: B lanes, T segment, M memory tokens, R = T + 2 M rows, D model.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +24,18 @@ from torch import Tensor
 from dist_mem.config.keys import TOKENS, key
 from dist_mem.memory import transformer_xl
 from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, Stem
+from dist_mem.memory.parts.inspection import (
+    Inspection,
+    Rows,
+    Spans,
+    of_tokens,
+    rows_of,
+    segment_rows,
+    summary_rows,
+    tokens_read,
+)
 from dist_mem.memory.parts.learned_start import LearnedStart
-from dist_mem.memory.parts.memory_tokens import MemoryTokenAttention, memory_token_flops
+from dist_mem.memory.parts.memory_tokens import Attended, MemoryTokenAttention, memory_token_flops
 from dist_mem.nn.attention_inputs import newest_rows
 from dist_mem.nn.flops import Flops
 from dist_mem.nn.layers import Dropout
@@ -85,6 +95,9 @@ def check_options(options: RecurrentMemory.Options) -> None:
 
 class RecurrentMemory(Memory):
     """Attention of a segment with memory tokens around it, and to a cache if there is one."""
+
+    # The cache's rows could be taken out, but the memory tokens would still tell of them.
+    no_forget: ClassVar[str] = "its memory tokens summarise all earlier segments, and none of them is a passage's own"
 
     @dataclass
     class Options:
@@ -170,14 +183,65 @@ class RecurrentMemory(Memory):
         )
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        attended = self.attend(x, state, valid_len, weights=False)
         if isinstance(state.cache, transformer_xl.State):
-            cache, new_state = state.cache.hidden.to(x.dtype), State(transformer_xl.push(state.cache, x))
-            valid = newest_rows(state.cache.length, cache.shape[1])
-        else:
-            cache, new_state = x.new_empty(x.shape[0], 0, x.shape[2]), state
-            valid = torch.empty(x.shape[0], 0, device=x.device, dtype=torch.bool)
-        attended = self.attention(self.norm(x), self.norm(cache), valid, valid_len)
+            state = State(transformer_xl.push(state.cache, x))
         segment = x[:, self.options.num_tokens : x.shape[1] - self.num_after].detach()
         everything = Evicted(segment, torch.ones_like(valid_len, dtype=torch.bool))
         logs = {} if attended.written is None else {"written": attended.written}
-        return MemoryOutput(attended.y, new_state, {}, attended.query, everything, logs)
+        return MemoryOutput(attended.y, state, {}, attended.query, everything, logs)
+
+    def attend(self, x: Tensor, state: State, valid_len: Tensor, *, weights: bool) -> Attended:
+        """Attend to the cache, if there is one, and to all rows of x."""
+        if isinstance(state.cache, transformer_xl.State):
+            cache = state.cache.hidden.to(x.dtype)
+            valid = newest_rows(state.cache.length, cache.shape[1])
+        else:
+            cache = x.new_empty(x.shape[0], 0, x.shape[2])
+            valid = torch.empty(x.shape[0], 0, device=x.device, dtype=torch.bool)
+        attended: Attended = self.attention(self.norm(x), self.norm(cache), valid, valid_len, weights=weights)
+        return attended
+
+    @torch.no_grad()
+    def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: Tensor | None = None) -> Inspection:
+        """Return what the segment's tokens read; what they read of the learned first rows is left out.
+
+        Memory tokens, also those in the cache, are rows of `summary`.
+        """
+        weights = self.attend(x, state, valid_len, weights=True).weights
+        assert weights is not None
+        num_tokens = tokens_read(trace, valid_len)
+        sizes = [self.options.mem_len, self.options.num_tokens]
+        cached, read, segment = weights.tensor_split([sizes[0], sum(sizes)], dim=-1)
+        rows = {"summary": summary_rows(read, num_tokens), "segment": segment_rows(segment, valid_len)}
+        if isinstance(state.cache, transformer_xl.State):
+            spans, of_token = self.cache_spans(state.cache.length, num_tokens)
+            memory, others = (
+                rows_of(cached[..., kind], Spans(*(part[:, kind] for part in spans))) for kind in (of_token, ~of_token)
+            )
+            rows["summary"] = joined(others, rows["summary"])
+            if of_token.any():  # a short cache has rows of memory tokens only
+                rows["memory"] = memory
+        return Inspection(of_tokens(rows), trace=num_tokens + valid_len)
+
+    def cache_spans(self, length: Tensor, num_tokens: Tensor) -> tuple[Spans, Tensor]:
+        """Return the tokens of the cache's rows, and which rows are of one token, (mem_len,) bool.
+
+        Args:
+            length: (B,) int64, valid rows.  num_tokens: (B,) int64, tokens before the segment.
+        """
+        seg_len, num_before = self.spec.seg_len, self.options.num_tokens
+        age = torch.arange(self.options.mem_len - 1, -1, -1, device=length.device)  # 0: the newest row
+        start = -seg_len * (age.div(self.num_rows, rounding_mode="floor") + 1)  # first token of the row's segment
+        place = self.num_rows - 1 - age % self.num_rows - num_before  # token of its segment
+        of_token = (place >= 0) & (place < seg_len)
+        # A memory token before its segment summarises what precedes it, and one after it the segment too.
+        end = start + torch.where(of_token, place + 1, seg_len * (place >= seg_len))
+        begin = torch.where(of_token, start + place, -num_tokens[:, None])
+        return Spans(torch.where(age < length[:, None], begin, end), end.expand_as(begin)), of_token
+
+
+def joined(first: Rows, second: Rows) -> Rows:
+    """Return the rows of both."""
+    spans = Spans(*(torch.cat(parts, dim=1) for parts in zip(first.spans, second.spans, strict=True)))
+    return Rows(torch.cat([first.weights, second.weights], dim=-1), spans)

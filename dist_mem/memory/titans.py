@@ -18,7 +18,7 @@ H heads, K head width, W window, P learned rows, I and O widths before and after
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -94,6 +94,8 @@ class GatedOutput(nn.Module):
 
 class Titans(Memory):
     """Attention and a network that learns keys and values: beside it, before it, as its context, or alone."""
+
+    no_forget: ClassVar[str] = "the weights that its network has learned from a passage cannot be told from the others"
 
     @dataclass
     class Options:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dist_mem.__main__ import main
+from dist_mem.errors import EXIT_USAGE
 from tests.evaluation.test_protocol import MEMORIES, asked, make_run
 from tests.evaluation.test_without_memory import emptied
 
@@ -32,6 +33,7 @@ def test_it_prints_tables_and_writes_every_token(run_dir: Path, capsys: pytest.C
     printed = capsys.readouterr().out
     assert "memory off" in printed and "of the 20 largest gains are names" in printed
     assert "later words that get worse" in printed and "\x1b[" not in printed
+    assert "0:0 (" not in printed, "no passage was read by the first segment"
     content = written(run_dir)
     gains = [
         without - nll
@@ -93,6 +95,18 @@ def test_what_cannot_be_inspected_is_named(
     assert main(["inspect", str(run_dir), *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not list(run_dir.rglob("inspect-*"))
+
+
+@pytest.mark.parametrize("arguments", [["--without", "8:16"], ["--passages"]], ids=["without", "passages"])
+def test_a_removal_that_the_memory_cannot_do_is_refused_before_anything_is_read(
+    library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    run, _ = make_run(tmp_path, library, {"kind": "infini"})
+    assert main(["inspect", str(run), "--book", "doc0", "--split", "test", *arguments]) == EXIT_USAGE
+    printed = capsys.readouterr()
+    assert "memory.kind is infini: Infini cannot forget a passage: " in printed.err
+    assert "memory off" not in printed.out
+    assert not list(run.rglob("inspect-*"))
 
 
 @pytest.mark.parametrize("text", ["5", "9:3", "3:3", "a:b"])

@@ -126,6 +126,18 @@ def test_the_sum_of_the_gains_is_the_difference_of_the_evaluations(library: Path
     assert stored["total"]["nll"] == pytest.approx(scores[1]["doc4"], abs=1e-6)
 
 
+def test_a_memory_that_cannot_forget_has_a_page_without_removals_that_says_why(
+    library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = make_run(tmp_path, library, {"kind": "infini"})
+    (folder / "config.yaml").write_text(next(folder.glob("checkpoints/*/config.yaml")).read_text())
+    assert report(folder, "--book", "doc4", "--split", "test") == EXIT_DONE
+    stored = book_of((folder / "report.html").read_text(encoding="utf-8"))
+    assert stored["removed"] is None
+    assert stored["not_removed"].startswith("memory.kind is infini: Infini cannot forget a passage: its matrix")
+    assert f"no removals of passages: {stored['not_removed']}" in capsys.readouterr().err
+
+
 def test_no_text_is_taken_for_markup(run_dir: Path, tmp_path: Path) -> None:
     hostile_run = tmp_path / "a<b>&'c"
     run_dir.rename(hostile_run)

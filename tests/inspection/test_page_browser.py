@@ -91,6 +91,21 @@ def test_a_click_on_a_token_shows_its_details(browser: Browser, file: Path, widt
     assert page.complaints() == []
 
 
+def test_a_summary_of_all_the_past_names_no_passage_and_no_removal_says_why(browser: Browser, tmp_path: Path) -> None:
+    book = make_book(NUM_TOKENS)
+    layers = ({"summary": book.reading.layers[0]["memory"]},)
+    stored = encoded(book._replace(reading=book.reading._replace(layers=layers), not_removed="it sums up"), room=10**6)
+    path = tmp_path / "page.html"
+    path.write_text(assembled("A run", [], footer="", book=stored), encoding="utf-8")
+    page = opened(browser, path, 1280)
+    page.click("#t100")
+    shown = details(page)
+    assert "Layer 1, summary" in shown and "something of all that precedes the segment" in shown and "back" not in shown
+    assert page.value("document.querySelectorAll('#text .seen').length") == 0
+    assert "No passage was removed: it sums up." in str(page.value("document.getElementById('book-sum').innerText"))
+    assert page.complaints() == []
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_keys_move_through_the_book(browser: Browser, file: Path, width: int) -> None:
     page = opened(browser, file, width)

@@ -54,7 +54,8 @@ def figures_of(model: MemoryLM, config: Any, index: Index, books: Path) -> dict[
     return passage_figures(model, init_of(model), model.memories(), passage, torch.device("cpu")).figures
 
 
-RECURRENT = ("block_recurrent", "infini", "gated_deltanet", "rmt")  # what they hold has no rows that belong to tokens
+SUMMARISING = ("infini", "rmt")  # they read rows that hold something of all earlier tokens
+NO_ROWS = ("none", "causal", "gated_deltanet", *SUMMARISING)  # of tokens in the memory, nor a signal
 
 
 @pytest.mark.parametrize("kind", [*memory_kinds(), "infinite over transformer_xl", "infinite over compressive"])
@@ -68,7 +69,8 @@ def test_shares_are_shares_and_bands_sum_to_the_whole(
             assert 0.0 < found[PREFIX + name] <= 1.0
             total = sum(found[f"{PREFIX}{name}_{band}"] for band, _, _ in BANDS)
             assert total == pytest.approx(found[PREFIX + name], abs=1e-6)
-    assert ("memory/attention" in found) == (kind not in ("none", "causal", "infinite", *RECURRENT))
+    assert ("memory/attention" in found) == (kind not in ("infinite", *NO_ROWS))
+    assert ("memory/summary" in found) == (kind in SUMMARISING) and 0.0 < found.get("memory/summary", 0.5) < 1.0
     assert ("memory/signal" in found) == kind.startswith("infinite")
     assert ("memory/alpha" in found) == (kind == "lamemo") and 0.0 <= found.get("memory/alpha", 0.0) <= 1.0
     assert ("memory/compression_loss" in found) == ("compressive" in kind)
@@ -122,7 +124,7 @@ def test_training_logs_them_and_is_the_same_without_at_every_stage(
         assert rank_pool(2).run(train_here, config, changes) == [0, 0]
         points[stage, passage] = losses(run_dir), figures_logged(run_dir)
         drawn = sorted(path.name for path in run_dir.glob("figures/*.svg"))
-        has_picture = passage > 0 and kind not in ("none", "causal", *RECURRENT)
+        has_picture = passage > 0 and kind not in NO_ROWS
         assert drawn == ["passage-step-00000002.svg", "passage-step-00000004.svg"] * has_picture
     assert points[3, 4][0] == points[3, 0][0]
     assert points[3, 0][1] == [] and len(points[3, 4][1]) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -10,19 +11,22 @@ import numpy as np
 import pytest
 import torch
 
+from dist_mem.config.memory_blocks import PER_BLOCK, kinds_of
 from dist_mem.data.documents import Document, Documents
 from dist_mem.data.shard import Index
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.trained_model import TrainedModel, load_model
+from dist_mem.evaluation.trained_model import TrainedModel, init_state, load_model
 from dist_mem.inspection.counterfactual import Passage, remove_passages
 from dist_mem.inspection.looked import mass_by_span, mass_in, memory_rows
 from dist_mem.inspection.reading import first_border, read_document, text_document
 from dist_mem.inspection.walk import losses_of, walk
 from dist_mem.memory import memory_class, memory_kinds
-from dist_mem.memory.base import Memory
+from dist_mem.memory.base import Memory, named_tensors
 from dist_mem.memory.lamemo import LaMemo
+from dist_mem.memory.none import NoMemory
 from dist_mem.memory.parts.inspector import Inspector
 from dist_mem.memory.parts.signal_places import shares
+from dist_mem.memory.transformer_xl import TransformerXL
 from dist_mem.tracking.progress import Progress
 from tests.evaluation.test_protocol import MEMORIES, asked, make_run
 from tests.evaluation.test_without_memory import emptied
@@ -33,17 +37,21 @@ KINDS: dict[str, dict[str, Any]] = {
     **{name: memory for name, memory in MEMORIES.items() if "_over_" in name},
     "sticky": {**MEMORIES["infinite"], "sampling": "sticky"},
     "gibbs": {**MEMORIES["infinite"], "density": "gibbs", "sampling": "sticky"},
+    "infinite_over_causal": {**MEMORIES["infinite"], "over": {"kind": "causal"}},  # the papers' dialogue model
+    "infinite_over_infini": {**MEMORIES["infinite"], "over": {"kind": "infini"}},
+    "per_block": {"kind": PER_BLOCK, "default": MEMORIES["transformer_xl"], "1": MEMORIES["infinite"]},
+    "per_block_with_infini": {"kind": PER_BLOCK, "default": MEMORIES["transformer_xl"], "1": {"kind": "infini"}},
 }
-# A sum of all tokens, as the matrix of `infini`, cannot be rid of some of them.
-FORGETTING = [kind for kind, block in KINDS.items() if memory_class(block["kind"]).forget is not Memory.forget]
-REMOVING = [kind for kind in KINDS if kind != "titans"]  # it shows rows of its window, and has no `forget`
+UNFORGETTING = {kind for kind in memory_kinds() if memory_class(kind).forget is Memory.forget}
+REFUSING = [kind for kind, block in KINDS.items() if UNFORGETTING & {used for _, used in kinds_of(block)}]
+FORGETTING = [kind for kind in KINDS if kind not in REFUSING]
 Subject: TypeAlias = tuple[TrainedModel, Document]
 LONGEST = 0  # number of the document of 100 tokens: 12 segments and a half
 
 
 def opened(library: Path, index: Index, folder: Path, kind: str) -> tuple[TrainedModel, Document]:
     """Return a model with this memory, and the longest document."""
-    sizes = {"kind": "gpt2", "num_positions": SEG_LEN} if kind == "causal" else {}
+    sizes = {"kind": "gpt2", "num_positions": SEG_LEN} if kind.endswith("causal") else {}
     run_dir, _ = make_run(folder, library, KINDS[kind], **sizes)
     documents = Documents(index, np.array(LENGTHS), bos_id=TOKENIZER.bos_id)
     return load_model(run_dir), documents.open(LONGEST)
@@ -88,30 +96,51 @@ def test_removing_nothing_changes_nothing(subject: Subject, span: tuple[int, int
                 inspector.commit()
 
 
-@pytest.mark.parametrize("subject", REMOVING, indirect=True)
-def test_a_passage_is_removed_where_it_is_in_the_memory_and_only_there(
-    subject: Subject,
-) -> None:
+@pytest.mark.parametrize("subject", FORGETTING, indirect=True)
+def test_a_passage_is_removed_where_it_is_in_the_memory_and_only_there(subject: Subject) -> None:
     trained, document = subject
     found = remove_passages(trained, document)
     for removal in found.removals:
         assert all(passage.end <= removal.first for passage in removal.passages), "it is not of the past"
         assert len(removal.passages) == len(set(removal.passages))
     harm = found.most_harmful()
-    has_memory = bool(found.removals)
-    assert has_memory == any(read_document(trained, document).layers)
+    carries = bool(named_tensors(init_state(trained, [document.number]).blocks))
+    assert bool(found.removals) == any(read_document(trained, document).layers) == carries
+    assert (float(harm.rise.nan_to_num(0.0).abs().max()) > 0.0) == carries, "a removal changes something"
     for position in (~harm.rise.isnan()).nonzero().flatten().tolist():
         passage = Passage(int(harm.begin[position]), int(harm.end[position]))
         assert torch.equal(found.without(passage)[position], harm.rise[position])
 
 
-@pytest.mark.parametrize("subject", ["titans"], indirect=True)
-def test_a_memory_that_cannot_forget_says_so(subject: Subject) -> None:
-    with pytest.raises(UnusableError, match=r"memory\.kind is titans: Titans does not implement forget"):
+@pytest.mark.parametrize("subject", REFUSING, indirect=True)
+def test_a_memory_that_cannot_forget_refuses_every_removal_and_says_why(subject: Subject) -> None:
+    """Also under another memory, or in one block of several."""
+    trained, document = subject
+    (unable,) = UNFORGETTING & {used for _, used in kinds_of(trained.config.memory)}
+    reason = re.escape(f"{memory_class(unable).__name__} cannot forget a passage: {memory_class(unable).no_forget}")
+    for passages in (None, [Passage(8, 16)]):
+        with pytest.raises(UnusableError, match=rf"memory\.kind is .*\b{unable}\b.*: {reason}"):
+            remove_passages(trained, document, passages)
+    assert memory_class(unable).no_forget != Memory.no_forget, "the reason is its own"
+
+
+@pytest.mark.parametrize("subject", ["transformer_xl"], indirect=True)
+def test_a_memory_that_does_not_say_where_a_passage_is_refuses_removals(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing would ever be found in it, and nothing removed."""
+    monkeypatch.setattr(TransformerXL, "inspect", Memory.inspect)
+    with pytest.raises(UnusableError, match=r"memory\.kind is transformer_xl: TransformerXL has no `inspect`"):
         remove_passages(*subject)
 
 
-@pytest.mark.parametrize("subject", REMOVING, indirect=True)
+@pytest.mark.parametrize("subject", ["none"], indirect=True)
+def test_a_memory_without_a_state_needs_no_forget(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NoMemory, "forget", Memory.forget)
+    assert remove_passages(*subject).removals == []
+
+
+@pytest.mark.parametrize("subject", FORGETTING, indirect=True)
 def test_lanes_do_not_change_what_a_removal_finds(subject: Subject) -> None:
     trained, document = subject
     together, alone = (remove_passages(trained, document, lanes=lanes) for lanes in (16, 1))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dist_mem.config.memory_blocks import PER_BLOCK, kinds_of
 from dist_mem.data.shard import TokenizedDocument, write_split
 from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.evaluation.trained_model import find_checkpoint
@@ -48,15 +49,22 @@ def write_documents(folder: Path) -> Path:
 
 
 def memories() -> dict[str, dict[str, Any]]:
-    """Return every memory of the package by its file name, and one with sticky sampling."""
+    """Return every memory of the package by its file name, sticky sampling, the dialogue model's, and a map of two."""
     blocks = {kind: {"kind": kind, **memory_class(kind).small_options(SEG_LEN)} for kind in memory_kinds()}
-    blocks.pop("causal")  # GPT-2's
-    return {**blocks, "sticky": {**blocks["infinite"], "sampling": "sticky"}}
+    return {
+        **blocks,
+        "sticky": {**blocks["infinite"], "sampling": "sticky"},
+        "gpt2": {**blocks["infinite"], "over": {"kind": "causal"}},
+        "map": {"kind": PER_BLOCK, "default": blocks["transformer_xl"], "2": blocks["infinite"]},
+    }
 
 
 def make_run(folder: Path, data: Path, memory: dict[str, Any]) -> Path:
-    """Write a run with random weights and three logged steps."""
-    config = make_config(data={"path": str(data)}, model={"init_std": 0.3, "num_layers": 3}, eval={"split": "test"})
+    """Write a run with random weights and three logged steps; a model with causal attention is a GPT-2."""
+    model: dict[str, Any] = {"init_std": 0.3, "num_layers": 3}
+    if "causal" in [kind for _, kind in kinds_of(memory)]:
+        model |= {"kind": "gpt2", "num_positions": SEG_LEN}
+    config = make_config(data={"path": str(data)}, model=model, eval={"split": "test"})
     config.memory = memory
     torch.manual_seed(0)
     save_weights(folder, MemoryLM(config, TOKENIZER.vocab_size).eval(), config, step=3)

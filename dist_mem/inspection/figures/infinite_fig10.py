@@ -19,7 +19,7 @@ from torch import Tensor
 from dist_mem.data.documents import Document
 from dist_mem.errors import UnusableError
 from dist_mem.inspection.figures.parts.figure import Drawn, Figure, Table
-from dist_mem.inspection.figures.parts.signal import least_tokens, signal_memories
+from dist_mem.inspection.figures.parts.signal import least_tokens, signal_layers, signal_memories
 from dist_mem.inspection.figures.parts.source import Source
 from dist_mem.inspection.figures.parts.style import BLUE, VERMILION, mark_lines, new_picture
 from dist_mem.inspection.figures.parts.words import Word, phrases, words_of
@@ -76,7 +76,7 @@ def memory_space(source: Source, memory: Infinite, place: int) -> Space:
 def _places(source: Source, document: Document, num_rows: int) -> tuple[int, Tensor]:
     """Return the position of the first input of the segment that reads a signal of so many rows, and their places."""
     for step, layers in source.read(document):
-        trace: Trace = layers[-1].trace
+        trace: Trace = signal_layers(layers)[-1].trace
         if len(trace.places[0]) >= num_rows:
             return step.first_input, trace.places[0]
     raise UnusableError(

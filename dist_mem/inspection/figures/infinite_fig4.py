@@ -21,7 +21,13 @@ from dist_mem.dialogue.replies import Conversation, choose_replies, find_replies
 from dist_mem.errors import UnusableError
 from dist_mem.generation.sampling import Sampling
 from dist_mem.inspection.figures.parts.figure import Drawn, Figure, Table
-from dist_mem.inspection.figures.parts.signal import is_empty, least_tokens, mass_on_words, signal_memories
+from dist_mem.inspection.figures.parts.signal import (
+    is_empty,
+    least_tokens,
+    mass_on_words,
+    signal_layers,
+    signal_memories,
+)
 from dist_mem.inspection.figures.parts.source import Source
 from dist_mem.inspection.figures.parts.style import BLUE, GREEN, ORANGE, new_picture
 from dist_mem.inspection.figures.parts.words import Shaded, Word, draw_text, excerpts, lines_of, phrases, words_of
@@ -51,7 +57,7 @@ def looked(source: Source, conversation: Conversation, answer: Answer) -> Looked
     mass, count = torch.zeros(len(words), dtype=torch.float64), 0
     document = Document(conversation.number, np.concatenate([history, written]), scored=None, recall=None)
     for step, layers in source.read(document):
-        rows = layers[-1].rows["signal"]
+        rows = signal_layers(layers)[-1].rows["signal"]
         position = step.first_input + 1 + torch.arange(step.num_inputs)  # of the predicted token
         of_answer = (position >= len(history)) & (position < len(document.tokens))
         if of_answer.any() and not is_empty(rows):
@@ -98,7 +104,7 @@ def draw(name: str, sources: Sequence[Source]) -> Drawn:
     caption = (
         f"Answers of {source.label} in dialogue {conversation.id} of split {source.split}, and the words of its "
         f"long-term memory that get at least {THRESHOLD:g} times an even share of an answer's attention, in its colour "
-        "(last layer, mean over heads and the answer's tokens)."
+        "(last layer that has one, mean over heads and the answer's tokens)."
     )
     return Drawn(picture, Table(("answer", "place", "word", "attention"), rows), caption, _text(found))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dist_mem.errors import UnusableError
 from dist_mem.inspection.figures.parts.figure import Drawn, Figure, Table
-from dist_mem.inspection.figures.parts.signal import is_empty, signal_memories, update_marks
+from dist_mem.inspection.figures.parts.signal import is_empty, signal_layers, signal_memories, update_marks
 from dist_mem.inspection.figures.parts.source import Source
 from dist_mem.inspection.figures.parts.style import mark_lines, new_picture, styles
 from dist_mem.memory.parts.signal_places import NUM_BINS
@@ -28,6 +28,8 @@ MOST_HEADS = 7  # lines in a plot; with more, only their mean is drawn
 def densities(source: Source, num_tokens: int) -> tuple[Tensor, int]:
     """Return the mean density over the signal, (layers, H, BARS) float64, and the number of queries it is the mean of.
 
+    The layers are those that have a signal.
+
     Raises:
         UnusableError: the memory has no signal, or no document is long enough for rows to enter it.
     """
@@ -35,9 +37,10 @@ def densities(source: Source, num_tokens: int) -> tuple[Tensor, int]:
     total, count = torch.zeros(()), 0
     for document in source.chosen():
         for step, layers in source.read(document):
-            if is_empty(layers[0].rows["signal"]):
+            signals = [layer.rows["signal"] for layer in signal_layers(layers)]
+            if is_empty(signals[0]):
                 continue
-            mass = torch.stack([layer.rows["signal"].weights[:, 0, : step.num_inputs].cpu() for layer in layers])
+            mass = torch.stack([rows.weights[:, 0, : step.num_inputs].cpu() for rows in signals])
             total = total + mass.double().sum(dim=2)
             count += step.num_inputs
             if count >= num_tokens:
@@ -58,7 +61,7 @@ def draw(name: str, sources: Sequence[Source]) -> Drawn:
     found, count = densities(source, source.settings.num_tokens or NUM_TOKENS)
     num_layers, num_heads, _ = found.shape
     shown = sorted({0, (num_layers - 1) // 2, num_layers - 1})
-    marks = update_marks(signal_memories(source, name)[0].options.tau)
+    memories = signal_memories(source, name)
     picture, plots = new_picture(2.6, columns=len(shown), sharey=True, squeeze=False)
     middles = [(bar + 0.5) / BARS for bar in range(BARS)]
     for axes, layer in zip(plots[0], shown, strict=True):
@@ -67,16 +70,16 @@ def draw(name: str, sources: Sequence[Source]) -> Drawn:
         heads = found[layer] if num_heads <= MOST_HEADS else found[layer, :0]
         for head, (values, style) in enumerate(zip(heads, styles(len(heads)), strict=True)):
             axes.plot(middles, values.tolist(), label=f"head {head + 1}", **{**style, "linewidth": 1.0})
-        mark_lines(axes, marks, "borders between updates")
+        mark_lines(axes, update_marks(memories[layer].options.tau), "borders between updates")
         axes.set_xlim(0, 1)
-        axes.set_title(f"layer {layer + 1} of {num_layers}")
+        axes.set_title(f"layer {memories[layer].spec.layer_index + 1} of {memories[layer].spec.num_layers}")
         axes.set_xlabel("place in the signal (1: newest)")
     plots[0][0].set_ylim(0, 1.05 * float(found[shown].max()))
     plots[0][0].set_ylabel("attention density")
     handles, labels = plots[0][0].get_legend_handles_labels()
     picture.legend(handles, labels, loc="outside lower center", ncols=4)
     rows = [
-        (layer + 1, head + 1, place, value)
+        (memories[layer].spec.layer_index + 1, head + 1, place, value)
         for layer in range(num_layers)
         for head in range(num_heads)
         for place, value in zip(middles, found[layer, head].tolist(), strict=True)

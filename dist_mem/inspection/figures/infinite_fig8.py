@@ -23,6 +23,7 @@ from dist_mem.inspection.figures.parts.signal import (
     is_empty,
     least_tokens,
     mass_on_words,
+    signal_layers,
     signal_memories,
 )
 from dist_mem.inspection.figures.parts.source import Source
@@ -53,7 +54,7 @@ def word_gains(source: Source, baseline: Source, document: Document, words: Sequ
     begins = torch.tensor([word.begin for word in words])
     found: list[tuple[float, int, Tensor]] = []
     for step, layers in source.read(document):
-        rows = layers[-1].rows["signal"]
+        rows = signal_layers(layers)[-1].rows["signal"]
         if is_empty(rows):
             continue
         mass = mass_on_words(rows, step, words)
@@ -114,7 +115,7 @@ def draw(name: str, sources: Sequence[Source]) -> Drawn:
     rows = [(place, words[place].text, value) for place, value in enumerate(gain.attention) if value > 0]
     number, on_same, share = same_word_share(gains, words)
     caption = (
-        f"Words of the last layer's long-term memory that get attention when {source.label} predicts "
+        f"Words of the last long-term memory that get attention when {source.label} predicts "
         f"{gain.word.text!r} (document {source.id_of(document)} of split {source.split}). "
         + (f"Shaded: above {LIMIT}. " if shaded else f"No word gets more than {LIMIT}; shown: the five that get most. ")
         + f"Of the {len(gains)} tokens with the largest gains, {number} are of words that the memory holds; "

@@ -3,7 +3,8 @@
 As in the paper: for every predicted token, the largest attention in each interval of 5 tokens to its left, up to 100,
 averaged over 15 K tokens, on a log scale. The paper does not say what is done with heads; here their mean is taken
 first. Rows of several tokens (compressed ones, a signal) share their mass evenly among them. A long-term signal is a
-softmax of its own, and a line of its own.
+softmax of its own, and a line of its own. Rows that summarise all the past have no distance: the caption gives their
+share.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from dist_mem.inspection.figures.parts.source import Source
 from dist_mem.inspection.figures.parts.style import MARK, new_picture, styles
 from dist_mem.inspection.figures.parts.token_mass import mass_by_distance, token_mass
 from dist_mem.inspection.walk import Step
-from dist_mem.memory.parts.inspection import Inspection
+from dist_mem.memory.parts.inspection import SIGNAL, SUMMARY, Inspection
 
 INTERVAL, REACH = 5, 100  # tokens
 NUM_TOKENS = 15_000
-SIGNAL = "signal"
 
 
 def attention_by_distance(source: Source, num_tokens: int) -> tuple[dict[str, Tensor], int]:
     """Return the mean over tokens of the largest attention in each interval, and the number of tokens.
 
-    The tensors (REACH / INTERVAL,) float64 are by softmax: "" for that over segment and memory, "signal".
+    The tensors (REACH / INTERVAL,) float64 are by softmax: "" for that over segment and memory, "signal"; "summary"
+    is the mean share () of rows that summarise all the past, which the first lacks.
 
     Raises:
         UnusableError: no document has more than REACH tokens.
@@ -43,8 +44,8 @@ def attention_by_distance(source: Source, num_tokens: int) -> tuple[dict[str, Te
             far = _far_enough(step)[: num_tokens - count]
             count += len(far)
             for name, mass in _by_softmax(layers[-1], step.num_inputs).items():
-                largest = mass.unflatten(1, (-1, INTERVAL)).amax(dim=2)[far].sum(dim=0)
-                sums[name] = sums.get(name, 0.0) + largest
+                largest = mass if name == SUMMARY else mass.unflatten(1, (-1, INTERVAL)).amax(dim=2)
+                sums[name] = sums.get(name, 0.0) + largest[far].sum(dim=0)
             if count >= num_tokens:
                 return {name: total / count for name, total in sums.items()}, count
     if not count:
@@ -58,9 +59,12 @@ def _far_enough(step: Step) -> Tensor:
 
 
 def _by_softmax(layer: Inspection, num_queries: int) -> dict[str, Tensor]:
-    """Return the mass by distance, the mean over the heads, (T, REACH) float64, of each softmax."""
+    """Return the mass by distance, the mean over the heads, (T, REACH) float64, of each softmax; of summaries (T,)."""
     found: dict[str, Tensor] = {}
     for kind, rows in layer.rows.items():
+        if kind == SUMMARY:
+            found[SUMMARY] = rows.weights[:, 0, :num_queries].double().mean(dim=0).sum(dim=-1).cpu()
+            continue
         name = SIGNAL if kind == SIGNAL else ""
         mass = mass_by_distance(token_mass(rows, num_queries), REACH).mean(dim=0)
         found[name] = found.get(name, 0.0) + mass
@@ -72,10 +76,13 @@ def draw(name: str, sources: Sequence[Source]) -> Drawn:
     picture, axes = new_picture(3.2)
     middles = [begin + (INTERVAL + 1) / 2 for begin in range(0, REACH, INTERVAL)]
     rows: list[tuple[str, str, int, int, float]] = []
-    counts = []
+    counts, summaries = [], ""
     for source, style in zip(sources, styles(len(sources)), strict=True):
         curves, count = attention_by_distance(source, wanted)
         counts.append(count)
+        if SUMMARY in curves:
+            share = float(curves.pop(SUMMARY))
+            summaries += f" Of {source.label}, {share:.2f} is read from a summary of all the past, at no distance."
         for softmax, curve in curves.items():
             values = curve.tolist()
             dashes = ":" if softmax else style["linestyle"]
@@ -97,7 +104,7 @@ def draw(name: str, sources: Sequence[Source]) -> Drawn:
     caption = (
         f"Attention of the last layer by distance, mean over {tokens} tokens of split {sources[0].split}: of each "
         f"token, the largest weight in each interval of {INTERVAL} tokens to its left, after the mean over heads. "
-        "Where a line ends, nothing is read."
+        f"Where a line ends, nothing is read.{summaries}"
     )
     return Drawn(picture, Table(("run", "softmax", "from", "to", "attention"), rows), caption)
 

@@ -36,6 +36,7 @@ class Book(NamedTuple):
     removed: Counterfactual | None  # None: no passage was removed
     borders: np.ndarray  # (segments,) position of each segment's first token
     other: str | None = None  # label of the run of `reading.other`
+    not_removed: str | None = None  # why passages could not be removed; None: they could, or nobody asked
 
 
 def encoded(book: Book, *, room: int) -> dict[str, Any]:
@@ -49,6 +50,7 @@ def encoded(book: Book, *, room: int) -> dict[str, Any]:
         "title": book.title,
         "run": book.run,
         "other": book.other,
+        "not_removed": book.not_removed,
         "num_tokens": len(tokens),
         "num_scored": int(scored.sum()),
         "pieces": [book.pieces[token].decode("latin-1") for token in used.tolist()],

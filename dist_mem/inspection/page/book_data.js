@@ -109,12 +109,13 @@ class Book {
     return -1;
   }
 
-  /** Return where the layers looked: [{layer, kind, mass, passages: [{begin, end, share}]}]. */
+  /** Return where the layers looked: [{layer, kind, mass, passages: [{begin, end, share}]}]; a summary has none. */
   whereLooked(token) {
     const place = this.placeOf(token);
     if (place < 0) return [];
     return this.looked.map(({ layer, kind, mass, back, length, shares, most }) => {
       const passages = [];
+      if (kind === "summary") return { layer, kind, mass: mass[place] / MASS_STEPS, passages };
       for (let n = place * most; n < (place + 1) * most; n++) {
         const begin = token - back[n];
         if (length[n]) passages.push({ begin, end: begin + length[n], share: shares[n] / MASS_STEPS });

@@ -38,7 +38,8 @@ class BookView {
       make("strong", {}, book.title), `, ${count(book.length)} tokens, read by ${book.run}. Memory gained `,
       make("span", { id: "sum", "data-sum": book.sumOfGains(), "data-total": gain }, gain.toFixed(3)),
       ` nats in all, ${(gain / scored).toFixed(4)} a token: the loss is ${(nll / scored).toFixed(4)} with memory and `,
-      `${(without / scored).toFixed(4)} with the memory emptied before every segment.`);
+      `${(without / scored).toFixed(4)} with the memory emptied before every segment.`,
+      book.not_removed ? ` No passage was removed: ${book.not_removed}.` : "");
     byId("pages").textContent = count(Math.ceil(book.length / PAGE));
     byId("page").max = Math.ceil(book.length / PAGE);
     byId("colour").replaceChildren(...Object.keys(this.colours).map((name) => make("option", {}, name)));

@@ -5,7 +5,7 @@
     dist-mem report runs/demo --text book.txt -o book.html
 
 Without a book, only files of the runs are read. With one, the first run reads it with memory, without, and without each
-passage in its memory; a second run reads it too. The page is added to the first run in MLflow.
+passage in its memory, if that can forget one; a second run reads it too. The page is added to the first run in MLflow.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dist_mem.evaluation.cut_short import StopCheck
 from dist_mem.evaluation.evaluate import as_job, found_by_all, use_threads
 from dist_mem.evaluation.sweep import names_of
 from dist_mem.inspection.aggregates import aggregate
-from dist_mem.inspection.counterfactual import MOST, remove_passages
+from dist_mem.inspection.counterfactual import MOST, cannot_forget, remove_passages
 from dist_mem.inspection.page.assemble import Section, assembled
 from dist_mem.inspection.page.book import Book, encoded
 from dist_mem.inspection.page.curves import charts
@@ -125,6 +125,9 @@ def _book(asked: Asked, text: str | None, world: World, check: StopCheck) -> Boo
     for model in (trained, other):
         if model is not None:
             model.model.register_forward_pre_hook(check)
+    not_removed = cannot_forget(trained) if asked.removes else None
+    if not_removed is not None:
+        print(f"the page will have no removals of passages: {not_removed}", file=sys.stderr)
     reading = read_document(trained, document, other=other)
     labels = names_of(asked.runs)
     return Book(
@@ -132,9 +135,10 @@ def _book(asked: Asked, text: str | None, world: World, check: StopCheck) -> Boo
         labels[0],
         trained.tokenizer.pieces,
         reading,
-        remove_passages(trained, document, most=MOST) if asked.removes else None,
+        remove_passages(trained, document, most=MOST) if asked.removes and not_removed is None else None,
         segment_starts(len(document.tokens), seg_len=config.train.seg_len, cut=config.data.cut),
         labels[1] if other is not None else None,
+        not_removed,
     )
 
 

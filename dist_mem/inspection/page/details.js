@@ -71,11 +71,12 @@ class Details {
       return [title, make("p", { class: "hint" }, Number.isNaN(book.nll[token]) ? "This token is not scored." : kept)];
     }
     const found = book.whereLooked(token);
-    if (!found.length) return [title, make("p", { class: "hint" }, "This model has no memory to look into.")];
+    if (!found.length) return [title, make("p", { class: "hint" }, "No layer of this model attends to a memory.")];
     return [title, ...found.flatMap(({ layer, kind, mass, passages }) => [
       make("h4", {}, `Layer ${layer}, ${kind}: ${percent(mass)} of its ${kind === "signal" ? "density" : "attention"}`),
       passages.length ? make("ol", {}, ...passages.map((one) => this.passage(token, one)))
-        : make("p", { class: "hint" }, "The memory is empty."),
+        : make("p", { class: "hint" }, kind === "summary" && mass > 0 ? "It holds something of all that precedes the segment."
+          : "The memory is empty."),
     ])];
   }
 

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+SEGMENT, SUMMARY, SIGNAL = "segment", "summary", "signal"  # kinds of rows, beside memory and compressed
+
 
 class Spans(NamedTuple):
     """The tokens that rows came from; begin = end for a row that holds nothing."""
@@ -31,8 +33,9 @@ class Rows(NamedTuple):
 class Inspection(NamedTuple):
     """What one layer read in one segment. Queries past `valid_len` have values without a meaning."""
 
-    # By kind: segment | memory | compressed | signal. The weights of those that share a softmax sum to 1; those of
-    # `signal` sum to the mass that its densities have within [0, 1].
+    # By kind: segment | memory | compressed | summary | signal. The weights of those that share a softmax sum to 1, or
+    # to 0 where a query finds nothing to read; those of `signal` sum to the mass that its densities have in [0, 1].
+    # A row of `summary` holds something of all tokens of its span, which begins with the document.
     rows: Mapping[str, Rows] = MappingProxyType({})
     values: Mapping[str, Tensor] = MappingProxyType({})  # others, by name
     trace: Any = None  # given to the next call for the same lanes; None where their documents begin
@@ -63,6 +66,24 @@ def segment_rows(weights: Tensor, valid_len: Tensor) -> Rows:
     """Return the rows of the segment itself, (H, B, T, T)."""
     begin = torch.arange(weights.shape[-1], device=weights.device).expand(len(valid_len), -1)
     return rows_of(weights, Spans(begin, begin + (begin < valid_len[:, None])))
+
+
+def summary_rows(weights: Tensor, num_tokens: Tensor) -> Rows:
+    """Return rows (H, B, T, R) that summarise all tokens before the segment, of which lanes have num_tokens (B,)."""
+    begin = -num_tokens[:, None].expand(-1, weights.shape[-1])
+    return rows_of(weights, Spans(begin, torch.zeros_like(begin)))
+
+
+def of_tokens(rows: Mapping[str, Rows]) -> dict[str, Rows]:
+    """Return the shares of rows that came from tokens: what is read of others, as of learned rows, is left out."""
+    masked = {kind: weights * (spans.begin < spans.end)[:, None] for kind, (weights, spans) in rows.items()}
+    total = torch.stack([weights.sum(-1, keepdim=True) for weights in masked.values()]).sum(0).clamp(min=1e-30)
+    return {kind: Rows(weights / total, rows[kind].spans) for kind, weights in masked.items()}
+
+
+def tokens_read(trace: Tensor | None, valid_len: Tensor) -> Tensor:
+    """Return how many tokens each lane has read before this segment, (B,); for a memory whose trace is this number."""
+    return torch.zeros_like(valid_len) if trace is None else trace
 
 
 def overlapping(spans: Spans, begin: Tensor, end: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ class Attended(NamedTuple):
     y: Tensor  # (B, R, D), before the residual
     query: Tensor  # (H, B, T, K) of the tokens, before biases
     written: Tensor | None  # (B,) share of the tokens in what write rows read; None without write rows
+    weights: Tensor | None  # (H, B, T, cache_len + M + T) of the tokens' reading, where asked for
 
 
 class Projected(NamedTuple):
@@ -77,12 +78,14 @@ class MemoryTokenAttention(RelativeProjections):
         self.num_tokens, self.num_after, self.read_cache = num_tokens, num_tokens if at_end else 0, read_cache
         self.num_rows = num_tokens + seg_len + self.num_after  # R
 
-    def forward(self, x: Tensor, cache: Tensor, cache_valid: Tensor, valid_len: Tensor) -> Attended:
+    def forward(
+        self, x: Tensor, cache: Tensor, cache_valid: Tensor, valid_len: Tensor, *, weights: bool = False
+    ) -> Attended:
         """Attend from all rows.
 
         Args:
             x: (B, R, D).  cache: (B, cache_len, D).  cache_valid: (B, cache_len) bool, the newest m are valid.
-            valid_len: (B,) int64, real tokens.
+            valid_len: (B,) int64, real tokens.  weights: whether they are returned too.
         """
         num_tokens, cache_len, num_rows = self.num_tokens, cache.shape[1], x.shape[1]
         seg_len = num_rows - num_tokens - self.num_after
@@ -101,7 +104,8 @@ class MemoryTokenAttention(RelativeProjections):
         tokens = rows.part(slice(num_tokens, num_tokens + seg_len), slice(0, seg_end))
         visible = visible_keys(torch.cat([cache_valid, shown[1]], dim=1), seg_len, same_length=False)
         by_distance = Relative(tokens.position_query, tokens.position, seg_len - 1)
-        parts.append(self.read(Inputs(*tokens[:3], visible, by_distance), weights=False)[0])
+        attended, token_weights = self.read(Inputs(*tokens[:3], visible, by_distance), weights=weights)
+        parts.append(attended)
         written = None
         if self.num_after:
             is_real = torch.arange(seg_len, device=x.device) < valid_len[:, None]
@@ -110,7 +114,7 @@ class MemoryTokenAttention(RelativeProjections):
             parts.append(found)
             written = shares.detach()[..., read_end - begin : seg_end - begin].float().sum(-1).mean(dim=(0, 2))
         y = self.dropout(self.output(merge_heads(torch.cat(parts, dim=2))))
-        return Attended(y, query[:, :, num_tokens : num_tokens + seg_len], written)
+        return Attended(y, query[:, :, num_tokens : num_tokens + seg_len], written, token_weights)
 
     def right_keys(self, cache_valid: Tensor, dtype: torch.dtype) -> Tensor:
         """Return W_r R_t at the distances of keys two and more to the right, m + R - 1 and less: (H, B or 1, K, M - 2).

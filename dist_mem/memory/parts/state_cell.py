@@ -191,19 +191,24 @@ def read(
     query: Tensor, rows: tuple[Tensor, Tensor], *, visible: Tensor | None = None, bias: Tensor | None = None,
     dropout: Dropout | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attend in float32 or wider to keys and values (B, H, J, K); return (B, H, T, K), 0 where nothing is visible.
+    """Attend to keys and values (B, H, J, K) as `shares_of`; return (B, H, T, K), 0 where nothing is visible."""
+    key, value = rows
+    shares = shares_of(query, key, visible=visible, bias=bias).to(value.dtype)
+    return (shares if dropout is None else dropout(shares)) @ value
+
+
+def shares_of(query: Tensor, key: Tensor, *, visible: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return the share of every key in what queries read, (B, H, T, J) float32 or wider; 0 where nothing is visible.
 
     Args:
         visible: (B, T or 1, J) bool; None: all rows are.  bias: (H, T, J), added to the scores.
     """
-    key, value = rows
     scores = query @ key.mT
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     scores = scores if bias is None else scores + bias
     if visible is not None:
         scores = scores.masked_fill(~visible[:, None], -torch.inf)
-    shares = F.pad(scores, (0, 1), value=NOTHING).softmax(dim=-1)[..., :-1].to(value.dtype)
-    return (shares if dropout is None else dropout(shares)) @ value
+    return F.pad(scores, (0, 1), value=NOTHING).softmax(dim=-1)[..., :-1]
 
 
 def merged(*parts: Tensor) -> Tensor:

@@ -12,18 +12,23 @@ import pytest
 import torch
 
 from dist_mem.__main__ import main
+from dist_mem.config.memory_blocks import PER_BLOCK
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
 from dist_mem.inspection.figure_command import write_figure
 from dist_mem.inspection.figures import ELSEWHERE, figure_named, figures
 from dist_mem.inspection.figures.infinite_fig7 import densities
 from dist_mem.inspection.figures.infinite_fig10 import memory_space
+from dist_mem.inspection.figures.lamemo_fig1 import attention_by_distance
 from dist_mem.inspection.figures.lamemo_fig6 import mean_alpha, shown_layers
 from dist_mem.inspection.figures.parts.figure import Drawn
 from dist_mem.inspection.figures.parts.signal import signal_memories
 from dist_mem.inspection.figures.parts.style import MARK, styled
-from tests.support.figure_runs import make_run, memories, source_of, write_documents
+from dist_mem.memory import memory_class
+from dist_mem.memory.base import Memory
+from tests.support.figure_runs import NUM_TOKENS, make_run, memories, source_of, write_documents
 
 KINDS = list(memories())
+SIGNALS = {"infinite", "sticky", "gpt2", "map"}  # have a continuous memory in a layer; `map` in the last one only
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +55,14 @@ def plotted(drawn: Drawn) -> list[float]:
     return found
 
 
+def shows_rows(block: dict[str, Any]) -> bool:
+    return block["kind"] == PER_BLOCK or memory_class(block["kind"]).inspect is not Memory.inspect
+
+
 MADE = {
-    **{name: {"infinite", "sticky"} for name in ("infinite.fig4", "infinite.fig12", "infinite.fig7")},
-    **{name: {"infinite", "sticky"} for name in ("infinite.fig8", "infinite.fig9")},
+    **{f"infinite.fig{number}": SIGNALS for number in (4, 12, 7, 8, 9)},
     **{name: {"sticky"} for name in ("infinite.fig5", "infinite.fig10", "infinite.fig11")},
-    "lamemo.fig1": set(KINDS) - {"block_recurrent", "gated_deltanet", "rmt"},  # show no attention
+    "lamemo.fig1": {name for name in KINDS if shows_rows(memories()[name])},
     "lamemo.fig8": set(KINDS),
     "lamemo.fig6": {"lamemo"},
 }
@@ -71,9 +79,7 @@ def test_every_figure_is_drawn_from_its_memories_with_its_numbers_or_refused(
         try:
             drawn = draw(name, kind, runs)
         except UnusableError as error:
-            assert re.search(
-                rf"memory\.kind is '{'infinite' if kind == 'sticky' else kind}', but {name[:5]}", str(error)
-            )
+            assert re.search(rf"memory\.kind is '{memories()[kind]['kind']}', but {name[:5]}", str(error))
             continue
         made.add(kind)
         with styled():
@@ -98,7 +104,7 @@ def test_the_space_of_all_words_is_one_with_and_without_sticky_memories(runs: di
     assert space.borders == sorted(space.borders)
 
 
-@pytest.mark.parametrize("kind", ["infinite", "sticky"])
+@pytest.mark.parametrize("kind", ["infinite", "sticky", "gpt2", "map"])
 def test_densities_are_at_most_one_in_all(kind: str, runs: dict[str, Path]) -> None:
     found, count = densities(source_of(runs[kind]), 40)
     integrals = found.mean(dim=2)
@@ -106,6 +112,20 @@ def test_densities_are_at_most_one_in_all(kind: str, runs: dict[str, Path]) -> N
     assert (found >= 0).all()
     assert (integrals <= 1 + 1e-6).all()
     assert (integrals > 0).all()
+
+
+@pytest.mark.parametrize("name", ["infinite.fig4", "infinite.fig12", "infinite.fig7"])
+@pytest.mark.parametrize("kind", ["gpt2", "map"])
+def test_the_dialogue_model_and_one_layer_of_a_map_are_drawn(name: str, kind: str, runs: dict[str, Path]) -> None:
+    assert draw(name, kind, runs).table.rows
+
+
+@pytest.mark.parametrize("kind", ["rmt", "infini"])
+def test_attention_by_distance_says_what_has_no_distance(kind: str, runs: dict[str, Path]) -> None:
+    curves, _ = attention_by_distance(source_of(runs[kind]), NUM_TOKENS)
+    assert 0.0 < float(curves["summary"]) < 1.0
+    caption = draw("lamemo.fig1", kind, runs).caption
+    assert f"Of {kind}, {float(curves['summary']):.2f} is read from a summary" in caption
 
 
 def test_alpha_is_a_share(runs: dict[str, Path]) -> None:

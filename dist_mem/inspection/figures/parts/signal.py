@@ -16,7 +16,7 @@ from dist_mem.inspection.figures.parts.token_mass import token_mass
 from dist_mem.inspection.figures.parts.words import Word
 from dist_mem.inspection.walk import Step
 from dist_mem.memory.infinite import Infinite
-from dist_mem.memory.parts.inspection import Rows
+from dist_mem.memory.parts.inspection import SIGNAL, Inspection, Rows
 
 LEAST_WIDTH = 0.01  # of a part of [0, 1] that gets a mark
 
@@ -31,6 +31,11 @@ def signal_memories(source: Source, figure: str) -> list[Infinite]:
     if not memories:
         raise source.lacks(figure, "a continuous long-term memory", "give a run of memory.kind infinite")
     return memories
+
+
+def signal_layers(layers: Sequence[Inspection]) -> list[Inspection]:
+    """Return the layers that have a signal, in the order of `signal_memories`."""
+    return [layer for layer in layers if SIGNAL in layer.rows]
 
 
 def update_marks(tau: float) -> list[float]:
