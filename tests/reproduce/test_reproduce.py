@@ -20,6 +20,7 @@ import yaml
 
 from dist_mem.config import load_config
 from dist_mem.errors import EXIT_REQUEUE, EXIT_USAGE, UnusableError
+from dist_mem.inspection.figures import figures
 from dist_mem.memory import memory_options
 from dist_mem.reproduce.command import _close as close_parent
 from dist_mem.reproduce.command import run as reproduce_here
@@ -63,6 +64,13 @@ def test_the_papers_figures_stand_under_columns_of_a_scale() -> None:
         table = load_table(name, ROOT / FOLDER)
         columns = {*table.columns, *(column for scale in table.scales.values() for column in scale.columns)}
         assert {column for row in table.rows.values() for column in row.paper} <= columns, name
+
+
+def test_every_figure_is_made_by_a_table_from_as_many_rows_as_it_shows() -> None:
+    made = {figure: rows for name in TABLES for figure, rows in load_table(name, ROOT / FOLDER).figures.items()}
+    assert set(made) == set(figures())
+    for name, rows in made.items():
+        assert figures()[name].least_runs <= len(rows) <= figures()[name].most_runs, name
 
 
 @pytest.fixture
