@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from dist_mem.__main__ import main
 from dist_mem.config import load_config
 from dist_mem.errors import UnusableError
 from dist_mem.memory import memory_options
@@ -105,6 +106,17 @@ def test_what_a_sweep_cannot_mean_is_refused(tmp_path: Path, changes: dict[str, 
         load_sweep(write(tmp_path, **changes))
     assert reported in str(caught.value)
     assert "rates.yaml" in str(caught.value)
+
+
+@pytest.mark.parametrize("command", ["sweep", "sweep --slurm", "arena", "arena --slurm"])
+def test_a_file_that_is_not_there_leaves_nothing_behind(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name, *options = command.split()
+    assert main([name, "nope.yaml", *options]) == 2
+    assert "there is no file nope.yaml" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_runs_at_one_time_share_the_cores_and_no_gpu() -> None:
