@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from dist_mem.config import Config, load_config
@@ -50,12 +51,9 @@ def run(
         print(_plan(costs), flush=True)
         if only_plan:
             return EXIT_DONE
-        code = run_job(job, name=path.stem, jobs=jobs, estimates=estimates, only_estimate=only_estimate)
-        if not only_estimate:
-            written = write_page(job, list(arena.memories), costs)
-            print(written[0].read_text(encoding="utf-8"))
-            print(f"written: {', '.join(str(each) for each in written)}")
-        return code
+        page = partial(_write_page, job, list(arena.memories), costs)
+        steps = {"estimates": estimates, "only_estimate": only_estimate}
+        return run_job(job, name=path.stem, jobs=jobs, write_more=page, **steps)
 
 
 def submit(path: Path, config: Config, *, out: Path | None, jobs: int, extra: Sequence[str]) -> int:
@@ -65,6 +63,13 @@ def submit(path: Path, config: Config, *, out: Path | None, jobs: int, extra: Se
         job, costs = _job(arena, of_arena, folder, 1, extra, signal)
         print(_plan(costs), flush=True)
         return submit_runs(job, config, name=path.stem, at_once=jobs)
+
+
+def _write_page(job: Job, memories: Sequence[str], costs: dict[str, Costs]) -> list[Path]:
+    written = write_page(job, memories, costs)
+    print(written[0].read_text(encoding="utf-8"))
+    print(f"written: {', '.join(str(each) for each in written)}")
+    return written
 
 
 def _folder(path: Path, out: Path | None) -> Path:

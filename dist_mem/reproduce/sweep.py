@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -47,8 +47,16 @@ def run(
         return run_job(job, name=path.stem, jobs=jobs, estimates=estimates, only_estimate=only_estimate)
 
 
-def run_job(job: Job, *, name: str, jobs: int, estimates: bool, only_estimate: bool) -> int:
-    """Run the runs of a job, several at one time; see `run`."""
+def run_job(
+    job: Job,
+    *,
+    name: str,
+    jobs: int,
+    estimates: bool,
+    only_estimate: bool,
+    write_more: Callable[[], list[Path]] = list,
+) -> int:
+    """Run the runs of a job, several at one time; see `run`, and for `write_more` see `run_table`."""
     everywhere = places(jobs, job.ranks, num_cores=os.cpu_count() or 1, num_gpus=torch.cuda.device_count())
     begin, seconds = time.monotonic(), None
     if estimates:
@@ -59,7 +67,7 @@ def run_job(job: Job, *, name: str, jobs: int, estimates: bool, only_estimate: b
         begin = time.monotonic()
     if only_estimate:
         return EXIT_DONE
-    code = run_table(job, name=name, places=everywhere, restarts=_RESTARTS)
+    code = run_table(job, name=name, places=everywhere, restarts=_RESTARTS, write_more=write_more)
     if code == EXIT_DONE and seconds is not None:
         took = estimate.duration(time.monotonic() - begin)
         print(f"took {took}; the estimate was {estimate.duration(seconds)}")
