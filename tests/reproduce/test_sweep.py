@@ -176,10 +176,11 @@ def test_a_sweep_says_what_it_takes_and_survives_a_killed_row(tmp_path: Path) ->
     columns = {"dev": {"figure": "token_perplexity", "split": "validation"}}
     write(tmp_path, grid={"memory.kind": ["none", "causal"]}, columns=columns, data=str(data), seeds=[0])
 
-    process = sweep(tmp_path, "--jobs", "2", "--out", "out")
-    run = tmp_path / "out" / "runs" / "kindnone-seed0"
+    out = tmp_path / "out"  # as a whole path, it is that of this test alone
+    process = sweep(tmp_path, "--jobs", "2", "--out", str(out))
+    run = out / "runs" / "kindnone-seed0"
     wait_until(lambda: process.poll() is not None or len(logged_steps(run)) > 15, "some steps", seconds=400)
-    found = subprocess.run(["pkill", "-KILL", "-f", f"train.*run_dir={run.relative_to(tmp_path)}"], check=False)
+    found = subprocess.run(["pkill", "-KILL", "-f", f"train.*run_dir={run}"], check=False)
     assert found.returncode == 0, "a training to kill"
     text = process.communicate(timeout=limit(600))[0]
     assert process.returncode == 0, text
@@ -187,11 +188,11 @@ def test_a_sweep_says_what_it_takes_and_survives_a_killed_row(tmp_path: Path) ->
     assert "tokens, " in text
     assert f"kindnone-seed0: ended with exit code {-signal.SIGKILL}; it is started again" in text
     assert "the estimate was" in text
-    assert (tmp_path / "out" / "table.png").is_file()
-    with (tmp_path / "out" / "table.csv").open() as lines:
+    assert (out / "table.png").is_file()
+    with (out / "table.csv").open() as lines:
         assert [row["ended"] for row in csv.DictReader(lines)] == ["evaluated", "evaluated"]
-    assert all(logged_steps(tmp_path / "out" / "runs" / f"kind{kind}-seed0")[-1] == 60 for kind in ("none", "causal"))
+    assert all(logged_steps(out / "runs" / f"kind{kind}-seed0")[-1] == 60 for kind in ("none", "causal"))
 
-    again = sweep(tmp_path, "--jobs", "2", "--out", "out")
+    again = sweep(tmp_path, "--jobs", "2", "--out", str(out))
     assert "already done" in again.communicate(timeout=limit(300))[0]
     assert again.returncode == 0
