@@ -62,8 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _report(f"error: {error.filename}: {error.strerror}; give a shorter path")
         return EXIT_USAGE
     except ModuleNotFoundError as error:
-        library = (error.name or "").partition(".")[0]
-        if library not in EXTRA_OF or _is_reported_elsewhere(options):
+        library = next((each for each in EXTRA_OF if f"{error.name}.".startswith(f"{each}.")), None)
+        if library is None or _is_reported_elsewhere(options):
             raise
         _report(f"error: {not_installed(library)}")
         return EXIT_USAGE

@@ -22,12 +22,12 @@ from typing import Any
 from dist_mem.checkpoint.tensor_file import safetensors_parts
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.byte_pairs import END_OF_TEXT, BytePairTokenizer, write_byte_pairs
-from dist_mem.data.tokenizers.fast import bos_token, fast_tokenizer
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.exported_weights import distinct_weights
 from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.published.folder import CONFIG, WEIGHTS
 from dist_mem.published.names import FAMILIES, to_published
+from dist_mem.runtime.extras import require
 from dist_mem.runtime.files import write_hashed, write_text
 
 MODELING = "modeling_dist_mem.py"
@@ -117,6 +117,10 @@ def _write_gpt2_tokenizer(tokenizer: BytePairTokenizer, directory: Path) -> None
 
 
 def _write_tokenizer(tokenizer: Tokenizer, directory: Path, *, adds_bos: bool) -> None:
+    for library in ("tokenizers", "google.protobuf"):  # the latter reads SentencePiece's models
+        require(library, "export --format transformers")
+    from dist_mem.data.tokenizers.fast import bos_token, fast_tokenizer
+
     try:
         fast = fast_tokenizer(tokenizer, adds_bos=adds_bos)
     except ValueError as error:

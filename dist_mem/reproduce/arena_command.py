@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 from dist_mem.config import Config, load_config
@@ -19,6 +19,7 @@ from dist_mem.reproduce.job import Job
 from dist_mem.reproduce.one_run import build
 from dist_mem.reproduce.runs import all_runs
 from dist_mem.reproduce.sweep import run_job, submit_runs
+from dist_mem.reproduce.tables import Table
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.runtime.terminal import table
 
@@ -44,29 +45,31 @@ def run(
         UnusableError: the arena or its configurations are invalid, a memory does not fit the budget, or a row cannot
             start.
     """
-    with _prepared(path, out), StopSignal() as signal:
-        job, arena, costs = _job(path, out, ranks, extra, signal)
+    arena, of_arena, folder = *load_arena(path), _folder(path, out)  # a file that cannot be read leaves no folder
+    with locked(folder), StopSignal() as signal:
+        job, costs = _job(arena, of_arena, folder, ranks, extra, signal)
         print(_plan(costs), flush=True)
         if only_plan:
             return EXIT_DONE
-        code = run_job(job, name=path.stem, jobs=jobs, estimates=estimates, only_estimate=only_estimate)
-        if not only_estimate:
-            written = write_page(job, list(arena.memories), costs)
-            print(written[0].read_text(encoding="utf-8"))
-            print(f"written: {', '.join(str(each) for each in written)}")
-        return code
+        page = partial(_write_page, job, list(arena.memories), costs)
+        steps = {"estimates": estimates, "only_estimate": only_estimate}
+        return run_job(job, name=path.stem, jobs=jobs, write_more=page, **steps)
 
 
 def submit(path: Path, config: Config, *, out: Path | None, jobs: int, extra: Sequence[str]) -> int:
     """Submit all runs that are not finished as a job array; once they have ended, `run` measures them. See `sweep`."""
-    with _prepared(path, out), StopSignal() as signal:
-        job, _, costs = _job(path, out, 1, extra, signal)
+    arena, of_arena, folder = *load_arena(path), _folder(path, out)
+    with locked(folder), StopSignal() as signal:
+        job, costs = _job(arena, of_arena, folder, 1, extra, signal)
         print(_plan(costs), flush=True)
         return submit_runs(job, config, name=path.stem, at_once=jobs)
 
 
-def _prepared(path: Path, out: Path | None) -> AbstractContextManager[None]:
-    return locked(_folder(path, out))
+def _write_page(job: Job, memories: Sequence[str], costs: dict[str, Costs]) -> list[Path]:
+    written = write_page(job, memories, costs)
+    print(written[0].read_text(encoding="utf-8"))
+    print(f"written: {', '.join(str(each) for each in written)}")
+    return written
 
 
 def _folder(path: Path, out: Path | None) -> Path:
@@ -74,14 +77,13 @@ def _folder(path: Path, out: Path | None) -> Path:
 
 
 def _job(
-    path: Path, out: Path | None, ranks: int, extra: Sequence[str], signal: StopSignal
-) -> tuple[Job, Arena, dict[str, Costs]]:
+    arena: Arena, of_arena: Table, folder: Path, ranks: int, extra: Sequence[str], signal: StopSignal
+) -> tuple[Job, dict[str, Costs]]:
     """Return the job of an arena with the budget in its rows, and what every memory takes; build missing data."""
-    arena, table_of_arena = load_arena(path)
-    scale, folder = table_of_arena.scales[SCALE], _folder(path, out)
-    keep_settings(table_of_arena, scale, folder, extra)
+    scale = of_arena.scales[SCALE]
+    keep_settings(of_arena, scale, folder, extra)
     runs = all_runs(scale, folder, scale.seeds, list(scale.rows))
-    job = Job(table_of_arena, scale, folder, runs, ranks, list(extra), signal)
+    job = Job(of_arena, scale, folder, runs, ranks, list(extra), signal)
     build(job, runs[0], print)  # the sizes depend on the vocabulary
 
     def load(words: Sequence[str]) -> Config:
@@ -92,7 +94,7 @@ def _job(
     }
     for row, words in scale.rows.items():
         words += found[memory_of_row(arena, row)][0]
-    return job, arena, {name: costs for name, (_, costs) in found.items()}
+    return job, {name: costs for name, (_, costs) in found.items()}
 
 
 def _plan(costs: dict[str, Costs]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -97,8 +97,14 @@ def locked(out: Path) -> Iterator[None]:
         yield
 
 
-def run_table(job: Job, *, name: str, places: Sequence[Place], restarts: int) -> int:
-    """Run all runs of a table, write it, and return the exit code of the process."""
+def run_table(
+    job: Job, *, name: str, places: Sequence[Place], restarts: int, write_more: Callable[[], list[Path]] = list
+) -> int:
+    """Run all runs of a table, write it, and return the exit code of the process.
+
+    Args:
+        write_more: writes files beside the table and returns their paths; they go to MLflow too.
+    """
     parent = _parent(job, name)
     code, status = EXIT_FAILED, "FAILED"
     try:
@@ -117,8 +123,11 @@ def run_table(job: Job, *, name: str, places: Sequence[Place], restarts: int) ->
     paths = write_results(job.table, job.scale, job.runs, job.out, _provenance(job))
     print(paths[0].read_text(encoding="utf-8"))
     print(f"written: {', '.join(str(path) for path in paths)}")
-    if parent is not None:
-        _close(parent, job, paths, status)
+    try:
+        paths += write_more()
+    finally:
+        if parent is not None:
+            _close(parent, job, paths, status)
     return code
 
 

@@ -1,7 +1,8 @@
 """What a sweep will take, before it is run: tokens, hours and the time of its end, from the first steps of every row.
 
 A trial of each row runs in a folder of its own, in as many places at a time as the sweep will have, until it has made
-`MEASURED_STEPS` steps after the first ones; then it is stopped, and its columns are measured.
+`MEASURED_STEPS` steps after the first ones; then it is stopped, and its columns are measured. Trials save a checkpoint
+and track in MLflow if the runs will, but in a store of their own, which is removed.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ from dist_mem.reproduce.job import CommandError, Job, Place
 from dist_mem.reproduce.one_run import build, left_to_measure, same_command
 from dist_mem.reproduce.pool import for_each_run
 from dist_mem.reproduce.runs import Run, evaluate_command, train_command
-from dist_mem.runtime.files import write_text
+from dist_mem.runtime.files import make_folder, write_text
 from dist_mem.runtime.terminal import table
+from dist_mem.tracking.mlflow_run import connect
 from dist_mem.tracking.tracker import METRICS_FILE, read_points
 
 MEASURED_STEPS = 20
 _FIRST_STEPS = 5  # slower, and not counted
 _FOLDER = "estimates"  # below the sweep's
+_STORE = "mlflow"  # below that
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,9 @@ class Trial:
 
     step: float
     evaluation: float  # one during training; 0 if there are none
-    rest: float  # start and end of a training
+    rest: float  # start and end of a training, with its last checkpoint
     measuring: float  # of all columns, with the starts of their processes
+    saving: float = 0.0  # of one checkpoint before the last; earlier versions did not measure it
 
 
 class Estimate(NamedTuple):
@@ -67,7 +71,10 @@ def estimate(job: Job, places: Sequence[Place]) -> tuple[list[Estimate], list[Co
     left = [item for item in job.runs if left_to_measure(job, item)]
     first = {(item.row, item.point): item for item in reversed(left)}
     untried = [item for item in first.values() if not _kept(item).exists()]
-    errors = for_each_run(job, untried[::-1], places, partial(_try, job), restarts=0)
+    store = job.out / _FOLDER / _STORE
+    tracking = _make_store(store) if untried and _config(job, untried[0]).tracking.mlflow else []
+    errors = for_each_run(job, untried[::-1], places, partial(_try, job, [*job.extra, *tracking]), restarts=0)
+    shutil.rmtree(store, ignore_errors=True)
     found = []
     for item in left:
         kept = _kept(first[item.row, item.point])
@@ -81,15 +88,27 @@ def _kept(item: Run) -> Path:
     return item.out / _FOLDER / f"{replace(item, seed=0).name}.json"
 
 
-def _try(job: Job, item: Run, report: Callable[[str], None], place: Place) -> None:
-    """Train a few steps of a row and measure its columns, and keep the times."""
+def _make_store(folder: Path) -> list[str]:
+    """Make a store of MLflow with its tables, whose making is not to be measured, and return the overrides for it."""
+    folder = folder.absolute()
+    make_folder(folder)
+    client = connect(uri := f"sqlite:///{folder / 'store.db'}")
+    if client.get_experiment_by_name(_FOLDER) is None:
+        client.create_experiment(_FOLDER, artifact_location=(folder / "artifacts").as_uri())
+    return [f"tracking.uri={uri}", f"tracking.experiment={_FOLDER}"]
+
+
+def _try(job: Job, given: Sequence[str], item: Run, report: Callable[[str], None], place: Place) -> None:
+    """Train a few steps of a row and measure its columns, and keep the times; `given`: overrides."""
     build(job, item, report)
     trial = replace(item, out=item.out / _FOLDER)
     shutil.rmtree(trial.directory, ignore_errors=True)  # of a trial that was stopped
-    extra = [*job.extra, "tracking.mlflow=false", f"tracking.every={_FIRST_STEPS}", "checkpoint.every=null"]
+    extra = [*given, f"tracking.every={_FIRST_STEPS}"]
     config = _config(job, item)
     if config.eval.every is not None:
         extra.append(f"eval.every={MEASURED_STEPS}")  # one evaluation, some steps before the end
+    if config.checkpoint.every is not None:
+        extra.append(f"checkpoint.every={MEASURED_STEPS}")
     metrics, last = trial.directory / METRICS_FILE, _FIRST_STEPS + MEASURED_STEPS
     begin = time.monotonic()
     job.command(
@@ -103,19 +122,20 @@ def _try(job: Job, item: Run, report: Callable[[str], None], place: Place) -> No
     points = [point for point in read_points(metrics) if "step_seconds" in point.metrics]
     step = statistics.median([point.metrics["step_seconds"] for point in points[1:] or points])
     of_run = points[-1].metrics
-    evaluating = of_run["goodput/evaluation"] * of_run["goodput/seconds"]
+    evaluating, saving = (of_run[f"goodput/{part}"] * of_run["goodput/seconds"] for part in ("evaluation", "saving"))
     begin = time.monotonic()
     columns = left_to_measure(job, item)
     while columns:
         first = next(iter(columns.values()))
-        command = evaluate_command(trial, first, [*job.extra, "tracking.mlflow=false"])
+        command = evaluate_command(trial, first, given)
         job.command(command, f"{item.name}-estimate", place=place)
         columns = {name: column for name, column in columns.items() if name not in same_command(columns, first)}
     found = Trial(
         step,
         evaluation=evaluating,
-        rest=max(0.0, seconds - points[-1].step * step - evaluating),
+        rest=max(0.0, seconds - points[-1].step * step - evaluating - saving),
         measuring=time.monotonic() - begin,
+        saving=saving,
     )
     write_text(_kept(item), json.dumps(asdict(found)) + "\n")
     shutil.rmtree(trial.directory)
@@ -137,7 +157,9 @@ def _estimated(job: Job, item: Run, trial: Trial) -> Estimate:
     train, every = config.train, config.eval.every
     tokens = steps * train.global_batch_size * train.seg_len * train.segments_per_update
     evaluations = 0 if every is None else steps // every
-    seconds = trial.rest + steps * trial.step + evaluations * trial.evaluation + trial.measuring
+    checkpoints = 0 if config.checkpoint.every is None else (steps - 1) // config.checkpoint.every
+    seconds = trial.rest + steps * trial.step + evaluations * trial.evaluation + checkpoints * trial.saving
+    seconds += trial.measuring
     return Estimate(item, steps, tokens, trial.step, seconds)
 
 

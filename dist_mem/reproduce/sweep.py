@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from dist_mem.reproduce.grid import SCALE, load_sweep
 from dist_mem.reproduce.job import Job, Place, StoppedError, places
 from dist_mem.reproduce.one_run import build, left_to_measure
 from dist_mem.reproduce.runs import all_runs, train_command
+from dist_mem.reproduce.tables import Table
 from dist_mem.runtime.files import free_name, write_text
 from dist_mem.runtime.signals import StopSignal
 
@@ -40,13 +41,22 @@ def run(
     Raises:
         UnusableError: the sweep or its configurations are invalid, or a row cannot start.
     """
-    with locked(folder := _folder(path, out)), StopSignal() as signal:
-        job = _job(path, folder, ranks, extra, signal)
+    table, folder = load_sweep(path), _folder(path, out)  # a file that cannot be read leaves no folder behind
+    with locked(folder), StopSignal() as signal:
+        job = _job(table, folder, ranks, extra, signal)
         return run_job(job, name=path.stem, jobs=jobs, estimates=estimates, only_estimate=only_estimate)
 
 
-def run_job(job: Job, *, name: str, jobs: int, estimates: bool, only_estimate: bool) -> int:
-    """Run the runs of a job, several at one time; see `run`."""
+def run_job(
+    job: Job,
+    *,
+    name: str,
+    jobs: int,
+    estimates: bool,
+    only_estimate: bool,
+    write_more: Callable[[], list[Path]] = list,
+) -> int:
+    """Run the runs of a job, several at one time; see `run`, and for `write_more` see `run_table`."""
     everywhere = places(jobs, job.ranks, num_cores=os.cpu_count() or 1, num_gpus=torch.cuda.device_count())
     begin, seconds = time.monotonic(), None
     if estimates:
@@ -57,7 +67,7 @@ def run_job(job: Job, *, name: str, jobs: int, estimates: bool, only_estimate: b
         begin = time.monotonic()
     if only_estimate:
         return EXIT_DONE
-    code = run_table(job, name=name, places=everywhere, restarts=_RESTARTS)
+    code = run_table(job, name=name, places=everywhere, restarts=_RESTARTS, write_more=write_more)
     if code == EXIT_DONE and seconds is not None:
         took = estimate.duration(time.monotonic() - begin)
         print(f"took {took}; the estimate was {estimate.duration(seconds)}")
@@ -77,8 +87,9 @@ def submit(path: Path, config: Config, *, out: Path | None, jobs: int, extra: Se
         UnusableError: as `run`, or sbatch refuses the array.
         UnfitError: Slurm does not answer.
     """
-    with locked(folder := _folder(path, out)), StopSignal() as signal:
-        return submit_runs(_job(path, folder, 1, extra, signal), config, name=path.stem, at_once=jobs)
+    table, folder = load_sweep(path), _folder(path, out)
+    with locked(folder), StopSignal() as signal:
+        return submit_runs(_job(table, folder, 1, extra, signal), config, name=path.stem, at_once=jobs)
 
 
 def submit_runs(job: Job, config: Config, *, name: str, at_once: int) -> int:
@@ -100,8 +111,7 @@ def _folder(path: Path, out: Path | None) -> Path:
     return out or Path("runs") / "sweep" / path.stem
 
 
-def _job(path: Path, out: Path, ranks: int, extra: Sequence[str], signal: StopSignal) -> Job:
-    table = load_sweep(path)
+def _job(table: Table, out: Path, ranks: int, extra: Sequence[str], signal: StopSignal) -> Job:
     scale = table.scales[SCALE]
     keep_settings(table, scale, out, extra)
     return Job(table, scale, out, all_runs(scale, out, scale.seeds, list(scale.rows)), ranks, list(extra), signal)

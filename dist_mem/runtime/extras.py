@@ -15,6 +15,7 @@ EXTRA_OF = {
     "deepspeed": "train",
     "huggingface_hub": "train",
     "ninja": "train",
+    "tqdm": "train",
     "webdataset": "train",
     "pyarrow": "data",
     "mlflow": "mlflow",
@@ -25,6 +26,8 @@ EXTRA_OF = {
     "matplotlib": "plots",
     "nltk": "dialogue",
     "rouge_score": "dialogue",
+    "google.protobuf": "hf",
+    "tokenizers": "hf",
     "transformers": "hf",
     "lm_eval": "harness",
 }
@@ -32,7 +35,10 @@ EXTRA_OF = {
 
 def is_installed(library: str) -> bool:
     """Return whether a library, by its name in `import`, can be imported; this does not import it."""
-    return find_spec(library) is not None
+    try:
+        return find_spec(library) is not None
+    except ModuleNotFoundError:  # google, which contains google.protobuf
+        return False
 
 
 def require(library: str, purpose: str, otherwise: str = "") -> None:

@@ -30,6 +30,8 @@ def log_checkpoint(client: MlflowClient, run: Run, *, step: int, path: str | Non
     run_id, experiment_id, name = run.info.run_id, run.info.experiment_id, f"step-{step:08d}"
     wanted = f"source_run_id = '{run_id}' AND name = '{name}'"
     found = client.search_logged_models([experiment_id], filter_string=wanted, max_results=1)
+    # Not mlflow.create_external_model, which sets the same tag: it uses the store of the process and not this client's,
+    # and it uploads an MLmodel file for each checkpoint, with which a model without weights could be registered.
     model = found[0] if found else client.create_logged_model(experiment_id, name=name, source_run_id=run_id)
     tags = {STEP_TAG: str(step), _EXTERNAL_TAG: "true"} | ({"dist_mem.path": path} if path else {})
     client.set_logged_model_tags(model.model_id, tags)

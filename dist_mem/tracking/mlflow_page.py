@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 from urllib.parse import urlencode
@@ -14,6 +15,7 @@ NOTE_TAG = "mlflow.note.content"  # the description, in Markdown
 _FIRST_LINE = "Newest results, written by dist_mem. A text of yours that replaces it stays."
 _PICTURES = (".png", ".svg", ".pdf")
 _EVALUATIONS = "evaluations"
+_PICTURE_LINE = re.compile(r"^!\[.*\]\(get-artifact\?.*\)$", re.MULTILINE)
 
 
 def folder_of(path: str) -> str | None:
@@ -24,14 +26,30 @@ def folder_of(path: str) -> str | None:
     return _EVALUATIONS if file.parts[0] == _EVALUATIONS else None
 
 
-def description(metrics: Mapping[str, float], present: str | None, *, experiment_id: str, run_id: str) -> str | None:
-    """Return the description of a run: a table of its newest loss and evaluations, each with a link to its chart.
+def is_shown(path: str) -> bool:
+    """Return whether the description of a run can show a file: browsers do not show a PDF as a picture."""
+    return PurePosixPath(path).suffix == ".png"
 
-    The loss comes first. MLflow's own pages of charts have it late: they sort groups by their names.
+
+def description(
+    metrics: Mapping[str, float],
+    present: str | None,
+    *,
+    experiment_id: str,
+    run_id: str,
+    picture: str | None = None,
+    max_chars: int = 5000,
+) -> str | None:
+    """Return the description of a run: a table of its newest loss and evaluations, and below it a picture.
+
+    Each name links to its chart. The loss comes first. MLflow's own pages of charts have it late: they sort groups by
+    their names. MLflow 3.17 shows a picture that is an artifact, and leaves out one that is in the text (data:).
 
     Args:
         metrics: the newest values of the run, under MLflow's names.
         present: the description that the run has.
+        picture: path of an artifact; None: the one that is shown now.
+        max_chars: the last metrics are left out where the text would be longer.
 
     Returns:
         None if there is nothing to say, or if the present text is not by dist_mem.
@@ -44,7 +62,19 @@ def description(metrics: Mapping[str, float], present: str | None, *, experiment
         if not name.startswith("branch_")
         and (in_group(name) == "train/loss" or in_group(name).startswith(("eval/", "recall_ppl/", "recall_accuracy/")))
     ]
-    return "\n".join([_FIRST_LINE, "", "| metric | value |", "|---|---|", *rows]) if rows else None
+    shown = _PICTURE_LINE.findall(present or "")[-1:] if picture is None else [_shown(picture, run_id)]
+    while True:
+        table = ["", "| metric | value |", "|---|---|", *rows] if rows else []
+        text = "\n".join([_FIRST_LINE, *table, *(("", *shown) if shown else ())])
+        if len(text) <= max_chars or not rows:
+            return text if rows or shown else None
+        rows.pop()
+
+
+def _shown(picture: str, run_id: str) -> str:
+    """Return the Markdown of a picture among the artifacts; its address is relative to any page of MLflow."""
+    address = urlencode({"path": picture, "run_uuid": run_id})
+    return f"![{PurePosixPath(picture).stem}](get-artifact?{address})"
 
 
 def _chart(name: str, experiment_id: str, run_id: str) -> str:

@@ -23,7 +23,7 @@ from dist_mem.runtime.files import write_text
 from dist_mem.runtime.names import is_plain_path
 from dist_mem.tracking.journal import Entry, Header, JournalError
 from dist_mem.tracking.logged_models import log_checkpoint
-from dist_mem.tracking.mlflow_page import NOTE_TAG, description, folder_of, where_to_look
+from dist_mem.tracking.mlflow_page import NOTE_TAG, description, folder_of, is_shown, where_to_look
 from dist_mem.tracking.mlflow_tables import prepare
 from dist_mem.tracking.stores import RUN_ID_FILE, read_run_id, store_uri
 
@@ -191,7 +191,10 @@ class MlflowRun:
                 self._send_datasets(body["datasets"])
             case "artifact":
                 path = file_inside(self._target.run_dir, body["path"])
-                self._client.log_artifact(self.run_id, str(path), folder_of(body["path"]))
+                folder = folder_of(body["path"])
+                self._client.log_artifact(self.run_id, str(path), folder)
+                if is_shown(body["path"]):
+                    self._describe(f"{folder}/{path.name}")
             case "text":
                 if not is_plain_path(body["name"]):
                     raise JournalError(f"{body['name']!a} is no plain name for a text")
@@ -203,11 +206,15 @@ class MlflowRun:
             case _:
                 raise JournalError(f"this is no entry that can be read: {entry}")
 
-    def _describe(self) -> None:
-        """Write the newest results into the description, unless the user has written another one."""
+    def _describe(self, picture: str | None = None) -> None:
+        """Write the newest results into the description, unless the user has written another one.
+
+        Args:
+            picture: a new artifact, to be shown in place of the one before.
+        """
         run = self._client.get_run(self.run_id)
         present, page = run.data.tags.get(NOTE_TAG), {"experiment_id": run.info.experiment_id, "run_id": self.run_id}
-        if text := description(run.data.metrics, present, **page):
+        if text := description(run.data.metrics, present, picture=picture, max_chars=_TAG_CHARS, **page):
             self.send_tags({NOTE_TAG: text})
 
     def _send_params(self, params: Mapping[str, str], *, step: int, changes: str | None) -> None:

@@ -7,12 +7,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from tqdm import tqdm
-
+from dist_mem.runtime.extras import is_installed
 from dist_mem.runtime.terminal import WIDTH, coloured
 from dist_mem.tracking.tracker import Point, Sink
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 # The metrics that the progress line knows by name (dist_mem.training.meter makes them).
 LOSS = "loss"
@@ -57,6 +59,8 @@ class ProgressBar(Sink):
     """A bar at the bottom of a terminal: loss, perplexity, tokens/s, time left."""
 
     def __init__(self, *, total_steps: int, first_step: int, stream: TextIO | None = None) -> None:
+        from tqdm import tqdm
+
         self._bar = tqdm(
             total=total_steps,
             initial=first_step,
@@ -116,7 +120,9 @@ def time_left(seconds: float, done: float, left: float) -> timedelta:
 
 
 class Progress:
-    """Progress of a known amount of work: a bar on a terminal, else a line every LINE_SECONDS; on stderr.
+    """Progress of a known amount of work, on stderr: a bar on a terminal, else a line every LINE_SECONDS.
+
+    A terminal gets lines too if tqdm is not installed.
 
     with Progress(num_tokens, "scoring test") as progress:
         progress.add(num_read)
@@ -145,7 +151,9 @@ class Progress:
         self._clock = clock
         self._started = self._last_line = clock()
         self._bar: tqdm | None = None
-        if shown and self._stream.isatty():
+        if shown and self._stream.isatty() and is_installed("tqdm"):
+            from tqdm import tqdm
+
             self._bar = tqdm(
                 total=total,
                 desc=what,

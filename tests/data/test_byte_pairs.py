@@ -27,6 +27,7 @@ from dist_mem.data.tokenizers.byte_pairs import (
     write_byte_pairs,
 )
 from dist_mem.data.tokenizers.registry import load_tokenizer, save_tokenizer
+from dist_mem.errors import UnusableError
 from tests.support.limits import limit
 from tests.support.paths import ROOT
 
@@ -53,6 +54,19 @@ def sentences() -> list[str]:
 @pytest.fixture(scope="module")
 def tokenizer() -> BytePairTokenizer:
     return train_byte_pairs(sentences(), vocab_size=300)
+
+
+def test_without_the_library_an_error_names_the_extra_and_blames_no_file(
+    tokenizer: BytePairTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tokenizer(tokenizer, tmp_path)
+    write_byte_pairs(tokenizer, tmp_path)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    for read in (load_tokenizer, read_byte_pairs):
+        with pytest.raises(UnusableError) as caught:
+            read(tmp_path)
+        reported = "tokenizers is not installed, and a tokenizer of GPT-2's kind needs it: pip install 'dist-mem[hf]'"
+        assert str(caught.value) == reported
 
 
 @given(st.one_of(st.text(st.characters(exclude_categories=["Cs"])), st.sampled_from(AWKWARD + sentences())))

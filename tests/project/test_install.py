@@ -24,11 +24,12 @@ from tests.support.paths import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-FOR_TESTS = {"hf", "harness"}  # of other programs, which the tests compare with
+FOR_TESTS = {"transformers", "lm_eval"}  # other programs, which the tests compare with
 OTHER_NAMES = {
     "nvidia-ml-py": "pynvml",
     "rouge-score": "rouge_score",
     "prometheus-client": "prometheus_client",
+    "protobuf": "google.protobuf",
 }  # distribution -> name in `import`
 
 
@@ -39,9 +40,15 @@ def pins(name: str) -> set[str]:
 
 
 def test_every_requirement_is_in_the_core_or_in_one_extra() -> None:
-    listed = [*PROJECT["dependencies"], *(pin for name in EXTRAS.keys() - {"all", *FOR_TESTS} for pin in EXTRAS[name])]
-    assert sorted(listed) == sorted(pins("requirements.txt"))
-    assert {pin for name in FOR_TESTS for pin in EXTRAS[name]} <= pins("requirements-dev.txt")
+    listed = [*PROJECT["dependencies"], *(pin for name in EXTRAS.keys() - {"all"} for pin in EXTRAS[name])]
+    for_tests = {pin for pin in pins("requirements-dev.txt") if pin.partition("==")[0] in FOR_TESTS}
+    assert sorted(listed) == sorted(pins("requirements.txt") | for_tests)
+    assert len(for_tests) == len(FOR_TESTS)
+
+
+def test_the_core_is_torch_and_what_reads_configurations_weights_and_text() -> None:
+    core = {pin.partition("==")[0] for pin in PROJECT["dependencies"]}
+    assert core == {"torch", "omegaconf", "safetensors", "sentencepiece", "numpy"}
 
 
 def test_the_extra_all_contains_every_other() -> None:
@@ -163,7 +170,7 @@ def test_the_security_page_lists_the_files_that_run_programs_and_load_modules() 
 # What a core installation lacks, as far as Python can tell: each of these imports fails.
 CORE_ONLY = f"""
 import sys
-for name in {sorted(EXTRA_OF.keys() - {"huggingface_hub"})}:  # the core has it too, through tokenizers
+for name in {sorted(EXTRA_OF)}:
     sys.modules[name] = None
 from dist_mem.__main__ import main
 """
@@ -172,7 +179,7 @@ from dist_mem.__main__ import main
 def in_core(program: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run a program in which no library of an extra can be imported."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", "-c", CORE_ONLY + program, *arguments]
+    command = [sys.executable, "-W", "error", "-c", CORE_ONLY + program, *arguments]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -180,8 +187,8 @@ COMMANDS = "sys.exit(main(sys.argv[1:]))"
 # Python's functions and the command, in one process: its imports take the time.
 USE = """
 import dist_mem
-trained = dist_mem.load_model(sys.argv[1])
-assert len(dist_mem.score(trained, "A b.").nll) == 4
+model = dist_mem.load(sys.argv[1])
+assert len(model.score(["A b."])[0].nll) == 4
 code = main(["generate", sys.argv[1], "--prompt", "A b.", "--tokens", "4"])
 loaded = sorted(name for name in sys.modules if name.partition(".")[0] in ("deepspeed", "mlflow") and sys.modules[name])
 sys.exit(code or str(loaded) if loaded else code)

@@ -13,16 +13,12 @@ from pathlib import Path
 import pytest
 
 from dist_mem.runtime.shipped import FOLDERS
+from tests.support.empty_environment import make_environment, without_pip
+from tests.support.jobs import logged_steps
 from tests.support.paths import ROOT
 
 # Few; DeepSpeed, which compiles its op anew there, and its launcher are among them.
 OFFLINE_TESTS = "tests/config/test_config.py tests/model/test_model.py tests/launch/test_launch.py"
-
-
-def without_pip(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment with nothing in it that tells pip where packages are, or Python where modules are."""
-    kept = {name: value for name, value in environment.items() if not name.startswith(("PIP_", "PYTHON"))}
-    return {**kept, "PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 
 def run(*command: str, cwd: Path, environment: Mapping[str, str]) -> str:
@@ -66,35 +62,31 @@ def clone(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project's wheel, made without network and installed in a folder of its own."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project's wheel, made without network."""
     pytest.importorskip("setuptools")
     folder = tmp_path_factory.mktemp("wheel")
     source = copy_sources(folder / "source")
-    pip = [sys.executable, "-m", "pip", "--quiet", "--no-input"]
-    environment = {**without_pip(os.environ), "PIP_NO_INDEX": "1"}
-    options = ["--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
-    run(*pip, "wheel", *options, str(source), cwd=folder, environment=environment)
-    wheel = next(folder.glob("dist_mem-*.whl"))
-    run(*pip, "install", "--no-deps", "--target", str(folder / "site"), str(wheel), cwd=folder, environment=environment)
-    return folder / "site"
+    command = [sys.executable, "-m", "pip", "--quiet", "wheel", "--no-index", "--no-deps", "--no-build-isolation"]
+    run(*command, "--wheel-dir", str(folder), str(source), cwd=folder, environment=without_pip(os.environ))
+    return next(folder.glob("dist_mem-*.whl"))
 
 
-# An editable installation of the checkout would step in for what is missing; so all that was imported is looked at.
-COMMAND = """
-import sys
-from dist_mem.__main__ import main
-code = main(sys.argv[2:])
-own = [module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "dist_mem"]
-assert own and all(path.startswith(sys.argv[1]) for path in own), own
-sys.exit(code)
-"""
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """site-packages of an environment with the wheel and what its core and its extra `train` require."""
+    return make_environment(tmp_path_factory.mktemp("train"), wheel, "train")
 
 
-def dist_mem(installed: Path, *arguments: str, cwd: Path) -> str:
-    """Output of `dist-mem` as installed."""
-    command = [sys.executable, "-c", COMMAND, str(installed), *arguments]
-    return run(*command, cwd=cwd, environment={**os.environ, "PYTHONPATH": str(installed)})
+def python(site: Path, *arguments: str, cwd: Path) -> str:
+    """Output of Python in an environment, which knows nothing of the checkout."""
+    environment = {**without_pip(os.environ), "XDG_CACHE_HOME": str(cwd / "cache"), "DS_ACCELERATOR": "cpu"}
+    return run(str(site.parents[2] / "bin" / "python"), *arguments, cwd=cwd, environment=environment)
+
+
+def dist_mem(site: Path, *arguments: str, cwd: Path) -> str:
+    """Output of `dist-mem` in an environment."""
+    return python(site, "-m", "dist_mem", *arguments, cwd=cwd)
 
 
 @pytest.mark.slow
@@ -127,20 +119,63 @@ def test_wheel_has_every_file_of_the_package(installed: Path) -> None:
 
 
 @pytest.mark.slow
+def test_type_checkers_see_the_types_of_the_installed_package(installed: Path, tmp_path: Path) -> None:
+    lines = [
+        "import dist_mem",
+        'model = dist_mem.load("runs/demo")',
+        'reveal_type(model.score(["a"]))',
+        "model.generate(3)",
+    ]
+    (tmp_path / "program.py").write_text("\n".join(lines), encoding="utf-8")
+    # torch's own types take a minute
+    (tmp_path / "mypy.ini").write_text("[mypy]\n[mypy-torch.*,numpy.*]\nfollow_imports = skip\n", encoding="utf-8")
+    python_of = ["--python-executable", str(installed.parents[2] / "bin" / "python")]
+    command = [sys.executable, "-m", "mypy", *python_of, "--cache-dir", str(tmp_path / "cache"), "program.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=without_pip(os.environ), capture_output=True, text=True, check=False
+    )
+    assert 'Revealed type is "list[dist_mem.api.model.Scores]"' in done.stdout, done.stdout + done.stderr
+    assert 'Argument 1 to "generate" of "Model" has incompatible type "int"; expected "str"' in done.stdout
+
+
+@pytest.mark.slow
 def test_commands_of_the_wheel_need_nothing_of_the_checkout(installed: Path, tmp_path: Path) -> None:
     script = dist_mem(installed, "launch", "train.steps=1", "--nodes", "2", "--dry-run", cwd=tmp_path)
     assert "#SBATCH --nodes=2\n" in script
     assert re.search(r"^ *srun .*--kill-on-bad-exit=1", script, re.MULTILINE)
     assert re.search(r"none keeps all \d+ rules", dist_mem(installed, "check-memory", "none", cwd=tmp_path))
     assert "\nlaunch:" in dist_mem(installed, "config", cwd=tmp_path)
-    assert "train: 16 documents" in dist_mem(installed, "data", "build", "sample", "--size", "tiny", cwd=tmp_path)
-    small = ["configs/demo.yaml", "memory/none.yaml", "train.steps=100"]
-    assert "data/sample, train: 16 documents" in dist_mem(installed, "train", *small, "--check", cwd=tmp_path)
     assert "lamemo.table1 " in dist_mem(installed, "reproduce", cwd=tmp_path)
     (tmp_path / "one.yaml").write_text("name: one", encoding="utf-8")
     dist_mem(installed, "config", "one.yaml", "configs/demo.yaml", "--snapshot", "copy", cwd=tmp_path)
     copied = tmp_path / "copy" / "code" / "dist_mem" / "shipped" / "configs" / "demo.yaml"
     assert copied.read_bytes() == (ROOT / "configs" / "demo.yaml").read_bytes()
+
+
+USE = """
+import dist_mem
+scores = dist_mem.load("runs/demo").score("It was the best of times.")
+print(f"{scores.memory.num_tokens} tokens, {scores.perplexity:.1f}")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(900)  # DeepSpeed's op is compiled anew: 75 s of a core
+def test_a_wheel_alone_builds_data_trains_on_two_ranks_and_its_core_scores_and_generates(
+    installed: Path, wheel: Path, tmp_path: Path
+) -> None:
+    assert "train: 16 documents" in dist_mem(installed, "data", "build", "sample", "--size", "tiny", cwd=tmp_path)
+    keys = ["train.steps=20", "schedule.warmup_steps=5", "tracking.mlflow=false", "eval.figures=false"]
+    words = ["train", "configs/demo.yaml", "memory/transformer_xl.yaml", *keys]
+    assert "data/sample, train: 16 documents" in dist_mem(installed, *words, "--check", cwd=tmp_path)
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "dist_mem"]
+    python(installed, *ranks, *words, cwd=tmp_path)
+    assert logged_steps(tmp_path / "runs" / "demo")[-1] == 20
+    core = make_environment(tmp_path / "core", wheel)
+    assert not {path.name for path in core.iterdir()} & {"deepspeed", "huggingface_hub", "tokenizers", "tqdm"}
+    assert re.fullmatch(r"\d+ tokens, \d+\.\d\n", python(core, "-W", "error", "-c", USE, cwd=tmp_path))
+    assert dist_mem(core, "generate", "runs/demo", "--prompt", "It was", "--tokens", "5", cwd=tmp_path).strip()
 
 
 @pytest.mark.nightly

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from dist_mem.__main__ import main
 from dist_mem.config import Config, load_config
 from dist_mem.doctor.dry_run import check_model
 from dist_mem.errors import EXIT_DONE, EXIT_REQUEUE, UnusableError
@@ -24,6 +25,7 @@ from dist_mem.reproduce.arena import SCALE, load_arena, memory_of_row
 from dist_mem.reproduce.arena_page import checksum, pareto_front, shown
 from dist_mem.reproduce.budget import fitted
 from dist_mem.reproduce.results import Cell
+from dist_mem.tracking.mlflow_run import connect
 from tests.support.jobs import build_books, logged_steps, write_config
 from tests.support.limits import limit, wait_until
 from tests.support.paths import ROOT
@@ -122,6 +124,27 @@ def done(folder: Path, *arguments: str) -> str:
     text = process.communicate(timeout=limit(600))[0]
     assert process.returncode == EXIT_DONE, text
     return text
+
+
+@pytest.mark.slow
+def test_the_page_of_an_arena_reaches_its_run_in_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run was closed before the page was written. Nothing is trained: each cell says that it is to run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("dist_mem.reproduce.command.for_each_run", lambda *_, **__: [])
+    data, store = build_books(tmp_path), f"sqlite:///{tmp_path / 'store.db'}"
+    tracking = {"tracking": {"mlflow": True, "uri": store}}
+    config = load_config([str(write_config(tmp_path / "job.yaml", data, tmp_path / "unused", tracking))])
+    columns = {"dev": {"figure": "token_perplexity", "split": "validation"}}
+    budget, memories = (
+        {"tokens": 3 * config.train.global_batch_size * 16},
+        {"none": [], "causal": ["memory.kind=causal"]},
+    )
+    write(tmp_path, memories=memories, columns=columns, data=str(data), seeds=[0], budget=budget)
+    assert main(["arena", "small.yaml", "--out", "out", "--no-estimate"]) == EXIT_DONE
+    client, run_id = connect(store), (tmp_path / "out" / "mlflow_run_id").read_text(encoding="utf-8").strip()
+    assert client.get_run(run_id).info.status == "FINISHED"
+    sent = {file.path for file in client.list_artifacts(run_id)}
+    assert {"table.md", "table.csv", "table.png", "arena.md", "cells.csv", "pareto.png"} <= sent
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from dist_mem.__main__ import main
 from dist_mem.config import load_config
 from dist_mem.errors import UnusableError
 from dist_mem.memory import memory_options
@@ -107,6 +109,17 @@ def test_what_a_sweep_cannot_mean_is_refused(tmp_path: Path, changes: dict[str, 
     assert "rates.yaml" in str(caught.value)
 
 
+@pytest.mark.parametrize("command", ["sweep", "sweep --slurm", "arena", "arena --slurm"])
+def test_a_file_that_is_not_there_leaves_nothing_behind(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name, *options = command.split()
+    assert main([name, "nope.yaml", *options]) == 2
+    assert "there is no file nope.yaml" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_runs_at_one_time_share_the_cores_and_no_gpu() -> None:
     assert places(1, 4, num_cores=8, num_gpus=4) == [Place()], "one alone has all, as without a sweep"
     assert [place.environment for place in places(2, 2, num_cores=9, num_gpus=0)] == [{"OMP_NUM_THREADS": "2"}] * 2
@@ -156,6 +169,27 @@ def sweep(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_trials_save_and_track_like_the_runs_and_leave_nothing_in_the_store(tmp_path: Path) -> None:
+    """A sweep of 250 steps took 1:10 and not 0:55, because its trials had neither checkpoints nor MLflow."""
+    data = build_books(tmp_path)
+    settings = {"train": {"steps": 60}, "tracking": {"mlflow": True, "uri": "sqlite:///store.db"}}
+    write_config(tmp_path / "job.yaml", data, tmp_path / "unused", settings)
+    columns = {"dev": {"figure": "token_perplexity", "split": "validation"}}
+    write(tmp_path, grid={"memory.kind": ["none"]}, columns=columns, data=str(data), seeds=[0])
+    before = {path.name for path in tmp_path.iterdir()}
+    process = sweep(tmp_path, "--estimate", "--out", str(out := tmp_path / "out"))
+    text = process.communicate(timeout=limit(400))[0]
+    assert process.returncode == 0, text
+    (kept,) = (out / "estimates").glob("*.json")
+    assert json.loads(kept.read_text(encoding="utf-8"))["saving"] > 0.0
+    log = "".join(path.read_text(encoding="utf-8") for path in (out / "logs").iterdir())
+    assert "estimates/mlflow/store.db" in log, "it was tracked"
+    assert {path.name for path in tmp_path.iterdir()} - before == {"out"}
+    assert [path.name for path in (out / "estimates").rglob("*") if path.is_file()] == [kept.name]
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_sweep_says_what_it_takes_and_survives_a_killed_row(tmp_path: Path) -> None:
     data = build_books(tmp_path)
@@ -164,10 +198,11 @@ def test_a_sweep_says_what_it_takes_and_survives_a_killed_row(tmp_path: Path) ->
     columns = {"dev": {"figure": "token_perplexity", "split": "validation"}}
     write(tmp_path, grid={"memory.kind": ["none", "causal"]}, columns=columns, data=str(data), seeds=[0])
 
-    process = sweep(tmp_path, "--jobs", "2", "--out", "out")
-    run = tmp_path / "out" / "runs" / "kindnone-seed0"
+    out = tmp_path / "out"  # as a whole path, it is that of this test alone
+    process = sweep(tmp_path, "--jobs", "2", "--out", str(out))
+    run = out / "runs" / "kindnone-seed0"
     wait_until(lambda: process.poll() is not None or len(logged_steps(run)) > 15, "some steps", seconds=400)
-    found = subprocess.run(["pkill", "-KILL", "-f", f"train.*run_dir={run.relative_to(tmp_path)}"], check=False)
+    found = subprocess.run(["pkill", "-KILL", "-f", f"train.*run_dir={run}"], check=False)
     assert found.returncode == 0, "a training to kill"
     text = process.communicate(timeout=limit(600))[0]
     assert process.returncode == 0, text
@@ -175,11 +210,11 @@ def test_a_sweep_says_what_it_takes_and_survives_a_killed_row(tmp_path: Path) ->
     assert "tokens, " in text
     assert f"kindnone-seed0: ended with exit code {-signal.SIGKILL}; it is started again" in text
     assert "the estimate was" in text
-    assert (tmp_path / "out" / "table.png").is_file()
-    with (tmp_path / "out" / "table.csv").open() as lines:
+    assert (out / "table.png").is_file()
+    with (out / "table.csv").open() as lines:
         assert [row["ended"] for row in csv.DictReader(lines)] == ["evaluated", "evaluated"]
-    assert all(logged_steps(tmp_path / "out" / "runs" / f"kind{kind}-seed0")[-1] == 60 for kind in ("none", "causal"))
+    assert all(logged_steps(out / "runs" / f"kind{kind}-seed0")[-1] == 60 for kind in ("none", "causal"))
 
-    again = sweep(tmp_path, "--jobs", "2", "--out", "out")
+    again = sweep(tmp_path, "--jobs", "2", "--out", str(out))
     assert "already done" in again.communicate(timeout=limit(300))[0]
     assert again.returncode == 0

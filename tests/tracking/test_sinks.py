@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -134,6 +135,15 @@ def test_work_on_a_terminal_is_a_bar_that_goes_when_it_is_done() -> None:
     bar, last = stream.getvalue().split("\r")[1], stream.getvalue().split("\r")[-2:]
     assert "scoring test" in bar and "4.00k" in bar and "tokens" in bar
     assert not "".join(last).strip()
+
+
+def test_a_terminal_has_lines_if_there_is_no_library_of_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    stream, now = Terminal(), 0.0
+    with Progress(4000, "scoring test", stream=stream, clock=lambda: now) as progress:
+        now = 40.0
+        progress.add(1000)
+    assert stream.getvalue() == "scoring test: 1,000 of 4,000 tokens  25.0 tokens/s  eta 0:02:00\n"
 
 
 def test_other_ranks_show_nothing() -> None:

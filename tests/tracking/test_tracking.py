@@ -23,7 +23,7 @@ from dist_mem.tracking import journal_sink
 from dist_mem.tracking.delivery import Sender
 from dist_mem.tracking.groups import in_group
 from dist_mem.tracking.journal import JOURNAL, Entry, read_header
-from dist_mem.tracking.mlflow_page import NOTE_TAG
+from dist_mem.tracking.mlflow_page import NOTE_TAG, description
 from dist_mem.tracking.mlflow_run import MlflowRun, Target
 from dist_mem.tracking.stores import RUN_ID_FILE
 from dist_mem.tracking.sync import send_journals
@@ -123,15 +123,33 @@ def test_pages_of_mlflow_have_the_results_in_a_table_pictures_in_a_folder_and_an
         "|---|---|",
         "| train/loss | 2 |",
         "| eval/validation/word_perplexity | 50.25 |",
+        "",
+        "!passage",
     ]
+    picture = f"![passage](get-artifact?path=plots%2Fpassage.png&run_uuid={run_id})"
+    assert note.endswith(picture)
+    job(config_for(sqlite_uri), tmp_path, steps(2, 2), first_step=1)
+    assert client.get_run(run_id).data.tags[NOTE_TAG].endswith(picture), "a new table keeps the picture"
     folders = [file.path for name in ("evaluations", "plots") for file in client.list_artifacts(run_id, name)]
     assert folders == ["evaluations/test.json", "plots/passage.png"]
     page = f"/#/experiments/{client.get_run(run_id).info.experiment_id}/runs/{run_id}/model-metrics?workflowType="
     command = f"curves: mlflow ui --backend-store-uri {sqlite_uri}, then http://127.0.0.1:5000{page}"
     assert command in capsys.readouterr().err
     client.set_tag(run_id, NOTE_TAG, "Mine.")
-    job(config_for(sqlite_uri), tmp_path, steps(2, 2), first_step=1)
+    job(config_for(sqlite_uri), tmp_path, steps(3, 3), first_step=2)
     assert client.get_run(run_id).data.tags[NOTE_TAG] == "Mine."
+
+
+def test_the_description_has_the_newest_picture_and_is_cut_between_metrics() -> None:
+    page = {"experiment_id": "1", "run_id": "a"}
+    metrics = {"train/loss": 2.0} | {f"eval/validation/{number:03}": 1.0 for number in range(100)}
+    first = description(metrics, None, picture="plots/first.png", **page)
+    assert first is not None and len(first) <= 5000 and first.endswith("?path=plots%2Ffirst.png&run_uuid=a)")
+    *rows, empty, _ = first.splitlines()
+    assert (rows[-1].endswith("| 1 |"), empty) == (True, "")
+    second = description(metrics, first, picture="plots/second.png", **page)
+    assert second is not None and second.count("get-artifact") == 1 and "plots%2Fsecond.png" in second
+    assert description(metrics, second, **page) == second
 
 
 def test_refused_entry_is_named_and_the_rest_arrives(

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from tqdm import tqdm
 
 from dist_mem.data.builders.source import SourceDocument, check_sources, encoded, recall_distances, scored_tokens
 from dist_mem.data.builders.workers import map_unordered
@@ -135,6 +134,8 @@ def _build_split(
     workers: int,
     shard_options: dict[str, Any],
 ) -> None:
+    from tqdm import tqdm
+
     recipe = _recipe([shard_options, [document.signature() for document in documents]])
     split = split_dir.name
     if _is_built(split_dir, recipe):
@@ -180,6 +181,8 @@ def encode_piece(piece: Piece) -> int:
 
 
 def _encode_pieces(pieces: Sequence[Piece], *, split: str, workers: int) -> None:
+    from tqdm import tqdm
+
     missing = [piece for piece in pieces if not piece.path.exists()]
     total = sum(piece.num_bytes for piece in pieces)
     done = total - sum(piece.num_bytes for piece in missing)
@@ -234,6 +237,8 @@ def _cached_tokenizer(data_dir: Path, fingerprint: str) -> Tokenizer:  # the fin
 
 
 def _train_tokenizer(documents: Sequence[SourceDocument], out: Path, options: dict[str, Any]) -> Tokenizer:
+    from tqdm import tqdm
+
     recipe = _recipe([options, [document.signature() for document in documents]])
     if (out / JSON_NAME).exists():
         if _readable(lambda: read_tokenizer_metadata(out))["recipe"] != recipe:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from dist_mem.data.builders.duplicates import first_occurrences, words_digest
 from dist_mem.data.builders.hash_split import SPLITS
@@ -136,6 +135,8 @@ def read_documents(
     Raises:
         UnusableError: a file or a row is damaged; an id cannot be used, or comes twice in a split.
     """
+    from tqdm import tqdm
+
     splits: dict[str, Documents] = {}
     seen: dict[str, set[str]] = {}
     bar = tqdm(desc="reading", unit="doc", leave=False, disable=None)

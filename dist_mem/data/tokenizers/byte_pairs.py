@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tokenizers
-from tokenizers import models, pre_tokenizers, trainers
 
 from dist_mem.data.tokenizers.base import Tokenizer
+from dist_mem.runtime.extras import require
 
 END_OF_TEXT = "<|endoftext|>"
+_PURPOSE = "a tokenizer of GPT-2's kind"
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -37,7 +37,15 @@ class BytePairTokenizer(Tokenizer):
     file_name = "tokenizer.bpe.json"
 
     def __init__(self, vocabulary: Sequence[str], merges: Sequence[str]) -> None:
-        """Raise ValueError if the vocabulary lacks a byte, `<|endoftext|>` or a token of a merge."""
+        """
+        Raises:
+            ValueError: the vocabulary lacks a byte, `<|endoftext|>` or a token of a merge.
+            UnusableError: the library `tokenizers` is not installed.
+        """
+        require("tokenizers", _PURPOSE)
+        import tokenizers
+        from tokenizers import models, pre_tokenizers
+
         self.vocabulary, self.merges = list(vocabulary), list(merges)
         ids = {token: index for index, token in enumerate(self.vocabulary)}
         alphabet = byte_alphabet()
@@ -76,7 +84,9 @@ def read_byte_pairs(folder: Path) -> BytePairTokenizer:
 
     Raises:
         ValueError: neither exists, or it is another kind of tokenizer; names the file.
+        UnusableError: the library `tokenizers` is not installed.
     """
+    require("tokenizers", _PURPOSE)  # first: below, its error would blame the folder
     vocab_file, merges_file, whole = folder / "vocab.json", folder / "merges.txt", folder / "tokenizer.json"
     try:
         if vocab_file.exists() and merges_file.exists():
@@ -126,6 +136,10 @@ def train_byte_pairs(texts: Iterable[str], *, vocab_size: int) -> BytePairTokeni
     """
     if vocab_size < 257:
         raise ValueError(f"vocab_size is {vocab_size}, but must be at least 257: 256 bytes and {END_OF_TEXT}")
+    require("tokenizers", _PURPOSE)
+    import tokenizers
+    from tokenizers import models, pre_tokenizers, trainers
+
     processor = tokenizers.Tokenizer(models.BPE())
     processor.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(

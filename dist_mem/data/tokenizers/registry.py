@@ -18,6 +18,7 @@ from dist_mem.data.tokenizers.byte_pairs import BytePairTokenizer
 from dist_mem.data.tokenizers.sentencepiece import SentencePieceTokenizer, train_pieces
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.data.tokenizers.words import WordTokenizer
+from dist_mem.errors import UnusableError
 from dist_mem.runtime.file_schema import check, integer, optional, record, text
 from dist_mem.runtime.files import write_bytes
 
@@ -75,6 +76,7 @@ def load_tokenizer(data_dir: Path | str) -> Tokenizer:
 
     Raises:
         ValueError: a file is missing, damaged or of a newer format.
+        UnusableError: the library of this kind is not installed.
     """
     data_dir = Path(data_dir)
     metadata = read_tokenizer_metadata(data_dir)
@@ -85,6 +87,8 @@ def load_tokenizer(data_dir: Path | str) -> Tokenizer:
             content = path.read_bytes()
     try:
         tokenizer = kind.from_content(content)
+    except UnusableError:  # a ValueError too, but a library is missing and the file is whole
+        raise
     except (RuntimeError, ValueError) as error:
         raise ShardError(f"{path} is damaged ({error}): build the dataset again") from error
     stated = (metadata["fingerprint"], metadata["vocab_size"], metadata["bos_id"])
