@@ -14,10 +14,10 @@ from torch import Tensor
 from dist_mem.memory.infini import Infini, State
 from dist_mem.nn.layer_spec import LayerSpec
 from tests.support import paths
+from tests.support.parity import assert_close
 
 GOLDEN = paths.GOLDEN / "infini"
 NAMES = sorted(path.stem for path in GOLDEN.glob("*.npz"))
-TOLERANCE = 1e-10  # of the largest entry
 
 
 class Backbone:
@@ -116,11 +116,6 @@ def spec(index: int) -> LayerSpec:
 
 def rms(x: Tensor, gain: Tensor) -> Tensor:
     return F.normalize(x, dim=-1) * x.shape[-1] ** 0.5 * gain
-
-
-def assert_close(ours: Tensor, golden: Tensor, what: str) -> None:
-    error = (ours - golden).abs().max() / golden.abs().max().clamp(min=1e-12)
-    assert error <= TOLERANCE, f"{what}: relative error {error:.1e}"
 
 
 @pytest.mark.parametrize("name", NAMES)

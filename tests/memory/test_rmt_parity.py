@@ -19,11 +19,11 @@ from dist_mem.memory.rmt import TokensState
 from dist_mem.model import LMState, MemoryLM
 from tests.memory.test_txl_parity import our_parameters, run_segment
 from tests.support import paths
+from tests.support.parity import assert_close
 
 GOLDEN = paths.GOLDEN / "rmt"
 NAMES = sorted(path.stem for path in GOLDEN.glob("m*.npz"))
 TRAJECTORIES = sorted(path.stem for path in GOLDEN.glob("traj_*.npz"))
-TOLERANCE = 1e-10  # of the largest entry
 
 
 class Golden:
@@ -78,11 +78,6 @@ class Golden:
 
 def empty(model: MemoryLM) -> LMState:
     return model.init_state(torch.arange(2), "cpu", torch.float64)
-
-
-def assert_close(ours: Tensor, golden: Tensor, what: str) -> None:
-    error = (ours - golden).abs().max() / golden.abs().max().clamp(min=1e-12)
-    assert error <= TOLERANCE, f"{what}: relative error {error:.1e}"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -187,4 +182,4 @@ def test_adam_trajectory_equals_the_published_code(name: str, mode: str) -> None
         entered.append(detached(state))
     expected = golden.parameters(f"{mode}/param_after/")
     for parameter_name, parameter in model.named_parameters():
-        assert_close(parameter.detach(), expected[parameter_name], parameter_name)
+        assert_close(parameter.detach(), expected[parameter_name], parameter_name, kind="states")
