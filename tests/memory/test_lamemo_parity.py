@@ -43,7 +43,7 @@ class LaMemoGolden(Golden):
         """Arrays under `prefix`, by our names."""
         found = {}
         for key in self.arrays:
-            if not key.startswith(prefix):
+            if not key.startswith(prefix) or key.endswith(("_logits_constant", "inv_freq")):  # buffers
                 continue
             name, value = key.removeprefix(prefix), self.tensor(key)
             parts = name.split(".")
