@@ -2,7 +2,7 @@
 
     python benchmarks/plan.py                                  # every memory, fp32 and bf16: five minutes on two cores
     python benchmarks/plan.py --cases long stages              # T = M = 1,024; ZeRO stages on two ranks
-    python benchmarks/plan.py --cases windows                  # gradients through 1, 2 and 4 segments: five minutes
+    python benchmarks/plan.py --cases windows                  # gradients through 1, 2 and 4 segments
     python benchmarks/plan.py model.num_layers=8 train.micro_batch_size=2
     python benchmarks/plan.py --published                      # tokens/s of published runs beside the predicted ones
 
