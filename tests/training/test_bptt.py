@@ -59,7 +59,8 @@ def plain_update(case: str, bptt_segments: int) -> dict[str, Tensor]:
         state = detached(state) if number % bptt_segments == 0 else state
         state = reset_lanes(state, fresh, batch.is_new_document)
         output = model(batch.tokens, batch.targets, batch.valid_len, state=state)
-        state, loss = output.state, loss + output.nll.sum() / num_scored
+        auxiliary = sum(part.sum() for part in output.aux.values()) / (config.train.global_batch_size * len(segments))
+        state, loss = output.state, loss + output.nll.sum() / num_scored + auxiliary
     loss.backward()
     return {
         name: (value if value.grad is None else value - config.optimizer.lr * value.grad).detach()
