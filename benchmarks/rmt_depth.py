@@ -4,11 +4,12 @@
     python benchmarks/rmt_depth.py --data data/sample --out runs/rmt_depth
     python benchmarks/rmt_depth.py --data data/sample --out /tmp/few --steps 4 --seeds 1 eval.max_document_len=100
 
-The model is that of configs/demo.yaml, with segments of 50 tokens and 10 memory tokens. At depth k the loss of a
-segment reaches k segments back: `train.bptt_segments` is k + 1. An update has 60 segments at every depth, in
-60 / (k + 1) lanes, so that all depths make the same number of updates from the same number of tokens. The first row has
-no memory. On WikiText-103 Bulatov et al. 2022 (table 2) have 39.05 without memory, and 30.69, 27.95, 26.62, 26.38 and
-26.26 at depths 0 to 4.
+The model is that of configs/demo.yaml, with segments of 50 tokens and 10 memory tokens. Depth k is windows of k + 1
+segments (`train.bptt_segments`), which do not overlap: the loss of segment i of a window, i from 0, reaches i segments
+back, k / 2 on average. In the paper every loss reaches k segments back, because k segments are read again in each
+update. An update has 60 segments at every depth, in 60 / (k + 1) lanes, so that all depths make the same number of
+updates from the same number of tokens. The first row has no memory. On WikiText-103 Bulatov et al. 2022 (table 2) have
+39.05 without memory, and 30.69, 27.95, 26.62, 26.38 and 26.26 at their depths 0 to 4.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ import math
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from lib.common import ROOT, load
+from lib.common import ROOT, load, options_and_overrides
 
 SEGMENTS = 60  # of an update; a multiple of every window
 METRIC = "validation/word_perplexity"
 
 
-def train(run_dir: Path, depth: int | None, seed: int, arguments: argparse.Namespace) -> float:
+def train(
+    run_dir: Path, depth: int | None, seed: int, arguments: argparse.Namespace, overrides: Sequence[str]
+) -> float:
     """Train one model, or go on with it, and return its perplexity on validation; `depth` None: without memory."""
     window = 1 if depth is None else depth + 1
     lanes = SEGMENTS // window
@@ -49,7 +53,7 @@ def train(run_dir: Path, depth: int | None, seed: int, arguments: argparse.Names
     }
     memory = "none" if depth is None else "rmt"
     command = [sys.executable, "-m", "dist_mem", "train", str(ROOT / "configs" / "demo.yaml"), f"memory/{memory}.yaml"]
-    command += [*(f"{name}={value}" for name, value in keys.items()), *arguments.overrides]
+    command += [*(f"{name}={value}" for name, value in keys.items()), *overrides]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     points = [json.loads(line).get("metrics", {}) for line in lines]
@@ -64,13 +68,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=800, help="default: %(default)s")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds; default: %(default)s")
     parser.add_argument("--depths", type=int, nargs="+", default=list(range(5)), choices=range(5), help="default: all")
-    parser.add_argument("overrides", nargs="*", help="keys of all runs, as eval.max_document_len=1000")
-    arguments = parser.parse_intermixed_args()
+    options, overrides = options_and_overrides(sys.argv[1:])
+    arguments = parser.parse_args(options)
     print(f"{load()}; {arguments.steps} steps of {SEGMENTS} segments of 50 tokens")
     print("depth  perplexity on validation: mean, standard deviation, every seed")
     for depth in (None, *arguments.depths):
         name = "none" if depth is None else str(depth)
-        found = [train(arguments.out / f"{name}-{seed}", depth, seed, arguments) for seed in range(arguments.seeds)]
+        found = [
+            train(arguments.out / f"{name}-{seed}", depth, seed, arguments, overrides)
+            for seed in range(arguments.seeds)
+        ]
         deviation = statistics.stdev(found) if len(found) > 1 else math.nan
         each = " ".join(f"{value:.2f}" for value in found)
         print(f"{name:>5}  {statistics.mean(found):8.2f} {deviation:6.2f}   {each}", flush=True)

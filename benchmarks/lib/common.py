@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,13 @@ def arguments_of(doc: str | None, **defaults: int) -> argparse.ArgumentParser:
     for name, value in defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help="default: %(default)s")
     return parser
+
+
+def options_and_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Separate options from keys of a configuration, `train.steps=4`, which may stand anywhere between them."""
+    is_key = [bool(re.match(r"[a-z_]+(\.\w+)*=", argument)) for argument in arguments]
+    pairs = list(zip(arguments, is_key, strict=True))
+    return [text for text, key in pairs if not key], [text for text, key in pairs if key]
 
 
 def load() -> str:

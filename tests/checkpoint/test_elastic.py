@@ -21,7 +21,7 @@ from dist_mem.memory import memory_kinds
 from dist_mem.training.context import Context, TrainState
 from dist_mem.training.resume import dropout_seed
 from tests.checkpoint.test_restore import opened
-from tests.support.contract_cases import CASES, MET_BY_ALL, SEG_LEN
+from tests.support.contract_cases import CASES, MET_BY_ALL, SEG_LEN, carrying, case_params
 from tests.support.jobs import losses, train_here, write_config
 from tests.support.ranks import RankPool
 
@@ -257,13 +257,17 @@ PAIRS = [
 ]
 
 
-@pytest.mark.slow
+WINDOW = {"segments_per_update": 4, "bptt_segments": 4, "seg_len": SEG_LEN}
+
+
 @pytest.mark.parametrize(("case", "chain"), PAIRS)
 def test_every_memory_moves_to_the_last_bit(
     tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool], case: str, chain: list[Leg]
 ) -> None:
     """Trained three steps, then restored and saved again on other ranks and stages without a step in between."""
-    config = write_elastic_config(tmp_path / "run.yaml", books, CASES[case], seg_len=SEG_LEN, steps=3)
+    has_windows = case in carrying() and CHAINS.index(chain) % 2 == 0  # the others: windows of one segment
+    window = WINDOW if has_windows else {"seg_len": SEG_LEN}
+    config = write_elastic_config(tmp_path / "run.yaml", books, CASES[case], **window, steps=3)
     train_leg(rank_pool, config, chain[0], steps=3)
     first = step_dir(tmp_path / "run", 3)
     for step, leg in enumerate(chain[1:], start=3):
@@ -273,3 +277,19 @@ def test_every_memory_moves_to_the_last_bit(
         assert before.keys() == after.keys()
         for name, values in before.items():
             assert torch.equal(after[name], values), name
+
+
+@pytest.mark.parametrize("case", case_params(carrying()))
+def test_a_run_through_windows_of_four_segments_learns_the_same_on_two_three_and_one_ranks(
+    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool], case: str
+) -> None:
+    """Losses of three steps on each, with gradients through four segments, beside those of a run that stayed."""
+    legs = [Leg(2, 2), Leg(3, 3), Leg(1, 1, 4)]
+    names = ("stayed", "moving")
+    stayed, moving = (write_elastic_config(tmp_path / f"{name}.yaml", books, CASES[case], **WINDOW) for name in names)
+    train_leg(rank_pool, stayed, legs[0], steps=9, changes=("checkpoint.every=3",))
+    for number, leg in enumerate(legs):
+        train_leg(rank_pool, moving, leg, steps=3 * (number + 1), changes=("checkpoint.every=3",))
+    found, expected = (torch.tensor(losses(tmp_path / name)) for name in ("moving", "stayed"))
+    assert len(found) == 9
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

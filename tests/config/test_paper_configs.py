@@ -34,6 +34,7 @@ def load(*names: str) -> Any:
         ([], TRANSFORMER_XL),
         (["papers/wikitext103_transformer_xl.yaml"], TRANSFORMER_XL),
         ([f"papers/{WORDS}"], TRANSFORMER_XL + 3 * ROW),  # and a row for each cluster
+        ([f"papers/{WORDS}", "papers/wikitext103_rmt.yaml"], 151_107_538 + 10 * 410),  # published; and the first rows
         ([f"papers/{LAMEMO}"], TRANSFORMER_XL + 410),  # and a bias of positions for keys to the right
         ([f"papers/{WORDS}", f"papers/{LAMEMO}", "code/wikitext103_lamemo.yaml"], TRANSFORMER_XL + 410),
     ],
@@ -64,6 +65,12 @@ def test_characters_are_read_as_published(names: list[str], lanes: int, steps: i
 
 
 WIDE = {"num_layers": 12, "d_model": 1024, "num_heads": 8, "d_head": 128, "d_inner": 4096, "dropout": 0.05}
+GATED = {"num_layers": 16, "d_model": 2400, "num_heads": 9, "d_head": 200}
+PUBLISHED_SIZES = {
+    "titans_340m": {"num_parameters": 340e6},
+    "pg19_infini": {"state_bytes_per_lane": 4 * 12 * 8 * 128 * 129},  # "1.6M"
+    "gated_deltanet_1.3b": {"num_parameters": 1.3e9},
+}
 STATES = {"kind": "block_recurrent", "num_states": 512, "window": 512, "gate": "fixed", "cell": "skip"}
 
 
@@ -73,9 +80,11 @@ STATES = {"kind": "block_recurrent", "num_states": 512, "window": 512, "gate": "
         ("pg19_memorizing", WIDE, 8, {"kind": "memorizing", "mem_len": 8192, "neighbors": 32}, 500_000, 2**17, 512),
         ("pg19_block_recurrent", WIDE, 9, STATES, 500_000, 2**17, 4096),
         ("titans_340m", {"dropout": 0.0}, 0, {"kind": "titans", "variant": "gate"}, 15e9 / 2**19, 2**19, 4096),
+        ("pg19_infini", WIDE | {"dropout": 0.0}, 0, {"kind": "infini", "rule": "linear"}, 30_000, 2**21, 2**15),
+        ("gated_deltanet_1.3b", GATED, 0, {"kind": "gated_deltanet"}, 1e11 / 2**19, 2**19, 4096),
     ],
 )
-def test_memories_of_few_blocks_have_the_published_sizes(
+def test_newer_memories_have_the_published_sizes(
     name: str, model: dict[str, Any], block: int, memory: dict[str, Any], steps: float, tokens: int, window: int
 ) -> None:
     """`window`: the tokens through which gradients flow."""
@@ -85,8 +94,9 @@ def test_memories_of_few_blocks_have_the_published_sizes(
     assert dict(memory_of(config.memory, block)[1]).items() >= memory.items()
     if block:
         assert memory_of(config.memory, 0)[1] == {"kind": "transformer_xl", "mem_len": 512}
-    else:
-        assert 0.98 * 340e6 < describe(config, 32_000)["num_parameters"] < 1.02 * 340e6
+    sizes = describe(config, 32_000)
+    for key, published in PUBLISHED_SIZES.get(name, {}).items():
+        assert sizes[key] == pytest.approx(published, rel=0.02), key
     assert train.steps == pytest.approx(steps, rel=1e-3)
     assert train.global_batch_size * train.seg_len * train.segments_per_update == tokens
     assert train.seg_len * train.bptt_segments == window

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dist_mem.runtime.distributed import World
-from tests.support.contract_cases import CASES, SEG_LEN, rotated
+from tests.support.contract_cases import CASES, SEG_LEN, carrying, one_by_day, rotated
 from tests.support.ranks import RankPool
 from tests.support.tiny import full_parameters, run_steps, tiny_config, tiny_job
 
@@ -21,9 +21,12 @@ TRAIN = {"global_batch_size": 4, "micro_batch_size": 2, "seg_len": SEG_LEN, "max
 ADAM = {"kind": "adamw", "lr": 2e-3, "weight_decay": 0.1}
 
 
-def trained(world: World, case: str, stage: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    """(loss, auxiliary loss) of every step, and the parameters after them."""
-    config = tiny_config({"train": TRAIN, "optimizer": ADAM})
+def trained(
+    world: World, case: str, stage: int, window: int = 1
+) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """(loss, auxiliary loss) of every step, and the parameters after them; `window`: segments of an update."""
+    segments = {"segments_per_update": window, "bptt_segments": window}
+    config = tiny_config({"train": TRAIN | segments, "optimizer": ADAM})
     config.memory = CASES[case]
     job = tiny_job(config, world, stage=stage)
     outcomes = run_steps(job, first=0, last=STEPS)
@@ -32,7 +35,7 @@ def trained(world: World, case: str, stage: int) -> tuple[list[tuple[float, floa
 
 @pytest.fixture(scope="module")
 def on_one_rank(rank_pool: Callable[[int], RankPool]) -> Callable[[str], Any]:
-    return cache(lambda case: rank_pool(1).run(trained, case, 0)[0])
+    return cache(lambda case, window=1: rank_pool(1).run(trained, case, 0, window)[0])
 
 
 @pytest.mark.parametrize(("case", "stage"), rotated(CASES, [0, 1, 2, 3]))
@@ -40,8 +43,19 @@ def test_two_ranks_of_every_stage_train_as_one(
     rank_pool: Callable[[int], RankPool], on_one_rank: Callable[[str], Any], case: str, stage: int
 ) -> None:
     """A parameter that nothing uses in a step is left as a step with gradient 0 leaves it: Adam would show it."""
-    losses, parameters = on_one_rank(case)
-    for rank_losses, rank_parameters in rank_pool(2).run(trained, case, stage):
+    assert_equal(rank_pool(2).run(trained, case, stage), on_one_rank(case))
+
+
+@pytest.mark.parametrize(("case", "stage"), one_by_day(carrying(), [0, 1, 2, 3]))
+def test_two_ranks_train_as_one_through_windows_of_four_segments(
+    rank_pool: Callable[[int], RankPool], on_one_rank: Callable[..., Any], case: str, stage: int
+) -> None:
+    assert_equal(rank_pool(2).run(trained, case, stage, 4), on_one_rank(case, 4))
+
+
+def assert_equal(of_ranks: list[Any], alone: Any) -> None:
+    losses, parameters = alone
+    for rank_losses, rank_parameters in of_ranks:
         torch.testing.assert_close(torch.tensor(rank_losses), torch.tensor(losses), rtol=1e-5, atol=1e-5)
         assert rank_parameters.keys() == parameters.keys()
         for name, value in parameters.items():

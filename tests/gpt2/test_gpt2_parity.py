@@ -99,7 +99,7 @@ def test_seven_segments_of_the_published_infinity_former(arrays: dict[str, Tenso
         for index, block in enumerate(state.blocks):
             assert block.num_tokens.item() == arrays[f"s{number}_count{index}"].item()
             if number:
-                assert_close(theirs(block.coefficients, 1)[:, ::8], arrays[f"s{number}_B{index}"], TOLERANCE)
+                assert_close(theirs(block.coefficients, 1)[:, ::8], arrays[f"s{number}_B{index}"], TOLERANCE, "states")
         assert_close(kl, 0.01 * arrays.get(f"s{number}_kl_mean", torch.zeros(()).double()), TOLERANCE)
         if number == 2:
             (loss + kl).backward()
@@ -116,14 +116,15 @@ def assert_gradients(model: MemoryLM, arrays: dict[str, Tensor]) -> None:
     for name, gradient in to_published(gradients).items():
         if not name.startswith("memory."):
             found = gradient[::32] if name.endswith("wpe.weight") else gradient
-            assert_close(found, expected.pop(name), TOLERANCE)
+            assert_close(found, expected.pop(name), TOLERANCE, "gradients")
     for layer, memory in enumerate(gradients.memories()):
         for own_name in WEIGHTS.values():
-            assert_close(memory.get_parameter(own_name), expected.pop(published_name(own_name, layer)), TOLERANCE)
+            found = memory.get_parameter(own_name)
+            assert_close(found, expected.pop(published_name(own_name, layer)), TOLERANCE, "gradients")
         networks = theirs(memory.get_parameter("densities"), 1)
         for row, name in enumerate(("mu", "sigma")):
             prefix = f"transformer.h.{layer}.attn.long_term_attention"
-            assert_close(networks[row : row + 1], expected.pop(f"{prefix}.{name}.weight"), TOLERANCE)
+            assert_close(networks[row : row + 1], expected.pop(f"{prefix}.{name}.weight"), TOLERANCE, "gradients")
     assert not expected, f"no gradient of {list(expected)}"
 
 

@@ -20,11 +20,10 @@ from dist_mem.memory.base import detached, select_lanes
 from dist_mem.memory.block_recurrent import BlockRecurrent, State
 from dist_mem.memory.parts.state_cell import buckets
 from dist_mem.nn.layer_spec import LayerSpec
-from tests.support import paths
+from tests.support import parity, paths
 
 GOLDEN = paths.GOLDEN / "block_recurrent"
 NAMES = sorted(path.stem for path in GOLDEN.glob("*.npz"))
-TOLERANCE = 1e-10  # of the largest entry
 SPEC = LayerSpec(
     layer_index=0, num_layers=2, d_model=6, num_heads=2, d_head=5, seg_len=4, dropout=0.0, attention_dropout=0.0,
     norm="post", clamp_len=None, same_length=False, seed=0,
@@ -59,9 +58,7 @@ class Published:
         return torch.from_numpy(self.arrays[key]).double()
 
     def assert_equal(self, ours: Tensor, key: str) -> None:
-        golden = self.tensor(key)
-        error = (ours - golden).abs().max() / golden.abs().max().clamp(min=1e-12)
-        assert error <= TOLERANCE, f"{key}: relative error {error:.1e}"
+        parity.assert_close(ours, self.tensor(key), key)
 
     def heads(self, prefix: str) -> dict[str, Tensor]:
         weights = self.weights

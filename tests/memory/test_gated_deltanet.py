@@ -14,12 +14,11 @@ from torch import Tensor
 
 from dist_mem.memory.gated_deltanet import GatedDeltaNet, State, Tokens, delta_rule
 from dist_mem.nn.layer_spec import LayerSpec
-from tests.support import paths
+from tests.support import parity, paths
 
 GOLDEN = paths.GOLDEN / "gated_deltanet"
 RULES = sorted(path.stem for path in GOLDEN.glob("rule*.npz"))
 LAYERS = sorted(path.stem for path in GOLDEN.glob("layer*.npz"))
-TOLERANCE = 1e-10  # of the largest entry
 
 
 class Golden:
@@ -33,9 +32,7 @@ class Golden:
         return torch.from_numpy(self.arrays[key]).double()
 
     def assert_equal(self, ours: Tensor, key: str) -> None:
-        golden = self.tensor(key)
-        error = (ours - golden).abs().max() / golden.abs().max().clamp(min=1e-12)
-        assert error <= TOLERANCE, f"{key}: relative error {error:.1e}"
+        parity.assert_close(ours, self.tensor(key), key)
 
 
 def unit(rows: Tensor, num_heads: int) -> Tensor:
@@ -149,8 +146,7 @@ def test_the_layer_equals_the_published_code(name: str) -> None:
             golden.assert_equal(y, f"seg{number}/y")
             golden.assert_equal(state.matrix, f"seg{number}/S")
             kept = golden.tensor(f"seg{number}/conv_state").mT[:, 1:]
-            golden_tail = kept / kept.abs().max()
-            assert (state.tail / kept.abs().max() - golden_tail).abs().max() <= TOLERANCE
+            parity.assert_close(state.tail, kept, f"seg{number}/conv_state")
             found.append((y * weight[number]).sum())
         return found
 

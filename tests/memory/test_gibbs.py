@@ -64,7 +64,7 @@ def test_calls_and_gradients_are_those_of_the_published_functions(golden: dict[s
         below.query = query.unflatten(-1, (2, 3)).permute(2, 0, 1, 3)
         given = state._replace(pending=rows, has_pending=torch.ones(2, dtype=torch.bool))
         signal, _ = memory.append_pending(given, torch.float64)
-        assert_close(signal, golden[f"c{call}_B"], TOLERANCE)
+        assert_close(signal, golden[f"c{call}_B"], TOLERANCE, "states")
         mass = memory.density(below.query, signal).mass
         assert mass is not None
         density = mass / point_shares(8, mass)[:-1]
@@ -73,14 +73,14 @@ def test_calls_and_gradients_are_those_of_the_published_functions(golden: dict[s
         assert_close(at_points, golden[f"c{call}_density"][..., :-1], TOLERANCE)
         last = (1.0 - mass.sum(-1)) / point_shares(8, mass)[-1]
         assert_close(last.transpose(0, 1), golden[f"c{call}_density"][..., -1], TOLERANCE)
-        assert_close(published_histogram(mass.detach()), golden[f"c{call}_sticky_p"], TOLERANCE)
+        assert_close(published_histogram(mass.detach()), golden[f"c{call}_sticky_p"], TOLERANCE, "states")
         output = memory(torch.zeros(2, 4, 6, dtype=torch.float64), given, full)
         assert output.aux == {}
         assert_close(output.y, golden[f"c{call}_y"], TOLERANCE)
         weights = [memory.get_parameter(name) for name in ("key.weight", "value.weight")]
         found = torch.autograd.grad((output.y * golden[f"c{call}_w"]).sum(), [rows, query, *weights])
         for gradient, name in zip(found, ("x", "q", "W_k", "W_v"), strict=True):
-            assert_close(gradient, golden[f"c{call}_grad_{name}"], TOLERANCE)
+            assert_close(gradient, golden[f"c{call}_grad_{name}"], TOLERANCE, "gradients")
         state = output.state
 
 

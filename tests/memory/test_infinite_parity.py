@@ -20,7 +20,7 @@ from dist_mem.memory.infinite import Infinite
 from dist_mem.memory.parts import basis
 from dist_mem.memory.parts.basis import Fit, evaluate_basis, expected_basis
 from dist_mem.memory.parts.signal import State
-from tests.support import paths
+from tests.support import parity, paths
 
 GOLDEN = paths.GOLDEN / "infinite"
 INJECTED, RECOMPUTED = 1e-9, 2e-5  # golden README
@@ -142,15 +142,14 @@ class Call:
         loss.backward()
 
 
-def assert_close(found: Tensor, expected: Tensor, tolerance: float) -> None:
+def assert_close(found: Tensor, expected: Tensor, tolerance: float, kind: str = "outputs") -> None:
     """Relative to the largest entry."""
-    scale = max(expected.abs().max().item(), 1e-30)
-    torch.testing.assert_close(found.detach() / scale, expected / scale, rtol=0, atol=tolerance)
+    parity.assert_close(found, expected, kind, kind=kind, tolerance=tolerance, floor=1e-30)
 
 
 def assert_call(golden: Golden, module: Infinite, call: Call, number: int, tolerance: float) -> None:
     prefix, stride = f"c{number}", -(-golden.num_basis // golden[f"c{number}_B"].shape[1])
-    assert_close(theirs(call.signal, 1)[:, ::stride], golden[f"{prefix}_B"], tolerance)
+    assert_close(theirs(call.signal, 1)[:, ::stride], golden[f"{prefix}_B"], tolerance, "states")
     assert torch.equal(call.output.state.coefficients, call.signal)
     assert_close(call.mu.transpose(0, 1), golden[f"{prefix}_mu"], tolerance)
     assert_close(call.variance.transpose(0, 1), golden[f"{prefix}_sigma_sq"], tolerance)
@@ -168,15 +167,15 @@ def assert_gradients(golden: Golden, module: Infinite, call: Call, prefix: str, 
     for name, own_name in WEIGHTS.items():
         parameter = module.get_parameter(own_name)
         assert parameter.grad is not None
-        assert_close(parameter.grad, golden[f"{prefix}_grad_{name}"], tolerance)
+        assert_close(parameter.grad, golden[f"{prefix}_grad_{name}"], tolerance, "gradients")
     assert module.densities.grad is not None
     for row, name in enumerate(("mu", "sigma")):
         expected = golden[f"{prefix}_grad_{name}_weight"]
-        assert_close(theirs(module.densities.grad, 1)[row : row + 1], expected, tolerance)
+        assert_close(theirs(module.densities.grad, 1)[row : row + 1], expected, tolerance, "gradients")
     assert call.query.grad is not None and call.rows.grad is not None
-    assert_close(call.query.grad, golden[f"{prefix}_grad_q"], tolerance)
+    assert_close(call.query.grad, golden[f"{prefix}_grad_q"], tolerance, "gradients")
     expected = golden[f"{prefix}_grad_k"]
-    assert_close(call.rows.grad[:, :: -(-golden.num_rows // expected.shape[1])], expected, tolerance)
+    assert_close(call.rows.grad[:, :: -(-golden.num_rows // expected.shape[1])], expected, tolerance, "gradients")
 
 
 def run(golden: Golden, module: Infinite, tolerance: float) -> None:
@@ -186,7 +185,7 @@ def run(golden: Golden, module: Infinite, tolerance: float) -> None:
         injected = mock.patch.object(module, "positions", lambda _, key=key: golden[key])
         if key in golden.arrays:
             masses = histogram / histogram.sum(1, keepdim=True)
-            assert_close(masses, golden[f"c{number}_sticky_p"], tolerance)
+            assert_close(masses, golden[f"c{number}_sticky_p"], tolerance, "states")
             with injected:
                 call = Call(golden, module, state, number)
         else:
@@ -230,7 +229,7 @@ def test_basis_functions_their_expectations_and_gradients() -> None:
     expected = theirs(expected_basis(mu, variance, **settings), 1)
     assert_close(expected, arrays["Epsi"], INJECTED)
     (gradient,) = torch.autograd.grad((expected * arrays["upstream"]).sum(), theta)
-    assert_close(gradient, arrays["grad_theta"], INJECTED)
+    assert_close(gradient, arrays["grad_theta"], INJECTED, "gradients")
 
 
 def test_gradients_of_the_expectation_are_those_of_its_closed_form() -> None:

@@ -21,10 +21,10 @@ from dist_mem.memory.parts.stored_rows import Store, nearest, read_rows, spans_o
 from dist_mem.nn.layer_spec import LayerSpec
 from dist_mem.nn.unit_attention import buckets
 from tests.support import paths
+from tests.support.parity import assert_close
 
 GOLDEN = paths.GOLDEN / "memorizing"
 NAMES = sorted(path.stem for path in GOLDEN.glob("*.npz"))
-TOLERANCE = 1e-10  # of the largest entry
 DATABASE = "state/database/transformer1/mem_layer_test/wrapped"
 CLOSED = -1e4  # a gate whose share is 0 in float64
 
@@ -129,11 +129,6 @@ class Backbone:
 
 def rms(x: Tensor, gain: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], gain, 1e-6)
-
-
-def assert_close(ours: Tensor, golden: Tensor, what: str) -> None:
-    error = (ours - golden).abs().max() / golden.abs().max().clamp(min=1e-12)
-    assert error <= TOLERANCE, f"{what}: relative error {error:.1e}"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -18,7 +18,7 @@ from dist_mem.memory.base import detached, named_tensors
 from dist_mem.memory.parts.neural_memory import Tokens, Weights, learn, recall
 from dist_mem.memory.titans import State, Titans
 from dist_mem.nn.layer_spec import LayerSpec, LlamaSpec
-from tests.support import paths
+from tests.support import parity, paths
 
 GOLDEN = paths.GOLDEN / "titans"
 NAMES = sorted(path.stem for path in GOLDEN.glob("*.npz"))
@@ -108,6 +108,7 @@ def errors(name: str, folder: Any = GOLDEN) -> dict[str, float]:
 
     def compare(tensor: Tensor, key: str) -> None:
         found[key] = relative_error(tensor, ours.tensor(key))
+        parity.note(parity.kind_of(key), found[key])
 
     def compare_gradients(loss: Tensor, prefix: str, x: Tensor | None = None) -> None:
         leaves = {**ours.weights, **({} if x is None else {"x": x})}

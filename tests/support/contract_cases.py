@@ -128,6 +128,26 @@ def rotated(cases: Iterable[str], others: Sequence[Any]) -> list[ParameterSet]:
     ]
 
 
+def carrying() -> list[str]:
+    """Return the cases in which gradients flow through a state (`train.bptt_segments`)."""
+    return [case for case in CASES if any(memory.carries_gradient for memory in small_model(case).memories())]
+
+
+def one_by_day(cases: Iterable[str], others: Sequence[Any]) -> list[ParameterSet]:
+    """Return the product of cases and other values as parameters of a test.
+
+    Each memory of the package meets one value by day, so that all values are met, and the others as slow. A further
+    variant meets one as slow, the others as nightly.
+    """
+    marks = [[], [pytest.mark.slow], [pytest.mark.nightly]]
+    kinds = memory_kinds()
+    return [
+        pytest.param(case, other, marks=marks[(case not in kinds) + ((number - index) % len(others) > 0)])
+        for number, case in enumerate(cases)
+        for index, other in enumerate(others)
+    ]
+
+
 def takes_short_first(case: str) -> bool:
     """Return whether the memory of the first layer accepts documents that are cut from their end."""
     return all(memory.takes_short_first for memory in small_model(case).memories())

@@ -93,13 +93,13 @@ MEMORIES = {
 }
 ACCUMULATIONS = {
     1: {"micro_batch_size": 4, "segments_per_update": 1},
-    3: {"micro_batch_size": 4, "segments_per_update": 3},  # successive segments share an update
+    4: {"micro_batch_size": 4, "segments_per_update": 4},  # successive segments share an update
 }
 
 
 def mark_of(number: int, stage: int, accumulation: int, background: bool) -> list[pytest.MarkDecorator]:
     """By day two stages of every memory, so that every pair of settings is met by some memories."""
-    is_met = (accumulation == 3) == (number + stage) % 2 and background == (number + stage // 2) % 2
+    is_met = (accumulation == 4) == (number + stage) % 2 and background == (number + stage // 2) % 2
     return [] if is_met and (stage - number) % 4 < 2 else [pytest.mark.nightly]
 
 

@@ -1,0 +1,44 @@
+"""The memory contract in GPT-2: every rule on every memory, found by file name, and on maps of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from _pytest.mark import ParameterSet
+
+from dist_mem.contract.check_memory import RULES, Rule
+from dist_mem.contract.subject import Subject
+from dist_mem.memory import memory_kinds
+from tests.support.contract_cases import CASES, SEG_LEN, SIZE, small_block
+
+GPT2 = {"kind": "gpt2", "num_positions": SEG_LEN, "d_head": None}
+
+
+def in_one_block(kind: str, **options: Any) -> dict[str, Any]:
+    """Return GPT-2's own attention in all blocks but the second."""
+    return {"kind": "per_block", "default": {"kind": "causal"}, "1": small_block(kind, **options)}
+
+
+BLOCKS = {
+    **{kind: CASES[kind] for kind in memory_kinds()},
+    "infinite over causal": CASES["infinite over causal"],
+    "infinite, gibbs": CASES["infinite, gibbs"],
+    "a block with infinite": in_one_block("infinite", over={"kind": "causal"}),
+    "a block with infini": in_one_block("infini"),
+    "a block with memorizing": in_one_block("memorizing"),
+}
+
+
+def product_with_rules() -> Iterator[ParameterSet]:
+    """Yield every memory with every rule; by day each memory meets a quarter of the rules, each rule some memory."""
+    for number, case in enumerate(BLOCKS):
+        for place, rule in enumerate(RULES):
+            marks = [] if (number + place) % 4 == 0 else [pytest.mark.slow]
+            yield pytest.param(case, rule, marks=marks, id=f"{case}-{rule.statement}")
+
+
+@pytest.mark.parametrize(("case", "rule"), list(product_with_rules()))
+def test_memory_keeps_the_contract_in_gpt2(case: str, rule: Rule) -> None:
+    rule.check(Subject(lambda _: BLOCKS[case], SIZE, keys=GPT2))
