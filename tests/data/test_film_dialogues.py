@@ -25,7 +25,7 @@ def test_the_builder_reads_them_and_no_film_is_in_two_splits(tmp_path: Path) -> 
     write_corpus(tmp_path)
     films = build_cmu_dog.read_films(tmp_path / "WikiData")
     assert len(films) == sum(SIZES.values())
-    seen = set()
+    seen: set[int] = set()
     for folder, size in SIZES.items():
         talks = build_cmu_dog.read_conversations(tmp_path / "Conversations" / folder, films)
         assert len(talks) == size * TALKS[folder]
