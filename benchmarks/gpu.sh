@@ -2,7 +2,7 @@
 # Measure training on this machine's GPU by one command: every memory at 125 M, 350 M and 1.3 G parameters, with every
 # attention back end and with and without torch.compile, and NVIDIA's Transformer-XL base configuration.
 #
-#   benchmarks/gpu.sh                                             # all cases: hours; started again, it continues
+#   benchmarks/gpu.sh                                             # all 344 cases: a day or more; started again, it continues
 #   benchmarks/gpu.sh --sizes transformer_xl_base,125m --memories transformer_xl,infinite
 #   benchmarks/gpu.sh --cpu --tiny --out /tmp/tiny                # without a GPU: shows that all of this runs
 #

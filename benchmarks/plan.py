@@ -4,6 +4,7 @@
     python benchmarks/plan.py --cases long stages              # T = M = 1,024; ZeRO stages on two ranks
     python benchmarks/plan.py --cases windows                  # gradients through 1, 2 and 4 segments
     python benchmarks/plan.py model.num_layers=8 train.micro_batch_size=2
+    python benchmarks/plan.py model.attention=chunked --cases long       # overrides come before --cases
     python benchmarks/plan.py --published                      # tokens/s of published runs beside the predicted ones
 
 Each case is a training of its own process (or two ranks): DeepSpeed, three updates of full segments by the training

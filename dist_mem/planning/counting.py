@@ -170,6 +170,14 @@ def _line(first: int, second: int, steps: int) -> int:
     return first + steps * (second - first)
 
 
+def mixed(written: Counted, recomputed: Counted, share: float) -> Counted:
+    """Return the count of a model that recomputes a share of its blocks, from those of none and all; peak: a bound."""
+    kept = round((1.0 - share) * written.kept + share * recomputed.kept)
+    peak = kept + max(written.peak - written.kept, recomputed.peak - recomputed.kept)
+    parts = ((1.0 - share, written), (share, recomputed))
+    return Counted(peak, kept, [(part * number, work) for part, of in parts for number, work in of.kernels])
+
+
 class Counts:
     """Counts of one configuration by `train.micro_batch_size`; from four on, on the line of two and three lanes."""
 

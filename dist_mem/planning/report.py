@@ -10,8 +10,9 @@ from dist_mem.data.batch_plan import batch_plan, counted
 from dist_mem.errors import UnusableError
 from dist_mem.model import describe
 from dist_mem.nn.layers import DTYPES
+from dist_mem.planning.back_ends import BackEnd, by_back_end
 from dist_mem.planning.counting import count_micro_batch
-from dist_mem.planning.memory import Part, size, training_parts
+from dist_mem.planning.memory import Part, counted_parts, gradients_grow, size
 from dist_mem.planning.search import Candidate, Cluster, best, candidates, nearest
 from dist_mem.planning.step_time import CheckpointCost, StepTime, checkpoint_cost, peak_flops, step_time
 from dist_mem.planning.zero import sizes_of
@@ -31,6 +32,7 @@ class JobPlan(NamedTuple):
     mfu: float  # share of the data sheet's operations that the model itself needs
     checkpoint: CheckpointCost
     candidates: list[Candidate]
+    back_ends: list[BackEnd]
 
     @property
     def num_bytes(self) -> int:
@@ -80,10 +82,14 @@ def _plan(config: Config, vocab_size: int, cluster: Cluster, disk_rate: float) -
         lanes = config.train.micro_batch_size * config.train.seg_len
         flops = round(sum(number * work.flops for number, work in of_batch.kernels) / lanes)
     mfu = flops * tokens / time.total / (world_size * peak_flops(config, cluster.device))
-    parts = training_parts(config, vocab_size, world_size=world_size, on_gpu=on_gpu)
+    kept = None
+    if gradients_grow(config, world_size):
+        kept = count_micro_batch(config, vocab_size, on_gpu=on_gpu, keeps_gradients=True)
+    parts = counted_parts(config, sizes, of_batch, kept, world_size=world_size, on_gpu=on_gpu)
     checkpoint = checkpoint_cost(config, sizes, world_size=world_size, disk_rate=disk_rate)
     others = candidates(config, vocab_size, sizes, cluster)
-    return JobPlan(config.name, cluster, parts, time, tokens, mfu, checkpoint, others)
+    back_ends = list(by_back_end(config, vocab_size, sizes, of_batch, world_size=world_size, on_gpu=on_gpu))
+    return JobPlan(config.name, cluster, parts, time, tokens, mfu, checkpoint, others, back_ends)
 
 
 def as_json(job: JobPlan) -> dict[str, Any]:
@@ -106,6 +112,7 @@ def as_json(job: JobPlan) -> dict[str, Any]:
         "mfu": job.mfu,
         "checkpoint": job.checkpoint._asdict(),
         "proposal": proposal and _candidate_json(proposal),
+        "attention": {one.name: {"activations": one.activations, "memory": one.num_bytes} for one in job.back_ends},
         "settings": [_candidate_json(candidate) for candidate in job.candidates],
     }
 
@@ -158,16 +165,23 @@ def _lines(config: Config, job: JobPlan) -> Iterator[tuple[str, str]]:
 
 
 def _table(config: Config, job: JobPlan) -> Iterator[str]:
-    """Yield memory and time by stage and checkpointing with today's lanes, and the proposal."""
+    """Yield memory and time by stage and checkpointing with today's lanes, memory by back end, and the proposal."""
     lanes = config.train.micro_batch_size
     yield f"with train.micro_batch_size={lanes}; at most, if an update is one micro-batch:"
     rows = [("ZeRO stage", "checkpointing", "memory", "update", "")]
     for candidate in job.candidates:
-        stage, recomputed, number = candidate.settings.values()
+        stage, recomputed, share, number = candidate.settings.values()
         if number == lanes:
+            recomputed += f", {share:.0%}" if recomputed != "none" and share < 1.0 else ""
             fits = "" if candidate.num_bytes <= job.cluster.capacity else "does not fit"
             rows.append((str(stage), recomputed, size(candidate.num_bytes), f"{candidate.time.total:.3g} s", fits))
     yield from table(rows)
+    yield from table(
+        [
+            ("model.attention", "activations", "memory"),
+            *((one.name, size(one.activations), size(one.num_bytes)) for one in job.back_ends),
+        ]
+    )
     if proposal := job.proposal:
         kind = "faster" if job.fits else "it fits"
         yield f"{kind} with {_changes(proposal)}: {size(proposal.num_bytes)}, {proposal.time.total:.3g} s"

@@ -8,20 +8,23 @@ from __future__ import annotations
 import copy
 from typing import Any, NamedTuple
 
+from dist_mem.block import num_recomputed
 from dist_mem.config import Config, deepspeed_block
 from dist_mem.data.batch_plan import batch_plan
-from dist_mem.planning.counting import Counted, Counts
+from dist_mem.planning.counting import Counted, Counts, mixed
 from dist_mem.planning.memory import Part, counted_parts
 from dist_mem.planning.step_time import StepTime, step_time
 from dist_mem.planning.zero import Sizes, zero_block
 from dist_mem.runtime.devices import Device
 
-_STAGE, _CHECKPOINTING, _LANES = (
+_STAGE, _CHECKPOINTING, _SHARE, _LANES = (
     "deepspeed.zero_optimization.stage",
     "train.activation_checkpointing",
+    "train.activation_checkpointing_share",
     "train.micro_batch_size",
 )
-_CHOICES = ("none", "attention", "blocks")  # of checkpointing
+# What is checkpointed, in which share of the blocks.
+_CHOICES = (("none", 1.0), ("feed_forward", 1.0), ("attention", 1.0), ("blocks", 0.5), ("blocks", 1.0))
 _SIMILAR = 1.03  # update times in this ratio count as equal; then fewer changes are better
 _FRAGMENTS = 0.05  # share of a GPU's memory that its allocator cannot use
 _LIBRARIES = 3 * 2**29  # bytes of the CUDA context, cuBLAS and NCCL
@@ -59,14 +62,20 @@ def candidates(config: Config, vocab_size: int, sizes: Sizes, cluster: Cluster) 
     """Return every combination of stage, checkpointing and lanes, with bounds of `counted_parts`."""
     found = []
     on_gpu = cluster.device.name != "cpu"
-    for recomputed in _CHOICES:
-        counts = Counts(_with_settings(config, {_CHECKPOINTING: recomputed}), vocab_size, on_gpu=on_gpu)
-        for lanes in _lanes_to_try(config, cluster.world_size):
-            counted = counts.at(lanes)
-            found += [
-                _candidate(config, {_STAGE: stage, _CHECKPOINTING: recomputed, _LANES: lanes}, sizes, counted, cluster)
-                for stage in range(4)
-            ]
+    train, num_layers = config.train, config.model.num_layers
+    own = (train.activation_checkpointing, train.activation_checkpointing_share)
+    choices = [*_CHOICES, *((own,) if own[0] != "none" and own not in _CHOICES else ())]
+    counts = {
+        recomputed: Counts(_with_settings(config, {_CHECKPOINTING: recomputed, _SHARE: 1.0}), vocab_size, on_gpu=on_gpu)
+        for recomputed, _ in choices
+    }
+    for lanes in _lanes_to_try(config, cluster.world_size):
+        counted = {recomputed: count.at(lanes) for recomputed, count in counts.items()}
+        for recomputed, share in choices:
+            part = num_recomputed(num_layers, share) / num_layers
+            count = counted[recomputed] if part == 1.0 else mixed(counted["none"], counted[recomputed], part)
+            settings = {_CHECKPOINTING: recomputed, _SHARE: own[1] if recomputed == "none" else share, _LANES: lanes}
+            found += [_candidate(config, {_STAGE: stage, **settings}, sizes, count, cluster) for stage in range(4)]
     return found
 
 
@@ -78,6 +87,7 @@ def _candidate(config: Config, settings: dict[str, Any], sizes: Sizes, counted: 
     before = {
         _STAGE: zero_block(config).get("stage", 0),
         _CHECKPOINTING: config.train.activation_checkpointing,
+        _SHARE: config.train.activation_checkpointing_share,
         _LANES: config.train.micro_batch_size,
     }
     changes = {key: value for key, value in settings.items() if value != before[key]}
@@ -91,6 +101,7 @@ def _with_settings(config: Config, settings: dict[str, Any]) -> Config:
         zero = {**(block.get("zero_optimization") or {}), "stage": settings[_STAGE]}
         changed.deepspeed = {**block, "zero_optimization": zero}
     changed.train.activation_checkpointing = settings.get(_CHECKPOINTING, config.train.activation_checkpointing)
+    changed.train.activation_checkpointing_share = settings.get(_SHARE, config.train.activation_checkpointing_share)
     changed.train.micro_batch_size = settings.get(_LANES, config.train.micro_batch_size)
     return changed
 

@@ -1,18 +1,14 @@
 """Every memory computes forward and backward on a device that is not the CPU, without a tensor elsewhere.
 
-Torch has no kernels for the device; the tensors are fake ones, which have shapes and devices only. Fake
-CUDA tensors would not do: without CUDA, torch has no autograd thread and no indexing for them. Torch cannot forget the
-device, so each test runs in a process of its own.
+Torch has no kernels for the device; the tensors are fake ones, which have shapes and devices only. Forwards alone also
+run on fake CUDA tensors (test_fake_cuda.py); without CUDA, torch has no autograd thread for them. Torch cannot forget
+the device, so each test runs in a process of its own.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
-from multiprocessing.connection import Connection
-from typing import Any
 
 import pytest
 import torch
@@ -25,32 +21,11 @@ from dist_mem.memory.base import named_tensors
 from dist_mem.memory.parts import basis
 from dist_mem.model import MemoryLM
 from dist_mem.nn import chunked_attention
-from tests.support.contract_cases import CASES, LANES, MET_BY_ALL, SEG_LEN, subject
-from tests.support.fork_server import fork_server
-from tests.support.limits import limit
+from tests.support.contract_cases import CASES, LANES, MET_BY_ALL, SEG_LEN, accepted, subject
+from tests.support.own_process import in_child
 
 DEVICE = "pretend"
 SIZE = Size(lanes=LANES, seg_len=SEG_LEN, segments=2, layers=2)
-
-
-def in_child(function: Callable[..., None], *arguments: Any) -> None:
-    """Call a function in a new process, and raise what it raises; one forked from here inherits threads of autograd."""
-    ours, theirs = multiprocessing.Pipe(duplex=False)
-    child = fork_server().Process(target=reported, args=(theirs, function, *arguments))
-    child.start()
-    theirs.close()
-    assert ours.poll(limit(120)), "the child does not answer"
-    error = ours.recv()
-    child.join()
-    assert error == "", error
-
-
-def reported(pipe: Connection, function: Callable[..., None], *arguments: Any) -> None:
-    try:
-        function(*arguments)
-        pipe.send("")
-    except BaseException:
-        pipe.send(traceback.format_exc())
 
 
 def compute_on_the_device(cases: Iterable[str]) -> None:
@@ -63,7 +38,8 @@ def compute_on_the_device(cases: Iterable[str]) -> None:
     models = {
         (case, back_end): replace(subject(case, attention=back_end), size=SIZE).model()
         for case in cases
-        for back_end in ("simple", "chunked", *(() if "lamemo" in case else ("sdpa",)))
+        for back_end in ("simple", "chunked", "sdpa")
+        if accepted(case, back_end)
     }
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # of weights, to make fake ones
     for key, fit in basis._SOLVED.items():  # by the models, on the CPU
@@ -85,7 +61,6 @@ def check(name: tuple[str, str], model: MemoryLM) -> None:
     assert not elsewhere, name
 
 
-@pytest.mark.slow
 def test_forward_and_backward_stay_on_the_device() -> None:
     in_child(compute_on_the_device, memory_kinds())
 

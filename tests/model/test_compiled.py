@@ -60,8 +60,9 @@ def train(case: str, model: MemoryLM) -> list[LMOutput]:
 
 @pytest.mark.parametrize("case", case_params())
 def test_a_compiled_block_is_one_graph_and_computes_the_same_bits(case: str) -> None:
-    """`fullgraph=True` raises where a graph would break; a last block may differ in structure from the others."""
-    written, graphs = model_of(case, is_compiled=False), num_graphs()
+    """`fullgraph=True` raises where a graph would break; sticky sampling takes the block's index, at first by value."""
+    forget_graphs()
+    written = model_of(case, is_compiled=False)
     model = model_of(case, is_compiled=True)
     expected, found = train(case, written), train(case, model)
     for one, other in zip(expected, found, strict=True):
@@ -70,7 +71,8 @@ def test_a_compiled_block_is_one_graph_and_computes_the_same_bits(case: str) -> 
             assert torch.equal(loss, other.aux[name])
     for (name, one), two in zip(written.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(two.grad, one.grad, rtol=1e-5, atol=1e-6, msg=name)  # sums in another order
-    assert num_graphs() - graphs <= 2
+    structures = {str(block) for block in model.blocks}
+    assert num_graphs() <= len(structures) + ("sticky" in str(CASES[case]))
 
 
 @pytest.mark.parametrize("case", case_params(["infinite, sticky", "lamemo"]))

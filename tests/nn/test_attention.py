@@ -21,7 +21,7 @@ from dist_mem.nn.attention import BACK_ENDS, attend, choose, masked, simple_scor
 from dist_mem.nn.attention_inputs import Inputs, Relative, Visible, visible_keys
 from dist_mem.nn.chunked_attention import log_sum_exp
 from dist_mem.nn.layers import RelativeAttention, describe_attention
-from tests.support.contract_cases import case_params, small_model, subject
+from tests.support.contract_cases import accepted, case_params, small_model, subject
 from tests.support.tiny import tiny_config
 
 FUSED = BACK_ENDS[2:]
@@ -34,14 +34,6 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked_attention, "CHUNK", 3)
     monkeypatch.setattr(fused_attention, "compiled", lambda: flex_attention.flex_attention)
     monkeypatch.setattr(flex_attention, "_WARNINGS_SHOWN", {"flex_attention_performance"}, raising=False)
-
-
-def accepted(case: str, back_end: str) -> bool:
-    """Return whether the memory can attend by this back end, which is not `simple`.
-
-    Titans' learned rows are outside of its window, and look-ahead attention needs more than sdpa returns.
-    """
-    return "titans" not in case and (back_end != "sdpa" or "lamemo" not in case)
 
 
 def drawn(dtype: torch.dtype, *, relative: bool, same_length: bool = False, biased: bool = False) -> Inputs:

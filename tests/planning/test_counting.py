@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from dist_mem.config import Config
 from dist_mem.memory import memory_class, memory_kinds
 from dist_mem.model import describe
-from dist_mem.planning.counting import Counted, Counts, _count, count_micro_batch
+from dist_mem.planning.counting import Counted, Counts, _count, count_micro_batch, mixed
 
 VOCAB_SIZE, SEG_LEN = 3_000, 128  # tensors without values may be large
 
@@ -41,6 +41,17 @@ def test_two_and_three_blocks_foretell_the_whole_model(kind: str, saves: bool, p
     asked = config(kind, activation_checkpointing="blocks" if saves else "none", precision=precision)
     whole = _count(asked, VOCAB_SIZE, on_gpu=True, keeps_gradients=False, learns=True)
     check_same(count_micro_batch(asked, VOCAB_SIZE), whole)
+
+
+def test_none_and_all_blocks_foretell_a_share_of_them() -> None:
+    """LaMemo's last block, which is not recomputed, does and keeps less than the first ones."""
+    keys: list[dict[str, Any]] = [{}, {"activation_checkpointing": "blocks"}]
+    none, all_blocks = (count_micro_batch(config("lamemo", **key), VOCAB_SIZE) for key in keys)
+    whole = count_micro_batch(config("lamemo", **keys[1], activation_checkpointing_share=0.5), VOCAB_SIZE)
+    predicted = mixed(none, all_blocks, 0.5)
+    assert totals(predicted)[2] == pytest.approx(totals(whole)[2], rel=0.03)
+    assert whole.kept <= predicted.kept <= 1.15 * whole.kept
+    assert whole.peak <= predicted.peak <= 1.1 * whole.peak
 
 
 @pytest.mark.parametrize("kind", memory_kinds())

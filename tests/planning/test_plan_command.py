@@ -37,6 +37,16 @@ def test_a_plan_adds_up_and_more_ranks_need_less_memory(capsys: pytest.CaptureFi
     assert eight["memory"]["total"] < one["memory"]["total"]
 
 
+def test_a_plan_has_the_memory_of_every_back_end_that_the_model_accepts(capsys: pytest.CaptureFixture[str]) -> None:
+    lamemo = ["memory={kind: lamemo, mem_len: 256}", "train.seg_len=256", "model.attention=simple"]
+    found = plan(*lamemo, "--gpu", "h100-80gb", capsys=capsys)
+    assert list(found["attention"]) == ["simple", "chunked", "flex"]  # look-ahead attention refuses sdpa
+    kept = {name: one["activations"] for name, one in found["attention"].items()}
+    assert max(kept["chunked"], kept["flex"]) < kept["simple"]
+    choices = {tuple(one["settings"].values())[1:3] for one in found["settings"]}
+    assert {("feed_forward", 1.0), ("blocks", 0.5)} < choices
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_is_refused_with_the_nearest_change_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     large = ["train.micro_batch_size=64", "train.seg_len=512", "memory.mem_len=512", "model.num_layers=8"]

@@ -1,0 +1,95 @@
+"""Every memory's forward takes the paths of a GPU without a tensor on another device.
+
+The tensors are fake ones, which have shapes and devices only. A torch that is built without CUDA refuses even those,
+because it has nothing that switches between devices; a C++ file of three lines gives it something that does not switch.
+Their backward would need a CUDA device: test_private_device.py has it. Torch cannot forget what was registered, so each
+test runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import flex_attention
+
+from dist_mem.contract.subject import Size
+from dist_mem.memory import memory_kinds
+from dist_mem.memory.base import named_tensors
+from dist_mem.memory.parts import basis
+from dist_mem.model import MemoryLM
+from dist_mem.nn import chunked_attention, fused_attention
+from dist_mem.nn.attention import BACK_ENDS
+from dist_mem.runtime.compilers import cpp_compiler
+from tests.support.contract_cases import LANES, SEG_LEN, accepted, subject
+from tests.support.own_process import in_child
+
+SIZE = Size(lanes=LANES, seg_len=SEG_LEN, segments=2, layers=2)
+SWITCH = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+static c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> guard;
+static c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, &guard);
+"""
+
+
+def device_switch(folder: Path) -> Path:
+    """Compile the library that lets torch work with fake CUDA tensors; it needs torch's smallest headers only."""
+    source, library = folder / "switch.cpp", folder / "switch.so"
+    source.write_text(SWITCH)
+    torch_dir, compiler = Path(torch.__file__).parent, cpp_compiler()
+    assert compiler, "no C++ compiler: apt-get install g++"
+    options = ["-std=c++20", "-shared", "-fPIC", f"-I{torch_dir / 'include'}", f"-L{torch_dir / 'lib'}", "-lc10"]
+    subprocess.run([compiler, str(source), "-o", str(library), *options], check=True)
+    return library
+
+
+def compute_on_cuda(library: Path | None, cases: Iterable[tuple[str, str]]) -> None:
+    """Compute two segments of every case by its back end."""
+    if library is not None:
+        ctypes.CDLL(str(library))
+    chunked_attention.CHUNK = 3
+    fused_attention.compiled = lambda: flex_attention.flex_attention  # Inductor asks for the device's properties
+    flex_attention._WARNINGS_SHOWN = {"flex_attention_performance"}
+    for case, back_end in cases:
+        model = replace(subject(case, attention=back_end), size=SIZE).model()
+        mode = FakeTensorMode(allow_non_fake_inputs=True)  # of weights, to make fake ones
+        solved = dict(basis._SOLVED)
+        for key, fit in solved.items():  # by the model, on the CPU
+            basis._SOLVED[key] = basis.Fit(*(mode.from_tensor(part) for part in fit))
+        with mode, torch.no_grad():
+            check((case, back_end), model.to_empty(device="cuda"))
+        basis._SOLVED.clear()
+        basis._SOLVED.update(solved)
+
+
+def check(name: tuple[str, str], model: MemoryLM) -> None:
+    tokens = torch.zeros(LANES, SEG_LEN, dtype=torch.int64, device="cuda")
+    lanes = torch.zeros(LANES, dtype=torch.int64, device="cuda")
+    output = model(tokens, tokens, lanes, state=model.init_state(lanes, "cuda", torch.float32))
+    output = model(tokens, tokens, lanes, state=output.state)
+    parts = {**named_tensors(output.state), "nll": output.nll}
+    elsewhere = {part: found.device for part, found in parts.items() if found.device.type != "cuda"}
+    assert not elsewhere, name
+
+
+def pairs(kinds: Iterable[str], back_ends: Iterable[str]) -> list[tuple[str, str]]:
+    return [(kind, back_end) for kind in kinds for back_end in back_ends if accepted(kind, back_end)]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(pairs(memory_kinds(), ["simple"]), id="every memory"),
+        pytest.param(pairs(["transformer_xl"], BACK_ENDS[2:]), id="every back end"),
+        pytest.param(pairs(memory_kinds(), BACK_ENDS[2:]), id="all of both", marks=pytest.mark.slow),
+    ],
+)
+def test_forward_stays_on_fake_cuda(cases: list[tuple[str, str]], tmp_path: Path) -> None:
+    built_with_cuda = torch.backends.cuda.is_built()
+    in_child(compute_on_cuda, None if built_with_cuda else device_switch(tmp_path), cases)
