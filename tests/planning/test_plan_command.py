@@ -37,6 +37,7 @@ def test_a_plan_adds_up_and_more_ranks_need_less_memory(capsys: pytest.CaptureFi
     assert eight["memory"]["total"] < one["memory"]["total"]
 
 
+@pytest.mark.slow
 def test_a_plan_has_the_memory_of_every_back_end_that_the_model_accepts(capsys: pytest.CaptureFixture[str]) -> None:
     lamemo = ["memory={kind: lamemo, mem_len: 256}", "train.seg_len=256", "model.attention=simple"]
     found = plan(*lamemo, "--gpu", "h100-80gb", capsys=capsys)
