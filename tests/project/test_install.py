@@ -194,6 +194,12 @@ loaded = sorted(name for name in sys.modules if name.partition(".")[0] in ("deep
 sys.exit(code or str(loaded) if loaded else code)
 """
 
+HELP_OF_BUILDERS = """
+from dist_mem.cli.datasets import builder_parser
+from dist_mem.data.builders.datasets import builder_names
+print(*(builder_parser(name).format_help() for name in builder_names()))
+"""
+
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory, library: Path) -> Path:
@@ -204,6 +210,12 @@ def test_a_core_installation_scores_and_generates(run_dir: Path, tmp_path: Path)
     done = in_core(USE, str(run_dir), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "4 tokens, " in done.stderr
+
+
+def test_a_core_installation_explains_every_builder(tmp_path: Path) -> None:
+    done = in_core(HELP_OF_BUILDERS, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "dist-mem data build wikitext" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from tqdm import tqdm
-
 from dist_mem.data.remote import fetch as remote
 from dist_mem.data.remote.fetch import METADATA_BYTES
 from dist_mem.errors import UnfitError
@@ -71,6 +69,8 @@ def download_files(base_url: str, files: Sequence[RemoteFile], directory: Path, 
         DownloadError: a file could not be fetched; finished files are kept, and the next call continues from there. Or
             the bucket lists a name outside `directory`.
     """
+    from tqdm import tqdm
+
     for file in files:
         if not is_plain_path(file.name):
             raise DownloadError(f"{base_url} lists the file {file.name!a}: its parts must each be {PLAIN}")

@@ -11,8 +11,6 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from tqdm import tqdm
-
 from dist_mem.data.builders.hash_split import SPLITS, split_of
 from dist_mem.data.builders.options import positive
 from dist_mem.data.metadata import ShardError
@@ -100,6 +98,8 @@ def draw_of_split(split: str, draw: Callable[[], DrawnT], key: Callable[[DrawnT]
 
 
 def _build_split(task: Task, split_dir: Path, count: int) -> None:
+    from tqdm import tqdm
+
     split, where = split_dir.name, f"{split_dir.parent.name} {split_dir.name}"
     recipe = task.recipe.format(count=count)
     if _is_built(split_dir, recipe):

@@ -28,8 +28,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tqdm import tqdm
-
 from dist_mem.data.builders.builder import build_dataset
 from dist_mem.data.builders.options import add_build_options, check_paths
 from dist_mem.data.builders.source import FileSlice, SourceDocument
@@ -142,6 +140,8 @@ def scan(path: Path) -> TokenFile:
 
 def lines_of(path: Path) -> Iterator[str]:
     """Yield the lines of a file with their ends, without a byte order mark; only LF ends a line."""
+    from tqdm import tqdm
+
     try:
         with (
             path.open(encoding="utf-8-sig", newline="\n") as stream,
