@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from random import Random
 
-import build_cmu_dog
-
+from dist_mem.data.builders.datasets import cmu_dog
 from tests.support.film_dialogues import QUESTIONS, SIZES, TALKS, film, write_corpus
 
 
@@ -23,11 +22,11 @@ def test_every_fact_that_an_answer_names_is_in_the_description() -> None:
 
 def test_the_builder_reads_them_and_no_film_is_in_two_splits(tmp_path: Path) -> None:
     write_corpus(tmp_path)
-    films = build_cmu_dog.read_films(tmp_path / "WikiData")
+    films = cmu_dog.read_films(tmp_path / "WikiData")
     assert len(films) == sum(SIZES.values())
     seen: set[int] = set()
     for folder, size in SIZES.items():
-        talks = build_cmu_dog.read_conversations(tmp_path / "Conversations" / folder, films)
+        talks = cmu_dog.read_conversations(tmp_path / "Conversations" / folder, films)
         assert len(talks) == size * TALKS[folder]
         of_split = {talk.film for talk in talks}
         assert not of_split & seen
