@@ -6,7 +6,6 @@ deviations. `at` is (table, row, point) at scale paper.
 
 from __future__ import annotations
 
-import importlib
 import shlex
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from dist_mem.memory import memory_options
 from dist_mem.reproduce.runs import all_runs, candidates, train_command
 from dist_mem.reproduce.tables import FOLDER, Scale, Table, load_table, table_names
 from tests.support.paths import ROOT
+from tests.support.program_arguments import check_arguments
 
 TABLES = {name: load_table(name, ROOT / FOLDER) for name in table_names(ROOT / FOLDER)}
 PAPERS = [name for name, table in TABLES.items() if "paper" in table.scales]
@@ -320,11 +320,8 @@ def test_data_that_a_table_cannot_make_come_with_their_command(name: str) -> Non
         for point in scale.points.values():
             assert point.build or point.made_by, f"{name}, {scale.name}"
             commands = [command for command in (point.made_by or "").split(" && ") if command]
-            for words in [*map(shlex.split, commands), *point.build]:
-                assert words[0] == "python"
-                script = ROOT / words[1]
-                assert script.is_file()
-                importlib.import_module(script.stem).parse_arguments(words[2:])
+            for command in [*commands, *map(shlex.join, point.build)]:
+                check_arguments(command)
             outs = [words[words.index("--out") + 1] for words in map(shlex.split, commands)]
             assert not outs or point.data in outs
 
