@@ -63,7 +63,9 @@ class Asked:
             socket.send_fds(server, [b"+"], [nothing.fileno(), output, output])
             request = {"arguments": list(arguments), "folder": str(here), "environment": variables}
             server.sendall(json.dumps(request).encode() + b"\n")
-            return int(server.recv(16) or 1)
+            answers = server.makefile()
+            answers.readline()  # number of the process
+            return int(answers.readline() or 1)
 
 
 @contextmanager
