@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dist_mem.nn.attention_inputs import Inputs, Read, Visible
 from dist_mem.nn.chunked_attention import recomputed
-from dist_mem.nn.kernel_shapes import fused
+from dist_mem.nn.kernel_shapes import device_type_of, fused
 
 
 def sdpa(inputs: Inputs) -> Tensor:
@@ -33,7 +33,8 @@ def sdpa(inputs: Inputs) -> Tensor:
     for scores in (relative and relative.by_key(), bias):
         if scores is not None:
             added = added + scores.transpose(0, 1).to(query.dtype)
-    if query.is_meta:
+    on_cpu = device_type_of(query) == "cpu"  # there, torch has no kernel with a gradient of what is added
+    if query.is_meta and not (on_cpu and added.requires_grad):
         return fused(query, key, value, added)[0]
     return F.scaled_dot_product_attention(*lanes_first, attn_mask=added, scale=1.0).transpose(0, 1)
 
@@ -46,13 +47,18 @@ def is_plainly_causal(visible: Visible) -> bool:
 
 def flex(inputs: Inputs, *, log_sum: bool) -> Read:
     """Compute attention by FlexAttention; on CPUs with the gradient of `chunked`, and without a log of sums."""
-    if inputs.query.is_meta:
-        table = None if inputs.relative is None else inputs.relative.by_column()
-        return Read(*fused(inputs.query, inputs.key, inputs.value, table))
-    if inputs.query.device.type != "cpu":
-        return flex_kernel(inputs, log_sum=log_sum)
+    if device_type_of(inputs.query) != "cpu":
+        return _planned_kernel(inputs) if inputs.query.is_meta else flex_kernel(inputs, log_sum=log_sum)
     assert not log_sum, "AttentionLayer.choose"
+    if inputs.query.is_meta:
+        return recomputed(inputs, lambda inputs: _planned_kernel(inputs)._replace(log_sum=None))
     return recomputed(inputs, lambda inputs: flex_kernel(inputs, log_sum=False))
+
+
+def _planned_kernel(inputs: Inputs) -> Read:
+    """Return what the kernel would, without values."""
+    table = None if inputs.relative is None else inputs.relative.by_column()
+    return Read(*fused(inputs.query, inputs.key, inputs.value, table))
 
 
 def flex_kernel(inputs: Inputs, *, log_sum: bool) -> Read:

@@ -98,6 +98,9 @@ def shares(config: Config, sizes: Sizes, *, world_size: int, on_gpu: bool) -> Sh
         optimizer = update = 0
     else:
         update = _update_work(stage, size, sizes, world_size)
+        if not on_gpu and stage in (1, 2) and config.optimizer.kind in ("adam", "adamw"):
+            # Adam's separate operations: the gradient in fp32, and two arrays of its size at one time.
+            update = max(update, 3 * 4 * _group_share(sizes, world_size))
     return Shares(weights, optimizer, gradients, _buckets(zero, size, None if on_gpu else sizes.trained), update)
 
 
@@ -111,11 +114,16 @@ def _buckets(zero: dict[str, Any], size: int, most_filled: int | None) -> int:
     return copies * size * (numbers if most_filled is None else min(numbers, most_filled))
 
 
+def _group_share(sizes: Sizes, world_size: int) -> int:
+    """Return how many numbers of the largest parameter group a rank updates."""
+    return -(-sizes.largest_group // world_size)
+
+
 def _update_work(stage: int, size: int, sizes: Sizes, world_size: int) -> int:
     """Return the bytes of one parameter group's gradients as the optimizer takes them: one piece, in fp32."""
     if stage == 0:
         return 0 if size == 4 else 4 * sizes.trained + size * sizes.trained
-    group = -(-sizes.largest_group // world_size)
+    group = _group_share(sizes, world_size)
     return 4 * group + (size * group if size < 4 else 0)
 
 

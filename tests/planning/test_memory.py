@@ -175,8 +175,7 @@ def test_a_training_needs_what_is_predicted(
     changes = [f"train.precision={precision}", *(f"deepspeed.zero_optimization.{key}={zero[key]}" for key in zero)]
     for counted, used in rank_pool(2).run(trained, config, changes):
         print(f"stage {stage}, {precision}: {counted / used:.2f} of {used / 2**20:,.1f} MiB")
-        # A model of 9 MiB: its largest moment at stages 1 and 2 is none of the two that are predicted.
-        assert 0.6 * used <= counted <= 1.15 * used
+        assert 0.75 * used <= counted <= 1.15 * used  # a model of 9 MiB; stage 2 in fp32 is 0.80
 
 
 def scored(config: Config, num_lanes: int) -> int:

@@ -73,7 +73,8 @@ def test_bad_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureF
 
 
 MEMORIES = ["none", "causal", "transformer_xl", "compressive", "lamemo", "infinite"]
-MEMORIES += ["infinite over transformer_xl", "infinite over causal"]
+MEMORIES += ["infinite over transformer_xl", "infinite over causal", "memorizing"]
+MEMORIES += ["infini", "gated_deltanet", "rmt", "titans", "block_recurrent"]
 SETTINGS = ["fp32", "bf16", "bf16, checkpointing"]
 # Each memory meets one of the settings, and the remaining ones nightly: a training in a process of its own takes long.
 TRAININGS = [
