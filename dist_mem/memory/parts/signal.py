@@ -104,6 +104,7 @@ class Signal(Memory):
             padding=options.padding,
         )
         check_growth(self.geometry, forgets=options.memory_threshold is not None)
+        fit_matrices(self.geometry, device="cpu", dtype=torch.float64)  # now: a forward may have tensors without values
 
     @property
     def norm(self) -> nn.Module:
