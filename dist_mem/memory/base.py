@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -30,7 +29,7 @@ from dist_mem.nn.layer_spec import LayerSpec
 
 MemoryState: TypeAlias = Any  # a NamedTuple of tensors, lane first, or of such NamedTuples; each memory has its own
 StateT = TypeVar("StateT")
-NO_LOGS: Mapping[str, Tensor] = MappingProxyType({})
+NO_LOGS: Mapping[str, Tensor] = {}  # no MappingProxyType: torch.compile refuses it beside a dict that a memory fills
 
 
 class Evicted(NamedTuple):
