@@ -13,11 +13,11 @@ from tests.support.film_dialogues import QUESTIONS, SIZES, TALKS, film, write_co
 def test_every_fact_that_an_answer_names_is_in_the_description() -> None:
     draw = Random(0)
     for number in range(50):
-        scenes, told = film(draw, number)
+        scenes, facts = film(draw, number)
         description = json.dumps(scenes)
-        assert all(fact in description for fact in told.values())
-        assert len({told["hero"], told["thief"], told["friend"]}) == 3, "one name has one role"
-        assert all(answer.format(**told) != answer for answer in QUESTIONS.values())
+        assert all(fact in description for fact in facts.values())
+        assert len({facts["hero"], facts["thief"], facts["friend"]}) == 3, "one name has one role"
+        assert all(answer.format(**facts) != answer for answer in QUESTIONS.values())
 
 
 def test_the_builder_reads_them_and_no_film_is_in_two_splits(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 
 def without_pip(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment with nothing in it that tells pip where packages are, or Python where modules are."""
+    """The environment without variables that name packages to pip or modules to Python."""
     kept = {name: value for name, value in environment.items() if not name.startswith(("PIP_", "PYTHON"))}
     return {**kept, "PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 

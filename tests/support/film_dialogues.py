@@ -67,8 +67,8 @@ def film(draw: Random, number: int) -> tuple[dict[str, object], dict[str, str]]:
         "3": f"They find the {thing} and {thief} runs away. In the end {friend} keeps the {thing}.",
         "wikiDocumentIdx": number,
     }
-    told = {"hero": hero, "thief": thief, "friend": friend, "home": home, "hiding": hiding, "thing": thing}
-    return scenes, told | {"vehicle": vehicle, "director": director}
+    named = {"hero": hero, "thief": thief, "friend": friend, "home": home, "hiding": hiding, "thing": thing}
+    return scenes, named | {"vehicle": vehicle, "director": director}
 
 
 def write_corpus(source: Path, *, seed: int = 0) -> None:
@@ -76,12 +76,12 @@ def write_corpus(source: Path, *, seed: int = 0) -> None:
     draw, number = Random(seed), 0
     for folder, size in SIZES.items():
         for _ in range(size):
-            scenes, told = film(draw, number)
+            scenes, facts = film(draw, number)
             write_json(source / "WikiData" / f"film{number}.json", scenes)
             for talk in range(TALKS[folder]):
                 messages = []
                 for question in draw.sample(list(QUESTIONS), len(QUESTIONS)):
-                    messages += [("user1", question), ("user2", QUESTIONS[question].format(**told))]
+                    messages += [("user1", question), ("user2", QUESTIONS[question].format(**facts))]
                 history = [{"docIdx": 0, "text": text, "uid": uid, "utcTimestamp": "2026"} for uid, text in messages]
                 body = {"history": history, "wikiDocumentIdx": number, "rating": 1, "whoSawDoc": ["user2"]}
                 write_json(source / "Conversations" / folder / f"{number:04}-{talk}.json", body)

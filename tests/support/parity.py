@@ -17,7 +17,7 @@ def assert_close(
 
     Args:
         what: key or description of the array.
-        kind: outputs, states or gradients; None: as `what` tells.
+        kind: outputs, states or gradients; None: that of `what`.
         floor: the least that counts as the largest entry; infinity: the error is not divided.
     """
     assert ours.shape == golden.shape, f"{what}: shape {tuple(ours.shape)} instead of {tuple(golden.shape)}"

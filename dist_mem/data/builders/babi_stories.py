@@ -1,7 +1,7 @@
 """Stories and questions by the rules of bAbI tasks 1 to 5 (Weston et al. 2015, sec. 3), from our own generator.
 
 A world of people, rooms and things is simulated; every fact is one sentence. Where anybody or anything is at first is
-not told, as published. A question is asked only if the facts answer it, and its supporting facts are known.
+not stated, as published. A question is asked only if the facts answer it, and its supporting facts are known.
 
     qa1  Where is Mary?                              the last move of a person
     qa2  Where is the football?                      who has it or left it, and where that person was then
@@ -39,7 +39,7 @@ class Story(NamedTuple):
 
 
 class Stay(NamedTuple):
-    """A room that a thing is known to be in, and the facts that tell it."""
+    """A room that a thing is known to be in, and the facts that state it."""
 
     room: str
     first: list[int]  # when it came there
@@ -54,23 +54,23 @@ class Gift(NamedTuple):
 
 
 class World:
-    """People, rooms and things, and what the facts have told of them so far."""
+    """People, rooms and things, and what the facts have stated of them so far."""
 
     def __init__(self, draw: random.Random, people: tuple[str, ...]) -> None:
         self.draw = draw
         self.facts: list[str] = []
-        self.rooms = {who: draw.choice(ROOMS) for who in people}  # the truth, told or not
+        self.rooms = {who: draw.choice(ROOMS) for who in people}  # the truth, stated or not
         self.thing_rooms = {thing: draw.choice(ROOMS) for thing in THINGS}  # likewise
         self.holders: dict[str, str] = {}  # thing -> person
-        self.taken: dict[str, int] = {}  # thing -> the fact that tells the holder
-        self.moved: dict[str, int] = {}  # person -> the fact that tells the room
+        self.taken: dict[str, int] = {}  # thing -> the fact that states the holder
+        self.moved: dict[str, int] = {}  # person -> the fact that states the room
         self.stays: dict[str, list[Stay]] = {thing: [] for thing in THINGS}
         self.gifts: list[Gift] = []
 
     def move(self) -> bool:
         who = self.draw.choice(tuple(self.rooms))
         room = self.draw.choice([room for room in ROOMS if room != self.rooms[who]])
-        self.moved[who] = self._tell(f"{who} {self.draw.choice(MOVES)} the {room}")
+        self.moved[who] = self._state(f"{who} {self.draw.choice(MOVES)} the {room}")
         self.rooms[who] = room
         for thing in [thing for thing, holder in self.holders.items() if holder == who]:
             self.thing_rooms[thing] = room
@@ -84,7 +84,7 @@ class World:
         if not can:
             return False
         who, thing = self.draw.choice(can)
-        self.taken[thing] = self._tell(f"{who} {self.draw.choice(TAKES)} the {thing}{self._there()}")
+        self.taken[thing] = self._state(f"{who} {self.draw.choice(TAKES)} the {thing}{self._there()}")
         self.holders[thing] = who
         self._note_person(thing, who, self.taken[thing])
         return True
@@ -95,7 +95,7 @@ class World:
             return False
         thing = self.draw.choice(sorted(self.holders))
         who = self.holders.pop(thing)
-        dropped = self._tell(f"{who} {self.draw.choice(DROPS)} the {thing}{self._there()}")
+        dropped = self._state(f"{who} {self.draw.choice(DROPS)} the {thing}{self._there()}")
         self._note_person(thing, who, dropped)
         return True
 
@@ -110,12 +110,12 @@ class World:
         if not can:
             return False
         giver, thing, receiver = self.draw.choice(can)
-        self.taken[thing] = self._tell(f"{giver} {self.draw.choice(GIVES)} the {thing} to {receiver}")
+        self.taken[thing] = self._state(f"{giver} {self.draw.choice(GIVES)} the {thing} to {receiver}")
         self.holders[thing] = receiver
         self.gifts.append(Gift(giver, thing, receiver, self.taken[thing]))
         return True
 
-    def _tell(self, fact: str) -> int:
+    def _state(self, fact: str) -> int:
         self.facts.append(f"{fact}.")
         return len(self.facts) - 1
 
@@ -123,7 +123,7 @@ class World:
         return " there" if self.draw.random() < THERE else ""
 
     def _note_person(self, thing: str, who: str, fact: int) -> None:
-        """Note that `who` has or had a thing where the facts say that one of both is; else the room is not told."""
+        """Note that `who` has or had a thing where the facts say that one of both is; else the room is not stated."""
         if who in self.moved:
             self._note_room(thing, [self.moved[who], fact])
         elif self.stays[thing]:
@@ -185,8 +185,8 @@ def _beside(draw: random.Random, num_facts: int) -> Story | None:
     middle, *others = draw.sample(ROOMS, 3)
     facts, asked = [], []
     for number, (room, way) in enumerate(zip(others, draw.sample(sorted(OPPOSITE), 2), strict=True)):
-        one, other, told = (room, middle, way) if draw.random() < 0.5 else (middle, room, OPPOSITE[way])
-        facts.append(f"The {one} is {told} of the {other}.")
+        one, other, side = (room, middle, way) if draw.random() < 0.5 else (middle, room, OPPOSITE[way])
+        facts.append(f"The {one} is {side} of the {other}.")
         asked += [
             (f"What is {way} of the {middle}?", room, number),
             (f"What is {OPPOSITE[way]} of the {room}?", middle, number),
@@ -214,7 +214,7 @@ def _gift(draw: random.Random, num_facts: int) -> Story | None:
 
 
 def _act(world: World, num_facts: int, shares: dict[Callable[[World], bool], float]) -> None:
-    """Tell so many facts; who cannot do what is drawn moves."""
+    """State so many facts; who cannot do what is drawn moves."""
     actions, weights = list(shares), list(shares.values())
     while len(world.facts) < num_facts:
         action = world.draw.choices(actions, weights)[0]

@@ -6,12 +6,12 @@
 
 --form passkey is the prompt of Mohtashami and Jaggi 2023 (Landmark attention): one number, up to
 50,000. --form ruler is that of Hsieh et al. 2024 (RULER): 1 to 8 needles, each a key and a number
-of 7 digits, of which one is asked for. The haystack is their repeated sentences, or the sentences
-of --books, read on from any one. The depth of a needle is uniform over the text. Only the tokens of
-the answer are scored; their recall distance is that to the number in the needle. Lengths are at
-most those given; tokens are bytes, or those of --tokenizer-from. No number of one split is in
-another. Each length has its own data directory, <out>/<length>. The same options always produce the
-same bytes.
+of 7 digits; the question is about one of them. The haystack is their repeated sentences, or the
+sentences of --books, read on from any one. The depth of a needle is uniform over the text. Only the
+tokens of the answer are scored; their recall distance is that to the number in the needle. Lengths
+are at most those given; tokens are bytes, or those of --tokenizer-from. No number of one split is
+in another. Each length has its own data directory, <out>/<length>. The same options always produce
+the same bytes.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def passkey_task(form: Form, haystack: Haystack, tokenizer: Tokenizer, length: i
 
 
 def draw_needles(draw: random.Random, form: Form, split: str) -> list[Needle]:
-    """Draw needles with different keys and numbers; the first one is asked for."""
+    """Draw needles with different keys and numbers; the question is about the first one."""
     keys = {"": ""} if form.kind == PASSKEY else {}
     while len(keys) < form.num_needles:
         # RULER's keys are an adjective and a noun of the package wonderwords; these are words of the sample library
@@ -156,14 +156,14 @@ def compose(needles: Sequence[Needle], sentences: Sequence[str], *, form: Form, 
         needle = PASSKEY_NEEDLE.format(number=asked.number)
         lines = [PASSKEY_TASK, " ".join(sentences[:place]), needle, " ".join(after), PASSKEY_QUESTION]
         text = "\n".join(lines)
-        told = f"{asked.number} is the pass key."
+        sentence = f"{asked.number} is the pass key."
     else:
         lines = list(sentences)
         for needle_ in sorted(needles, key=lambda needle: needle.depth, reverse=True):
-            told = RULER_NEEDLE.format(key=needle_.key, number=needle_.number)
-            lines.insert(int(needle_.depth * (len(sentences) + 1)), told)
+            sentence = RULER_NEEDLE.format(key=needle_.key, number=needle_.number)
+            lines.insert(int(needle_.depth * (len(sentences) + 1)), sentence)
         separator = " " if reads_on else "\n"  # published: essays are joined by spaces, the repeated lines by line ends
         text = "\n".join([RULER_TASK, separator.join(lines), RULER_QUESTION.format(key=asked.key)])
-        told = RULER_NEEDLE.format(key=asked.key, number=asked.number)
-    referent = text.index(told) + told.index(asked.number)
+        sentence = RULER_NEEDLE.format(key=asked.key, number=asked.number)
+    referent = text.index(sentence) + sentence.index(asked.number)
     return Question(f"{text} {asked.number}", asked.number, referent, title)
