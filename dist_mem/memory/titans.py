@@ -95,7 +95,7 @@ class GatedOutput(nn.Module):
 class Titans(Memory):
     """Attention and a network that learns keys and values: beside it, before it, as its context, or alone."""
 
-    no_forget: ClassVar[str] = "the weights that its network has learned from a passage cannot be separated from the others"
+    no_forget: ClassVar[str] = "what its network has learned from a passage cannot be separated from the rest"
 
     @dataclass
     class Options:
