@@ -69,16 +69,23 @@ def training_parts(
     """
     sizes = sizes_of(config, vocab_size, DTYPES[config.train.precision])
     freed = count_micro_batch(config, vocab_size, on_gpu=on_gpu)
-    kept = None
-    if gradients_grow(config, world_size):
-        kept = count_micro_batch(config, vocab_size, on_gpu=on_gpu, keeps_gradients=True)
-    parts = counted_parts(config, sizes, freed, kept, world_size=world_size, on_gpu=on_gpu)
+    parts = update_parts(config, vocab_size, sizes, freed, world_size=world_size, on_gpu=on_gpu)
     scored = Part("memories of the evaluation's lanes", sizes.lane_bytes * (eval_lanes // world_size), {})
     weights, optimizer, states, *others = parts
     if scored.num_bytes > sum(part.num_bytes for part in others):  # they are not allocated at the same time
         scored = _with_keys(scored, config, "eval.batch_size", *_LENGTHS, *_WEIGHTS[:2])
         return [weights, optimizer, states._replace(num_bytes=states.num_bytes // 2), scored]
     return parts
+
+
+def update_parts(
+    config: Config, vocab_size: int, sizes: Sizes, freed: Counted, *, world_size: int, on_gpu: bool
+) -> list[Part]:
+    """Return the parts of an update; `freed` as in `counted_parts`, and counted with gradients too where they grow."""
+    kept = None
+    if gradients_grow(config, world_size):
+        kept = count_micro_batch(config, vocab_size, on_gpu=on_gpu, keeps_gradients=True)
+    return counted_parts(config, sizes, freed, kept, world_size=world_size, on_gpu=on_gpu)
 
 
 def gradients_grow(config: Config, world_size: int) -> bool:

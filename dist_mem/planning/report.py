@@ -12,7 +12,7 @@ from dist_mem.model import describe
 from dist_mem.nn.layers import DTYPES
 from dist_mem.planning.back_ends import BackEnd, by_back_end
 from dist_mem.planning.counting import count_micro_batch
-from dist_mem.planning.memory import Part, counted_parts, gradients_grow, size
+from dist_mem.planning.memory import Part, size, update_parts
 from dist_mem.planning.search import Candidate, Cluster, best, candidates, nearest
 from dist_mem.planning.step_time import CheckpointCost, StepTime, checkpoint_cost, peak_flops, step_time
 from dist_mem.planning.zero import sizes_of
@@ -82,10 +82,7 @@ def _plan(config: Config, vocab_size: int, cluster: Cluster, disk_rate: float) -
         lanes = config.train.micro_batch_size * config.train.seg_len
         flops = round(sum(number * work.flops for number, work in of_batch.kernels) / lanes)
     mfu = flops * tokens / time.total / (world_size * peak_flops(config, cluster.device))
-    kept = None
-    if gradients_grow(config, world_size):
-        kept = count_micro_batch(config, vocab_size, on_gpu=on_gpu, keeps_gradients=True)
-    parts = counted_parts(config, sizes, of_batch, kept, world_size=world_size, on_gpu=on_gpu)
+    parts = update_parts(config, vocab_size, sizes, of_batch, world_size=world_size, on_gpu=on_gpu)
     checkpoint = checkpoint_cost(config, sizes, world_size=world_size, disk_rate=disk_rate)
     others = candidates(config, vocab_size, sizes, cluster)
     back_ends = list(by_back_end(config, vocab_size, sizes, of_batch, world_size=world_size, on_gpu=on_gpu))
