@@ -35,7 +35,14 @@ MEMORIES = {
     "transformer_xl": ["memory.kind=transformer_xl"],
     "outside": [f"memory.kind={ROOT}/examples/averages.py:Averages"],
 }
-SIZES = ["model.num_layers=2", "model.d_model=16", "model.num_heads=2", "train.seg_len=8", "train.steps=1"]
+SIZES = [
+    "data.path=absent",
+    "model.num_layers=2",
+    "model.d_model=16",
+    "model.num_heads=2",
+    "train.seg_len=8",
+    "train.steps=1",
+]
 
 
 def write(folder: Path, **changes: Any) -> Path:
@@ -71,6 +78,10 @@ def test_every_memory_has_a_row_and_with_rates_the_best_of_them(tmp_path: Path) 
         ),
         ({"budget": {"tokens": 5, "params": 9}}, "params must be both in budget, the size, and in fit"),
         ({"budget": {"tokens": -5}}, "budget.tokens is -5, but must be above 0"),
+        (
+            {"columns": {"far": {"figure": "accuracy", "evaluate": ["data.path=data/far"]}}},
+            "columns.far.evaluate has 'data.path=data/far'",
+        ),
         ({"memroies": {}}, "Key 'memroies' not in 'Arena'"),
     ],
 )
