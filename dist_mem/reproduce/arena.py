@@ -61,6 +61,13 @@ def load_arena(path: Path) -> tuple[Arena, Table]:
     if len(arena.memories) < 2:
         raise UnusableError(f"{path}: memories has {len(arena.memories)}; give at least two, to compare")
     check_budget(arena.budget, arena.fit, where=str(path))
+    for column, settings in arena.columns.items():
+        for word in (word for word in settings.evaluate if word.startswith("data.path=")):
+            # Reports of other data have the same file name, so checksums and intervals would be of the last one.
+            raise UnusableError(
+                f"{path}: columns.{column}.evaluate has {word!r}, but an arena scores all columns on its own data: "
+                "compare other data by a sweep"
+            )
     trained = {name: _trained(name, arena) for name in arena.memories}
     rows = {name: Row(name=name, best_of=list(each) if len(each) > 1 else []) for name, each in trained.items()}
     others = {one: Row(name=one) for each in trained.values() if len(each) > 1 for one in each}
