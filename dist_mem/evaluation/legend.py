@@ -31,6 +31,8 @@ NO_FIGURE = {
 NO_FIGURE_BLOCKS = ("checkpoint.", "deepspeed.", "eval.", "launch.", "tracking.", "watchdog.")
 MAX_DIFFERENCES = 3  # most keys in a label
 _LEGEND_ROW = 0.165  # inches, at the legend's font size
+_COLORS = 10  # of matplotlib, before the first comes again
+_STYLES = (("-", "o"), ("--", "s"), (":", "^"))  # line and marker of the first ten labels, of the next ten, and so on
 
 
 class Line(NamedTuple):
@@ -99,7 +101,8 @@ def memory_name(settings: Mapping[str, Any], block: str = "memory") -> str:
 
 def draw_lines(axes: Any, lines: Sequence[Line]) -> None:
     """Draw a line per label; for several runs the mean with error bars of half the range, noted in the legend."""
-    for label in dict.fromkeys(line.label for line in lines):
+    for index, label in enumerate(dict.fromkeys(line.label for line in lines)):
+        linestyle, marker = _STYLES[index // _COLORS % len(_STYLES)]
         runs = [line for line in lines if line.label == label]
         found: dict[float, list[float]] = {}
         for run in runs:
@@ -108,7 +111,7 @@ def draw_lines(axes: Any, lines: Sequence[Line]) -> None:
         xs = sorted(found)
         means = [statistics.fmean(found[x]) for x in xs]
         text = label if len(runs) == 1 else f"{label}: mean of {len(runs)} runs, bars: half the range"
-        (drawn,) = axes.plot(xs, means, marker="o", markersize=4, label=text)
+        (drawn,) = axes.plot(xs, means, linestyle=linestyle, marker=marker, markersize=4, label=text)
         if len(runs) > 1:
             halves = [(max(found[x]) - min(found[x])) / 2 for x in xs]
             axes.errorbar(xs, means, yerr=halves, fmt="none", ecolor=drawn.get_color(), capsize=3)

@@ -217,16 +217,21 @@ def _cell_lines(job: Job, memories: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _draw_pareto(found: Sequence[Standing], figure_name: str, path: Path) -> None:
-    """Draw the first column against what a memory takes; the line joins those that nobody beats in both."""
+    """Draw the first column against what a memory takes; the line joins those that nobody beats in both.
+
+    What the budget made equal is left out: its differences come from whole updates and say nothing.
+    """
     from matplotlib.figure import Figure  # takes a second to import
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     costs: dict[str, list[float | None]] = {
         "FLOPs of the training": [each.costs.flops for each in found],
         "bytes of memory a lane": [each.costs.state_bytes for each in found],
-        "seconds a million tokens": [None if each.speed is None else 1e6 / each.speed for each in found],
     }
-    for axes, (label, xs) in zip(figure.subplots(1, len(costs), sharey=True), costs.items(), strict=True):
+    costs = {label: xs for label, xs in costs.items() if not are_equal(xs)}
+    costs["seconds a million tokens"] = [None if each.speed is None else 1e6 / each.speed for each in found]
+    all_axes = figure.subplots(1, len(costs), sharey=True, squeeze=False)[0]
+    for axes, (label, xs) in zip(all_axes, costs.items(), strict=True):
         points = [
             (float(x), each.mean, each.name)
             for x, each in zip(xs, found, strict=True)
@@ -240,6 +245,12 @@ def _draw_pareto(found: Sequence[Standing], figure_name: str, path: Path) -> Non
         axes.set_xlabel(label, fontsize=8)
     figure.axes[0].set_ylabel(figure_name.replace("_", " "), fontsize=8)
     figure.savefig(path, dpi=150)
+
+
+def are_equal(costs: Sequence[float | None]) -> bool:
+    """Return whether two costs or more are known, and all of them lie within five per cent."""
+    known = [cost for cost in costs if cost is not None]
+    return len(known) > 1 and max(known) <= 1.05 * min(known)
 
 
 def pareto_front(points: Sequence[tuple[float, float]], *, higher: bool) -> list[tuple[float, float]]:

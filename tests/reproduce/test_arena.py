@@ -22,7 +22,7 @@ from dist_mem.errors import EXIT_DONE, EXIT_REQUEUE, UnusableError
 from dist_mem.evaluation.report import read_report
 from dist_mem.memory import memory_options
 from dist_mem.reproduce.arena import SCALE, load_arena, memory_of_row
-from dist_mem.reproduce.arena_page import checksum, pareto_front, shown
+from dist_mem.reproduce.arena_page import are_equal, checksum, pareto_front, shown
 from dist_mem.reproduce.budget import fitted
 from dist_mem.reproduce.results import Cell
 from dist_mem.tracking.mlflow_run import connect
@@ -116,6 +116,14 @@ def test_the_front_has_whom_nobody_beats_in_both() -> None:
     points = [(1.0, 9.0), (2.0, 5.0), (2.0, 6.0), (3.0, 7.0), (4.0, 5.0), (5.0, 1.0)]
     assert pareto_front(points, higher=False) == [(1.0, 9.0), (2.0, 5.0), (5.0, 1.0)]
     assert pareto_front([(x, -y) for x, y in points], higher=True) == [(1.0, -9.0), (2.0, -5.0), (5.0, -1.0)]
+
+
+def test_a_cost_that_the_budget_made_equal_is_known() -> None:
+    assert are_equal([2.00e12, 1.99e12, None])
+    assert are_equal([0, 0])
+    assert not are_equal([2.0e12, 1.9e12])
+    assert not are_equal([0, 100])
+    assert not are_equal([5.0, None])
 
 
 def test_a_cell_says_how_many_of_its_seeds_diverged() -> None:
