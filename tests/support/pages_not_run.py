@@ -86,6 +86,12 @@ class NotRun(NamedTuple):
 
 
 NOT_RUN = [
+    NotRun(
+        "docs/explanation/arena.md",
+        "dist-mem arena configs/arena/first_edition.yaml",
+        "25 minutes; test_arena.py",
+        parsed,
+    ),
     NotRun("README.md", "python3 -m venv", "the environment is the one that the tests run in", parsed),
     NotRun("README.md", ".venv/bin/pip install", "the network; CI installs from requirements.txt", parsed),
     NotRun("README.md", "make demo", "4 to 6 minutes; `after_demo` runs its commands", make_rules),
