@@ -81,6 +81,14 @@ def test_one_run_has_no_bars() -> None:
     assert not axes.collections
 
 
+def test_no_two_lines_look_alike() -> None:
+    """The eleventh had the colour of the first, and its line and marker."""
+    axes = Figure().subplots()
+    draw_lines(axes, [Line(str(number), [32, 64], [4.0, 2.0]) for number in range(13)])
+    looks = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in axes.get_lines()}
+    assert len(looks) == 13
+
+
 def test_the_legend_lies_below_the_axes_and_takes_no_room_from_them() -> None:
     boxes = []
     for num_lines in (1, 12):
