@@ -10,9 +10,11 @@ from pathlib import Path
 
 import torch
 
-from dist_mem.config import Config
+from dist_mem.config import Config, load_config
+from dist_mem.doctor.dry_run import check_model
 from dist_mem.errors import EXIT_DONE, EXIT_REQUEUE, UnusableError
 from dist_mem.launch.submit import submit_array
+from dist_mem.memory import memory_options
 from dist_mem.reproduce import estimate
 from dist_mem.reproduce.command import locked, run_table
 from dist_mem.reproduce.fingerprint import keep_settings
@@ -20,7 +22,7 @@ from dist_mem.reproduce.grid import SCALE, load_sweep
 from dist_mem.reproduce.job import Job, Place, StoppedError, places
 from dist_mem.reproduce.one_run import build, left_to_measure
 from dist_mem.reproduce.runs import all_runs, train_command
-from dist_mem.reproduce.tables import Table
+from dist_mem.reproduce.tables import Scale, Table
 from dist_mem.runtime.files import free_name, write_text
 from dist_mem.runtime.signals import StopSignal
 
@@ -113,8 +115,19 @@ def _folder(path: Path, out: Path | None) -> Path:
 
 def _job(table: Table, out: Path, ranks: int, extra: Sequence[str], signal: StopSignal) -> Job:
     scale = table.scales[SCALE]
+    _check_rows(table, scale, extra)
     keep_settings(table, scale, out, extra)
     return Job(table, scale, out, all_runs(scale, out, scale.seeds, list(scale.rows)), ranks, list(extra), signal)
+
+
+def _check_rows(table: Table, scale: Scale, extra: Sequence[str]) -> None:
+    """Raise UnusableError for the first row whose model cannot be built; nothing is allocated or started."""
+    for run in all_runs(scale, Path(), scale.seeds[:1], list(scale.rows)):
+        command = train_command(scale, run, ranks=1, extra=extra)
+        try:
+            check_model(load_config(command[command.index("train") + 1 :], memory_options=memory_options))
+        except UnusableError as error:
+            raise UnusableError(f"{table.path}: row {run.row}: {error}") from error
 
 
 def _estimate(job: Job, everywhere: Sequence[Place]) -> float | None:

@@ -18,6 +18,7 @@ import yaml
 
 from dist_mem.__main__ import main
 from dist_mem.config import load_config
+from dist_mem.doctor.dry_run import check_model
 from dist_mem.errors import UnusableError
 from dist_mem.memory import memory_options
 from dist_mem.reproduce.estimate import Estimate, finish_seconds, report
@@ -70,6 +71,21 @@ def test_every_row_of_every_sweep_is_a_configuration(path: Path, monkeypatch: py
         command = train_command(scale, run, ranks=1, extra=[])
         config = load_config(command[command.index("train") + 1 :], memory_options=memory_options)
         assert (config.train.seed, config.name) == (3, run.name)
+        check_model(config)
+
+
+@pytest.mark.parametrize("options", [[], ["--no-estimate"], ["--slurm"]], ids=" ".join)
+def test_a_row_that_no_model_can_have_is_refused_before_any_run(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One row of configs/sweeps/babilong.yaml had too few basis functions; it was seen when four others had trained."""
+    monkeypatch.chdir(tmp_path)
+    write_config(tmp_path / "job.yaml", tmp_path / "books", tmp_path / "unused", {})
+    narrow = ["memory={kind: infinite, num_basis: 24, num_samples: 24}"]
+    write(tmp_path, grid={}, rows={"good": ["memory.kind=none"], "narrow": narrow})
+    assert main(["sweep", "rates.yaml", *options]) == 2
+    assert "rates.yaml: row narrow: memory.basis_widths are [0.005, 0.01], too narrow" in capsys.readouterr().err
+    assert not (tmp_path / "runs/sweep/rates/runs").exists()
 
 
 def test_given_columns_stand_in_place_of_the_default(tmp_path: Path) -> None:
