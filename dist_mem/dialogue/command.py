@@ -40,6 +40,7 @@ from dist_mem.evaluation.cut_short import StopCheck
 from dist_mem.evaluation.evaluate import as_job, described, found_by_all, read_before, track, use_threads
 from dist_mem.evaluation.kept_memory import states_and_inputs
 from dist_mem.evaluation.memory_file import MemoryFile
+from dist_mem.evaluation.other_data import data_tag
 from dist_mem.evaluation.protocol import protocol_of, report_name, tag_of
 from dist_mem.evaluation.scoring import score_split
 from dist_mem.evaluation.trained_model import (
@@ -142,9 +143,10 @@ def _run(
     use_threads(config)
     split = settings.split or config.eval.split
     before = read_before(settings.memory, config, world)
-    tag = report_name(tag_of(config), settings_tag(settings), before.tag if before else "")
     open_wordnet(settings.wordnet)  # fail early if the folder is wrong
     refresh(config.data, [split])
+    data = data_tag(found, config, split)
+    tag = report_name(data, tag_of(config), settings_tag(settings), before.tag if before else "")
     index = first_documents(open_index(config.data, split), settings.limit)
     conversations = read_conversations(index)
     trained = open_model(found, config, tokenizer_of_data(found, config), world.device)

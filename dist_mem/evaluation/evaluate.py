@@ -25,6 +25,7 @@ from dist_mem.evaluation.cut_short import StopCheck, stop_check
 from dist_mem.evaluation.kept_memory import states_and_inputs
 from dist_mem.evaluation.memory_file import MemoryFile, read_memory_file
 from dist_mem.evaluation.memory_gain import gain_beside, is_without_memory
+from dist_mem.evaluation.other_data import data_tag
 from dist_mem.evaluation.protocol import Protocol, protocol_of, report_name, tag_of
 from dist_mem.evaluation.report import Report, to_table, write_report
 from dist_mem.evaluation.scoring import score_split
@@ -130,7 +131,8 @@ def run(
         command += "" if checkpoint is None else f" --checkpoint {checkpoint}"
 
         def publish() -> None:
-            written = _publish(report, found, config, protocol, tag=tag, overrides=overrides, memory=before)
+            named = report_name(data_tag(found, config, scored), tag)
+            written = _publish(report, found, config, protocol, tag=named, overrides=overrides, memory=before)
             _print_gain(report, written, command)
 
         written_by_rank0(publish, world, "writing the report")
@@ -233,7 +235,7 @@ def _publish(
 ) -> Path:
     """Print the report, write its files, and add its metrics to the run in MLflow; return the path of the JSON.
 
-    `tag` is part of their names, so that results of another protocol do not replace those of the run's own.
+    `tag` is part of their names, so that results of another protocol or of other data do not replace the run's own.
     """
     step = checkpoint.manifest["step"]
     print(f"{checkpoint.directory}, split {report.split}, {protocol}{f', {memory}' if memory else ''}")

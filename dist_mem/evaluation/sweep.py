@@ -22,11 +22,12 @@ import torch
 from dist_mem.evaluation.cut_short import StopCheck
 from dist_mem.evaluation.evaluate import as_job, evaluate_checkpoint, found_by_all, use_threads, written_by_rank0
 from dist_mem.evaluation.legend import Line, add_legend, draw_lines, labels_of
-from dist_mem.evaluation.protocol import Protocol, apply_protocol, in_terms_of_eval, protocol_of
+from dist_mem.evaluation.other_data import data_tag
+from dist_mem.evaluation.protocol import Protocol, apply_protocol, in_terms_of_eval, protocol_of, report_name
 from dist_mem.evaluation.report import shown
 from dist_mem.evaluation.trained_model import Checkpoint, read_settings
 from dist_mem.model import MemoryLM
-from dist_mem.runtime.distributed import World
+from dist_mem.runtime.distributed import World, decided_by_rank0
 from dist_mem.runtime.files import replacing, write_text
 from dist_mem.runtime.signals import StopSignal
 
@@ -91,7 +92,10 @@ def run(
         found = [found_by_all(path, checkpoint, world) for path in paths]
         for one in found:  # fail before spending hours on the valid lengths
             check_lengths(one, parsed, overrides)
-        directory = found[0].run_dir / "evaluations"
+        own = read_settings(found[0].directory, overrides, reads_data=True)
+        scored = split or own.eval.split
+        data = decided_by_rank0(lambda: data_tag(found[0], own, scored))
+        stem = found[0].run_dir / "evaluations" / report_name("sweep", scored, parsed.key, data)
         rows: list[Row] = []
         names = names_of(paths)
         labels = dict(zip(names, labels_of(names, [one.directory / "config.yaml" for one in found]), strict=True))
@@ -103,10 +107,10 @@ def run(
                     print(row, file=sys.stderr, flush=True)
                 settings = [*overrides, f"eval.{parsed.key}={value}"]
                 rows.append(evaluated(one, name, settings, split=split, world=world, check=check))
-                written_by_rank0(lambda: write_table(rows, parsed, directory, labels), world, "writing the table")
+                written_by_rank0(lambda: write_table(rows, parsed, stem, labels), world, "writing the table")
         if world.rank == 0:
             print(to_markdown(rows))
-            print(f"written: {', '.join(str(path) for path in files_of(rows, parsed, directory))}")
+            print(f"written: {', '.join(str(path) for path in files_of(stem))}")
 
     return as_job(work, overrides, early)
 
@@ -156,15 +160,15 @@ def main_figure(rows: Sequence[Row]) -> str:
     return "token_perplexity" if any(math.isnan(row.figures["word_perplexity"]) for row in rows) else "word_perplexity"
 
 
-def files_of(rows: Sequence[Row], sweep: Sweep, directory: Path) -> list[Path]:
+def files_of(stem: Path) -> list[Path]:
     """Return the paths of the table and its plot."""
-    return [directory / f"sweep-{rows[0].split}-{sweep.key}{ending}" for ending in (".csv", ".png")]
+    return [stem.with_name(f"{stem.name}{ending}") for ending in (".csv", ".png")]
 
 
-def write_table(rows: Sequence[Row], sweep: Sweep, directory: Path, labels: Mapping[str, str]) -> None:
+def write_table(rows: Sequence[Row], sweep: Sweep, stem: Path, labels: Mapping[str, str]) -> None:
     """Write the table and its plot; `labels` maps each run to its label in the plot."""
-    directory.mkdir(parents=True, exist_ok=True)
-    table, picture = files_of(rows, sweep, directory)
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    table, picture = files_of(stem)
     write_text(table, to_csv(rows))
     plot_sweep(rows, sweep, picture, labels)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dist_mem.evaluation.cut_short import StopCheck
 from dist_mem.evaluation.evaluate import as_job, described, found_by_all, use_threads
+from dist_mem.evaluation.other_data import data_tag
 from dist_mem.evaluation.protocol import protocol_of, report_name, tag_of
 from dist_mem.inspection.aggregates import Aggregates, aggregate, word_gains
 from dist_mem.inspection.content import content_of
@@ -84,6 +85,8 @@ def _run(world: World, check: StopCheck, *, request: Request) -> None:
         "title": subject.title,
         **content_of(reading, removed, words, {each.name: each.gain for each in comparisons}, aggregates),
     }
+    data = "" if request.book is None else data_tag(found, config, request.split or config.eval.split)
+    tag = report_name(data, tag)
     folder = found.run_dir / "evaluations"
     folder.mkdir(exist_ok=True)
     target = folder / f"{_file_name(request, subject, int(found.manifest['step']), tag)}.json"

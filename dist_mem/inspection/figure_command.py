@@ -18,6 +18,7 @@ from dist_mem.errors import UnusableError
 from dist_mem.evaluation.cut_short import StopCheck
 from dist_mem.evaluation.evaluate import as_job, found_by_all, track
 from dist_mem.evaluation.legend import labels_of
+from dist_mem.evaluation.other_data import data_tag
 from dist_mem.evaluation.protocol import report_name, tag_of
 from dist_mem.evaluation.sweep import names_of
 from dist_mem.inspection.figures import ELSEWHERE, figure_named, figures
@@ -80,8 +81,9 @@ def _run(
     found = [found_by_all(path, checkpoint, world) for path in paths]
     labels = labels_of(names_of(paths), [one.directory / "config.yaml" for one in found])
     sources = [Source(one, label, settings, world, check) for one, label in zip(found, labels, strict=True)]
-    tag = report_name(tag_of(sources[0].config), settings.document or "")
     first = sources[0]
+    data = data_tag(first.checkpoint, first.config, first.split)
+    tag = report_name(data, tag_of(first.config), settings.document or "")
     run_dir = found[0].run_dir
     target = folder or run_dir / "figures"
     stem = report_name(f"{name}-{first.split}-step-{found[0].manifest['step']:08d}", tag)

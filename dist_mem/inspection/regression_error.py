@@ -27,6 +27,7 @@ from dist_mem.data.documents import Documents
 from dist_mem.data.plan import cut_lengths
 from dist_mem.evaluation.cut_short import StopCheck
 from dist_mem.evaluation.evaluate import as_job, found_by_all, use_threads
+from dist_mem.evaluation.other_data import data_tag
 from dist_mem.evaluation.protocol import protocol_of, report_name, tag_of
 from dist_mem.evaluation.trained_model import TrainedModel, open_model, read_settings, tokenizer_of_data
 from dist_mem.inspection.walk import walk
@@ -194,7 +195,7 @@ def _run(
     lengths = cut_lengths(index.documents[:limit].num_tokens, config.eval.max_document_len)
     layers = regression_errors(trained, Documents(index, lengths, bos_id=trained.tokenizer.bos_id))
     step = int(found.manifest["step"])
-    name = report_name(f"inspect-{split}-step-{step:08d}", tag)
+    name = report_name(f"inspect-{split}-step-{step:08d}", data_tag(found, config, split), tag)
     metadata = {"format_version": FORMAT_VERSION, "step": step, "limit": limit, "protocol": protocol._asdict()}
     _publish(found.run_dir / "evaluations" / f"{name}.json", split, layers, metadata)
 

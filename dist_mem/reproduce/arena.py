@@ -63,7 +63,7 @@ def load_arena(path: Path) -> tuple[Arena, Table]:
     check_budget(arena.budget, arena.fit, where=str(path))
     for column, settings in arena.columns.items():
         for word in (word for word in settings.evaluate if word.startswith("data.path=")):
-            # Reports of other data have the same file name, so checksums and intervals would be of the last one.
+            # Checksums and intervals are of one report.
             raise UnusableError(
                 f"{path}: columns.{column}.evaluate has {word!r}, but an arena scores all columns on its own data: "
                 "compare other data by a sweep"
