@@ -1,7 +1,7 @@
 """Train memory tokens at several depths of the gradient, and print the perplexity on validation of each.
 
     dist-mem data build sample --out data/sample
-    python benchmarks/rmt_depth.py --data data/sample --out runs/rmt_depth
+    python benchmarks/rmt_depth.py --data data/sample --out runs/rmt_depth optimizer.lr=0.004
     python benchmarks/rmt_depth.py --data data/sample --out /tmp/few --steps 4 --seeds 1 eval.max_document_len=100
 
 The model is that of configs/demo.yaml, with segments of 50 tokens and 10 memory tokens. Depth k is windows of k + 1
@@ -9,7 +9,8 @@ segments (`train.bptt_segments`), which do not overlap: the loss of segment i of
 back, k / 2 on average. In the paper every loss reaches k segments back, because k segments are read again in each
 update. An update has 60 segments at every depth, in 60 / (k + 1) lanes, so that all depths make the same number of
 updates from the same number of tokens. The first row has no memory. On WikiText-103 Bulatov et al. 2022 (table 2) have
-39.05 without memory, and 30.69, 27.95, 26.62, 26.38 and 26.26 at their depths 0 to 4.
+39.05 without memory, and 30.69, 27.95, 26.62, 26.38 and 26.26 at their depths 0 to 4. Figures of the first command:
+docs/explanation/log.md, "The depth of the gradient and memory tokens".
 """
 
 from __future__ import annotations
