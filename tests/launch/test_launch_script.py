@@ -192,9 +192,10 @@ def test_dry_run_submits_nothing(tmp_path: Path, programs: Path, capsys: pytest.
 def test_without_sbatch_it_ends_with_2_and_trains_nothing(
     tmp_path: Path, programs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["launch", "train.steps=1", f"run_dir={tmp_path / 'run'}"]) == 2
+    settings = ["train.steps=1", f"run_dir={tmp_path / 'run'}", f"data.path={tmp_path / 'none'}"]
+    assert main(["launch", *settings]) == 2
     assert "tokenizer.json is missing" in capsys.readouterr().err, "data is looked at on the login node"
-    assert main(["launch", "train.steps=1", f"run_dir={tmp_path / 'run'}", "preflight=false"]) == 2
+    assert main(["launch", *settings, "preflight=false"]) == 2
     captured = capsys.readouterr()
     assert "there is no sbatch here; use a login node" in captured.err
     assert captured.out == ""
