@@ -29,7 +29,7 @@ from dist_mem.reproduce.runs import (
     figure_commands,
     runs_behind,
     shown_rows,
-    train_command,
+    train_words,
     with_done,
 )
 from dist_mem.reproduce.tables import load_table
@@ -151,9 +151,7 @@ def _draw_figures(job: Job) -> None:
 
 def _parent(job: Job, name: str) -> ParentRun | None:
     """Return the parent run of all trainings in MLflow; None if tracking is off or MLflow fails."""
-    first = job.runs[0]
-    command = train_command(job.scale, first, ranks=1, extra=job.extra)
-    config = load_config(command[command.index("train") + 1 :])
+    config = load_config(train_words(job.scale, job.runs[0], job.extra))
     if not config.tracking.mlflow:
         return None
     tags = {**git_state().tags, **versions(), "dist_mem.table": name}

@@ -27,7 +27,7 @@ from dist_mem.errors import EXIT_REQUEUE, UnusableError
 from dist_mem.reproduce.job import CommandError, Job, Place
 from dist_mem.reproduce.one_run import build, left_to_measure, same_command
 from dist_mem.reproduce.pool import for_each_run
-from dist_mem.reproduce.runs import Run, evaluate_command, train_command
+from dist_mem.reproduce.runs import Run, evaluate_command, train_command, train_words
 from dist_mem.runtime.files import make_folder, write_text
 from dist_mem.runtime.terminal import table
 from dist_mem.tracking.mlflow_run import connect
@@ -143,8 +143,7 @@ def _try(job: Job, given: Sequence[str], item: Run, report: Callable[[str], None
 
 
 def _config(job: Job, item: Run) -> Config:
-    command = train_command(job.scale, item, ranks=1, extra=job.extra)
-    return load_config(command[command.index("train") + 1 :])
+    return load_config(train_words(job.scale, item, job.extra))
 
 
 def _estimated(job: Job, item: Run, trial: Trial) -> Estimate:

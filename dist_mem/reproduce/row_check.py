@@ -22,7 +22,7 @@ from dist_mem.errors import EXIT_DONE, EXIT_USAGE
 from dist_mem.memory import memory_options
 from dist_mem.model import describe
 from dist_mem.planning.vocabulary import ASSUMED_VOCAB_SIZE
-from dist_mem.reproduce.runs import Run, all_runs, candidates, shown_rows, train_command
+from dist_mem.reproduce.runs import Run, all_runs, candidates, shown_rows, train_words
 from dist_mem.reproduce.tables import Row, Scale, Table
 
 BLOCKS = ("data", "model", "memory", "train", "optimizer", "schedule", "eval")  # blocks that affect the figures
@@ -72,8 +72,7 @@ def _title(table: Table, run: Run) -> str:
 
 def _check_run(scale: Scale, run: Run, *, ranks: int, extra: Sequence[str]) -> Checked:
     """Resolve one row. Raises ValueError, for example UnusableError, if it cannot be run."""
-    command = train_command(scale, run, ranks=1, extra=extra)
-    config = load_config(command[command.index("train") + 1 :], memory_options=memory_options)
+    config = load_config(train_words(scale, run, extra), memory_options=memory_options)
     tree = cast(dict[str, Any], OmegaConf.to_container(cast(Any, config), resolve=True))
     settings = {key: value for name in BLOCKS for key, value in _flat(name, tree[name]) if key not in _APART}
     point = scale.points[run.point]

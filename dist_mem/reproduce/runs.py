@@ -151,13 +151,17 @@ def build_command(words: Sequence[str]) -> list[str]:
 
 
 def train_command(scale: Scale, run: Run, *, ranks: int, extra: Sequence[str]) -> list[str]:
-    """Return the arguments of `dist-mem train`, or of a launcher for several ranks."""
+    """Return the command of a training, through a launcher for several ranks."""
+    return [*launcher(ranks), "train", *train_words(scale, run, extra)]
+
+
+def train_words(scale: Scale, run: Run, extra: Sequence[str]) -> list[str]:
+    """Return the configurations and overrides of a training, for `dist-mem train` or `load_config`."""
     point = scale.points[run.point]
-    arguments = [
-        *("train", *scale.train, *scale.rows[run.row], *point.train, f"data.path={data_of(scale, run)}"),
+    return [
+        *(*scale.train, *scale.rows[run.row], *point.train, f"data.path={data_of(scale, run)}"),
         *(f"train.seed={run.seed}", f"data.seed={run.seed}", f"name={run.name}", f"run_dir={run.directory}", *extra),
     ]
-    return [*launcher(ranks), *arguments]
 
 
 def launcher(ranks: int) -> list[str]:

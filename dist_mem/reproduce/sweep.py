@@ -21,7 +21,7 @@ from dist_mem.reproduce.fingerprint import keep_settings
 from dist_mem.reproduce.grid import SCALE, load_sweep
 from dist_mem.reproduce.job import Job, Place, StoppedError, places
 from dist_mem.reproduce.one_run import build, left_to_measure
-from dist_mem.reproduce.runs import all_runs, train_command
+from dist_mem.reproduce.runs import all_runs, train_words
 from dist_mem.reproduce.tables import Scale, Table
 from dist_mem.runtime.files import free_name, write_text
 from dist_mem.runtime.signals import StopSignal
@@ -101,8 +101,7 @@ def submit_runs(job: Job, config: Config, *, name: str, at_once: int) -> int:
         raise UnusableError(f"{job.out}: all runs are finished; `{job.table.source}` prints the table")
     for item in left:
         build(job, item, print)
-    lines = [train_command(job.scale, item, ranks=1, extra=job.extra) for item in left]
-    commands = [shlex.join(line[line.index("train") + 1 :]) for line in lines]
+    commands = [shlex.join(train_words(job.scale, item, job.extra)) for item in left]
     list_of_runs = free_name(job.out / "slurm" / "runs.txt")
     list_of_runs.parent.mkdir(parents=True, exist_ok=True)
     write_text(list_of_runs, "".join(f"{command}\n" for command in commands))
@@ -123,9 +122,8 @@ def _job(table: Table, out: Path, ranks: int, extra: Sequence[str], signal: Stop
 def _check_rows(table: Table, scale: Scale, extra: Sequence[str]) -> None:
     """Raise UnusableError for the first row whose model cannot be built; nothing is allocated or started."""
     for run in all_runs(scale, Path(), scale.seeds[:1], list(scale.rows)):
-        command = train_command(scale, run, ranks=1, extra=extra)
         try:
-            check_model(load_config(command[command.index("train") + 1 :], memory_options=memory_options))
+            check_model(load_config(train_words(scale, run, extra), memory_options=memory_options))
         except UnusableError as error:
             raise UnusableError(f"{table.path}: row {run.row}: {error}") from error
 

@@ -27,7 +27,7 @@ from dist_mem.reproduce.command import run as reproduce_here
 from dist_mem.reproduce.job import Job, StoppedError
 from dist_mem.reproduce.parent_run import ParentRun
 from dist_mem.reproduce.results import cell, draw, to_markdown
-from dist_mem.reproduce.runs import Run, all_runs, columns_of, keep_result, launcher, tied, train_command
+from dist_mem.reproduce.runs import Run, all_runs, columns_of, keep_result, launcher, tied, train_words
 from dist_mem.reproduce.tables import FOLDER, Table, load_table, table_names
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.runtime.signals import StopSignal
@@ -51,8 +51,7 @@ def test_every_row_of_every_table_is_a_configuration(name: str, monkeypatch: pyt
     assert "tiny" in table.scales
     for scale in table.scales.values():
         for run in all_runs(scale, Path("out"), [3], list(scale.rows)):
-            command = train_command(scale, run, ranks=1, extra=[])
-            config = load_config(command[command.index("train") + 1 :], memory_options=memory_options)
+            config = load_config(train_words(scale, run, []), memory_options=memory_options)
             assert (config.train.seed, config.name) == (3, run.name)
         for point in scale.points.values():
             words = [word for command in point.build for word in command]

@@ -14,7 +14,7 @@ import pytest
 
 from dist_mem.config import load_config
 from dist_mem.memory import memory_options
-from dist_mem.reproduce.runs import all_runs, candidates, train_command
+from dist_mem.reproduce.runs import all_runs, candidates, train_words
 from dist_mem.reproduce.tables import FOLDER, Scale, Table, load_table, table_names
 from tests.support.paths import ROOT
 from tests.support.program_arguments import check_arguments
@@ -264,8 +264,7 @@ SETTINGS: dict[tuple[str, str, str], dict[str, Any]] = {
 
 def resolved(table: Table, scale: Scale, row: str, point: str) -> Any:
     (run,) = [run for run in all_runs(scale, Path("out"), [0], [row]) if run.point == point]
-    command = train_command(scale, run, ranks=1, extra=[])
-    return load_config(command[command.index("train") + 1 :], memory_options=memory_options)
+    return load_config(train_words(scale, run, []), memory_options=memory_options)
 
 
 def value_at(config: Any, key: str) -> Any:

@@ -25,7 +25,7 @@ from dist_mem.reproduce.estimate import Estimate, finish_seconds, report
 from dist_mem.reproduce.grid import SCALE, load_sweep
 from dist_mem.reproduce.job import CommandError, Job, Place, places
 from dist_mem.reproduce.pool import for_each_run
-from dist_mem.reproduce.runs import Run, all_runs, train_command
+from dist_mem.reproduce.runs import Run, all_runs, train_words
 from dist_mem.runtime.signals import StopSignal
 from tests.support.jobs import build_books, logged_steps, write_config
 from tests.support.limits import limit, wait_until
@@ -68,8 +68,7 @@ def test_every_row_of_every_sweep_is_a_configuration(path: Path, monkeypatch: py
     monkeypatch.chdir(ROOT)
     scale = load_sweep(path).scales[SCALE]
     for run in all_runs(scale, Path("out"), [3], list(scale.rows)):
-        command = train_command(scale, run, ranks=1, extra=[])
-        config = load_config(command[command.index("train") + 1 :], memory_options=memory_options)
+        config = load_config(train_words(scale, run, []), memory_options=memory_options)
         assert (config.train.seed, config.name) == (3, run.name)
         check_model(config)
 
