@@ -206,17 +206,19 @@ def test_perplexity_is_that_of_evaluation_and_of_the_conversations_read(run_dir:
 
 @pytest.mark.usefixtures("single_process")
 def test_other_settings_leave_the_files_and_figures_of_the_usual_ones_alone(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reported: list[dict[str, float]] = []
     monkeypatch.setattr(evaluate, "log_to_run", lambda config, **given: reported.append(given["metrics"]))
-    folder = run_dir / "evaluations"
+    folder, other = run_dir / "evaluations", tmp_path / "other"
+    build_dataset({"test": [source_document(0, TURNS[0])]}, other, name="more talks", tokenizer=TOKENIZER)
     drawn = "-limit1-temperature0.5-top_p0.8-seed1"
     cases: list[tuple[Settings, list[str], str]] = [
         (Settings(split="test"), [], ""),
         (Settings(split="test", limit=1, turns=2, num_tokens=3), [], "-limit1-turns2-tokens3"),
         (Settings(split="test", limit=1, sampling=Sampling(0.5, top_p=0.8, seed=1)), [], drawn),
         (Settings(split="test", limit=1), ["eval.mem_len=24", "eval.seg_len=4"], "-T4-M24-limit1"),
+        (Settings(split="test"), [f"data.path={other}"], f"-more_talks_{read_index(other / 'test').fingerprint[:6]}"),
     ]
     for settings, overrides, tag in cases:
         before = {path: path.read_bytes() for path in folder.glob("*")}

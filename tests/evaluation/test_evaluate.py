@@ -13,7 +13,7 @@ import torch
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import step_dir
 from dist_mem.config import ConfigError
-from dist_mem.data.shard import Index, read_index, write_split
+from dist_mem.data.shard import Index, read_index
 from dist_mem.errors import EXIT_DONE, UnusableError
 from dist_mem.evaluation import evaluate
 from dist_mem.evaluation.protocol import short_term_len
@@ -27,10 +27,10 @@ from tests.support.scored_library import (
     TOKENIZER,
     assert_same,
     make_config,
-    make_document,
     make_model,
     save_weights,
     score,
+    write_other,
 )
 
 
@@ -111,27 +111,22 @@ def test_a_quick_look_leaves_files_and_figures_of_the_whole_alone(
 @pytest.mark.usefixtures("single_process")
 @pytest.mark.parametrize("command", [[], ["--sweep", "mem_len=4,8"]], ids=["figures", "sweep"])
 def test_other_data_leave_files_and_figures_of_the_own_alone(
-    run_dir: Path, library: Path, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`dist-mem evaluate RUN data.path=...` wrote over the run's own report and its metrics in MLflow."""
     reported: list[dict[str, float]] = []
     monkeypatch.setattr(evaluate, "log_to_run", lambda config, **given: reported.append(given["metrics"]))
-    others = [shutil.copytree(library, tmp_path / name / "books") for name in ("one", "two")]
-    for number, other in enumerate(others):
-        documents = [make_document(number, 50)]
-        shutil.rmtree(other / "test")
-        write_split(documents, other / "test", name="a-b", split="test", tokenizer_fingerprint=TOKENIZER.fingerprint)
+    others = dict(write_other(tmp_path / str(number) / "books", number) for number in range(2))
     assert main(["evaluate", str(run_dir), "--split", "test", *command]) == 0
     files = {path: path.read_bytes() for path in (run_dir / "evaluations").iterdir()}
     for other in others:
         assert main(["evaluate", str(run_dir), "--split", "test", f"data.path={other}", *command]) == 0
     assert all(path.read_bytes() == content for path, content in files.items())
-    tags = [f"a_b_{read_index(other / 'test').fingerprint[:6]}" for other in others]
     added = {path.stem for path in (run_dir / "evaluations").iterdir()} - {path.stem for path in files}
     head = "sweep-test-mem_len" if command else "test-step-00000012"
-    assert added == {f"{head}-{tag}" for tag in tags}
+    assert added == {f"{head}{tag}" for tag in others.values()}
     heads = [{figure.partition("/")[0] for figure in figures} for figures in reported]
-    assert heads == ([] if command else [{"test"}, *({f"test-{tag}"} for tag in tags)])
+    assert heads == ([] if command else [{"test"}, *({f"test{tag}"} for tag in others.values())])
 
 
 @pytest.mark.usefixtures("single_process")

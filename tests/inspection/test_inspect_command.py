@@ -12,6 +12,7 @@ from dist_mem.__main__ import main
 from dist_mem.errors import EXIT_USAGE
 from tests.evaluation.test_protocol import MEMORIES, asked, make_run
 from tests.evaluation.test_without_memory import emptied
+from tests.support.scored_library import write_other
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -69,6 +70,14 @@ def test_every_comparison_has_its_file(
     assert "\x1b[48;5;" in capsys.readouterr().out
     assert (run_dir / "evaluations" / f"inspect-test-doc6-step-00000003{tag}.json").exists()
     assert set(written(run_dir)["figures"]) == {"memory off", comparison.replace("OTHER", str(other))}
+
+
+def test_a_book_of_other_data_has_its_file(run_dir: Path, tmp_path: Path) -> None:
+    other, tag = write_other(tmp_path / "data")
+    for given in ([], [f"data.path={other}"]):
+        assert main(["inspect", str(run_dir), "--book", "doc0", "--split", "test", *given]) == 0
+    names = {path.name for path in (run_dir / "evaluations").iterdir()}
+    assert names == {f"inspect-test-doc0-step-00000003{each}.json" for each in ("", tag)}
 
 
 def test_a_text_of_ones_own_is_read(run_dir: Path, tmp_path: Path) -> None:

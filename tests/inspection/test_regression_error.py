@@ -16,7 +16,7 @@ from dist_mem.memory.parts.signal import State
 from dist_mem.model import MemoryLM
 from dist_mem.tracking import progress
 from tests.memory.test_infinite import SEG_LEN, WIDTH, memory_of, smooth
-from tests.support.scored_library import TOKENIZER, make_config, save_weights
+from tests.support.scored_library import TOKENIZER, make_config, save_weights, write_other
 
 FINE: dict[str, Any] = {
     "num_basis": 64,
@@ -112,7 +112,7 @@ def test_the_watch_changes_nothing() -> None:
 
 
 @pytest.mark.usefixtures("single_process")
-def test_what_another_protocol_finds_does_not_take_the_place_of_the_runs_own(
+def test_what_another_protocol_or_other_data_give_does_not_take_the_place_of_the_runs_own(
     library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
@@ -127,11 +127,13 @@ def test_what_another_protocol_finds_does_not_take_the_place_of_the_runs_own(
     config.memory = memory
     save_weights(tmp_path / "run", MemoryLM(config, TOKENIZER.vocab_size).eval(), config, step=3)
     folder = tmp_path / "run" / "evaluations"
-    names = {"": "", "eval.seg_len=4": "-T4", "eval.layout=stream": ""}  # documents are read whatever the layout
+    other, other_tag = write_other(tmp_path / "other")
+    # documents are read whatever the layout
+    names = {"": "", "eval.seg_len=4": "-T4", "eval.layout=stream": "", f"data.path={other}": other_tag}
     for override, tag in names.items():
         assert run(tmp_path / "run", split="test", overrides=[override] if override else []) == 0
         found = json.loads((folder / f"inspect-test-step-00000003{tag}.json").read_text(encoding="utf-8"))
-        assert found["protocol"]["seg_len"] == (4 if tag else 8)
+        assert found["protocol"]["seg_len"] == (4 if tag == "-T4" else 8)
         assert found["protocol"]["lanes"] is None
-    assert len(list(folder.iterdir())) == 2
+    assert len(list(folder.iterdir())) == 3
     assert "reading test: 260 of 260 tokens" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from dist_mem.checkpoint.engine_files import ENGINE_JSON, engine_index, engine_r
 from dist_mem.checkpoint.manifest import describe_file, files_in, step_dir, write_manifest
 from dist_mem.checkpoint.rank_file import rank_file, tensors_of_file
 from dist_mem.config import Config, save_config
-from dist_mem.data.shard import Index, TokenizedDocument, write_split
+from dist_mem.data.shard import Index, TokenizedDocument, read_index, write_split
 from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.engine.zero_state import Slice
@@ -55,6 +55,14 @@ def write_library(folder: Path) -> Path:
     documents = [make_document(number, length) for number, length in enumerate(LENGTHS)]
     write_split(documents, folder / "test", name="tiny", split="test", tokenizer_fingerprint=TOKENIZER.fingerprint)
     return folder
+
+
+def write_other(folder: Path, number: int = 0) -> tuple[Path, str]:
+    """Write other data of one document, by `number`; return their directory, and their part of names of results."""
+    save_tokenizer(TOKENIZER, folder)
+    documents = [make_document(number, 50)]
+    write_split(documents, folder / "test", name="a-b", split="test", tokenizer_fingerprint=TOKENIZER.fingerprint)
+    return folder, f"-a_b_{read_index(folder / 'test').fingerprint[:6]}"
 
 
 def make_config(**overrides: Any) -> Any:

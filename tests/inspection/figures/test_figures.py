@@ -26,6 +26,7 @@ from dist_mem.inspection.figures.parts.style import MARK, styled
 from dist_mem.memory import memory_class
 from dist_mem.memory.base import Memory
 from tests.support.figure_runs import NUM_TOKENS, make_run, memories, source_of, write_documents
+from tests.support.scored_library import write_other
 
 KINDS = list(memories())
 SIGNALS = {"infinite", "sticky", "gpt2", "map"}  # have a continuous memory in a layer; `map` in the last one only
@@ -157,6 +158,10 @@ def test_the_command_writes_into_the_run_or_a_folder(
     assert run_main("lamemo.fig6", run, "--tokens", "16", "--split", "test") == EXIT_DONE
     names = sorted(path.name for path in (runs["lamemo"] / "figures").iterdir())
     assert names == [f"lamemo.fig6-test-step-00000003.{ending}" for ending in ("csv", "md", "png")]
+    other, tag = write_other(tmp_path / "data")
+    assert run_main("lamemo.fig6", run, f"data.path={other}", "--tokens", "16", "--split", "test") == EXIT_DONE
+    added = {path.name for path in (runs["lamemo"] / "figures").iterdir()} - set(names)
+    assert added == {f"lamemo.fig6-test-step-00000003{tag}.{ending}" for ending in ("csv", "md", "png")}
     assert run_main("lamemo.fig6", run, "--format", "svg", "-o", str(tmp_path / "out")) == EXIT_DONE
     assert "<svg" in next((tmp_path / "out").glob("*.svg")).read_text(encoding="utf-8")
     assert "written: " in capsys.readouterr().out
