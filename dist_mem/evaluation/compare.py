@@ -72,11 +72,9 @@ def find_reports(paths: Sequence[Path], split: str | None) -> list[Entry]:
     missing = [path for path, reports in found[chosen].items() if not reports]
     if missing:
         raise ValueError("; ".join(f"{path}: no evaluation of {chosen}{_remedy(path, chosen)}" for path in missing))
-    tag = _common_tag({path: reports for path, reports in found[chosen].items() if path.suffix != ".json"})
-    return [
-        _read_entry(path.resolve().name.removesuffix(".json"), reports.get(tag, path))
-        for path, reports in found[chosen].items()
-    ]
+    of_runs = {path: reports for path, reports in found[chosen].items() if path.suffix != ".json"}
+    taken = _of_one_protocol(of_runs)
+    return [_read_entry(path.resolve().name.removesuffix(".json"), taken.get(path, path)) for path in found[chosen]]
 
 
 def _read_entry(name: str, path: Path) -> Entry:
@@ -98,7 +96,10 @@ def _remedy(path: Path, split: str) -> str:
 
 
 def _newest(path: Path, split: str) -> dict[str, Path]:
-    """Return the newest report of each protocol by its tag (`protocol.tag_of`), except those without memory."""
+    """Return the newest report of each protocol and data by its tag, except those without memory.
+
+    A tag is that of `data_tag` and `protocol.tag_of`.
+    """
     if path.suffix == ".json":
         return {"": path}
     reports = sorted((path / "evaluations").glob(f"{split}-step-*.json"))  # steps are padded with zeros
@@ -109,16 +110,35 @@ def _newest(path: Path, split: str) -> dict[str, Path]:
     }
 
 
-def _common_tag(found: Mapping[Path, Mapping[str, Path]]) -> str:
-    """Return the tag "" (as trained) if every run has it, else that of the only other protocol that all runs have."""
-    common = set.intersection(*(set(reports) for reports in found.values())) if found else {""}
-    if "" in common or len(common) == 1:
-        return "" if "" in common else common.pop()
+def _of_one_protocol(found: Mapping[Path, Mapping[str, Path]]) -> dict[Path, Path]:
+    """Return the reports with the tag "" (as trained) if every run has it, else with the only other common tag.
+
+    Without one, runs may have the same protocol on data that only some of them were trained on.
+    """
+    for reports in (found, {path: _by_protocol(tags) for path, tags in found.items()}):
+        common = set.intersection(*map(set, reports.values())) if reports else set()
+        if "" in common or len(common) == 1:
+            tag = "" if "" in common else common.pop()
+            return {path: tags[tag] for path, tags in reports.items()}
+    if not found:
+        return {}
     protocols = [
         f"{path.name} {' and '.join(f'by {tag}' if tag else 'as trained' for tag in sorted(reports))}"
         for path, reports in found.items()
     ]
     raise ValueError(f"{', '.join(protocols)}: evaluate them with the same protocol, or give the report files")
+
+
+def _by_protocol(reports: Mapping[str, Path]) -> dict[str, Path]:
+    """Return the reports by the tag of their protocol alone, without that of other data; those of the own go first."""
+    own, others = {}, {}
+    for tag, path in reports.items():
+        first, _, rest = tag.partition("-")
+        if first.endswith(f"_{read_report(path).data_fingerprint[:6]}"):  # `other_data.data_tag`
+            others[rest] = path
+        else:
+            own[tag] = path
+    return others | own
 
 
 def compare(reports: Sequence[Entry]) -> list[Row]:
@@ -165,7 +185,10 @@ def _check_text(reports: Sequence[Entry]) -> None:
         )
     if not same_text([entry.report for entry in reports]):
         names = ", ".join(entry.name for entry in reports)
-        raise ValueError(f"{names}: these evaluations do not score the same documents; evaluate all on one data.path")
+        raise ValueError(
+            f"{names}: these evaluations do not score the same documents; evaluate all on one data.path, and give "
+            "the report files"
+        )
 
 
 def to_table(entries: Sequence[Entry], rows: Sequence[Row]) -> str:

@@ -281,5 +281,12 @@ def test_compare_mixes_no_protocols(tmp_path: Path) -> None:
     assert [entry.report.nll for entry in compare.find_reports([one, three], "test")] == [22500.0, 20000.0]
     with pytest.raises(UnusableError, match=re.escape("two as trained, three by M640-stream10: evaluate them with")):
         compare.run([two, three])
+    four = save_evaluation(tmp_path / "four", make_report(factor=3.0), tag="-talks_data")  # has no data of its own
+    save_evaluation(four, make_report(factor=4.0), tag="-talks_data-M640-stream10")
+    for other, factors in ((two, [2.0, 3.0]), (three, [8.0, 4.0])):
+        found = compare.find_reports([other, four], "test")
+        assert [entry.report for entry in found] == [make_report(factor=factor) for factor in factors]
+    save_evaluation(four, make_report(factor=5.0))
+    assert compare.find_reports([two, four], "test")[1].report == make_report(factor=5.0), "the own data first"
     report = three / "evaluations" / "test-step-00000005-M640-stream10.json"
     assert compare.run([two, report]) == 0  # as it was asked for
