@@ -342,7 +342,8 @@ def test_losses_are_those_of_transformers_block_after_block(tmp_path: Path, monk
         data = [f"data.path={tmp_path / 'data'}", "--split", split]
         assert main(["evaluate", str(zero_shot), *data, *overrides]) == EXIT_DONE
         tag = "-blocks_false" if overrides else ""
-        path = zero_shot / "evaluations" / f"{split}-step-00000000-stream1{tag}.json"
+        named = f"x_{read_index(tmp_path / 'data' / split).fingerprint[:6]}"  # it has seen no data of its own
+        path = zero_shot / "evaluations" / f"{split}-step-00000000-{named}-stream1{tag}.json"
         return read_report(path), json.loads(path.read_text())["protocol"]["blocks"]
 
     def loss_of(block: Tensor) -> float:
