@@ -30,6 +30,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from warnings import warn
 
+from dist_mem.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from dist_mem.api.memory import Memory
     from dist_mem.api.model import Model, Scores, load
@@ -37,7 +39,6 @@ if TYPE_CHECKING:
     from dist_mem.errors import RunError
     from dist_mem.generation.sampling import Sampling
 
-__version__ = "0.1.0"
 __all__ = ["Memory", "Model", "RunError", "Sampling", "Scores", "load", "train"]
 
 _MODULES = {

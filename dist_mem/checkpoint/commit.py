@@ -17,10 +17,8 @@ directory.
 from __future__ import annotations
 
 import json
-import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,8 +36,8 @@ from dist_mem.runtime.distributed import Failure, World, agreed_error, describe_
 from dist_mem.runtime.files import free_name, fsync_path, write_hashed, write_text
 from dist_mem.runtime.lease import refuse_if_taken_over
 from dist_mem.runtime.side_channel import SideChannel
+from dist_mem.runtime.versions import code_versions
 
-_LIBRARIES = ("torch", "deepspeed", "dist-mem")
 _MARGIN = 1 << 20  # bytes of free space kept for file headers and for other files written during the save
 
 
@@ -95,6 +93,34 @@ def write_checkpoint(
         ) from error
 
 
+def rehearse_checkpoint(snapshot: Snapshot, *, run_dir: Path, world: World, channel: SideChannel) -> None:
+    """Write all files of a checkpoint but its rename, and remove them; collective, before the first step.
+
+    Args:
+        snapshot: a rehearsal, without the tensors of the engine and the memories.
+
+    Raises:
+        UnfitError: on every rank, if any rank could not write its part; names those ranks.
+    """
+    partial = step_dir(run_dir, snapshot.step).with_name(".rehearsal.partial")
+
+    def fill(shares: Sequence[Share]) -> None:
+        try:
+            _raise_failures(shares)
+            _fill(partial, snapshot, shares)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    try:
+        channel.decided_by_rank0(snapshot.num_bytes, lambda sizes: _open(partial, snapshot, sum(sizes)))
+        channel.decided_by_rank0(_write_share(partial, snapshot, world.rank), fill)
+    except UnfitError as error:
+        raise UnfitError(
+            f"no checkpoint can be written into {partial.parent}: {error}. Earlier checkpoints are intact: fix this, "
+            "and the same command resumes"
+        ) from error
+
+
 def _open(partial: Path, snapshot: Snapshot, num_bytes: int) -> None:
     """Check that this job still owns the run and that the disk has room; create the staging directory."""
     refuse_if_taken_over(run_of(partial))
@@ -135,9 +161,7 @@ def _finish(
     """Commit the files of all ranks, or remove them: on a full disk they would take the room of the next save."""
     refuse_if_taken_over(run_of(final))  # before removing anything: the other job's staging directory has the same name
     try:
-        failure = agreed_error([share.error for share in shares], "writing")
-        if failure is not None:
-            raise UnfitError(str(failure))  # whatever the reason: the run has written here before
+        _raise_failures(shares)
         flush_records()  # a resumed run does not log the points up to this step again
         written = _commit(partial, final, snapshot, shares, broken)
         return written._replace(messages=prune(run_of(final), snapshot.step, rules))
@@ -146,7 +170,14 @@ def _finish(
         raise
 
 
-def _commit(partial: Path, final: Path, snapshot: Snapshot, shares: Sequence[Share], broken: Sequence[Path]) -> Written:
+def _raise_failures(shares: Sequence[Share]) -> None:
+    failure = agreed_error([share.error for share in shares], "writing")
+    if failure is not None:
+        raise UnfitError(str(failure))  # whatever the reason: the run has written here before
+
+
+def _fill(partial: Path, snapshot: Snapshot, shares: Sequence[Share]) -> tuple[dict[str, Any], set[Path]]:
+    """Write the small files and the manifest beside the files of the ranks; return all entries, and the folders."""
     index = engine_index(snapshot.engine, [share.ranges for share in shares])
     small_files = {**snapshot.small_files, ENGINE_JSON: (json.dumps(index, sort_keys=True) + "\n").encode()}
     small = {name: write_hashed(partial / name, [content]) for name, content in small_files.items()}
@@ -155,6 +186,11 @@ def _commit(partial: Path, final: Path, snapshot: Snapshot, shares: Sequence[Sha
     for folder in folders:
         fsync_path(folder)
     write_manifest(partial, _manifest(snapshot, files, shares))  # also flushes the staging directory
+    return files, folders
+
+
+def _commit(partial: Path, final: Path, snapshot: Snapshot, shares: Sequence[Share], broken: Sequence[Path]) -> Written:
+    files, folders = _fill(partial, snapshot, shares)
     for old in {final, *(final.with_name(path.name) for path in broken)}:  # a checkpoint of this step was passed over
         if old.exists():
             old.rename(free_name(old.with_name(f"{old.name}.broken")))
@@ -171,7 +207,7 @@ def _manifest(snapshot: Snapshot, files: Mapping[str, Any], shares: Sequence[Sha
     return {
         "step": snapshot.step,
         "world_size": len(shares),
-        "versions": {name: version(name) for name in _LIBRARIES} | {"python": platform.python_version()},
+        "versions": code_versions(),
         **snapshot.metadata,
         "files": dict(sorted(files.items())),
         "lanes": {

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from dist_mem.checkpoint.commit import Written, write_checkpoint
+from dist_mem.checkpoint.commit import Written, rehearse_checkpoint, write_checkpoint
 from dist_mem.checkpoint.snapshot import Snapshot
 from dist_mem.config import CheckpointConfig
 from dist_mem.runtime.distributed import World
@@ -88,6 +88,10 @@ class Saver:
         """Whether `checkpoint.every_minutes` have passed since the last save; only rank 0 looks at its clock."""
         minutes = self._rules.every_minutes
         return self._world.rank == 0 and minutes is not None and time.monotonic() >= self._last_began + 60 * minutes
+
+    def rehearse(self, snapshot: Snapshot) -> None:
+        """Try before the first step what a save needs, see `rehearse_checkpoint`. Raises UnfitError on every rank."""
+        rehearse_checkpoint(snapshot, run_dir=self._run_dir, world=self._world, channel=self._channel)
 
     def save(self, snapshot: Snapshot, *, began: float) -> None:
         """Write a snapshot, in the background or before returning.

@@ -33,13 +33,27 @@ class Snapshot(NamedTuple):
 
 
 def take_snapshot(
-    *, step: int, engine: Engine, lanes: Lanes, small_files: Mapping[str, bytes], metadata: Mapping[str, Any]
+    *,
+    step: int,
+    engine: Engine,
+    lanes: Lanes,
+    small_files: Mapping[str, bytes],
+    metadata: Mapping[str, Any],
+    is_rehearsal: bool = False,
 ) -> Snapshot:
-    """Copy this rank's engine, lanes and random state: the only part of a save that training must wait for."""
+    """Copy this rank's engine, lanes and random state: the only part of a save that training must wait for.
+
+    Args:
+        is_rehearsal: leave out the tensors of the engine and the memories, which may take gigabytes.
+    """
     owned = engine.owned()
     live = {
-        "engine": engine_tensors(owned),
-        "lanes": {**_joined(lanes.states), "lane_ids": lanes.lane_ids, "cursors": lanes.cursors},
+        "engine": {} if is_rehearsal else engine_tensors(owned),
+        "lanes": {
+            **({} if is_rehearsal else _joined(lanes.states)),
+            "lane_ids": lanes.lane_ids,
+            "cursors": lanes.cursors,
+        },
         "rng": _random_state(engine.device),
     }
     engine_metadata = engine.metadata()

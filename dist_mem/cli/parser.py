@@ -10,7 +10,6 @@ from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
-from dist_mem import __version__
 from dist_mem.cli import (
     arena,
     datasets,
@@ -40,6 +39,7 @@ from dist_mem.cli.arguments import (
     unknown_option,
 )
 from dist_mem.cli.help import EXAMPLES, HelpFormatter, Parser
+from dist_mem.version import __version__
 
 Command = Callable[[Namespace], int]
 Parsers = dict[str, ArgumentParser]  # of the commands, by name

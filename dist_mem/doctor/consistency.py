@@ -19,7 +19,8 @@ from dist_mem.data.shard import INDEX_NAME, read_index
 from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_metadata
 from dist_mem.runtime.files import sha256_of
 from dist_mem.runtime.findings import Finding, Place, Remark, fail, ok, warning
-from dist_mem.tracking.provenance import PACKAGE, running_commit, versions
+from dist_mem.runtime.versions import code_versions
+from dist_mem.tracking.provenance import PACKAGE, running_commit
 
 MISSING = "missing"
 _SOURCES = "sources of dist_mem"
@@ -35,7 +36,7 @@ _FIXES = {
 
 def fingerprint_code(*, with_commit: bool) -> Fingerprint:
     """Return versions, a checksum of the package's sources and, if requested, the commit, for which git is run."""
-    found = {name.removeprefix("version."): text for name, text in versions().items()}
+    found = code_versions()
     digest = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(f"{path.relative_to(PACKAGE)}\n".encode() + path.read_bytes())

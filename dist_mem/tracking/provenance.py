@@ -7,18 +7,17 @@ an installed copy is ignored, such as that of a project with a virtual environme
 from __future__ import annotations
 
 import json
-import platform
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
-from dist_mem import __version__
 from dist_mem.runtime.environment import environment_of_git, node_name, slurm_job, user_name
+from dist_mem.runtime.versions import code_versions
+from dist_mem.version import __version__
 
 PACKAGE = Path(__file__).parent.parent
 MAX_DIFF_CHARS = 1_000_000
@@ -39,14 +38,8 @@ class GitError(Exception):
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of dist_mem, Python, torch and DeepSpeed as tags, without importing them."""
-    found = {"version.dist_mem": __version__, "version.python": platform.python_version()}
-    for name in ("torch", "deepspeed"):
-        try:
-            found[f"version.{name}"] = version(name)
-        except PackageNotFoundError:  # on the path without being installed
-            continue
-    return found
+    """Return `code_versions` as tags."""
+    return {f"version.{name.replace('-', '_')}": text for name, text in code_versions().items()}
 
 
 def who_runs_what() -> dict[str, str]:
@@ -137,7 +130,7 @@ def _read_kept(package: Path) -> dict[str, Any] | None:
 
 def code_differences(versions_then: Mapping[str, str], commit_then: str | None, commit_now: str | None) -> str:
     """List the differences between the code of a checkpoint and the running code: `torch 2.12 -> 2.13`; "" if none."""
-    now = {tag.removeprefix("version.").replace("_", "-"): text for tag, text in versions().items()}
+    now = code_versions()
     pairs = {name: (then, now.get(name)) for name, then in versions_then.items()}
     if commit_then and commit_now:
         pairs["commit"] = (commit_then, commit_now)

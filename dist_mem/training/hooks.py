@@ -15,7 +15,7 @@ from dist_mem.checkpoint.lane_states import Lanes
 from dist_mem.checkpoint.manifest import TOKENIZER_DIR
 from dist_mem.checkpoint.resume_choice import AUTO, choose_checkpoint
 from dist_mem.checkpoint.resume_source import data_fingerprint, saved_config
-from dist_mem.checkpoint.snapshot import take_snapshot
+from dist_mem.checkpoint.snapshot import Snapshot, take_snapshot
 from dist_mem.config import to_yaml
 from dist_mem.config.resume_rules import checksums_to_keep
 from dist_mem.data.directory import open_index
@@ -132,6 +132,20 @@ def save(context: Context, state: TrainState) -> None:
     beat("saving")
     context.saver.wait()  # at most one save in flight, and one copy in memory
     began = time.perf_counter()
+    context.saver.save(_snapshot(context, state), began=began)
+
+
+def rehearse_save(context: Context, state: TrainState) -> None:
+    """Try what the first save needs, without its tensors: that it fails is found here, and not hours later.
+
+    Raises:
+        UnfitError: on every rank, if any rank could not write its part.
+    """
+    beat("saving")
+    context.saver.rehearse(_snapshot(context, state, is_rehearsal=True))
+
+
+def _snapshot(context: Context, state: TrainState, *, is_rehearsal: bool = False) -> Snapshot:
     metadata = {
         "time": time.time(),
         "commit": context.commit,
@@ -152,10 +166,14 @@ def save(context: Context, state: TrainState) -> None:
     # In every checkpoint, not once per run, so that a checkpoint copied elsewhere can be loaded there.
     tokenizer = tokenizer_files(context.tokenizer)
     small_files |= {f"{TOKENIZER_DIR}/{name}": content for name, content in tokenizer.items()}
-    snapshot = take_snapshot(
-        step=state.step, engine=context.engine, lanes=lanes, small_files=small_files, metadata=metadata
+    return take_snapshot(
+        step=state.step,
+        engine=context.engine,
+        lanes=lanes,
+        small_files=small_files,
+        metadata=metadata,
+        is_rehearsal=is_rehearsal,
     )
-    context.saver.save(snapshot, began=began)
 
 
 def save_if_due(context: Context, state: TrainState, outcome: Outcome, *, is_last: bool) -> None:

@@ -32,7 +32,7 @@ from dist_mem.runtime.timeline import Beginning
 from dist_mem.runtime.watchdog import PATIENCE, beat, before_end, end_if_hung, watched
 from dist_mem.training.compiling import leave_if_interrupted
 from dist_mem.training.goodput import last_sign_of_life
-from dist_mem.training.hooks import end_saving, tag
+from dist_mem.training.hooks import end_saving, rehearse_save, tag
 from dist_mem.training.loop import train
 from dist_mem.training.opening import open_run
 from dist_mem.training.stopping import Stopping, refuse_if_asked_to_stop
@@ -107,6 +107,7 @@ def run_job(
     code = EXIT_FAILED
     before_end(lambda: tracker.close(_STATUS[EXIT_FAILED]))
     try:
+        rehearse_save(context, state)
         state, code = train(context, state, stopping)
         for text in context.stragglers.summary():
             tracker.message(text)

@@ -16,9 +16,12 @@ Hook = Callable[[Path], None]  # called with the path of every file before it is
 
 
 @contextmanager
-def before_writing(hook: Hook) -> Iterator[pytest.MonkeyPatch]:
+def before_writing(hook: Hook, *, is_rehearsal: bool = False) -> Iterator[pytest.MonkeyPatch]:
+    """Call the hook before a file of a checkpoint is written, or before one of the rehearsal at the start."""
+
     def write(path: Path, parts: Any) -> dict[str, Any]:
-        hook(path)
+        if is_rehearsal == (".rehearsal.partial" in path.parts):
+            hook(path)
         return write_hashed(path, parts)
 
     with pytest.MonkeyPatch.context() as patch:

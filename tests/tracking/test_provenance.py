@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -206,6 +208,19 @@ def test_versions_are_those_that_run() -> None:
     assert found["version.dist_mem"] == __version__
     assert found["version.torch"] == str(torch.__version__)
     assert set(found) == {"version.dist_mem", "version.python", "version.torch", "version.deepspeed"}
+
+
+def test_versions_need_no_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source tree on the path has no metadata."""
+
+    def unknown(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    expected = versions()
+    monkeypatch.setattr("dist_mem.runtime.versions.version", unknown)
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    del expected["version.deepspeed"]
+    assert versions() == expected
 
 
 def test_commit_of_the_running_code_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

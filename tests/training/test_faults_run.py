@@ -58,7 +58,7 @@ def test_a_disk_without_room_for_a_save_stops_all_ranks_and_loses_nothing_saved(
         assert codes == [1, 1], text
         assert_one_message(
             text,
-            "error: checkpoint ",
+            "error: no checkpoint can be written into ",
             ": it needs ",
             " free: make room there, or keep fewer checkpoints, see checkpoint.keep_last",
             "Earlier checkpoints are intact: fix this, and the same command resumes",

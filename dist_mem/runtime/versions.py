@@ -1,0 +1,29 @@
+"""The versions of the code that runs: of dist_mem, Python, torch and DeepSpeed."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+from dist_mem.version import __version__
+
+_LIBRARIES = ("torch", "deepspeed")
+
+
+def code_versions() -> dict[str, str]:
+    """Return name -> version, without importing a library.
+
+    A library on the path without metadata, such as a source tree, has its version from the imported module. It is left
+    out if it is not imported or states no version.
+    """
+    found = {"dist-mem": __version__, "python": platform.python_version()}
+    return found | {name: text for name in _LIBRARIES if (text := _version(name))}
+
+
+def _version(library: str) -> str | None:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        text = getattr(sys.modules.get(library), "__version__", None)
+        return None if text is None else str(text)
