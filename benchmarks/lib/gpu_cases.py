@@ -1,11 +1,7 @@
-"""Train every memory for a few updates at several sizes, back ends and with torch.compile; see benchmarks/gpu.sh.
+"""Check and measure dist_mem on a GPU, the cases that tell most first; see benchmarks/gpu.sh.
 
-    PYTHONPATH=benchmarks python -m lib.gpu_cases --out gpu_results
-    PYTHONPATH=benchmarks python -m lib.gpu_cases --out /tmp/tiny --cpu --tiny
-
-Each case is a real `dist-mem train` with data, ZeRO and optimizer, in a process of its own: one that runs out of memory
-is recorded, and tried again with half of the lanes at once. Results are written after every case; started again, the
-program makes the cases that are missing.
+Results are written after every case: OUT/gpu.json, and OUT/gpu.md as a table. A case that the end of the time
+interrupts leaves no result, and is the first of the next call.
 """
 
 from __future__ import annotations
@@ -13,248 +9,330 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import queue
 import signal
-import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from lib.common import ROOT, load
-from lib.random_words import build_random_words
-from memory import memories
+from lib.common import load
+from lib.gpu_bench import Bench, FailedError, Settings, TimeUpError, build_words, configuration_file
+from lib.gpu_numbers import names
+from lib.gpu_runs import (
+    BASE,
+    ESTIMATE,
+    PUBLISHED,
+    Speed,
+    data_of,
+    evaluated,
+    repeated,
+    resumed,
+    speed_configuration,
+    speed_of_largest_batch,
+    zero_stage,
+)
+from lib.speed import memories
 
-from dist_mem.config import Config, load_config
-from dist_mem.config.keys import find_key
+from dist_mem.config import load_config
 from dist_mem.runtime.files import write_text
-from dist_mem.tracking.provenance import running_commit, versions
+from dist_mem.runtime.versions import code_versions
+from dist_mem.tracking.provenance import running_commit
 
-BASE = "transformer_xl_base"
-PUBLISHED = 59_961  # tokens/s of NVIDIA's base configuration on one A100 of 40 GB
-SIZES = ("125m", "350m", "1.3b", BASE)
-_OUT_OF_MEMORY = ("out of memory", "OutOfMemory", "Cannot allocate", "this needs at least")  # the last: our own
-TINY = {
-    "model": {"num_layers": 2, "d_model": 32, "num_heads": 2, "d_head": None, "d_inner": 64},
-    "train": {"global_batch_size": 4, "micro_batch_size": 4, "seg_len": 16},
-}
+Make = Callable[[Bench], dict[str, Any]]
+SECONDS = {"numbers": 60.0, "attention": 300.0, "run": 120.0, "compiled": 300.0, "1.3b": 300.0}  # limits of a case
+GOOD = ("passed", "done")
+LEAST_SECONDS = 10.0  # that must be left to begin a case
+SMALL_WORDS, SMALL_TOKENS, SPEED_TOKENS = 500, 20_000, 1_500_000
 
 
 class Case(NamedTuple):
-    """What is measured."""
+    """What is checked or measured, and how long it may take."""
 
-    size: str  # file in configs/speed
-    memory: str
-    attention: str  # of model.attention; "simple" where the package has no such key
-    compiled: bool
-
-    @property
-    def name(self) -> str:
-        return f"{self.size} {self.memory} {self.attention}{' compiled' if self.compiled else ''}"
+    name: str
+    seconds: float
+    make: Make | None  # None: of gpu_numbers.py, whose cases share a process
 
 
-class Plan(NamedTuple):
-    """How all cases are measured."""
-
-    out: Path
-    every: int  # steps between two logged points
-    steps: int  # measured ones are those after the first point
-    seconds: float  # longest time of a case
-    tiny: bool
-    extra: list[str]  # overrides of all cases
-
-
-def all_cases(sizes: list[str], *, only: list[str], attentions: list[str], compiles: list[str]) -> Iterator[Case]:
-    """Yield the cases: every memory, with every back end that the package has, compiled or not.
-
-    Args:
-        only, attentions: the memories and back ends to take; empty: all.  compiles: among yes and no.
-    """
-    attention, compiled = find_key(Config, "model.attention"), find_key(Config, "train.compile")
-    back_ends = [name for name in attention.metadata.choices if name != "auto"] if attention else ["simple"]
-    for size in sizes:
-        kinds = ["transformer_xl"] if size == BASE else ["causal", *memories(1)]
-        for kind in kinds:
-            for back_end in back_ends:
-                for is_compiled in (False, True) if compiled else (False,):
-                    is_wanted = kind in (only or [kind]) and back_end in (attentions or [back_end])
-                    if is_wanted and ("yes" if is_compiled else "no") in compiles:
-                        yield Case(size, kind, back_end, is_compiled)
+def all_cases() -> list[Case]:
+    """Return the cases in the order in which they are made."""
+    seconds = {name: SECONDS["attention" if name.startswith("attention") else "numbers"] for name in names()}
+    numbers = [Case(name, limit, None) for name, limit in seconds.items()]
+    stages = [*(f"zero {stage}" for stage in range(4)), "zero 2 compiled"]
+    runs: list[tuple[str, Callable[[Bench, str], dict[str, Any]]]] = [
+        *((name, zero_stage) for name in stages[:4]),
+        ("repeat", repeated),
+        ("resume after kill -9", resumed),
+        ("evaluation on the device and the CPU", evaluated),
+        (stages[4], zero_stage),
+    ]
+    checks = [_run(name, make) for name, make in runs]
+    return [*numbers, *checks, *map(_speed, speeds())]
 
 
-def configuration(case: Case, plan: Plan, run_dir: Path, micro_lanes: int | None) -> dict[str, Any]:
-    """Return what is laid over configs/speed/SIZE.yaml."""
-    size = load_config([str(ROOT / "configs" / "speed" / f"{case.size}.yaml")])
-    seg_len = TINY["train"]["seg_len"] if plan.tiny else size.train.seg_len
-    changes: dict[str, Any] = {"model": {}, "train": {}}
-    if plan.tiny:
-        changes = {block: dict(keys) for block, keys in TINY.items()}
-        changes["data"] = {"path": str(plan.out / "data_tiny")}
-        if size.model.adaptive:
-            changes["model"]["adaptive"] = {"cutoffs": [20, 100]}
-    if case.memory == "causal":
-        changes["model"] |= {"kind": "gpt2", "num_positions": seg_len, "adaptive": None, "d_head": None}
-    changes["memory"] = {"kind": "causal"} if case.memory == "causal" else memories(seg_len)[case.memory]
-    changes["train"] |= {"steps": 10**6} | ({"micro_batch_size": micro_lanes} if micro_lanes else {})
-    if find_key(Config, "model.attention"):
-        changes["model"]["attention"] = case.attention
-    if find_key(Config, "train.compile"):
-        changes["train"]["compile"] = case.compiled
-    if find_key(Config, "train.profile"):
-        changes["train"]["profile"] = [plan.steps, plan.steps + min(3, plan.every - 1)]  # after what is measured
-    supervision = {"tracking": {"mlflow": False, "every": plan.every}, "preflight": False}  # the doctor has run
-    return {**changes, **supervision, "run_dir": str(run_dir), "schedule": {"kind": "constant", "warmup_steps": 0}}
+def _run(name: str, make: Callable[[Bench, str], dict[str, Any]]) -> Case:
+    compiles = name in ("zero 0", "zero 2 compiled")  # the first training compiles DeepSpeed's operators
+    return Case(name, SECONDS["compiled" if compiles else "run"], lambda bench: make(bench, name))
 
 
-def measure(case: Case, plan: Plan, micro_lanes: int | None = None) -> dict[str, Any]:
-    """Train a case until it has made its steps, end it without a save, and return its result."""
-    folder = plan.out / "runs" / f"{case.name.replace(' ', '_').replace(',', '')}-{micro_lanes or 'all'}"
-    folder.mkdir(parents=True, exist_ok=True)
-    changes = configuration(case, plan, folder / "run", micro_lanes)
-    (folder / "case.yaml").write_text(json.dumps(changes))
-    config = [str(ROOT / "configs" / "speed" / f"{case.size}.yaml"), str(folder / "case.yaml"), *plan.extra]
-    began = time.monotonic()
-    with (folder / "output.txt").open("w") as output:
-        command = [sys.executable, "-m", "dist_mem", "train", *config]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
+def _speed(speed: Speed) -> Case:
+    kind = "1.3b" if speed.size == "1.3b" else "compiled" if speed.is_compiled else "run"
+    return Case(speed.name, SECONDS[kind], lambda bench: speed_of_largest_batch(bench, speed))
+
+
+def speeds() -> Iterable[Speed]:
+    """Yield what is measured: NVIDIA's configuration, five models by size, then back ends and the other memories."""
+    first = ("transformer_xl", "causal", "gated_deltanet", "infinite", "titans")
+    yield Speed(BASE, "transformer_xl")
+    yield Speed(BASE, "transformer_xl", is_compiled=True)
+    for size in ("125m", "350m", "1.3b"):
+        for is_compiled in (False, True):
+            yield from (Speed(size, memory, is_compiled=is_compiled) for memory in first)
+    for back_end in ("simple", "chunked", "sdpa", "flex"):
+        yield Speed("125m", "transformer_xl", back_end)
+    yield from (Speed("125m", memory) for memory in memories(1) if memory not in first)
+
+
+def make_cases(bench: Bench, missing: list[Case], keep: Callable[[str, dict[str, Any]], None]) -> None:
+    """Make the cases in order and keep each result. Raises TimeUpError when the time of this call is up."""
+    numbers = [case for case in missing if case.make is None]
+    _make_numbers(bench, numbers, keep)
+    for case in missing:
+        if case.make is not None:
+            began = time.monotonic()
+            _require_time(bench)
+            bench.begin(case.seconds)
+            try:
+                result = case.make(bench)
+            except FailedError as error:
+                result = {"status": error.status, "output": error.output}
+            finally:
+                bench.kill()
+            keep(case.name, {**result, "seconds": round(time.monotonic() - began, 1)})
+
+
+def _require_time(bench: Bench) -> None:
+    if time.monotonic() > bench.settings.deadline - LEAST_SECONDS:
+        raise TimeUpError
+
+
+def _make_numbers(bench: Bench, cases: list[Case], keep: Callable[[str, dict[str, Any]], None]) -> None:
+    """Make the cases of gpu_numbers.py in one process, and in a new one after a case that ended it."""
+    while cases:
+        _require_time(bench)
+        worker = bench.worker({"numbers": [case.name for case in cases], "device": bench.device})
+        lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=_read_lines, args=(worker, lines), daemon=True).start()
+        began = time.monotonic()
         try:
-            ended = wait_for_points(process, folder / "run", plan)
+            while cases:
+                began = time.monotonic()
+                bench.begin(cases[0].seconds)
+                result = _next_result(bench, lines)
+                keep(result.pop("case"), {**result, "seconds": round(time.monotonic() - began, 1)})
+                cases = cases[1:]
+        except FailedError as error:
+            seconds = round(time.monotonic() - began, 1)
+            keep(cases[0].name, {"status": error.status, "output": error.output, "seconds": seconds})
+            cases = cases[1:]
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # without the save of a model that nobody wants
-                process.wait()
-    result = {**case._asdict(), "micro_lanes": micro_lanes, "status": ended, "seconds": time.monotonic() - began}
-    text = (folder / "output.txt").read_text(errors="replace")
-    if ended == "done":
-        return result | figures(folder / "run")
-    if any(sign in text for sign in _OUT_OF_MEMORY):
-        result["status"] = "out of memory"
-    return result | {"exit_code": process.returncode, "output": text[-1500:]}
+            bench.kill()
 
 
-def points(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the logged points of a run; none before the first."""
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    logged = [json.loads(line) for line in lines]
-    return [{**one["metrics"], "step": one["step"]} for one in logged if "tokens_per_second" in one["metrics"]]
+def _read_lines(worker: subprocess.Popen[str], lines: queue.Queue[str]) -> None:
+    assert worker.stdout is not None
+    for line in worker.stdout:
+        lines.put(line)
+    lines.put("")
 
 
-def wait_for_points(process: subprocess.Popen[bytes], run_dir: Path, plan: Plan) -> str:
-    """Return done, failed or too slow."""
-    deadline = time.monotonic() + plan.seconds
-    last = plan.steps + plan.every  # by then the trace is written too
-    while time.monotonic() < deadline:
-        found = points(run_dir)
-        if found and found[-1]["step"] >= last:
-            return "done"
-        if process.poll() is not None:
-            return "refused" if process.returncode == 2 else "failed"
-        time.sleep(0.2)
-    return "too slow"
+def _next_result(bench: Bench, lines: queue.Queue[str]) -> dict[str, Any]:
+    while True:
+        try:
+            line = lines.get(timeout=0.1)
+        except queue.Empty:
+            bench.check_time()
+            continue
+        if not line:
+            raise FailedError("ended", (bench.out / "workers.txt").read_text(errors="replace")[-1500:])
+        result: dict[str, Any] = json.loads(line)
+        return result
 
 
-def figures(run_dir: Path) -> dict[str, Any]:
-    """Return medians of the measured points, the peak of memory, and the table of operators."""
-    measured = points(run_dir)[1:-1]  # the first has the start, the last the trace
-    names = ("tokens_per_second", "step_seconds", "mfu", "data_wait_share")
-    found = {name: statistics.median(p[name] for p in measured) for name in names if name in measured[0]}
-    tables = sorted((run_dir / "profile").glob("*.txt"))
-    profile = {"operators": tables[0].read_text()} if tables else {}
-    return {**found, "peak_memory_gb": max(point["peak_memory_gb"] for point in measured), **profile}
-
-
-def until_it_fits(case: Case, plan: Plan) -> Iterator[dict[str, Any]]:
-    """Yield the result of a case, and after it of half of the lanes at once while it runs out of memory."""
-    lanes = load_config([str(ROOT / "configs" / "speed" / f"{case.size}.yaml")]).train.micro_batch_size
-    yield (result := measure(case, plan))
-    while result["status"] == "out of memory" and lanes > 1 and not plan.tiny:
-        lanes //= 2
-        yield (result := measure(case, plan, lanes))
-
-
-def machine(out: Path) -> dict[str, Any]:
-    """Return what the figures were measured on."""
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    doctor = out / "doctor.txt"
+def machine(settings: Settings) -> dict[str, Any]:
+    """Return what the results were measured on."""
     return {
-        "gpus": gpus,
-        "cuda": torch.version.cuda,
+        "card": card(settings),
         "load": load(),
-        "versions": versions(),
+        "versions": code_versions(),
         "commit": running_commit(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "doctor": doctor.read_text() if doctor.exists() else None,
     }
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """Return the results as a Markdown table."""
-    lines = ["| size | memory | attention | compiled | tokens/s | MFU | peak GB | ms a step | |", "|---" * 9 + "|"]
-    for one in results:
-        name = f"| {one['size']} | {one['memory']} | {one['attention']} | {'yes' if one['compiled'] else 'no'} | "
-        note = f"{one['micro_lanes']} lanes at once" if one["micro_lanes"] else ""
-        if one["status"] != "done":
-            lines.append(f"{name}| | | | {', '.join(filter(None, [one['status'], note]))} |")
+def card(settings: Settings) -> str:
+    """Return the name of the GPU."""
+    if settings.is_cpu:
+        return "CPU"
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    return lines[int(first)] if first.isdigit() and int(first) < len(lines) else lines[0]
+
+
+def prepare(bench: Bench) -> list[subprocess.Popen[bytes]]:
+    """Start, beside the first cases: the doctor, the random words, and the estimates of memory; return the words'."""
+    settings, sizes = bench.settings, dict.fromkeys(speed.size for speed in speeds())
+    start = {"stdout": subprocess.DEVNULL, "stderr": (bench.out / "prepare.txt").open("a")}
+    small = bench.out / "data" / "tiny"
+    subprocess.run(build_words(small, SMALL_WORDS, SMALL_TOKENS), check=True, **start)
+    builds = []
+    if not settings.is_tiny:
+        paths = dict.fromkeys(load_config([str(configuration_file(size))]).data.path for size in sizes)
+        for path in paths:
+            words = int(path.rpartition("_")[2])
+            builds.append(subprocess.Popen(build_words(data_of(bench, path), words, SPEED_TOKENS), **start))
+    with (bench.out / "doctor.txt").open("w") as report:
+        subprocess.Popen([sys.executable, "-m", "dist_mem", "doctor"], stdout=report, stderr=report)
+    estimates = [sys.executable, "-m", "lib.gpu_cases", "--estimate", "--out", str(bench.out)]
+    subprocess.Popen([*estimates, *(["--tiny"] if settings.is_tiny else []), *(["--cpu"] if settings.is_cpu else [])])
+    return builds
+
+
+def estimate(bench: Bench) -> None:
+    """Write the memory that is predicted for every model whose speed is measured to OUT/estimates.json."""
+    from dist_mem.planning.memory import training_parts
+
+    path = bench.out / "estimates.json"
+    found: dict[str, int] = json.loads(path.read_text()) if path.exists() else {}
+    for speed in speeds():
+        if speed.name in found or speed.is_compiled:  # as without compilation
             continue
-        if one["size"] == BASE and torch.cuda.is_available():
-            note = f"{note} {one['tokens_per_second'] / PUBLISHED:.2f} x NVIDIA's on one A100".strip()
-        mfu = f"{one['mfu']:.1%}" if "mfu" in one else ""
-        speed = (
-            f"{one['tokens_per_second']:,.0f} | {mfu} | {one['peak_memory_gb']:.2f} | {one['step_seconds'] * 1e3:,.1f}"
-        )
-        lines.append(f"{name}{speed} | {note} |")
+        keys = json.dumps(speed_configuration(bench, speed, bench.out, None))
+        laid_over = bench.out / "estimate.yaml"
+        laid_over.write_text(keys)
+        config = load_config([str(configuration_file(speed.size)), str(laid_over)])
+        vocab = 1 + (SMALL_WORDS if bench.settings.is_tiny else 267_735 if speed.size == BASE else 50_257)
+        parts = training_parts(config, vocab, world_size=1, on_gpu=not bench.settings.is_cpu)
+        found[speed.name] = sum(part.num_bytes for part in parts)
+        write_text(path, json.dumps(found, indent=1))
+
+
+def tables(made: dict[str, Any], about: dict[str, Any], estimates: dict[str, int]) -> str:
+    """Return the results as Markdown."""
+    lines = [f"{about['card']}, {', '.join(f'{name} {text}' for name, text in about['versions'].items())}", ""]
+    lines += ["| check | result | error | limit | s |", "|---|---|---|---|---|"]
+    for name, one in made.items():
+        if not name.startswith("speed "):
+            pairs = [(one[key], one[f"{key}_limit"]) for key in ("float64", "float32", "bfloat16") if key in one]
+            pairs = pairs or [(one[key], one["limit"]) for key in ("error",) if key in one]
+            errors, limits = ("; ".join(f"{pair[side]:.1e}" for pair in pairs) for side in (0, 1))
+            lines.append(f"| {name} | {one['status']} | {errors} | {limits} | {one.get('seconds', '')} |")
+    lines += ["", "Errors of memories: float64; float32; bfloat16. Of attention: float32; bfloat16.", ""]
+    lines += ["| model | tokens/s | MFU | peak GB | estimate/peak | ms per update | |", "|---|---|---|---|---|---|---|"]
+    for name, one in made.items():
+        if name.startswith("speed "):
+            lines.append(_speed_row(name, one, estimates.get(name.removesuffix(" compiled"))))
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    """Make the cases that are missing, and write both files after each; 1 if no case of all could be measured."""
+def _speed_row(name: str, one: dict[str, Any], estimated: int | None) -> str:
+    notes = [f"{one['micro_lanes']} lanes at once"] if one.get("micro_lanes") else []
+    title = name.removeprefix("speed ")
+    if one["status"] != "done":
+        return f"| {title} | | | | | | {', '.join([one['status'], *notes])} |"
+    if title.startswith(BASE):
+        notes.append(f"{one['tokens_per_second'] / PUBLISHED:.2f} x NVIDIA's on one A100")
+    mfu, ratio = f"{one['mfu']:.1%}" if "mfu" in one else "", ""
+    if estimated and not one.get("micro_lanes"):
+        share = estimated / 1e9 / one["peak_memory_gb"]
+        ratio = f"{share:.2f}" if ESTIMATE[0] <= share <= ESTIMATE[1] else f"**{share:.2f}**"
+    speed = f"{one['tokens_per_second']:,.0f} | {mfu} | {one['peak_memory_gb']:.2f}"
+    return f"| {title} | {speed} | {ratio} | {one['step_seconds'] * 1e3:,.1f} | {', '.join(notes)} |"
+
+
+def parse() -> argparse.Namespace:
+    """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu_results"), help="folder of results; default: %(default)s")
-    parser.add_argument("--sizes", default=",".join(SIZES), help="default: %(default)s")
-    parser.add_argument("--memories", default="", help="names with commas between; default: all")
-    parser.add_argument("--attention", default="", help="back ends with commas between; default: all")
-    parser.add_argument("--compile", default="no,yes", help="default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=1200.0, help="longest time of a case; default: %(default)s")
-    parser.add_argument("--cpu", action="store_true", help="measure CPUs, which shows only that everything runs")
-    parser.add_argument("--tiny", action="store_true", help="a model of two layers and a few words")
-    parser.add_argument("extra", nargs="*", help="overrides of all cases, as train.precision=fp16")
-    options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; started again, the missing cases are made"))
-    if not (options.cpu or torch.cuda.is_available()):
-        sys.exit("error: torch sees no GPU here; --cpu --tiny shows on CPUs that everything runs")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop in this time; default: at the end")
+    parser.add_argument("--only", default="", help="parts of the names of cases, with commas between; default: all")
+    parser.add_argument("--retry", action="store_true", help="make cases again that failed, before the missing ones")
+    parser.add_argument("--list", action="store_true", help="print the names of all cases, and end")
+    parser.add_argument("--cpu", action="store_true", help="use the CPU, which shows only that everything runs")
+    parser.add_argument("--tiny", action="store_true", help="models of two layers and a few words")
+    parser.add_argument("--estimate", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Make the cases that are missing; 0 if none of all has failed."""
+    began, options = time.monotonic(), parse()
+    cases = [case for case in all_cases() if any(part in case.name for part in options.only.split(","))]
+    if options.list:
+        print("\n".join(case.name for case in cases))
+        return 0
+    settings = Settings(options.out.resolve(), options.cpu, options.tiny, began + 60.0 * options.minutes)
+    settings.out.mkdir(parents=True, exist_ok=True)
     if options.cpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    every, steps = (2, 6) if options.tiny else (10, 40)
-    out = options.out.resolve()
-    plan = Plan(out, every, steps, options.seconds, options.tiny, options.extra)
-    sizes = options.sizes.split(",")
-    if unknown := set(sizes) - set(SIZES):
-        parser.error(f"--sizes: {', '.join(sorted(unknown))} is not among {', '.join(SIZES)}")
-    build_data(plan, sizes)
-    kept = json.loads((out / "gpu.json").read_text())["cases"] if (out / "gpu.json").exists() else []
-    made = {Case(*(one[name] for name in Case._fields)) for one in kept}
-    only, attentions = (list(filter(None, text.split(","))) for text in (options.memories, options.attention))
-    for case in all_cases(sizes, only=only, attentions=attentions, compiles=options.compile.split(",")):
-        if case in made:
-            continue
-        for result in until_it_fits(case, plan):
-            kept.append(result)
-            print(f"{case.name}: {result['status']}, {result.get('tokens_per_second', 0):,.0f} tokens/s", flush=True)
-            write_text(out / "gpu.json", json.dumps({"machine": machine(out), "cases": kept}, indent=1))
-            write_text(out / "gpu.md", table(kept))
-    return 0 if any(one["status"] == "done" for one in kept) else 1
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    bench = Bench(settings)
+    if options.estimate:
+        estimate(bench)
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; started again, the missing cases are made"))
+    return run(bench, cases, is_retry=options.retry)
 
 
-def build_data(plan: Plan, sizes: list[str]) -> None:
-    """Make the random words that the sizes read, unless they are there; a build that was interrupted continues."""
-    if plan.tiny:
-        build_random_words(plan.out / "data_tiny", num_words=500, num_tokens=20_000)
-        return
-    for path in {load_config([str(ROOT / "configs" / "speed" / f"{size}.yaml")]).data.path for size in sizes}:
-        build_random_words(ROOT / path, num_words=int(path.rpartition("_")[2]), num_tokens=6_000_000)
+def run(bench: Bench, cases: list[Case], *, is_retry: bool) -> int:
+    """Make the cases that are missing, and write both files after each."""
+    path, about = bench.out / "gpu.json", machine(bench.settings)
+    kept = json.loads(path.read_text()) if path.exists() else {"machine": about, "cases": {}}
+    if kept["machine"]["card"] != about["card"]:
+        print(f"error: {path} has results of {kept['machine']['card']}, this is {about['card']}: give another --out")
+        return 2
+    made: dict[str, Any] = kept["cases"]
+    failed = [case for case in cases if is_retry and made.get(case.name, {}).get("status") not in (None, *GOOD)]
+    missing = [*failed, *(case for case in cases if case.name not in made)]
+
+    def write() -> None:
+        order = [case.name for case in all_cases() if case.name in made]
+        results = {name: made[name] for name in order}
+        estimates = bench.out / "estimates.json"
+        write_text(path, json.dumps({"machine": about, "cases": results}, indent=1))
+        predicted = json.loads(estimates.read_text()) if estimates.exists() else {}
+        write_text(bench.out / "gpu.md", tables(results, about, predicted))
+
+    def keep(name: str, result: dict[str, Any]) -> None:
+        made[name] = result
+        print(f"{name}: {result['status']}{speed_text(result)}, {result.get('seconds', 0):.0f} s", flush=True)
+        write()
+
+    bench.stand_by()
+    try:
+        words = prepare(bench)
+        checks = [case for case in missing if not case.name.startswith("speed ")]
+        make_cases(bench, checks, keep)
+        for build in words:
+            bench.begin(600.0)
+            bench.wait(build, bench.out / "prepare.txt")
+        make_cases(bench, [case for case in missing if case not in checks], keep)
+        print("all cases are made")
+    except TimeUpError:
+        left = sum(case.name not in made for case in cases)
+        print(f"the time is up; {left} of {len(cases)} cases are left: start it again")
+    finally:
+        bench.close()
+        write()
+    print((bench.out / "gpu.md").read_text())
+    return 0 if all(one["status"] in GOOD for one in made.values()) else 1
+
+
+def speed_text(result: dict[str, Any]) -> str:
+    return f", {result['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in result else ""
 
 
 if __name__ == "__main__":
