@@ -1,7 +1,9 @@
-"""The interval of a comparison: by how much a gain differs if other documents of the same kind had been scored.
+"""The interval of a comparison: by how much a gain differs with other documents and other seeds of the same kind.
 
 Documents are drawn with replacement, the same ones for both models, because a document that is hard is hard for both
-(paired bootstrap; Koehn 2004). The interval does not contain what another seed of the training would change.
+(paired bootstrap; Koehn 2004). Of a model that was trained with several seeds, the seeds are drawn too, for each model
+apart: n - 1 of n with replacement, so that their mean varies as the mean of n seeds does (Rao and Wu 1988; n of n
+would make it too narrow, by half for two seeds). The interval of one seed does not contain what another would change.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from numpy.typing import NDArray
 
 from dist_mem.evaluation.report import MAX_EXPONENT, DocumentScore, Report
 
-_DRAWS = 10_000  # resamples of the documents
-_DRAWS_AT_ONCE = 4_000_000  # documents drawn in one array: 32 MB
+_DRAWS = 10_000  # resamples of documents and seeds
+_DRAWS_AT_ONCE = 1_000_000  # documents drawn in one array: 8 MB, and a few such arrays
 _SEED = 0  # the same reports give the same interval
 _TAIL = 2.5  # percent on either side
 
@@ -26,16 +28,15 @@ def gain_interval(first: Sequence[Report], other: Sequence[Report]) -> tuple[flo
     All reports score the same documents. Perplexity is word-level, or per token if words are not known.
 
     Args:
-        first, other: of each model a report for every seed, of which the mean loss counts.
+        first, other: of each model a report for every seed.
 
     Returns:
         Lower and upper bound; None if there are fewer than two documents, or a loss is not finite.
     """
-    gains = _losses(first) - _losses(other)
     scored = [document.num_scored if document.words is None else document.words for document in first[0].documents]
     counts = np.array(scored, dtype=np.float64)
     known = counts > 0  # a document without words has no share in a perplexity of words
-    bounds = _bounds(gains[known], counts[known])
+    bounds = _bounds(_losses(other)[:, known], _losses(first)[:, known], counts[known])
     return None if bounds is None else (_ratio(bounds[0]), _ratio(bounds[1]))
 
 
@@ -52,42 +53,57 @@ def accuracy_interval(
     """
     counts = np.array([document.num_scored for document in first[0].documents], dtype=np.float64)
     known = counts > 0
-    gains = (_hits(other, whole=whole) - _hits(first, whole=whole))[known]
-    return _bounds(gains, np.ones_like(gains) if whole else counts[known])
+    before, after = (_hits(reports, whole=whole)[:, known] for reports in (first, other))
+    return _bounds(before, after, np.ones(before.shape[1]) if whole else counts[known])
 
 
-def _bounds(gains: NDArray[np.float64], counts: NDArray[np.float64]) -> tuple[float, float] | None:
-    """Return the interval of sum(gains) / sum(counts) over documents, (documents,) each; None if it is not known."""
-    if len(gains) < 2 or not np.isfinite(gains).all():
+def _bounds(
+    before: NDArray[np.float64], after: NDArray[np.float64], counts: NDArray[np.float64]
+) -> tuple[float, float] | None:
+    """Return the interval of sum(after - before) / sum(counts) over documents, of mean seeds; None if it is not known.
+
+    Args:
+        before, after: a figure of every document, (seeds, documents); the numbers of seeds may differ.
+        counts: what the figures are divided by, (documents,).
+    """
+    if len(counts) < 2 or not (np.isfinite(before).all() and np.isfinite(after).all()):
         return None
-    generator = np.random.default_rng(_SEED)
+    documents, seeds = np.random.default_rng(_SEED), np.random.default_rng(_SEED + 1)
     means = []
     left = _DRAWS
     while left:
-        rows = min(left, max(1, _DRAWS_AT_ONCE // len(gains)))
-        drawn = generator.integers(len(gains), size=(rows, len(gains)))
-        means.append(gains[drawn].sum(axis=1) / counts[drawn].sum(axis=1))
+        rows = min(left, max(1, _DRAWS_AT_ONCE // len(counts)))
+        drawn = documents.integers(len(counts), size=(rows, len(counts)))
+        gains = _drawn_means(after, rows, seeds) - _drawn_means(before, rows, seeds)
+        means.append(np.take_along_axis(gains, drawn, axis=1).sum(axis=1) / counts[drawn].sum(axis=1))
         left -= rows
     low, high = np.percentile(np.concatenate(means), [_TAIL, 100 - _TAIL])
     return float(low), float(high)
 
 
+def _drawn_means(figures: NDArray[np.float64], rows: int, generator: np.random.Generator) -> NDArray[np.float64]:
+    """Return means of the figures over drawn seeds: (rows, documents)."""
+    num_seeds = len(figures)
+    size = max(1, num_seeds - 1)
+    weights = generator.multinomial(size, np.full(num_seeds, 1 / num_seeds), size=rows) / size
+    means: NDArray[np.float64] = weights @ figures
+    return means
+
+
 def _hits(reports: Sequence[Report], *, whole: bool) -> NDArray[np.float64]:
-    """Return the hits of every document, or 1 if all are, the mean over the reports; nan where not known."""
+    """Return the hits of every document, or 1 if all are: (seeds, documents); nan where not known."""
 
     def hits(document: DocumentScore) -> float:
         if document.hits is None:
             return math.nan
         return float(document.hits == document.num_scored if whole else document.hits)
 
-    found: NDArray[np.float64] = np.mean([[hits(document) for document in each.documents] for each in reports], axis=0)
-    return found
+    return np.array([[hits(document) for document in each.documents] for each in reports])
 
 
 def _losses(reports: Sequence[Report]) -> NDArray[np.float64]:
-    """Return the loss of every document in nats, the mean over the reports."""
-    losses: NDArray[np.float64] = np.mean([[document.nll for document in each.documents] for each in reports], axis=0)
-    return losses
+    """Return the loss of every document in nats: (seeds, documents)."""
+    return np.array([[document.nll for document in each.documents] for each in reports])
 
 
 def _ratio(nats: float) -> float:

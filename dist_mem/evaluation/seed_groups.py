@@ -33,8 +33,8 @@ def seed_lines(labels: Sequence[str], reports: Sequence[Report]) -> list[str]:
         spreads = _spread(perplexities, ",.2f"), _spread([each.accuracy for each in group], ".2%")
         shown_interval = "" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}"
         rows.append([label, str(len(group)), *spreads, shown_interval])
-    about = "means over runs that differ only in their seeds, ± standard deviation; interval of the seeds' mean loss"
-    return ["", f"{about}, by bootstrap over documents", *table(rows)]
+    about = "means over runs that differ only in their seeds, ± standard deviation"
+    return ["", f"{about}; interval by bootstrap over seeds and documents", *table(rows)]
 
 
 def _spread(values: Sequence[float], form: str) -> str:

@@ -48,7 +48,7 @@ class Standing(NamedTuple):
     name: str
     cells: dict[str, str]  # column -> mean and spread over the seeds
     mean: float | None  # of the first column
-    interval: tuple[float, float] | None  # of the gain over the first memory, by documents; see `_interval`
+    interval: tuple[float, float] | None  # of the gain over the first memory; see `_interval`
     costs: Costs
     speed: float | None  # tokens/s of a training, the median of its points; the mean over the seeds
 
@@ -137,9 +137,9 @@ def _about_interval(first: str, figure: str) -> str:
     if figure in SHARES:
         what, nothing = f"the memory's {figure.replace('_', ' ')} minus {first}'s", 0
     return (
-        f"The interval is that of {what}, if other documents of the same kind had been scored: 10,000 draws of the "
-        f"documents, the same for both, of the mean over the seeds. An interval that contains {nothing} settles "
-        "nothing; another seed may differ by more than another document."
+        f"The interval is that of {what}, with other seeds and other documents of the same kind: 10,000 draws of the "
+        f"documents, the same for both, and of the seeds of each. An interval that contains {nothing} settles nothing; "
+        "one of two or three seeds is rough."
     )
 
 
@@ -172,14 +172,13 @@ def _report_of(run: Run, column: str) -> Path | None:
 
 
 def _interval(first: Mapping[int, Report], other: Mapping[int, Report], figure: str) -> tuple[float, float] | None:
-    """Return the interval of the gain over the seeds that both have; None without any, or where it is not known.
+    """Return the interval of the gain over seeds and documents; None without a seed of both, or where it is not known.
 
     The gain is a difference for `SHARES`, and for all other figures the perplexity divided by the other one.
     """
-    seeds = sorted(first.keys() & other.keys())
-    if not seeds or figure == "recall_accuracy":
+    if not (first and other) or figure == "recall_accuracy":
         return None
-    pair = [first[seed] for seed in seeds], [other[seed] for seed in seeds]
+    pair = list(first.values()), list(other.values())
     if figure in SHARES:
         return accuracy_interval(*pair, whole=figure == "whole_answers")
     return gain_interval(*pair)

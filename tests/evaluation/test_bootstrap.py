@@ -1,4 +1,4 @@
-"""The interval of a gain is that of documents drawn with replacement, the same for both runs."""
+"""The interval of a gain: documents drawn with replacement, the same for both models, and seeds, each model its own."""
 
 from __future__ import annotations
 
@@ -33,10 +33,36 @@ def test_the_interval_is_that_of_the_mean_for_many_documents() -> None:
     assert gain_interval([report(*(300.0 + gains))], [report(*[300.0] * 100)]) == (low, high)
 
 
-def test_the_losses_of_several_seeds_are_averaged_first() -> None:
-    seeds = [report(500.0, 100.0, 900.0), report(520.0, 90.0, 910.0)]
-    mean = gain_interval([report(510.0, 95.0, 905.0)], [report(400.0, 0.0, 800.0)])
-    assert gain_interval(seeds, [report(400.0, 0.0, 800.0)] * 2) == mean
+@pytest.mark.parametrize("count", [5, 10, 30])
+def test_the_interval_is_as_wide_as_seeds_and_documents_make_it(count: int) -> None:
+    """The variance of the mean over seeds is added to that of the mean over documents."""
+    generator = np.random.default_rng(1)
+    documents = generator.normal(10.0, 20.0, 100)
+    seeds = generator.normal(0.0, 5.0, count)
+    seeds -= seeds.mean()
+    first = [report(*(300.0 + documents + seed)) for seed in seeds]
+    low, high = gain_interval(first, [report(*[300.0] * 100)]) or (0.0, 0.0)
+    deviation = math.hypot(documents.std() / 10, seeds.std(ddof=1) / math.sqrt(count))
+    assert math.log(low) == pytest.approx(documents.mean() / 100 - 1.96 * deviation / 100, abs=0.2 * deviation / 100)
+    assert math.log(high) == pytest.approx(documents.mean() / 100 + 1.96 * deviation / 100, abs=0.2 * deviation / 100)
+
+
+@pytest.mark.parametrize("shifts", [(0.0, 90.0), (0.0, 30.0, 90.0), (-60.0, 0.0, 60.0)])
+def test_an_interval_over_few_seeds_reaches_from_the_worst_to_the_best(shifts: tuple[float, ...]) -> None:
+    seeds = [report(*(300.0 + shift + place for place in range(50))) for shift in shifts]
+    other = report(*(200.0 + place for place in range(50)))
+    low, high = gain_interval(seeds, [other]) or (0.0, 0.0)
+    assert (low, high) == pytest.approx((math.exp(1 + min(shifts) / 100), math.exp(1 + max(shifts) / 100)))
+    low, high = gain_interval([other], seeds) or (0.0, 0.0)
+    assert (low, high) == pytest.approx((math.exp(-1 - max(shifts) / 100), math.exp(-1 - min(shifts) / 100)))
+
+
+def test_seeds_that_agree_leave_the_interval_of_the_documents() -> None:
+    first, other = report(500.0, 100.0, 900.0), report(400.0, 20.0, 800.0)
+    assert gain_interval([first] * 3, [other] * 2) == pytest.approx(gain_interval([first], [other]))
+    hits = scored(1, 2, 3), scored(2, 2, 4)
+    alone, together = (accuracy_interval([hits[0]] * count, [hits[1]] * count) for count in (1, 3))
+    assert together == pytest.approx(alone)
 
 
 def test_there_is_no_interval_of_one_document_or_of_infinite_losses() -> None:
@@ -54,7 +80,7 @@ def scored(*hits: int | None) -> Report:
 
 def test_the_interval_of_an_accuracy_is_that_of_the_difference() -> None:
     assert accuracy_interval([scored(1, 2, 3)], [scored(2, 3, 4)]) == (0.25, 0.25)
-    assert accuracy_interval([scored(1, 2), scored(3, 4)], [scored(2, 3), scored(2, 3)]) == (0.0, 0.0)  # of the mean
+    assert accuracy_interval([scored(1, 2), scored(3, 4)], [scored(2, 3)]) == (-0.25, 0.25)  # of either seed
     first, other = scored(*[3] * 50, *[4] * 50), scored(*[4] * 100)
     low, high = accuracy_interval([first], [other], whole=True) or (0.0, 0.0)
     assert (low, high) == (pytest.approx(0.5 - 1.96 * 0.05, abs=0.02), pytest.approx(0.5 + 1.96 * 0.05, abs=0.02))
