@@ -12,7 +12,7 @@ from dist_mem.data.shard import Index, check_document, read_tokens
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.verify import existing_splits
 from dist_mem.errors import UnusableError
-from dist_mem.runtime.terminal import table
+from dist_mem.runtime.terminal import span, table
 
 
 def summarize(
@@ -73,7 +73,7 @@ def passages(
         end = min(begin + num_tokens, entry.num_tokens)
         check_document(index, int(number))
         text = tokenizer.decode(read_tokens(index, int(number), begin, end))
-        yield f"{entry.id}, {entry.title}: tokens {begin:,} to {end:,} of {entry.num_tokens:,}", text
+        yield f"{entry.id}, {entry.title}: tokens {span(begin, end)} of {entry.num_tokens:,}", text
 
 
 def _open(data: DataConfig, splits: Sequence[str]) -> Tokenizer:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dist_mem.inspection.words import CLASSES, NAME, Word, distances_to_last
+from dist_mem.runtime.terminal import span
 
 TOP = 20  # largest gains: as many as Hutchins et al. 2022, sec. 4.6, look at
 FIRST_BAND = 32  # tokens; each following band of distances is twice as wide
@@ -106,5 +107,5 @@ def _by_position(found: Sequence[WordGain], num_tokens: int) -> list[Group]:
     groups = []
     for part in range(PARTS):
         low, high = (edge * num_tokens // PARTS for edge in (part, part + 1))
-        groups.append(_group(f"{low} to {high}", (each for each in found if low <= each.word.first < high)))
+        groups.append(_group(span(low, high), (each for each in found if low <= each.word.first < high)))
     return groups

@@ -32,6 +32,7 @@ from dist_mem.errors import UnusableError, run_error
 from dist_mem.generation.text import printable
 from dist_mem.replay.recorded import read_recorded, recorded_at
 from dist_mem.replay.settings import read_part
+from dist_mem.runtime.terminal import span
 from dist_mem.training.history import Part, part_of, read_history
 
 _EXCERPT = 160  # characters of a segment that are shown, its beginning and its end
@@ -193,7 +194,7 @@ def _place(read: StepRead, lane: int, cursor: Cursor, segment: Segment) -> str:
     else:
         length = int(read.plan.lengths[segment.document])
         begin = (segment.after.offset or length) - segment.length
-        where = f"{_document(read, segment.document)}, tokens {begin:,} to {begin + segment.length - 1:,} of {length:,}"
+        where = f"{_document(read, segment.document)}, tokens {span(begin, begin + segment.length)} of {length:,}"
         begun = " (the document begins, memory empty)"
     scored = "" if segment.scored is None else f", {int(segment.scored.sum())} of {segment.length} tokens scored"
     skipped = f", after {segment.num_skipped} damaged documents" if segment.num_skipped else ""

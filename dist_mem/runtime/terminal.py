@@ -51,6 +51,11 @@ def _padded(column: Sequence[str], *, is_first: bool) -> list[str]:
     return [f"{text:>{width}}" if is_figures else f"{text:<{width}}" for text in column]
 
 
+def span(begin: int, end: int) -> str:
+    """Return how all commands and pages name the tokens [begin, end) of a document, counted from 0: `192 to 255`."""
+    return f"{begin:,} to {end - 1:,}" if begin < end else "none"
+
+
 def labelled(pairs: Iterable[tuple[str, str]], *, indent: str = "") -> list[str]:
     """Return one line per label and its text; a text that is too long continues below its beginning."""
     pairs = list(pairs)

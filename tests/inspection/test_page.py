@@ -126,6 +126,22 @@ def test_the_sum_of_the_gains_is_the_difference_of_the_evaluations(library: Path
     assert stored["total"]["nll"] == pytest.approx(scores[1]["doc4"], abs=1e-6)
 
 
+def test_a_token_has_one_number_in_the_terminal_the_file_and_the_page(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("it was the best of times, it was the worst of times. " * 2, encoding="utf-8")
+    asked_for = [str(run_dir), "--text", str(tmp_path / "text.txt")]
+    assert report(*asked_for) == main(["inspect", *asked_for, "tracking.mlflow=false"]) == EXIT_DONE
+    links = re.findall(r'href="#token-(\d+)">([\d,]+)<', (run_dir / "report.html").read_text(encoding="utf-8"))
+    on_page = [int(position) for position, _ in links]
+    assert [int(shown.replace(",", "")) for _, shown in links] == on_page
+    rows = capsys.readouterr().out.partition("\nposition ")[2].partition("\n\n")[0].splitlines()[1:]
+    assert [int(row.split()[0]) for row in rows] == on_page
+    (file,) = (run_dir / "evaluations").glob("inspect-*.json")
+    assert [word["first"] for word in json.loads(file.read_text(encoding="utf-8"))["aggregates"]["top"]] == on_page
+    assert len(on_page) == 20
+
+
 def test_a_memory_that_cannot_forget_has_a_page_without_removals_that_says_why(
     library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

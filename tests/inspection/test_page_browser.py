@@ -73,7 +73,7 @@ def test_a_click_on_a_token_shows_its_details(browser: Browser, file: Path, widt
     assert chosen(page) == 100
     for text in (
         "“␣w2”",
-        "token 101 of 1,300",
+        "token 100 of 0 to 1,299",
         "+5.000",
         "Where each layer looked",
         "Layer 1, memory",
@@ -161,7 +161,7 @@ def test_the_page_adds_up_the_gains_and_joins_cut_characters(browser: Browser, f
 
 def test_a_link_leads_to_a_token(browser: Browser, file: Path) -> None:
     page = opened(browser, file, 1280)
-    page.value("location.hash = '#token-701'")
+    page.value("location.hash = '#token-700'")
     page.wait_for("document.querySelector('.chosen').dataset.token === '700'")
     assert "\u22122.000" in details(page)
     assert page.complaints() == []

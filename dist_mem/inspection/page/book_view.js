@@ -148,11 +148,11 @@ class BookView {
     byId(`t${this.chosen}`).scrollIntoView({ block: "nearest" });
   }
 
-  /** Choose the token of a link, "#token-302", counted from 1. */
+  /** Choose the token of a link, "#token-302", counted from 0 as everywhere. */
   follow(link) {
     const [, number] = /^#token-(\d+)$/.exec(link) ?? [];
     if (!number) return;
-    this.choose(Number(number) - 1);
+    this.choose(Number(number));
     byId(`t${this.chosen}`).scrollIntoView({ block: "center" });
   }
 

@@ -39,7 +39,7 @@ class Details {
     panel.replaceChildren(
       this.closing(),
       make("h3", {}, "“", make("span", { id: "chosen-text" }, visible(book.texts(token, token + 1)[0])), "”"),
-      make("p", { class: "hint" }, `token ${count(token + 1)} of ${count(book.length)}`),
+      make("p", { class: "hint" }, `token ${count(token)} of 0 to ${count(book.length - 1)}`),
       this.losses(token), ...this.removed(token), ...this.looked(token));
     panel.scrollTop = 0;
   }

@@ -135,7 +135,7 @@ def gain_tables(found: Aggregates) -> Markup:
 
 def _token(position: int) -> Markup:
     """Return a link to a token of the book."""
-    return element("a", f"{position + 1:,}", href=f"#token-{position + 1}")
+    return element("a", f"{position:,}", href=f"#token-{position}")
 
 
 def settings_table(run_dirs: Sequence[Path], labels: Sequence[str]) -> Markup:
