@@ -1,0 +1,157 @@
+"""Numbers of the pages are those of the package, of the log, or of a named test or benchmark."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from dist_mem.__main__ import main
+from dist_mem.config import load_config, to_yaml
+from dist_mem.errors import EXIT_DONE
+from dist_mem.memory.parts.inspector import Inspector
+from dist_mem.model import MemoryLM, describe
+from dist_mem.reproduce.arena import SCALE, load_arena
+from dist_mem.reproduce.budget import fitted
+from dist_mem.reproduce.tables import load_table
+from dist_mem.training.history import HISTORY, Part
+from tests.support.page_commands import FENCE, items_of
+from tests.support.paths import ROOT
+from tests.support.shown_output import GAP
+
+DOCS = ROOT / "docs"
+LOG = (DOCS / "explanation" / "log.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+VOCABULARY = 1280  # pieces of the sample library
+RECORDS = {"arena.md", "log.md"}  # pages of the results of runs, with commit, settings and seeds
+PAGES = [
+    ROOT / "README.md",
+    *sorted(path for folder in ("start", "howto", "explanation") for path in (DOCS / folder).glob("*.md")),
+]
+# Rows of the first table of the README -> those of configs/tables/recall.yaml
+RECALL = {
+    "none": "none",
+    "Transformer-XL, M = 32": "transformer_xl",
+    "Transformer-XL, M = 1,088": "transformer_xl_1088",
+    "LaMemo": "lamemo",
+    "Compressive Transformer": "compressive",
+    "∞-former, as published": "infinite",
+    "∞-former, sticky memories": "sticky",
+    "∞-former, `density: softmax_moments`": "moments",
+}
+
+
+def table_with(heading: str, text: str) -> dict[str, list[str]]:
+    """Return the rows of the table whose head begins so: first cell -> the others."""
+    lines = text[text.index(f"\n| {heading}") + 1 :].partition("\n\n")[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("| ").split(" |")] for line in lines]
+    return {first: others for first, *others in cells}
+
+
+def words_of(row: str) -> list[str]:
+    scale = load_table("recall").scales["small"]
+    return [*scale.train, *scale.points[""].train, *scale.rows[row]]
+
+
+def sizes_of(words: list[str]) -> dict[str, int]:
+    return describe(load_config(words), VOCABULARY)
+
+
+@torch.no_grad()
+def reach(words: list[str], num_segments: int) -> int:
+    """Return how many tokens before the segment the oldest row of the memory stands, in a document that long."""
+    small = ["model.num_layers=1", "model.d_model=16", "model.num_heads=2", "model.d_inner=16", "train.precision=fp32"]
+    config = load_config([*words, *small])
+    model = MemoryLM(config, vocab_size=8).eval()
+    state = model.init_state(torch.zeros(1, dtype=torch.int64), "cpu", torch.float32)
+    tokens = torch.ones(1, config.train.seg_len, dtype=torch.int64)
+    inspector = Inspector(model.memories())
+    for _ in range(num_segments):
+        with inspector:
+            state = model(tokens, tokens, torch.tensor([tokens.shape[1]]), state=state).state
+        inspector.commit()
+    spans = [rows.spans for kind, rows in inspector.layers[0].rows.items() if kind != "segment"]
+    return max((-int(begin[begin < end].min()) for begin, end in spans), default=0)
+
+
+def test_the_first_table_has_the_bytes_of_its_memories() -> None:
+    shown = table_with("memory | bytes", README)
+    assert shown.keys() == RECALL.keys()
+    sizes = {name: sizes_of(words_of(row))["state_bytes_per_lane"] for name, row in RECALL.items()}
+    assert {name: cells[0] for name, cells in shown.items()} == {name: f"{size:,}" for name, size in sizes.items()}
+    away = max(sizes.values()) - sizes["Transformer-XL, M = 1,088"]
+    assert abs(away) < sizes["Transformer-XL, M = 32"] / 2, "no multiple of T has bytes nearer to the largest memory's"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "row"), RECALL.items())
+def test_the_first_table_has_the_reach_of_its_memories(name: str, row: str) -> None:
+    found = reach(words_of(row), 41)
+    whole = 40 * 32  # tokens; what reaches back to the first of them has no bound
+    assert table_with("memory | bytes", README)[name][1] == ("the whole book" if found == whole else f"{found:,}")
+
+
+def test_the_figures_of_the_first_table_are_those_of_the_log() -> None:
+    logged = table_with("README's table", LOG)
+    assert {name: cells[2:] for name, cells in table_with("memory | bytes", README).items()} == logged
+
+
+def test_the_sizes_of_the_first_edition_are_those_of_its_file() -> None:
+    arena, table = load_arena(ROOT / "configs/arena/first_edition.yaml")
+    page = (DOCS / "explanation" / "arena.md").read_text(encoding="utf-8")
+    for name, shown in table_with("memory | parameters", page).items():
+        words = [*table.scales[SCALE].train, *table.scales[SCALE].rows[name]]
+        _, costs = fitted(name, words, arena.budget, arena.fit, load_config, lambda c: describe(c, VOCABULARY))
+        assert shown[:4] == [f"{value:,}" for value in costs[:4]], name
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name not in RECORDS], ids=lambda page: page.relative_to(ROOT).as_posix()
+)
+def test_a_measured_figure_stands_in_the_log_or_its_section_names_what_measures_it(page: Path) -> None:
+    """A figure is a number with a decimal point, in a text or a table."""
+    known = set(re.findall(r"\d[\d,]*\.\d+", LOG)) | {"3.11", "3.12"}  # versions of Python
+    unknown = {}
+    for section in re.split(r"\n(?=#+ )", FENCE.sub("", page.read_text(encoding="utf-8"))):
+        shown = re.sub(r"`[^`]*`", "`", re.sub(r"\]\([^)]*\)", "]", section))
+        figures = re.findall(r"(?<![\w.=/])\d[\d,]*\.\d+(?![.\d])", shown)
+        if not re.search(r"(?:tests|benchmarks|dist_mem)/[\w./]+\.py", section):
+            unknown[section.splitlines()[0]] = [figure for figure in figures if figure not in known]
+    assert not {heading: figures for heading, figures in unknown.items() if figures}
+
+
+def test_the_page_of_installation_has_every_extra() -> None:
+    page = (DOCS / "start" / "install.md").read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    shown = re.findall(r"^\| `dist-mem\[(\w+)\]` ", page, flags=re.MULTILINE)
+    assert sorted(shown) == sorted(project["optional-dependencies"])
+
+
+@pytest.mark.slow
+def test_what_a_step_reads_is_what_the_pages_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Plans follow from data and configuration alone, so their numbers are equal, not only their form."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    assert main(["data", "build", "sample", "--out", "data/sample"]) == EXIT_DONE
+    part = Part(0, 2, 1, "cpu", 0, to_yaml(load_config(["configs/demo.yaml"])))
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    (tmp_path / "runs" / "demo" / HISTORY).write_text(json.dumps(part._asdict()) + "\n", encoding="utf-8")
+    compared = 0
+    for page in ("explanation/lanes.md", "howto/loss_spike.md", "tutorials/first_run.md"):
+        for item in items_of(DOCS / page):
+            if item.output is not None and re.match(r"dist-mem (batch|train .*--check)", item.text):
+                capsys.readouterr()
+                assert main(item.text.split()[1:]) == EXIT_DONE
+                printed = capsys.readouterr().out.splitlines()
+                for line in item.output.splitlines():
+                    pattern = ".*".join(map(re.escape, line.split(GAP)))
+                    is_of_training = line.startswith("recorded: ")
+                    assert is_of_training or any(re.fullmatch(pattern, other) for other in printed), line
+                    compared += 1
+    assert compared > 20
