@@ -13,6 +13,7 @@ from dist_mem.config.keys import SEED, STEPS
 from dist_mem.config.load import known_keys
 from dist_mem.config.old_names import present_keys_named
 from dist_mem.config.other_names import OTHER_NAMES
+from dist_mem.runtime.files import at_home, home_fault
 
 MODEL = "a run directory, one checkpoint in it, or an export"  # in the help of commands
 
@@ -97,6 +98,14 @@ def count(text: str, *, least: int = 1, most: int = _MAX_COUNT) -> int:
     if int(text) > most:
         raise argparse.ArgumentTypeError(f"{shown(text)} must be at most {most:,}")
     return int(text)
+
+
+def place(text: str) -> str:
+    """Parse a path or an address: a leading `~` is the home directory."""
+    found = at_home(text)
+    if fault := home_fault(found):
+        raise argparse.ArgumentTypeError(f"{shown(text)}: {fault}")
+    return found
 
 
 def seed(text: str) -> int:

@@ -6,7 +6,7 @@ import sys
 from argparse import REMAINDER, ArgumentParser, Namespace
 from typing import Any
 
-from dist_mem.cli.arguments import count, seed, split
+from dist_mem.cli.arguments import count, place, seed, split
 from dist_mem.cli.help import HelpFormatter, Parser
 from dist_mem.config.check import hint, stop_on
 from dist_mem.config.text_checks import check_texts
@@ -34,8 +34,8 @@ def add_arguments(added: ArgumentParser) -> None:
     build.add_argument("dataset", metavar="DATASET", help=f"one of {', '.join(builder_names())}")
     build.add_argument("arguments", nargs=REMAINDER, metavar="...", help="of the builder; --help lists them")
     for action in (verify, show, sample):
-        action.add_argument("data", help="a data directory, or its URL; what is needed of it is fetched into the cache")
-        action.add_argument("--cache", metavar="FOLDER", help="data.cache")
+        action.add_argument("data", type=place, help="a data directory, or its URL; what is needed of it is fetched into the cache")
+        action.add_argument("--cache", type=place, metavar="FOLDER", help="data.cache")
         action.add_argument("--allow-pipe", action="store_true", help="data.allow_pipe: run the command of a pipe: URL")
     usual = "default: all; for a URL train, validation, test"
     for action in (verify, show):

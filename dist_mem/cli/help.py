@@ -6,8 +6,10 @@ import re
 import shutil
 import sys
 from argparse import Action, ArgumentError, ArgumentParser, RawDescriptionHelpFormatter
+from pathlib import Path
 from typing import Any, NoReturn
 
+from dist_mem.cli.arguments import place
 from dist_mem.config.check import hint
 from dist_mem.errors import EXIT_USAGE
 from dist_mem.runtime.terminal import WIDTH, coloured, listed
@@ -53,7 +55,14 @@ class HelpFormatter(RawDescriptionHelpFormatter):
 
 
 class Parser(ArgumentParser):
-    """An argparse parser whose errors show an example of what is missing, and the choice that was probably meant."""
+    """An argparse parser whose errors show an example of what is missing, and the choice that was probably meant.
+
+    A leading `~` of every path is the home directory: shells do not expand it in `--out=~/x`.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.register("type", Path, lambda text: Path(place(text)))
 
     def _check_value(self, action: Action, value: Any) -> None:
         if action.choices is None or value in action.choices:

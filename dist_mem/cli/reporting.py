@@ -5,14 +5,14 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from dist_mem.cli.arguments import split
+from dist_mem.cli.arguments import place, split
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
 
 
 def add_arguments(added: ArgumentParser) -> None:
     """Add the arguments of `dist-mem report`."""
-    added.add_argument("runs", nargs="+", metavar="RUN", help="run directories, and key=value overrides")
+    added.add_argument("runs", nargs="+", type=place, metavar="RUN", help="run directories, and key=value overrides")
     book = added.add_mutually_exclusive_group()
     book.add_argument("--book", metavar="ID", help="show this document, read by the first run")
     book.add_argument("--text", type=Path, metavar="FILE", help="show this UTF-8 file, read by the first run")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -222,6 +223,11 @@ def check_tree(
     elif item is not None and (children := _items(tree)) is not None:
         for index, child in children.items():
             yield from check_tree(item, child, key=f"{key}[{index}]", everywhere=everywhere, is_open=is_open)
+    elif get_origin(schema) is dict and isinstance(tree, Mapping):
+        for name, child in tree.items():
+            yield from check_tree(
+                get_args(schema)[1], child, key=join(key, name), everywhere=everywhere, is_open=is_open
+            )
     elif not _has_type(schema, tree):
         yield Problem(key, f"is {shown(tree)}, but must be {describe_type(schema)}{_advice(schema, tree)}")
     elif type(tree) is int and tree not in _NUMBERS:
@@ -248,7 +254,7 @@ def _has_type(schema: Any, value: Any) -> bool:
     if schema is float:
         return isinstance(value, int | float)
     if schema is str:
-        return isinstance(value, str | int)  # YAML parses `name: 2024` as a number
+        return isinstance(value, str | int)  # as `${train.steps}`
     return isinstance(value, schema) if isinstance(schema, type) else False
 
 
@@ -267,4 +273,6 @@ def _advice(schema: Any, value: Any) -> str:
         return f"; write {int(value)}"
     if value is None:
         return "; leave the key out for its default"
+    if _without_none(schema) in (int, float) and isinstance(value, str) and re.match(r"[-+]?\.?[0-9]", value):
+        return "; write it as a decimal number, without a leading 0, `_` or `:`"
     return ""

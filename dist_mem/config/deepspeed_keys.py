@@ -104,6 +104,8 @@ HANDED_ON: dict[str, Any] = {
     },
 }
 
+PATHS = ("nvme_path", "output_path", "output_file")  # last parts of the keys that are paths
+
 # Keys that dist_mem sets, and what to write instead. "auto" is accepted for them.
 _PRECISION = "set train.precision"
 _FINITE = "leave it out; without it DeepSpeed applies gradients that are not finite"
@@ -187,6 +189,13 @@ def _known_keys() -> dict[str, Any]:
 
 
 SCHEMA = _known_keys()
+
+
+def _nullable(schema: Any) -> Any:
+    return {name: _nullable(kind) for name, kind in schema.items()} if isinstance(schema, dict) else schema | None
+
+
+NULLABLE = _nullable(SCHEMA)  # the types by which texts are read: null leaves any key to DeepSpeed
 
 
 def _is_default(value: Any) -> bool:

@@ -13,11 +13,13 @@ import copy
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple, TypeVar, cast
 
-from dist_mem.config.check import Problem, block_of, fields_of, flatten, is_optional, item_schema, nearest, shown
+from dist_mem.config.check import Problem, block_of, fields_of, flatten, is_optional, item_schema, join, nearest, shown
+from dist_mem.config.values import BOOLS
+from dist_mem.runtime.files import at_home
 
 # Upper bounds: the limits of machines, formats and libraries. Larger numbers are refused before anything is allocated.
 # A model within the bounds may still be too large for a machine.
@@ -58,7 +60,8 @@ class Metadata:
     below: float | None = None
     at_most: float | None = None
     choices: tuple[str, ...] = ()
-    is_path: bool = False  # a path, an address, or a part of one
+    is_path: bool = False  # a path or an address, in which a leading `~` is the home directory
+    in_path: bool = False  # a name in a path
     may_be_empty: bool = False
     was_bool: tuple[str, str] | None = None  # what false and true, the choices of earlier versions, are called now
     resume: Rule | None = None  # None: that of its block
@@ -137,13 +140,34 @@ def rename_values(schema: type, tree: dict[str, Any]) -> None:
         block: Any = tree
         for part in blocks:
             block = block.get(part) if isinstance(block, dict) else None
-        if found.metadata.was_bool and isinstance(block, dict) and isinstance(block.get(last), bool):
-            block[last] = found.metadata.was_bool[block[last]]
+        value = block.get(last) if isinstance(block, dict) else None
+        if found.metadata.was_bool and isinstance(value, str) and value in BOOLS:
+            block[last] = found.metadata.was_bool[BOOLS[value]]
 
 
 def find_key(schema: type, name: str) -> Key | None:
     """Return a key by its name in a configuration, `groups[0].lr`; None for one inside a block without a schema."""
     return keys_of(schema).get(re.sub(r"\[\d+\]", "[]", name).removesuffix("[]"))
+
+
+def is_path(schema: type, name: str) -> bool:
+    """Return whether a key of this name is a path."""
+    found = find_key(schema, name)
+    return found is not None and found.metadata.is_path
+
+
+def with_homes(tree: Any, chooses: Callable[[str], bool], name: str = "") -> Any:
+    """Return a tree in which a leading `~` of paths is the home directory.
+
+    Args:
+        chooses: returns whether the key of a text is a path.
+        name: of the tree.
+    """
+    if isinstance(tree, Mapping):
+        return {part: with_homes(child, chooses, join(name, part)) for part, child in tree.items()}
+    if isinstance(tree, list):
+        return [with_homes(child, chooses, f"{name}[{index}]") for index, child in enumerate(tree)]
+    return at_home(tree) if isinstance(tree, str) and "~" in tree and chooses(name) else tree
 
 
 def check_values(schema: type, tree: Mapping[str, Any], block: str = "") -> Iterator[Problem]:

@@ -17,7 +17,7 @@ class LaunchConfig:
     # of srun, as cores, rank_ldom or map_cpu:0,16; None: cores on CPUs, none on GPUs, where a rank binds itself
     cpu_bind: str | None = None
     memory: str | None = None  # of a node, as 64G; None: the cluster's default
-    time: str = "24:00:00"  # of one start of the job, in quotes: YAML takes it for a number
+    time: str = "24:00:00"  # of one start of the job
     partition: str | None = None  # None: the cluster's default; so for the next two
     account: str | None = None  # who pays
     qos: str | None = None  # quality of service
@@ -36,5 +36,5 @@ class LaunchConfig:
     snapshot: bool = True  # every start runs code and YAML as submitted, from a copy in the run directory
     exclude_failed: bool = False  # nodes that failed the preflight or hung are left out of the next start
     container: str = key("none", choices=("none", "apptainer", "pyxis"))  # what runs the ranks in an image
-    image: str | None = None  # path of a .sif file; for pyxis also the name of an image
-    mounts: list[str] = key([])  # PATH or PATH:PATH_INSIDE, beside the folder of the job
+    image: str | None = key(None, is_path=True)  # path of a .sif file; for pyxis also the name of an image
+    mounts: list[str] = key([], is_path=True)  # PATH or PATH:PATH_INSIDE, beside the folder of the job

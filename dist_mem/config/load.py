@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, cast, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from dist_mem.config import deepspeed_keys
 from dist_mem.config.check import (
@@ -22,16 +24,18 @@ from dist_mem.config.check import (
     all_keys,
     check_tree,
     flatten,
+    is_interpolation,
     located,
     shown,
     stop_on,
 )
 from dist_mem.config.constraints import check_together
 from dist_mem.config.environment_values import from_environment, hide_all, watch_environment
-from dist_mem.config.keys import check_values, find_key
+from dist_mem.config.keys import check_values, find_key, is_path, with_homes
 from dist_mem.config.schema import Config
 from dist_mem.config.sources import COMMAND_LINE, Source, merge, merge_source, plain_block, read_sources, resolve
-from dist_mem.config.text_checks import check_credentials, check_texts
+from dist_mem.config.text_checks import check_credentials, check_given, check_texts
+from dist_mem.config.values import Letters, dump, parse, settled, typed
 from dist_mem.runtime.files import write_text
 
 COMMAND_LINE_ONLY = ("data.allow_pipe", "eval.allow_code")  # no file may permit the execution of foreign code
@@ -75,9 +79,9 @@ def load_config(
         tree = merge_source(tree, source)
         origins.update(dict.fromkeys(flatten(source.tree), source.where))
     tree["deepspeed"] = deepspeed_keys.without_defaults(tree["deepspeed"])
-    config = cast(Config, OmegaConf.merge(OmegaConf.structured(Config(memory={}, deepspeed={})), tree))
+    config = cast(Config, OmegaConf.merge(OmegaConf.structured(Config(memory={}, deepspeed={})), settled(tree)))
     try:
-        _check_merged(config, memory_options)
+        _check_merged(config, tree["memory"], memory_options)
         _check_further(config, check)
     except ConfigError as error:
         problems = [problem._replace(text=hide_all(problem.text, config)) for problem in error.problems]
@@ -88,6 +92,7 @@ def load_config(
 def _check_source(source: Source) -> Iterable[Problem]:
     yield from check_tree(Config, source.tree, everywhere=known_keys())
     yield from check_credentials(source.tree)
+    yield from check_given(settled(source.tree))
     if source.where != COMMAND_LINE:
         leaves = flatten(source.tree)
         for key in COMMAND_LINE_ONLY:
@@ -100,30 +105,55 @@ def _check_source(source: Source) -> Iterable[Problem]:
         yield Problem("deepspeed", f"is {shown(block)}, but must be a block or the path of a ds_config.json")
 
 
-def _check_merged(config: Config, memory_options: MemoryOptions | None) -> None:
-    """Check what only the merged tree shows: interpolated values, limits, the memory's options, combinations."""
+def _check_merged(config: Config, written_memory: Any, memory_options: MemoryOptions | None) -> None:
+    """Check what only the merged tree shows: interpolated values, limits, the memory's options, combinations.
+
+    Args:
+        written_memory: the `memory` block with its options as `Letters`.
+    """
     resolved = resolve(config)
     memory = resolved["memory"]
     if not isinstance(memory, Mapping) or not isinstance(memory.get("kind"), str):
         stop_on([Problem("memory", f"is {shown(memory)}, but must be a block with a kind")])
     of_deepspeed = deepspeed_keys.check_block(resolved["deepspeed"], key="deepspeed", everywhere=())
     stop_on([*check_tree(Config, resolved), *of_deepspeed])
-    of_memory = _write_out_memory(config, memory_options) if memory_options is not None else []
+    written = _with_letters(memory, written_memory)
+    of_memory = _write_out_memory(config, written, memory_options) if memory_options is not None else []
     stop_on([*check_values(Config, resolved), *check_texts(flatten(resolved)), *of_memory])
     stop_on(check_together(resolved))
 
 
-def _write_out_memory(config: Config, memory_options: MemoryOptions) -> Sequence[Problem]:
-    """Complete the memory block with the defaults of its options, or return its problems."""
+def _with_letters(resolved: Any, written: Any) -> Any:
+    """Return a resolved block with the `Letters` of its options, whose types only their memory knows."""
+    if isinstance(written, Letters):
+        return resolved if is_interpolation(written) else written
+    if isinstance(written, Mapping):
+        return {name: _with_letters(resolved[name], child) for name, child in written.items()}
+    if isinstance(written, list):
+        return [_with_letters(*pair) for pair in zip(resolved, written, strict=True)]
+    return resolved
+
+
+def _write_out_memory(config: Config, written: Mapping[str, Any], memory_options: MemoryOptions) -> Sequence[Problem]:
+    """Complete the memory block with the types and defaults of its options, or return its problems."""
     try:
-        completed = memory_options(config.memory)
+        completed = memory_options(written)
     except ConfigError as error:
         return error.problems
     except ValueError as error:
         return [_begun_by_key(str(error)) or Problem("memory", str(error))]
-    given = cast(dict[str, Any], OmegaConf.to_container(config.memory))  # unresolved
-    config.memory = merge(completed, given)
+    given = cast(dict[str, Any], OmegaConf.to_container(config.memory))
+    unresolved = _unresolved(given)
+    config.memory = completed if unresolved is None else merge(completed, unresolved)
     return []
+
+
+def _unresolved(tree: Any) -> Any:
+    """Return the parts of a block that are interpolations, or lists with some; None if there are none."""
+    if isinstance(tree, Mapping):
+        found = {name: _unresolved(child) for name, child in tree.items()}
+        return {name: child for name, child in found.items() if child is not None} or None
+    return tree if any(map(is_interpolation, flatten(tree).values())) else None
 
 
 def _check_further(config: Config, check: Callable[[Config], object]) -> None:
@@ -156,10 +186,28 @@ def merge_checked(schema: type, node: Mapping[str, Any], where: str) -> DictConf
         ConfigError: the block has unknown keys (the message suggests known ones), wrong types, or values that the
             metadata of their keys excludes.
     """
-    tree = plain_block(node)
+    tree = with_homes(settled(typed(schema, plain_block(node), where)), lambda key: is_path(schema, key))
     stop_on(check_tree(schema, tree, key=where, everywhere=known_keys()))
     stop_on(check_values(schema, tree, where))
     return cast(DictConfig, OmegaConf.merge(OmegaConf.structured(schema), tree))
+
+
+def read_block(schema: type, path: Path, settle: Callable[[Any], Any] = settled) -> Any:
+    """Return a YAML file of another kind than a configuration, as a sweep, as an instance of its dataclass.
+
+    Args:
+        settle: gives the `Letters` of keys without a type their values.
+
+    Raises:
+        ConfigError: the file cannot be read, or does not fit the dataclass.
+    """
+    try:
+        tree = settle(typed(schema, parse(path.read_bytes()) or {}))
+        found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), tree))
+    except (OmegaConfBaseException, YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError([Problem("", str(error).splitlines()[0], str(path))]) from error
+    stop_on([problem._replace(where=str(path)) for problem in check_tree(schema, tree)])
+    return found
 
 
 def deepspeed_block(config: Config) -> dict[str, Any]:
@@ -185,7 +233,7 @@ def to_yaml(config: Config, *, resolve: bool = False) -> str:
             is_choice = key.endswith(".kind") or (schema is not None and schema.metadata.choices)
             if isinstance(found.value, str) and not is_choice:
                 OmegaConf.update(kept, key, "***")
-    return OmegaConf.to_yaml(kept, resolve=resolve)
+    return dump(OmegaConf.to_container(kept, resolve=resolve))
 
 
 def value_of(config: Config, key: str) -> Any:

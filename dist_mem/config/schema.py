@@ -60,7 +60,7 @@ class DataConfig:
     cache: str | None = key(None, is_path=True, resume=FREE)
     # directories that are read before data.path: see docs/howto/recall_tasks.md
     curriculum: list[StageConfig] = key([])
-    train_split: str = key("train", is_path=True)  # folder in data.path
+    train_split: str = key("train", in_path=True)  # folder in data.path
     # documents: each lane reads whole documents | stream: the corpus as G contiguous lanes
     layout: str = key("documents", choices=_LAYOUTS)
     blocks: bool = False  # inputs of a segment are its own tokens; the first is no target, as in Hugging Face's run_clm
@@ -96,7 +96,7 @@ class ModelConfig:
     # transformer: relative positions, as Transformer-XL | gpt2: see docs/howto/gpt2.md | llama: see docs/howto/llama.md
     kind: str = key("transformer", choices=("transformer", "gpt2", "llama"))
     # folder of a GPT-2, Llama or Qwen2 in Hugging Face's layout that provides the initial weights
-    pretrained: str | None = key(None, resume=FREE)
+    pretrained: str | None = key(None, is_path=True, resume=FREE)
     num_layers: int = key(4, at_least=1, at_most=4_096)  # blocks, each with its own memory
     d_model: int = key(256, at_least=1, at_most=WIDTH)  # D, width of the hidden states
     num_heads: int = key(4, at_least=1, at_most=WIDTH)  # H, attention heads
@@ -193,7 +193,7 @@ class ScheduleConfig:
 @dataclass
 class EvalConfig:
     every: int | None = key(None, at_least=1, at_most=STEPS)  # steps between evaluations during training; None: none
-    split: str = key("validation", is_path=True)  # folder in data.path
+    split: str = key("validation", in_path=True)  # folder in data.path
     batch_size: int = key(8, at_least=1, at_most=LANES)  # of the whole job; affects the result only in layout stream
     # documents: each with an empty memory | stream: the split as `batch_size` contiguous lanes
     layout: str = key("documents", choices=_LAYOUTS)
@@ -242,7 +242,7 @@ class DivergenceConfig:
 class TrackingConfig:
     every: int = key(10, at_least=1, at_most=STEPS)  # steps between logged points
     mlflow: bool = True  # false: write metrics.jsonl only
-    uri: str | None = None  # None: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db
+    uri: str | None = key(None, is_path=True)  # None: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db
     experiment: str | None = None  # None: MLFLOW_EXPERIMENT_NAME, else MLFLOW_EXPERIMENT_ID, else dist_mem
     run_name: str | None = None  # None: the name of the run
     # send to MLflow during the job; auto: not to SQLite on a shared disk
@@ -265,11 +265,11 @@ class WatchdogConfig:
 
 @dataclass
 class Config:
-    name: str = key("run", is_path=True, resume=FREE)  # name of the run directory, and of the run in MLflow
+    name: str = key("run", in_path=True, resume=FREE)  # name of the run directory, and of the run in MLflow
     # folder of checkpoints, config.yaml and metrics.jsonl
     run_dir: str = key("runs/${name}", is_path=True, resume=FREE)
     # auto | never | a step | a path: the checkpoint to resume from, see docs/howto/resume.md
-    resume: str = key("auto", resume=FREE)
+    resume: str = key("auto", is_path=True, resume=FREE)
     data: DataConfig = key(DataConfig(), resume=_PLAN)  # the data and the order in which lanes read it
     model: ModelConfig = key(ModelConfig(), resume=_MODEL)  # the transformer around the memory
     memory: Any = key({"kind": "transformer_xl"}, resume=_MEMORY)  # kind and options of the memory

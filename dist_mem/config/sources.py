@@ -1,11 +1,11 @@
 """Configuration sources: YAML files, then `a.b=c` overrides, read into plain trees and merged.
 
-This module checks only that files can be read and interpolations resolved, not keys and values.
+This module checks only that files can be read and interpolations resolved, not keys and values. values.py says how a
+text becomes a value.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,25 +15,41 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dist_mem.config.check import ConfigError, Problem, all_keys, flatten, is_interpolation, join, nearest, shown
-from dist_mem.config.keys import rename_values
-from dist_mem.config.memory_blocks import DEFAULT, PER_BLOCK, as_block, is_per_block
+from dist_mem.config.check import (
+    ConfigError,
+    Problem,
+    all_keys,
+    describe_type,
+    fields_of,
+    flatten,
+    is_interpolation,
+    item_schema,
+    join,
+    nearest,
+    shown,
+    stop_on,
+)
+from dist_mem.config.deepspeed_keys import NULLABLE, PATHS
+from dist_mem.config.keys import find_key, is_path, rename_values, with_homes
+from dist_mem.config.memory_blocks import DEFAULT, PER_BLOCK, as_block, is_key, is_per_block
 from dist_mem.config.old_names import with_present_names
 from dist_mem.config.schema import Config
+from dist_mem.config.values import Letters, parse, parse_json, settled, typed, yaml_error
 from dist_mem.runtime.environment import as_submitted
-from dist_mem.runtime.files import is_dir, is_file
+from dist_mem.runtime.files import at_home, is_dir, is_file
 from dist_mem.runtime.shipped import say_where_from, shipped_path
 
 COMMAND_LINE = "command line"
-# Raised by YAML and OmegaConf. ValueError: numbers of over 4,300 digits, dates such as 2020-13-45, invalid UTF-8.
+# Raised by YAML, JSON and OmegaConf. ValueError: numbers of over 4,300 digits, invalid UTF-8.
 _UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError)
 _SUFFIXES = (".yaml", ".yml", ".json")
+_TYPES = {**(fields_of(Config) or {}), "deepspeed": NULLABLE}
 
 
 class Source(NamedTuple):
     """A file, or all overrides of a command line."""
 
-    tree: dict[str, Any]
+    tree: dict[str, Any]  # options of memories are `Letters`, as their types depend on the kind; all else is typed
     where: str  # the file, or COMMAND_LINE
     is_whole_deepspeed: bool = False  # a ds_config.json, which replaces the block instead of merging into it
 
@@ -42,7 +58,8 @@ def read_sources(arguments: Sequence[str]) -> list[Source]:
     """Read the files in their order, then the overrides, at whatever position they are given.
 
     Raises:
-        ConfigError: a file is missing (the message suggests a similar one) or is not YAML.
+        ConfigError: a file is missing (the message suggests a similar one) or is not YAML, or an override is not
+            key=value.
     """
     is_override = ["=" in argument and not is_file(as_submitted(Path(argument))) for argument in arguments]
     names = [name for name, override in zip(arguments, is_override, strict=True) if not override]
@@ -50,11 +67,9 @@ def read_sources(arguments: Sequence[str]) -> list[Source]:
     folders = [Path(), *([Path(names[0]).parent] if names else []), Path("configs")]
     paths = [find_file(name, folders) for name in names]
     sources = [Source(_read_yaml(path), str(path)) for path in paths]
-    sources.append(Source(read_overrides(overrides), COMMAND_LINE))
+    sources.append(Source(_read_overrides(overrides), COMMAND_LINE))
     kinds: dict[str, Any] = {}
     sources = [source._replace(tree=_in_present_form(source.tree, source.where, kinds)) for source in sources]
-    for source in sources:
-        rename_values(Config, source.tree)
     return [part for source in sources for part in _with_deepspeed_file(source)]
 
 
@@ -64,13 +79,45 @@ def read_saved(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read, or is not YAML.
     """
-    return _in_present_form(_read_yaml(path), str(path), {})
+    return cast(dict[str, Any], settled(_in_present_form(_read_yaml(path), str(path), {})))
 
 
 def _in_present_form(tree: dict[str, Any], where: str, kinds: dict[str, Any]) -> dict[str, Any]:
-    """Return a tree with the present names, and its memories as a block with a kind."""
-    tree = with_present_names(tree, where, kinds)
+    """Return a typed tree with the present names and values, and its memories as a block with a kind."""
+    tree = _finished(with_present_names(tree, where, kinds), where)
+    rename_values(Config, tree)
     return {**tree, "memory": as_block(tree["memory"])} if "memory" in tree else tree
+
+
+def _typed(tree: Any, where: str) -> dict[str, Any]:
+    """Return a tree of `parse` with the types of the schema; unknown keys and options of memories stay `Letters`."""
+    try:
+        found: dict[str, Any] = typed(_TYPES, tree)
+        if "memory" in found:
+            found["memory"] = _with_blocks(found["memory"], "memory")
+    except ConfigError as error:
+        raise ConfigError([problem._replace(where=where) for problem in error.problems]) from None
+    return found
+
+
+def _with_blocks(memory: Any, key: str) -> Any:
+    """Return the `memory` block with the blocks of its memories read as YAML, but not their options."""
+    found = typed(dict, memory, key) if isinstance(memory, Letters) else memory
+    if isinstance(found, list):
+        return [_with_blocks(child, f"{key}[{index}]") for index, child in enumerate(found)]
+    if isinstance(found, Mapping):
+        blocks = {name: child for name, child in found.items() if name == "over" or is_key(name)}
+        return {**found, **{name: _with_blocks(child, join(key, name)) for name, child in blocks.items()}}
+    return found
+
+
+def _finished(tree: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a tree in which only the options of memories are `Letters`, and no path begins with `~`."""
+    found = _typed(tree, where)  # again for keys that had an old name
+    return cast(
+        dict[str, Any],
+        with_homes({name: child if name == "memory" else settled(child) for name, child in found.items()}, _is_path),
+    )
 
 
 def files_of(arguments: Sequence[str]) -> list[Path]:
@@ -85,6 +132,7 @@ def find_file(name: str, folders: Sequence[Path]) -> Path:
         ConfigError: none is a file; the message suggests a similar one of these folders, of the folder in `name`, or
             below configs/.
     """
+    name = at_home(name)
     for folder in folders:
         if is_file(as_submitted(folder / name)):
             return folder / name
@@ -120,38 +168,61 @@ def _same_name(name: str, paths: Sequence[Path]) -> str | None:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
+    return _typed(_parsed(path), str(path))
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    form = "JSON" if path.suffix == ".json" else "YAML"
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(as_submitted(path)))
+        content = as_submitted(path).read_bytes()
+        tree = parse(content) if form == "YAML" else parse_json(content)
+        tree = {} if tree is None else tree
+        OmegaConf.create(settled(tree))  # parses the interpolations
+    except ConfigError as error:
+        raise ConfigError([problem._replace(where=str(path)) for problem in error.problems]) from None
     except (*_UNREADABLE, OSError) as error:
-        raise ConfigError([Problem("", f"cannot be read as YAML: {_yaml_error(error)}", str(path))]) from error
+        raise ConfigError([Problem("", f"cannot be read as {form}: {yaml_error(error)}", str(path))]) from error
     if not isinstance(tree, dict):
-        raise ConfigError([Problem("", "must hold keys and values, but holds a list", str(path))])
-    return {str(name): child for name, child in tree.items()}
-
-
-def _yaml_error(error: Exception) -> str:
-    too_deep = isinstance(error, RecursionError) or "nesting depth" in str(error)  # the latter from PyYAML 6.0.4 on
-    return "it is nested too deeply" if too_deep else str(error)
+        holds = "a list" if isinstance(tree, list) else "a text"
+        raise ConfigError([Problem("", f"must hold keys and values, but holds {holds}", str(path))])
+    return tree
 
 
 def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the tree of `a.b=c` texts. Raises ConfigError for one that is not of that form, or not YAML."""
+    """Return the tree of `a.b=c` texts: the letters after `=` are the value.
+
+    Raises:
+        ConfigError: a text is not of that form, or not YAML where its key is a list or a block.
+    """
+    return cast(dict[str, Any], settled(_finished(_read_overrides(overrides), COMMAND_LINE)))
+
+
+def _read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for override in overrides:
         key, _, text = override.partition("=")
         names = re.split(r"[.\[]", key.replace("]", ""))
         if not all(names):
             raise ConfigError([Problem(key, f"{shown(override)} is not key=value", COMMAND_LINE)])
-        try:
-            parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
-            branch = cast(dict[str, Any], parsed)["value"]
-        except _UNREADABLE as error:
-            problem = f"{shown(text)} cannot be read as YAML: {_yaml_error(error)}"
-            raise ConfigError([Problem(key, problem, COMMAND_LINE)]) from error
+        branch: Any = Letters(text)
         for name in reversed(names):
             branch = {name: branch}
+        branch = _typed(branch, COMMAND_LINE)
+        try:
+            OmegaConf.create(settled(branch))  # parses the interpolations
+        except _UNREADABLE as error:
+            problem = f"{shown(text)} cannot be read as a value: {yaml_error(error)}"
+            raise ConfigError([Problem(key, problem, COMMAND_LINE)]) from error
         tree = merge(tree, branch)
     return tree
+
+
+def _is_path(key: str) -> bool:
+    if key.startswith("memory."):
+        return key.endswith(".kind")  # PATH.py:CLASS; `merge_checked` knows the options
+    if key.startswith("deepspeed."):
+        return key.rpartition(".")[2] in PATHS
+    return is_path(Config, key)
 
 
 def _with_deepspeed_file(source: Source) -> list[Source]:
@@ -164,30 +235,12 @@ def _with_deepspeed_file(source: Source) -> list[Source]:
         path = find_file(name, folders)
     except ConfigError as error:
         raise ConfigError([Problem("deepspeed", f"{name}: {error.problems[0].text}", source.where)]) from error
-    rest = {key: child for key, child in source.tree.items() if key != "deepspeed"}
-    return [
-        Source(rest, source.where),
-        Source({"deepspeed": _read_deepspeed(path)}, str(path), is_whole_deepspeed=True),
-    ]
-
-
-def _read_deepspeed(path: Path) -> dict[str, Any]:
-    if path.suffix != ".json":
-        return _read_yaml(path)
-
-    def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ConfigError([Problem(join("deepspeed", twice[0]), "is given twice", str(path))])
-        return dict(pairs)
-
     try:
-        tree = json.loads(as_submitted(path).read_text(encoding="utf-8"), object_pairs_hook=refuse_duplicates)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError([Problem("", f"cannot be read as JSON: {error}", str(path))]) from error
-    if not isinstance(tree, dict):
-        raise ConfigError([Problem("", "must hold keys and values", str(path))])
-    return tree
+        block = _finished({"deepspeed": _parsed(path)}, str(path))
+    except ConfigError as error:
+        raise ConfigError([each._replace(key=each.key and join("deepspeed", each.key)) for each in error.problems]) from error
+    rest = {key: child for key, child in source.tree.items() if key != "deepspeed"}
+    return [Source(rest, source.where), Source(block, str(path), is_whole_deepspeed=True)]
 
 
 def merge_source(tree: dict[str, Any], source: Source) -> dict[str, Any]:
@@ -235,6 +288,7 @@ def merge(old: Any, new: Any, key: str = "") -> Any:
     """
     if not isinstance(new, Mapping) or not new:
         return new
+    old = typed(dict, old, key) if isinstance(old, Letters) else old
     if isinstance(old, list) and all(str(index).isdigit() for index in new):
         items = list(old)
         for index, child in new.items():
@@ -249,18 +303,36 @@ def merge(old: Any, new: Any, key: str = "") -> Any:
 
 
 def plain_block(node: Any) -> dict[str, Any]:
-    """Return a block as a dict with resolved interpolations."""
-    block = node if isinstance(node, DictConfig) else OmegaConf.create(dict(node))
-    return cast(dict[str, Any], OmegaConf.to_container(block, resolve=True))
+    """Return a block as a dict, that of a configuration with resolved interpolations."""
+    if isinstance(node, DictConfig):
+        return cast(dict[str, Any], OmegaConf.to_container(node, resolve=True))
+    return {name: plain_block(child) if isinstance(child, Mapping) else child for name, child in node.items()}
 
 
 def resolve(config: Config) -> dict[str, Any]:
     """`plain_block`, but raising ConfigError, which names the key and the interpolation, never a value."""
     try:
-        return plain_block(config)
+        found = plain_block(config)
     except OmegaConfBaseException as error:
         key = error.full_key or _unresolvable(config)
         raise ConfigError([Problem(key, f"cannot be resolved: {_reason(error)}")]) from None
+    stop_on(_misread(config, found))
+    return found
+
+
+def _misread(config: Config, resolved: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield the keys whose interpolation is a text that OmegaConf converts, but `typed` does not: 0012, 1_000."""
+    written = cast(dict[str, Any], OmegaConf.to_container(cast(DictConfig, config), resolve=False))
+    texts, interpolations = flatten(plain_block(OmegaConf.create(written))), flatten(written)
+    for key, value in flatten(resolved).items():
+        found = find_key(Config, key)
+        if found is None or isinstance(value, str) or not isinstance(text := texts[key], str):
+            continue
+        schema = item_schema(found.schema) or found.schema
+        wanted = typed(schema, Letters(text))
+        if wanted != value or isinstance(wanted, bool) != isinstance(value, bool):
+            must = f"must be {describe_type(schema)}, a number without a leading 0, `_` or `:`"
+            yield Problem(key, f"cannot be resolved: the value of {interpolations.get(key, 'its interpolation')} {must}")
 
 
 def _unresolvable(config: Config) -> str:

@@ -8,12 +8,17 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from contextlib import suppress
+from typing import Any, cast
 from urllib.parse import urlsplit
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from dist_mem.config.check import Problem, flatten, shown
 from dist_mem.config.keys import Metadata, find_key
 from dist_mem.config.schema import Config
+from dist_mem.runtime.files import home_fault
 
 _IN_NO_TEXT = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]"  # YAML and UTF-8 cannot hold them
 _IN_NO_NAME = r"[\x00-\x1f\x7f\ud800-\udfff]"  # a line end would end the line of a script or a log
@@ -43,14 +48,38 @@ def check_texts(leaves: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(key, message)
 
 
+def check_given(tree: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield the texts that OmegaConf would take for something else: `???`, and the default of a variable as a number.
+
+    Args:
+        tree: a file, or the overrides of a command line, with unresolved interpolations.
+    """
+    for key, value in flatten(tree).items():
+        if value == "???":  # no value at all: that of an earlier source would stay
+            yield Problem(key, "is ???, which asks for a value: give one, or leave the key out for its default")
+        for default in re.findall(r"\$\{\s*oc\.env\s*:[^,{}]*,([^{}]*)\}", value) if isinstance(value, str) else ():
+            read = _as_default(default)
+            if default.strip()[:1] not in ("'", '"') and read not in (None, default.strip()):
+                text = f"is {shown(value)}, whose default {default.strip()} would become {read}"
+                yield Problem(key, f"{text}: write it in quotes, '{default.strip()}'")
+
+
+def _as_default(text: str) -> str | None:
+    """Return what OmegaConf makes of the default of a variable; None if it is null, or cannot be read."""
+    with suppress(OmegaConfBaseException):
+        return cast(str | None, OmegaConf.create({"value": f"${{oc.env:DIST_MEM_IS_NEVER_SET,{text}}}"}).value)
+    return None
+
+
 def _fault(key: Metadata, text: str) -> str | None:
     if not text.strip() and not key.may_be_empty:
         return f"is {shown(text)}, but must be a text; leave the key out for its default"
-    if wrong := re.search(_IN_NO_NAME if key.is_path else _IN_NO_TEXT, text):
+    if wrong := re.search(_IN_NO_NAME if key.is_path or key.in_path else _IN_NO_TEXT, text):
         return f"is {shown(text)}, but must not contain {wrong[0]!a}; leave it out"
     if len(text) > _MOST_LETTERS:
         return f"is {shown(text)}, but must have at most {_MOST_LETTERS:,} characters"
-    fault = _place_fault(text) if key.is_path else None
+    fault = home_fault(text) if key.is_path else None
+    fault = fault or (_place_fault(text) if key.is_path or key.in_path else None)
     return fault and f"is {shown(text)}, but {fault}"
 
 

@@ -11,6 +11,7 @@ import re
 from omegaconf import OmegaConf
 
 from dist_mem.config import Config
+from dist_mem.config.sources import read_saved
 from dist_mem.data.directory import local_dir, open_index, refresh
 from dist_mem.data.remote.fetch import is_remote
 from dist_mem.data.shard import INDEX_NAME, read_index
@@ -37,7 +38,7 @@ def data_tag(checkpoint: Checkpoint, config: Config, split: str) -> str:
 def _is_own(checkpoint: Checkpoint, config: Config) -> bool:
     data = config.data
     if not checkpoint.is_export:  # which has no place of data
-        saved = OmegaConf.load(checkpoint.directory / "config.yaml")
+        saved = OmegaConf.create(read_saved(checkpoint.directory / "config.yaml"))
         if OmegaConf.select(saved, "data.path") == data.path:
             return True
     trained = checkpoint.manifest.get("data_fingerprint", "").split()[-1:]  # of the last stage of a curriculum

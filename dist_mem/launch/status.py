@@ -17,9 +17,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from dist_mem.checkpoint.manifest import list_steps, step_dir
+from dist_mem.config.sources import read_saved
 from dist_mem.errors import EXIT_DONE, UnusableError
 from dist_mem.launch import queue
 from dist_mem.runtime.lease import sign_of_life
@@ -114,8 +114,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _saved_value(run_dir: Path, key: str) -> Any:
     """Return a value of the run's configuration; None if it is missing, or uses a variable that is not set here."""
-    with suppress(OSError, ValueError, YAMLError, OmegaConfBaseException):
-        return OmegaConf.select(OmegaConf.load(run_dir / "config.yaml"), key)
+    with suppress(ValueError, OmegaConfBaseException):
+        return OmegaConf.select(OmegaConf.create(read_saved(run_dir / "config.yaml")), key)
     return None
 
 

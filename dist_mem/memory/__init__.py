@@ -107,10 +107,10 @@ def typed_options(block: Mapping[str, Any], where: str = "memory") -> tuple[str,
     given = plain_block(block)
     if not isinstance(over := given.get("over", {}), Mapping):
         raise ValueError(f"{where}.over is {shown(over)}, but must be a block with a kind")
-    kind = given.pop("kind")
+    kind = str(given.pop("kind"))
     options: Any = OmegaConf.to_object(merge_checked(memory_class(kind, where).Options, given, where))
     if hasattr(options, "over"):
-        options.over = _completed(options.over, f"{where}.over")
+        options.over = _completed(given.get("over", options.over), f"{where}.over")
     return kind, options
 
 

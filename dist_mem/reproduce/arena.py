@@ -19,10 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from omegaconf import MISSING
 
+from dist_mem.config import read_block
 from dist_mem.errors import UnusableError
 from dist_mem.reproduce.budget import check_budget
 from dist_mem.reproduce.grid import found_file
@@ -54,10 +53,7 @@ def load_arena(path: Path) -> tuple[Arena, Table]:
         UnusableError: there is no such file, or it is invalid; the message names the file and the key.
     """
     found = found_file(path, "an arena")
-    try:
-        arena: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Arena), OmegaConf.load(found)))
-    except (OmegaConfBaseException, YAMLError) as error:
-        raise UnusableError(f"{path}: {str(error).splitlines()[0]}") from error
+    arena: Arena = read_block(Arena, found)
     if len(arena.memories) < 2:
         raise UnusableError(f"{path}: memories has {len(arena.memories)}; give at least two, to compare")
     check_budget(arena.budget, arena.fit, where=str(path))

@@ -17,15 +17,17 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from omegaconf import MISSING
 
+from dist_mem.config import Config, read_block
 from dist_mem.config.check import nearest
+from dist_mem.config.keys import find_key
+from dist_mem.config.values import Letters, settled, typed
 from dist_mem.errors import UnusableError
 from dist_mem.reproduce.tables import Column, Point, Row, Scale, Table, check_table
 from dist_mem.runtime.files import is_file
@@ -57,10 +59,7 @@ def load_sweep(path: Path) -> Table:
         UnusableError: there is no such file, or it is invalid; the message names the file and the key.
     """
     found = found_file(path, "a sweep")
-    try:
-        sweep: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Sweep), OmegaConf.load(found)))
-    except (OmegaConfBaseException, YAMLError) as error:
-        raise UnusableError(f"{path}: {str(error).splitlines()[0]}") from error
+    sweep: Sweep = read_block(Sweep, found, _settled)
     rows = {**_combinations(sweep, path), **sweep.rows}
     if not rows:
         raise UnusableError(f"{path} has neither grid nor rows: nothing would be trained")
@@ -77,6 +76,29 @@ def load_sweep(path: Path) -> Table:
     )
     check_table(table)
     return table
+
+
+def _settled(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the tree of a sweep with the values of its grid as the keys of a configuration read them."""
+    grid, skip = tree.get("grid"), tree.get("skip")
+    if isinstance(grid, Mapping):
+        lists = {key: [_value(key, each) for each in values] for key, values in grid.items() if isinstance(values, list)}
+        tree = {**tree, "grid": {**grid, **lists}}
+    if isinstance(skip, list):
+        tree = {**tree, "skip": [_condition(each) if isinstance(each, Mapping) else each for each in skip]}
+    return cast(dict[str, Any], settled(tree))
+
+
+def _condition(written: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _value(key, value) for key, value in written.items()}
+
+
+def _value(key: str, written: Any) -> Any:
+    """Return a value by the type of its key; an option of a memory, whose type is not known here, keeps its letters."""
+    found = find_key(Config, key)
+    value = settled(written if found is None else typed(found.schema, written, key))
+    is_other = isinstance(written, Letters) and found is None and json.dumps(value) != written
+    return str(written) if is_other else value
 
 
 def found_file(path: Path, what: str) -> Path:

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from omegaconf import MISSING
 
+from dist_mem.config import read_block
 from dist_mem.config.check import hint
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.shipped import shipped_path
@@ -137,10 +136,7 @@ def load_table(name: str, folder: Path = FOLDER) -> Table:
         UnusableError: there is no such table, or its file is invalid; the message names the file and the key.
     """
     path = table_path(name, folder)
-    try:
-        table: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Table), OmegaConf.load(path)))
-    except (OmegaConfBaseException, YAMLError) as error:
-        raise UnusableError(f"{path}: {str(error).splitlines()[0]}") from error
+    table: Table = read_block(Table, path)
     table.path = str(path)
     check_table(table)
     return table

@@ -58,6 +58,23 @@ def make_folder(path: Path) -> None:
         fsync_path(folder.parent)
 
 
+def at_home(text: str) -> str:
+    """Return a path, or the address of an SQLite file, with a leading `~` or `~user` as that home directory.
+
+    Shells expand `~` only at the beginning of a word: not in `data.path=~/books`, and in no file.
+    """
+    scheme = re.match(r"sqlite[^:/]*:///|", text)
+    assert scheme is not None, "it may be empty"
+    return scheme[0] + os.path.expanduser(text[scheme.end() :])
+
+
+def home_fault(text: str) -> str | None:
+    """Return why a path that `at_home` has left with `~` cannot be used; None if there is none."""
+    if not text.startswith("~"):
+        return None
+    return f"~ stands for no home directory here; give the whole path, or ./{text} for a folder of that name"
+
+
 def is_file(path: Path) -> bool:
     """Return whether a file exists; False also for an impossible name: too long, or with a zero byte."""
     with suppress(OSError, ValueError):

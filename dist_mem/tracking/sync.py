@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 from dist_mem.checkpoint.manifest import list_steps, read_manifest, step_dir
 from dist_mem.config import Config, TrackingConfig, merge_checked
 from dist_mem.config.check import flatten, stop_on
-from dist_mem.config.sources import COMMAND_LINE, plain_block, read_overrides, read_sources
+from dist_mem.config.sources import COMMAND_LINE, plain_block, read_overrides, read_saved, read_sources
 from dist_mem.config.text_checks import check_credentials, check_texts
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, CheckpointError, UnusableError
 from dist_mem.runtime.extras import is_installed, not_installed
@@ -85,7 +85,7 @@ def read_config(run_dir: Path, given: Any) -> Config:
     path = run_dir / "config.yaml"
     if not path.exists():
         raise UnusableError(f"{path} is missing; give the directory of a run")
-    return cast(Config, OmegaConf.merge(OmegaConf.load(path), given))
+    return cast(Config, OmegaConf.merge(OmegaConf.create(read_saved(path)), given))
 
 
 def _sync(config: Config, run_dir: Path, named: Sequence[str]) -> int:

@@ -1,0 +1,232 @@
+"""How a text becomes a value: by the type that the schema gives its key, never by a guess of YAML.
+
+A YAML parser knows no schema: it reads `name: 0010` as the number 8, `2024_01_05` as 20240105, and `1:30` as 90. So
+`parse` and `read_overrides` (sources.py) leave scalars without quotes as `Letters`, and `typed` converts these:
+
+    text key          the letters themselves; `null` is none if the key accepts none
+    number key        a decimal number: -3, 0.5, 1e-4; no leading 0, no `_`, no `:`
+    true or false     true, false, yes, no, on, off
+    list or block     of a file: its YAML; of an override: the letters as YAML on one line, without comments
+
+The options of a memory have a type once its kind is known (`merge_checked`); `settled` converts what has no type at
+all. `dump` writes texts so that these rules, and any YAML parser, read the same texts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import types
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from typing import Any, ClassVar, Union, get_args, get_origin
+
+import yaml
+
+from dist_mem.config.check import ConfigError, Problem, fields_of, is_interpolation, item_schema, join, shown
+
+_NULLS = ("", "~", "null", "Null", "NULL")
+_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+BOOLS = {form: value for word, value in _WORDS.items() for form in (word, word.capitalize(), word.upper())}
+_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]{0,3999})")  # Python does not parse longer ones
+_NUMBER = re.compile(
+    r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+)
+_LIKE_NUMBER = re.compile(r"[-+]?\.?[0-9]")  # what begins so is a number to some parser
+_PLAIN = "tag:dist_mem,plain"
+_TEXT, _MERGE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
+
+
+class Letters(str):
+    """A scalar as it was written, without quotes. It has no type yet: `typed` or `settled` gives it one."""
+
+    __slots__ = ()
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads YAML with scalars as texts, those without quotes as `Letters`; refuses keys that are given twice."""
+
+    yaml_constructors: ClassVar[dict[str | None, Any]] = {
+        _PLAIN: lambda loader, node: Letters(loader.construct_scalar(node)),
+        _MERGE: lambda loader, node: Letters(loader.construct_scalar(node)),  # of a value, not a key
+        **{
+            f"tag:yaml.org,2002:{kind}": yaml.SafeLoader.yaml_constructors[f"tag:yaml.org,2002:{kind}"]
+            for kind in ("str", "map", "seq")
+        },
+        None: yaml.SafeLoader.yaml_constructors[None],  # refuses other tags, as !!int
+    }
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+        if kind is yaml.ScalarNode:
+            return (_MERGE if value == "<<" else _PLAIN) if implicit[0] else _TEXT
+        return super().resolve(kind, value, implicit)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        names = [name.value for name, _ in node.value if name.tag in (_PLAIN, _TEXT)]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise yaml.constructor.ConstructorError(
+                "while constructing a mapping", node.start_mark, f"found duplicate key {twice[0]}", node.start_mark
+            )
+        pairs = super().construct_mapping(node, deep=deep)
+        return {str(name) if isinstance(name, str) else name: child for name, child in pairs.items()}
+
+
+class _OverrideLoader(_Loader):
+    """Refuses comments, which would cut an override."""
+
+    allow_simple_key: bool
+
+    def scan_to_next_token(self) -> None:
+        while True:
+            while self.peek() == " ":
+                self.forward()
+            if self.peek() == "#":
+                raise yaml.scanner.ScannerError(None, None, "a text with ' #' needs quotes here", self.get_mark())
+            if not self.scan_line_break():
+                return
+            self.allow_simple_key = self.allow_simple_key or not self.flow_level
+
+
+def parse(text: str | bytes) -> Any:
+    """Return the tree of a YAML text, with `Letters`. Raises YAMLError, ValueError or RecursionError."""
+    return yaml.load(text, _Loader)  # noqa: S506  # a SafeLoader
+
+
+def parse_json(text: bytes) -> Any:
+    """Return the tree of a JSON text, with its numbers as `Letters`.
+
+    Raises:
+        ConfigError: a key is given twice.
+        ValueError or RecursionError: it is not JSON.
+    """
+
+    def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError([Problem(twice[0], "is given twice")])
+        return dict(pairs)
+
+    return json.loads(
+        text, object_pairs_hook=refuse_duplicates, parse_int=Letters, parse_float=Letters, parse_constant=Letters
+    )
+
+
+def opened(letters: Letters) -> Any:
+    """Return the list or block that the letters of an override write; the letters themselves if they write none.
+
+    Raises:
+        YAMLError: they are not YAML.
+    """
+    found = letters if is_lone_interpolation(letters) else yaml.load(letters, _OverrideLoader)  # noqa: S506
+    return found if isinstance(found, list | Mapping) else letters
+
+
+def is_lone_interpolation(letters: str) -> bool:
+    """Return whether the letters are an interpolation, not a list or block with one inside."""
+    return is_interpolation(letters) and letters.lstrip()[:1] not in ("[", "{")
+
+
+def typed(schema: Any, tree: Any, key: str = "") -> Any:
+    """Return the tree with its `Letters` as values of the schema's types.
+
+    Letters that do not fit stay a text, or another value, which `check_tree` refuses. Letters of `Any`, and of keys
+    that the schema does not have, stay `Letters`.
+
+    Args:
+        key: full dotted key of the tree, for messages.
+
+    Raises:
+        ConfigError: the letters of a list or block are not YAML.
+    """
+    if isinstance(tree, Letters):
+        return _of_letters(schema, tree, key)
+    fields, item = fields_of(schema), item_schema(schema)
+    if isinstance(tree, Mapping):
+        of_values = (get_args(schema) or (None, Any))[1] if get_origin(schema) is dict else Any
+        kinds = fields if fields is not None else dict.fromkeys(tree, of_values if item is None else item)
+        return {name: typed(kinds.get(name, Any), child, join(key, name)) for name, child in tree.items()}
+    if isinstance(tree, list):
+        return [typed(Any if item is None else item, child, f"{key}[{index}]") for index, child in enumerate(tree)]
+    return tree
+
+
+def _of_letters(schema: Any, letters: Letters, key: str) -> Any:
+    is_union = get_origin(schema) in (Union, types.UnionType)
+    kinds = get_args(schema) if is_union else (schema,)
+    if Any in kinds or object in kinds:
+        return letters
+    if type(None) in kinds and letters in _NULLS:
+        return None
+    if any(_holds_parts(kind) for kind in kinds) and not is_lone_interpolation(letters):
+        try:
+            found = opened(letters)
+        except (yaml.YAMLError, RecursionError, ValueError) as error:
+            raise ConfigError([Problem(key, f"{shown(str(letters))} cannot be read as YAML: {yaml_error(error)}")]) from None
+        if found is not letters:
+            return typed(schema, found, key)
+    if is_interpolation(letters):
+        return str(letters)
+    if bool in kinds and letters in BOOLS:
+        return BOOLS[letters]
+    if (int in kinds or float in kinds) and (number := _number(letters)) is not None:
+        if float in kinds or isinstance(number, int) or str not in kinds:
+            return number
+    return str(letters) if str in kinds else _guess(letters)
+
+
+def _holds_parts(kind: Any) -> bool:
+    return fields_of(kind) is not None or kind in (list, dict) or get_origin(kind) in (list, dict)
+
+
+def yaml_error(error: Exception) -> str:
+    """Return why a text cannot be read as YAML."""
+    too_deep = isinstance(error, RecursionError) or "nesting depth" in str(error)  # the latter from PyYAML 6.0.4 on
+    return "it is nested too deeply" if too_deep else str(error)
+
+
+def settled(tree: Any) -> Any:
+    """Return the tree with what is left of `Letters` as the values that they write: null, true, a number, a text."""
+    if isinstance(tree, Letters):
+        try:
+            found = opened(tree)
+        except (yaml.YAMLError, RecursionError, ValueError):  # a text, if its key has a type that accepts it
+            return str(tree)
+        return _guess(tree) if found is tree else settled(found)
+    if isinstance(tree, Mapping):
+        return {name: settled(child) for name, child in tree.items()}
+    return [settled(child) for child in tree] if isinstance(tree, list) else tree
+
+
+def _guess(letters: Letters) -> Any:
+    if letters in _NULLS:
+        return None
+    if letters.lower() in ("true", "false") and letters in BOOLS:
+        return BOOLS[letters]
+    number = _number(letters)
+    return str(letters) if number is None else number
+
+
+def _number(letters: str) -> int | float | None:
+    """Return the number that the letters write in decimal notation; None if they write none."""
+    if _INTEGER.fullmatch(letters):
+        return int(letters)
+    if not _NUMBER.fullmatch(letters):
+        return None
+    return float(letters.lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts so that no YAML parser takes them for numbers."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = "'" if _LIKE_NUMBER.match(text) or text in BOOLS else None
+    return dumper.represent_scalar(_TEXT, text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def dump(tree: Any) -> str:
+    """Return a plain tree as YAML."""
+    return yaml.dump(tree, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)

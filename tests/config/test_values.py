@@ -1,0 +1,239 @@
+"""How a text becomes a value: by the type of its key, the same in files, overrides, and configurations written back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from dist_mem.config import Config, ConfigError, load_config, merge_checked, read_config, to_yaml
+from dist_mem.config.check import flatten, is_optional, item_schema
+from dist_mem.config.keys import keys_of
+from dist_mem.config.sources import read_saved, read_sources
+from dist_mem.memory import memory_options
+from dist_mem.reproduce.grid import load_sweep
+
+STEPS = "train.steps=10"
+NULLS = ("null", "Null", "NULL", "~", "")
+# What some parser takes for a number, a date, a word, a comment, a list or an interpolation.
+WORDS = [
+    *("0010", "2024_01_05", "1:30", "0777", "1e3", "1.50", "0x10", "0o17", "0b11", "+5", "-0", ".5", "1__0e3", "1_0e3"),
+    *("yes", "No", "on", "true", "TRUE", "null", "Null", "~", "=", "<<", ".inf", "-.INF", ".nan", "2020-01-01", "12e03"),
+    *("a #b", "#a", "a: b", "a:", "- a", "[a]", "[a", "{a: b}", "'a'", '"a"', "!!int 3", "&a", "*a", "|", "%a", "@a"),
+    *("10", "-7", "1.5", "a\tb", " a", "a ", "5 # five", "\u0661", "1\u00b2", "\ufeffa", "\u2028"),
+]
+TEXTS = st.sampled_from(WORDS) | st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.text("0123456789_:.eE+-x#~ ", max_size=8)
+SETTINGS = settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+
+
+def keys_with(*kinds: Any) -> list[str]:
+    """The keys of the schema with these types, or lists of them, outside of lists of blocks."""
+    wanted = {kind | None for kind in kinds} | set(kinds)
+    found = {name: item_schema(key.schema) or key.schema for name, key in keys_of(Config).items() if "[" not in name}
+    return [name for name, schema in found.items() if schema in wanted]
+
+
+def is_list(key: str) -> bool:
+    return item_schema(keys_of(Config)[key].schema) is not None
+
+
+def read(*arguments: str) -> dict[str, Any]:
+    return flatten(read_sources(arguments)[0].tree)
+
+
+def as_plain(text: str) -> str | None:
+    """The text as YAML without quotes; None if it needs some."""
+    try:
+        node = yaml.compose(f"k: {text}")
+    except yaml.YAMLError:
+        return None
+    value = node.value[0][1] if isinstance(node, yaml.MappingNode) and len(node.value) == 1 else None
+    return text if isinstance(value, yaml.ScalarNode) and (value.style, value.value) == (None, text) else None
+
+
+def as_yaml(key: str, scalar: str) -> str:
+    """A file that gives one key this scalar."""
+    scalar = f"\n- {scalar}" if is_list(key) else f" {scalar}"
+    *blocks, last = key.split(".")
+    return "".join(f"{'  ' * depth}{name}:\n" for depth, name in enumerate(blocks)) + "  " * len(blocks) + (
+        f"{last}:" + scalar.replace("\n", "\n" + "  " * len(blocks)) + "\n"
+    )
+
+
+@SETTINGS
+@given(key=st.sampled_from(keys_with(str)), text=TEXTS)
+def test_a_text_key_keeps_the_letters_that_were_written(key: str, text: str, tmp_path: Path) -> None:
+    assume("${" not in text and not text.startswith("~") and text != "???")
+    file, found = tmp_path / "a.yaml", f"{key}[0]" if is_list(key) else key
+    is_null = is_optional(keys_of(Config)[key].schema) and text in NULLS
+    file.write_text(as_yaml(key, yaml.safe_dump(text, default_style='"').strip()), encoding="utf-8")
+    assert read(str(file))[found] == text
+    plain = as_plain(text)
+    if plain is not None:
+        file.write_text(as_yaml(key, plain), encoding="utf-8")
+        assert read(str(file))[found] == (None if is_null else text)
+    if not is_list(key):
+        assert read(f"{key}={text}")[key] == (None if is_null else text)
+
+
+@SETTINGS
+@given(key=st.sampled_from(keys_with(int, float)), text=TEXTS)
+def test_a_number_key_takes_a_decimal_number_or_refuses_the_text(key: str, text: str) -> None:
+    is_whole = re.fullmatch(r"[-+]?(0|[1-9][0-9]*)", text)
+    is_number = re.fullmatch(r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?", text)
+    accepted = is_whole if item_schema(keys_of(Config)[key].schema) is int else is_number
+    assume("${" not in text and not is_list(key) and not is_whole or accepted is not None)
+    override = f"{key}=[{text}]" if is_list(key) else f"{key}={text}"
+    assume(not is_list(key) or accepted)
+    value = read(override)[f"{key}[0]" if is_list(key) else key]
+    if accepted:
+        assert isinstance(value, int | float) and float(value) == float(text)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        assert text.lower().lstrip("+-") in (".inf", ".nan")  # refused by the limits
+    else:
+        assert value is None or value == text or text.lower() in ("true", "false")
+
+
+@pytest.mark.parametrize("text", ["0010", "1_000", "1:30", "0x10", "-007", "0.1_0", "00.5", "5 # five"])
+def test_a_refused_number_is_shown_as_written_with_the_fix(text: str) -> None:
+    for key in ("train.steps", "optimizer.lr", "train.max_grad_norm"):
+        with pytest.raises(ConfigError) as caught:
+            load_config([STEPS, f"{key}={text}"])
+        assert f"command line: {key}: is {text!r}, but must be" in str(caught.value)
+        assert "write it as a decimal number, without a leading 0, `_` or `:`" in str(caught.value)
+
+
+def is_usable(text: str) -> bool:
+    """Whether no other rule refuses the text."""
+    return bool(text.strip()) and not re.search(r"\$\{|^\?\?\?$|^~|[\x00-\x1f\x7f]", text) and text.isprintable()
+
+
+@settings(SETTINGS, max_examples=12)
+@given(texts=st.lists(TEXTS.filter(is_usable), min_size=8, max_size=8))
+def test_a_configuration_that_is_written_reads_back_equal(texts: list[str], tmp_path: Path) -> None:
+    """By the program, and by any parser of YAML."""
+    keys = ["name", "data.path", *(f"tracking.{name}" for name in ("uri", "experiment", "run_name"))]
+    keys += [f"launch.{name}" for name in ("partition", "account", "qos")]
+    config = load_config([STEPS, *(f"{key}={text}" for key, text in zip(keys, texts, strict=True))])
+    (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    assert read_config(tmp_path / "config.yaml") == config
+    for written in (yaml.safe_load(to_yaml(config)), read_saved(tmp_path / "config.yaml")):
+        found = flatten(written)
+        for key, text in zip(keys, texts, strict=True):
+            assert found[key] == (None if is_optional(keys_of(Config)[key].schema) and text in NULLS else text)
+
+
+@dataclass
+class Options:
+    word: str = "a"
+    words: list[str] = field(default_factory=list)
+    rate: float = 0.5
+    either: int | str | None = None
+
+
+def test_options_of_a_memory_have_the_types_that_it_declares(tmp_path: Path) -> None:
+    """Also of one outside of the package, below another memory, or of one block of the model."""
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import dataclass\nfrom dist_mem.memory.transformer_xl import TransformerXL\n"
+        "class Mine(TransformerXL):\n    @dataclass\n    class Options(TransformerXL.Options):\n        word: str = 'a'\n"
+    )
+    mine = f"{tmp_path}/mine.py:Mine"
+    blocks = {"memory": ("1e3", "null"), "memory.default": ("0010", "[a"), "memory.over": ("yes", "a #b")}
+    for block, text in [(block, text) for block, texts in blocks.items() for text in texts]:
+        over = ["memory.kind=infinite"] if block == "memory.over" else []
+        given_words = [STEPS, *over, f"{block}.kind={mine}", f"{block}.word={text}"]
+        config = load_config(given_words, memory_options=memory_options)
+        assert OmegaConf.select(OmegaConf.create({"memory": config.memory}), f"{block}.word") == text
+        (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+        assert load_config([str(tmp_path / "config.yaml")], memory_options=memory_options) == config
+    with pytest.raises(ConfigError, match=r"memory\.mem_len: is '0010', but must be an integer"):
+        load_config([STEPS, f"memory.kind={mine}", "memory.mem_len=0010"], memory_options=memory_options)
+
+
+def leaves_with(value: str) -> Mapping[str, str]:
+    """Sources that give a key this value: files with and without quotes, an override, an item of a list."""
+    return {
+        f"name: {value}": "name",
+        f"name: '{value}'": "name",
+        f"launch:\n  setup:\n  - a\n  - {value}": "launch.setup[1]",
+        f"memory:\n  mem_len: {value}": "memory.mem_len",
+        f"deepspeed:\n  dump_state: {value}": "deepspeed.dump_state",
+    }
+
+
+def test_a_source_that_asks_for_a_value_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for content, key in leaves_with("???").items():
+        (tmp_path / "a.yaml").write_text(content)
+        with pytest.raises(ConfigError, match=re.escape(f"a.yaml: {key}: is ???, which asks for a value")):
+            load_config([str(tmp_path / "a.yaml"), STEPS])
+    with pytest.raises(ConfigError, match=r"command line: name: is \?\?\?"):
+        load_config([STEPS, "name=???"])
+    monkeypatch.setenv("ASKED", "???")
+    with pytest.raises(ConfigError, match="command line: name: cannot be resolved"):
+        load_config([STEPS, "name=${oc.env:ASKED}"])
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [("train.threads", "0012"), ("optimizer.lr", "1_0"), ("train.compile", "1"), ("train.max_grad_norm", "infinity")],
+)
+def test_a_variable_of_the_environment_is_read_by_the_same_rules(
+    key: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GIVEN", text)
+    with pytest.raises(ConfigError) as caught:
+        load_config([STEPS, f"{key}=${{oc.env:GIVEN}}"])
+    assert f"command line: {key}: cannot be resolved: " in str(caught.value)
+    assert load_config([STEPS, "name=${oc.env:GIVEN}"]).name == text
+
+
+@pytest.mark.parametrize("text", ["1_0", "1e3", "TRUE", "0x1f", "1.50"])
+def test_the_default_of_a_variable_keeps_its_letters_or_is_refused(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NOT_GIVEN", raising=False)
+    assert load_config([STEPS, f"name=${{oc.env:NOT_GIVEN,'{text}'}}"]).name == text
+    try:
+        found = load_config([STEPS, f"name=a-${{oc.env:NOT_GIVEN,{text}}}"]).name
+    except ConfigError as error:
+        assert f"'{text}'" in str(error)
+    else:
+        assert found == f"a-{text}"
+
+
+def test_sweeps_keep_the_letters_of_their_values(tmp_path: Path) -> None:
+    (tmp_path / "sweep.yaml").write_text(
+        "title: 0010\ntrain: [name=0010]\ndata: 0012\ngrid: {data.path: [0777, 1e3], optimizer.lr: [1e-3, 0.002]}\n"
+        "skip: [{data.path: 1e3, optimizer.lr: 0.001}]\nrows: {0010: [data.path=1_0]}\n"
+    )
+    table = load_sweep(tmp_path / "sweep.yaml")
+    scale = table.scales["sweep"]
+    assert (table.title, scale.train, scale.points[""].data) == ("0010", ["name=0010"], "0012")
+    assert scale.rows == {
+        "path0777-lr0.001": ["data.path=0777", "optimizer.lr=0.001"],
+        "path0777-lr0.002": ["data.path=0777", "optimizer.lr=0.002"],
+        "path1e3-lr0.002": ["data.path=1e3", "optimizer.lr=0.002"],
+        "0010": ["data.path=1_0"],
+    }
+
+
+def test_files_with_a_byte_order_mark_are_read(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"dump_state": true}', encoding="utf-8-sig")
+    (tmp_path / "a.json").write_text('{"name": "0010", "deepspeed": "ds.json"}', encoding="utf-8-sig")
+    (tmp_path / "b.yaml").write_text("train: {steps: 3}", encoding="utf-16")
+    config = load_config([str(tmp_path / "a.json"), str(tmp_path / "b.yaml")])
+    assert (config.name, config.deepspeed, config.train.steps) == ("0010", {"dump_state": True}, 3)
+
+
+def test_merge_checked_types_the_letters_of_a_block() -> None:
+    (tree,) = (source.tree for source in read_sources(["memory.word=1e3", "memory.words=[0010]", "memory.either=3"]))
+    found = merge_checked(Options, tree["memory"], "memory")
+    assert (found.word, found.words, found.either) == ("1e3", ["0010"], 3)
