@@ -34,7 +34,9 @@ def add_arguments(added: ArgumentParser) -> None:
     build.add_argument("dataset", metavar="DATASET", help=f"one of {', '.join(builder_names())}")
     build.add_argument("arguments", nargs=REMAINDER, metavar="...", help="of the builder; --help lists them")
     for action in (verify, show, sample):
-        action.add_argument("data", type=place, help="a data directory, or its URL; what is needed of it is fetched into the cache")
+        action.add_argument(
+            "data", type=place, help="a data directory, or its URL; what is needed of it is fetched into the cache"
+        )
         action.add_argument("--cache", type=place, metavar="FOLDER", help="data.cache")
         action.add_argument("--allow-pipe", action="store_true", help="data.allow_pipe: run the command of a pipe: URL")
     usual = "default: all; for a URL train, validation, test"

@@ -14,7 +14,9 @@ from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
 def add_arguments(added: ArgumentParser) -> None:
     """Add the arguments of `dist-mem figure`."""
     added.add_argument("name", nargs="?", help="as in the papers, for example infinite.fig7; see --list")
-    added.add_argument("runs", nargs="*", type=place, default=[], help=f"{MODEL}; then key=value overrides, as for `evaluate`")
+    added.add_argument(
+        "runs", nargs="*", type=place, default=[], help=f"{MODEL}; then key=value overrides, as for `evaluate`"
+    )
     added.add_argument("--list", action="store_true", help="list all figures")
     added.add_argument("--split", type=split, metavar="NAME", help="split to read (default: eval.split)")
     added.add_argument("--document", metavar="ID", help="read this document of the split")

@@ -225,7 +225,9 @@ def _add_sampling(added: ArgumentParser, *, tokens: int, top_p: float) -> None:
 def _add_generate(added: ArgumentParser) -> None:
     added.add_argument("run", nargs="?", type=place, help=MODEL)
     added.add_argument("overrides", nargs="*", default=[], help="key=value overrides, as for `dist-mem evaluate`")
-    added.add_argument("--compare", nargs="+", type=place, default=[], metavar="RUN", help="compare these runs on the same prompt")
+    added.add_argument(
+        "--compare", nargs="+", type=place, default=[], metavar="RUN", help="compare these runs on the same prompt"
+    )
     prompt = added.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue; empty: begin a document")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 file to continue, of any length")
@@ -256,7 +258,9 @@ def _add_inspect(added: ArgumentParser) -> None:
 
 
 def _add_reproduce(added: ArgumentParser) -> None:
-    added.add_argument("table", nargs="?", type=place, help="name, for example lamemo.table1, or a .yaml file (default: list them)")
+    added.add_argument(
+        "table", nargs="?", type=place, help="name, for example lamemo.table1, or a .yaml file (default: list them)"
+    )
     added.add_argument("overrides", nargs="*", default=[], help="key=value overrides for every training")
     added.add_argument("--check", action="store_true", help="print the resolved settings of every row, and exit")
     added.add_argument("--scale", default="tiny", help="tiny, small or paper (default: tiny)")
@@ -281,7 +285,9 @@ def _add_batch(added: ArgumentParser) -> None:
 
 def _add_track(added: ArgumentParser) -> None:
     added.add_argument("action", choices=["sync"])
-    added.add_argument("runs", nargs="+", type=place, help="run directories, your own YAML files, overrides of tracking.*")
+    added.add_argument(
+        "runs", nargs="+", type=place, help="run directories, your own YAML files, overrides of tracking.*"
+    )
 
 
 def _add_check_memory(added: ArgumentParser) -> None:

@@ -44,7 +44,8 @@ def check_together(config: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _check_memory(config["memory"], model["num_layers"])
     yield from _check_kind(model, {"train": train["seg_len"], "eval": config["eval"]["seg_len"]})
     yield from _check_optimizer(optimizer)
-    yield from _check_schedule(config["schedule"], train["steps"])
+    if train["steps"] is not None:
+        yield from check_schedule(config["schedule"]["warmup_steps"], train["steps"], f"train.steps = {train['steps']}")
     yield from _check_checkpoint(config["checkpoint"], config["eval"]["every"])
     yield from _check_blocks(config["data"]["blocks"], train["seg_len"], config["eval"])
     yield from _check_curriculum(config["data"]["curriculum"], train["steps"])
@@ -184,6 +185,7 @@ def _check_checkpoint(checkpoint: Mapping[str, Any], eval_every: int | None) -> 
         yield Problem("checkpoint.keep_best", "needs a validation loss; set eval.every")
 
 
-def _check_schedule(schedule: Mapping[str, Any], steps: int | None) -> Iterator[Problem]:
-    if steps is not None and schedule["warmup_steps"] > steps:
-        yield Problem("schedule.warmup_steps", f"{schedule['warmup_steps']} is more than train.steps = {steps}")
+def check_schedule(warmup_steps: int, steps: int, end: str) -> Iterator[Problem]:
+    """Yield a warmup that a run of so many steps would end within; `end` says in words where they come from."""
+    if warmup_steps > steps:
+        yield Problem("schedule.warmup_steps", f"{warmup_steps} is more than {end}")

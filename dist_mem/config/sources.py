@@ -238,7 +238,9 @@ def _with_deepspeed_file(source: Source) -> list[Source]:
     try:
         block = _finished({"deepspeed": _parsed(path)}, str(path))
     except ConfigError as error:
-        raise ConfigError([each._replace(key=each.key and join("deepspeed", each.key)) for each in error.problems]) from error
+        raise ConfigError(
+            [each._replace(key=each.key and join("deepspeed", each.key)) for each in error.problems]
+        ) from error
     rest = {key: child for key, child in source.tree.items() if key != "deepspeed"}
     return [Source(rest, source.where), Source(block, str(path), is_whole_deepspeed=True)]
 
@@ -332,7 +334,9 @@ def _misread(config: Config, resolved: Mapping[str, Any]) -> Iterator[Problem]:
         wanted = typed(schema, Letters(text))
         if wanted != value or isinstance(wanted, bool) != isinstance(value, bool):
             must = f"must be {describe_type(schema)}, a number without a leading 0, `_` or `:`"
-            yield Problem(key, f"cannot be resolved: the value of {interpolations.get(key, 'its interpolation')} {must}")
+            yield Problem(
+                key, f"cannot be resolved: the value of {interpolations.get(key, 'its interpolation')} {must}"
+            )
 
 
 def _unresolvable(config: Config) -> str:

@@ -18,7 +18,6 @@ import json
 import re
 import types
 from collections.abc import Mapping
-from dataclasses import is_dataclass
 from typing import Any, ClassVar, Union, get_args, get_origin
 
 import yaml
@@ -89,7 +88,7 @@ class _OverrideLoader(_Loader):
 
 def parse(text: str | bytes) -> Any:
     """Return the tree of a YAML text, with `Letters`. Raises YAMLError, ValueError or RecursionError."""
-    return yaml.load(text, _Loader)  # noqa: S506  # a SafeLoader
+    return yaml.load(text, _Loader)  # a SafeLoader
 
 
 def parse_json(text: bytes) -> Any:
@@ -117,7 +116,7 @@ def opened(letters: Letters) -> Any:
     Raises:
         YAMLError: they are not YAML.
     """
-    found = letters if is_lone_interpolation(letters) else yaml.load(letters, _OverrideLoader)  # noqa: S506
+    found = letters if is_lone_interpolation(letters) else yaml.load(letters, _OverrideLoader)
     return found if isinstance(found, list | Mapping) else letters
 
 
@@ -161,16 +160,18 @@ def _of_letters(schema: Any, letters: Letters, key: str) -> Any:
         try:
             found = opened(letters)
         except (yaml.YAMLError, RecursionError, ValueError) as error:
-            raise ConfigError([Problem(key, f"{shown(str(letters))} cannot be read as YAML: {yaml_error(error)}")]) from None
+            raise ConfigError(
+                [Problem(key, f"{shown(str(letters))} cannot be read as YAML: {yaml_error(error)}")]
+            ) from None
         if found is not letters:
             return typed(schema, found, key)
     if is_interpolation(letters):
         return str(letters)
     if bool in kinds and letters in BOOLS:
         return BOOLS[letters]
-    if (int in kinds or float in kinds) and (number := _number(letters)) is not None:
-        if float in kinds or isinstance(number, int) or str not in kinds:
-            return number
+    number = _number(letters) if int in kinds or float in kinds else None
+    if number is not None and (float in kinds or isinstance(number, int) or str not in kinds):
+        return number
     return str(letters) if str in kinds else _guess(letters)
 
 

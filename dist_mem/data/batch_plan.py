@@ -9,6 +9,8 @@ import math
 from typing import NamedTuple
 
 from dist_mem.config import Config, TrainConfig
+from dist_mem.config.check import stop_on
+from dist_mem.config.constraints import check_schedule
 from dist_mem.config.keys import STEPS
 from dist_mem.data.plan import DocumentPlan, Plan, lanes_of_rank
 
@@ -95,7 +97,7 @@ def total_steps(config: Config, plan: Plan) -> int:
     """Return the updates of the whole run: `train.steps`, or those of `train.epochs`, rounded up.
 
     Raises:
-        ValueError: they are more than a run can have.
+        ValueError: they are more than a run can have, or fewer than the configuration needs.
     """
     if config.train.steps is not None:
         return config.train.steps
@@ -104,6 +106,8 @@ def total_steps(config: Config, plan: Plan) -> int:
     if steps > STEPS:
         epochs = f"train.epochs is {config.train.epochs}, which the data make {steps:,} steps"
         raise ValueError(f"{epochs}, but a run has at most {STEPS:,}; give fewer epochs")
+    end = f"the {counted(steps, 'step')} of train.epochs = {config.train.epochs:g}; give less, or more epochs"
+    stop_on(check_schedule(config.schedule.warmup_steps, steps, end))
     return steps
 
 

@@ -82,7 +82,9 @@ def _settled(tree: dict[str, Any]) -> dict[str, Any]:
     """Return the tree of a sweep with the values of its grid as the keys of a configuration read them."""
     grid, skip = tree.get("grid"), tree.get("skip")
     if isinstance(grid, Mapping):
-        lists = {key: [_value(key, each) for each in values] for key, values in grid.items() if isinstance(values, list)}
+        lists = {
+            key: [_value(key, each) for each in values] for key, values in grid.items() if isinstance(values, list)
+        }
         tree = {**tree, "grid": {**grid, **lists}}
     if isinstance(skip, list):
         tree = {**tree, "skip": [_condition(each) if isinstance(each, Mapping) else each for each in skip]}

@@ -9,6 +9,7 @@ import getpass
 import hashlib
 import math
 import os
+import re
 import socket
 import sys
 import sysconfig
@@ -142,6 +143,20 @@ def _number(name: str) -> float | None:
         return float(text) if text else None
     except ValueError:
         return math.nan
+
+
+def whole_number(environ: Mapping[str, str], name: str, default: int, fix: str, most: int = 2**31 - 1) -> int:
+    """Return the value of a variable that counts, or the default if it is not set.
+
+    Raises:
+        ValueError: it is no whole number from 0 to `most`; the message ends with `fix`.
+    """
+    text = environ.get(name)
+    if text is None:
+        return default
+    if not re.fullmatch("[0-9]{1,10}", text) or int(text) > most:
+        raise ValueError(f"environment: {name} is {text!r}, but must be a whole number from 0 to {most:,}; {fix}")
+    return int(text)
 
 
 def boot_id() -> str:

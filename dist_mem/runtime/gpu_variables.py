@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 
+from dist_mem.runtime.environment import whole_number
+
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # in the order in which torch 2.13 reads them
 # Segments that grow: lengths of documents vary, and fixed segments of many sizes would fragment the GPU's memory.
 _ALLOCATOR = "expandable_segments:True"
@@ -23,7 +25,8 @@ def set_gpu_variables() -> None:
 def num_recorded() -> int:
     """Return how many collectives torch keeps for a hang report; 0: none."""
     names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-    return next((int(text) for name in names if (text := os.environ.get(name))), 2000)  # of torch
+    given = [name for name in names if os.environ.get(name)]
+    return whole_number(os.environ, given[0], 0, "unset it for 2000") if given else 2000  # of torch
 
 
 def records_starts() -> bool:

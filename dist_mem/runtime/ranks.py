@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from dist_mem.runtime.environment import extension_cache
+from dist_mem.runtime.environment import extension_cache, whole_number
 from dist_mem.runtime.network_interface import interface_towards, own_name_is_loopback
 
+_FIX = "unset RANK and WORLD_SIZE for one process, or start with torchrun, deepspeed or srun"
 _LARGEST_STEP_ID = 4_294_967_000  # Slurm numbers the batch, extern and interactive steps from here
 
 
@@ -33,14 +34,26 @@ def read_ranks(environ: Mapping[str, str] = os.environ) -> tuple[int, int, int, 
         missing = [name for name in ("RANK", "WORLD_SIZE") if name not in environ]
         if missing:
             raise ValueError(f"environment: {missing[0]} is not set while its partner is; set both, or neither")
-        rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-        local_size = environ.get("LOCAL_WORLD_SIZE", environ.get("LOCAL_SIZE", size))  # torchrun's name, deepspeed's
-        return rank, size, int(environ.get("LOCAL_RANK", rank)), int(local_size)
+        rank, size = _below(environ, "RANK", "WORLD_SIZE")
+        of_node = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in environ else "LOCAL_SIZE"  # torchrun's name, deepspeed's
+        return rank, size, *_below(environ, "LOCAL_RANK", of_node, (rank, size))
     if in_job_step(environ):
-        rank, size = int(environ["SLURM_PROCID"]), int(environ["SLURM_NTASKS"])
-        per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)).split("(")[0].split(",")[0]
-        return rank, size, int(environ.get("SLURM_LOCALID", 0)), int(per_node)
+        rank, size = _below(environ, "SLURM_PROCID", "SLURM_NTASKS")
+        name = "SLURM_STEP_TASKS_PER_NODE"
+        per_node = environ.get(name, str(size)).split("(")[0].split(",")[0]  # of the first node: 2(x3),1
+        local_size = whole_number({name: per_node}, name, size, _FIX)
+        return rank, size, whole_number(environ, "SLURM_LOCALID", 0, _FIX), local_size
     return 0, 1, 0, 1
+
+
+def _below(environ: Mapping[str, str], number: str, count: str, default: tuple[int, int] = (0, 1)) -> tuple[int, int]:
+    """Return the values of the variable `number`, a rank, and of `count`, how many ranks there are."""
+    rank = whole_number(environ, number, default[0], _FIX)
+    size = whole_number(environ, count, default[1], _FIX)
+    if rank >= size:
+        between = f"the ranks are 0 to {size - 1}" if size else "it must be at least 1"
+        raise ValueError(f"environment: {number} is {rank}, but {count} is {size}: {between}; {_FIX}")
+    return rank, size
 
 
 def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
@@ -76,8 +89,9 @@ def export_for_libraries(rank: int, size: int, local_rank: int, local_size: int)
             os.environ["MASTER_ADDR"] = _first_node()
         if "MASTER_PORT" in missing:
             os.environ["MASTER_PORT"] = str(10000 + int(os.environ.get("SLURM_JOB_ID", 0)) % 20000)
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "0")
+    if size == 1 and not os.environ["MASTER_PORT"].isdecimal():  # Kubernetes sets tcp://10.0.0.7:29500
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # one process meets nobody
+    whole_number(os.environ, "MASTER_PORT", 0, "give a free port, as 29500", most=65_535)
     if size > local_size and "GLOO_SOCKET_IFNAME" not in os.environ and own_name_is_loopback():
         interface = interface_towards(os.environ["MASTER_ADDR"])
         if interface is not None:
@@ -129,7 +143,7 @@ def agent_keeps_store() -> bool:
 
 def launcher_restarts() -> int:
     """Return how often torchrun has restarted all ranks."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    return whole_number(os.environ, "TORCHELASTIC_RESTART_COUNT", 0, "unset it")
 
 
 def gpus_are_hidden() -> bool:

@@ -19,7 +19,7 @@ import pytest
 from dist_mem.__main__ import main
 from dist_mem.cli.help import EXAMPLES
 from dist_mem.cli.parser import build_parser, parse
-from dist_mem.config import TrainConfig, load_config
+from dist_mem.config import ConfigError, TrainConfig, load_config
 from dist_mem.config.load import known_keys
 from dist_mem.config.other_names import OTHER_NAMES
 from dist_mem.data import batch_plan
@@ -449,6 +449,11 @@ def test_epochs_come_to_steps_rounded_up() -> None:
     for epochs, steps in ((1, 8), (0.5, 4), (0.51, 5)):
         config = load_config([f"train.epochs={epochs}", "train.global_batch_size=4", "train.micro_batch_size=2"])
         assert batch_plan.total_steps(config, documents) == steps
+        config.schedule.warmup_steps = steps
+        assert batch_plan.total_steps(config, documents) == steps
+        config.schedule.warmup_steps = steps + 1
+        with pytest.raises(ConfigError, match=rf"schedule.warmup_steps: {steps + 1} is more than the {steps} steps of"):
+            batch_plan.total_steps(config, documents)
 
 
 def test_check_imports_nothing_heavy(data_dir: Path) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -14,10 +14,15 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from dist_mem.cli.arguments import place
+from dist_mem.cli.datasets import builder_parser
+from dist_mem.cli.parser import build_parser, parse
 from dist_mem.config import Config, ConfigError, load_config, merge_checked, read_config, to_yaml
-from dist_mem.config.check import flatten, is_optional, item_schema
+from dist_mem.config.check import check_tree, flatten, is_optional, item_schema
+from dist_mem.config.docs import meanings
 from dist_mem.config.keys import keys_of
 from dist_mem.config.sources import read_saved, read_sources
+from dist_mem.data.builders.datasets import builder_names
 from dist_mem.memory import memory_options
 from dist_mem.reproduce.grid import load_sweep
 
@@ -26,19 +31,40 @@ NULLS = ("null", "Null", "NULL", "~", "")
 # What some parser takes for a number, a date, a word, a comment, a list or an interpolation.
 WORDS = [
     *("0010", "2024_01_05", "1:30", "0777", "1e3", "1.50", "0x10", "0o17", "0b11", "+5", "-0", ".5", "1__0e3", "1_0e3"),
-    *("yes", "No", "on", "true", "TRUE", "null", "Null", "~", "=", "<<", ".inf", "-.INF", ".nan", "2020-01-01", "12e03"),
+    *(
+        "yes",
+        "No",
+        "on",
+        "true",
+        "TRUE",
+        "null",
+        "Null",
+        "~",
+        "=",
+        "<<",
+        ".inf",
+        "-.INF",
+        ".nan",
+        "2020-01-01",
+        "12e03",
+    ),
     *("a #b", "#a", "a: b", "a:", "- a", "[a]", "[a", "{a: b}", "'a'", '"a"', "!!int 3", "&a", "*a", "|", "%a", "@a"),
     *("10", "-7", "1.5", "a\tb", " a", "a ", "5 # five", "\u0661", "1\u00b2", "\ufeffa", "\u2028"),
 ]
-TEXTS = st.sampled_from(WORDS) | st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.text("0123456789_:.eE+-x#~ ", max_size=8)
-SETTINGS = settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+TEXTS = (
+    st.sampled_from(WORDS)
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+    | st.text("0123456789_:.eE+-x#~ ", max_size=8)
+)
+SETTINGS = settings(max_examples=100, suppress_health_check=list(HealthCheck), deadline=None)
 
 
 def keys_with(*kinds: Any) -> list[str]:
     """The keys of the schema with these types, or lists of them, outside of lists of blocks."""
     wanted = {kind | None for kind in kinds} | set(kinds)
     found = {name: item_schema(key.schema) or key.schema for name, key in keys_of(Config).items() if "[" not in name}
-    return [name for name, schema in found.items() if schema in wanted]
+    old = [name for name, key in keys_of(Config).items() if key.metadata.was_bool]
+    return [name for name, schema in found.items() if schema in wanted and name not in old]
 
 
 def is_list(key: str) -> bool:
@@ -63,8 +89,10 @@ def as_yaml(key: str, scalar: str) -> str:
     """A file that gives one key this scalar."""
     scalar = f"\n- {scalar}" if is_list(key) else f" {scalar}"
     *blocks, last = key.split(".")
-    return "".join(f"{'  ' * depth}{name}:\n" for depth, name in enumerate(blocks)) + "  " * len(blocks) + (
-        f"{last}:" + scalar.replace("\n", "\n" + "  " * len(blocks)) + "\n"
+    return (
+        "".join(f"{'  ' * depth}{name}:\n" for depth, name in enumerate(blocks))
+        + "  " * len(blocks)
+        + (f"{last}:" + scalar.replace("\n", "\n" + "  " * len(blocks)) + "\n")
     )
 
 
@@ -87,19 +115,23 @@ def test_a_text_key_keeps_the_letters_that_were_written(key: str, text: str, tmp
 @SETTINGS
 @given(key=st.sampled_from(keys_with(int, float)), text=TEXTS)
 def test_a_number_key_takes_a_decimal_number_or_refuses_the_text(key: str, text: str) -> None:
+    schema = item_schema(keys_of(Config)[key].schema) or keys_of(Config)[key].schema
     is_whole = re.fullmatch(r"[-+]?(0|[1-9][0-9]*)", text)
     is_number = re.fullmatch(r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?", text)
-    accepted = is_whole if item_schema(keys_of(Config)[key].schema) is int else is_number
-    assume("${" not in text and not is_list(key) and not is_whole or accepted is not None)
-    override = f"{key}=[{text}]" if is_list(key) else f"{key}={text}"
-    assume(not is_list(key) or accepted)
-    value = read(override)[f"{key}[0]" if is_list(key) else key]
-    if accepted:
-        assert isinstance(value, int | float) and float(value) == float(text)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        assert text.lower().lstrip("+-") in (".inf", ".nan")  # refused by the limits
+    assume("${" not in text and (is_number or not is_list(key)))
+    value = read(f"{key}=[{text}]" if is_list(key) else f"{key}={text}")[f"{key}[0]" if is_list(key) else key]
+    if is_whole or is_number:
+        assert type(value) is (int if is_whole else float) and float(value) == float(text)
+    elif isinstance(value, float):
+        assert re.fullmatch(r"[-+]?\.inf|\.nan", text.lower())  # refused by the limits of every key
     else:
-        assert value is None or value == text or text.lower() in ("true", "false")
+        assert value == (None if text in NULLS else {"true": True, "false": False}.get(text.lower(), text))
+    is_accepted = not list(check_tree(schema, value))
+    assert is_accepted == (
+        (is_optional(schema) and text in NULLS)
+        or (is_whole is not None and abs(int(text)) < 2**63)
+        or (float in (schema, *get_args(schema)) and isinstance(value, float))
+    )
 
 
 @pytest.mark.parametrize("text", ["0010", "1_000", "1:30", "0x10", "-007", "0.1_0", "00.5", "5 # five"])
@@ -143,7 +175,8 @@ def test_options_of_a_memory_have_the_types_that_it_declares(tmp_path: Path) -> 
     """Also of one outside of the package, below another memory, or of one block of the model."""
     (tmp_path / "mine.py").write_text(
         "from dataclasses import dataclass\nfrom dist_mem.memory.transformer_xl import TransformerXL\n"
-        "class Mine(TransformerXL):\n    @dataclass\n    class Options(TransformerXL.Options):\n        word: str = 'a'\n"
+        "class Mine(TransformerXL):\n"
+        "    @dataclass\n    class Options(TransformerXL.Options):\n        word: str = 'a'\n"
     )
     mine = f"{tmp_path}/mine.py:Mine"
     blocks = {"memory": ("1e3", "null"), "memory.default": ("0010", "[a"), "memory.over": ("yes", "a #b")}
@@ -196,9 +229,7 @@ def test_a_variable_of_the_environment_is_read_by_the_same_rules(
 
 
 @pytest.mark.parametrize("text", ["1_0", "1e3", "TRUE", "0x1f", "1.50"])
-def test_the_default_of_a_variable_keeps_its_letters_or_is_refused(
-    text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_default_of_a_variable_keeps_its_letters_or_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NOT_GIVEN", raising=False)
     assert load_config([STEPS, f"name=${{oc.env:NOT_GIVEN,'{text}'}}"]).name == text
     try:
@@ -237,3 +268,63 @@ def test_merge_checked_types_the_letters_of_a_block() -> None:
     (tree,) = (source.tree for source in read_sources(["memory.word=1e3", "memory.words=[0010]", "memory.either=3"]))
     found = merge_checked(Options, tree["memory"], "memory")
     assert (found.word, found.words, found.either) == ("1e3", ["0010"], 3)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return str(tmp_path / "home")
+
+
+def test_a_path_begins_with_the_home_directory_where_a_tilde_is_written(tmp_path: Path, home: str) -> None:
+    """In files and overrides, for every key of the schema that is a path, and for no other."""
+    for key, found in keys_of(Config).items():
+        if "[" in key or (item_schema(found.schema) or found.schema) not in (str, str | None):
+            continue
+        (tmp_path / "a.yaml").write_text(as_yaml(key, "~/${name}/x"))
+        name = f"{key}[0]" if is_list(key) else key
+        expected = f"{home if found.metadata.is_path else '~'}/${{name}}/x"
+        assert read(str(tmp_path / "a.yaml"))[name] == expected
+        assert read(f"{key}=['~/${{name}}/x']" if is_list(key) else f"{key}=~/${{name}}/x")[name] == expected
+    stages = read("data.curriculum=[{path: ~/a, until: 3}]", "deepspeed.zero_optimization.offload_param.nvme_path=~/n")
+    assert stages["data.curriculum[0].path"] == f"{home}/a"
+    assert stages["deepspeed.zero_optimization.offload_param.nvme_path"] == f"{home}/n"
+    assert read("memory.over.kind=~/m.py:Mine", "tracking.uri=sqlite:///~/m.db") == {
+        "memory.over.kind": f"{home}/m.py:Mine",
+        "tracking.uri": f"sqlite:///{home}/m.db",
+    }
+
+
+def test_every_key_that_names_a_place_is_marked_as_a_path() -> None:
+    """A new key whose meaning speaks of a folder, a file, a path or an address is a path, or a name in one."""
+    for key, found in keys_of(Config).items():
+        meaning = meanings(found.owner)[found.field.name]
+        if (item_schema(found.schema) or found.schema) in (str, str | None) and not found.metadata.choices:
+            named = re.search(
+                r"\b(director(y|ies)|folder|path|address|file|PATH|sqlite)\b",
+                re.sub(r"docs/\S+|\S+\.yaml", "", meaning),
+            )
+            assert not named or found.metadata.is_path or found.metadata.in_path, key
+
+
+def test_a_tilde_that_stands_for_no_home_is_refused(tmp_path: Path, home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "a.yaml").write_text("train: {steps: 1}\nrun_dir: ~/runs/${name}\n")
+    config = load_config(["~/a.yaml", "name=~x"])
+    assert (config.run_dir, config.name) == (f"{home}/runs/~x", "~x")
+    with pytest.raises(ConfigError, match=r"command line: data\.path: is '~nobody-here/x', but ~ stands for no home"):
+        load_config([STEPS, "data.path=~nobody-here/x"])
+    monkeypatch.setenv("PLACE", "~/books")
+    with pytest.raises(ConfigError, match=r"data\.path: is '\$\{oc.env:PLACE\}', but ~ stands for no home"):
+        load_config([STEPS, "data.path=${oc.env:PLACE}"])
+
+
+def test_every_option_that_is_a_path_expands_a_tilde(home: str) -> None:
+    """Also behind `=`, where no shell does."""
+    _, commands = build_parser()
+    parsers = [*commands.values(), *(builder_parser(name) for name in builder_names())]
+    for parser in parsers:
+        for action in parser._actions:
+            if action.type in (Path, place):
+                assert str(parser._get_value(action, "~/x")) == f"{home}/x", (parser.prog, action.dest)
+    assert str(parse(["export", "runs/a", "--out=~/x"]).out) == f"{home}/x"

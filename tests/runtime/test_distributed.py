@@ -51,6 +51,49 @@ def test_half_a_launcher_is_refused_by_name(present: dict[str, str]) -> None:
         read_ranks(present)
 
 
+RANK_1_OF_2 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+TASK_3_OF_4 = {**JOB_STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+
+
+@pytest.mark.parametrize("text", ["", " ", "-1", "two", "1.5", "1_0", "tcp://10.0.0.7:29500", "9" * 30])
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        *((RANK_1_OF_2, name) for name in RANK_1_OF_2),
+        *((TASK_3_OF_4, f"SLURM_{name}") for name in ("PROCID", "NTASKS", "LOCALID", "STEP_TASKS_PER_NODE")),
+    ],
+)
+def test_a_variable_of_a_launcher_that_is_no_number_is_refused_by_name(
+    environ: dict[str, str], name: str, text: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"^environment: {name} is '.*', but must be a whole number .*; unset RANK"):
+        read_ranks({**environ, name: text})
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"RANK": "2"}, "RANK"),
+        ({"WORLD_SIZE": "1"}, "RANK"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK"),
+        ({"WORLD_SIZE": "0"}, "RANK"),
+    ],
+)
+def test_a_rank_beyond_the_last_is_refused(changed: dict[str, str], name: str) -> None:
+    with pytest.raises(ValueError, match=f"^environment: {name} is "):
+        read_ranks({**RANK_1_OF_2, **changed})
+
+
+def test_only_several_processes_need_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_launcher(monkeypatch)
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    monkeypatch.setenv("MASTER_PORT", "tcp://10.0.0.7:29500")
+    with pytest.raises(ValueError, match=r"environment: MASTER_PORT is 'tcp:.*, but must be"):
+        ranks.export_for_libraries(0, 2, 0, 2)
+    ranks.export_for_libraries(0, 1, 0, 1)
+    assert ranks.rendezvous_address() == ("127.0.0.1", 0)
+
+
 def agreement(world: World) -> tuple[list[float], Any, str]:
     summed = sum_over_ranks([world.rank, 1.0], world.device)
     reported = from_rank0({"from": world.rank})
