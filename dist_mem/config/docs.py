@@ -38,6 +38,11 @@ unknown key is an error that names the nearest known one. `dist-mem config` prin
 FILES OVERRIDES` prints the merged configuration. `dist-mem train FILES OVERRIDES --check` prints its parameters, lanes
 per rank and steps per epoch.
 
+The type of a key decides how a value is read, in files and overrides alike. A text key takes the letters that are
+written, as in `name=0010`, `launch.time=12:00:00` or `"name=trial #2"`. A number is decimal, as `3`, `0.5` or `1e-4`,
+without a leading 0, `_` or `:`. Lists and blocks are YAML, as `optimizer.betas=[0.9,0.95]`. A `~` at the beginning of a
+path is the home directory.
+
 A key marked *fixed* must keep its value on resume. A key marked `--allow` may change if the command allows it
 (`--allow optimizer.betas`). All other keys may change ([resume.md](../howto/resume.md)).
 """

@@ -31,9 +31,11 @@ def in_job_step(environ: Mapping[str, str]) -> bool:
 def read_ranks(environ: Mapping[str, str] = os.environ) -> tuple[int, int, int, int]:
     """Return (rank, world size, local rank, local size), as the launcher sets them; (0, 1, 0, 1) without a launcher."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
-        missing = [name for name in ("RANK", "WORLD_SIZE") if name not in environ]
-        if missing:
-            raise ValueError(f"environment: {missing[0]} is not set while its partner is; set both, or neither")
+        for missing, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+            if missing not in environ:
+                raise ValueError(
+                    f"environment: {missing} is not set, but {other} is {environ[other]!r}; set both, or neither"
+                )
         rank, size = _below(environ, "RANK", "WORLD_SIZE")
         of_node = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in environ else "LOCAL_SIZE"  # torchrun's name, deepspeed's
         return rank, size, *_below(environ, "LOCAL_RANK", of_node, (rank, size))
@@ -89,6 +91,8 @@ def export_for_libraries(rank: int, size: int, local_rank: int, local_size: int)
             os.environ["MASTER_ADDR"] = _first_node()
         if "MASTER_PORT" in missing:
             os.environ["MASTER_PORT"] = str(10000 + int(os.environ.get("SLURM_JOB_ID", 0)) % 20000)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0")
     if size == 1 and not os.environ["MASTER_PORT"].isdecimal():  # Kubernetes sets tcp://10.0.0.7:29500
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # one process meets nobody
     whole_number(os.environ, "MASTER_PORT", 0, "give a free port, as 29500", most=65_535)

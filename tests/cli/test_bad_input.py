@@ -151,6 +151,17 @@ OTHERS: list[tuple[list[str], list[str]]] = [
         ["train", "{config}", "train.steps=null", "train.epochs=9e7"],
         ["train.epochs is 90000000.0", "at most 99,999,999"],
     ),
+    (
+        ["train", "{config}", "train.steps=null", "train.epochs=1", "schedule.warmup_steps=100000"],
+        ["schedule.warmup_steps: 100000 is more than the ", " of train.epochs = 1; give less, or more epochs"],
+    ),
+    (
+        ["train", "{config}", "train.steps=0010"],
+        ["train.steps: is '0010', but must be an integer or null; write it as"],
+    ),
+    (["train", "{config}", "name=???"], ["name: is ???, which asks for a value"]),
+    (["train", "{config}", "data.path=~ada/x"], ["data.path: is '~ada/x', but ~ stands for no home directory here"]),
+    (["export", "{run}", "--out=~ada/x"], ["--out: '~ada/x': ~ stands for no home directory here"]),
     (["train", "/etc"], ["/etc", "is a folder"]),
     (["train", "/etc/nowhere.yaml"], ["/etc/nowhere.yaml", "no such file"]),
     (["config", LONG], ["xxx", "no such file"]),

@@ -148,7 +148,7 @@ def is_usable(text: str) -> bool:
     return bool(text.strip()) and not re.search(r"\$\{|^\?\?\?$|^~|[\x00-\x1f\x7f]", text) and text.isprintable()
 
 
-@settings(SETTINGS, max_examples=12)
+@settings(SETTINGS, max_examples=8)
 @given(texts=st.lists(TEXTS.filter(is_usable), min_size=8, max_size=8))
 def test_a_configuration_that_is_written_reads_back_equal(texts: list[str], tmp_path: Path) -> None:
     """By the program, and by any parser of YAML."""
