@@ -10,6 +10,8 @@ Deviations: the learned first rows learn in every update in which a document beg
 an epoch, because the carried rows are cut there), and documents begin with them (published: once an epoch). With
 pre-norm and `model.final_norm`, the new rows are those after the final norm, as in the authors' code for pretrained
 models. A window is read once; the published replay, K extra forwards for depth K, begins with newer rows than intended.
+The last segment of a text is padded to T rows, as in generation, where the published code has shorter ones: with M > 2
+its scores between memory tokens are those of T rows (parts/memory_tokens.py).
 Shape letters: B lanes, T segment, M memory tokens, R = T + 2 M rows, D model.
 """
 
@@ -124,7 +126,6 @@ class RecurrentMemory(Memory):
             num_tokens=options.num_tokens,
             at_end=options.at_end,
             read_cache=options.read_cache,
-            seg_len=spec.seg_len,
             **spec.attention,
         )
 
@@ -138,7 +139,7 @@ class RecurrentMemory(Memory):
 
     @property
     def min_seg_len(self) -> int:
-        return 1
+        return self.spec.seg_len if self.attention.counts_rows else 1
 
     @property
     def evicted_len(self) -> int:
@@ -155,7 +156,7 @@ class RecurrentMemory(Memory):
 
     @property
     def num_rows(self) -> int:
-        return self.attention.num_rows
+        return self.options.num_tokens + self.spec.seg_len + self.num_after
 
     def stem(self) -> MemoryTokens:
         sizes = {"num_tokens": self.options.num_tokens, "d_model": self.spec.d_model}

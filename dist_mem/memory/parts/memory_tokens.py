@@ -6,8 +6,8 @@ see each other, and write rows see all rows; their scores, of M queries each, ar
 Keys to the right of a memory row, at j > i in its block, have the scores by distance that the published code gives
 them and the paper does not mention: where that code aligns distances with keys, what lies beyond the diagonal comes
 from the next row. For j = i + 1 the score by distance is 0. For j = i + delta it is that of query i + 1 at distance
-m + R + 1 - delta, near the largest one. All published models have it. Here R is that of a complete segment also in
-shorter ones, so that a segment that is still open has the outputs that it has with padding.
+m + R + 1 - delta, near the largest one. All published models have it. So outputs depend on R, the number of rows that
+are computed: with M > 2 those of a segment with padding differ from those of its tokens alone.
 
 Shape letters: B lanes, T segment, M memory tokens, R = T + 2 M rows, m valid cache rows, J keys, D model, H heads, K
 head width.
@@ -67,16 +67,14 @@ class Projected(NamedTuple):
 class MemoryTokenAttention(RelativeProjections):
     """Multi-head attention with relative positions over a cache, memory tokens and the segment."""
 
-    def __init__(self, *, num_tokens: int, at_end: bool, read_cache: bool, seg_len: int, **attention: Any) -> None:
+    def __init__(self, *, num_tokens: int, at_end: bool, read_cache: bool, **attention: Any) -> None:
         """Make the layer.
 
         Args:
             num_tokens: M.  at_end: whether there are write rows.  read_cache: whether memory rows see the cache.
-            seg_len: T of complete segments.
         """
         super().__init__(**attention)
         self.num_tokens, self.num_after, self.read_cache = num_tokens, num_tokens if at_end else 0, read_cache
-        self.num_rows = num_tokens + seg_len + self.num_after  # R
 
     def forward(
         self, x: Tensor, cache: Tensor, cache_valid: Tensor, valid_len: Tensor, *, weights: bool = False
@@ -95,7 +93,7 @@ class MemoryTokenAttention(RelativeProjections):
         biases = {"content_bias": self.content_bias, "position_bias": self.position_bias}
         content_query, relative = relative_queries(query, table, **biases)
         rows = Projected(content_query, key, value, relative.query, table)
-        right = self.right_keys(cache_valid, x.dtype) if num_tokens > 2 else None
+        right = self.right_keys(cache_valid, num_rows, x.dtype) if self.counts_rows else None
         begin = 0 if self.read_cache else cache_len  # of the keys that memory rows see
         read_end, seg_end = cache_len + num_tokens, cache_len + num_tokens + seg_len
         shown = cache_valid[:, begin:], cache_valid.new_ones(len(x), num_tokens)
@@ -116,14 +114,19 @@ class MemoryTokenAttention(RelativeProjections):
         y = self.dropout(self.output(merge_heads(torch.cat(parts, dim=2))))
         return Attended(y, query[:, :, num_tokens : num_tokens + seg_len], written, token_weights)
 
-    def right_keys(self, cache_valid: Tensor, dtype: torch.dtype) -> Tensor:
+    @property
+    def counts_rows(self) -> bool:
+        """Whether outputs depend on R: some key is two or more to the right of a memory row."""
+        return self.num_tokens > 2
+
+    def right_keys(self, cache_valid: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
         """Return W_r R_t at the distances of keys two and more to the right, m + R - 1 and less: (H, B or 1, K, M - 2).
 
         With a cache they differ by lane, as m does.
         """
         num_valid = cache_valid[:1].sum(1) if not cache_valid.shape[1] else cache_valid.sum(1)
         steps = torch.arange(2, self.num_tokens, device=cache_valid.device)
-        distances = (num_valid[:, None] + self.num_rows + 1 - steps).clamp(min=0, max=self.clamp_len)
+        distances = (num_valid[:, None] + num_rows + 1 - steps).clamp(min=0, max=self.clamp_len)
         table = sinusoid_table(distances.flatten(), self.position.in_features, dtype)
         keys: Tensor = self.position(self.dropout(table))
         return keys.unflatten(-1, (self.num_heads, -1)).unflatten(0, distances.shape).permute(2, 0, 3, 1)
