@@ -1,10 +1,11 @@
 """Gated DeltaNet (Yang et al. 2025): a matrix per head that decays and is corrected by every token, and no attention.
 
 Source: arXiv 2412.06464, eqs. 8 to 10 (10 is printed with a minus where its derivation has a plus), and the layer of
-Hugging Face's `qwen3_next`. The published models read whole sequences of 4,096 tokens; here the matrix and the last
-rows before the convolution go on from segment to segment, with gradients inside a window (`train.bptt_segments`). Any
-cut of a text into segments gives the same outputs. Shape letters: B lanes, T segment, C chunk, D model, H heads of
-values, G heads of keys, K and V widths of a key and of a value.
+Hugging Face's `qwen3_next`; flash-linear-attention and the paper's code have `memory.norm_eps` 1e-5. The published
+models read whole sequences of 4,096 tokens; here the matrix and the last rows before the convolution go on from segment
+to segment, with gradients inside a window (`train.bptt_segments`). Any cut of a text into segments gives the same
+outputs. Shape letters: B lanes, T segment, C chunk, D model, H heads of values, G heads of keys, K and V widths of a
+key and of a value.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class GatedDeltaNet(Memory):
         kernel: int = key(4, at_least=1, at_most=64)  # tokens that the convolution of queries, keys and values sees
         chunk_len: int = key(64, at_least=1, at_most=TOKENS)  # C, tokens computed at once; changes no result
         negative_eigenvalues: bool = False  # beta up to 2 instead of 1, so that a value can change its sign
+        norm_eps: float = key(1e-6, above=0)  # added to the mean square in the norm of what a token reads
 
     def __init__(self, spec: LayerSpec, options: Options) -> None:
         super().__init__(spec, options)
@@ -80,7 +82,7 @@ class GatedDeltaNet(Memory):
         self.taps = nn.Parameter(torch.zeros(sum(self.widths), options.kernel))  # the last one meets the present token
         self.log_decay = nn.Parameter(torch.zeros(self.num_heads))  # A_log
         self.decay_bias = nn.Parameter(torch.zeros(self.num_heads))  # dt_bias
-        self.value_norm = ExactNorm(self.d_value, eps=1e-6)
+        self.value_norm = ExactNorm(self.d_value, eps=options.norm_eps)
         self.output = Projection(value_width, spec.d_model)
         self.dropout = Dropout(spec.dropout)
 

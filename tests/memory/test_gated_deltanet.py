@@ -161,6 +161,16 @@ def test_the_layer_equals_the_published_code(name: str) -> None:
     assert_gradients(torch.stack(losses(since=0, until=len(lengths) - 1)).sum(), "unroll/grad")
 
 
+@pytest.mark.parametrize("norm_eps", [1e-6, 1e-5])  # of qwen3_next, the default, and of flash-linear-attention
+def test_the_norm_of_what_is_read_adds_the_epsilon_of_the_options(norm_eps: float) -> None:
+    layer = Layer(LAYERS[0]).layer
+    options = GatedDeltaNet.Options(**{**vars(layer.options), "norm_eps": norm_eps})
+    rows = torch.full((1, layer.d_value), 1e-3, dtype=torch.float64)
+    found = GatedDeltaNet(layer.spec, options).double().value_norm(rows)
+    torch.testing.assert_close(found, rows * (1e-6 + norm_eps) ** -0.5, rtol=1e-12, atol=0)
+    assert vars(GatedDeltaNet.Options())["norm_eps"] == 1e-6
+
+
 def test_initial_decays_are_those_of_the_published_code() -> None:
     """A in U(0, 16), and softplus of the bias between 0.001 and 0.1."""
     layer = Layer(LAYERS[0]).layer.float()
