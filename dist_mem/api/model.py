@@ -172,7 +172,7 @@ class Model:
     def inspect(self, text: str) -> DocumentReading:
         """Read a text with memory and without, and return what memory changed for every token and word.
 
-        The result has `pieces`, `nll`, `without` and `gain` (nats, a row per token), `words()` with their gains, and
+        The result has `pieces`, `nll`, `windowed` and `gain` (nats, a row per token), `words()` with their gains, and
         `layers`: where each layer looked (docs/howto/inspect.md).
 
         Raises:
@@ -180,7 +180,7 @@ class Model:
             UnusableError: the text is empty.
 
         >>> found = dist_mem.load("runs/demo").inspect("It was the best of times, it was the worst of times.")
-        >>> torch.equal(found.gain, found.without.double() - found.nll.double())
+        >>> torch.equal(found.gain, found.windowed.double() - found.nll.double())
         True
         >>> [word.word.text for word in found.words()][:3]
         ['It', 'was', 'the']

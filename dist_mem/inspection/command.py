@@ -36,6 +36,7 @@ from dist_mem.runtime.files import write_text
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.runtime.terminal import span
 
+WINDOWED = "in overlapping windows"
 SHOWN = 300  # tokens of the text that are printed unless --show names others
 
 
@@ -118,9 +119,14 @@ def _removed(request: Request, subject: Subject) -> Counterfactual | None:
 def _comparisons(request: Request, reading: DocumentReading, removed: Counterfactual | None) -> list[Comparison]:
     """Return the comparisons that are asked for; the last one is shown in detail."""
     nll = reading.nll.double()
-    found = [Comparison("memory off", reading.gain)]
+    found = [
+        Comparison("memory off", reading.without.double() - nll),
+        Comparison(f"memory off, {WINDOWED}", reading.gain),
+    ]
     if reading.other is not None:
         found.append(Comparison(f"{request.against}", reading.other.double() - nll))
+    if reading.other_windowed is not None:
+        found.append(Comparison(f"{request.against}, {WINDOWED}", reading.other_windowed.double() - nll))
     if reading.emptied is not None:
         found.append(Comparison(f"memory emptied at {request.empty_at}", reading.emptied.double() - nll))
     if request.without is not None and removed is not None:

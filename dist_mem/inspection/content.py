@@ -29,9 +29,10 @@ def content_of(
     aggregates: Aggregates,
 ) -> dict[str, Any]:
     """Return what the JSON says of one document; `gains` by the name of what the memory is compared with."""
-    losses = {"nll": reading.nll, "without_memory": reading.without}
+    losses = {"nll": reading.nll, "without_memory": reading.without, "windowed": reading.windowed}
     losses |= {} if reading.emptied is None else {"emptied": reading.emptied}
     losses |= {} if reading.other is None else {"other": reading.other}
+    losses |= {} if reading.other_windowed is None else {"other_windowed": reading.other_windowed}
     return {
         "format_version": FORMAT_VERSION,
         "figures": {name: float(gain.nansum()) for name, gain in gains.items()},

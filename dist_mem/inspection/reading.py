@@ -1,7 +1,7 @@
 """What memory changed for every token of one document, and where each layer looked.
 
     reading = read_document(trained, document)
-    reading.gain.nansum()  # nats: the difference of `dist-mem evaluate` with and without --without-memory
+    reading.gain.nansum()  # nats
 
 Shape letters: N tokens of the document.
 """
@@ -18,11 +18,12 @@ from torch import Tensor
 from dist_mem.data.documents import Document
 from dist_mem.data.plan import segment_starts
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.trained_model import TrainedModel
+from dist_mem.evaluation.trained_model import TrainedModel, init_state
 from dist_mem.inspection.aggregates import WordGain, word_gains
 from dist_mem.inspection.looked import Looked, memory_rows, nowhere, put_looked
-from dist_mem.inspection.walk import always, losses_of, put_losses, walk
+from dist_mem.inspection.walk import always, losses_in_windows, losses_of, put_losses, walk
 from dist_mem.inspection.words import words_of
+from dist_mem.memory.base import named_tensors
 from dist_mem.memory.parts.inspector import Inspector
 from dist_mem.tracking.progress import Progress
 
@@ -38,15 +39,22 @@ class DocumentReading(NamedTuple):
     document: Document
     pieces: list[str]  # the text of every token
     nll: Tensor  # (N,)
-    without: Tensor  # (N,) with the memory emptied before every segment
+    without: Tensor  # (N,) with the memory emptied before every segment, as `dist-mem evaluate --without-memory`
+    windowed: Tensor  # (N,) without memory, but with half a segment of text before every token (`losses_in_windows`)
     emptied: Tensor | None  # (N,) with the memory emptied once, at `empty_at`; None: not asked for
     other: Tensor | None  # (N,) of the other model; None: there is none
+    other_windowed: Tensor | None  # (N,) the same as `windowed`; None: the other model has a memory, or there is none
     layers: tuple[Mapping[str, Looked], ...]  # by kind of rows, but `segment`; empty: none is read
 
     @property
     def gain(self) -> Tensor:
-        """What memory gained per token, (N,) float64; nan where a token is not scored."""
-        return self.without.double() - self.nll.double()
+        """What memory gained per token over `windowed`, (N,) float64; nan where a token is not scored."""
+        return self.windowed.double() - self.nll.double()
+
+    @property
+    def against(self) -> Tensor | None:
+        """The losses of the other model that single tokens are compared with."""
+        return self.other if self.other_windowed is None else self.other_windowed
 
     def words(self) -> list[WordGain]:
         """Return what memory gained per word, in nats, for the words all of whose tokens are scored, in order."""
@@ -94,16 +102,25 @@ def read_document(
     """
     if other is not None:
         check_same_tokens(trained, other)
-    passes = 2 + (other is not None) + (empty_at is not None)
-    with Progress(passes * len(document.tokens), "reading") as progress:
+    passes = 2.5 + (other is not None) + (empty_at is not None)  # but the windows of another model without memory
+    with Progress(int(passes * len(document.tokens)), "reading") as progress:
         nll, layers = _read_with_memory(trained, document, top, progress)
         without = losses_of(trained, document, progress, always)
+        windowed = losses_in_windows(trained, document, without, progress) if has_memory(trained) else without
         emptied = None
         if empty_at is not None:
             place = first_border(trained, document, empty_at)
             emptied = losses_of(trained, document, progress, lambda begin: begin == place)
         theirs = None if other is None else losses_of(other, document, progress)
-    return DocumentReading(document, pieces_of(trained, document.tokens), nll, without, emptied, theirs, layers)
+        has_none = other is not None and theirs is not None and not has_memory(other)
+        in_windows = losses_in_windows(other, document, theirs, progress) if has_none else None
+    pieces = pieces_of(trained, document.tokens)
+    return DocumentReading(document, pieces, nll, without, windowed, emptied, theirs, in_windows, layers)
+
+
+def has_memory(trained: TrainedModel) -> bool:
+    """Return whether a model carries anything from segment to segment but token types, which derive from the text."""
+    return bool(named_tensors(init_state(trained, [0])._replace(types=())))
 
 
 def first_border(trained: TrainedModel, document: Document, position: int) -> int:

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dist_mem.data.batch import IGNORE, Batch
 from dist_mem.data.documents import Document
-from dist_mem.data.segments import collate, document_segments
+from dist_mem.data.plan import START, segment_starts
+from dist_mem.data.segments import Segment, collate, document_segments
 from dist_mem.evaluation.trained_model import TrainedModel, init_state
 from dist_mem.model import LMOutput, LMState, empty_memories
 from dist_mem.tracking.progress import Progress
@@ -80,4 +82,38 @@ def losses_of(trained: TrainedModel, document: Document, progress: Progress, is_
     for step in walk(trained, document, is_emptied):
         put_losses(losses, step, step.output.nll[0])
         progress.add(step.num_inputs)
+    return losses
+
+
+@torch.no_grad()
+def losses_in_windows(trained: TrainedModel, document: Document, at_borders: Tensor, progress: Progress) -> Tensor:
+    """Return the losses without memory, (N,) float32, where every token has half a segment of text before it.
+
+    With the memory emptied before every segment, the first tokens of a segment have no context, whatever a memory is
+    worth to them. Here the first half of every segment is also read in a window of T tokens, with an empty memory, of
+    which it is the second half. So every token has T / 2 tokens of context or more, or all of the document before it.
+
+    Args:
+        at_borders: the losses with the memory emptied before every segment, of which the second halves are taken.
+    """
+    config, tokens, losses = trained.config, document.tokens, at_borders.clone()
+    seg_len, blocks, bos = config.train.seg_len, config.data.blocks, np.array([trained.tokenizer.bos_id])
+    new_len = seg_len // 2
+    inputs = tokens if blocks else np.concatenate([bos, tokens])
+    state, num_typed = init_state(trained, [document.number]), 0
+    for border in segment_starts(len(tokens), seg_len=seg_len, cut=config.data.cut)[1:].tolist():
+        begin = max(0, border + new_len - seg_len)
+        part = document.part(begin, min(begin + seg_len, len(tokens)))
+        before = tokens[begin - 1 : begin] if begin else bos
+        window = Segment(np.concatenate([before, part.tokens]), part.scored, None, document.number, not begin, START)
+        batch = collate([window], seg_len=seg_len, with_recall=False, blocks=blocks).to(trained.device)
+        if trained.model.token_types is not None:  # types derive from the text, so they are never emptied
+            passed = torch.tensor(inputs[None, num_typed:begin].astype(np.int64), device=trained.device)
+            length = torch.tensor([begin - num_typed], device=trained.device)
+            state, num_typed = state._replace(types=trained.model.token_types(passed, length, state.types).state), begin
+        output = trained.model(batch.tokens, batch.targets, batch.valid_len, state=state)
+        found = torch.full_like(losses, torch.nan)
+        put_losses(found, Step(begin, begin - 1 + blocks, batch, state, output, is_kept=False), output.nll[0])
+        losses[border : border + new_len] = found[border : border + new_len]
+        progress.add(min(new_len, len(tokens) - border))
     return losses

@@ -17,6 +17,9 @@ from tests.support.scored_library import write_other
 pytestmark = pytest.mark.usefixtures("single_process")
 
 
+MEMORY_OFF = ("memory off", "memory off, in overlapping windows")
+
+
 @pytest.fixture
 def run_dir(library: Path, tmp_path: Path) -> Path:
     return make_run(tmp_path, library, MEMORIES["transformer_xl"])[0]
@@ -42,6 +45,9 @@ def test_it_prints_tables_and_writes_every_token(run_dir: Path, capsys: pytest.C
     ]
     difference = emptied(run_dir).documents[0].nll - asked(run_dir).documents[0].nll
     assert sum(gains) / 100 == pytest.approx(difference / 100, abs=1e-6)
+    windowed = [a - b for a, b in zip(content["losses"]["windowed"], content["losses"]["nll"], strict=True)]
+    assert content["figures"][MEMORY_OFF[1]] == pytest.approx(sum(windowed), abs=1e-4)
+    assert content["aggregates"]["nats"] == pytest.approx(sum(windowed), abs=1e-4)
     assert content["figures"]["memory off"] == pytest.approx(difference, abs=1e-4)
     assert len(content["pieces"]) == len(content["passages"]["most_harmful"]["rise"]) == 100
     assert set(content["layers"][0]["memory"]) == {"mass", "begin", "end", "shares"}
@@ -69,7 +75,9 @@ def test_every_comparison_has_its_file(
     assert main(["inspect", str(run_dir), *given, "--book", "doc6", "--split", "test", "--color", "always"]) == 0
     assert "\x1b[48;5;" in capsys.readouterr().out
     assert (run_dir / "evaluations" / f"inspect-test-doc6-step-00000003{tag}.json").exists()
-    assert set(written(run_dir)["figures"]) == {"memory off", comparison.replace("OTHER", str(other))}
+    names = {comparison.replace("OTHER", str(other))}
+    names |= {f"{other}, in overlapping windows"} if comparison == "OTHER" else set()  # it has no memory
+    assert set(written(run_dir)["figures"]) == {*MEMORY_OFF, *names}
 
 
 def test_a_book_of_other_data_has_its_file(run_dir: Path, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def make_book(num_tokens: int, *, num_layers: int = 1, seg_len: int = 16) -> Boo
 
     tokens = np.random.default_rng(3).integers(0, len(PIECES), num_tokens).astype(np.uint16)
     layers = tuple({"memory": look()} for _ in range(num_layers))
-    reading = DocumentReading(Document(0, tokens, None, None), [], nll, without, None, None, layers)
+    reading = DocumentReading(Document(0, tokens, None, None), [], nll, without, without, None, None, None, layers)
     return Book("A book", "run", PIECES, reading, None, np.arange(0, num_tokens, seg_len))
 
 
@@ -60,7 +60,7 @@ def test_a_number_that_does_not_fit_is_an_error(kind: str, value: int) -> None:
 def test_losses_are_stored_in_the_same_bits() -> None:
     book = make_book(1000)
     stored = encoded(book, room=10**6)
-    for name, losses in (("nll", book.reading.nll), ("without", book.reading.without)):
+    for name, losses in (("nll", book.reading.nll), ("without", book.reading.windowed)):
         assert torch.equal(torch.from_numpy(numbers(stored[name])).nan_to_num(-1), losses.nan_to_num(-1))
     gains = (numbers(stored["without"]).astype(np.float64) - numbers(stored["nll"])).tolist()
     total = math.fsum(gain for gain in gains if not math.isnan(gain))

@@ -33,7 +33,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page with a book, of which token 100 gains 5 nats, most of it from the passage of tokens 20 to 35."""
     book = make_book(NUM_TOKENS)
-    nll, without = book.reading.nll, book.reading.without
+    nll, without = book.reading.nll, book.reading.windowed
     without[:] = nll
     without[100], without[700] = nll[100] + 5.0, nll[700] - 2.0
     rise = torch.zeros(2, 16)

@@ -18,7 +18,7 @@ from dist_mem.errors import UnusableError
 from dist_mem.evaluation.trained_model import TrainedModel, init_state, load_model
 from dist_mem.inspection.counterfactual import Passage, remove_passages
 from dist_mem.inspection.looked import mass_by_span, mass_in, memory_rows
-from dist_mem.inspection.reading import first_border, read_document, text_document
+from dist_mem.inspection.reading import first_border, has_memory, read_document, text_document
 from dist_mem.inspection.walk import losses_of, walk
 from dist_mem.memory import memory_class, memory_kinds
 from dist_mem.memory.base import Memory, named_tensors
@@ -68,8 +68,31 @@ def test_the_gains_sum_to_the_difference_of_two_evaluations(subject: Subject, li
     run_dir = trained.checkpoint.run_dir
     with_memory, without = (report.documents[LONGEST] for report in (asked(run_dir), emptied(run_dir)))
     assert len(reading.gain) == with_memory.num_scored == LENGTHS[LONGEST]
-    assert float(reading.gain.sum()) == pytest.approx(without.nll - with_memory.nll, rel=1e-6, abs=1e-4)
+    gain = (reading.without.double() - reading.nll.double()).sum()
+    assert float(gain) == pytest.approx(without.nll - with_memory.nll, rel=1e-6, abs=1e-4)
     assert float(reading.nll.double().sum()) == pytest.approx(with_memory.nll, rel=1e-6)
+
+
+@torch.no_grad()
+def test_gains_are_over_a_model_without_memory_that_has_half_a_segment_of_context(subject: Subject) -> None:
+    """The loss of every token, in a window of the text that begins as late as it may, read with an empty memory."""
+    trained, document = subject
+    reading, num_tokens = read_document(trained, document), len(document.tokens)
+    if not has_memory(trained):
+        assert torch.equal(reading.windowed, reading.nll), "what does not exist gains nothing"
+        return
+    whole = torch.from_numpy(np.concatenate(([TOKENIZER.bos_id], document.tokens)).astype(np.int64))
+    for position in range(num_tokens):
+        place = position % SEG_LEN
+        begin = position - place - (SEG_LEN // 2 if place < SEG_LEN // 2 and position >= SEG_LEN else 0)
+        inputs, targets = (whole[begin + shift : begin + shift + SEG_LEN] for shift in (0, 1))
+        length = len(targets)
+        padded = (torch.nn.functional.pad(part[:length], (0, SEG_LEN - length))[None] for part in (inputs, targets))
+        state = init_state(trained, [document.number])
+        nll = trained.model(*padded, torch.tensor([length]), state=state).nll[0, position - begin]
+        torch.testing.assert_close(reading.windowed[position], nll, rtol=0, atol=1e-5)
+        assert position - begin >= SEG_LEN // 2 or not begin
+    assert torch.equal(reading.gain, reading.windowed.double() - reading.nll.double())
 
 
 def test_reading_is_evaluating_bit_for_bit(subject: Subject) -> None:

@@ -2,9 +2,9 @@
 
     stored = encoded(Book("Middlemarch", trained_name, pieces, reading, removed), room=9_000_000)
 
-Losses are stored as float32, as they were computed, so that the sum of the gains is the difference of the two
-evaluations. The details of a token are where each layer looked, and what removing a passage did; if they do not fit,
-the tokens whose loss the memory changed least go without. Shape letters: N tokens of the document, K passages a token.
+Losses are stored as float32, as they were computed, so that the gains sum up to the total that is shown. The details of
+a token are where each layer looked, and what removing a passage did; if they do not fit, the tokens whose loss the
+memory changed least go without. Shape letters: N tokens of the document, K passages a token.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def encoded(book: Book, *, room: int) -> dict[str, Any]:
     reading = book.reading
     tokens = np.asarray(reading.document.tokens)
     used, ids = _used_pieces(tokens)
-    nll, without = reading.nll.numpy(), reading.without.numpy()
+    nll, windowed, against = reading.nll.numpy(), reading.windowed.numpy(), reading.against
     scored = ~np.isnan(nll)
     content: dict[str, Any] = {
         "title": book.title,
@@ -56,10 +56,14 @@ def encoded(book: Book, *, room: int) -> dict[str, Any]:
         "pieces": [book.pieces[token].decode("latin-1") for token in used.tolist()],
         "ids": column(ids, "u4"),
         "nll": column(nll, "f4"),
-        "without": column(without, "f4"),
-        "others": None if reading.other is None else column(reading.other.numpy(), "f4"),
+        "without": column(windowed, "f4"),
+        "others": None if against is None else column(against.numpy(), "f4"),
         "borders": column(book.borders, "u4"),
-        "total": {"nll": math.fsum(nll[scored].tolist()), "without": math.fsum(without[scored].tolist())},
+        "total": {
+            "nll": math.fsum(nll[scored].tolist()),
+            "without": math.fsum(windowed[scored].tolist()),
+            "emptied": math.fsum(reading.without.numpy()[scored].tolist()),
+        },
     }
     return {**content, **_fitting(book, room - len(json.dumps(content)))}
 

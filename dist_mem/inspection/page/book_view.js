@@ -32,13 +32,14 @@ class BookView {
   }
 
   describe() {
-    const { book } = this, { nll, without } = book.total, scored = book.num_scored;
+    const { book } = this, { nll, without, emptied } = book.total, scored = book.num_scored;
     const gain = without - nll;
     byId("book-sum").replaceChildren(
       make("strong", {}, book.title), `, ${count(book.length)} tokens, read by ${book.run}. Memory gained `,
       make("span", { id: "sum", "data-sum": book.sumOfGains(), "data-total": gain }, gain.toFixed(3)),
       ` nats in all, ${(gain / scored).toFixed(4)} a token: the loss is ${(nll / scored).toFixed(4)} with memory and `,
-      `${(without / scored).toFixed(4)} with the memory emptied before every segment.`,
+      `${(without / scored).toFixed(4)} without, in windows that overlap by half; with the memory emptied before every `,
+      `segment it is ${(emptied / scored).toFixed(4)}.`,
       book.not_removed ? ` No passage was removed: ${book.not_removed}.` : "");
     byId("pages").textContent = count(Math.ceil(book.length / PAGE));
     byId("page").max = Math.ceil(book.length / PAGE);
