@@ -23,11 +23,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dist_mem.evaluation.trained_model import TrainedModel, init_state, load_model
 from dist_mem.generation.continued_log_probs import read_with_log_probs
+from dist_mem.generation.neutral_options import LOADING, READING, refuse_what_is_asked
 from dist_mem.generation.reading import Reading, select, with_open_segment
 from dist_mem.nn.layers import DTYPES
 
-# Options that `from_pretrained` of an Auto class passes on, and that are ignored here.
-_PASSED_OVER = {"adapter_kwargs", "code_revision", "trust_remote_code", "_commit_hash", "_from_auto"}
+_IGNORED = -100  # a label that is not scored
 
 
 class MemoryConfig(PretrainedConfig):
@@ -115,26 +115,27 @@ class MemoryForCausalLM(PreTrainedModel, GenerationMixin):
         *_: Any,
         config: PretrainedConfig | str | PathLike[Any] | None = None,
         dtype: torch.dtype | str | None = None,
+        torch_dtype: torch.dtype | str | None = None,
         allow_code: bool = False,
         **options: Any,
     ) -> MemoryForCausalLM:
         """Load the model of a folder on the CPU, in evaluation mode.
 
         Args:
-            dtype: float32, the default, or bfloat16; "auto" is that of the file.
+            dtype: float32, the default, or bfloat16; "auto" is that of the file. `torch_dtype` is its older name.
             allow_code: run `memory/NAME.py` of the folder, a memory from outside the package: read it first.
 
         Raises:
-            ValueError: an unknown option or dtype, or a folder that `dist_mem.load` refuses.
+            ValueError: an option that asks for what is not done here (neutral_options.py), another dtype, or a folder
+                that `dist_mem.load` refuses.
         """
-        unknown = {name for name, value in options.items() if value is not None} - _PASSED_OVER
-        if unknown:
-            raise ValueError(f"a model with memory takes no {', '.join(sorted(unknown))}; load it on a CPU, then .to()")
+        refuse_what_is_asked(options, LOADING, "from_pretrained of a model with memory")
         folder = Path(pretrained_model_name_or_path)
         if not folder.is_dir():
             raise ValueError(f"{folder} is no folder: download it first, by huggingface_hub.snapshot_download")
         if not isinstance(config, PretrainedConfig):
             config = cls.config_class.from_pretrained(config or folder)
+        dtype = torch_dtype if dtype is None else dtype
         precision = f"eval.precision={_precision(config.dtype if dtype == 'auto' else dtype)}"
         code = ["eval.allow_code=true"] if allow_code else []
         return cls(config, load_model(folder, precision, *code)).eval()
@@ -150,19 +151,26 @@ class MemoryForCausalLM(PreTrainedModel, GenerationMixin):
         past_key_values: MemoryCache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int = 0,
-        **_: Any,
+        logits_to_keep: int | Tensor = 0,
+        **options: Any,
     ) -> CausalLMOutputWithPast:
         """Read L more tokens of every lane, (B, L) int64, after those in `past_key_values`.
 
         Args:
             attention_mask: (B, L) or longer, whose last L columns count: 0 for padding, which is not read.
-            labels: (B, L) int64, as input_ids, -100 where nothing is scored.
-            logits_to_keep: number of last columns to return logits for; 0: all.
+            labels: (B, L) int64, as input_ids, -100 where nothing is scored. Padding is not scored, nor is a label
+                after padding, which nothing predicts.
+            logits_to_keep: number of last columns to return logits for, 0: all; or their indices, (num_kept,) int64.
 
         Returns:
-            Logits (B, L, V) float32: log-probabilities, 0 at padding; and the cache, the one given if there is one.
+            Logits (B, num_kept, V) float32: log-probabilities, 0 at padding; and the cache, the one given if there is
+            one. The loss is the mean of what is scored in these columns, nan if nothing is.
+
+        Raises:
+            ValueError: the cache is of other lanes, or an option asks for what is not done here (neutral_options.py).
         """
+        asked = {name: getattr(self.config, name) for name in ("output_attentions", "output_hidden_states")} | options
+        refuse_what_is_asked(asked, READING, "a model with memory")
         lanes, length = input_ids.shape
         cache = MemoryCache(self._nothing_read(lanes)) if past_key_values is None else past_key_values
         if cache.batch_size != lanes:
@@ -170,16 +178,21 @@ class MemoryForCausalLM(PreTrainedModel, GenerationMixin):
         is_text = torch.ones(lanes, length, dtype=torch.bool)
         if attention_mask is not None:
             is_text = attention_mask[:, -length:].bool().cpu()
-        kept = is_text[:, -logits_to_keep:]  # -0: all
+        columns = _columns(logits_to_keep, length)
+        kept = is_text[:, int(columns.min()) :] if len(columns) else is_text[:, length:]  # all that are computed
         rows = [ids[mask] for ids, mask in zip(input_ids.cpu(), is_text, strict=True)]
         found, reading = read_with_log_probs(self.trained, cache.reading, rows, kept.sum(dim=1).tolist())
         packed = torch.cat(found)
         logits = packed.new_zeros(*kept.shape, packed.shape[1]).index_put((kept.to(packed.device),), packed)
+        logits = logits[:, (columns - (length - kept.shape[1])).to(logits.device)]
         if use_cache is not False:
             cache.reading, cache.num_read = reading, cache.num_read + length
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits[:, :-1].mT, labels[:, labels.shape[1] - kept.shape[1] + 1 :])
+            # Of each column, the label that it predicts.
+            is_scored = is_text[:, :-1] & is_text[:, 1:]
+            targets = F.pad(labels[:, 1:].cpu().masked_fill(~is_scored, _IGNORED), (0, 1), value=_IGNORED)
+            loss = F.cross_entropy(logits.mT, targets[:, columns].to(logits.device), ignore_index=_IGNORED)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=None if use_cache is False else cache)
 
     def _nothing_read(self, lanes: int) -> Reading:
@@ -220,6 +233,12 @@ class MemoryQwen2(MemoryForCausalLM):
     """A Qwen2 with memory, whose config.json is that of Qwen2."""
 
     config_class = Qwen2Config
+
+
+def _columns(logits_to_keep: int | Tensor, length: int) -> Tensor:
+    """Return the indices of the columns to keep, (num_kept,) int64 on the CPU, from 0 to `length`."""
+    every = torch.arange(length)
+    return every[logits_to_keep.cpu()] if isinstance(logits_to_keep, Tensor) else every[-logits_to_keep:]  # -0: all
 
 
 def _precision(dtype: torch.dtype | str | None) -> str:

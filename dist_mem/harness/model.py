@@ -22,6 +22,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.trained_model import TrainedModel
+from dist_mem.generation.neutral_options import WRITING, is_neutral, refuse_what_is_asked
 from dist_mem.generation.sampling import Sampling
 from dist_mem.harness.opening import open_run
 from dist_mem.harness.passages import Passage, score_passages
@@ -123,13 +124,13 @@ def _passage(tokenizer: Tokenizer, context: str, continuation: str) -> Passage:
 
 
 def _prompt(tokenizer: Tokenizer, context: str, options: Mapping[str, Any]) -> Prompt:
-    given = normalize_gen_kwargs(dict(options), _MAX_TOKENS)
-    unknown = sorted(given.keys() - set(_READ))
-    if unknown:
-        raise UnusableError(f"generation_kwargs has {unknown[0]}, which dist_mem does not know: {', '.join(_READ)}")
     try:
+        given = normalize_gen_kwargs({name: value for name, value in options.items() if value is not None}, _MAX_TOKENS)
+        others = {name: value for name, value in given.items() if name not in _READ}
+        refuse_what_is_asked(others, WRITING, "a model of dist_mem")
         temperature = float(given["temperature"]) if given["do_sample"] else 0.0
-        sampling = Sampling(temperature, given.get("top_k"), given.get("top_p"))
+        top_k = given.get("top_k")
+        sampling = Sampling(temperature, None if is_neutral("top_k", top_k, WRITING) else top_k, given.get("top_p"))
     except (TypeError, ValueError) as error:
         raise UnusableError(f"generation_kwargs: {error}") from error
     until = tuple(stop for stop in given["until"] if stop)

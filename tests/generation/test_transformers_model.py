@@ -202,11 +202,87 @@ def test_what_would_go_wrong_is_refused(exported: Callable[..., Path], tmp_path:
         model.generate(**{name: part.flip(1) for name, part in given.items()}, max_new_tokens=1)
     with pytest.raises(ValueError, match="written by `dist-mem export`"):
         model.save_pretrained(tmp_path / "saved")
-    with pytest.raises(ValueError, match="takes no device_map"):
-        type(model).from_pretrained(exported("none"), device_map="auto")
     with pytest.raises(ValueError, match="dtype is int8, but a model with memory takes float32 or bfloat16"):
         type(model).from_pretrained(exported("none"), dtype="int8")
     assert opened(exported("none"), dtype="bfloat16").dtype == torch.bfloat16
+
+
+def scored(rows: list[Tensor], side: str) -> dict[str, Tensor]:
+    """A batch of texts padded on one side, all of whose tokens are labels, padding among them."""
+    given = padded_left(rows)
+    if side == "right":
+        for row, text in enumerate(rows):
+            given = {name: part.clone() for name, part in given.items()}
+            for part in given.values():
+                part[row] = part[row].roll(len(text) - part.shape[1])
+    return {**given, "labels": given["input_ids"]}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_loss_of_a_batch_is_that_of_its_texts(exported: Callable[..., Path], side: str) -> None:
+    """Wherever the padding is, every text has the labels that it has alone; the same holds for chosen columns."""
+    model = opened(exported("transformer_xl"))
+    rows = [random_ids(1, length)[0] for length in (2, 3 * SEG_LEN + 1, SEG_LEN)]
+    with torch.no_grad():
+        together = model(**scored(rows, side))
+        losses = [float(model(row[None], labels=row[None]).loss) * (len(row) - 1) for row in rows]
+        assert float(together.loss) == pytest.approx(sum(losses) / sum(len(row) - 1 for row in rows), abs=1e-5)
+        columns = torch.tensor([-1, 3, 0, together.logits.shape[1] - 2])
+        part = model(**scored(rows, side), logits_to_keep=columns)
+        assert torch.equal(part.logits, together.logits[:, columns])
+        newest = model(**scored(rows, side), logits_to_keep=5)
+        assert torch.equal(newest.logits, together.logits[:, -5:])
+        assert not newest.loss.equal(together.loss) and newest.loss.equal(
+            model(**scored(rows, side), logits_to_keep=torch.arange(-5, 0)).loss
+        )
+
+
+NEUTRAL: dict[str, Any] = {
+    **{"trust_remote_code": True, "revision": "main", "cache_dir": "cache", "device_map": "cpu", "torch_dtype": "auto"},
+    **{"local_files_only": True, "low_cpu_mem_usage": True, "use_safetensors": True, "quantization_config": None},
+}
+ASKED: list[tuple[dict[str, Any], str]] = [
+    ({"device_map": "auto"}, r"device_map \('auto'\): it is loaded on the CPU; then call \.to\(DEVICE\)"),
+    ({"revision": "v2"}, "a folder has one revision"),
+    ({"load_in_8bit": True}, "weights are float32 or bfloat16"),
+    ({"use_safetensors": False}, "nothing loads a pickle"),
+    ({"dtpye": "bfloat16"}, r"takes no dtpye \('bfloat16'\): omit it"),
+]
+READ: list[tuple[dict[str, Any], str]] = [
+    ({"output_hidden_states": True}, "model.trained.model.features"),
+    ({"output_attentions": True}, "inspect"),
+    ({"inputs_embeds": torch.zeros(1, 1, 8)}, "token ids"),
+    ({"position_ids": torch.zeros(1, 1)}, "attention_mask"),
+]
+
+
+def test_options_that_ask_for_nothing_are_accepted_and_others_refused_with_a_reason(
+    exported: Callable[..., Path],
+) -> None:
+    folder = exported("none")
+    model = opened(folder)
+    assert type(model).from_pretrained(folder, **NEUTRAL).dtype == torch.float32
+    assert type(model).from_pretrained(folder, torch_dtype=torch.bfloat16).dtype == torch.bfloat16
+    for options, reason in ASKED:
+        with pytest.raises(ValueError, match=reason):
+            type(model).from_pretrained(folder, **options)
+    ids = random_ids(1, 1)
+    model(ids, output_hidden_states=False, return_dict=True, output_attentions=None)
+    for options, reason in READ:
+        with pytest.raises(ValueError, match=reason):
+            model(ids, **options)
+    model.config.output_hidden_states = True
+    with pytest.raises(ValueError, match="output_hidden_states"):
+        model(ids)
+
+
+@pytest.mark.parametrize("options", [{}, {"torch_dtype": "auto"}, {"device_map": "cpu"}, {"device": "cpu"}])
+def test_a_pipeline_takes_the_folder(exported: Callable[..., Path], options: dict[str, Any]) -> None:
+    """As with any model of the hub: the pipeline passes options on that are meant for downloads."""
+    folder = str(exported("none"))
+    write = transformers.pipeline("text-generation", model=folder, trust_remote_code=True, **options)
+    (found,) = write("It was", max_new_tokens=4, do_sample=False)
+    assert found["generated_text"].startswith("It was")
 
 
 def test_a_folder_for_transformers_is_an_export_of_the_same_weights(

@@ -164,8 +164,11 @@ def test_a_text_ends_before_its_first_stop_string(folder: Path, trained_run: Cal
         assert text == trained.tokenizer.decode(greedy.tokens[0])
         stop = text[len(text) // 2 :][:2]
         assert written((context, {"max_gen_toks": 40, "until": [stop, "no such text"]})) == [text[: text.find(stop)]]
-    with pytest.raises(dist_mem.errors.UnusableError, match="generation_kwargs has num_beams, which dist_mem does not"):
-        written(("a", {"num_beams": 2}))
+    nothing = {"num_beams": 1, "repetition_penalty": 1.0, "top_k": 0, "temperature": None, "use_cache": True}
+    assert written(("bako miru", {"max_gen_toks": 40, **nothing})) == free[:1]
+    for asked, reason in [({"num_beams": 2}, "no beam search"), ({"top_k": "many"}, "top_k"), ({"tmp": 1}, "omit it")]:
+        with pytest.raises(dist_mem.errors.UnusableError, match=f"generation_kwargs: .*{reason}"):
+            written(("a", {"do_sample": True, "temperature": 1.0, **asked}))
 
 
 class Request:
