@@ -111,9 +111,10 @@ def read_document(
         if empty_at is not None:
             place = first_border(trained, document, empty_at)
             emptied = losses_of(trained, document, progress, lambda begin: begin == place)
-        theirs = None if other is None else losses_of(other, document, progress)
-        has_none = other is not None and theirs is not None and not has_memory(other)
-        in_windows = losses_in_windows(other, document, theirs, progress) if has_none else None
+        theirs = in_windows = None
+        if other is not None:
+            theirs = losses_of(other, document, progress)
+            in_windows = None if has_memory(other) else losses_in_windows(other, document, theirs, progress)
     pieces = pieces_of(trained, document.tokens)
     return DocumentReading(document, pieces, nll, without, windowed, emptied, theirs, in_windows, layers)
 
