@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain
 from pathlib import Path
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from safetensors.torch import load_model as load_into
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dist_mem.checkpoint.schemas import WEIGHTS
 from dist_mem.errors import CheckpointError
 from dist_mem.model import MemoryLM
-from dist_mem.published.names import take_published
+from dist_mem.published.names import check_types, take_published
 
 
 def distinct_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -35,6 +35,8 @@ def load_exported(model: MemoryLM, directory: Path, *, is_published: bool) -> No
     path = directory / WEIGHTS
     try:
         if not is_published:
+            with safe_open(path, "pt") as file:
+                check_types({name: file.get_tensor(name).dtype for name in file.keys()}, str(path))  # noqa: SIM118
             load_into(model, path)
         elif left := take_published(model, load_file(path), str(path)):
             raise ValueError(f"it has no {left[0]}")

@@ -109,7 +109,7 @@ def read_memory_file(path: Path) -> MemoryFile:
     """Read a memory file, and compare its content with its SHA-256.
 
     Raises:
-        UnusableError: there is no such file, it is not a memory file, damaged, or of another format.
+        UnusableError: there is no such file, it is not a memory file, damaged, of another format, or not finite.
         UnfitError: it cannot be read now.
     """
     if not path.is_file():
@@ -131,6 +131,9 @@ def read_memory_file(path: Path) -> MemoryFile:
     check(header, _HEADER, path, UnusableError, f": {again}")
     if OPEN_SEGMENT not in tensors or tensors[OPEN_SEGMENT].dtype != torch.int64 or tensors[OPEN_SEGMENT].dim() != 1:
         raise UnusableError(f"{path} is damaged (no {OPEN_SEGMENT} of int64): {again}")
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise UnusableError(f"{path}: {name} is not finite, as after a divergence; no model can use it: {again}")
     return MemoryFile(path, header, tensors)
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dist_mem.config import ModelConfig
 from dist_mem.model import MemoryLM
 from dist_mem.nn.layers import AttentionLayer
+from dist_mem.runtime.file_schema import Schema, integer, leaf
+
+SIZE = integer(1, 2**31 - 1)
+POSITIVE = leaf("a number above 0", lambda value: type(value) in (int, float) and 0 < value < 1e30)
+FLAG = leaf("true or false", lambda value: isinstance(value, bool))
 
 
 class Pair(NamedTuple):
@@ -38,6 +43,8 @@ class Family:
     plain: tuple[str, ...]  # memory.kind: the model as published
     fix: str  # for a memory with another attention; {key} is its key
     tokenizer: str  # how to build data with its tokenizer
+    types: Mapping[str, Schema]  # of the keys of config.json that are read
+    optional: frozenset[str]  # those of `types` that a file may lack
     sizes: Callable[[dict[str, Any]], dict[str, Any]]  # published -> our keys of `model`
     unsupported: Callable[[dict[str, Any]], Iterator[Unsupported]]  # of published
     pairs: Callable[[MemoryLM, list[str]], Iterator[Pair]]  # paths of the memories with attention -> all weights

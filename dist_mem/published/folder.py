@@ -6,7 +6,7 @@ one. The configuration holds the sizes, so that a run is resumed and evaluated w
 
 from __future__ import annotations
 
-import json
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +19,44 @@ from dist_mem.errors import UnusableError
 from dist_mem.model import MemoryLM
 from dist_mem.published.family import Family
 from dist_mem.published.names import FAMILIES, take_published
+from dist_mem.runtime.file_schema import check, plain_name, read_json, record, table
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"  # of weights in several files
+_INDEX = record({"weight_map": table(plain_name)}, is_open=True)  # tensor -> file of this folder
+_AGAIN = "write the model again with transformers' save_pretrained"
 
 
 def read_published_config(folder: Path, family: Family) -> dict[str, Any]:
     """Read config.json of a model of this family.
 
     Raises:
-        UnusableError: there is none, or its model is not supported here.
+        UnusableError: there is none, a key that is read has a wrong value, or its model is not supported here.
     """
     path = folder / CONFIG
+    published = _read(path)
+    # What a file lacks is named last: it may be of another kind of model, which is the reason.
+    problem = next(record({}, family.types, is_open=True)("", published), None)
+    for key, value, allowed in () if problem else family.unsupported(published):
+        shown = reprlib.repr(value)
+        raise UnusableError(
+            f"model.pretrained: {path} has {key} {shown}, which is not computed here; it must be {allowed}"
+        )
+    required = {key: schema for key, schema in family.types.items() if key not in family.optional}
+    problem = problem or next(record(required, is_open=True)("", published), None)
+    if problem:
+        raise UnusableError(f"model.pretrained: {path} is no configuration of {family.name}: {problem}")
+    return dict(published)
+
+
+def _read(path: Path) -> Any:
+    """Return the content of a JSON file of a folder. Raises UnusableError if it cannot be read."""
     try:
-        published = json.loads(path.read_text(encoding="utf-8"))
-        found = list(family.unsupported(published))
-        if not found:
-            family.sizes(published)
-            int(published["vocab_size"])
+        return read_json(path, UnusableError)
+    except UnusableError as error:
+        raise UnusableError(f"model.pretrained: {error}: {_AGAIN}") from error
     except OSError as error:
         raise UnusableError(f"model.pretrained: {path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UnusableError(f"model.pretrained: {path} is no configuration of {family.name}: {error!r}") from error
-    for key, value, allowed in found:
-        raise UnusableError(
-            f"model.pretrained: {path} has {key} {value!r}, which is not computed here; it must be {allowed}"
-        )
-    return dict(published)
 
 
 def check_sizes(model: ModelConfig, vocab_size: int | None) -> None:
@@ -84,18 +95,17 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         UnusableError: a file cannot be read.
     """
     path = folder / INDEX
+    names = [WEIGHTS]
+    if path.exists():
+        index = _read(path)
+        check(index, _INDEX, path, UnusableError, f": {_AGAIN}")
+        names = sorted(set(index["weight_map"].values()))
     weights: dict[str, Tensor] = {}
-    try:
-        names = [WEIGHTS]
-        if path.exists():
-            index: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-            names = sorted(set(index.values()))
-        for name in names:
-            path = folder / name
+    for path in (folder / name for name in names):
+        try:
             weights |= load_file(path)
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-        fix = "write the model again with transformers' save_pretrained"
-        raise UnusableError(f"model.pretrained: {path} cannot be read ({error}): {fix}") from error
+        except (OSError, SafetensorError, ValueError) as error:
+            raise UnusableError(f"model.pretrained: {path} cannot be read ({error}): {_AGAIN}") from error
     return weights
 
 

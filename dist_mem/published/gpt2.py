@@ -11,7 +11,8 @@ from typing import Any
 from dist_mem.config import ModelConfig
 from dist_mem.model import MemoryLM
 from dist_mem.nn.plain_attention import PlainAttention
-from dist_mem.published.family import Family, Pair, Unsupported
+from dist_mem.published.family import SIZE, Family, Pair, Unsupported
+from dist_mem.runtime.file_schema import optional
 
 # Keys of config.json that change the computation, and the values supported here.
 COMPUTED: dict[str, tuple[Any, ...]] = {
@@ -89,6 +90,11 @@ GPT2 = Family(
     fix="relative positions, which no GPT-2 has weights for: set {key}.kind=causal, or compressive with "
     "{key}.positions=alibi",
     tokenizer="shards/gpt2_tokenizer.py",
+    types={
+        **dict.fromkeys(("n_layer", "n_embd", "n_head", "n_positions", "vocab_size"), SIZE),
+        "n_inner": optional(SIZE),
+    },
+    optional=frozenset({"n_inner"}),
     sizes=sizes_of,
     unsupported=unsupported,
     pairs=pairs,

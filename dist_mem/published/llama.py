@@ -11,7 +11,8 @@ from typing import Any
 from dist_mem.config import ModelConfig
 from dist_mem.model import MemoryLM
 from dist_mem.nn.rotary_attention import RotaryAttention
-from dist_mem.published.family import Family, Pair, Unsupported
+from dist_mem.published.family import FLAG, POSITIVE, SIZE, Family, Pair, Unsupported
+from dist_mem.runtime.file_schema import Schema, optional, record, rows, text
 
 _TYPES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 # Keys of config.json that change the computation, and the only values supported here, which are also their defaults.
@@ -23,6 +24,20 @@ COMPUTED: dict[str, Any] = {
     "partial_rotary_factor": 1.0,
     "use_sliding_window": False,
     "quantization_config": None,
+}
+
+_ROPE = optional(record({}, {"rope_type": text, "type": text, "rope_theta": POSITIVE}, is_open=True))
+_SIZES: dict[str, Schema] = {
+    **dict.fromkeys(("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"), SIZE),
+    **dict.fromkeys(("max_position_embeddings", "vocab_size"), SIZE),
+    "model_type": text,
+}
+_FURTHER: dict[str, Schema] = {
+    **dict.fromkeys(("num_key_value_heads", "head_dim"), optional(SIZE)),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), _ROPE),
+    **dict.fromkeys(("rope_theta", "rms_norm_eps"), POSITIVE),
+    "layer_types": optional(rows(text)),
+    "tie_word_embeddings": FLAG,
 }
 
 
@@ -117,6 +132,8 @@ LLAMA = Family(
     plain=("none", "causal"),
     fix="an attention of its own, which no Llama has weights for: set {key}.kind=none or transformer_xl",
     tokenizer="dist-mem data build --tokenizer-from FOLDER",
+    types=_SIZES | _FURTHER,
+    optional=frozenset(_FURTHER),
     sizes=sizes_of,
     unsupported=unsupported,
     pairs=pairs,

@@ -22,12 +22,21 @@ from dist_mem.published.llama import LLAMA
 FAMILIES: dict[str, Family] = {"gpt2": GPT2, "llama": LLAMA}  # by model.kind
 OWN = "memory."  # prefix of parameters that the published model does not have
 SOFTMAX = "lm_head.weight"
+_WEIGHT_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def full_name(family: Family, name: str) -> str | None:
     """Return a name of a file with the prefix that it may lack; None if it is no weight."""
     full = name if name.startswith((family.prefix, OWN, SOFTMAX)) else f"{family.prefix}{name}"
     return None if re.fullmatch(family.ignored, full) else full
+
+
+def check_types(dtypes: Mapping[str, torch.dtype], where: str) -> None:
+    """Raise ValueError for weights that are no floating point numbers of 16 bits or more: copying would convert them."""
+    for name, dtype in dtypes.items():
+        if dtype not in _WEIGHT_TYPES:
+            found, *wanted = (str(each).removeprefix("torch.") for each in (dtype, *_WEIGHT_TYPES))
+            raise ValueError(f"{where}: {name} is {found}, but weights must be one of {', '.join(wanted)}")
 
 
 def host_path(model: MemoryLM, layer_index: int) -> str:
@@ -74,10 +83,11 @@ def take_published(model: MemoryLM, weights: Mapping[str, Tensor], where: str) -
         Our names of the parameters that `weights` lacks: a long-term memory's, unless it is in the file too.
 
     Raises:
-        ValueError: a weight is missing, has another shape, or is not in this model.
+        ValueError: a weight is missing, has another shape or is no floating point number, or is not in this model.
     """
     family = FAMILIES[model.kind]
     given = {full: tensor for name, tensor in weights.items() if (full := full_name(family, name)) is not None}
+    check_types({name: tensor.dtype for name, tensor in given.items()}, where)
     pairs, remaining = list(_pairs(model)), dict(model.named_parameters())
     if not any(SOFTMAX in pair.theirs for pair in pairs):
         given.pop(SOFTMAX, None)  # the embedding, repeated

@@ -44,7 +44,7 @@ def read_json_lines(path: Path, schema: Schema, error: type[UnusableError], reme
     for number_of_line, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             body = json.loads(line)
-        except ValueError as caught:
+        except (ValueError, RecursionError) as caught:
             raise error(f"{path} is damaged: line {number_of_line} is not JSON ({caught}){remedy}") from caught
         check(body, schema, path, error, remedy)
         bodies.append(body)

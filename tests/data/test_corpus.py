@@ -263,6 +263,11 @@ def test_a_saved_dataset_that_is_not_whole_is_refused(
         capsys.readouterr().err,
         "data-00000-of-00001.arrow is missing, which saved/state.json names: copy the whole folder again",
     )
+    (tmp_path / "outside.arrow").write_bytes(b"")
+    for name in ("../outside.arrow", str(tmp_path / "outside.arrow"), 1, None):
+        state.write_text(json.dumps({"_data_files": [{"filename": name}]}))
+        assert build(tmp_path / "out", source) == 2
+        assert_quoted(capsys.readouterr().err, "state.json is damaged (_data_files[0].filename is")
     state.write_text('{"_indices_data_files": [{"filename": "indices.arrow"}]}')
     assert build(tmp_path / "out", source) == 2
     assert_quoted(capsys.readouterr().err, "is a selection of rows, as old versions of datasets saved it")

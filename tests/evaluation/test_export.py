@@ -11,17 +11,19 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import read_manifest
 from dist_mem.errors import CheckpointError
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
+from dist_mem.evaluation.exported_weights import distinct_weights, load_exported
 from dist_mem.evaluation.report import Report
 from dist_mem.evaluation.trained_model import find_checkpoint, load_model, read_lanes, read_settings
 from dist_mem.generation.text_scores import score
 from dist_mem.memory import memory_class
 from dist_mem.runtime.network_interface import free_port
+from tests.support.contract_cases import small_model
 from tests.support.faults import assert_quoted, flip, small_disk
 from tests.support.jobs import train_here, write_config
 from tests.support.paths import EXAMPLES
@@ -50,6 +52,16 @@ def make_run(folder: Path, books: Path, pool: RankPool, *overrides: dict[str, An
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory, books: Path, rank_pool: Callable[[int], RankPool]) -> Path:
     return make_run(tmp_path_factory.mktemp("exported"), books, rank_pool(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64])
+def test_weights_of_another_type_are_not_converted(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = small_model("none")
+    weights = distinct_weights(model)
+    name = next(iter(weights))
+    save_file({**weights, name: weights[name].to(dtype)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{name} is {str(dtype).removeprefix('torch.')}, but weights must be"):
+        load_exported(model, tmp_path, is_published=False)
 
 
 def export(run: Path, out: Path, *options: str) -> Path:

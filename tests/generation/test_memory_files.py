@@ -18,7 +18,7 @@ from dist_mem.config import Config, DataConfig, EvalConfig, TrainConfig
 from dist_mem.contract.subject import VOCAB
 from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.errors import EXIT_USAGE, RunError, UnusableError
-from dist_mem.evaluation.memory_file import read_memory_file
+from dist_mem.evaluation.memory_file import read_memory_file, write_memory_file
 from dist_mem.evaluation.trained_model import Checkpoint, TrainedModel
 from dist_mem.generation.generate import generate
 from dist_mem.generation.reading import Reading, next_log_probs, read, select, start
@@ -221,6 +221,15 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def diverged(path: Path, value: float) -> None:
+    """Write a memory with one value that is not finite, and the SHA-256 of all of it."""
+    found = read_memory_file(path)
+    name = next(name for name, tensor in found.tensors.items() if tensor.is_floating_point())
+    found.tensors[name].flatten()[-1] = value
+    header = {key: value for key, value in found.header.items() if key not in ("format_version", "sha256")}
+    write_memory_file(path, header, found.tensors)
+
+
 WRONG: list[tuple[Callable[[Path], object], str]] = [
     (lambda path: path.unlink(), "there is no such memory file; make it: dist-mem read TEXT"),
     (lambda path: path.write_bytes(b""), "is not a memory file, or is cut short or damaged"),
@@ -233,6 +242,8 @@ WRONG: list[tuple[Callable[[Path], object], str]] = [
     (lambda path: with_header(path, format_version=2), r"format_version 2, but .* reads 1: update dist_mem, or read"),
     (lambda path: with_header(path, format_version=0), "format_version 0, but this dist_mem reads 1: read the text ag"),
     (lambda path: with_header(path, texts=[]), "SHA-256 differs"),
+    (lambda path: diverged(path, float("nan")), "is not finite, as after a divergence"),
+    (lambda path: diverged(path, -float("inf")), "is not finite, as after a divergence"),
 ]
 
 

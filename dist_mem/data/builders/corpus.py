@@ -20,9 +20,12 @@ from dist_mem.data.builders.rows import ROW_SUFFIXES, SUFFIXES, Row, RowFile, ch
 from dist_mem.data.builders.source import SourceDocument
 from dist_mem.data.tar import check_id
 from dist_mem.errors import UnusableError
+from dist_mem.runtime.file_schema import check, plain_name, record, rows, text
 
 MAX_ID_LEN = 80  # characters, of a name in a tar
 HF_STATE, HF_DICT = "state.json", "dataset_dict.json"  # of folders that Hugging Face's datasets saves
+_DATA_FILES = rows(record({"filename": plain_name}, is_open=True))
+_OF_DATASETS = record({}, {"_data_files": _DATA_FILES, "splits": rows(text)}, is_open=True)
 Files = dict[str, Path]
 
 
@@ -74,7 +77,7 @@ def _saved_dataset(state: Path) -> list[Path]:
         raise UnusableError(
             f"{state.parent} is a selection of rows, as old versions of datasets saved it: load it and save it again"
         )
-    paths = [state.parent / str(entry["filename"]) for entry in content.get("_data_files", [])]
+    paths = [state.parent / entry["filename"] for entry in content.get("_data_files", [])]
     for path in paths:
         if not path.is_file():
             raise UnusableError(f"{path} is missing, which {state} names: copy the whole folder again")
@@ -84,11 +87,10 @@ def _saved_dataset(state: Path) -> list[Path]:
 def _json_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UnusableError(f"{path} is damaged ({error}): copy it again") from error
-    if not isinstance(content, dict):
-        raise UnusableError(f"{path} is damaged (it is no object): copy it again")
-    return content
+    check(content, _OF_DATASETS, path, UnusableError, ": copy the whole folder again")
+    return dict(content)
 
 
 def by_folder(files: Files, sources: Sequence[Path]) -> dict[str, Files] | None:
@@ -101,7 +103,7 @@ def by_folder(files: Files, sources: Sequence[Path]) -> dict[str, Files] | None:
         UnusableError: some files are in splits, and others not.
     """
     saved = [source / HF_DICT for source in sources if (source / HF_DICT).is_file()]
-    names = dict.fromkeys([*SPLITS, *(str(split) for path in saved for split in _json_object(path).get("splits", []))])
+    names = dict.fromkeys([*SPLITS, *(split for path in saved for split in _json_object(path).get("splits", []))])
     splits: dict[str, Files] = {split: {} for split in names}
     outside: list[Path] = []
     for name, path in files.items():

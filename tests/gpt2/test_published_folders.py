@@ -1,0 +1,99 @@
+"""Folders in Hugging Face's layout that others made: every wrong file is refused by its name, and the key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dist_mem.config import Config
+from dist_mem.errors import EXIT_USAGE, UnusableError
+from dist_mem.published.folder import load_pretrained, read_published_config
+from dist_mem.published.names import FAMILIES
+from tests.support.gpt2_models import VOCAB, build, gpt2_config, save_random_gpt2
+from tests.support.llama_models import llama_config, save_random_llama
+
+WRONG: list[Any] = [
+    *(None, True, "x", "", -1, 0, 0.0, 1.5, 10**400, -(10**400), float("nan"), float("inf")),
+    *([], [1], [[]], {}, {"rope_theta": "x"}, {"rope_theta": 10**400}, {"rope_type": []}, {"type": 1}),
+]
+
+
+class Published(NamedTuple):
+    folder: Path
+    config: Config
+    content: dict[str, Any]  # of config.json
+
+    def rewrite(self, name: str, content: Any) -> None:
+        (self.folder / name).write_text(json.dumps(content), encoding="utf-8")
+
+    def load(self) -> None:
+        load_pretrained(build(self.config), self.config, VOCAB)
+
+
+@pytest.fixture(params=FAMILIES)
+def published(request: pytest.FixtureRequest, tmp_path: Path) -> Published:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    folder = tmp_path / "folder"
+    save: Callable[[Path], Any] = save_random_llama if request.param == "llama" else save_random_gpt2
+    save(folder)
+    config = (llama_config if request.param == "llama" else gpt2_config)(model={"pretrained": str(folder)})
+    return Published(folder, config, json.loads((folder / "config.json").read_text(encoding="utf-8")))
+
+
+def test_values_of_every_type_are_read_or_refused_by_key(published: Published) -> None:
+    path, family = published.folder / "config.json", FAMILIES[published.config.model.kind]
+    for key in {**published.content, **family.types}:
+        for value in WRONG:
+            published.rewrite("config.json", {**published.content, key: value})
+            try:
+                family.sizes(read_published_config(published.folder, family))
+            except UnusableError as error:
+                assert str(path) in str(error) and key in str(error) and len(str(error)) < 400
+    without = {name: value for name, value in published.content.items() if name != "vocab_size"}
+    for content, reason in ((without, "vocab_size"), (WRONG, "an object"), ("x", "an object"), (None, "an object")):
+        published.rewrite("config.json", content)
+        with pytest.raises(UnusableError, match=reason):
+            published.load()
+    path.write_text("[" * 10**5, encoding="utf-8")
+    with pytest.raises(UnusableError, match=r"config\.json is damaged"):
+        published.load()
+
+
+def test_names_in_an_index_are_files_of_the_folder(published: Published) -> None:
+    """A file elsewhere is not opened, whatever is in it."""
+    tensors = load_file(published.folder / "model.safetensors")
+    save_file(tensors, published.folder.parent / "outside.safetensors")
+    (published.folder / "model.safetensors").rename(published.folder / "model-1.safetensors")
+    index = "model.safetensors.index.json"
+    outside = [str(published.folder.parent / "outside.safetensors"), "../outside.safetensors", "a/../../x", ".x", ""]
+    for name in [*outside, *(value for value in WRONG if value != "x")]:
+        published.rewrite(index, {"weight_map": {next(iter(tensors)): name, "more": "model-1.safetensors"}})
+        with pytest.raises(UnusableError, match=rf"{index} is damaged \(weight_map.* but must be one plain name"):
+            published.load()
+    for content in (*WRONG, {"weight_map": 1}, {"weight_map": ["x"]}):
+        published.rewrite(index, content)
+        with pytest.raises(UnusableError, match=index):
+            published.load()
+    published.rewrite(index, {"weight_map": dict.fromkeys(tensors, "model-1.safetensors")})
+    published.load()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_weights_that_are_no_floating_point_numbers_are_refused(published: Published, dtype: torch.dtype) -> None:
+    """Copying converts them without a word: integers are quantised weights without their scales."""
+    path = published.folder / "model.safetensors"
+    tensors = load_file(path)
+    name = next(iter(tensors))
+    save_file({**tensors, name: tensors[name].to(dtype)}, path)
+    message = rf"{name} is {str(dtype).removeprefix('torch.')}, but weights must be"
+    with pytest.raises(UnusableError, match=message) as raised:
+        published.load()
+    assert raised.value.exit_code == EXIT_USAGE
+    save_file({key: tensor.to(torch.float16) for key, tensor in tensors.items()}, path)
+    published.load()
