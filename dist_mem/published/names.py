@@ -32,7 +32,7 @@ def full_name(family: Family, name: str) -> str | None:
 
 
 def check_types(dtypes: Mapping[str, torch.dtype], where: str) -> None:
-    """Raise ValueError for weights that are no floating point numbers of 16 bits or more: copying would convert them."""
+    """Raise ValueError for weights that are not floating point of 16 bits or more: copying would convert them."""
     for name, dtype in dtypes.items():
         if dtype not in _WEIGHT_TYPES:
             found, *wanted = (str(each).removeprefix("torch.") for each in (dtype, *_WEIGHT_TYPES))
