@@ -17,8 +17,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import NoReturn, TextIO, cast
 
 from dist_mem.cli.broken_pipe import watch_standard_streams
@@ -28,7 +28,7 @@ from dist_mem.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, RunError,
 from dist_mem.runtime.compilers import use_node_caches
 from dist_mem.runtime.extras import EXTRA_OF, not_installed
 from dist_mem.runtime.ranks import is_first_on_node
-from dist_mem.runtime.terminal import coloured
+from dist_mem.runtime.terminal import PlainStream, coloured
 
 
 def _is_reported_elsewhere(options: argparse.Namespace) -> bool:
@@ -44,8 +44,35 @@ def _report(error: object) -> None:
     print(coloured(str(error), sys.stderr), file=sys.stderr)
 
 
+@contextmanager
+def _safe_output(command: str) -> Iterator[None]:
+    """Let all output hide values of the environment, and contain no character that could steer a terminal.
+
+    Programs read the standard output of some commands, so it is as written except on a terminal.
+    """
+    if isinstance(sys.stderr, HidingStream):  # by `entry`
+        yield
+        return
+    before = sys.stdout, sys.stderr
+    sys.stderr = cast(TextIO, HidingStream(cast(TextIO, PlainStream(sys.stderr))))
+    if command not in ("generate", "config", "launch"):
+        sys.stdout = cast(TextIO, HidingStream(cast(TextIO, PlainStream(sys.stdout))))
+    elif sys.stdout.isatty():
+        sys.stdout = cast(TextIO, PlainStream(sys.stdout))
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    with _safe_output(given[0] if given else ""):
+        return _run(given)
+
+
+def _run(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     use_node_caches()
     try:
@@ -81,19 +108,17 @@ def entry() -> NoReturn:
     """
     output = watch_standard_streams()
     output.raises = sys.argv[1:2] == ["generate"]  # its output is its result: generation/command.py ends it
-    sys.stderr = cast(TextIO, HidingStream(sys.stderr))
-    if sys.argv[1:2] not in (["generate"], ["config"], ["launch"]):  # programs read the output of these
-        sys.stdout = cast(TextIO, HidingStream(sys.stdout))
-    try:
-        code = main()
-    except SystemExit as ended:  # argparse has already printed its message
-        code = int(ended.code or 0)
-    except Exception:
-        sys.excepthook(*sys.exc_info())
-        code = EXIT_FAILED
-    with suppress(BrokenPipeError):  # raised because of `raises`
-        sys.stdout.flush()
-    sys.stderr.flush()
+    with _safe_output("".join(sys.argv[1:2])):
+        try:
+            code = main()
+        except SystemExit as ended:  # argparse has already printed its message
+            code = int(ended.code or 0)
+        except Exception:
+            sys.excepthook(*sys.exc_info())
+            code = EXIT_FAILED
+        with suppress(BrokenPipeError):  # raised because of `raises`
+            sys.stdout.flush()
+        sys.stderr.flush()
     if code == 0 and not output.is_read and not output.raises and sys.argv[1:2] != ["train"]:
         # As shells report a process that this signal ended. Not for a training: launchers restart what has failed.
         code = 128 + signal.SIGPIPE

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from dist_mem.cli.arguments import place
 from dist_mem.config.check import hint
 from dist_mem.errors import EXIT_USAGE
-from dist_mem.runtime.terminal import WIDTH, coloured, listed
+from dist_mem.runtime.terminal import WIDTH, Styled, coloured, listed
 
 EXAMPLES = {
     "init": "my_project",
@@ -76,4 +76,4 @@ class Parser(ArgumentParser):
         if "are required:" in message and example:
             message = f"{message}, as in: {example[0].partition('  #')[0].rstrip()}"
         self.print_usage(sys.stderr)
-        self.exit(EXIT_USAGE, f"{self.prog}: {coloured(f'error: {message}', sys.stderr)}\n")
+        self.exit(EXIT_USAGE, Styled(f"{self.prog}: {coloured(f'error: {message}', sys.stderr)}\n"))

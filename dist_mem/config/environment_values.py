@@ -19,6 +19,7 @@ from omegaconf.resolvers import oc
 from dist_mem.config.check import flatten, is_interpolation
 from dist_mem.config.schema import Config
 from dist_mem.runtime.environment import is_set
+from dist_mem.runtime.terminal import Styled
 
 _SHORTEST = 4  # characters; a shorter text, or a number, is no secret and occurs in too many other words
 _read: dict[str, str] = {}  # value -> interpolation, for all values this process has read
@@ -100,7 +101,7 @@ class HidingStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        self._stream.write(hide(text))
+        self._stream.write(Styled(hide(text)) if isinstance(text, Styled) else hide(text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:

@@ -64,7 +64,8 @@ def run(config: Config | None, *, seconds: float = _TIMEOUT) -> int:
 
 def _show(findings: Sequence[Finding], *, if_: bool) -> None:
     if if_:
-        print("\n".join(coloured(line, sys.stdout) for line in lines(findings)), flush=True)
+        for line in lines(findings):
+            print(coloured(line, sys.stdout), flush=True)
 
 
 def _end(findings: Sequence[Finding], began: float, *, prints: bool) -> int:

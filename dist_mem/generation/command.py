@@ -31,10 +31,11 @@ from dist_mem.generation.generate import stream
 from dist_mem.generation.output import Continuation, heading
 from dist_mem.generation.reading import Reading, read, select, start
 from dist_mem.generation.sampling import Sampling
-from dist_mem.generation.text import TextWriter, printable, read_file
+from dist_mem.generation.text import TextWriter, read_file
 from dist_mem.generation.text_memory import load_memory, open_to_generate
 from dist_mem.planning.memory import refuse_what_cannot_fit, writing_parts
 from dist_mem.runtime.signals import StopSignal
+from dist_mem.runtime.terminal import printable
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_]+)+=")
 

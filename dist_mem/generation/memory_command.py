@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dist_mem.errors import EXIT_DONE, UnusableError, run_error
 from dist_mem.evaluation.memory_file import OPEN_SEGMENT, MemoryFile, read_memory_file
-from dist_mem.generation.text import printable, read_file
+from dist_mem.generation.text import read_file
 from dist_mem.generation.text_memory import load_memory, open_to_generate, read_text, save_memory
 from dist_mem.runtime.terminal import labelled
 
@@ -62,7 +62,7 @@ def run_show(path: Path) -> int:
     Raises:
         UnusableError: as `read_memory_file`.
     """
-    print("\n".join(labelled((label, printable(text)) for label, text in _described(read_memory_file(path)))))
+    print("\n".join(labelled(_described(read_memory_file(path)))))
     return EXIT_DONE
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import unicodedata
 from pathlib import Path
 
 from dist_mem.data.tokenizers.base import Tokenizer
@@ -49,8 +48,3 @@ class TextWriter:
     def _written(self, part: str) -> str:
         self.text += part
         return part
-
-
-def printable(text: str) -> str:
-    """Return the text with control characters, which could steer a terminal, as U+FFFD; newline and tab are kept."""
-    return "".join("\ufffd" if unicodedata.category(char) == "Cc" and char not in "\n\t" else char for char in text)

@@ -34,7 +34,7 @@ from dist_mem.memory.parts.inspection import SUMMARY
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.runtime.terminal import span
+from dist_mem.runtime.terminal import Styled, span
 
 WINDOWED = "in overlapping windows"
 SHOWN = 300  # tokens of the text that are printed unless --show names others
@@ -156,7 +156,7 @@ def _show(
         print("\n".join(passages_table(removed, words, reading.pieces)))
     passage = request.show or _largest(comparisons[-1].gain)
     end = min(passage.end, len(reading.pieces))
-    print(f"\ntokens {span(passage.begin, end)}; {legend(with_colour=request.with_colour)}\n")
+    print(Styled(f"\ntokens {span(passage.begin, end)}; {legend(with_colour=request.with_colour)}\n"))
     found = word_gains(words, comparisons[-1].gain)
     print(coloured(found, reading.pieces, Passage(passage.begin, end), with_colour=request.with_colour))
 

@@ -11,7 +11,7 @@ from dist_mem.evaluation.report import shown
 from dist_mem.inspection.aggregates import Aggregates, Group, WordGain, word_gains
 from dist_mem.inspection.counterfactual import Counterfactual, Passage
 from dist_mem.inspection.words import Word
-from dist_mem.runtime.terminal import table
+from dist_mem.runtime.terminal import Styled, in_style, printable, table
 
 LEVELS = (0.25, 1.0, 3.0)  # nats; from each on, another colour
 _GAINS = ("48;5;153;38;5;16", "48;5;75;38;5;16", "48;5;25;38;5;231")  # light to dark blue
@@ -105,25 +105,25 @@ def excerpt(word: Word, passage: Passage, pieces: Sequence[str]) -> str:
     return " ".join("".join(pieces[begin : min(passage.end, begin + 2 * _CONTEXT + 1)]).split())
 
 
-def coloured(words: Sequence[WordGain], pieces: Sequence[str], span: Passage, *, with_colour: bool) -> str:
+def coloured(words: Sequence[WordGain], pieces: Sequence[str], span: Passage, *, with_colour: bool) -> Styled:
     """Return the text of tokens [begin, end), its words coloured, or marked, by gain."""
     parts, position = [], span.begin
     for word, gain, _ in words:
         if word.first < position or word.end > span.end:
             continue
-        parts.append("".join(pieces[position : word.first]))
+        parts.append(printable("".join(pieces[position : word.first])))
         text = "".join(pieces[word.first : word.end])
         inner = text.lstrip()
-        parts.append(text[: len(text) - len(inner)] + _marked(inner, gain, with_colour=with_colour))
+        parts.append(printable(text[: len(text) - len(inner)]) + _marked(inner, gain, with_colour=with_colour))
         position = word.end
-    return "".join([*parts, *pieces[position : span.end]])
+    return Styled("".join([*parts, printable("".join(pieces[position : span.end]))]))
 
 
 def _marked(text: str, gain: float, *, with_colour: bool) -> str:
     if not with_colour:
-        return f"{text}[{gain:+.1f}]" if abs(gain) >= _MARKED else text
+        return printable(f"{text}[{gain:+.1f}]" if abs(gain) >= _MARKED else text)
     level = sum(abs(gain) >= edge for edge in LEVELS)
-    return f"\x1b[{(_GAINS if gain > 0 else _LOSSES)[level - 1]}m{text}\x1b[0m" if level else text
+    return in_style(text, (_GAINS if gain > 0 else _LOSSES)[level - 1]) if level else printable(text)
 
 
 def legend(*, with_colour: bool) -> str:

@@ -1,6 +1,9 @@
 """How commands print: one width, aligned tables, names in columns, and colour where a terminal shows it.
 
 No line is cut: `WIDTH` limits texts of several words. Files and pipes get the same lines without colour.
+
+Titles, names and messages of others may hold characters that steer a terminal. All output of `dist-mem` passes through
+`PlainStream`, which lets only `Styled` text contain them: print one `Styled` text, alone, to show colours.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import TextIO
+from typing import Any, TextIO
 
 from dist_mem.runtime.environment import wants_colour
 
@@ -26,21 +29,82 @@ _COLOURS = {
 }
 
 
-def coloured(text: str, stream: TextIO) -> str:
+# Controls of C0 and C1 but tab and line feed, the bidirectional ones, line separators, and halves of characters.
+_STEERING = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+class Styled(str):
+    """Text whose control characters are the program's own; any other str loses its own where it is printed."""
+
+    def __str__(self) -> str:
+        return self  # so that `print` gives the stream this object
+
+
+def printable(text: str) -> str:
+    """Return the text with the characters that could steer a terminal as U+FFFD; line feed and tab are kept."""
+    return _STEERING.sub("\ufffd", text)
+
+
+def on_one_line(text: str) -> str:
+    """Return the text in one printable line, with blanks for its line breaks."""
+    return printable(" ".join(text.splitlines()))
+
+
+def in_style(text: str, code: str) -> Styled:
+    """Return the text between the sequence that begins a style, `1;31`, and the one that ends it."""
+    return Styled(f"\x1b[{code}m{printable(text)}\x1b[0m")
+
+
+def coloured(text: str, stream: TextIO) -> Styled:
     """Return the text with its first word in its colour: `error:` red, `warning:` yellow, `ok` green.
 
     Args:
-        stream: where the text will be printed; one that shows no colour gets the text as it is.
+        stream: where the text will be printed; one that shows no colour gets the text without.
     """
     word, _, rest = text.partition(" ")
     if word not in _COLOURS or not wants_colour("auto", stream):
-        return text
-    return f"\x1b[{_COLOURS[word]}m{word}\x1b[0m {rest}"
+        return Styled(printable(text))
+    return Styled(f"{in_style(word, _COLOURS[word])} {printable(rest)}")
+
+
+class PlainStream:
+    """A text stream that writes only `Styled` text as it is, and any other `printable`.
+
+    A carriage return may begin a text: progress bars of libraries write so.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        begin = "\r" if text.startswith("\r") else ""
+        self._stream.write(text if isinstance(text, Styled) else begin + printable(text.removeprefix("\r")))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class BarStream:
+    """A stream for a progress bar of this program, which moves the cursor; its texts must be `printable`."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(Styled(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def table(rows: Iterable[Sequence[str]]) -> list[str]:
     """Return the lines of a table, the head first: columns of figures to the right, all others to the left."""
-    columns = list(zip(*rows, strict=True))
+    columns = list(zip(*(map(on_one_line, row) for row in rows), strict=True))
     lines = zip(*(_padded(column, is_first=number == 0) for number, column in enumerate(columns)), strict=True)
     return ["  ".join(line).rstrip() for line in lines]
 
@@ -58,7 +122,7 @@ def span(begin: int, end: int) -> str:
 
 def labelled(pairs: Iterable[tuple[str, str]], *, indent: str = "") -> list[str]:
     """Return one line per label and its text; a text that is too long continues below its beginning."""
-    pairs = list(pairs)
+    pairs = [(on_one_line(label), on_one_line(text)) for label, text in pairs]
     width = max((len(label) for label, _ in pairs), default=0)
     return [line for label, text in pairs for line in wrapped(text, begin=f"{indent}{label:<{width}}  ")]
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, TextIO
 
 from dist_mem.runtime.extras import is_installed
-from dist_mem.runtime.terminal import WIDTH, coloured
+from dist_mem.runtime.terminal import WIDTH, BarStream, coloured, printable
 from dist_mem.tracking.tracker import Point, Sink
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class ProgressBar(Sink):
             initial=first_step,
             unit="step",
             dynamic_ncols=True,
-            file=stream or sys.stderr,
+            file=BarStream(stream or sys.stderr),
             smoothing=0.1,
         )
 
@@ -156,12 +156,12 @@ class Progress:
 
             self._bar = tqdm(
                 total=total,
-                desc=what,
+                desc=printable(what),
                 unit=f" {unit}",
                 unit_scale=True,
                 dynamic_ncols=True,
                 leave=False,  # the results are printed instead
-                file=self._stream,
+                file=BarStream(self._stream),
             )
 
     def __enter__(self) -> Progress:

@@ -111,7 +111,7 @@ def test_pieces_joined_are_the_text_that_is_generated_at_once(model: Model, text
 def test_text_is_that_of_the_command(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = str(model.trained.checkpoint.run_dir)
     assert main(["generate", run_dir, "--prompt", "koko ", "--tokens", "20", "--seed", "5"]) == 0
-    from dist_mem.generation.text import printable
+    from dist_mem.runtime.terminal import printable
 
     sampling = dist_mem.Sampling(top_p=0.95, seed=5)
     assert (

@@ -22,7 +22,7 @@ from dist_mem.generation.command import read_prompt
 from dist_mem.generation.generate import generate
 from dist_mem.generation.reading import read, start
 from dist_mem.generation.sampling import Sampling
-from dist_mem.generation.text import printable
+from dist_mem.runtime.terminal import printable
 from tests.support.jobs import build_books, train_here, write_config
 from tests.support.limits import limit
 from tests.support.ranks import RankPool

@@ -1,13 +1,21 @@
-"""What is printed: aligned, within one width, coloured on terminals only."""
+"""What is printed: aligned, within one width, coloured on terminals only, and nothing in it steers a terminal."""
 
 from __future__ import annotations
 
+import ast
 import io
+import unicodedata
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dist_mem.__main__ import main
-from dist_mem.runtime.terminal import WIDTH, coloured, labelled, listed, table
+from dist_mem.runtime.terminal import WIDTH, PlainStream, coloured, labelled, listed, printable, table
+from tests.support.paths import PACKAGE
+
+BIDI = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # Unicode's Bidi_Control
+HOSTILE = f"\x1b[2J\x1b]0;title\x07 \x9b31m\r{BIDI}\u2028\udc80"  # ends a title, a name, a message
 
 
 class Terminal(io.StringIO):
@@ -44,6 +52,56 @@ def test_colour_follows_the_stream_and_the_variables_that_users_set(
         assert shown.endswith(" a: is 1")
         assert ("\x1b[" in shown) is expected
         assert coloured("step 3: saved", stream) == "step 3: saved"
+
+
+def steering(text: str) -> list[str]:
+    """What of a text could steer a terminal; a line feed and a tab do not."""
+    return [
+        char for char in text if char not in "\n\t" and (unicodedata.category(char) in ("Cc", "Cs") or char in BIDI)
+    ]
+
+
+@given(st.lists(st.text(st.one_of(st.characters(), st.sampled_from(HOSTILE)), max_size=20), max_size=4))
+def test_no_text_but_a_styled_one_steers_the_terminal(texts: list[str]) -> None:
+    stream = io.StringIO()
+    for text in texts:
+        print("a title:", text, file=PlainStream(stream))
+        print(coloured(f"error: {text}", Terminal()), file=PlainStream(stream))
+        print("\n".join([*table([("a", text), (text, "b")]), *labelled([("c", text)])]), file=PlainStream(stream))
+    own = stream.getvalue().replace("\x1b[1;31m", "").replace("\x1b[0m", "")
+    assert steering(own) == []
+    assert len(own.splitlines()) == sum(5 + sum(map(text.count, "\n")) * 2 for text in texts), "cells have one line"
+    assert steering(printable(HOSTILE)) == []
+
+
+def test_all_output_passes_through_the_streams_that_the_command_line_guards() -> None:
+    """`print` and `write` reach `sys.stdout` and `sys.stderr`, where `PlainStream` is; no module goes around them."""
+    around = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            is_around = isinstance(node, ast.Attribute) and node.attr in ("__stdout__", "__stderr__", "buffer")
+            is_around |= isinstance(node, ast.Call) and ast.unparse(node.func) == "os.write"
+            if path.name != "terminal.py":  # the only one that makes sequences
+                is_around |= isinstance(node, ast.Constant) and isinstance(node.value, str) and "\x1b" in node.value
+            if is_around:
+                around.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    assert around == []
+
+
+def test_an_error_about_a_hostile_name_is_plain(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (
+        ["train", HOSTILE],
+        ["train", f"a={HOSTILE}"],
+        ["evaluate", HOSTILE],
+        ["status", HOSTILE],
+        [HOSTILE],
+    ):
+        try:
+            assert main(command) == 2
+        except SystemExit as ended:
+            assert ended.code == 2
+    printed = capsys.readouterr()
+    assert printed.err.count("error:") == 5 and steering(printed.out + printed.err) == []
 
 
 def test_an_error_in_a_pipe_has_no_colour(capsys: pytest.CaptureFixture[str]) -> None:
