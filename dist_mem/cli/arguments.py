@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from argparse import ArgumentParser
 from collections.abc import Collection, Sequence
@@ -13,7 +14,7 @@ from dist_mem.config.keys import SEED, STEPS
 from dist_mem.config.load import known_keys
 from dist_mem.config.old_names import present_keys_named
 from dist_mem.config.other_names import OTHER_NAMES
-from dist_mem.runtime.files import at_home, home_fault
+from dist_mem.runtime.files import at_home, check_replaceable, home_fault, is_dir
 
 MODEL = "a run directory, one checkpoint in it, or an export"  # in the help of commands
 
@@ -157,6 +158,31 @@ def span(text: str) -> tuple[int, int]:
     if position(begin) >= position(end):
         raise argparse.ArgumentTypeError(f"{shown(text)}: the range is empty: END must be greater than BEGIN")
     return position(begin), position(end)
+
+
+def output_file(text: str) -> Path:
+    """Parse the path of a file to write. Of a link, the file that it leads to is written."""
+    path = _output(text)
+    try:
+        path = Path(os.path.realpath(path)) if path.is_symlink() else path
+        check_replaceable(path)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{shown(str(error.filename))}: {error.strerror}") from error
+    return path
+
+
+def output_folder(text: str) -> Path:
+    """Parse the path of a folder to write into, which need not exist."""
+    path = _output(text)
+    if os.path.lexists(path) and not is_dir(path):
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no folder: give a folder, or a new name")
+    return path
+
+
+def _output(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("'' is no path: give the path to write to")
+    return Path(place(text))
 
 
 def add_checkpoint(added: ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import sys
 from argparse import REMAINDER, ArgumentParser, Namespace
 from typing import Any
 
-from dist_mem.cli.arguments import count, place, seed, split
+from dist_mem.cli.arguments import count, output_folder, place, seed, split
 from dist_mem.cli.help import HelpFormatter, Parser
 from dist_mem.config.check import hint, stop_on
 from dist_mem.config.text_checks import check_texts
@@ -61,6 +61,9 @@ def builder_parser(name: str) -> ArgumentParser:
     summary, _, details = (builder.__doc__ or "").partition("\n")
     parser = Parser(f"dist-mem data build {name}", description=summary, epilog=details.strip("\n"), **_FORM)
     builder.add_arguments(parser)
+    for action in parser._actions:
+        if action.dest == "out":
+            action.type = output_folder
     return parser
 
 

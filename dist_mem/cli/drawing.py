@@ -6,7 +6,7 @@ import argparse
 from argparse import ArgumentParser
 from pathlib import Path
 
-from dist_mem.cli.arguments import MODEL, add_checkpoint, count, place, split
+from dist_mem.cli.arguments import MODEL, add_checkpoint, count, output_folder, place, split
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
 
@@ -22,7 +22,9 @@ def add_arguments(added: ArgumentParser) -> None:
     added.add_argument("--document", metavar="ID", help="read this document of the split")
     added.add_argument("--tokens", type=count, metavar="N", help="tokens to read (default: as many as the paper)")
     add_checkpoint(added)
-    added.add_argument("-o", "--out", type=Path, metavar="FOLDER", help="folder to write (default: RUN/figures)")
+    added.add_argument(
+        "-o", "--out", type=output_folder, metavar="FOLDER", help="folder to write (default: RUN/figures)"
+    )
     added.add_argument("--format", choices=["png", "svg"], default="png", help="of the picture (default: png)")
 
 

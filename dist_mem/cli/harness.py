@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from dist_mem.cli.arguments import MODEL, add_checkpoint, count, names
+from dist_mem.cli.arguments import MODEL, add_checkpoint, count, names, output_file
 from dist_mem.runtime.extras import require
 
 
@@ -16,7 +16,7 @@ def add_arguments(added: ArgumentParser) -> None:
     added.add_argument("--tasks", type=names, required=True, metavar="NAME,...", help="tasks, groups, or patterns")
     added.add_argument("--include-path", type=Path, metavar="FOLDER", help="folder with YAML files of your own tasks")
     added.add_argument("--limit", type=count, metavar="N", help="documents of each task (default: all)")
-    added.add_argument("--output", type=Path, metavar="FILE", help="also write the JSON of the results to FILE")
+    added.add_argument("--output", type=output_file, metavar="FILE", help="also write the JSON of the results to FILE")
     add_checkpoint(added)
 
 

@@ -6,7 +6,7 @@ import argparse
 from argparse import ArgumentParser
 from pathlib import Path
 
-from dist_mem.cli.arguments import MODEL, add_checkpoint, add_memory
+from dist_mem.cli.arguments import MODEL, add_checkpoint, add_memory, output_file
 
 
 def add_read_arguments(added: ArgumentParser) -> None:
@@ -14,7 +14,7 @@ def add_read_arguments(added: ArgumentParser) -> None:
     added.add_argument("text", type=Path, help="UTF-8 file, of any length")
     added.add_argument("overrides", nargs="*", default=[], help="key=value overrides, as for `dist-mem evaluate`")
     added.add_argument("--run", type=Path, required=True, metavar="RUN", help=MODEL)
-    added.add_argument("--out", "-o", type=Path, required=True, metavar="FILE", help="memory file to write")
+    added.add_argument("--out", "-o", type=output_file, required=True, metavar="FILE", help="memory file to write")
     add_memory(added, "the text continues")
     add_checkpoint(added)
 

@@ -32,6 +32,8 @@ from dist_mem.cli.arguments import (
     count,
     keys_of,
     names,
+    output_file,
+    output_folder,
     place,
     seed,
     seeds,
@@ -186,7 +188,7 @@ def _add_export(added: ArgumentParser) -> None:
         help="data.path=FOLDER if the data and their tokenizer have moved, tracking.uri=URL",
     )
     add_checkpoint(added)
-    added.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="directory to write")
+    added.add_argument("--out", type=output_folder, required=True, metavar="FOLDER", help="directory to write")
     added.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of the weights (default: fp32)")
     added.add_argument(
         "--format",
@@ -207,7 +209,9 @@ def _add_checkpoints(added: ArgumentParser) -> None:
 def _add_compare(added: ArgumentParser) -> None:
     added.add_argument("runs", nargs="+", type=Path, help="run directories, or reports of evaluations")
     added.add_argument("--split", type=split, metavar="NAME", help="split to compare (default: test, else validation)")
-    added.add_argument("--plot", type=Path, metavar="FILE", help="draw recall perplexity by distance into this file")
+    added.add_argument(
+        "--plot", type=output_file, metavar="FILE", help="draw recall perplexity by distance into this file"
+    )
 
 
 def _add_sampling(added: ArgumentParser, *, tokens: int, top_p: float) -> None:
@@ -239,7 +243,7 @@ def _add_generate(added: ArgumentParser) -> None:
     )
     add_checkpoint(added)
     added.add_argument(
-        "--out", type=Path, metavar="FILE", help="also write the text to FILE; .json and .md: with all figures"
+        "--out", type=output_file, metavar="FILE", help="also write the text to FILE; .json and .md: with all figures"
     )
 
 
@@ -264,7 +268,9 @@ def _add_reproduce(added: ArgumentParser) -> None:
     added.add_argument("overrides", nargs="*", default=[], help="key=value overrides for every training")
     added.add_argument("--check", action="store_true", help="print the resolved settings of every row, and exit")
     added.add_argument("--scale", default="tiny", help="tiny, small or paper (default: tiny)")
-    added.add_argument("--out", type=Path, metavar="FOLDER", help="output (default: runs/reproduce/TABLE.SCALE)")
+    added.add_argument(
+        "--out", type=output_folder, metavar="FOLDER", help="output (default: runs/reproduce/TABLE.SCALE)"
+    )
     added.add_argument("--rows", type=names, default=[], help="only these rows, for example transformer_xl,lamemo")
     added.add_argument("--seeds", type=seeds, default=[], help="for example 0,1,2 (default: those of the scale)")
     added.add_argument("--ranks", type=count, default=1, metavar="N", help="processes per training (default: 1)")
@@ -297,5 +303,7 @@ def _add_check_memory(added: ArgumentParser) -> None:
 def _add_config(added: ArgumentParser) -> None:
     added.add_argument("config", nargs="*", default=[], help=f"{_CONFIG} (default: print every key)")
     added.add_argument("--markdown", action="store_true", help="print every key as docs/reference/config.md")
-    added.add_argument("--snapshot", type=Path, metavar="FOLDER", help="copy the code and this configuration to FOLDER")
+    added.add_argument(
+        "--snapshot", type=output_folder, metavar="FOLDER", help="copy the code and this configuration to FOLDER"
+    )
     added.add_argument("--get", metavar="KEY", help="print only the resolved value of this key, for example run_dir")

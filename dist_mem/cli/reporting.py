@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from dist_mem.cli.arguments import place, split
+from dist_mem.cli.arguments import output_file, place, split
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
 
@@ -18,7 +18,7 @@ def add_arguments(added: ArgumentParser) -> None:
     book.add_argument("--text", type=Path, metavar="FILE", help="show this UTF-8 file, read by the first run")
     added.add_argument("--split", type=split, metavar="NAME", help="split of --book (default: eval.split)")
     added.add_argument("--no-removals", action="store_true", help="do not read the book without each passage")
-    added.add_argument("-o", "--out", type=Path, metavar="FILE", help="file to write (default: RUN/report.html)")
+    added.add_argument("-o", "--out", type=output_file, metavar="FILE", help="file to write (default: RUN/report.html)")
     added.set_defaults(overrides=[])  # those after an option
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dist_mem.cli.arguments import count
+from dist_mem.cli.arguments import count, output_folder
 from dist_mem.errors import UnusableError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def add_running(added: ArgumentParser, out: str) -> Any:
         "--jobs", type=partial(count, most=1000), default=1, metavar="N", help="trainings at one time (default: 1)"
     )
     added.add_argument("--ranks", type=count, default=1, metavar="N", help="processes per training (default: 1)")
-    added.add_argument("--out", type=Path, metavar="FOLDER", help=f"output (default: {out})")
+    added.add_argument("--out", type=output_folder, metavar="FOLDER", help=f"output (default: {out})")
     what = added.add_mutually_exclusive_group()
     what.add_argument("--estimate", action="store_true", help="print what it will take, and exit")
     what.add_argument("--no-estimate", action="store_true", help="begin without trying every row first")

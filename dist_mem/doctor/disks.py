@@ -19,7 +19,7 @@ from dist_mem.data.tokenizers.registry import FILE_NAMES, JSON_NAME
 from dist_mem.doctor.dry_run import check_model
 from dist_mem.engine.optimizer import num_moments
 from dist_mem.runtime.compilers import compiler_caches
-from dist_mem.runtime.files import file_system_of, is_network_file_system
+from dist_mem.runtime.files import file_system_of, is_network_file_system, partial_of
 from dist_mem.runtime.findings import Remark, fail, ok, warning
 
 _FLEETING_TYPES = ("tmpfs", "ramfs", "overlay")  # gone with the node, or the container
@@ -82,7 +82,7 @@ def write_probe(run_dir: Path, name: str) -> Iterator[Remark]:
 
 def look_for_probe(run_dir: Path, name: str) -> Iterator[Remark]:
     """Check that this node sees the file of rank 0 and can write beside it."""
-    probe, written = run_dir / name, run_dir / f"{name}.{os.getpid()}"
+    probe, written = run_dir / name, partial_of(run_dir / name)
     deadline = time.monotonic() + _SEEING_SECONDS
     while not probe.exists():
         if time.monotonic() > deadline:
@@ -166,7 +166,7 @@ def write_rate(run_dir: Path) -> float:
     """
     stat = os.statvfs(run_dir)
     num_blocks = max(1, min(_RATE_BYTES, stat.f_bavail * stat.f_frsize // 4) // _BLOCK_BYTES)
-    path = run_dir / f".rate-{os.getpid()}"
+    path = partial_of(run_dir / "rate")
     block = os.urandom(_BLOCK_BYTES)  # some file systems compress
     began = time.perf_counter()
     try:

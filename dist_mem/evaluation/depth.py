@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dist_mem.data.shard import Index, read_mask, read_recall
-from dist_mem.evaluation.legend import Line, add_legend, draw_lines
+from dist_mem.evaluation.legend import Line, add_legend, draw_lines, save_picture
 from dist_mem.evaluation.report import Report, accuracy, known_total
 
 NUM_BINS = 10
@@ -87,4 +87,4 @@ def plot_depth(labelled_reports: Sequence[tuple[str, Report]], path: Path) -> No
     axes.set_xlabel("depth of what the answer recalls (0: beginning of the document, 1: right before the answer)")
     axes.set_ylabel("accuracy of answers")
     add_legend(figure)
-    figure.savefig(path, dpi=150)
+    save_picture(figure, path)

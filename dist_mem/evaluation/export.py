@@ -19,8 +19,6 @@ stage, number of ranks and format. It contains only data, except a memory from o
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -45,7 +43,7 @@ from dist_mem.memory.outside import kept_kinds, sources
 from dist_mem.model import MemoryLM
 from dist_mem.nn.layers import DTYPES
 from dist_mem.published.folder import load_pretrained
-from dist_mem.runtime.files import fsync_path, is_wrong_path, write_hashed, write_text
+from dist_mem.runtime.files import is_wrong_path, new_folder, write_hashed, write_text
 from dist_mem.tracking.export_to_mlflow import Registration, check_registration, log_export, open_run
 from dist_mem.tracking.stores import read_run_id
 
@@ -148,7 +146,7 @@ def _initial_model(path: Path, overrides: Sequence[str]) -> Iterator[TrainedMode
 
 def _export(trained: TrainedModel, path: Path, out: Path, layout: str) -> int:
     try:
-        with _whole_or_nothing(out) as staging:
+        with new_folder(out) as staging:
             write_export(trained, staging, name=out.absolute().name, layout=layout)
     except OSError as error:
         if is_wrong_path(error):
@@ -182,23 +180,6 @@ def write_export(trained: TrainedModel, directory: Path, *, name: str, layout: s
     metadata = {key: manifest[key] for key in _METADATA if key in manifest}
     files = {path.relative_to(directory).as_posix(): describe_file(path) for path in files_in(directory)}
     write_manifest(directory, {**metadata, "precision": trained.config.eval.precision, "files": files})
-
-
-@contextmanager
-def _whole_or_nothing(path: Path) -> Iterator[Path]:
-    """Provide an empty directory that is durably renamed to `path`, or removed if filling it fails."""
-    path = path.absolute()
-    staging = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    staging.mkdir(parents=True)
-    try:
-        yield staging
-        for folder in {file.parent for file in files_in(staging)}:
-            fsync_path(folder)
-        staging.rename(path)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    fsync_path(path.parent)
 
 
 def _portable_settings(checkpoint: Checkpoint) -> Config:

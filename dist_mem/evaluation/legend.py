@@ -6,6 +6,7 @@ draws them as one line: the mean, with error bars of half the range, as in the t
 
 from __future__ import annotations
 
+import io
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 from dist_mem.config.memory_blocks import PER_BLOCK
 from dist_mem.config.sources import read_saved
+from dist_mem.runtime.files import write_bytes
 
 NAMES = {
     "none": "no memory",
@@ -121,3 +123,10 @@ def add_legend(figure: Any) -> None:
     """Add a legend below the axes of a figure with constrained layout; inside, long labels would hide the lines."""
     legend = figure.legend(loc="outside lower center", fontsize=8)
     figure.set_figheight(figure.get_figheight() + _LEGEND_ROW * len(legend.get_texts()))
+
+
+def save_picture(figure: Any, path: Path) -> None:
+    """Write a figure atomically, in the format of the suffix of its file, PNG without one."""
+    content = io.BytesIO()
+    figure.savefig(content, format=path.suffix.removeprefix(".") or "png", dpi=150)
+    write_bytes(path, content.getvalue())

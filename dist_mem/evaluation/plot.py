@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from dist_mem.evaluation.legend import Line, add_legend, draw_lines
+from dist_mem.evaluation.legend import Line, add_legend, draw_lines, save_picture
 from dist_mem.evaluation.report import Band, Report
 
 BINS_PER_OCTAVE = 2
@@ -78,4 +78,4 @@ def plot_recall(labelled_reports: Sequence[tuple[str, Report]], path: Path, *, a
     axes.set_ylabel(f"{'accuracy' if accuracy else 'perplexity'} of recall tokens")
     axes.set_title(f"split {reports[0].split}, {len(reports[0].documents)} documents", fontsize=10)
     add_legend(figure)
-    figure.savefig(path, dpi=150)
+    save_picture(figure, path)

@@ -21,14 +21,14 @@ import torch
 
 from dist_mem.evaluation.cut_short import StopCheck
 from dist_mem.evaluation.evaluate import as_job, evaluate_checkpoint, found_by_all, use_threads, written_by_rank0
-from dist_mem.evaluation.legend import Line, add_legend, draw_lines, labels_of
+from dist_mem.evaluation.legend import Line, add_legend, draw_lines, labels_of, save_picture
 from dist_mem.evaluation.other_data import data_tag
 from dist_mem.evaluation.protocol import Protocol, apply_protocol, in_terms_of_eval, protocol_of, report_name
 from dist_mem.evaluation.report import shown
 from dist_mem.evaluation.trained_model import Checkpoint, read_settings
 from dist_mem.model import MemoryLM
 from dist_mem.runtime.distributed import World, decided_by_rank0
-from dist_mem.runtime.files import replacing, write_text
+from dist_mem.runtime.files import write_text
 from dist_mem.runtime.signals import StopSignal
 
 KEYS = ("mem_len", "seg_len", "clamp_len")  # of `eval`
@@ -217,5 +217,4 @@ def plot_sweep(rows: Sequence[Row], sweep: Sweep, path: Path, labels: Mapping[st
     axes.set_ylabel({"word_perplexity": "word-level perplexity", "token_perplexity": "token perplexity"}[shown_figure])
     axes.set_title(f"split {rows[0].split}", fontsize=10)
     add_legend(figure)
-    with replacing(path) as file:
-        figure.savefig(file, format="png", dpi=150)
+    save_picture(figure, path)

@@ -20,7 +20,7 @@ from typing import Any
 
 from dist_mem.errors import run_error
 from dist_mem.runtime.environment import SNAPSHOT_FILES
-from dist_mem.runtime.files import write_text
+from dist_mem.runtime.files import new_folder, write_text
 from dist_mem.runtime.shipped import shipped_root
 
 PACKAGE = Path(__file__).parent.parent
@@ -40,20 +40,19 @@ def make(folder: Path, files: Iterable[Path], git: Mapping[str, Any]) -> None:
     """
     if folder.is_dir():
         return
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     try:
-        shutil.copytree(PACKAGE, partial / "code" / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
-        for name in _CONFIGURATIONS:
-            beside = PACKAGE.parent / name  # not in a wheel, whose package contains them, nor with the package alone
-            if shipped_root() == PACKAGE.parent and beside.is_dir():
-                shutil.copytree(beside, partial / "code" / name)
-        write_text(partial / "code" / "git.json", json.dumps(git))
-        for path in files:
-            copy = partial / SNAPSHOT_FILES / Path(os.path.normpath(path.absolute())).relative_to("/")
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, copy)
-        partial.replace(folder)
+        with new_folder(folder) as partial:
+            shutil.copytree(PACKAGE, partial / "code" / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+            for name in _CONFIGURATIONS:
+                beside = (
+                    PACKAGE.parent / name
+                )  # not in a wheel, whose package contains them, nor with the package alone
+                if shipped_root() == PACKAGE.parent and beside.is_dir():
+                    shutil.copytree(beside, partial / "code" / name)
+            write_text(partial / "code" / "git.json", json.dumps(git))
+            for path in files:
+                copy = partial / SNAPSHOT_FILES / Path(os.path.normpath(path.absolute())).relative_to("/")
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, copy)
     except OSError as error:
         raise run_error(error, f"{folder} cannot be made: {error}; launch.snapshot=false goes without it") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from dist_mem.evaluation.bootstrap import accuracy_interval, gain_interval
 from dist_mem.evaluation.depth import depth_bins, depths_to_csv, plot_depth
+from dist_mem.evaluation.legend import save_picture
 from dist_mem.evaluation.plot import MIN_TOKENS, distance_bins, plot_recall, recall_curve
 from dist_mem.evaluation.report import Report, read_report
 from dist_mem.reproduce.budget import Costs
@@ -243,7 +244,7 @@ def _draw_pareto(found: Sequence[Standing], figure_name: str, path: Path) -> Non
         axes.plot([x for x, _ in front], [y for _, y in front], "-", color="C1", linewidth=1)
         axes.set_xlabel(label, fontsize=8)
     figure.axes[0].set_ylabel(figure_name.replace("_", " "), fontsize=8)
-    figure.savefig(path, dpi=150)
+    save_picture(figure, path)
 
 
 def are_equal(costs: Sequence[float | None]) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dist_mem.evaluation.legend import add_legend
+from dist_mem.evaluation.legend import add_legend, save_picture
 from dist_mem.reproduce.runs import Run, columns_of, measured, read_result, runs_behind, shown_rows
 from dist_mem.reproduce.tables import Scale, Table
 from dist_mem.runtime.files import write_text
@@ -165,7 +165,7 @@ def draw(table: Table, scale: Scale, runs: Sequence[Run], path: Path) -> None:
     axes.set_ylabel(table.y_axis or next(iter(columns.values())).figure.replace("_", " "))
     if rows:
         add_legend(figure)
-    figure.savefig(path, dpi=150)
+    save_picture(figure, path)
 
 
 class _Style(NamedTuple):

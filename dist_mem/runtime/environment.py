@@ -15,7 +15,6 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple, TextIO
@@ -157,13 +156,6 @@ def whole_number(environ: Mapping[str, str], name: str, default: int, fix: str, 
     if not re.fullmatch("[0-9]{1,10}", text) or int(text) > most:
         raise ValueError(f"environment: {name} is {text!r}, but must be a whole number from 0 to {most:,}; {fix}")
     return int(text)
-
-
-def boot_id() -> str:
-    """Return the identifier of this boot of the machine, the same in all its containers; empty if it has none."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return ""
 
 
 def job_end() -> float | None:

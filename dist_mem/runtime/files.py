@@ -1,4 +1,10 @@
-"""Durable, atomic file writes: a crash leaves the old file or the new one, never half of one."""
+"""Durable, atomic writes of files and folders: a crash leaves the old one or the new one, never half of one.
+
+    page.html -> .page.html.3f9a01-4711.partial, which replaces it at the end
+
+The name has the process that writes: the first write of the next process into that folder removes what is left of
+processes that were killed.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +12,16 @@ import errno
 import hashlib
 import os
 import re
+import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import IO, Any
+
+from dist_mem.runtime.processes import is_running, pid_scope
 
 _NETWORK_FILE_SYSTEMS = {
     *("9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "orangefs", "panfs"),
@@ -21,6 +31,8 @@ _WRONG_PATH = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EINVAL, errno.ELOOP, errno.EEXIST),
     *(errno.EACCES, errno.EPERM, errno.EROFS),
 }
+_PARTIAL = re.compile(r"\..+\.([0-9a-f]{6})-(\d{1,9})\.partial")
+_ABANDONED_SECONDS = 86_400.0  # without a change: of a process that this one cannot see, as on another host
 _CHUNK = 1 << 20  # bytes; written and hashed while they are in the processor's cache
 
 
@@ -112,16 +124,109 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file that durably replaces `path` at the end of the block, and is deleted after an error."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    """Open a temporary file that durably replaces `path` at the end of the block, and is deleted after an error.
+
+    A link is replaced, not followed: it may lead anywhere. A pipe and a character device, as /dev/null, are written to.
+
+    Raises:
+        FileExistsError: the path exists, and can be neither replaced nor written to; or nobody reads the pipe.
+    """
+    if not check_replaceable(path):
+        with naming(path), _open_stream(path) as file:
+            yield file
+        return
+    partial = partial_of(path)
     try:
         with naming(path), partial.open("wb") as file:
+            _remove_abandoned(partial)
             yield file
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)  # on a full disk it would take the space of the next attempt
+        raise
+    fsync_path(path.parent)
+
+
+def check_replaceable(path: Path) -> bool:
+    """Return whether a path can be replaced by a file, and not only written to, as a pipe or a character device.
+
+    Raises:
+        FileExistsError: it is a folder, a socket or a disk.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except (OSError, ValueError):
+        return True  # there is no such file yet; any other error is reported where it is made
+    if stat.S_ISREG(mode) or stat.S_ISLNK(mode):
+        return True
+    if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
+        return False
+    what = "is a folder" if stat.S_ISDIR(mode) else "is a socket or a disk"
+    raise FileExistsError(errno.EEXIST, f"{what}: give the name of a file", str(path))
+
+
+def _open_stream(path: Path) -> IO[bytes]:
+    try:
+        number = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # of a pipe without a reader, others would wait for ever
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        raise FileExistsError(errno.EEXIST, "is a pipe that nobody reads: start its reader first", str(path)) from error
+    os.set_blocking(number, True)
+    return os.fdopen(number, "wb")
+
+
+def partial_of(path: Path) -> Path:
+    """Return the name under which this process writes what will be `path`."""
+    return path.with_name(f".{path.name}.{_scope()}-{os.getpid()}.partial")
+
+
+@cache
+def _scope() -> str:
+    return hashlib.sha256(pid_scope().encode()).hexdigest()[:6]
+
+
+_searched: set[Path] = set()  # folders
+
+
+def _remove_abandoned(own: Path) -> None:
+    """Remove what killed processes have left in the folder of a new partial file or folder, once a process."""
+    folder = own.parent.absolute()
+    if folder in _searched:
+        return
+    _searched.add(folder)
+    with suppress(OSError):  # of others, or just renamed
+        now = own.stat().st_mtime  # of the disk's clock, as that of the others
+        for path in folder.iterdir():
+            found = _PARTIAL.fullmatch(path.name)
+            if found is None or path.name == own.name:
+                continue
+            is_seen = found[1] == _scope()
+            if is_running(int(found[2])) if is_seen else now - path.lstat().st_mtime < _ABANDONED_SECONDS:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Provide an empty folder that is durably renamed to `path` at the end of the block, or removed after an error."""
+    path = path.absolute()
+    partial = partial_of(path)
+    shutil.rmtree(partial, ignore_errors=True)  # of an earlier process with this number
+    partial.mkdir(parents=True)
+    try:
+        _remove_abandoned(partial)
+        yield partial
+        for folder in [partial, *(each for each in partial.rglob("*") if each.is_dir())]:
+            fsync_path(folder)
+        partial.rename(path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
         raise
     fsync_path(path.parent)
 

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from dist_mem.errors import TakenOverError, UnfitError
-from dist_mem.runtime.environment import boot_id
 from dist_mem.runtime.files import fsync_path, make_folder
+from dist_mem.runtime.processes import boot_id, is_running, pid_scope, process_stat
 
 HEARTBEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0
@@ -39,27 +39,6 @@ log = logging.getLogger(__name__)
 
 class LeaseError(UnfitError):
     """Another job holds the run directory."""
-
-
-def _process_stat(pid: int) -> tuple[str, str]:
-    """Return state letter and start of a process, in ticks since boot, from Linux's /proc; empty without it."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")  # its name may be any bytes
-    except OSError:
-        return "", ""
-    fields = stat.rpartition(")")[2].split()  # the name before may contain blanks
-    return fields[0], fields[19]
-
-
-def _pid_scope() -> str:
-    """Return an identifier of the processes this one sees by pid: of this boot of the host, and of its container.
-
-    Host names do not suffice: containers often have that of their host, and hosts may all have the same one.
-    """
-    with suppress(OSError):
-        if boot := boot_id():
-            return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    return ""
 
 
 def _machine_id() -> str:
@@ -75,20 +54,13 @@ def _is_alive(holder: dict[str, Any]) -> bool | None:
 
     A zombie is dead, and so is a process whose pid belongs to one that started at another time.
     """
-    pid, scope = holder.get("pid"), _pid_scope()
+    pid, scope = holder.get("pid"), pid_scope()
     if holder.get("host") != socket.gethostname() or not (isinstance(pid, int) and 0 < pid < 1 << 31):
         return None
     if (holder_scope := str(holder.get("sight", scope))) != scope:
         has_rebooted = boot_id() not in ("", holder_scope.partition(" ")[0])
         return False if has_rebooted and holder.get("machine") == _machine_id() != "" else None
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    state, ticks = _process_stat(pid)
-    return state not in ("Z", "X") and ticks in ("", holder.get("started_ticks") or ticks)
+    return is_running(pid) and (ticks := process_stat(pid)[1]) in ("", holder.get("started_ticks") or ticks)
 
 
 def is_abandoned(path: Path, text: str) -> bool:
@@ -227,8 +199,8 @@ class Lease:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "started": time.time(),
-            "started_ticks": _process_stat(os.getpid())[1],
-            "sight": _pid_scope(),
+            "started_ticks": process_stat(os.getpid())[1],
+            "sight": pid_scope(),
             "machine": _machine_id(),
         }
         self._text = json.dumps(holder)

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from dist_mem.runtime.environment import boot_id, node_name
+from dist_mem.runtime.environment import node_name
+from dist_mem.runtime.processes import boot_id
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _NO_LIMIT = 2**60  # bytes; version 1 of control groups writes a number near 2^63 for no limit

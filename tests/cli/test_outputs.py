@@ -1,0 +1,76 @@
+"""Options that name an output: nothing but files is replaced, and a path that cannot be written is refused."""
+
+from __future__ import annotations
+
+import os
+import stat
+from argparse import Action, ArgumentTypeError
+from pathlib import Path
+
+import pytest
+
+from dist_mem.__main__ import main
+from dist_mem.cli.arguments import output_file, output_folder
+from dist_mem.cli.datasets import builder_parser
+from dist_mem.cli.parser import build_parser
+from dist_mem.data.builders.datasets import builder_names
+from tests.cli.test_missing_paths import WRITTEN
+
+PARSERS = {**build_parser()[1], **{f"data build {name}": builder_parser(name) for name in builder_names()}}
+POSITIONAL = {("init", "folder")}  # which must be new or empty
+
+
+def written() -> dict[tuple[str, str], Action]:
+    """Every option of every command that names what is written."""
+    actions = {(name, action.dest): action for name, parser in PARSERS.items() for action in parser._actions}
+    of_builders = {place for place in actions if place[0].startswith("data build") and place[1] == "out"}
+    return {place: actions[place] for place in {*WRITTEN, *of_builders} - POSITIONAL}
+
+
+def test_every_option_that_names_an_output_checks_it() -> None:
+    for place, action in written().items():
+        assert action.type in (output_file, output_folder), place
+        with pytest.raises(ArgumentTypeError, match="give the path"):
+            action.type("")
+    others = [
+        action
+        for parser in PARSERS.values()
+        for action in parser._actions
+        if action.type in (output_file, output_folder)
+    ]
+    assert len(others) == len(written())
+
+
+def test_what_is_no_file_is_refused_and_a_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "page").write_text("old")
+    (tmp_path / "link").symlink_to("page")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "new")
+    os.mkfifo(tmp_path / "pipe")
+    assert output_file(str(tmp_path / "link")) == tmp_path / "page"
+    assert output_file(str(tmp_path / "nowhere")) == tmp_path / "new"
+    assert output_file(str(tmp_path / "pipe")) == tmp_path / "pipe"
+    with pytest.raises(ArgumentTypeError, match="is a folder: give the name of a file"):
+        output_file(str(tmp_path))
+    with pytest.raises(ArgumentTypeError, match="is no folder"):
+        output_folder(str(tmp_path / "page"))
+
+
+@pytest.mark.parametrize("option", ["-o", "--out"])
+def test_a_report_to_a_device_leaves_the_device(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("tracking: {mlflow: false}\n")
+    target, link = tmp_path / "null", tmp_path / "link"
+    if os.getuid() == 0:
+        os.mknod(target, stat.S_IFCHR | 0o666, os.makedev(1, 3))  # as /dev/null
+    else:
+        os.mkfifo(target)
+    kind = stat.S_IFMT(target.lstat().st_mode)
+    link.symlink_to(target)
+    for path in (target, link):
+        code = main(["report", str(run), option, str(path)])
+        assert code == (0 if kind == stat.S_IFCHR else 2), capsys.readouterr().err
+        assert stat.S_IFMT(target.lstat().st_mode) == kind and link.is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "null", "run"]
