@@ -30,12 +30,15 @@ def report(options: Namespace) -> int:
         raise UnusableError("report: no run: give a run directory, as in: dist-mem report runs/demo")
     if options.split is not None and options.book is None:
         raise UnusableError(f"--split {options.split}: only with --book; it is the split of that document")
+    overrides = (*given, *options.overrides)
+    unused = [text for text in overrides if not text.startswith("tracking.")]
+    if unused and options.book is None and options.text is None:
+        raise UnusableError(f"report: {unused[0]}: only with --book or --text; without, no model reads anything")
     with StopSignal(OF_SCHEDULERS) as early:
         from dist_mem.runtime.distributed import choose_accelerator
 
         choose_accelerator()
         from dist_mem.inspection.page.command import Asked, run
 
-        overrides = (*given, *options.overrides)
         asked = Asked(runs, options.book, options.text, options.split, not options.no_removals, overrides)
         return run(asked, out=options.out, early=early)

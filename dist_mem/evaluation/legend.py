@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from dist_mem.config.memory_blocks import PER_BLOCK
 from dist_mem.config.sources import read_saved
+from dist_mem.errors import UnusableError
 from dist_mem.runtime.files import write_bytes
 
 NAMES = {
@@ -48,6 +49,8 @@ class Line(NamedTuple):
 def settings_of(config: Path) -> dict[str, Any]:
     """Return the keys of a run's config.yaml that affect its figures, except seeds."""
     keys = dict(_flat(read_saved(config), ""))
+    if "memory.kind" not in keys:
+        raise UnusableError(f"{config} is damaged (it has no memory.kind): copy that of a checkpoint of the run")
     return {
         key: value
         for key, value in keys.items()

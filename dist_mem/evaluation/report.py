@@ -15,8 +15,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from dist_mem.errors import UnusableError
+from dist_mem.runtime.file_schema import MAX_INTEGER, check, figure, integer, leaf, number, optional, read_json, record
+from dist_mem.runtime.file_schema import rows as rows_of
+from dist_mem.runtime.file_schema import table as table_of
+from dist_mem.runtime.file_schema import text as text_of
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.terminal import table
 
@@ -271,21 +276,59 @@ def write_report(report: Report, directory: Path, name: str, *, metadata: dict[s
     return [directory / file_name for file_name in contents]
 
 
+def _is_nll(value: Any) -> bool:
+    """Return whether a value may be a total; above the limit, the sum of some could be no float."""
+    return type(value) in (int, float) and not (value < 0 or 1e300 < value < math.inf)
+
+
+def _is_recall(value: Any) -> bool:
+    if not isinstance(value, list) or not 3 <= len(value) <= len(RecallScore._fields):
+        return False
+    counts = [value[0], *value[2:]]
+    has_counts = all(type(each) is int and 0 <= each <= MAX_INTEGER for each in counts if each is not None)
+    return has_counts and None not in value[:3] and value[0] > 0 and _is_nll(value[1])
+
+
+_NLL = leaf("a number from 0 to 1e300, NaN or Infinity", _is_nll)
+_DOCUMENT = record(
+    {
+        "id": text_of,
+        "title": text_of,
+        "nll": _NLL,
+        "num_scored": integer(),
+        "words": optional(integer()),
+        "bytes": integer(),
+    },
+    {"hits": optional(integer()), "depth": optional(number)},
+    is_open=False,
+)
+_REPORT = record(
+    {
+        **{"split": text_of, "data_fingerprint": text_of, "tokenizer_fingerprint": text_of},
+        **{"max_document_len": optional(integer(1)), "seg_len": integer(1), "mem_len": integer()},
+        **{"num_words": optional(integer()), "documents": rows_of(_DOCUMENT)},
+        "recall": rows_of(leaf("a list of distance, nats, tokens and hits", _is_recall)),
+    },
+    is_open=False,
+)
+_BODY = record({"report": _REPORT}, {"figures": table_of(figure), "step": integer()}, is_open=True)
+_REMEDY = "; give a report of `dist-mem evaluate`, or evaluate again"
+
+
 def read_report(path: Path) -> Report:
     """Read a report that `write_report` wrote.
 
     Raises:
-        ValueError: the file is not a report, or has a newer format.
+        UnusableError: the file is not a report, or has a newer format.
     """
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-        version, content = body["format_version"], body["report"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: not a report of `dist-mem evaluate` ({error}); evaluate again") from error
-    if version > FORMAT_VERSION:
-        raise ValueError(
+    body = read_json(path, UnusableError, _REMEDY)
+    check(body, record({"format_version": integer()}, is_open=True), path, UnusableError, _REMEDY)
+    if (version := body["format_version"]) > FORMAT_VERSION:
+        raise UnusableError(
             f"{path}: format_version {version} is newer than {FORMAT_VERSION}, the newest known: update dist_mem"
         )
+    check(body, _BODY, path, UnusableError, _REMEDY)
+    content = dict(body["report"])
     documents = [DocumentScore(**document) for document in content.pop("documents")]
     recall = [RecallScore(*score) for score in content.pop("recall")]
     return Report(**content, documents=documents, recall=recall)

@@ -7,6 +7,7 @@ checkpoints, the lease, and the exit codes that the batch script writes to RUN/s
 from __future__ import annotations
 
 import json
+import math
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,20 +19,20 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from dist_mem.checkpoint.finished_file import read_finished
 from dist_mem.checkpoint.manifest import list_steps, step_dir
 from dist_mem.config.sources import read_saved
-from dist_mem.errors import EXIT_DONE, UnusableError
+from dist_mem.errors import EXIT_DONE, UnusableError, run_error
 from dist_mem.launch import queue
+from dist_mem.runtime.file_schema import MAX_INTEGER
 from dist_mem.runtime.lease import sign_of_life
 from dist_mem.runtime.terminal import labelled
-from dist_mem.tracking.groups import with_present_names
 from dist_mem.tracking.provenance import without_credentials
 from dist_mem.tracking.stores import RUN_ID_FILE
-from dist_mem.tracking.tracker import METRICS_FILE
+from dist_mem.tracking.tracker import METRICS_FILE, last_point
 
 _GOODPUT = "goodput/"  # prefix of the shares of a run's time (dist_mem.training.goodput makes them)
 _LOST = ("repeated", "down")  # of them: lost to restarts
-_TAIL = 1 << 18  # bytes read from the end of metrics.jsonl
 _MARKERS = ("config.yaml", METRICS_FILE, "checkpoints", "slurm", "lease.json")  # any of them marks a run directory
 _MEANINGS = {
     0: "done",
@@ -51,7 +52,11 @@ def run(run_dirs: Sequence[Path], *, as_json: bool) -> int:
         UnusableError: a folder is not a run directory.
         UnfitError: Slurm does not answer.
     """
-    for state in [read_state(run_dir) for run_dir in run_dirs]:
+    try:
+        states = [read_state(run_dir) for run_dir in run_dirs]
+    except OSError as error:
+        raise run_error(error) from error
+    for state in states:
         lines = [json.dumps(state)] if as_json else [state["run"], *labelled(_describe(state), indent="  ")]
         print("\n".join(lines))
     return EXIT_DONE
@@ -76,9 +81,10 @@ def read_state(run_dir: Path) -> dict[str, Any]:
     jobs = queue.look(queue.numbers_here(run_dir)) if queue.recorded(run_dir) and queue.is_here() else []
     live = sorted((job for job in jobs if not job.has_ended), key=lambda job: job.waits)
     process = sign_of_life(run_dir)
-    finished, steps = _read_json(run_dir / "finished.json"), _saved_value(run_dir, "train.steps")
-    steps = steps if isinstance(steps, int) else finished.get("step")
-    step, metrics = _last_point(run_dir / METRICS_FILE)
+    finished, steps = read_finished(run_dir), _saved_value(run_dir, "train.steps")
+    steps = steps if type(steps) is int and 0 < steps <= MAX_INTEGER else finished.step if finished else None
+    point = last_point(run_dir / METRICS_FILE, "loss")
+    step, metrics = (point.step, dict(point.metrics)) if point else (None, {})
     seconds = metrics.get("step_seconds")
     if any(not job.waits for job in live) or process:
         state = "running"
@@ -105,34 +111,11 @@ def read_state(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
-    return {}
-
-
 def _saved_value(run_dir: Path, key: str) -> Any:
     """Return a value of the run's configuration; None if it is missing, or uses a variable that is not set here."""
     with suppress(ValueError, OmegaConfBaseException):
         return OmegaConf.select(OmegaConf.create(read_saved(run_dir / "config.yaml")), key)
     return None
-
-
-def _last_point(path: Path) -> tuple[int | None, dict[str, float]]:
-    """Return the last point with a loss at the end of metrics.jsonl; a line that is being written is left out."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL))
-            lines = file.read().splitlines()
-    except FileNotFoundError:
-        return None, {}
-    for line in reversed(lines):
-        with suppress(ValueError, KeyError, TypeError):
-            point = json.loads(line)
-            if "loss" in point["metrics"]:
-                return int(point["step"]), with_present_names(point["metrics"])
-    return None, {}
 
 
 def _checkpoint(run_dir: Path) -> dict[str, Any] | None:
@@ -205,10 +188,11 @@ def _split(goodput: Mapping[str, float]) -> str:
     """Format the parts of a run's time up to its last point."""
     shares = {name: f"{share:.1%}" for name, share in goodput.items() if name != "seconds"}
     parts = [f"{name} {share}" for name, share in shares.items() if name not in _LOST]
-    lost = sum(goodput[name] for name in _LOST)
-    causes = ", ".join(f"{name} {shares[name]}" for name in _LOST)
-    return ", ".join([*parts, f"lost to restarts {lost:.1%} ({causes})"]) + f"; of {_duration(goodput['seconds'])}"
+    lost = sum(goodput.get(name, 0.0) for name in _LOST)
+    causes = ", ".join(f"{name} {shares.get(name, 'n/a')}" for name in _LOST)
+    whole = _duration(goodput.get("seconds", math.nan))
+    return ", ".join([*parts, f"lost to restarts {lost:.1%} ({causes})"]) + f"; of {whole}"
 
 
 def _duration(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
+    return str(timedelta(seconds=round(seconds))) if 0 <= seconds < 1e12 else "unknown time"

@@ -30,7 +30,7 @@ def read_part(run_dir: Path, part: Part, overrides: Sequence[str], *, allowed: S
         ConfigError: an override of another key, or data at a server or from a command that only the run names.
     """
     _check_keys(overrides, allowed)
-    config = _load(part, overrides)
+    config = _load(run_dir, part, overrides)
     if is_remote(config.data.path) and not any(text.startswith("data.path=") for text in overrides):
         where = f"servers and commands that only {run_dir / HISTORY} names are not used"
         raise ConfigError([Problem("data.path", f"give data.path=FOLDER or its URL: {where}")])
@@ -53,7 +53,7 @@ def read_part_with_memory(run_dir: Path, part: Part, overrides: Sequence[str], *
     if kept and not given.eval.allow_code:
         text = f"is a program, which a replay of {run_dir} would run: read it, then add eval.allow_code=true"
         raise ConfigError([Problem("memory", text)])
-    config = _load(part, [*(kept if checkpoint else ()), *overrides], with_memory=True)
+    config = _load(run_dir, part, [*(kept if checkpoint else ()), *overrides], with_memory=True)
     then = read_manifest(checkpoint).get("environment", {}) if checkpoint else {}
     stop_on(
         Problem(change.key, f"is {change.new}, which has another value than in training; set it back")
@@ -63,11 +63,17 @@ def read_part_with_memory(run_dir: Path, part: Part, overrides: Sequence[str], *
     return config
 
 
-def _load(part: Part, overrides: Sequence[str], *, with_memory: bool = False) -> Config:
+def _load(run_dir: Path, part: Part, overrides: Sequence[str], *, with_memory: bool = False) -> Config:
     with TemporaryDirectory() as folder:
         path = Path(folder) / f"config-of-step-{part.step}.yaml"
         path.write_text(part.config, encoding="utf-8")
-        return load_config([str(path), *_WITHOUT, *overrides], memory_options=memory_options if with_memory else None)
+        options = memory_options if with_memory else None
+        try:
+            return load_config([str(path), *_WITHOUT, *overrides], memory_options=options)
+        except ConfigError as error:  # names the temporary file
+            where = f"{run_dir / HISTORY}, config of step {part.step}"
+            problems = [each._replace(where=where) if each.where == str(path) else each for each in error.problems]
+            raise ConfigError(problems) from None
 
 
 def _check_keys(overrides: Sequence[str], allowed: Sequence[str]) -> None:

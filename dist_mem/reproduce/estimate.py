@@ -28,6 +28,7 @@ from dist_mem.reproduce.job import CommandError, Job, Place
 from dist_mem.reproduce.one_run import build, left_to_measure, same_command
 from dist_mem.reproduce.pool import for_each_run
 from dist_mem.reproduce.runs import Run, evaluate_command, train_command, train_words
+from dist_mem.runtime.file_schema import check, number, read_json, record
 from dist_mem.runtime.files import make_folder, write_text
 from dist_mem.runtime.terminal import table
 from dist_mem.tracking.mlflow_run import connect
@@ -48,6 +49,11 @@ class Trial:
     rest: float  # start and end of a training, with its last checkpoint
     measuring: float  # of all columns, with the starts of their processes
     saving: float = 0.0  # of one checkpoint before the last; earlier versions did not measure it
+
+
+_TRIAL = record(
+    {"step": number, "evaluation": number, "rest": number, "measuring": number}, {"saving": number}, is_open=False
+)
 
 
 class Estimate(NamedTuple):
@@ -79,8 +85,9 @@ def estimate(job: Job, places: Sequence[Place]) -> tuple[list[Estimate], list[Co
     for item in left:
         kept = _kept(first[item.row, item.point])
         if kept.exists():
-            trial = Trial(**json.loads(kept.read_text(encoding="utf-8")))
-            found.append(_estimated(job, item, trial))
+            body = read_json(kept, UnusableError, "; remove the file")
+            check(body, _TRIAL, kept, UnusableError, "; remove the file")
+            found.append(_estimated(job, item, Trial(**body)))
     return found, errors
 
 

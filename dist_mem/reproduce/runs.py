@@ -19,8 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dist_mem.errors import UnusableError
 from dist_mem.evaluation.report import Band, read_report
 from dist_mem.reproduce.tables import Column, Scale, Table
+from dist_mem.runtime.file_schema import check, figure, integer, optional, read_json, record, table, text
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.runtime.shipped import shipped_path
@@ -226,9 +228,14 @@ def newest_report(run: Run, column: Column) -> Path:
     return written[-1]
 
 
+_FIGURES = record({"figures": table(figure), "step": integer()}, is_open=True)
+_RESULT = record({}, {"value": optional(figure), "step": integer(), "diverged": text}, is_open=True)
+
+
 def figure_of(path: Path, column: Column) -> tuple[float | None, int]:
     """Return the figure of a column in a report, None if the report has no such figure, and the checkpoint's step."""
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    content: dict[str, Any] = read_json(path, UnusableError, "; remove the file")
+    check(content, _FIGURES, path, UnusableError, "; remove the file")
     value: float | None = content["figures"].get(f"{column.split}/{column.figure}")
     if column.band:
         report, band = read_report(path), Band(column.band[0], column.band[1] if column.band[1:] else None)
@@ -245,8 +252,9 @@ def keep_result(run: Run, column: str, result: dict[str, Any]) -> None:
 
 def read_result(run: Run, column: str) -> dict[str, Any] | None:
     """Read what `keep_result` wrote; None if there is no result yet."""
-    try:
-        content: dict[str, Any] = json.loads(run.result(column).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    path = run.result(column)
+    if not path.exists():
         return None
+    content: dict[str, Any] = read_json(path, UnusableError, "; remove the file")
+    check(content, _RESULT, path, UnusableError, "; remove the file")
     return content

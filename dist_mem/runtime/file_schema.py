@@ -23,32 +23,49 @@ MAX_INTEGER = 2**63 - 1
 Schema = Callable[[str, Any], Iterator[str]]  # (key, value) -> its problems, one line each
 
 
-def read_json(path: Path, error: type[UnusableError]) -> Any:
-    """Return the content of a JSON file. Raises OSError, and `error` if the file is not JSON."""
+def read_json(path: Path, error: type[UnusableError], remedy: str = "") -> Any:
+    """Return the content of a JSON file. Raises OSError, and `error` with the remedy if the file is not JSON."""
     try:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as caught:
-        raise error(f"{path} is damaged (not readable as JSON: {caught})") from caught
+        raise error(f"{path} is damaged (not readable as JSON: {caught}){remedy}") from caught
 
 
-def read_json_lines(path: Path, schema: Schema, error: type[UnusableError], remedy: str = "") -> list[Any]:
+def read_json_lines(
+    path: Path, schema: Schema, error: type[UnusableError], remedy: str = "", *, may_be_torn: bool = False
+) -> list[Any]:
     """Return the content of a file with one JSON value a line, each of which matches the schema; [] if it is absent.
+
+    Args:
+        may_be_torn: leave out a last line without its end: it is being written, or was when the process was killed.
 
     Raises:
         OSError: the file cannot be read.
-        UnusableError: `error`, with the first problem and the remedy.
+        UnusableError: `error`, with the line, the first problem and the remedy.
     """
     if not path.exists():
         return []
-    bodies = []
-    for number_of_line, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            body = json.loads(line)
-        except (ValueError, RecursionError) as caught:
-            raise error(f"{path} is damaged: line {number_of_line} is not JSON ({caught}){remedy}") from caught
-        check(body, schema, path, error, remedy)
-        bodies.append(body)
-    return bodies
+    lines = path.read_bytes().splitlines(keepends=True)
+    if may_be_torn and lines and not lines[-1].endswith(b"\n"):
+        lines.pop()
+    return [
+        read_json_line(line, schema, path, error, remedy, place=f"line {number}")
+        for number, line in enumerate(lines, start=1)
+    ]
+
+
+def read_json_line(
+    line: bytes, schema: Schema, path: Path, error: type[UnusableError], remedy: str = "", *, place: str
+) -> Any:
+    """Return the JSON value of a line, which matches the schema. Raises `error`, as `read_json_lines`."""
+    try:
+        body = json.loads(line)
+    except (ValueError, RecursionError) as caught:
+        raise error(f"{path} is damaged ({place} is not JSON: {caught}){remedy}") from caught
+    problem = next(schema("", body), None)
+    if problem is not None:
+        raise error(f"{path} is damaged ({place}: {problem}){remedy}")
+    return body
 
 
 def check(body: Any, schema: Schema, path: Path, error: type[UnusableError], remedy: str = "") -> None:
@@ -69,7 +86,10 @@ def leaf(must_be: str, fits: Callable[[Any], bool]) -> Schema:
 
 
 def _shown(value: Any) -> str:
-    text = ascii(value)
+    try:
+        text = ascii(value)
+    except (ValueError, RecursionError):  # a number of over 4,300 digits, or lists in lists in lists
+        return "a value that cannot be shown"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
@@ -87,8 +107,12 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)  # a lone surrogate; cannot be encoded
 
 
-number = leaf("a finite number", lambda value: type(value) is int or (type(value) is float and isfinite(value)))
-figure = leaf("a number", lambda value: type(value) in (int, float))  # of a run, which may diverge to NaN or infinity
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) <= MAX_INTEGER)  # a longer one fits no float
+
+
+number = leaf("a finite number", lambda value: _is_number(value) and isfinite(value))
+figure = leaf("a number", _is_number)  # of a run, which may diverge to NaN or infinity
 text = leaf("text", _is_text)
 sha256 = leaf("a SHA-256", lambda value: isinstance(value, str) and bool(re.fullmatch("[0-9a-f]{64}", value)))
 plain_name = leaf(PLAIN, is_plain)

@@ -21,6 +21,7 @@ from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import IO, Any
 
+from dist_mem.errors import UnusableError
 from dist_mem.runtime.processes import is_running, pid_scope
 
 _NETWORK_FILE_SYSTEMS = {
@@ -99,6 +100,19 @@ def is_dir(path: Path) -> bool:
     with suppress(OSError, ValueError):
         return path.is_dir()
     return False
+
+
+def checked_inside(folder: Path, path: Path) -> Path:
+    """Return the path of a file in a folder that others may have made, if reading it shows nothing of elsewhere.
+
+    Raises:
+        UnusableError: it is a link out of the folder, or no regular file: a pipe, a device, a folder.
+    """
+    if path.exists() and not path.is_file():
+        raise UnusableError(f"{path} is no regular file: remove it, or move it away")
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise UnusableError(f"{path} is a link out of {folder}: remove it, or put a copy of the file in its place")
+    return path
 
 
 def is_wrong_path(error: OSError) -> bool:

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_mem.errors import UnusableError
+from dist_mem.runtime.file_schema import figure, integer, number, read_json_line, read_json_lines, record, table
 from dist_mem.runtime.files import fsync_path, naming, write_text
 from dist_mem.tracking.groups import with_present_names
 
 METRICS_FILE = "metrics.jsonl"
+_TAIL = 1 << 18  # bytes that `last_point` reads
 STATUSES = ("FINISHED", "FAILED", "KILLED")
 
 
@@ -136,6 +138,10 @@ class Tracker:
             sink.close(status)
 
 
+_POINT = record({"step": integer(), "time": number, "metrics": table(figure)}, is_open=True)
+_REMEDY = "; remove or fix that line"
+
+
 def read_points(path: Path) -> list[Point]:
     """Return the points of a metrics file, in order; an absent file has none.
 
@@ -144,19 +150,32 @@ def read_points(path: Path) -> list[Point]:
     Raises:
         UnusableError: another line is not a point.
     """
-    if not path.exists():
-        return []
-    points = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
-        if not line.endswith("\n"):
-            break
-        try:
-            record = json.loads(line)
-            points.append(Point(record["step"], record["time"], with_present_names(record["metrics"])))
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            reason = f"{path}: line {number} is not a logged step ({error})"
-            raise UnusableError(f"{reason}; remove or fix that line") from error
-    return points
+    return list(map(_decode, read_json_lines(path, _POINT, UnusableError, _REMEDY, may_be_torn=True)))
+
+
+def last_point(path: Path, metric: str) -> Point | None:
+    """Return the last point with a metric, of the end of a metrics file alone; None: there is none.
+
+    Raises:
+        UnusableError: a line after it is not a point.
+    """
+    try:
+        with path.open("rb") as file:
+            begin = max(0, path.stat().st_size - _TAIL)
+            file.seek(begin)
+            lines = file.read().splitlines(keepends=True)
+    except FileNotFoundError:
+        return None
+    whole = [line for line in lines[1 if begin else 0 :] if line.endswith(b"\n")]
+    for count, line in enumerate(reversed(whole), start=1):
+        point = _decode(read_json_line(line, _POINT, path, UnusableError, _REMEDY, place=f"line {count} from its end"))
+        if metric in point.metrics:
+            return point
+    return None
+
+
+def _decode(body: Mapping[str, Any]) -> Point:
+    return Point(body["step"], body["time"], with_present_names(body["metrics"]))
 
 
 class MetricsFile(Sink):

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from dist_mem.checkpoint.finished import is_finished, mark_finished
+from dist_mem.checkpoint.finished import is_finished
+from dist_mem.checkpoint.finished_file import mark_finished
 from dist_mem.checkpoint.resume_source import find_resumption
 from dist_mem.config import Config
 from dist_mem.doctor.preflight import before_joining, preflight

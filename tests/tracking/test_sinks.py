@@ -49,7 +49,7 @@ def test_a_torn_last_line_is_dropped_and_a_damaged_line_is_named(tmp_path: Path)
     MetricsFile(path, first_step=5).close("FINISHED")
     assert path.read_text() == whole
     path.write_text("{}\n" + whole)
-    with pytest.raises(ValueError, match=r"metrics\.jsonl: line 1 is not a logged step"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged \(line 1: it has no step\)"):
         read_points(path)
 
 

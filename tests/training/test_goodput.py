@@ -107,7 +107,9 @@ def test_clocks_that_disagree_make_no_part_negative(tmp_path: Path, clock: Clock
 
 def test_a_damaged_file_of_starts_is_named(tmp_path: Path) -> None:
     (tmp_path / "starts.jsonl").write_text('{"time": "noon", "down": 0}\n')
-    with pytest.raises(UnusableError, match=r"starts.jsonl is damaged \(time is 'noon'.*remove the file") as caught:
+    with pytest.raises(
+        UnusableError, match=r"starts.jsonl is damaged \(line 1: time is 'noon'.*remove the file"
+    ) as caught:
         note_start(tmp_path, Beginning(0.0))
     assert caught.value.exit_code == EXIT_USAGE
 

@@ -56,7 +56,7 @@ def test_a_step_before_the_run_and_a_missing_or_damaged_history_are_refused(tmp_
     with pytest.raises(UnusableError, match="begins at step 500, with a checkpoint of another run"):
         part_of(read_history(tmp_path), 500)
     (tmp_path / HISTORY).write_text('{"step": 1}\n')
-    with pytest.raises(UnusableError, match=r"history\.jsonl is damaged \(it has no ranks\)"):
+    with pytest.raises(UnusableError, match=r"history\.jsonl is damaged \(line 1: it has no ranks\)"):
         read_history(tmp_path)
     (tmp_path / HISTORY).write_text("{\n")
     with pytest.raises(UnusableError, match="line 1 is not JSON"):

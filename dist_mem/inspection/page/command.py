@@ -35,7 +35,7 @@ from dist_mem.inspection.reading import read_document
 from dist_mem.inspection.request import Request, open_other, open_subject, read_text, settings_of
 from dist_mem.inspection.words import words_of
 from dist_mem.runtime.distributed import World
-from dist_mem.runtime.files import write_text
+from dist_mem.runtime.files import checked_inside, write_text
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.tracking.sync import log_to_run, read_config
 from dist_mem.tracking.tracker import METRICS_FILE, read_points
@@ -91,7 +91,9 @@ def _page(asked: Asked, book: Book | None = None) -> str:
         entry for path, label in zip(asked.runs, labels, strict=True) for entry in find_evaluations(path, label)
     ]
     sections = [
-        Section("Curves", charts([read_points(path / METRICS_FILE) for path in asked.runs], labels)),
+        Section(
+            "Curves", charts([read_points(checked_inside(path, path / METRICS_FILE)) for path in asked.runs], labels)
+        ),
         Section("Evaluations", evaluation_tables(evaluations)),
         Section("Figures", pictures(asked.runs, labels)),
         Section("Settings", settings),
@@ -145,7 +147,7 @@ def _book(asked: Asked, text: str | None, world: World, check: StopCheck) -> Boo
 def _publish(page: str, path: Path, asked: Asked) -> None:
     """Write the page, and add it to the first run in MLflow, if it is in its directory and the run is tracked."""
     write_text(path, page)
-    print(f"written: {path} ({path.stat().st_size / 1e6:.1f} MB)")
+    print(f"written: {path} ({len(page.encode()) / 1e6:.1f} MB)")
     run_dir = asked.runs[0].resolve()
     given: Any = OmegaConf.create(read_overrides([text for text in asked.overrides if text.startswith("tracking.")]))
     config = read_config(run_dir, given)

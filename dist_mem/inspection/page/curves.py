@@ -13,6 +13,7 @@ WIDTH, HEIGHT = 360, 210  # units of the drawing; a phone shows one unit as abou
 LEFT, RIGHT, TOP, BOTTOM = 44, 10, 10, 26  # margins of the axes
 NUM_COLOURS = 6  # classes line-0 to line-5 of page.css
 MAX_BUCKETS = 150  # of a line; each draws its smallest and its largest value, so that spikes stay
+MAX_VALUE = 1e300  # of what is drawn
 LOG_RATIO = 20.0  # values of a wider range get a logarithmic axis
 
 
@@ -57,9 +58,14 @@ def is_main(name: str) -> bool:
     return name == "loss" or name.startswith(("validation/", "test/", "train/"))
 
 
+def is_drawn(value: float) -> bool:
+    """Return whether a value has a place on an axis; above the limit, a distance may be no float."""
+    return abs(value) < MAX_VALUE
+
+
 def chart(name: str, curves: Sequence[Curve]) -> Markup:
     """Return one metric as a figure with its name, or a note if no value is finite."""
-    values = [y for curve in curves for y in curve.ys if math.isfinite(y)]
+    values = [y for curve in curves for y in curve.ys if is_drawn(y)]
     if not values:
         return element("figure", element("figcaption", name), element("p", "no finite value", class_="empty"))
     x_axis = _axis([x for curve in curves for x in curve.xs])
@@ -75,7 +81,7 @@ def chart(name: str, curves: Sequence[Curve]) -> Markup:
 def _axis(values: Sequence[float], *, is_log: bool = False) -> Axis:
     low, high = min(values), max(values)
     if low == high:
-        low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
+        low, high = low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5)
     return Axis(low, high, is_log)
 
 
@@ -104,6 +110,8 @@ def nice_ticks(axis: Axis, count: int = 4) -> list[float]:
         factors = (1,) if len(decades) > count else (1, 3)
         return [f * 10.0**d for d in decades for f in factors if axis.low <= f * 10.0**d <= axis.high]
     rough = (axis.high - axis.low) / count
+    if rough < 1e-300:
+        return [axis.low]
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
     first, last = math.ceil(axis.low / step - 1e-9), math.floor(axis.high / step + 1e-9)
@@ -122,7 +130,7 @@ def _line(curve: Curve, x_axis: Axis, y_axis: Axis) -> Markup:
     """Return the paths of a curve, interrupted where a value is not finite; a point alone is a dot."""
     strokes: list[list[str]] = [[]]
     for x, y in _thinned(curve):
-        if math.isfinite(y):
+        if is_drawn(y):
             strokes[-1].append("{:.1f} {:.1f}".format(*_place(x_axis.share(x), y_axis.share(y))))
         else:
             strokes.append([])

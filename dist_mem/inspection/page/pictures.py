@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dist_mem.inspection.page.markup import Markup, element, joined
+from dist_mem.runtime.files import checked_inside
 
 _TYPES = {".svg": "image/svg+xml", ".png": "image/png"}
 
@@ -15,7 +16,10 @@ def pictures(runs: Sequence[Path], labels: Sequence[str]) -> Markup:
     """Return the figures of all runs, or nothing if there are none."""
     found = [
         element(
-            "figure", element("figcaption", path.stem, element("small", f" ({label})")), _embedded(path), _text(path)
+            "figure",
+            element("figcaption", path.stem, element("small", f" ({label})")),
+            _embedded(checked_inside(run_dir, path)),
+            _text(checked_inside(run_dir, path.with_suffix(".md"))),
         )
         for run_dir, label in zip(runs, labels, strict=True)
         for path in _paths(run_dir)
@@ -34,11 +38,14 @@ def _paths(run_dir: Path) -> Iterator[Path]:
 
 
 def _text(path: Path) -> Markup:
-    """Return the caption that `dist-mem figure` wrote beside a picture, with what follows it folded, or nothing."""
-    written = path.with_suffix(".md")
-    if not written.exists():
+    """Return the caption that `dist-mem figure` wrote beside a picture, with what follows it folded, or nothing.
+
+    Args:
+        path: of the caption.
+    """
+    if not path.exists():
         return Markup()
-    caption, _, rest = written.read_text(encoding="utf-8").strip().partition("\n\n")
+    caption, _, rest = path.read_text(encoding="utf-8", errors="replace").strip().partition("\n\n")
     folded = element("details", element("summary", "Excerpts"), element("pre", rest)) if rest else ""
     return joined([element("p", caption, class_="hint"), folded])
 

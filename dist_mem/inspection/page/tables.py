@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from dist_mem.evaluation.memory_gain import counterpart, is_without_memory, memo
 from dist_mem.evaluation.report import TABLE_ROWS, Report, accuracy, perplexity, read_report, recall_bands, shown
 from dist_mem.inspection.aggregates import Aggregates
 from dist_mem.inspection.page.markup import Markup, element, joined, table
+from dist_mem.runtime.files import checked_inside
 
 _OTHER_COMMANDS = ("dialogue-", "inspect-")  # whose files in RUN/evaluations are no reports of `dist-mem evaluate`
 
@@ -28,13 +30,17 @@ class Evaluation(NamedTuple):
 
 
 def find_evaluations(run_dir: Path, label: str) -> list[Evaluation]:
-    """Return the reports of a run, by split, protocol and step. Raises ValueError for a file that is no report."""
+    """Return the reports of a run, by split, protocol and step. Raises UnusableError for a file that is no report."""
     paths = sorted((run_dir / "evaluations").glob("*-step-*.json"), key=lambda path: path.stem)
-    return [
-        Evaluation(label, path, int(path.stem.partition("-step-")[2].partition("-")[0]), read_report(path))
-        for path in paths
-        if not path.name.startswith(_OTHER_COMMANDS)
-    ]
+    found = []
+    for path in (path for path in paths if not path.name.startswith(_OTHER_COMMANDS)):
+        step = re.fullmatch(r".+?-step-(\d{1,18})(-.+)?", path.stem)
+        if step is None:
+            raise UnusableError(
+                f"{path} is no report of `dist-mem evaluate`, which end in -step-STEP.json: move it away"
+            )
+        found.append(Evaluation(label, path, int(step[1]), read_report(checked_inside(run_dir, path))))
+    return found
 
 
 def evaluation_tables(evaluations: Sequence[Evaluation]) -> Markup:
@@ -75,7 +81,10 @@ def _gain(entry: Evaluation) -> str:
     if is_without_memory(entry.path):
         return ""
     other = counterpart(entry.path)
-    return f"{memory_gain(entry.report, read_report(other)).nats:.4f}" if other.exists() else "not measured"
+    if not other.exists():
+        return "not measured"
+    without = read_report(checked_inside(other.parent.parent, other))
+    return f"{memory_gain(entry.report, without).nats:.4f}"
 
 
 def _recall(evaluations: Sequence[Evaluation]) -> Markup:
@@ -161,4 +170,7 @@ def _settings(run_dir: Path) -> dict[str, str]:
     path = run_dir / "config.yaml"
     if not path.exists():
         raise UnusableError(f"{path} is missing; give the directory of a run")
-    return {key: "null" if value is None else str(value) for key, value in flatten(read_saved(path)).items()}
+    return {
+        key: "null" if value is None else str(value)
+        for key, value in flatten(read_saved(checked_inside(run_dir, path))).items()
+    }

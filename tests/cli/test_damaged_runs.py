@@ -1,0 +1,160 @@
+"""Every JSON file of a run, changed by type: commands that read runs take it, or name file and key with code 2."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_mem.__main__ import main
+from dist_mem.checkpoint.finished_file import mark_finished, read_finished
+from dist_mem.config import load_config
+from dist_mem.data.shard import write_split
+from dist_mem.errors import UnusableError
+from dist_mem.evaluation.report import write_report
+from dist_mem.runtime.lease import sign_of_life
+from dist_mem.runtime.timeline import beginning
+from dist_mem.tracking.tracker import METRICS_FILE, MetricsFile
+from dist_mem.training.goodput import note_start
+from dist_mem.training.history import HISTORY, read_history
+from tests.evaluation.test_protocol import MEMORIES, asked, make_run
+from tests.evaluation.test_without_memory import emptied
+from tests.runtime.test_terminal import HOSTILE, steering
+from tests.support.scored_library import TOKENIZER, make_document
+
+pytestmark = pytest.mark.usefixtures("single_process")
+DEEP = "[" * 100_000
+VALUES: list[Any] = [
+    *(None, True, 0, -1, 7, 2**63, 10**400, 1.5, -0.0, 5e-324, 1e308, -1e308, float("nan"), float("inf")),
+    *("", "x", "7", "\ud800", HOSTILE, [], [[]], {}, {"": {}}, DEEP),
+]
+
+
+@pytest.fixture(scope="module")
+def whole(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with every kind of JSON file that a training and `evaluate` write into its directory."""
+    data = Path(shutil.copytree(library, tmp_path_factory.mktemp("data") / "library"))
+    documents, of = [make_document(number, 20) for number in range(8)], TOKENIZER.fingerprint
+    write_split(documents, data / "train", name="tiny", split="train", tokenizer_fingerprint=of)
+    folder, _ = make_run(tmp_path_factory.mktemp("whole"), data, MEMORIES["transformer_xl"])
+    config = next(folder.glob("checkpoints/*/config.yaml")).read_text(encoding="utf-8")
+    (folder / "config.yaml").write_text(config, encoding="utf-8")
+    goodput = {f"goodput/{name}": 0.25 for name in ("useful", "other", "repeated", "down", "seconds")}
+    points = [
+        {"step": step, "time": 0.0, "metrics": {"loss": 5 / step, "step_seconds": 0.1, "mfu": 0.5, **goodput}}
+        for step in (1, 2, 3)
+    ]
+    (folder / METRICS_FILE).write_text("".join(f"{json.dumps(point)}\n" for point in points), encoding="utf-8")
+    part = {"step": 0, "ranks": 1, "threads": 1, "device": "cpu", "first_trained": 0, "config": config}
+    (folder / HISTORY).write_text(f"{json.dumps(part)}\n", encoding="utf-8")
+    note_start(folder, beginning())
+    mark_finished(folder, 3, load_config(["train.steps=3"]).train)
+    lease = {
+        "format_version": 1,
+        "host": "h",
+        "pid": 1,
+        "started": 1.0,
+        "started_ticks": "1",
+        "sight": "",
+        "machine": "",
+    }
+    (folder / "lease.json").write_text(json.dumps(lease), encoding="utf-8")
+    for name, scored in (("test-step-00000003", asked(folder)), ("test-step-00000003-without-memory", emptied(folder))):
+        write_report(scored, folder / "evaluations", name, metadata={"step": 3})
+    return folder
+
+
+def json_files(run: Path) -> list[Path]:
+    return sorted(path for path in run.rglob("*.json*") if "tokenizer" not in path.name)
+
+
+def places(tree: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) of a JSON tree, of each list one item."""
+    pairs = tree.items() if isinstance(tree, dict) else list(enumerate(tree))[:1] if isinstance(tree, list) else ()
+    return [place for key, child in pairs for place in [(tree, key), *places(child)]]
+
+
+def changed(text: str, choose: random.Random) -> str:
+    """The text of a JSON file, or of its first line, with a value of another type, or without a key."""
+    first, end, rest = text.partition("\n") if text.count("\n") > 1 and not text.startswith("{\n") else (text, "", "")
+    tree = json.loads(first)
+    container, key = choose.choice(places(tree))
+    value = choose.choice(VALUES)
+    if choose.random() < 0.2:
+        del container[key]
+    else:
+        container[key] = value
+    return json.dumps(tree).replace(f'"{DEEP}"', DEEP + "]" * len(DEEP)) + (end or "\n") + rest
+
+
+COMMANDS: dict[str, Callable[[Path], list[str]]] = {
+    "status": lambda run: ["status", str(run)],
+    "status as JSON": lambda run: ["status", str(run), "--json"],
+    "report": lambda run: ["report", str(run), "tracking.mlflow=false"],
+    "compare": lambda run: ["compare", str(run), str(run)],
+    "batch": lambda run: ["batch", str(run), "--step", "2"],
+    "figure": lambda run: ["figure", "lamemo.fig8", str(run), str(run), "tracking.mlflow=false"],
+    "logs": lambda run: ["logs", str(run)],
+}
+
+
+def read_as_a_start(run: Path) -> None:
+    """Read what a start of a training reads before it trains."""
+    for read in (
+        lambda: read_finished(run),
+        lambda: read_history(run),
+        lambda: note_start(run, beginning()),
+        lambda: MetricsFile(run / METRICS_FILE, first_step=2).close("FINISHED"),
+        lambda: sign_of_life(run),
+    ):
+        try:
+            read()
+        except UnusableError as error:
+            assert str(run) in str(error)
+
+
+def check_commands(run: Path, capsys: pytest.CaptureFixture[str]) -> list[int]:
+    """Run every command on a run; return their exit codes."""
+    codes = []
+    for name, command in COMMANDS.items():
+        codes.append(main(command(run)))
+        printed = capsys.readouterr()
+        assert codes[-1] in (0, 2), (name, printed.err)
+        assert steering(printed.out + printed.err) == [], name
+        assert "Traceback" not in printed.err and printed.err.count("error:") == (codes[-1] == 2), (name, printed.err)
+        assert codes[-1] == 0 or str(run) in printed.err, (name, printed.err)
+    return codes
+
+
+@pytest.mark.parametrize(
+    "num_changes",
+    [pytest.param(1, id="few"), pytest.param(60, id="many", marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+)
+def test_no_change_of_a_type_is_a_traceback_or_a_message_without_its_file(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], num_changes: int
+) -> None:
+    refused, unhandled = 0, []
+    for number, path in enumerate(json_files(whole)):
+        for seed in range(num_changes):
+            run = Path(shutil.copytree(whole, tmp_path / f"{number}-{seed}"))
+            damaged = run / path.relative_to(whole)
+            damaged.write_text(changed(path.read_text(encoding="utf-8"), random.Random(f"{path.name} {seed}")))
+            try:
+                refused += 2 in check_commands(run, capsys)
+                read_as_a_start(run)
+            except Exception as error:
+                unhandled.append(f"{path.name}, seed {seed}: {type(error).__name__}: {error}"[:400])
+            shutil.rmtree(run)
+    assert unhandled == []
+    assert refused > num_changes
+
+
+def test_a_whole_run_is_read_by_every_command(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    codes = dict(zip(COMMANDS, check_commands(run, capsys), strict=True))
+    assert {name for name, code in codes.items() if code} <= {"figure", "logs"}
