@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dist_mem.config import DataConfig
+from dist_mem.data.directory import check_split
 from dist_mem.data.shard import INDEX_NAME
 from dist_mem.errors import EXIT_DIVERGED, UnusableError
 from dist_mem.reproduce.job import Job, Place
@@ -73,6 +75,8 @@ def build(job: Job, item: Run, report: Callable[[str], None]) -> None:
             for command in point.build:
                 job.command(build_command(command), f"build-{path.name}")
         if not is_built():
+            for split in sorted(splits):
+                check_split(DataConfig(path=str(path)), split)  # a column may name one that no builder makes
             how = f"build it with: {point.made_by}" if point.made_by else f"see {job.table.source}"
             raise UnusableError(f"{path} is missing, and the table cannot build it; {how}")
 

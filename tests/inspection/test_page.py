@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -152,6 +154,50 @@ def test_a_memory_that_cannot_forget_has_a_page_without_removals_that_says_why(
     assert stored["removed"] is None
     assert stored["not_removed"].startswith("memory.kind is infini: Infini cannot forget a passage: its matrix")
     assert f"no removals of passages: {stored['not_removed']}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["figures/a.png", "figures/a.md", "evaluations/test-step-00000003.json", "metrics.jsonl", "config.yaml", "figures"],
+)
+def test_no_file_from_outside_of_the_run_comes_into_the_page(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (run_dir / "figures").mkdir()
+    (run_dir / "figures" / "a.png").write_bytes(b"a picture")
+    write_report(asked(run_dir), run_dir / "evaluations", "test-step-00000003", metadata={})
+    assert report(run_dir, "-o", tmp_path / "page.html") == EXIT_DONE
+    inside = run_dir / name
+    outside = tmp_path / "outside"
+    if inside.exists():
+        inside.rename(outside)
+    else:
+        outside.write_text("a secret")
+    inside.symlink_to(outside)
+    assert report(run_dir, "-o", tmp_path / "secret.html") == EXIT_USAGE
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {run_dir / name}") and f"is a link out of {run_dir}" in error
+    assert not (tmp_path / "secret.html").exists()
+    inside.unlink()
+    (shutil.copytree if outside.is_dir() else shutil.copyfile)(outside, inside)
+    assert report(run_dir, "-o", tmp_path / "page.html") == EXIT_DONE
+
+
+def test_a_pipe_among_the_figures_is_refused_and_not_waited_for(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run_dir / "figures").mkdir()
+    os.mkfifo(run_dir / "figures" / "a.svg")
+    assert report(run_dir) == EXIT_USAGE
+    assert "a.svg is no regular file: remove it" in capsys.readouterr().err
+
+
+def test_an_override_that_only_a_reading_model_uses_is_refused(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for override in ("eval.seg_len=8", "nonsense=1"):
+        assert report(run_dir, override) == EXIT_USAGE
+        assert f"error: report: {override}: only with --book or --text" in capsys.readouterr().err
 
 
 def test_no_text_is_taken_for_markup(run_dir: Path, tmp_path: Path) -> None:

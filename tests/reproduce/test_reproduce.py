@@ -322,6 +322,11 @@ def test_what_is_measured_is_reported_where_data_of_another_row_are_missing(
     captured = capsys.readouterr()
     assert "| None | 2.5 | 2.5 |" in captured.out
     assert "error: nowhere is missing, and the table cannot build it" in captured.err
+    for split in ("train", "tset"):
+        (here / "nowhere" / split).mkdir(parents=True)
+        (here / "nowhere" / split / "index.json").touch()
+    assert reproduce() == EXIT_USAGE
+    assert "error: nowhere has no split 'test': it has train, tset; did you mean tset?" in capsys.readouterr().err
 
 
 def test_without_mlflow_a_table_is_made_all_the_same(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
