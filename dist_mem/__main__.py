@@ -21,8 +21,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NoReturn, TextIO, cast
 
-from dist_mem.cli.broken_pipe import watch_standard_streams
 from dist_mem.cli.parser import parse
+from dist_mem.cli.standard_streams import watch_standard_streams
 from dist_mem.config.environment_values import HidingStream
 from dist_mem.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, RunError, StoppedError
 from dist_mem.runtime.compilers import use_node_caches
@@ -118,10 +118,13 @@ def entry() -> NoReturn:
             code = EXIT_FAILED
         with suppress(BrokenPipeError):  # raised because of `raises`
             sys.stdout.flush()
+        if code == 0 and sys.argv[1:2] != ["train"]:  # launchers restart a training that has failed
+            if output.error is not None:
+                _report(f"error: standard output cannot be written: {output.error}; part of it is lost")
+                code = EXIT_FAILED
+            elif not output.is_read and not output.raises:
+                code = 128 + signal.SIGPIPE  # as shells report a process that this signal ended
         sys.stderr.flush()
-    if code == 0 and not output.is_read and not output.raises and sys.argv[1:2] != ["train"]:
-        # As shells report a process that this signal ended. Not for a training: launchers restart what has failed.
-        code = 128 + signal.SIGPIPE
     os._exit(code)
 
 

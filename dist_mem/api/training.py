@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -83,8 +83,9 @@ def _run(command: Sequence[str]) -> None:
         assert process.stdout is not None
         try:
             for line in process.stdout:  # printed by this process: a notebook does not show the output of another one
-                print(line, end="", flush=True)
                 tail.append(line.rstrip("\n"))
+                with suppress(OSError):  # as in the command, a line that cannot be written ends no training
+                    print(line, end="", flush=True)
         except BaseException:
             process.terminate()  # as a scheduler does: the run saves, and ends
             process.communicate()

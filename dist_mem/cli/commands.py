@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_mem.cli import inspecting
+from dist_mem.cli.standard_streams import note_lost_lines
 from dist_mem.config import Config, load_config, to_yaml, value_of
 from dist_mem.config.docs import schema_as_yaml
 from dist_mem.config.resume_rules import check_allowed
@@ -92,6 +93,7 @@ def _train(options: argparse.Namespace, early: StopSignal, began: float) -> int:
         check_run_dir(config, options.allow)
         print(plan.report(config, world_size=options.world))
         return 0
+    note_lost_lines(Path(config.run_dir))
     require("deepspeed", "training")
     if config.tracking.mlflow:
         require("mlflow", "tracking.mlflow=true", "set tracking.mlflow=false")

@@ -1,19 +1,24 @@
-"""A command whose output nobody reads any more, as behind `| head`: it ends quietly, and its files are all there."""
+"""A command whose output nobody reads, as behind `| head`, or no disk takes: its files are all there."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import torch
 
+from dist_mem.cli.standard_streams import LOST_LINES
 from dist_mem.model import MemoryLM
 from dist_mem.runtime.network_interface import free_port
+from tests.support.faults import small_disk
 from tests.support.limits import limit
 from tests.support.ranks import launcher_environment
 from tests.support.scored_library import TOKENIZER, make_config, save_weights
@@ -88,7 +93,7 @@ def test_without_standard_streams_it_is_as_if_nobody_read(closed: str) -> None:
 
 INHERITED = """
 import os
-from dist_mem.cli.broken_pipe import watch_standard_streams
+from dist_mem.cli.standard_streams import watch_standard_streams
 watch_standard_streams()
 os._exit(os.get_inheritable(1) and os.get_inheritable(2))
 """
@@ -103,20 +108,82 @@ def test_child_processes_have_standard_streams_too(closed: str) -> None:
 
 TRAINED = """
 import sys
+from pathlib import Path
 from dist_mem import __main__
-from dist_mem.cli import commands
+from dist_mem.cli import commands, standard_streams
 def train(options):
-    print("done")
+    standard_streams.note_lost_lines(Path("run"))
+    print("before there is a folder", flush=True)
+    Path("run").mkdir()
+    for step in range(2000):
+        print("step", step, "\\udce9", flush=True)
+        print("step", step, file=sys.stderr)
+    Path("run/done").touch()
     return 0
-commands.train = train
-sys.argv = ["dist-mem", "train", "a.yaml"]
+def compare(options):
+    return train(options)
+commands.train, commands.compare = train, compare
+sys.argv = ["dist-mem", sys.argv[1], "a.yaml"]
 __main__.entry()
 """
 
 
-def test_a_training_that_nobody_reads_ends_with_its_own_code() -> None:
+@contextmanager
+def full_device(folder: Path) -> Iterator[int]:
+    with open("/dev/full", "wb") as file:
+        yield file.fileno()
+
+
+@contextmanager
+def full_disk(folder: Path) -> Iterator[int]:
+    with small_disk(folder / "disk", "size=8k") as disk, (disk / "log").open("wb") as file:
+        yield file.fileno()
+
+
+@contextmanager
+def closed_terminal(folder: Path) -> Iterator[int]:
+    master, terminal = os.openpty()
+    os.close(master)
+    yield terminal
+    os.close(terminal)
+
+
+@contextmanager
+def slow_reader(folder: Path) -> Iterator[int]:
+    """A pipe that does not block its writer, as other programs may leave it, and that is full."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        os.write(writer, bytes(1 << 20))
+        os.write(writer, bytes(1 << 20))
+    yield writer
+    os.close(reader)
+    os.close(writer)
+
+
+@pytest.mark.parametrize("broken", [full_device, full_disk, closed_terminal, slow_reader])
+def test_no_line_that_cannot_be_written_ends_a_training(
+    tmp_path: Path, broken: Callable[[Path], AbstractContextManager[int]]
+) -> None:
+    with broken(tmp_path) as output:
+        done = subprocess.run([sys.executable, "-c", TRAINED, "train"], cwd=tmp_path, stdout=output, stderr=output)
+    assert done.returncode == 0 and (tmp_path / "run" / "done").exists()
+    noted = (tmp_path / "run" / LOST_LINES).read_text(encoding="utf-8")
+    assert sorted(re.findall(r"lost lines for (<\w+>): \[Errno", noted)) == ["<stderr>", "<stdout>"], noted
+
+
+def test_a_command_whose_result_no_disk_takes_is_1(tmp_path: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-c", TRAINED, "compare"]
+        done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 1 and (tmp_path / "run" / "done").exists()
+    assert done.stderr.splitlines()[-1].startswith(b"error: standard output cannot be written: [Errno 28]")
+
+
+def test_a_training_that_nobody_reads_ends_with_its_own_code(tmp_path: Path) -> None:
     """A launcher takes any other for a failure: torchrun --max-restarts would start anew what is done."""
     reader, writer = os.pipe()
     os.close(reader)
-    assert subprocess.run([sys.executable, "-c", TRAINED], stdout=writer).returncode == 0
+    command = [sys.executable, "-c", TRAINED, "train"]
+    assert subprocess.run(command, stdout=writer, stderr=subprocess.DEVNULL, cwd=tmp_path).returncode == 0
     os.close(writer)
