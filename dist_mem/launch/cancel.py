@@ -82,7 +82,7 @@ def _end(run_dir: Path, jobs: Sequence[Job], signalled: dict[str, float], *, now
         if now and job.number in signalled:
             queue.scancel(job.number)  # still running after the signal
         elif now:
-            queue.scancel("--signal=HUP", job.number)  # ends ranks at once; a plain scancel sends SIGTERM first: a save
+            queue.scancel("--signal=ALRM", job.number)  # ends ranks, without a core file; scancel alone has them save
             signalled[job.number] = time.monotonic()
         elif time.monotonic() - signalled.get(job.number, -_SIGNAL_SECONDS) >= _SIGNAL_SECONDS:
             queue.scancel("--signal=USR2", job.number)

@@ -71,7 +71,10 @@ class Job:
             stream.write(f"{shlex.join(arguments)}\n")
             stream.flush()
             environment = with_environment({**self.environment, **place.environment})
-            process = subprocess.Popen(tied(arguments), stdout=stream, stderr=subprocess.STDOUT, env=environment)
+            # A group of its own: Ctrl-C and a closed terminal would end a launcher before its ranks have saved.
+            process = subprocess.Popen(
+                tied(arguments), stdout=stream, stderr=subprocess.STDOUT, env=environment, process_group=0
+            )
             has_forwarded = False
             while True:
                 try:

@@ -16,11 +16,13 @@ class StopSignal:
     """A flag set by SIGTERM, SIGINT, SIGUSR2 and SIGUSR1; the loop acts on it at a step boundary, on all ranks at once.
 
     Prefer USR2 where there is a choice: NCCL may catch USR1. A second signal changes nothing, so it cannot harm a save
-    in progress.
+    in progress. SIGHUP, of a terminal that closes, counts as SIGTERM unless it is ignored already, as under nohup.
     """
 
     def __init__(self, numbers: Sequence[signal.Signals] = (*OF_SCHEDULERS, signal.SIGINT)) -> None:
         self.received: str | None = None
+        if signal.SIGTERM in numbers and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers = (*numbers, signal.SIGHUP)
         self._previous = {number: signal.signal(number, self._note) for number in numbers}
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from dist_mem.errors import EXIT_FAILED, UnfitError
 from dist_mem.runtime import distributed, ranks
 from dist_mem.runtime.distributed import Failure, World, agree_all_well, from_rank0, sum_over_ranks
 from dist_mem.runtime.ranks import in_job_step, read_ranks
-from dist_mem.runtime.signals import StopSignal
+from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -121,6 +121,25 @@ def test_stop_signal_is_noted_and_handlers_come_back(number: signal.Signals) -> 
     assert stop.received == number.name
     stop.restore()
     assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize("numbers", [None, OF_SCHEDULERS, [signal.SIGINT, signal.SIGTERM]])
+@pytest.mark.parametrize("at_start", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_closed_terminal_stops_what_sigterm_stops_unless_it_was_ignored_at_the_start(
+    numbers: Sequence[signal.Signals] | None, at_start: signal.Handlers
+) -> None:
+    """The signals are those of train, of evaluate and its like, and of generate; nohup ignores SIGHUP."""
+    before = signal.signal(signal.SIGHUP, at_start)
+    try:
+        with StopSignal() if numbers is None else StopSignal(numbers) as early:
+            os.kill(os.getpid(), signal.SIGHUP)
+            with StopSignal() as stop:
+                os.kill(os.getpid(), signal.SIGHUP)
+        expected = None if at_start == signal.SIG_IGN else "SIGHUP"
+        assert (early.received, stop.received) == (expected, expected)
+        assert signal.getsignal(signal.SIGHUP) == at_start
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_an_error_of_many_ranks_names_the_first_three(monkeypatch: pytest.MonkeyPatch) -> None:
