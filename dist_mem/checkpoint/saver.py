@@ -55,6 +55,7 @@ class Saver:
         flush_records: Callable[[], None] = lambda: None,
         broken: Sequence[Path] = (),
         expected_seconds: float = 0.0,
+        step: int = 0,
     ) -> None:
         """Connect the ranks, and start the thread.
 
@@ -62,12 +63,13 @@ class Saver:
             flush_records: see `write_checkpoint`.
             broken: see `set_aside`.
             expected_seconds: estimated duration of a save, used until one is measured.
+            step: that training starts from.
         """
         self._run_dir, self._world, self._rules = run_dir, world, rules
         self._channel = open_side_channel(world)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
         self._flight: Future[tuple[Written, float]] | None = None
-        self._step = 0  # of the save in flight
+        self.step = step  # of the newest save, or of the start: there is nothing new to save at this step
         self._stall_seconds = 0.0  # of the save in flight
         self._saved: list[Saved] = []  # not yet returned by `finished`
         self._flush_records = flush_records
@@ -104,7 +106,7 @@ class Saver:
         """
         self.wait()
         self._last_began = time.monotonic()
-        self._step = snapshot.step
+        self.step = snapshot.step
         broken, self._broken = self._broken, []  # the next save may give these names to good checkpoints
         self._flight = self._thread.submit(self._write, snapshot, broken)
         self._stall_seconds = time.perf_counter() - began
@@ -145,7 +147,7 @@ class Saver:
             written, seconds = flight.result()
             self._longest_seconds = max(self._longest_seconds or 0.0, self._stall_seconds + seconds)  # copy and write
             self._stall_seconds += time.perf_counter() - began
-            self._saved.append(Saved(written, self._step, seconds, self._stall_seconds))
+            self._saved.append(Saved(written, self.step, seconds, self._stall_seconds))
 
     def finished(self) -> list[Saved]:
         """Return the checkpoints written since the last call, oldest first."""

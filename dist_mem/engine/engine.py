@@ -114,6 +114,11 @@ class Engine:
         self._end_update(is_logged)
         return self._engine.was_step_applied()
 
+    def least_loss_scale(self) -> float | None:
+        """Return the fp16 loss scale if an overflow can make it no smaller: it is constant, or at its minimum."""
+        scaler = self._engine.optimizer.loss_scaler
+        return None if scaler.dynamic and scaler.cur_scale > scaler.min_scale else float(scaler.cur_scale)
+
     def discard(self, *, is_logged: bool = True) -> None:
         """End an update without applying it: parameters and optimizer are unchanged; an fp16 loss scale is updated."""
         optimizer: Any = zero_state.base_optimizer(self._engine)

@@ -18,7 +18,7 @@ from torch.utils.cpp_extension import _get_build_directory
 
 from dist_mem.block import Block
 from dist_mem.engine.cpu_op import CPU_OP, building
-from dist_mem.engine.zero_state import DeepSpeedEngine
+from dist_mem.engine.zero_state import DeepSpeedEngine, loss_scaler
 from dist_mem.errors import run_error
 from dist_mem.runtime.distributed import announced, print_on_rank0
 
@@ -124,6 +124,8 @@ def start_deepspeed(model: nn.Module, optimizer: torch.optim.Optimizer, config: 
             "train.precision=fp16: without ZeRO DeepSpeed divides gradients by a loss scale with which it has not "
             "multiplied the loss, and nothing is learnt; set deepspeed.zero_optimization.stage=1"
         )
+    if scaler := loss_scaler(engine):
+        scaler.raise_error_at_min_scale = False  # a divergence, which training handles
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         # Half precision without ZeRO: it made a step without gradients, which decays weights and counts in Adam.
         engine.optimizer.refresh_fp32_params()

@@ -177,10 +177,14 @@ def _snapshot(context: Context, state: TrainState, *, is_rehearsal: bool = False
 
 
 def save_if_due(context: Context, state: TrainState, outcome: Outcome, *, is_last: bool) -> None:
-    """Save the state if the run ends here or a save is due, and report the checkpoints that are written."""
+    """Save the state if the run ends here or a save is due, and report the checkpoints that are written.
+
+    A state that is saved already, as when no update was made since, is not saved again.
+    """
     if outcome.flags.save_failed:
         context.saver.wait()  # raises on all ranks, as the flag is agreed
-    if is_last or outcome.flags.save or is_multiple(state.step, context.config.checkpoint.every):
+    is_due = is_last or outcome.flags.save or is_multiple(state.step, context.config.checkpoint.every)
+    if is_due and state.step != context.saver.step:
         with context.meter.paused():
             save(context, state)
     if is_last:

@@ -48,13 +48,15 @@ def train(context: Context, state: TrainState, stopping: Stopping) -> tuple[Trai
             feed.scored,
             Shared(flags, next_scored, own_slots(context, state.step + 1)),
             is_logged=is_logged(context, state.step + 1),
+            asks_to_stop=lambda: stopping.has_reason() or failure.is_set,
         )
         if outcome.decision is not None:
             state = carry_out(context, state, outcome.decision)
             if outcome.decision.action == ROLLBACK:
                 feed.read_first()
                 continue
-        report(context, state, outcome, epoch=feed.update.epoch)
+        if outcome.is_made:
+            report(context, state, outcome, epoch=feed.update.epoch)
         is_last = state.step == context.total_steps
         if is_last or not outcome.flags.stop:
             state = evaluate_if_owed(context, state, stopping, is_saved=False)

@@ -241,6 +241,7 @@ def _open_saver(config: Config, world: World, begin: Start, tracker: Tracker) ->
         flush_records=tracker.flush,
         broken=begin.broken,
         expected_seconds=min(begin.seconds, LONGEST_GUESS),
+        step=begin.state.step,
     )
 
 

@@ -9,7 +9,7 @@ and memories advance.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -29,6 +29,9 @@ from dist_mem.training.meter import Totals
 from dist_mem.training.transfer import on_device
 
 _GRADIENT = "not finite: the gradient, though every loss and memory is"
+_AT_LEAST_SCALE = (
+    "the fp16 loss scale is {:g} and cannot shrink (deepspeed.fp16.loss_scale: 0 for one that does, min_loss_scale)"
+)
 
 
 class Outcome(NamedTuple):
@@ -41,6 +44,7 @@ class Outcome(NamedTuple):
     slots: Sequence[float] = ()  # the argument `slots`, summed over all ranks
     logs: Mapping[str, float] = MappingProxyType({})  # of memories, summed over `totals.num_read`; as `totals`
     overflows: int = 0  # fp16: repetitions of the same segments, each with a smaller loss scale
+    is_made: bool = True  # False: a stop ended the repetitions, and nothing has changed
 
 
 def accumulate_gradients(
@@ -150,16 +154,19 @@ def train_step(
     shared: Shared = Shared(),  # noqa: B008  # immutable
     *,
     is_logged: bool = True,
+    asks_to_stop: Callable[[], bool] = lambda: False,
 ) -> tuple[TrainState, Outcome]:
     """Make one update: accumulate, agree, decide, step. Return the state after it.
 
     Memories, cursors and the step advance past a skipped update too; to roll back is left to the caller. An fp16
-    overflow changes nothing: the same segments are repeated until the loss scale is small enough.
+    overflow changes nothing: the same segments are repeated until the loss scale is small enough, or a stop is asked
+    for. Where the scale cannot shrink, it is a divergence.
 
     Args:
         scored: targets of every micro-batch of the update, on all ranks.
         shared: what this rank sends to all others in the step's all-reduce.
         is_logged: measure gradient norms that are only logged.
+        asks_to_stop: whether this rank has a reason to stop by now; called before each repetition.
 
     Raises:
         DivergedError: on every rank, before any parameter has changed.
@@ -179,6 +186,10 @@ def train_step(
         if not is_overflow:
             break
         overflows += 1
+        if agreed.flags.stop:
+            outcome = Outcome(agreed.flags, Totals(), agreed.next_scored, overflows=overflows, is_made=False)
+            return state, outcome
+        shared = shared._replace(flags=shared.flags._replace(stop=shared.flags.stop or asks_to_stop()))
     decision = context.divergence.decide(state.step, trouble, loss=loss) if trouble and not is_read_only else None
     if decision is None or decision.action == SKIP:
         memories = agreement.forward.states
@@ -199,14 +210,15 @@ def _apply(
     beat("updating")
     is_finite = engine.gradients_finite()  # needs no agreement: without ZeRO every rank has the same gradients
     trouble = trouble or (None if is_finite else _GRADIENT) or divergence.judge(loss)
+    least_scale = engine.least_loss_scale() if context.config.train.precision == "fp16" else None
     if trouble:
         engine.discard(is_logged=is_logged)
     elif engine.step(lr_factor(step, context.config.schedule, context.total_steps), is_logged=is_logged):
         divergence.remember(loss)
-    elif context.config.train.precision == "fp16":
+    elif context.config.train.precision == "fp16" and least_scale is None:
         return None, True
-    else:
-        trouble = _GRADIENT  # DeepSpeed itself has skipped the update, on all ranks
+    else:  # DeepSpeed itself has skipped the update, on all ranks
+        trouble = _GRADIENT if least_scale is None else f"{_GRADIENT}; {_AT_LEAST_SCALE.format(least_scale)}"
     return trouble, False
 
 

@@ -130,7 +130,7 @@ __main__.entry()
 
 @contextmanager
 def full_device(folder: Path) -> Iterator[int]:
-    with open("/dev/full", "wb") as file:
+    with Path("/dev/full").open("wb") as file:
         yield file.fileno()
 
 
@@ -173,7 +173,7 @@ def test_no_line_that_cannot_be_written_ends_a_training(
 
 
 def test_a_command_whose_result_no_disk_takes_is_1(tmp_path: Path) -> None:
-    with open("/dev/full", "wb") as full:
+    with Path("/dev/full").open("wb") as full:
         command = [sys.executable, "-c", TRAINED, "compare"]
         done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE)
     assert done.returncode == 1 and (tmp_path / "run" / "done").exists()

@@ -154,9 +154,9 @@ class TinyJob:
     def cursors(self) -> torch.Tensor:
         return self.state.cursors
 
-    def train(self, update: Update, scored: Sequence[int]) -> Outcome:
+    def train(self, update: Update, scored: Sequence[int], **options: Any) -> Outcome:
         """Make one update; `scored` are the targets of its micro-batches on all ranks."""
-        self.state, outcome = train_step(self.context, self.state, update, scored)
+        self.state, outcome = train_step(self.context, self.state, update, scored, **options)
         return outcome
 
 

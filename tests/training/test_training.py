@@ -138,6 +138,45 @@ def test_fp16_overflow_feeds_the_same_segments_again(rank_pool: Callable[[int], 
             torch.testing.assert_close(value, calm_memory[name], rtol=2e-2, atol=2e-2)
 
 
+def overflowing_update(world: World, fp16: dict[str, Any], action: str, stop_after: int) -> tuple[Any, ...]:
+    """An update whose gradient overflows at every scale; return why it ended, how often it was repeated, its step."""
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    config = tiny_config(ADAM, {"train": {"precision": "fp16"}, "divergence": {"action": action}})
+    job = tiny_job(config, world, stage=1, block={"fp16": fp16})
+    job.engine.module.final_norm.weight.register_hook(lambda gradient: gradient * torch.inf)
+    before, asked = full_parameters(job), list[int]()
+
+    def asks_to_stop() -> bool:
+        asked.append(world.rank)
+        return world.rank == 1 and len(asked) >= stop_after
+
+    try:
+        outcome = job.train(update_of_rank(config, world, step=0), [150, 150], asks_to_stop=asks_to_stop)
+        reason = outcome.decision.message if outcome.decision else None
+    except DivergedError as error:
+        reason = str(error)
+    assert difference(before, full_parameters(job)) is None
+    return reason, len(asked), job.step
+
+
+@pytest.mark.parametrize(
+    ("fp16", "scale"),
+    [({"loss_scale": 8}, 8), ({"initial_scale_power": 0}, 1), ({"initial_scale_power": 5, "min_loss_scale": 4}, 4)],
+)
+@pytest.mark.parametrize("action", ["stop", "skip"])
+def test_an_overflow_at_a_scale_that_cannot_shrink_is_a_divergence(
+    rank_pool: Callable[[int], RankPool], fp16: dict[str, Any], scale: int, action: str
+) -> None:
+    for reason, _, step in rank_pool(2).run(overflowing_update, {**fp16, "hysteresis": 2}, action, 1000):
+        assert reason.startswith("step 0: not finite: the gradient") and f"loss scale is {scale} and" in reason
+        assert step == (action == "skip")
+
+
+def test_a_stop_ends_the_repetitions_of_an_overflow(rank_pool: Callable[[int], RankPool]) -> None:
+    block = {"initial_scale_power": 30, "hysteresis": 1}
+    assert rank_pool(2).run(overflowing_update, block, "stop", 6) == [(None, 6, 0)] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_training_is_bit_identical_with_and_without_evaluation(
