@@ -59,6 +59,7 @@ class Engine:
         self.device = self._engine.device
         self.stage: int = self._engine.zero_optimization_stage()
         self._unguarded = self.stage == 0 and self.dtype == torch.float32
+        self.restored_empty: list[str] = []  # parameters whose optimizer state `restore` did not find
         self._gradient_norm_before: Tensor | None = None  # before clipping, if `_unguarded`
         self._norms = GradientNorms(self._engine, auxiliary_parameters) if auxiliary_parameters else None
 
@@ -171,4 +172,4 @@ class Engine:
         Raises:
             UnusableError: on every rank; the checkpoint lacks something, or does not fit this engine's partitions.
         """
-        zero_restore.restore(self._engine, read, counters)
+        self.restored_empty = zero_restore.restore(self._engine, read, counters)

@@ -21,28 +21,33 @@ from dist_mem.engine.zero_state import (
     loss_scaler,
 )
 from dist_mem.errors import CheckpointError
-from dist_mem.runtime.distributed import on_all_ranks
+from dist_mem.runtime.distributed import gather_objects, on_all_ranks
 
 ReadSlice = Callable[[str, str, int, int], Tensor | None]  # (kind, name, start, stop) -> the elements; None: not there
 Counters = Mapping[str, float]
 
 
-def restore(engine: DeepSpeedEngine, read: ReadSlice, counters: Counters) -> None:
+def restore(engine: DeepSpeedEngine, read: ReadSlice, counters: Counters) -> list[str]:
     """Fill all held slices, and derive the model's weights from the masters as DeepSpeed does after a step.
 
     Every rank calls it, between two updates. Settings of the optimizer's groups are unchanged.
+
+    Returns:
+        The names of the trained parameters, of all ranks, whose optimizer state starts empty.
 
     Raises:
         UnusableError: on every rank; `read` lacks something, or its tensors do not fit this engine's partitions.
     """
     with torch.no_grad():
-        on_all_ranks(lambda: _fill(engine, read), "restoring the engine")
+        empty = on_all_ranks(lambda: _fill(engine, read), "restoring the engine")
         _derive_weights(engine)
     _restore_counters(engine, counters)
+    return sorted({name for names in gather_objects(empty) for name in names})
 
 
-def _fill(engine: DeepSpeedEngine, read: ReadSlice) -> None:
+def _fill(engine: DeepSpeedEngine, read: ReadSlice) -> list[str]:
     optimizer = base_optimizer(engine)
+    empty: list[str] = []
     kinds: dict[torch.device, dict[str, torch.device]] = {}
     for flat in flats(engine):
         for name, start, stop, offset in flat.spans:
@@ -51,10 +56,11 @@ def _fill(engine: DeepSpeedEngine, read: ReadSlice) -> None:
         if flat.spans:  # not only padding
             if flat.key.device not in kinds:
                 kinds[flat.key.device] = _kinds(optimizer, flat.key.device)
-            _fill_state(optimizer, flat, kinds[flat.key.device], read)
+            empty += _fill_state(optimizer, flat, kinds[flat.key.device], read)
     for name, start, stop, parts in [*frozen(engine), *buffers(engine)]:
         for kind, tensor in parts.items():
             tensor.copy_(_read_weights(read, (kind, "master"), name, start, stop))
+    return empty
 
 
 def _read_weights(read: ReadSlice, kinds: tuple[str, str], name: str, start: int, stop: int) -> Tensor:
@@ -83,53 +89,48 @@ def _kinds(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, 
 
 def _fill_state(
     optimizer: torch.optim.Optimizer, flat: Flat, kinds: Mapping[str, torch.device], read: ReadSlice
-) -> None:
-    """Fill the optimizer's state of one flat tensor; clear it if the checkpoint has none, as before the first step."""
+) -> list[str]:
+    """Fill the optimizer's state of one flat tensor; return the names of parameters of which the checkpoint has none.
+
+    Their moments are zero, as before a first step. If no parameter has state, the flat tensor has none.
+    """
     lacking = {kind: _fill_kind(optimizer, flat, kind, read, device) for kind, device in kinds.items()}
-    all_names = [span.name for span in flat.spans]
-    if all(names == all_names for names in lacking.values()):
-        optimizer.state[flat.key].clear()
-        return
+    empty = [span.name for span in flat.spans if all(span.name in names for names in lacking.values())]
     for kind, names in lacking.items():
-        if names:
+        if other := [name for name in names if name not in empty]:
             raise CheckpointError(
-                f"the checkpoint has no {kind} of {names}, but other state of parameters that ZeRO steps together with "
-                "them: give them a separate optimizer.groups entry"
+                f"the checkpoint has no {kind} of {other}, but other state: it is damaged, or of another optimizer"
             )
+    if len(empty) == len(flat.spans):
+        optimizer.state[flat.key].clear()
+    return empty if kinds else []
 
 
 def _fill_kind(
     optimizer: torch.optim.Optimizer, flat: Flat, kind: str, read: ReadSlice, device: torch.device
 ) -> list[str]:
-    """Fill one kind of state; return the names of the parameters for which the checkpoint has none."""
+    """Fill one kind of state; return the names of the parameters for which the checkpoint has none, which get zeros."""
     lacking: list[str] = []
-    scalars: dict[str, Tensor] = {}
+    counts: list[Tensor] = []
     for name, start, stop, offset in flat.spans:
         part = read(kind, name, start, stop)
+        if part is not None and part.dim() == 0:
+            counts.append(part)
+            continue
         if part is None:
             lacking.append(name)
-        elif part.dim() == 0:
-            scalars[name] = part
-        else:
-            state = optimizer.state[flat.key]
-            if kind not in state:
-                state[kind] = torch.zeros_like(flat.key, requires_grad=False)
-            state[kind].view(-1)[offset : offset + stop - start].copy_(part)
-    if scalars:
+        state = optimizer.state[flat.key]
+        if part is not None and kind not in state:
+            state[kind] = torch.zeros_like(flat.key, requires_grad=False)
+        if kind in state and state[kind].dim():
+            rows = state[kind].view(-1)[offset : offset + stop - start]
+            rows.zero_() if part is None else rows.copy_(part)
+    if counts:
+        # ZeRO has one count of steps for a flat tensor. It is the largest where they differ, as for a parameter that
+        # was trained later than others: a smaller one would correct the bias of moments that have none any more.
         # A copy for this flat tensor: a count shared by all of them would grow once for each in every step.
-        optimizer.state[flat.key][kind] = _common_value(kind, scalars).to(device, copy=True)
+        optimizer.state[flat.key][kind] = torch.stack(counts).max().to(device, copy=True)
     return lacking
-
-
-def _common_value(kind: str, scalars: dict[str, Tensor]) -> Tensor:
-    first = next(iter(scalars.values()))
-    if any(not torch.equal(scalar, first) for scalar in scalars.values()):
-        values = {name: scalar.item() for name, scalar in scalars.items()}
-        raise CheckpointError(
-            f"the checkpoint has different values of {kind} for parameters that ZeRO steps together: {values}; give "
-            "them separate optimizer.groups entries"
-        )
-    return first
 
 
 def _derive_weights(engine: DeepSpeedEngine) -> None:

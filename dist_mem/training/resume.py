@@ -100,6 +100,7 @@ def start(
     messages = [f"passed over: {reason}" for reason in choice.passed_over]
     messages += [f"resuming from {directory}{'' if is_own else ', a checkpoint of another run'}"]
     messages += [*_moves(choice, saved, config, engine, world), *_changed_sources(choice, sources)]
+    messages += _starting_empty(engine)
     changed = ", ".join(str(change) for change in changes if not change.key.startswith(_UNREPORTED))
     messages += [f"changed since then: {changed}"] if changed else []
     tags = {} if is_own else {"dist_mem.resumed_from": hide(os.fspath(directory.absolute()))}
@@ -170,6 +171,15 @@ def _moves(choice: Choice, saved: Config, config: Config, engine: Engine, world:
     moved = ", ".join(f"{name} {was} -> {now}" for name, (was, now) in divisions.items() if was != now)
     dropout = "" if _is_same_division(choice, saved, config, world) else "; dropout uses new random numbers"
     return [f"moved: {moved}{dropout}"] if moved else []
+
+
+def _starting_empty(engine: Engine) -> list[str]:
+    """Return a line about trained parameters of which the checkpoint has no optimizer state; none if it has of none."""
+    names = engine.restored_empty
+    if not names or len(names) == sum(parameter.requires_grad for parameter in engine.module.parameters()):
+        return []
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return [f"the moments of {', '.join(names[:3])}{more} start at zero: the checkpoint has none of them"]
 
 
 def _changed_sources(choice: Choice, sources: Mapping[str, str]) -> list[str]:
