@@ -35,7 +35,7 @@ from dist_mem.reproduce.runs import (
 from dist_mem.reproduce.tables import load_table
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.runtime.terminal import listed
-from dist_mem.tracking.mlflow_access import brief
+from dist_mem.tracking.mlflow_errors import brief
 from dist_mem.tracking.provenance import git_state, versions
 
 

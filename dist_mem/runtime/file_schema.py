@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_mem.errors import UnusableError
+from dist_mem.runtime.files import check_regular
 from dist_mem.runtime.names import PLAIN, is_plain, is_plain_path
 
 MAX_INTEGER = 2**63 - 1
@@ -43,6 +44,7 @@ def read_json_lines(
         OSError: the file cannot be read.
         UnusableError: `error`, with the line, the first problem and the remedy.
     """
+    check_regular(path)
     if not path.exists():
         return []
     lines = path.read_bytes().splitlines(keepends=True)

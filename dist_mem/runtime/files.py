@@ -115,6 +115,18 @@ def checked_inside(folder: Path, path: Path) -> Path:
     return path
 
 
+def check_regular(path: Path) -> None:
+    """Check that a file is a regular one, or absent: a read of a named pipe would wait for a writer, without end.
+
+    Raises:
+        UnusableError: it is a pipe, a device or a socket.
+    """
+    with suppress(OSError):  # absent, or told by whatever reads it
+        mode = path.stat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise UnusableError(f"{path} is no regular file but a pipe, device or socket: move it away")
+
+
 def is_wrong_path(error: OSError) -> bool:
     """Return whether the path itself is wrong: another path may work, but neither free space nor a repair helps."""
     return error.errno in _WRONG_PATH

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from dist_mem.runtime.files import fsync_path
 from dist_mem.tracking.groups import naming_of
 from dist_mem.tracking.journal import Entry, JournalReader, find_entries, is_superseded, read_entries
-from dist_mem.tracking.mlflow_access import brief, is_refusal
+from dist_mem.tracking.mlflow_errors import brief, is_refusal
 from dist_mem.tracking.mlflow_run import UID_TAG, MlflowRun, Target
 
 SENT_TAG = "dist_mem.sent"  # number of journal entries that MLflow has
@@ -192,13 +192,11 @@ class Sender:
     def _send_batch(self, batch: Sequence[Entry], branches: Sequence[Branch]) -> None:
         """Send all but files: first the points, then the rest in order, so that FINISHED follows the last point."""
         entries = (entry for entry in batch if entry.kind in _POINTS)
-        points = points_to_send(entries, branches, format_version=self.format_version)
         try:
-            self.run.send_points(points)
+            self.run.send_points(points_to_send(entries, branches, format_version=self.format_version))
         except Exception as error:
-            self._stop_unless_refused(error)
-            for entry in points:  # one of them is refused: send the others
-                self._try(self.run.send_points, [entry], name=f"the figures of step {entry.body['step']}")
+            self._is_open = not is_refusal(error)  # of the whole run, which is gone
+            raise
         for entry in batch:
             if entry.kind == "checkpoint":
                 entry = self._checkpoint_to_send(entry, branches)

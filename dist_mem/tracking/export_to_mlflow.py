@@ -21,7 +21,7 @@ from dist_mem.config import Config
 from dist_mem.errors import RunError, UnfitError, UnusableError
 from dist_mem.runtime.extras import require
 from dist_mem.tracking.logged_models import STEP_TAG
-from dist_mem.tracking.mlflow_access import brief, is_refusal, what_to_set
+from dist_mem.tracking.mlflow_errors import brief, is_refusal, what_to_set
 from dist_mem.tracking.mlflow_run import find_run, import_mlflow_quietly
 from dist_mem.tracking.provenance import without_credentials
 from dist_mem.tracking.stores import check_store, is_local, is_missing_file, is_named_by_user, store_uri

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_mem.errors import UnusableError
-from dist_mem.runtime.files import fsync_path, make_folder, naming, write_text
+from dist_mem.runtime.files import check_regular, fsync_path, make_folder, naming, write_text
 
 JOURNAL = Path("mlflow") / "train.jsonl"  # in the run directory; journals of evaluations are in the same folder
 FORMAT_VERSION = 3  # 1: MLflow has the plain names of metrics, 2: former names in groups, see groups.py
@@ -55,7 +55,8 @@ def new_uid() -> str:
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of a journal. Raises JournalError."""
+    """Read the header of a journal. Raises JournalError, or UnusableError for a pipe."""
+    check_regular(path)
     with path.open("rb") as file:
         line = file.readline()
     try:

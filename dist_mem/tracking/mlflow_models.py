@@ -12,7 +12,7 @@ from tempfile import mkdtemp
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.environment import mlflow_environment
 from dist_mem.runtime.extras import require
-from dist_mem.tracking.mlflow_access import brief
+from dist_mem.tracking.mlflow_errors import brief
 from dist_mem.tracking.mlflow_run import import_mlflow_quietly
 from dist_mem.tracking.stores import DEFAULT_URI
 

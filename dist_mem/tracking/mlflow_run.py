@@ -23,6 +23,8 @@ from dist_mem.runtime.files import write_text
 from dist_mem.runtime.names import is_plain_path
 from dist_mem.tracking.journal import Entry, Header, JournalError
 from dist_mem.tracking.logged_models import log_checkpoint
+from dist_mem.tracking.mlflow_errors import brief, is_refusal
+from dist_mem.tracking.mlflow_names import valid_name, valid_text
 from dist_mem.tracking.mlflow_page import NOTE_TAG, description, folder_of, is_shown, where_to_look
 from dist_mem.tracking.mlflow_tables import prepare
 from dist_mem.tracking.stores import RUN_ID_FILE, read_run_id, store_uri
@@ -113,6 +115,7 @@ class MlflowRun:
         self._client: Any = None
         self._run: Any = None
         self._params: dict[str, str] = {}
+        self.refused: dict[str, str] = {}  # names that MLflow has refused for good -> what was reported
 
     def open(self, start_time: int | None) -> None:
         """Find the run by its id, else by its journal's uid, else create it with `start_time` (ms; None: now)."""
@@ -154,25 +157,40 @@ class MlflowRun:
 
     def steps_of(self, name: str) -> set[int]:
         """Return the steps at which the run has this metric."""
-        return {metric.step for metric in self._client.get_metric_history(self.run_id, name)}
+        return {metric.step for metric in self._client.get_metric_history(self.run_id, valid_name(name))}
+
+    def _log(self, kind: str, items: Sequence[Any]) -> None:
+        """Log metrics, params or tags in one request; if MLflow refuses it for good, each that it refuses is named."""
+        try:
+            self._client.log_batch(self.run_id, **{kind: items})
+        except Exception as error:
+            if not (is_refusal(error) and self.is_there()):
+                raise
+            if len(items) > 1:
+                middle = len(items) // 2
+                self._log(kind, items[:middle])
+                self._log(kind, items[middle:])
+            elif items and (name := items[0].key) not in self.refused:
+                self.refused[name] = f"MLflow refused {kind.removesuffix('s')} {name!a}: {brief(error)}"
+                self._report(self.refused[name])
 
     def send_points(self, entries: Sequence[Entry]) -> None:
         """Send points of any number of steps."""
         from mlflow.entities import Metric
 
         metrics = [
-            Metric(name, float(value), entry.time, entry.body["step"])
+            Metric(valid_name(name), float(value), entry.time, entry.body["step"])
             for entry in entries
             for name, value in entry.body["metrics"].items()
         ]
         for start in range(0, len(metrics), _METRICS_PER_REQUEST):
-            self._client.log_batch(self.run_id, metrics=metrics[start : start + _METRICS_PER_REQUEST])
+            self._log("metrics", metrics[start : start + _METRICS_PER_REQUEST])
 
     def send_tags(self, tags: Mapping[str, str]) -> None:
         """Send tags, at most 100."""
         from mlflow.entities import RunTag
 
-        self._client.log_batch(self.run_id, tags=[RunTag(name, value[:_TAG_CHARS]) for name, value in tags.items()])
+        self._log("tags", [RunTag(valid_name(name), valid_text(value)[:_TAG_CHARS]) for name, value in tags.items()])
 
     def send(self, entry: Entry) -> None:
         """Send an entry of any other kind."""
@@ -182,7 +200,9 @@ class MlflowRun:
                 self._send_params(body["params"], step=body["step"], changes=body.get("changes"))
             case "checkpoint":
                 points = [Entry(*point) for point in body["points"]]
-                log_checkpoint(self._client, self._run, step=body["step"], path=body.get("path"), points=points)
+                log_checkpoint(
+                    self._client, self._run, step=body["step"], path=body.get("path"), points=points, log=self._log
+                )
             case "description":
                 self._describe()
             case "tags":
@@ -223,7 +243,7 @@ class MlflowRun:
         Args:
             changes: what has changed; None: find out, as for entries of older versions.
         """
-        cut = {name: value[:_PARAM_CHARS] for name, value in params.items()}
+        cut = {valid_name(name): valid_text(value)[:_PARAM_CHARS] for name, value in params.items()}
         self._add_params(cut)
         if changes is None:
             changes = "; ".join(
@@ -243,7 +263,8 @@ class MlflowRun:
             except MlflowException:  # MLflow refuses the whole batch for one parameter with another value
                 present = self._client.get_run(self.run_id).data.params
                 if not any(name in present for name in absent):
-                    raise
+                    self._log("params", [Param(name, params[name]) for name in absent])
+                    present = {name: params[name] for name in absent}
                 self._params |= present
             else:
                 self._params |= {name: params[name] for name in absent}
@@ -281,18 +302,61 @@ def find_run(client: MlflowClient, run_id: str) -> Run | None:
 
 
 def _experiment_id(client: MlflowClient, experiment: Mapping[str, str]) -> str:
-    """Return the id of the experiment, which is created if none has the name."""
+    """Return the id of the experiment, which is created if none has the name.
+
+    Raises:
+        UnusableError: as `check_experiment`.
+    """
     from mlflow.exceptions import MlflowException
 
-    if "id" in experiment:
-        return client.get_experiment(experiment["id"]).experiment_id
-    name = experiment["name"]
-    found = client.get_experiment_by_name(name)
+    found = _find_experiment(client, experiment)
+    check_experiment(experiment, None if found is None else found.lifecycle_stage)
     if found is None:
         try:
-            return client.create_experiment(name)
+            return client.create_experiment(experiment["name"])
         except MlflowException:
-            found = client.get_experiment_by_name(name)  # another job may have created it in between
+            found = _find_experiment(client, experiment)  # another job may have created it in between
             if found is None:
                 raise
-    return found.experiment_id
+    return str(found.experiment_id)
+
+
+def _find_experiment(client: MlflowClient, experiment: Mapping[str, str]) -> Any:
+    from mlflow.exceptions import MlflowException
+
+    if "name" in experiment:
+        return client.get_experiment_by_name(experiment["name"])
+    try:
+        return client.get_experiment(experiment["id"])
+    except MlflowException as error:
+        if error.get_http_status_code() in (400, 404):  # an id that cannot be one, or is of none
+            return None
+        raise
+
+
+def stage_of(client: MlflowClient, experiment: Mapping[str, str]) -> str | None:
+    """Return "active" or "deleted"; None if the store has no such experiment."""
+    found = _find_experiment(client, experiment)
+    return None if found is None else str(found.lifecycle_stage)
+
+
+def check_experiment(experiment: Mapping[str, str], stage: str | None) -> None:
+    """Check that an experiment can have a new run, or can be created.
+
+    Args:
+        stage: in MLflow: "active" or "deleted"; None: there is no such experiment.
+
+    Raises:
+        UnusableError: it is deleted, or none has the id.
+    """
+    if stage is None and "name" not in experiment:
+        raise UnusableError(
+            f"there is no experiment with the id {experiment['id']!r} (MLFLOW_EXPERIMENT_ID); set "
+            "tracking.experiment=NAME"
+        )
+    if stage not in (None, "active"):
+        (kind, value), *_ = experiment.items()
+        raise UnusableError(
+            f"the experiment with the {kind} {value!r} is deleted; set tracking.experiment=NAME, or restore it: mlflow "
+            "experiments restore"
+        )

@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dist_mem.runtime.files import free_name, fsync_path
+from dist_mem.tracking.stores import file_of
 
 QUIET_SECONDS = 60.0  # without a change, after which incomplete tables are taken for abandoned
 
@@ -29,12 +30,9 @@ def prepare(uri: str, report: Callable[[str], None]) -> None:
         RuntimeError: the tables are incomplete, and another process may be creating them now.
         OSError: the file cannot be created.
     """
-    from sqlalchemy.engine import make_url
-
-    url = make_url(uri) if uri.startswith("sqlite") else None
-    if url is None or not url.database or url.database == ":memory:" or url.database.startswith("file:"):
+    path = file_of(uri) if uri.startswith("sqlite") else None
+    if path is None or str(path) == ":memory:" or str(path).startswith("file:"):
         return
-    path = Path(url.database)
     if path.exists() and _is_unfinished(path):
         if time.time() - path.stat().st_mtime < QUIET_SECONDS:
             raise RuntimeError(
@@ -53,10 +51,11 @@ def _create(path: Path) -> None:
     """Create the tables in a temporary file, and link it to `path` unless another job has created one meanwhile."""
     from mlflow.store.db.utils import _initialize_tables
     from sqlalchemy import create_engine, event
+    from sqlalchemy.engine import URL
 
     with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         made = Path(folder) / path.name
-        engine = create_engine(f"sqlite:///{made}")
+        engine = create_engine(URL.create("sqlite", database=str(made)))
         # A thousand flushes take minutes on a slow disk; one is enough for a file without its final name.
         event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous = OFF"))
         _initialize_tables(engine)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from dist_mem.config import Config
 from dist_mem.errors import UnusableError
@@ -72,14 +72,15 @@ def check_store(uri: str) -> None:
         raise UnusableError(
             f"{shown}, but MLflow has no stores of the kind {scheme!r}; give one of {', '.join(_SCHEMES)}, or a folder"
         )
-    file = _file_of(uri)
+    file = file_of(uri)
     if scheme.startswith("sqlite") and file and ":" not in str(file) and not file.parent.exists():
-        raise UnusableError(f"{shown}, but there is no folder {file.parent}; create it, or set tracking.uri")
+        percent = " (a % in its name is written %25)" if "%" in uri else ""
+        raise UnusableError(f"{shown}, but there is no folder {file.parent}; create it, or set tracking.uri{percent}")
 
 
 def is_missing_file(uri: str) -> bool:
     """Whether a store is an SQLite file that does not exist; MLflow would create it."""
-    file = _file_of(uri)
+    file = file_of(uri)
     return uri.startswith("sqlite") and file is not None and not file.exists()
 
 
@@ -118,7 +119,7 @@ def choose_sending(config: Config) -> Sending:
 
 def _obstacle(uri: str) -> str | None:
     """Return why a job must not write to the store; None if it may."""
-    file = _file_of(uri)
+    file = file_of(uri)
     if file is None:
         return None
     if "SLURM_ARRAY_JOB_ID" in (job := slurm_job()):
@@ -129,11 +130,26 @@ def _obstacle(uri: str) -> str | None:
     return None
 
 
-def _file_of(uri: str) -> Path | None:
-    """Return the file of an SQLite store, or meta.yaml of MLflow's old file store; None for servers and databases."""
+def warn_of_folder(uri: str) -> str | None:
+    """Return a warning if MLflow would keep the files of a local store's runs outside of the working directory."""
+    folder = str(Path.cwd())
+    if not is_local(uri) or unquote(folder) == folder:
+        return None
+    return (
+        f"warning: MLflow reads % in the name of the working directory {folder} as a code, and keeps the files of runs "
+        f"in {unquote(folder)}/mlruns; start in a folder without %"
+    )
+
+
+def file_of(uri: str) -> Path | None:
+    """Return the file of an SQLite store, or meta.yaml of MLflow's old file store; None for servers and databases.
+
+    SQLAlchemy, through which MLflow reads the address of an SQLite file, takes %20 for a blank and %25 for a %.
+    """
     scheme, _, path = uri.partition(":")
     if scheme == "sqlite" or scheme.startswith("sqlite+"):
-        return Path(path.removeprefix("///").partition("?")[0]) if len(path) > len("///") else None
+        name = path.removeprefix("///").partition("?")[0]
+        return Path(unquote(name)) if path.startswith("///") and name else None
     if scheme == "file":
         return Path(urlsplit(uri).path) / "meta.yaml"
     return Path(uri) / "meta.yaml" if "://" not in uri and scheme != "databricks" else None

@@ -43,7 +43,7 @@ from dist_mem.tracking.journal import (
     write_journal,
 )
 from dist_mem.tracking.journal_sink import discreet
-from dist_mem.tracking.mlflow_access import brief, what_to_set
+from dist_mem.tracking.mlflow_errors import brief, what_to_set
 from dist_mem.tracking.mlflow_run import import_mlflow_quietly, target_of
 from dist_mem.tracking.provenance import without_credentials
 from dist_mem.tracking.stores import check_store, is_local, is_named_by_user, store_uri
@@ -103,6 +103,7 @@ def _sync(config: Config, run_dir: Path, named: Sequence[str]) -> int:
     except Exception as error:  # any of the many libraries under MLflow's stores
         print(f"error: {run_dir}: MLflow does not have everything: {brief(error)}", file=sys.stderr)
         return EXIT_USAGE if what_to_set(error) else EXIT_FAILED
+    gaps += [f"{len(sender.run.refused)} names were refused, see above"] if sender.run.refused else []
     for gap in gaps:
         print(f"error: {run_dir}: {gap}", file=sys.stderr)
     if gaps:
@@ -184,8 +185,8 @@ def log_to_run(
         overrides: of the command line; a server that neither they nor the environment name is not contacted.
 
     Returns:
-        None if MLflow has everything within `EVALUATION_SECONDS`, else a message for the user. It is not an error,
-        because the report of the evaluation is on disk.
+        A message for the user if MLflow refused a name, or has not got everything within `EVALUATION_SECONDS`. It is
+        not an error, because the report of the evaluation is on disk.
     """
     journal = run_dir / JOURNAL
     if not journal.exists():
@@ -205,13 +206,14 @@ def log_to_run(
         return f"{not_installed('mlflow', 'MLflow tracking')}; kept for later: dist-mem track sync {run_dir}"
     import_mlflow_quietly()  # here: an import can take seconds on a slow disk, and EVALUATION_SECONDS are for MLflow
     messages: list[str] = []
+    senders: list[Sender] = []
     delivery = Delivery(
-        lambda: send_journals(config, run_dir, report=messages.append, is_named=is_named),
+        lambda: senders.append(send_journals(config, run_dir, report=messages.append, is_named=is_named)),
         report=discreet(messages.append, store_uri(config)),
         service=f"MLflow at {store_uri(config)}",
     )
     if delivery.close(EVALUATION_SECONDS):
-        return None
+        return "\n".join(text for sender in senders for text in sender.run.refused.values()) or None
     return "\n".join([*messages, f"kept for later: dist-mem track sync {run_dir}"])
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.file_schema import figure, integer, number, read_json_line, read_json_lines, record, table
-from dist_mem.runtime.files import fsync_path, naming, write_text
+from dist_mem.runtime.files import check_regular, fsync_path, naming, write_text
 from dist_mem.tracking.groups import with_present_names
 
 METRICS_FILE = "metrics.jsonl"
@@ -148,8 +148,9 @@ def read_points(path: Path) -> list[Point]:
     An incomplete last line (the process was killed while writing it) is ignored.
 
     Raises:
-        UnusableError: another line is not a point.
+        UnusableError: another line is not a point, or the file is a pipe.
     """
+    check_regular(path)
     return list(map(_decode, read_json_lines(path, _POINT, UnusableError, _REMEDY, may_be_torn=True)))
 
 

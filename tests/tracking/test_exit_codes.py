@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from sqlalchemy.engine import make_url
 
 from dist_mem.config import save_config
 from dist_mem.errors import EXIT_FAILED, EXIT_USAGE, UnusableError, run_error
+from dist_mem.runtime.file_schema import read_json_lines, text
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.tracking import sync
-from dist_mem.tracking.journal import FORMAT_VERSION, JOURNAL, Entry, Header, JournalReader, new_uid, write_journal
-from dist_mem.tracking.tracker import METRICS_FILE
+from dist_mem.tracking.journal import (
+    FORMAT_VERSION,
+    JOURNAL,
+    Entry,
+    Header,
+    JournalReader,
+    new_uid,
+    read_header,
+    write_journal,
+)
+from dist_mem.tracking.mlflow_access import check_tracking
+from dist_mem.tracking.stores import check_store, file_of, warn_of_folder
+from dist_mem.tracking.tracker import METRICS_FILE, read_points
 from tests.support.faults import remount, small_disk
-from tests.support.tracked import config_for, start
+from tests.support.tracked import config_for, job, start
 
 pytestmark = pytest.mark.ranks
 
@@ -89,6 +107,67 @@ def test_wrong_address_is_refused_and_named(run_dir: Path, uri: str, named: str)
     with pytest.raises(UnusableError) as caught:
         sync.run([run_dir], [f"tracking.uri={uri}"])
     assert "tracking.uri" in str(caught.value) and named in str(caught.value)
+
+
+GONE = {"experiment": "gone", "id": None}, {"experiment": None, "id": "987654"}, {"experiment": None, "id": "so it is"}
+
+
+@pytest.mark.parametrize("which", [*GONE, {"uri": "file:./runs"}, {"uri": "runs"}])
+def test_an_experiment_or_a_store_that_cannot_be_used_is_2_with_the_remedy(
+    tmp_path: Path, sqlite_uri: str, client: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, which: dict[str, Any]
+) -> None:
+    """At the start of a training, where nothing is made yet, and at `track sync`."""
+    monkeypatch.chdir(tmp_path)
+    if (found := client.get_experiment_by_name("gone")) is None:
+        client.delete_experiment(client.create_experiment("gone"))
+    assert found is None or found.lifecycle_stage == "deleted"
+    if which.get("id"):
+        monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", which["id"])
+    config = config_for(which.get("uri", sqlite_uri), tracking={"experiment": which.get("experiment")})
+    remedy = "set tracking.uri=sqlite:///" if "uri" in which else "set tracking.experiment=NAME"
+    with pytest.raises(UnusableError, match=remedy):
+        check_tracking(config, tmp_path / "run")
+    assert not [*tmp_path.iterdir()]
+    job(OmegaConf.merge(config, {"tracking": {"send": "never"}}), tmp_path / "run", {1: 1.0})
+    save_config(config, tmp_path / "run" / "config.yaml")
+    assert sync.run([tmp_path / "run"]) == EXIT_USAGE
+    assert remedy in capsys.readouterr().err
+
+
+NAME = st.text("ab %25F.é#&=", min_size=1, max_size=12).filter(lambda name: name not in (".", ".."))
+
+
+@given(NAME, st.booleans(), st.booleans())
+def test_an_sqlite_address_means_the_file_that_sqlalchemy_opens(name: str, is_absolute: bool, has_query: bool) -> None:
+    uri = f"sqlite:///{'/x/' if is_absolute else ''}{name}/m.db{'?timeout=5' if has_query else ''}"
+    assert file_of(uri) == Path(str(make_url(uri).database))
+
+
+def test_a_folder_with_a_percent_sign_is_read_in_one_way_and_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in (tmp_path / "a b", tmp_path / "a%2Fb"):
+        folder.mkdir()
+    check_store(f"sqlite:///{tmp_path}/a%20b/m.db")
+    check_store(f"sqlite:///{tmp_path}/a%252Fb/m.db")
+    with pytest.raises(UnusableError, match=r"no folder .*a/b.*a % in its name is written %25"):
+        check_store(f"sqlite:///{tmp_path}/a%2Fb/m.db")
+    monkeypatch.chdir(tmp_path / "a b")
+    assert warn_of_folder("sqlite:///m.db") is None
+    monkeypatch.chdir(tmp_path / "a%2Fb")
+    assert f"{tmp_path}/a/b/mlruns" in str(warn_of_folder("sqlite:///m.db"))
+    assert warn_of_folder("http://mlflow.example") is None
+
+
+@pytest.mark.parametrize("name", [METRICS_FILE, str(JOURNAL), "history.jsonl", "starts.jsonl"])
+def test_a_log_that_is_no_regular_file_is_refused(tmp_path: Path, name: str) -> None:
+    """A read of a pipe would wait for ever."""
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path)
+    readers: dict[str, Callable[[Path], object]] = {METRICS_FILE: read_points, str(JOURNAL): read_header}
+    with pytest.raises(UnusableError, match="is no regular file but a pipe"):
+        readers.get(name, lambda path: read_json_lines(path, text, UnusableError))(path)
 
 
 def open_files(folder: Path) -> list[str]:

@@ -1,0 +1,81 @@
+"""Whatever a task, a memory or a user calls something, MLflow has it; what it refuses costs that name alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlflow.exceptions import MlflowException
+from mlflow.utils import validation
+
+from dist_mem.config import save_config
+from dist_mem.errors import EXIT_FAILED
+from dist_mem.tracking import sync
+from dist_mem.tracking.mlflow_names import valid_name
+from dist_mem.tracking.sync import log_to_run
+from dist_mem.tracking.tracker import METRICS_FILE
+from tests.support.tracked import config_for, job
+
+ANY_NAME = st.text(st.characters() | st.sampled_from("/.@|\n\0\ud800"), max_size=40) | st.text("ab./", max_size=600)
+
+
+def is_taken(name: str) -> bool:
+    """Whether MLflow's own checks accept a name for a metric, a parameter and a tag."""
+    try:
+        validation._validate_metric(name, 1.0, 1, 1)
+        validation._validate_param(name, "x")
+        validation._validate_tag(name, "x")
+    except (MlflowException, UnicodeError):
+        return False
+    return True
+
+
+@given(st.lists(ANY_NAME, unique=True, min_size=1, max_size=5))
+def test_every_name_is_made_valid_and_no_two_become_one(names: list[str]) -> None:
+    made = [valid_name(name) for name in names]
+    assert all(map(is_taken, made)), made
+    assert len(set(made)) == len(names)
+    assert all(valid_name(name) == name for name in made)
+    assert all(new == old for new, old in zip(made, names, strict=True) if old and is_taken(old)), (names, made)
+
+
+def test_the_groups_of_a_name_stay() -> None:
+    made = valid_name("lm_eval/q@5 (v1)|x/acc")
+    assert made.startswith("lm_eval/q_5 _v1__x_") and made.endswith("/acc")
+
+
+def refusing(client_class: Any, name: str) -> Any:
+    """`log_batch` of a client whose server refuses one name, as one of a later version may."""
+    log_batch = client_class.log_batch
+
+    def log(self: Any, run_id: str, metrics: Any = (), params: Any = (), tags: Any = (), **options: Any) -> Any:
+        if any(item.key == name for item in (*metrics, *params, *tags)):
+            raise MlflowException.invalid_parameter_value(f"no {name} here")
+        return log_batch(self, run_id, metrics=metrics, params=params, tags=tags, **options)
+
+    return log
+
+
+def test_a_refusal_concerns_one_name_and_is_printed(
+    tmp_path: Path, sqlite_uri: str, client: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_for(sqlite_uri)
+    run_dir = tmp_path / "run"
+    tracker = job(config, run_dir, {1: 3.0})
+    save_config(config, run_dir / "config.yaml")
+    monkeypatch.setattr(type(client), "log_batch", refusing(type(client), "eval/test/b"))
+    metrics = {"test/a": 1.0, "test/b": 2.0, "test/c@|": 3.0}
+    printed = log_to_run(config, run_dir=run_dir, step=1, metrics=metrics, files=[run_dir / METRICS_FILE], overrides=[])
+    assert printed is not None and printed.count("MLflow refused metric 'eval/test/b'") == 1
+    assert "no eval/test/b here" in printed
+    found = client.get_run(tracker.run_id).data.metrics
+    assert (found["eval/test/a"], found[valid_name("eval/test/c@|")]) == (1.0, 3.0)
+    assert "eval/test/b" not in found
+    job(config_for(sqlite_uri, tracking={"send": "never"}), tmp_path / "late", {1: 1.0, 2: 2.0})
+    save_config(config, tmp_path / "late" / "config.yaml")
+    monkeypatch.setattr(type(client), "log_batch", refusing(type(client), "train/seconds"))
+    assert sync.run([tmp_path / "late"]) == EXIT_FAILED
+    assert "1 names were refused" in capsys.readouterr().err
