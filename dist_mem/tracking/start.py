@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dist_mem.config import Config
+from dist_mem.config import Config, TrackingConfig
 from dist_mem.config.environment_values import as_written
 from dist_mem.data.curriculum import path_keys
 from dist_mem.data.directory import local_dir
@@ -30,6 +30,7 @@ from dist_mem.data.tokenizers.registry import read_tokenizer_metadata
 from dist_mem.model import describe
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.environment import slurm_job
+from dist_mem.runtime.extras import require
 from dist_mem.runtime.files import make_folder
 from dist_mem.runtime.lease import refuse_if_taken_over_throttled
 from dist_mem.tracking.journal import JOURNAL, Entry, Header, Journal, new_uid, write_journal
@@ -37,9 +38,9 @@ from dist_mem.tracking.journal_sink import JournalSink, read_history
 from dist_mem.tracking.mlflow_run import target_of
 from dist_mem.tracking.parameters import parameters_entry
 from dist_mem.tracking.progress import progress_sink
-from dist_mem.tracking.prometheus_file import PrometheusFile
+from dist_mem.tracking.prometheus_file import PrometheusFile, check_prometheus
 from dist_mem.tracking.provenance import git_state, start_in_words, versions, who_runs_what
-from dist_mem.tracking.stores import choose_sending, experiment_of, settle_run_id
+from dist_mem.tracking.stores import choose_sending, experiment_of, settle_run_id, store_uri, warn_of_folder
 from dist_mem.tracking.tensorboard_files import FOLDER as TENSORBOARD
 from dist_mem.tracking.tensorboard_files import TensorBoardFiles
 from dist_mem.tracking.tracker import METRICS_FILE, MetricsFile, Point, Sink, Tracker
@@ -47,6 +48,19 @@ from dist_mem.tracking.wandb_run import WandbRun
 
 _DIGEST_CHARS = 36  # MLflow's limit
 _GIT_DIFF = "git.diff"
+
+
+def check_sinks(tracking: TrackingConfig) -> None:
+    """Check that every sink of a run can be opened, before anything is created.
+
+    Raises:
+        UnusableError: a package is missing, or a file cannot be written.
+    """
+    if tracking.prometheus:
+        check_prometheus(Path(tracking.prometheus))
+    for name in ("mlflow", "tensorboard", "wandb"):
+        if getattr(tracking, name):
+            require(name, f"tracking.{name}=true", f"set tracking.{name}=false")
 
 
 def start_tracking(
@@ -147,6 +161,8 @@ def _journal_sink(
     """Return the sink of the run's journal, after adding points logged without MLflow, and the start of this job."""
     sending = choose_sending(config)
     report(sending.message)
+    if warning := warn_of_folder(store_uri(config)):
+        report(warning)
     history = read_history(journal, first_step)
     for point in kept:
         if point.step > history.last_step:  # logged by a job without MLflow

@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dist_mem.runtime.extras import require
 from dist_mem.runtime.files import fsync_path, make_folder, naming
 from dist_mem.tracking.groups import in_group
+from dist_mem.tracking.mlflow_names import valid_text
 from dist_mem.tracking.tracker import Point, Sink
 
 FOLDER = "tensorboard"  # in the run directory
@@ -30,11 +30,7 @@ class TensorBoardFiles(Sink):
         Args:
             folder: of the event files; if it has none yet, the kept points are written first.
             kept: points up to `first_step`.
-
-        Raises:
-            UnusableError: the package tensorboard is missing.
         """
-        require("tensorboard", "tracking.tensorboard=true", "set tracking.tensorboard=false")
         self._folder = folder
         make_folder(folder)
         is_new = not self._files()
@@ -69,7 +65,9 @@ class TensorBoardFiles(Sink):
     def log(self, point: Point) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=in_group(name), simple_value=value) for name, value in point.metrics.items()]
+        values = [
+            Summary.Value(tag=valid_text(in_group(name)), simple_value=value) for name, value in point.metrics.items()
+        ]
         self._write(wall_time=point.time, step=point.step, summary=Summary(value=values))
 
     def rewind(self, step: int) -> None:

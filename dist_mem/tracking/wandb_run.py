@@ -16,7 +16,6 @@ from omegaconf import OmegaConf
 
 from dist_mem.config import Config
 from dist_mem.runtime.environment import wandb_environment
-from dist_mem.runtime.extras import require
 from dist_mem.runtime.files import write_text
 from dist_mem.tracking.groups import in_group
 from dist_mem.tracking.tracker import Point, Sink
@@ -34,11 +33,7 @@ class WandbRun(Sink):
         Args:
             kept: points that were logged before; W&B gets them if the run directory had no W&B run yet.
             report: shows a line to the user.
-
-        Raises:
-            UnusableError: the package wandb is missing.
         """
-        require("wandb", "tracking.wandb=true", "set tracking.wandb=false")
         self._report, self._last_step = report, 0
         self._run: Any = None  # wandb.Run; None: it cannot be used
         self._attempt(lambda: self._open(config, run_dir, kept))

@@ -27,10 +27,12 @@ from dist_mem.errors import (
 )
 from dist_mem.runtime import distributed, timeline
 from dist_mem.runtime.distributed import World, announced, decided_by_rank0
+from dist_mem.runtime.files import check_regular
 from dist_mem.runtime.lease import Lease, refuse_if_taken_over
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.runtime.timeline import Beginning
 from dist_mem.runtime.watchdog import PATIENCE, beat, before_end, end_if_hung, watched
+from dist_mem.tracking.start import check_sinks
 from dist_mem.training.compiling import leave_if_interrupted
 from dist_mem.training.goodput import last_sign_of_life
 from dist_mem.training.hooks import end_saving, rehearse_save, tag
@@ -49,6 +51,9 @@ def hold_run_dir(run_dir: Path, world: World) -> Lease | None:
 
     def take() -> None:
         try:
+            if run_dir.is_dir():
+                for path in run_dir.iterdir():
+                    check_regular(path)
             leases.append(Lease(run_dir))
         except OSError as error:
             raise run_error(error, f"run_dir {run_dir} cannot be used: {error}") from error
@@ -85,6 +90,7 @@ def run_job(
     """
     timeline.begin(begin or Beginning(time.time()))
     refuse_if_asked_to_stop(Path(config.run_dir), world)
+    decided_by_rank0(lambda: check_sinks(config.tracking))
     beat("restoring")
     with announced(f"verifying the checkpoints of {config.run_dir}"):
         resumption = find_resumption(config, world, allowed)

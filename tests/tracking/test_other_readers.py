@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dist_mem.errors import UnusableError
 from dist_mem.tracking.groups import in_group
+from dist_mem.tracking.start import check_sinks
 from dist_mem.tracking.tensorboard_files import TensorBoardFiles
 from dist_mem.tracking.tracker import METRICS_FILE, Point, read_points
 from tests.support.faults import small_disk
@@ -109,7 +110,8 @@ def test_what_cannot_be_written_is_said_before_the_first_step(
     if package:
         monkeypatch.setitem(sys.modules, package, None)  # as Python sees a package that is not installed
     with pytest.raises(UnusableError, match=message):
-        start(config_for("unused", tracking={"mlflow": False} | tracking), tmp_path / "run")
+        check_sinks(config_for("unused", tracking={"mlflow": False} | tracking).tracking)
+    assert not [*tmp_path.iterdir()]
 
 
 NAMES = {
