@@ -135,7 +135,10 @@ def _described(found: Found) -> Iterator[tuple[str, str]]:
         yield "ranks", f"{manifest['world_size']}, ZeRO stage {manifest['zero_stage']}"
         yield "lanes", f"{len(manifest['lanes']):,} places"
     if validation := manifest.get("validation"):
-        yield "validation", f"{validation['loss']:.4f} nats a token, at step {validation['step']}"
+        yield (
+            "validation",
+            f"{validation['loss']:.4f} nats a token, at step {validation['step']} ({validation['measure']})",
+        )
     code = {**manifest["versions"], "commit": manifest.get("commit") or "not known"}
     yield "code", ", ".join(f"{name} {version}" for name, version in code.items())
     yield "data", manifest["data_fingerprint"]

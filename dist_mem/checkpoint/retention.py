@@ -23,6 +23,7 @@ class Validation(NamedTuple):
 
     step: int  # of the evaluation
     loss: float  # nats per scored token
+    measure: str  # settings and data that it was measured with; losses of others are not comparable
 
 
 class Kept(NamedTuple):
@@ -41,7 +42,7 @@ def kept_by(kept: Sequence[Kept], rules: CheckpointConfig) -> dict[int, list[str
     if rules.keep_every is not None:
         wanted["keep_every"] = [step for step in steps if step % rules.keep_every == 0]
     if rules.keep_best is not None:
-        wanted["keep_best"] = _best_first(kept)[: rules.keep_best]
+        wanted["keep_best"] = _best(kept, rules.keep_best)
     return {step: [rule for rule, chosen in wanted.items() if step in chosen] for step in steps}
 
 
@@ -50,13 +51,19 @@ def superfluous(kept: Sequence[Kept], rules: CheckpointConfig) -> list[int]:
     return [step for step, reasons in kept_by(kept, rules).items() if not reasons]
 
 
-def _best_first(kept: Sequence[Kept]) -> list[int]:
-    """Return steps by validation loss, one per evaluation: that of its first checkpoint."""
+def _best(kept: Sequence[Kept], most: int) -> list[int]:
+    """Return the steps with the lowest validation losses of each measure, at most `most`.
+
+    One per evaluation: that of its first checkpoint. What was best by an earlier measure stays: settings that are tried
+    for a moment delete nothing.
+    """
     evaluations: dict[Validation, int] = {}
     for found in sorted(kept):
         if found.validation is not None and found.validation.loss == found.validation.loss:  # not NaN
             evaluations.setdefault(found.validation, found.step)
-    return [evaluations[validation] for validation in sorted(evaluations, key=lambda made: (made.loss, made.step))]
+    ranked = sorted(evaluations, key=lambda made: (made.loss, made.step))
+    alike = [[made for made in ranked if made.measure == measure] for measure in {made.measure for made in ranked}]
+    return [evaluations[made] for found in alike for made in found[:most]]
 
 
 def prune(run_dir: Path, step: int, rules: CheckpointConfig) -> list[str]:

@@ -43,7 +43,7 @@ _FURTHER = {
     "divergence": record({}, _DIVERGENCE, is_open=True),
     "points": _COUNT,
     "goodput": record({"time": number, "seconds": table(number)}, is_open=True),
-    "validation": optional(record({"step": _COUNT, "loss": figure}, is_open=False)),
+    "validation": optional(record({"step": _COUNT, "loss": figure, "measure": text}, is_open=False)),
 }
 _OF_CHECKPOINT = record(
     {**_ALL, **_CHECKPOINT, "lanes": table(rows(leaf("a file, or its row", lambda value: True)))},

@@ -223,7 +223,7 @@ class CheckpointConfig:
     keep_last: int | None = key(None, at_least=1, at_most=STEPS)
     # steps; with keep_last, also keep the checkpoints at multiples of it
     keep_every: int | None = key(None, at_least=1, at_most=STEPS)
-    # with keep_last, also keep this many with the lowest validation loss
+    # with keep_last, also keep this many with the lowest validation loss of each measure (settings of `eval`, data)
     keep_best: int | None = key(None, at_least=1, at_most=STEPS)
     background: bool = True  # write files while training continues; false: training waits for them
 

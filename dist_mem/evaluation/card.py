@@ -124,7 +124,10 @@ def _figures(checkpoint: Checkpoint) -> str:
     """Return a table of the evaluations of this checkpoint that were made before the export."""
     found = _reports(checkpoint)
     validation = checkpoint.manifest.get("validation")
-    loss = "" if validation is None else f"\n\nValidation loss at step {validation['step']}: {validation['loss']:.4f}."
+    loss = ""
+    if validation is not None:
+        measured = f"{validation['loss']:.4f} nats per token ({validation['measure']})"
+        loss = f"\n\nValidation loss at step {validation['step']}: {measured}."
     if not found:
         return f"No evaluation of this step was made before the export (`dist-mem evaluate`).{loss}"
     titles = ("evaluation", "documents", "word-level perplexity", "perplexity per token", "bits per byte")

@@ -61,6 +61,17 @@ def protocol_of(config: Config, *, without_memory: bool = False) -> Protocol:
     )
 
 
+def protocol_of_training(config: Config) -> Protocol:
+    """Return the protocol of the evaluations during a training: memory, model and precision are those it trains."""
+    model = config.model
+    return protocol_of(config)._replace(
+        mem_len=short_term_len(config.memory),
+        clamp_len=model.clamp_len,
+        same_length=model.same_length,
+        precision=config.train.precision,
+    )
+
+
 def report_name(*parts: str) -> str:
     """Join the non-empty parts of a file's or figure's name with hyphens."""
     return "-".join(part for part in parts if part)

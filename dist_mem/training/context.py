@@ -30,7 +30,7 @@ class TrainState(NamedTuple):
     step: int
     memories: list[Any]  # one memory state per lane group
     cursors: Tensor  # (P, 3) int64
-    validation: dict[str, float] | None = None  # step and loss of the newest evaluation
+    validation: dict[str, Any] | None = None  # of the newest evaluation, as in checkpoint/retention.py
 
 
 @dataclass(frozen=True)

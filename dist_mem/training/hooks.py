@@ -15,6 +15,7 @@ from dist_mem.checkpoint.lane_states import Lanes
 from dist_mem.checkpoint.manifest import TOKENIZER_DIR
 from dist_mem.checkpoint.resume_choice import AUTO, choose_checkpoint
 from dist_mem.checkpoint.resume_source import data_fingerprint, saved_config
+from dist_mem.checkpoint.retention import Validation
 from dist_mem.checkpoint.snapshot import Snapshot, take_snapshot
 from dist_mem.config import to_yaml
 from dist_mem.config.resume_rules import checksums_to_keep
@@ -22,6 +23,7 @@ from dist_mem.data.directory import open_index
 from dist_mem.data.tokenizers.registry import tokenizer_files
 from dist_mem.errors import CutShortError, DivergedError, RunError, TakenOverError
 from dist_mem.evaluation.cut_short import stop_check
+from dist_mem.evaluation.protocol import protocol_of_training
 from dist_mem.evaluation.scoring import score_split
 from dist_mem.inspection.passage import PREFIX, PassageRead, open_passage, passage_figures
 from dist_mem.inspection.passage_picture import write_passage_picture
@@ -34,6 +36,8 @@ from dist_mem.training.meter import peak_memory_gb
 from dist_mem.training.resume import load_checkpoint
 from dist_mem.training.step import Outcome
 from dist_mem.training.stopping import Stopping
+
+_DATA_CHARS = 12  # of a fingerprint
 
 
 def record(context: Context, step: int, figures: Mapping[str, float]) -> None:
@@ -110,7 +114,7 @@ def evaluate_if_owed(context: Context, state: TrainState, stopping: Stopping, *,
         return state
     with context.meter.paused():
         try:
-            loss, figures, read = evaluate_now(context, stopping)
+            validation, figures, read = evaluate_now(context, state.step, stopping)
             figures |= read.figures | full_lanes(context, state)
         except CutShortError:
             return state
@@ -120,7 +124,7 @@ def evaluate_if_owed(context: Context, state: TrainState, stopping: Stopping, *,
             raise
         record(context, state.step, figures)
         draw_passage(context, state.step, read)
-    return state._replace(validation={"step": state.step, "loss": loss})
+    return state._replace(validation=validation._asdict())
 
 
 def save(context: Context, state: TrainState) -> None:
@@ -214,8 +218,8 @@ def end_saving(context: Context) -> None:
     report_saved(context)
 
 
-def evaluate_now(context: Context, stopping: Stopping) -> tuple[float, dict[str, float], PassageRead]:
-    """Return loss and metrics of the validation split, and what the memory read of its passage.
+def evaluate_now(context: Context, step: int, stopping: Stopping) -> tuple[Validation, dict[str, float], PassageRead]:
+    """Return loss and metrics of the validation split at this step, and what the memory read of its passage.
 
     Lanes are fresh, and the training's state is unaffected.
 
@@ -247,7 +251,8 @@ def evaluate_now(context: Context, stopping: Stopping) -> tuple[float, dict[str,
     memories = engine.module.memories()
     read = passage_figures(forward, engine.init_state, memories, passage, context.world.device)
     engine.train(True)
-    return found.nll / found.num_scored, found.figures(), read
+    measure = f"{index.split}, {protocol_of_training(context.config)}; data {index.fingerprint[:_DATA_CHARS]}"
+    return Validation(step, found.nll / found.num_scored, measure), found.figures(), read
 
 
 def draw_passage(context: Context, step: int, read: PassageRead) -> None:

@@ -24,10 +24,12 @@ LOSSES = st.sampled_from([1.0, 2.0, 3.0, math.inf, math.nan])
 class Save(NamedTuple):
     gap: int  # steps since the one before
     loss: float | None  # of an evaluation made at this step
+    measure: str  # of that evaluation
     damaged: bool  # afterwards, before the next one
 
 
-HISTORIES = st.lists(st.builds(Save, st.integers(1, 5), st.none() | LOSSES, st.booleans()), min_size=1, max_size=12)
+SAVES = st.builds(Save, st.integers(1, 5), st.none() | LOSSES, st.sampled_from("ab"), st.booleans())
+HISTORIES = st.lists(SAVES, min_size=1, max_size=12)
 
 
 def commit(run_dir: Path, step: int, validation: Validation | None) -> Path:
@@ -61,7 +63,7 @@ def test_the_rules_hold_over_any_history(
     damaged: set[int] = set()
     for save in history:
         step += save.gap
-        validation = Validation(step, save.loss) if save.loss is not None else validation
+        validation = Validation(step, save.loss, save.measure) if save.loss is not None else validation
         directory = commit(run_dir, step, validation)
         good[step] = validation
         messages = prune(run_dir, step, rules)
@@ -74,8 +76,10 @@ def test_the_rules_hold_over_any_history(
         wanted = set(sorted(good)[-(rules.keep_last or 0) :])
         wanted |= {old for old in good if rules.keep_every and old % rules.keep_every == 0}
         made = {found for found in good.values() if found is not None and not math.isnan(found.loss)}
-        best = sorted(made, key=lambda found: (found.loss, found.step))[: rules.keep_best or 0]
-        wanted |= {min(old for old, found in good.items() if found == one) for one in best}
+        for measure in "ab":  # losses of two measures are never compared
+            alike = [found for found in made if found.measure == measure]
+            best = sorted(alike, key=lambda found: (found.loss, found.step))[: rules.keep_best or 0]
+            wanted |= {min(old for old, found in good.items() if found == one) for one in best}
         assert left == wanted | damaged
         assert newest_verified(run_dir)[0] == directory
         good = {old: good[old] for old in wanted}

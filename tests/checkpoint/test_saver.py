@@ -250,3 +250,4 @@ def test_a_run_keeps_its_last_and_its_best_checkpoints(tmp_path: Path, books: Pa
     kept = json.loads((step_dir(tmp_path / "run", 13) / "manifest.json").read_text())["validation"]
     assert kept["step"] == 12
     assert 2 < kept["loss"] < 6
+    assert kept["measure"].startswith("validation, T ") and "; data " in kept["measure"]
