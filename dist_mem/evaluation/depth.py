@@ -5,8 +5,6 @@ A passkey at depth 0.4 stands after 40 % of the text before the answer. Known in
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +15,7 @@ import numpy as np
 from dist_mem.data.shard import Index, read_mask, read_recall
 from dist_mem.evaluation.legend import Line, add_legend, draw_lines, save_picture
 from dist_mem.evaluation.report import Report, accuracy, known_total
+from dist_mem.runtime.csv_text import csv_text
 
 NUM_BINS = 10
 
@@ -63,12 +62,8 @@ def depth_bins(report: Report) -> list[DepthBin]:
 
 def depths_to_csv(labelled_reports: Sequence[tuple[str, Report]]) -> str:
     """Return a CSV with one line per report and bin; `label` may come several times, once a seed."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["label", *DepthBin._fields])
-    for label, report in labelled_reports:
-        writer.writerows([label, *each] for each in depth_bins(report) if each.num_answers)
-    return text.getvalue()
+    rows = [[label, *each] for label, report in labelled_reports for each in depth_bins(report) if each.num_answers]
+    return csv_text([["label", *DepthBin._fields], *rows])
 
 
 def plot_depth(labelled_reports: Sequence[tuple[str, Report]], path: Path) -> None:

@@ -9,8 +9,6 @@ interrupted sweep keeps its measured rows; the next call measures all rows again
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,6 +25,7 @@ from dist_mem.evaluation.protocol import Protocol, apply_protocol, in_terms_of_e
 from dist_mem.evaluation.report import shown
 from dist_mem.evaluation.trained_model import Checkpoint, read_settings
 from dist_mem.model import MemoryLM
+from dist_mem.runtime.csv_text import csv_text
 from dist_mem.runtime.distributed import World, decided_by_rank0
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.signals import StopSignal
@@ -191,13 +190,11 @@ def to_markdown(rows: Sequence[Row]) -> str:
 
 def to_csv(rows: Sequence[Row]) -> str:
     """Return a CSV with one line per row, including the whole protocol."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["run", "step", "split", *Protocol._fields, "num_scored", *FIGURES])
+    lines: list[list[object]] = [["run", "step", "split", *Protocol._fields, "num_scored", *FIGURES]]
     for row in rows:
         figures = [row.figures[figure] for figure in FIGURES]
-        writer.writerow([row.run, row.step, row.split, *row.protocol, row.num_scored, *figures])
-    return text.getvalue()
+        lines.append([row.run, row.step, row.split, *row.protocol, row.num_scored, *figures])
+    return csv_text(lines)
 
 
 def plot_sweep(rows: Sequence[Row], sweep: Sweep, path: Path, labels: Mapping[str, str]) -> None:

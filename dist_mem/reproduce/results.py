@@ -6,8 +6,6 @@ Markdown has them in a separate section, and the CSV and the plot omit them.
 
 from __future__ import annotations
 
-import csv
-import io
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any, NamedTuple
 from dist_mem.evaluation.legend import add_legend, save_picture
 from dist_mem.reproduce.runs import Run, columns_of, measured, read_result, runs_behind, shown_rows
 from dist_mem.reproduce.tables import Scale, Table
+from dist_mem.runtime.csv_text import csv_text
 from dist_mem.runtime.files import write_text
 
 NOT_GIVEN = "-"
@@ -119,16 +118,15 @@ def _line(cells: Sequence[str]) -> str:
 
 def to_csv(table: Table, scale: Scale, runs: Sequence[Run]) -> str:
     """Return a CSV of row, column, seed, our figure, step and outcome; at the paper's scale also the paper's figure."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["row", "column", "seed", *(["paper"] if scale.is_papers else []), "value", "step", "ended"])
+    lines: list[list[object]] = []
+    lines.append(["row", "column", "seed", *(["paper"] if scale.is_papers else []), "value", "step", "ended"])
     for run in runs:
         for name in measured(table, scale, run):
             result: dict[str, Any] = read_result(run, name) or {"to run": True}
             ended = next((word for word in ("diverged", "absent", "to run") if word in result), "evaluated")
             paper = [table.rows[run.row].paper.get(name, "")] if scale.is_papers else []
-            writer.writerow([run.row, name, run.seed, *paper, result.get("value", ""), result.get("step", ""), ended])
-    return text.getvalue()
+            lines.append([run.row, name, run.seed, *paper, result.get("value", ""), result.get("step", ""), ended])
+    return csv_text(lines)
 
 
 def draw(table: Table, scale: Scale, runs: Sequence[Run], path: Path) -> None:

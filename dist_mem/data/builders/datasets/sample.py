@@ -11,8 +11,6 @@ the same bytes.
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import random
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +19,7 @@ from dist_mem.data.builders.builder import build_dataset
 from dist_mem.data.builders.options import add_build_options, positive
 from dist_mem.data.builders.sample_library import Book, write_book
 from dist_mem.data.builders.source import SourceDocument
+from dist_mem.runtime.csv_text import csv_text
 from dist_mem.runtime.files import write_text
 
 
@@ -83,8 +82,7 @@ def write_split(split: str, count: int, size: Size, *, seed: int) -> dict[str, B
 
 def write_texts(library: dict[str, dict[str, Book]], folder: Path) -> None:
     """Write {train,validation,test}/<id>.txt and metadata.csv, as in PG-19; remove other books."""
-    rows = io.StringIO()
-    metadata = csv.writer(rows, lineterminator="\n")
+    metadata: list[list[object]] = []
     for split, books in library.items():
         (folder / split).mkdir(parents=True, exist_ok=True)
         for path in (folder / split).glob("*.txt"):
@@ -92,5 +90,5 @@ def write_texts(library: dict[str, dict[str, Book]], folder: Path) -> None:
                 path.unlink()
         for book_id, book in books.items():
             write_text(folder / split / f"{book_id}.txt", book.text)
-            metadata.writerow([book_id, book.title, book.year, ""])
-    write_text(folder / "metadata.csv", rows.getvalue())
+            metadata.append([book_id, book.title, book.year, ""])
+    write_text(folder / "metadata.csv", csv_text(metadata))

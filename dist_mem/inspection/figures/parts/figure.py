@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from dist_mem.inspection.figures.parts.source import Source
+from dist_mem.runtime.csv_text import csv_text
 
 Cell = str | int | float
 
@@ -20,11 +19,7 @@ class Table(NamedTuple):
 
     def to_csv(self) -> str:
         """Return the table as CSV, with full precision."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(self.header)
-        writer.writerows(self.rows)
-        return text.getvalue()
+        return csv_text([self.header, *self.rows])
 
 
 class Drawn(NamedTuple):
