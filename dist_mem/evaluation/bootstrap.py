@@ -4,6 +4,8 @@ Documents are drawn with replacement, the same ones for both models, because a d
 (paired bootstrap; Koehn 2004). Of a model that was trained with several seeds, the seeds are drawn too, for each model
 apart: n - 1 of n with replacement, so that their mean varies as the mean of n seeds does (Rao and Wu 1988; n of n
 would make it too narrow, by half for two seeds). The interval of one seed does not contain what another would change.
+
+Of fewer than `MIN_DOCUMENTS` documents there is none: draws from so few repeat them, and the interval is too narrow.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from dist_mem.data.batch_plan import counted
 from dist_mem.evaluation.report import MAX_EXPONENT, DocumentScore, Report
 
+MIN_DOCUMENTS = 8  # with 8, a nominal 95 % covers about 90 %; with 2, the draws are only three different ones
 _DRAWS = 10_000  # resamples of documents and seeds
 _DRAWS_AT_ONCE = 1_000_000  # documents drawn in one array: 8 MB, and a few such arrays
 _SEED = 0  # the same reports give the same interval
@@ -31,13 +35,16 @@ def gain_interval(first: Sequence[Report], other: Sequence[Report]) -> tuple[flo
         first, other: of each model a report for every seed.
 
     Returns:
-        Lower and upper bound; None if there are fewer than two documents, or a loss is not finite.
+        Lower and upper bound; None for a reason that `no_gain_interval` returns.
     """
-    scored = [document.num_scored if document.words is None else document.words for document in first[0].documents]
-    counts = np.array(scored, dtype=np.float64)
-    known = counts > 0  # a document without words has no share in a perplexity of words
-    bounds = _bounds(_losses(other)[:, known], _losses(first)[:, known], counts[known])
+    bounds = _bounds(*_scored_losses(first, other))
     return None if bounds is None else (_ratio(bounds[0]), _ratio(bounds[1]))
+
+
+def no_gain_interval(first: Sequence[Report], other: Sequence[Report]) -> str | None:
+    """Return why `gain_interval` of the same reports returns None; None if it does not."""
+    before, after, _ = _scored_losses(first, other)
+    return _problem(before, after)
 
 
 def accuracy_interval(
@@ -49,7 +56,7 @@ def accuracy_interval(
         whole: of the share of documents whose scored tokens are all right, instead.
 
     Returns:
-        Lower and upper bound; None if there are fewer than two documents, or the accuracy of one is not known.
+        Lower and upper bound; None if there are too few documents, or the accuracy of one is not known.
     """
     counts = np.array([document.num_scored for document in first[0].documents], dtype=np.float64)
     known = counts > 0
@@ -66,7 +73,7 @@ def _bounds(
         before, after: a figure of every document, (seeds, documents); the numbers of seeds may differ.
         counts: what the figures are divided by, (documents,).
     """
-    if len(counts) < 2 or not (np.isfinite(before).all() and np.isfinite(after).all()):
+    if _problem(before, after) is not None:
         return None
     documents, seeds = np.random.default_rng(_SEED), np.random.default_rng(_SEED + 1)
     means = []
@@ -79,6 +86,14 @@ def _bounds(
         left -= rows
     low, high = np.percentile(np.concatenate(means), [_TAIL, 100 - _TAIL])
     return float(low), float(high)
+
+
+def _problem(before: NDArray[np.float64], after: NDArray[np.float64]) -> str | None:
+    """Return why there is no interval of figures of documents, (seeds, documents) each; None if there is one."""
+    num_documents = before.shape[1]
+    if num_documents < MIN_DOCUMENTS:
+        return f"{counted(num_documents, 'document')}; a bootstrap needs at least {MIN_DOCUMENTS}"
+    return None if np.isfinite(before).all() and np.isfinite(after).all() else "a loss is not finite"
 
 
 def _drawn_means(figures: NDArray[np.float64], rows: int, generator: np.random.Generator) -> NDArray[np.float64]:
@@ -99,6 +114,16 @@ def _hits(reports: Sequence[Report], *, whole: bool) -> NDArray[np.float64]:
         return float(document.hits == document.num_scored if whole else document.hits)
 
     return np.array([[hits(document) for document in each.documents] for each in reports])
+
+
+def _scored_losses(
+    first: Sequence[Report], other: Sequence[Report]
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Return the losses of the other model and of the first, and the words or tokens of each document with any."""
+    scored = [document.num_scored if document.words is None else document.words for document in first[0].documents]
+    counts = np.array(scored, dtype=np.float64)
+    known = counts > 0  # a document without words has no share in a perplexity of words
+    return _losses(other)[:, known], _losses(first)[:, known], counts[known]
 
 
 def _losses(reports: Sequence[Report]) -> NDArray[np.float64]:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from dist_mem.config.check import nearest
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
-from dist_mem.evaluation.bootstrap import gain_interval
+from dist_mem.evaluation.bootstrap import gain_interval, no_gain_interval
 from dist_mem.evaluation.legend import labels_of
 from dist_mem.evaluation.memory_gain import MemoryGain, counterpart, is_without_memory, memory_gain
 from dist_mem.evaluation.plot import plot_recall
@@ -47,7 +47,7 @@ class Row(NamedTuple):
     name: str
     perplexity: float  # word-level; per token if words are not known
     gain: float  # the first run's perplexity divided by this one's
-    interval: tuple[float, float] | None  # of `gain`, at 95 %; None: the first run itself, or too few documents
+    interval: tuple[float, float] | str | None  # of `gain`, at 95 %, or why there is none; None: the first run itself
     accuracy: float  # nan if it is not known
     memory: MemoryGain | None  # gain of its memory; None if it has not been evaluated without memory
     recall: dict[Band, tuple[float, float]]  # perplexity and gain
@@ -163,7 +163,7 @@ def compare(reports: Sequence[Entry]) -> list[Row]:
             entry.name,
             value,
             values[0] / value,
-            None if entry is reports[0] else gain_interval([first], [entry.report]),
+            None if entry is reports[0] else _interval(first, entry.report),
             entry.report.accuracy,
             None if entry.without_memory is None else memory_gain(entry.report, entry.without_memory),
             {
@@ -174,6 +174,10 @@ def compare(reports: Sequence[Entry]) -> list[Row]:
         )
         for entry, value in zip(reports, values, strict=True)
     ]
+
+
+def _interval(first: Report, other: Report) -> tuple[float, float] | str | None:
+    return gain_interval([first], [other]) or no_gain_interval([first], [other])
 
 
 def _check_text(reports: Sequence[Entry]) -> None:
@@ -215,15 +219,19 @@ def to_table(entries: Sequence[Entry], rows: Sequence[Row]) -> str:
 
 
 def _interval_lines(entries: Sequence[Entry], rows: Sequence[Row]) -> list[str]:
-    """Return one line per gain that has an interval."""
+    """Return one line per gain, with its interval or the reason why there is none."""
     count = len(entries[0].report.documents)
-    return [
-        f"{rows[0].name} / {row.name}: {row.gain:.3f} (95 % interval {low:.3f} to {high:.3f}, "
-        f"bootstrap over {count} documents)"
-        for row in rows
-        if row.interval is not None
-        for low, high in [row.interval]
-    ]
+    lines = []
+    for row in rows:
+        if isinstance(row.interval, str):
+            about = f"no interval: {row.interval}"
+        elif row.interval is not None:
+            low, high = row.interval
+            about = f"95 % interval {low:.3f} to {high:.3f}, bootstrap over {count} documents"
+        else:
+            continue
+        lines.append(f"{rows[0].name} / {row.name}: {row.gain:.3f} ({about})")
+    return lines
 
 
 def _memory_cell(gain: MemoryGain | None) -> str:

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from dist_mem.evaluation.bootstrap import gain_interval
+from dist_mem.evaluation.bootstrap import gain_interval, no_gain_interval
 from dist_mem.evaluation.report import Report, shown
 from dist_mem.runtime.terminal import table
 
@@ -28,13 +28,19 @@ def seed_lines(labels: Sequence[str], reports: Sequence[Report]) -> list[str]:
     head = ["seeds together", "runs", "word ppl" if by_words else "token ppl", "accuracy", f"{first} / it, 95 %"]
     rows = [head]
     for label, group in groups.items():
-        interval = gain_interval(groups[first], group) if label != first else None
         perplexities = [each.word_perplexity if by_words else each.token_perplexity for each in group]
         spreads = _spread(perplexities, ",.2f"), _spread([each.accuracy for each in group], ".2%")
-        shown_interval = "" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}"
+        shown_interval = "" if label == first else _interval(groups[first], group)
         rows.append([label, str(len(group)), *spreads, shown_interval])
     about = "means over runs that differ only in their seeds, ± standard deviation"
     return ["", f"{about}; interval by bootstrap over seeds and documents", *table(rows)]
+
+
+def _interval(first: Sequence[Report], other: Sequence[Report]) -> str:
+    interval = gain_interval(first, other)
+    if interval is None:
+        return f"none ({no_gain_interval(first, other)})"
+    return f"{interval[0]:.3f} to {interval[1]:.3f}"
 
 
 def _spread(values: Sequence[float], form: str) -> str:

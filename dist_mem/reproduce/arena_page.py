@@ -6,9 +6,7 @@ every document: who repeats the two commands on the same kind of machine gets th
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
 import shlex
 import statistics
@@ -17,7 +15,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import NamedTuple
 
-from dist_mem.evaluation.bootstrap import accuracy_interval, gain_interval
+from dist_mem.evaluation.bootstrap import MIN_DOCUMENTS, accuracy_interval, gain_interval
 from dist_mem.evaluation.depth import depth_bins, depths_to_csv, plot_depth
 from dist_mem.evaluation.legend import save_picture
 from dist_mem.evaluation.plot import MIN_TOKENS, distance_bins, plot_recall, recall_curve
@@ -34,6 +32,7 @@ from dist_mem.reproduce.runs import (
     runs_behind,
     train_command,
 )
+from dist_mem.runtime.csv_text import csv_text
 from dist_mem.runtime.files import write_text
 from dist_mem.tracking.tracker import METRICS_FILE, read_points
 
@@ -140,7 +139,8 @@ def _about_interval(first: str, figure: str) -> str:
     return (
         f"The interval is that of {what}, with other seeds and other documents of the same kind: 10,000 draws of the "
         f"documents, the same for both, and of the seeds of each. An interval that contains {nothing} settles nothing; "
-        "one of two or three seeds is rough."
+        "one of two or three seeds is rough. "
+        f"Fewer than {MIN_DOCUMENTS} documents have none."
     )
 
 
@@ -195,11 +195,8 @@ def _speed(run: Run) -> float | None:
 
 
 def _cells(job: Job, memories: Sequence[str]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["memory", "row", "seed", "column", "value", "sha256", "training", "evaluation"])
-    writer.writerows(_cell_lines(job, memories))
-    return text.getvalue()
+    head = ["memory", "row", "seed", "column", "value", "sha256", "training", "evaluation"]
+    return csv_text([head, *_cell_lines(job, memories)])
 
 
 def _cell_lines(job: Job, memories: Sequence[str]) -> Iterator[list[str]]:

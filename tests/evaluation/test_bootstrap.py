@@ -8,8 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dist_mem.evaluation.bootstrap import accuracy_interval, gain_interval
+from dist_mem.evaluation.bootstrap import MIN_DOCUMENTS, accuracy_interval, gain_interval, no_gain_interval
+from dist_mem.evaluation.compare import Entry, compare, to_table
 from dist_mem.evaluation.report import DocumentScore, Report
+from dist_mem.evaluation.seed_groups import seed_lines
 
 
 def report(*nlls: float, words: int | None = 100) -> Report:
@@ -18,9 +20,10 @@ def report(*nlls: float, words: int | None = 100) -> Report:
 
 
 def test_a_gain_that_all_documents_share_has_no_width_however_they_differ() -> None:
-    found = gain_interval([report(500.0, 100.0, 900.0)], [report(400.0, 0.0, 800.0)])
+    first, other = [500.0, 100.0, 900.0] * 3, [400.0, 0.0, 800.0] * 3
+    found = gain_interval([report(*first)], [report(*other)])
     assert found == pytest.approx((math.e, math.e))
-    by_tokens = gain_interval([report(500.0, 100.0, words=None)], [report(400.0, 0.0, words=None)])
+    by_tokens = gain_interval([report(*first, words=None)], [report(*other, words=None)])
     assert by_tokens == pytest.approx((math.exp(0.5), math.exp(0.5)))
 
 
@@ -58,19 +61,32 @@ def test_an_interval_over_few_seeds_reaches_from_the_worst_to_the_best(shifts: t
 
 
 def test_seeds_that_agree_leave_the_interval_of_the_documents() -> None:
-    first, other = report(500.0, 100.0, 900.0), report(400.0, 20.0, 800.0)
+    first, other = report(*[500.0, 100.0, 900.0] * 3), report(*[400.0, 20.0, 800.0] * 3)
     assert gain_interval([first] * 3, [other] * 2) == pytest.approx(gain_interval([first], [other]))
-    hits = scored(1, 2, 3), scored(2, 2, 4)
+    hits = scored(*[1, 2, 3] * 3), scored(*[2, 2, 4] * 3)
     alone, together = (accuracy_interval([hits[0]] * count, [hits[1]] * count) for count in (1, 3))
     assert together == pytest.approx(alone)
 
 
-def test_there_is_no_interval_of_one_document_or_of_infinite_losses() -> None:
-    assert gain_interval([report(500.0)], [report(400.0)]) is None
-    one, other = report(500.0, math.inf), report(400.0, 3.0)
-    assert gain_interval([one], [other]) is None
-    empty = replace(one.documents[1], nll=0.0, words=0)
-    assert gain_interval([replace(one, documents=[one.documents[0], empty])], [other]) is None
+@pytest.mark.parametrize("count", range(1, 12))
+def test_there_is_an_interval_of_at_least_eight_documents_with_words(count: int) -> None:
+    first, other = report(*[500.0] * count), report(*[400.0] * count)
+    reason = no_gain_interval([first], [other])
+    assert (gain_interval([first], [other]) is None) == (reason is not None) == (count < MIN_DOCUMENTS)
+    assert (accuracy_interval([scored(*[1] * count)], [scored(*[2] * count)]) is None) == (count < MIN_DOCUMENTS)
+    if count == MIN_DOCUMENTS:
+        empty = replace(first.documents[0], nll=0.0, words=0)
+        assert gain_interval([replace(first, documents=[*first.documents[1:], empty])], [other]) is None
+
+
+def test_a_missing_interval_has_a_reason() -> None:
+    assert no_gain_interval([report(1.0, 2.0)], [report(1.0, 2.0)]) == "2 documents; a bootstrap needs at least 8"
+    assert no_gain_interval([report(*[math.inf] * 9)], [report(*[2.0] * 9)]) == "a loss is not finite"
+    entries = [Entry("one", report(100.0, 200.0)), Entry("two", report(80.0, 200.0))]
+    table = to_table(entries, compare(entries))
+    assert "one / two: 1.051 (no interval: 2 documents; a bootstrap needs at least 8)" in table
+    labels, reports = ["a", "a", "b"], [report(1.0, 2.0), report(1.0, 2.5), report(1.0, 3.0)]
+    assert "none (2 documents; a bootstrap needs at least 8)" in "\n".join(seed_lines(labels, reports))
 
 
 def scored(*hits: int | None) -> Report:
@@ -79,12 +95,12 @@ def scored(*hits: int | None) -> Report:
 
 
 def test_the_interval_of_an_accuracy_is_that_of_the_difference() -> None:
-    assert accuracy_interval([scored(1, 2, 3)], [scored(2, 3, 4)]) == (0.25, 0.25)
-    assert accuracy_interval([scored(1, 2), scored(3, 4)], [scored(2, 3)]) == (-0.25, 0.25)  # of either seed
-    first, other = scored(*[3] * 50, *[4] * 50), scored(*[4] * 100)
-    low, high = accuracy_interval([first], [other], whole=True) or (0.0, 0.0)
+    assert accuracy_interval([scored(*[1, 2, 3] * 3)], [scored(*[2, 3, 4] * 3)]) == (0.25, 0.25)
+    seeds = [scored(*[1, 2] * 4), scored(*[3, 4] * 4)]
+    low, high = accuracy_interval(seeds, [scored(*[2, 3] * 4)]) or (0.0, 0.0)
+    assert (low, high) == (-0.25, 0.25), "of either seed"
+    some, every = scored(*[3] * 50, *[4] * 50), scored(*[4] * 100)
+    low, high = accuracy_interval([some], [every], whole=True) or (0.0, 0.0)
     assert (low, high) == (pytest.approx(0.5 - 1.96 * 0.05, abs=0.02), pytest.approx(0.5 + 1.96 * 0.05, abs=0.02))
-    reverse = accuracy_interval([other], [first], whole=True)
-    assert reverse == (-high, -low)
-    assert accuracy_interval([scored(1, None)], [scored(1, 2)]) is None
-    assert accuracy_interval([scored(1)], [scored(2)]) is None
+    assert accuracy_interval([every], [some], whole=True) == (-high, -low)
+    assert accuracy_interval([scored(None, *[1] * 8)], [scored(*[2] * 9)]) is None

@@ -83,7 +83,7 @@ def test_a_report_survives_its_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="format_version 99 is newer than 5"):
         read_report(paths[1])
     paths[1].write_text("[]")
-    with pytest.raises(ValueError, match="test-step-00000007.json is damaged"):
+    with pytest.raises(ValueError, match=r"test-step-00000007\.json is damaged"):
         read_report(paths[1])
 
 
