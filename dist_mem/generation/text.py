@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.errors import UnusableError
+from dist_mem.runtime.files import read_at_most
 
 
 def read_file(path: Path, option: str) -> str:
@@ -16,11 +17,12 @@ def read_file(path: Path, option: str) -> str:
         option: of the command line that names the file, for messages; empty: a positional argument.
 
     Raises:
-        UnusableError: the file does not exist or is not UTF-8.
+        UnusableError: the file does not exist, is not UTF-8 or is too long.
     """
     named = f"{option} {path}".strip()
     try:
-        return path.read_text(encoding="utf-8-sig")
+        text = read_at_most(path).decode("utf-8-sig")
+        return text.replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise UnusableError(
             f"{named}: byte {error.start} is not UTF-8; convert the file, as with iconv -t utf-8"

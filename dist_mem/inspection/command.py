@@ -23,11 +23,12 @@ from dist_mem.evaluation.cut_short import StopCheck
 from dist_mem.evaluation.evaluate import as_job, described, found_by_all, use_threads
 from dist_mem.evaluation.other_data import data_tag
 from dist_mem.evaluation.protocol import protocol_of, report_name, tag_of
+from dist_mem.generation.text import read_file
 from dist_mem.inspection.aggregates import Aggregates, aggregate, word_gains
 from dist_mem.inspection.content import content_of
 from dist_mem.inspection.counterfactual import Counterfactual, Passage, check_forgets, remove_passages
 from dist_mem.inspection.reading import DocumentReading, read_document
-from dist_mem.inspection.request import Request, Subject, open_other, open_subject, read_text, settings_of
+from dist_mem.inspection.request import Request, Subject, open_other, open_subject, settings_of
 from dist_mem.inspection.shown import aggregates_tables, coloured, gains_table, legend, passages_table, top_table
 from dist_mem.inspection.words import Word, words_of
 from dist_mem.memory.parts.inspection import SUMMARY
@@ -62,7 +63,7 @@ def run(request: Request, *, early: StopSignal | None = None) -> int:
 def _run(world: World, check: StopCheck, *, request: Request) -> None:
     if world.size > 1:
         raise ValueError(f"dist-mem inspect runs on one process, not on {world.size}")
-    text = None if request.text is None else read_text(request.text)  # before checkpoints are verified
+    text = None if request.text is None else read_file(request.text, "--text")  # before checkpoints are verified
     found = found_by_all(request.run, request.checkpoint, world)
     config = settings_of(request, found)
     use_threads(config)

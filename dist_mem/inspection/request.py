@@ -130,17 +130,3 @@ def open_book(config: Config, split: str, book: str, *, bos_id: int) -> tuple[Do
     if not lengths[number]:
         raise UnusableError(f"--book {book}: this document of {index.split_dir} has no tokens; give another one")
     return Documents(index, lengths, bos_id=bos_id).open(number), index.documents[number].title
-
-
-def read_text(path: Path) -> str:
-    """Return the text of a UTF-8 file.
-
-    Raises:
-        UnusableError: it cannot be read.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UnusableError(f"--text {path}: not a UTF-8 text ({error}); convert it to UTF-8") from error
-    except OSError as error:
-        raise UnusableError(f"--text {path}: {error.strerror}; give a file with a text") from error

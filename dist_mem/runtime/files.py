@@ -34,6 +34,7 @@ _WRONG_PATH = {
 }
 _PARTIAL = re.compile(r"\..+\.([0-9a-f]{6})-(\d{1,9})\.partial")
 _ABANDONED_SECONDS = 86_400.0  # without a change: of a process that this one cannot see, as on another host
+MAX_TEXT_BYTES = 1 << 30  # of one text that is read as a whole: about a thousand novels
 _CHUNK = 1 << 20  # bytes; written and hashed while they are in the processor's cache
 
 
@@ -288,6 +289,23 @@ def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, A
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def read_at_most(path: Path, limit: int = MAX_TEXT_BYTES) -> bytes:
+    """Return the content of a file, a pipe or a device that has an end within `limit` bytes.
+
+    Raises:
+        UnusableError: it has more; at most `limit` bytes are in memory by then.
+        OSError: it cannot be read.
+    """
+    blocks, size = [], 0
+    with path.open("rb") as file:
+        while block := file.read(_CHUNK):
+            blocks.append(block)
+            size += len(block)
+            if size > limit:
+                raise UnusableError(f"{path} has more than {limit:,} bytes, the most that a text may have: cut it")
+    return b"".join(blocks)
 
 
 def sha256_of(path: Path) -> str:

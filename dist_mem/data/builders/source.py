@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from dist_mem.data.tar import check_id
+from dist_mem.runtime.files import read_at_most
 
 
 class RecallSpan(NamedTuple):
@@ -111,10 +112,10 @@ def read_text(path: Path) -> str:
     """Return a file's text unchanged, but without the byte order mark (U+FEFF) that some editors put first.
 
     Raises:
-        ValueError: the file is not UTF-8; names it and the first bad byte.
+        ValueError: the file is not UTF-8, or too long; names it and the first bad byte.
     """
     try:
-        return path.read_bytes().decode("utf-8").removeprefix("\ufeff")
+        return read_at_most(path).decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} is not UTF-8 (byte {error.start} is 0x{error.object[error.start]:02x}): convert it, "

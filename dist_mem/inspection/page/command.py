@@ -23,6 +23,7 @@ from dist_mem.errors import EXIT_DONE, UnusableError, run_error
 from dist_mem.evaluation.cut_short import StopCheck
 from dist_mem.evaluation.evaluate import as_job, found_by_all, use_threads
 from dist_mem.evaluation.sweep import names_of
+from dist_mem.generation.text import read_file
 from dist_mem.inspection.aggregates import aggregate
 from dist_mem.inspection.counterfactual import MOST, cannot_forget, remove_passages
 from dist_mem.inspection.page.assemble import Section, assembled
@@ -32,7 +33,7 @@ from dist_mem.inspection.page.markup import Markup
 from dist_mem.inspection.page.pictures import pictures
 from dist_mem.inspection.page.tables import evaluation_tables, find_evaluations, gain_tables, settings_table
 from dist_mem.inspection.reading import read_document
-from dist_mem.inspection.request import Request, open_other, open_subject, read_text, settings_of
+from dist_mem.inspection.request import Request, open_other, open_subject, settings_of
 from dist_mem.inspection.words import words_of
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.files import checked_inside, write_text
@@ -76,7 +77,7 @@ def run(asked: Asked, *, out: Path | None, early: StopSignal | None = None) -> i
     def work(world: World, check: StopCheck) -> None:
         if world.size > 1:
             raise UnusableError(f"dist-mem report runs on one process, not on {world.size}")
-        text = None if asked.text is None else read_text(asked.text)
+        text = None if asked.text is None else read_file(asked.text, "--text")
         _settings(asked)  # what is wrong is said before a model reads for hours
         _publish(_page(asked, _book(asked, text, world, check)), path, asked)
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from dist_mem.data.builders.builder import build_dataset
 from dist_mem.data.builders.options import add_build_options, check_paths
 from dist_mem.data.builders.source import FileSlice, SourceDocument
-from dist_mem.runtime.files import sha256_of
+from dist_mem.runtime.files import read_at_most, sha256_of
 
 NUM_BYTES = 100_000_000  # of the file
 HELD_OUT = 5_000_000  # of validation, and of test after it
@@ -85,7 +85,7 @@ def read_whole(path: Path) -> bytes:
     """Return the content of the file. Raise ValueError if it cannot be enwik8 or text8."""
     if path.is_dir():
         raise ValueError(f"--source {path} is a folder: give the file in it, enwik8 or text8")
-    content = path.read_bytes()
+    content = read_at_most(path)
     if content.startswith(b"PK\x03\x04"):
         raise ValueError(f"--source {path} is a zip archive: unpack it first (unzip {path.name})")
     if len(content) != NUM_BYTES:
