@@ -8,8 +8,6 @@ distance, so that they can be computed for any band later.
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_mem.errors import UnusableError
+from dist_mem.runtime.csv_text import csv_text
 from dist_mem.runtime.file_schema import MAX_INTEGER, check, figure, integer, leaf, number, optional, read_json, record
 from dist_mem.runtime.file_schema import rows as rows_of
 from dist_mem.runtime.file_schema import table as table_of
@@ -246,9 +245,7 @@ def _row(
 
 def to_csv(documents: Iterable[DocumentScore]) -> str:
     """Return a CSV with one line per document."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*_CSV_COLUMNS, "word_perplexity", "token_perplexity", "bits_per_byte", "accuracy"])
+    rows: list[list[object]] = [[*_CSV_COLUMNS, "word_perplexity", "token_perplexity", "bits_per_byte", "accuracy"]]
     for document in documents:
         nll = document.nll
         derived = (
@@ -257,8 +254,8 @@ def to_csv(documents: Iterable[DocumentScore]) -> str:
             bits_per_byte(nll, document.bytes),
             accuracy(document.hits, document.num_scored),
         )
-        writer.writerow([*(getattr(document, name) for name in _CSV_COLUMNS), *derived])
-    return text.getvalue()
+        rows.append([*(getattr(document, name) for name in _CSV_COLUMNS), *derived])
+    return csv_text(rows)
 
 
 def write_report(report: Report, directory: Path, name: str, *, metadata: dict[str, object]) -> list[Path]:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dist_mem.config import Config, ModelConfig
-from dist_mem.errors import UnusableError
+from dist_mem.errors import UnusableError, reason_of
 from dist_mem.model import MemoryLM
 from dist_mem.published.family import Family
 from dist_mem.published.names import FAMILIES, take_published
@@ -105,7 +105,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         try:
             weights |= load_file(path)
         except (OSError, SafetensorError, ValueError) as error:
-            raise UnusableError(f"model.pretrained: {path} cannot be read ({error}): {_AGAIN}") from error
+            raise UnusableError(f"model.pretrained: {path} cannot be read ({reason_of(error)}): {_AGAIN}") from error
     return weights
 
 

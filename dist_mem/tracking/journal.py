@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dist_mem.errors import UnusableError
+from dist_mem.errors import UnusableError, reason_of
 from dist_mem.runtime.files import check_regular, fsync_path, make_folder, naming, write_text
 
 JOURNAL = Path("mlflow") / "train.jsonl"  # in the run directory; journals of evaluations are in the same folder
@@ -65,7 +65,9 @@ def read_header(path: Path) -> Header:
         if version <= FORMAT_VERSION:
             return Header(**content)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise JournalError(f"{path}: the first line is no header of a journal ({error}); move the file away") from error
+        raise JournalError(
+            f"{path}: the first line is no header of a journal ({reason_of(error)}); move the file away"
+        ) from error
     raise JournalError(f"{path}: format_version {version} is newer than {FORMAT_VERSION}; update dist_mem")
 
 

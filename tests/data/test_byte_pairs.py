@@ -127,7 +127,7 @@ def test_both_layouts_and_the_data_directory_hold_the_same_tokenizer(
         ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}}, "a space put before"),
         ({"pre_tokenizer": {"type": "Whitespace"}}, "is not of byte pairs"),
         ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}, "lacks"),
-        ({"model": {"type": "BPE"}}, "vocab|merges"),
+        ({"model": {"type": "BPE"}}, "it has no '(vocab|merges)'"),
     ],
 )
 def test_other_tokenizers_are_refused(
@@ -142,6 +142,15 @@ def test_other_tokenizers_are_refused(
     with pytest.raises(ValueError, match=message) as raised:
         read_byte_pairs(tmp_path)
     assert str(tmp_path) in str(raised.value)
+
+
+def test_a_token_outside_of_the_alphabet_is_named(tmp_path: Path, tokenizer: BytePairTokenizer) -> None:
+    """As in GPT-NeoX's tokenizer, which adds tokens of several spaces."""
+    write_byte_pairs(tokenizer, tmp_path)
+    vocabulary = json.loads((tmp_path / "vocab.json").read_text(encoding="utf-8"))
+    (tmp_path / "vocab.json").write_text(json.dumps({**vocabulary, "  ": len(vocabulary)}), encoding="utf-8")
+    with pytest.raises(ValueError, match="the token '  ' has characters that stand for no byte in GPT-2's alphabet"):
+        read_byte_pairs(tmp_path)
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from dist_mem.data.tokenizers.base import Tokenizer
+from dist_mem.errors import reason_of
 from dist_mem.runtime.extras import require
 
 END_OF_TEXT = "<|endoftext|>"
@@ -55,6 +56,12 @@ class BytePairTokenizer(Tokenizer):
         pairs = [(first, second) for first, _, second in (merge.partition(" ") for merge in self.merges)]
         if bad := [pair for pair in pairs if not {*pair, "".join(pair)} <= ids.keys()]:
             raise ValueError(f"the merge {bad[0]} is of tokens that the vocabulary lacks")
+        foreign = [token for token in ids if token != END_OF_TEXT and not alphabet.keys() >= set(token)]
+        if foreign:
+            raise ValueError(
+                f"the token {foreign[0]!r} has characters that stand for no byte in GPT-2's alphabet, so it is another "
+                f"kind of token (an added one, as GPT-NeoX has)"
+            )
         known = {token: bytes(alphabet[letter] for letter in token) for token in ids if token != END_OF_TEXT}
         self.processor = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=pairs))
         self.processor.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -96,7 +103,7 @@ def read_byte_pairs(folder: Path) -> BytePairTokenizer:
         if whole.exists():
             return _of_whole(json.loads(whole.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder} holds no tokenizer of GPT-2's kind: {error}") from error
+        raise ValueError(f"{folder} holds no tokenizer of GPT-2's kind: {reason_of(error)}") from error
     raise ValueError(f"{folder} has neither vocab.json and merges.txt nor tokenizer.json")
 
 
