@@ -43,6 +43,7 @@ from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import JSON_NAME, KINDS, load_tokenizer, read_tokenizer_metadata
 from dist_mem.runtime.environment import user_cache_dir
 from dist_mem.runtime.files import sha256_of
+from dist_mem.runtime.names import is_hidden
 
 log = logging.getLogger(__name__)
 START_NAME = ".start"  # lock of `refresh`; contains the last start it ran for, and kind and text of its error
@@ -84,7 +85,8 @@ def check_allowed(data: DataConfig, how: str = "add data.allow_pipe=true to the 
 def check_split(data: DataConfig, split: str) -> None:
     """Raise ShardError if a directory on disk has other splits, but not this one; the message lists them."""
     directory = local_dir(data)
-    splits = sorted(path.parent.name for path in directory.glob(f"*/{INDEX_NAME}"))
+    found = (path.parent.name for path in directory.glob(f"*/{INDEX_NAME}"))
+    splits = sorted(name for name in found if not is_hidden(name))
     if splits and not (directory / split).is_dir():
         meant = nearest(split, splits)
         hint = f"; did you mean {meant}?" if meant else ""

@@ -36,6 +36,7 @@ from dist_mem.data.tokenizers.registry import JSON_NAME
 from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.files import sha256_of
+from dist_mem.runtime.names import is_hidden
 
 USUAL_SPLITS = ("train", "validation", "test")
 REMEDY = "build (--overwrite) or copy the tar again"
@@ -97,7 +98,8 @@ def _find_splits(data: DataConfig, asked: Sequence[str]) -> tuple[list[str], lis
 
 
 def _local_splits(data_dir: Path) -> list[str]:
-    return sorted({path.parent.name for pattern in (f"*/{INDEX_NAME}", "*/*.tar") for path in data_dir.glob(pattern)})
+    paths = [path for pattern in (f"*/{INDEX_NAME}", "*/*.tar") for path in data_dir.glob(pattern)]
+    return sorted({path.parent.name for path in paths if not is_hidden(path.parent.name) and not is_hidden(path.name)})
 
 
 def _remote_splits(data: DataConfig, asked: Sequence[str]) -> tuple[list[str], list[Problem]]:
@@ -130,7 +132,8 @@ def verify_split(data: DataConfig, split: str, tokenizer: Tokenizer | None) -> l
         tokenizer = None
     for shard in index.shards:
         problems.extend(_verify_shard(index, shard, tokenizer))
-    tars = set() if is_remote(data.path) else {path.name for path in split_dir.glob("*.tar")}  # a cache may hold others
+    found = [] if is_remote(data.path) else split_dir.glob("*.tar")  # a cache may hold others
+    tars = {path.name for path in found if not is_hidden(path.name)}
     for stray in sorted(tars - {shard.name for shard in index.shards}):
         problems.append(Problem(f"{split_dir.name}/{stray}", None, f"not in {INDEX_NAME}: it belongs to another build"))
     return problems

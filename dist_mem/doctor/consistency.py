@@ -70,7 +70,7 @@ def fingerprint_data(config: Config) -> Fingerprint:
         for split in splits:
             split_dir = local_dir(data) / split
             found[f"{where}{split}/{INDEX_NAME}"] = _checksum(split_dir / INDEX_NAME)
-            for path in sorted(split_dir.glob("*.tar")) if data.stage == "none" else ():
+            for path in sorted(split_dir.glob("[!.]*.tar")) if data.stage == "none" else ():
                 found[f"{where}{split}/{path.name}"] = f"{path.stat().st_size:,} bytes"
     return found
 

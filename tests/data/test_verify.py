@@ -126,6 +126,16 @@ def test_a_tar_of_another_build_is_found(data_dir: Path) -> None:
     assert only_problem(data_dir).where == "train/other-train-00000.tar"
 
 
+def test_files_that_a_mac_puts_beside_every_file_are_no_problem(data_dir: Path) -> None:
+    for path in [path for path in data_dir.rglob("*") if path.is_file()]:
+        for folder in (path.parent, data_dir / "__MACOSX"):
+            folder.mkdir(exist_ok=True)
+            (folder / f"._{path.name}").write_bytes(b"\0\5\x16\7")
+    (data_dir / ".Trash-1000").mkdir()
+    shutil.copy(next(data_dir.glob("*/index.json")), data_dir / ".Trash-1000")
+    assert verify_dataset(data_dir) == []
+
+
 def test_a_missing_index_is_found(data_dir: Path) -> None:
     (data_dir / "train" / "index.json").unlink()
     problem = only_problem(data_dir)
