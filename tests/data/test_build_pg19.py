@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import re
 import threading
 from collections.abc import Iterator
@@ -10,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dist_mem.data.builders.bucket_download import DownloadError, list_files
 from dist_mem.data.builders.datasets import pg19
@@ -164,9 +168,46 @@ def test_the_example_in_the_readme_reads_a_book(source: Path, tmp_path: Path, mo
     assert load_tokenizer(tmp_path / "data" / "pg19").decode(names["tokens"]) == "Text of 4.\n"
 
 
+TITLES = st.text(st.sampled_from("ab \",;'=\u00e9"), max_size=6)
+
+
+@given(titles=st.lists(TITLES, min_size=2, max_size=4), mark=st.sampled_from('",\n'), place=st.integers(0, 200))
+def test_no_title_takes_in_the_rows_after_it_whatever_character_is_wrong(
+    tmp_path_factory: pytest.TempPathFactory, titles: list[str], mark: str, place: int
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "metadata.csv"
+    rows = [[str(number), title, "1900", "u"] for number, title in enumerate(titles)]
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    whole = text.getvalue()
+    path.write_text(whole, encoding="utf-8")
+    assert [known.title for known in pg19.read_metadata(path).values()] == titles
+    place %= len(whole)
+    for damaged in (whole[:place] + mark + whole[place:], whole[:place] + whole[place + 1 :]):
+        path.write_text(damaged, encoding="utf-8")
+        try:
+            found = pg19.read_metadata(path)
+        except ValueError as error:
+            assert re.search(r"metadata\.csv, row \d+: ", str(error)), error
+        else:
+            assert len(found) == len(rows)
+
+
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
+        (
+            lambda source: (source / "metadata.csv").write_text('0,"A,1801,u\n1,B,1802,u\n2,"C",1803,u\n'),
+            "row 1: ',' expected after '\"': close its quotation mark",
+        ),
+        (
+            lambda source: (source / "metadata.csv").write_text('0,"A,1801,u\n1,B",1802,u\n'),
+            "contains a line end: close its quotation mark",
+        ),
+        (
+            lambda source: (source / "metadata.csv").write_text('0,"A,1801,u\n' + "1,B,1802,u\n" * 20_000),
+            "row 1: field larger than field limit (131072): close its quotation mark",
+        ),
         (lambda source: (source / "train" / "9.txt").write_bytes(b"ok \xe9"), "9.txt is not UTF-8 (byte 3 is 0xe9)"),
         (lambda source: (source / "metadata.csv").write_text("1,Title\n"), "metadata.csv, row 1: ['1', 'Title']"),
         (lambda source: (source / "metadata.csv").write_text("1,T,old,u\n"), "is not id, title, year, url"),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from dist_mem.data.builders.hash_split import splits_of
 from dist_mem.data.shard import read_index, read_tokens
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from tests.support.data_builders import build_data
@@ -48,15 +52,33 @@ def test_names_that_differ_only_in_what_an_id_cannot_hold_stay_apart(tmp_path: P
     assert len({entry.id for entry in read_index(tmp_path / "out" / "train").documents}) == 5
 
 
-def test_a_file_stays_in_its_split_whatever_others_come_or_go(tmp_path: Path) -> None:
-    names = [f"{number}.txt" for number in range(300)]
-    assert build(tmp_path / "all", write(tmp_path / "texts", names)) == 0
-    assert build(tmp_path / "half", write(tmp_path / "fewer", names[::2])) == 0
-    whole, half = titles(tmp_path / "all"), titles(tmp_path / "half")
-    assert sum(map(len, whole.values())) == 300
-    for split, share in (("validation", 0.1), ("test", 0.2), ("train", 0.7)):
-        assert len(whole[split]) == pytest.approx(300 * share, rel=0.3)
-        assert half[split] == [title for title in whole[split] if int(title) % 2 == 0]
+@given(
+    num_files=st.integers(1, 60),
+    validation=st.integers(0, 50).map(lambda percent: percent / 100),
+    test=st.integers(0, 50).map(lambda percent: percent / 100),
+    seed=st.none() | st.integers(0, 3),
+)
+def test_fractions_of_files_are_exact_numbers(num_files: int, validation: float, test: float, seed: int | None) -> None:
+    names = [f"book {number}" for number in range(num_files)]
+    fractions = {"train": 1 - validation - test, "validation": validation, "test": test}
+    dealt = splits_of(names, fractions, seed)
+    counts = Counter(dealt.values())
+    assert dealt.keys() == set(names)
+    for split in ("validation", "test"):
+        is_rest = split == "validation" and validation + test == 1  # nothing is for training
+        assert is_rest or abs(counts[split] - fractions[split] * num_files) <= 0.5 + 1e-9
+    assert dealt == splits_of(names[::-1], fractions, seed)
+    more = splits_of(names, {**fractions, "train": fractions["train"] / 2, "validation": validation}, seed)
+    assert {name for name in names if more[name] == "test"} == {name for name in names if dealt[name] == "test"}
+
+
+def test_twenty_books_are_dealt_as_asked(tmp_path: Path) -> None:
+    assert build(tmp_path / "out", write(tmp_path / "texts", [f"{number}.txt" for number in range(20)])) == 0
+    assert {split: len(found) for split, found in titles(tmp_path / "out").items()} == {
+        "train": 14,
+        "validation": 2,
+        "test": 4,
+    }
 
 
 def test_several_sources_and_single_files_are_one_corpus(tmp_path: Path) -> None:

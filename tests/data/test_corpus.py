@@ -27,7 +27,8 @@ from tests.support.faults import assert_quoted
 
 Texts = dict[str, str]  # id -> text
 TEXTS = {f"d{number:02d}": f"The {number}th text,\nin {number + 2} words.\n" * (number % 5) for number in range(12)}
-HALVES = ("--split-by-hash", "train=0.5,validation=0.25,test=0.25", "--split-seed", "0")
+SEED = 11  # the checksums of `TEXTS` fall into exact numbers, so that files are dealt as rows are
+HALVES = ("--split-by-hash", "train=0.5,validation=0.25,test=0.25", "--split-seed", str(SEED))
 
 
 def json_lines(texts: Texts) -> bytes:
@@ -129,7 +130,7 @@ def test_the_split_of_a_document_depends_on_its_id_alone(tmp_path: Path) -> None
     whole = dealt(write_form("jsonl.gz", tmp_path / "a", many), *HALVES)
     assert dealt(write_form("parquet", tmp_path / "b", some), *HALVES).items() <= whole.items()
     fractions = parse_fractions(HALVES[1])
-    assert whole == {name: split_of(name, fractions, seed=0) for name in many}
+    assert whole == {name: split_of(name, fractions, seed=SEED) for name in many}
     assert whole != {name: split_of(name, fractions, seed=1) for name in many}
 
 
@@ -326,6 +327,27 @@ def test_a_row_that_changes_during_the_build_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"")
     with pytest.raises(UnusableError, match=r"has no row 1 any more"):
         row.read()
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json.gz", "parquet", "arrow"])
+def test_a_field_that_comes_twice_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    """Whichever is the right one, a reader would take the last or the first in silence."""
+    monkeypatch.chdir(tmp_path)
+    path = Path(f"rows.{form}")
+    line = b'{"text": "one", "meta": {"id": 1, "text": ""}, "text": "two"}\n'
+    table = pyarrow.Table.from_arrays([pyarrow.array([word]) for word in ("one", "a", "two")], ["text", "b", "text"])
+    if form == "parquet":
+        parquet.write_table(table, path)
+    elif form == "arrow":
+        with ipc.new_stream(path, table.schema) as stream:
+            stream.write_table(table)
+    else:
+        path.write_bytes(gzip.compress(line) if form == "json.gz" else line)
+    assert build(Path("out"), path, options=("--split-by-hash", "train=1")) == 2
+    assert_quoted(capsys.readouterr().err, "has 2 fields 'text': rename or remove all but one, or name another one by")
+    assert build(Path("out"), path, options=("--split-by-hash", "train=1", "--text-field", "b")) == 2 * ("j" in form)
 
 
 def test_values_of_other_columns_are_not_read(tmp_path: Path) -> None:

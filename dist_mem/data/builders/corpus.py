@@ -1,6 +1,6 @@
 """A user's own corpus as documents of splits: which files, which split each document is in, and no text in two splits.
 
-Data flow: find_files -> by_folder, else hash_split.py -> read_documents -> without_shared_texts -> build_dataset.
+Data flow: find_files -> by_name, else hash_split.py -> read_documents -> without_shared_texts -> build_dataset.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +17,20 @@ import numpy as np
 
 from dist_mem.data.builders.duplicates import first_occurrences, words_digest
 from dist_mem.data.builders.hash_split import SPLITS
-from dist_mem.data.builders.rows import ROW_SUFFIXES, SUFFIXES, Row, RowFile, check_library, digest_of, read_rows
+from dist_mem.data.builders.rows import (
+    ROW_SUFFIXES,
+    SUFFIXES,
+    TEXT_SUFFIX,
+    Row,
+    RowFile,
+    check_library,
+    digest_of,
+    read_rows,
+)
 from dist_mem.data.builders.source import SourceDocument
+from dist_mem.data.builders.split_names import split_named, splits_in_path, without_split_folders
+from dist_mem.data.builders.tar_source import TAR_SUFFIXES, survey
+from dist_mem.data.builders.tree import check_name, passed_over, print_passed_over, shown, suffix_of, walk
 from dist_mem.data.tar import check_id
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.file_schema import check, plain_name, record, rows, text
@@ -26,7 +39,15 @@ MAX_ID_LEN = 80  # characters, of a name in a tar
 HF_STATE, HF_DICT = "state.json", "dataset_dict.json"  # of folders that Hugging Face's datasets saves
 _DATA_FILES = rows(record({"filename": plain_name}, is_open=True))
 _OF_DATASETS = record({}, {"_data_files": _DATA_FILES, "splits": rows(text)}, is_open=True)
+SAVED_NAMES = (HF_STATE, HF_DICT, "dataset_info.json")
 Files = dict[str, Path]
+
+
+class Corpus(NamedTuple):
+    """The files of all sources."""
+
+    files: Files  # by name: the path under the source with slashes; in the order of the names
+    saved: dict[str, str]  # folder of such names -> split of a saved DatasetDict, whatever its name
 
 
 class Documents(NamedTuple):
@@ -36,39 +57,63 @@ class Documents(NamedTuple):
     digests: bytearray  # 16 bytes a document: `words_digest`
 
 
-def find_files(sources: Sequence[Path]) -> Files:
-    """Return the files by name, which is their path under the source with slashes, in the order of the names.
+def find_files(sources: Sequence[Path], suffixes: Sequence[str] = SUFFIXES) -> Corpus:
+    """Return the files of the sources. One printed line counts what was passed over.
+
+    Of several folders, the name of one that is named as a split is part of the names of its files.
 
     Raises:
-        UnusableError: a source is no corpus, there are no files, two have one name, or a library is missing.
+        UnusableError: a source is no corpus, there are no files, two have one name, or a library is missing; or as
+            `walk`.
     """
-    found: Files = {}
+    corpus = Corpus({}, {})
+    walked = []
     for source in sources:
         if source.is_dir():
-            paths = {path.relative_to(source).as_posix(): path for path in _files_in(source)}
-        elif source.is_file() and source.name.endswith(SUFFIXES):
-            paths = {source.name: source}
+            found = walk(source, suffixes, names=SAVED_NAMES)
+            is_split = len(sources) > 1 and split_named(source.name) is not None
+            files, saved, caches = _without_saved_names(found.files, f"{source.name}/" if is_split else "")
+            walked.append(found._replace(others=found.others + caches))
+        elif source.is_file() and suffix_of(source.name, suffixes):
+            check_name(source, source.name)
+            files, saved = {source.name: source}, {}
         else:
-            raise UnusableError(f"--source {source} is neither a folder nor a file of {', '.join(SUFFIXES)}")
-        shared = sorted(set(paths) & set(found))
-        if shared:
-            raise UnusableError(f"{found[shared[0]]} and {paths[shared[0]]} have one name, {shared[0]}: rename one")
-        found.update(paths)
-    if not found:
-        raise UnusableError(f"--source {' '.join(map(str, sources))}: no file of {', '.join(SUFFIXES)} there")
-    for path in found.values():
+            raise UnusableError(f"--source {shown(source)} is neither a folder nor a file of {', '.join(suffixes)}")
+        twice = sorted(set(files) & set(corpus.files))
+        if twice:
+            raise UnusableError(f"{corpus.files[twice[0]]} and {files[twice[0]]} have one name, {twice[0]}: rename one")
+        corpus.files.update(files)
+        corpus.saved.update(saved)
+    listed = " ".join(map(shown, sources))
+    if not corpus.files:
+        over = passed_over(*walked)
+        raise UnusableError(
+            f"--source {listed}: no file of {', '.join(suffixes)} there{f'; passed over {over}' if over else ''}"
+        )
+    walked += [survey(path) for name, path in corpus.files.items() if suffix_of(name, TAR_SUFFIXES)]
+    print_passed_over(listed, *walked)
+    for path in corpus.files.values():
         check_library(path)
-    return dict(sorted(found.items()))
+    return corpus._replace(files=dict(sorted(corpus.files.items())))
 
 
-def _files_in(folder: Path) -> Iterator[Path]:
-    for path in folder.rglob("*"):
-        if path.name == HF_STATE:
-            yield from _saved_dataset(path)
-        elif path.suffix == ".arrow" and (path.parent / HF_STATE).exists():
-            continue  # named by that file, or left by the `map` of a dataset that was loaded from this folder
-        elif path.name.endswith(SUFFIXES) and path.is_file():
-            yield path
+def _without_saved_names(files: Files, prefix: str) -> tuple[Files, dict[str, str], Counter[str]]:
+    """Return the files of texts, the folders of saved splits, and the number of files that are copies of a cache."""
+    texts: Files = {}
+    saved: dict[str, str] = {}
+    caches: Counter[str] = Counter()
+    folders = {path.parent: _saved_dataset(path) for path in files.values() if path.name == HF_STATE}
+    for name, path in files.items():
+        if path.name == HF_DICT:
+            above = f"{prefix}{name.removesuffix(HF_DICT)}"
+            saved.update({f"{above}{split}": str(split) for split in _json_object(path).get("splits", [])})
+        elif path.name in SAVED_NAMES:
+            continue
+        elif suffix_of(name, (".arrow",)) and path not in folders.get(path.parent, [path]):
+            caches[".arrow of a cache"] += 1  # left by the `map` of a dataset that was loaded from this folder
+        else:
+            texts[f"{prefix}{name}"] = path
+    return texts, saved, caches
 
 
 def _saved_dataset(state: Path) -> list[Path]:
@@ -93,35 +138,41 @@ def _json_object(path: Path) -> dict[str, Any]:
     return dict(content)
 
 
-def by_folder(files: Files, sources: Sequence[Path]) -> dict[str, Files] | None:
-    """Return the files of each split, named by their path under its folder; None if no file is in such a folder.
+def by_name(corpus: Corpus, *, fix: str) -> dict[str, Files] | None:
+    """Return the files of each split that their names say, without the folders of splits; None if none says one.
 
-    A split is a folder train, validation or test, a file of rows named train.jsonl or train-00000.parquet, or a split
-    of a saved DatasetDict, whatever its name.
+    Args:
+        fix: what else the user can do about files of which only some are in splits.
 
     Raises:
-        UnusableError: some files are in splits, and others not.
+        UnusableError: some files are in splits, and others not; a path names two splits; or two get one name.
     """
-    saved = [source / HF_DICT for source in sources if (source / HF_DICT).is_file()]
-    names = dict.fromkeys([*SPLITS, *(split for path in saved for split in _json_object(path).get("splits", []))])
-    splits: dict[str, Files] = {split: {} for split in names}
+    splits: dict[str, Files] = {}
     outside: list[Path] = []
-    for name, path in files.items():
-        folder, _, rest = name.partition("/")
-        if not rest and name.endswith(ROW_SUFFIXES):
-            folder, rest = re.split("[.-]", name, maxsplit=1)[0], name
-        if rest and folder in splits:
-            splits[folder][rest] = path
+    for name, path in corpus.files.items():
+        folder = next((folder for folder in corpus.saved if name.startswith(f"{folder}/")), None)
+        suffix = suffix_of(name, SUFFIXES) or ""
+        if folder is not None:
+            found, rest = [corpus.saved[folder]], name.removeprefix(f"{folder}/")
         else:
+            found = splits_in_path(name[: len(name) - len(suffix)].split("/"), is_rows=suffix in ROW_SUFFIXES)
+            rest = without_split_folders(name)
+        if len(found) > 1:
+            raise UnusableError(f"{path} is named as of {' and of '.join(found)}: rename it, or {fix}")
+        if not found:
             outside.append(path)
-    if len(outside) == len(files):
-        return None
-    if outside:
+            continue
+        other = splits.setdefault(found[0], {}).setdefault(rest, path)
+        if other != path:
+            raise UnusableError(f"{other} and {path} have one name in {found[0]}, {rest}: rename one")
+    if splits and outside:
+        split, named = next(iter(splits.items()))
         raise UnusableError(
-            f"{outside[0]} is in none of the folders {', '.join(names)}, and other files are: put it there, or give "
-            "--split-by-hash, which deals out all documents"
+            f"{outside[0]} is in none of the folders {', '.join(SPLITS)}, and {next(iter(named.values()))} is named as "
+            f"of {split}: put it there, or {fix}"
         )
-    return {split: named for split, named in splits.items() if named}
+    names = [*SPLITS, *sorted(splits.keys() - set(SPLITS))]
+    return {split: splits[split] for split in names if split in splits} or None
 
 
 def read_documents(
@@ -163,9 +214,14 @@ def read_documents(
 def _read_file(name: str, file: RowFile) -> Iterator[tuple[str, Row, bytes]]:
     for number, load in read_rows(file):
         content = load()
-        title = content.id or (f"{name}:{number}" if name.endswith(ROW_SUFFIXES) else name.removesuffix(".txt"))
+        title = content.id or (f"{name}:{content.key or number}" if suffix_of(name, ROW_SUFFIXES) else text_title(name))
         row = Row(file, number, len(content.text.encode()), digest_of(content.text))
         yield title, row, words_digest(content.text)
+
+
+def text_title(name: str) -> str:
+    """Return the title of a text file, which is its name without the suffix."""
+    return name[: -len(TEXT_SUFFIX)]
 
 
 def plain_id(title: str) -> str:

@@ -15,7 +15,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dist_mem.data.builders.options import positive
+from dist_mem.data.builders.rows import TEXT_SUFFIX
 from dist_mem.data.builders.source import read_text
+from dist_mem.data.builders.tree import listed_files
 from dist_mem.data.tokenizers.byte_pairs import read_byte_pairs, train_byte_pairs
 from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.errors import EXIT_DONE, run_error
@@ -58,7 +60,4 @@ def make(options: argparse.Namespace) -> None:
 
 def texts(folder: Path) -> Iterator[str]:
     """Return the contents of the .txt files of a folder, sorted by name."""
-    found = sorted(folder.glob("*.txt"))
-    if not found:
-        raise ValueError(f"{folder} has no .txt files")
-    return (read_text(path) for path in found)
+    return (read_text(path) for path in listed_files(folder, TEXT_SUFFIX).values())

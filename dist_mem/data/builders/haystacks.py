@@ -16,8 +16,9 @@ from itertools import count, cycle, pairwise
 from pathlib import Path
 from typing import Protocol
 
-from dist_mem.data.builders.corpus import by_folder, find_files
+from dist_mem.data.builders.corpus import by_name, find_files
 from dist_mem.data.builders.hash_split import split_of
+from dist_mem.data.builders.rows import TEXT_SUFFIX
 from dist_mem.data.builders.sample_library import write_book
 from dist_mem.data.builders.source import read_text, with_lf
 from dist_mem.data.builders.task_splits import FRACTIONS
@@ -56,8 +57,9 @@ class Books:
 
     def __init__(self, folder: Path, splits: tuple[str, ...]) -> None:
         """Raises UnusableError if a split has no file."""
-        files = {name: path for name, path in find_files([folder]).items() if path.suffix == ".txt"}
-        folders = by_folder(files, [folder]) or {}
+        corpus = find_files([folder], (TEXT_SUFFIX,))
+        files = corpus.files
+        folders = by_name(corpus, fix="name none of them so") or {}
         if not folders:
             for name, path in files.items():
                 folders.setdefault(split_of(name, FRACTIONS), {})[name] = path

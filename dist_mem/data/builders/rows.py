@@ -1,4 +1,4 @@
-"""Texts in files: a .txt file is one document; of .jsonl (.gz, .zst), .parquet and .arrow files, each row is one.
+"""Texts in files: a .txt file is one document; of JSON lines, .parquet and .arrow files and tars, each row is one.
 
 Data flow: read_rows, one pass over a corpus -> Row, which identifies a text -> SourceDocument -> a worker: Row.read.
 
@@ -21,12 +21,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_mem.data.builders.source import read_text, with_lf
+from dist_mem.data.builders.tar_source import TAR_SUFFIXES, Sample, read_samples
+from dist_mem.data.builders.tree import suffix_of
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.extras import require
+from dist_mem.runtime.files import MAX_TEXT_BYTES
 
-ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")
-SUFFIXES = (".txt", *ROW_SUFFIXES)
-PYARROW_SUFFIXES = (".jsonl.zst", ".parquet", ".arrow")
+TEXT_SUFFIX = ".txt"
+JSON_LINES = (
+    *(".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst"),
+    *(".json.gz", ".json.zst"),  # so are large corpora named; a plain .json file may be one list of gigabytes
+)
+ROW_SUFFIXES = (*JSON_LINES, ".parquet", ".arrow", *TAR_SUFFIXES)
+SUFFIXES = (TEXT_SUFFIX, *ROW_SUFFIXES)
+PYARROW_SUFFIXES = (".zst", ".parquet", ".arrow")
 DEFAULT_ID_FIELD = "id"
 DIGEST_BYTES = 16  # of a SHA-256
 BATCH_ROWS = 64  # of a .parquet file in memory at a time
@@ -44,9 +52,11 @@ class RowFile(NamedTuple):
 
     def place(self, number: int) -> str:
         """Return how messages name a row."""
-        if self.path.suffix == ".txt":
+        suffix = suffix_of(self.path.name, SUFFIXES)
+        if suffix == TEXT_SUFFIX:
             return str(self.path)
-        return f"{self.path}, {'line' if '.jsonl' in self.path.name else 'row'} {number}"
+        row = "line" if suffix in JSON_LINES else "sample" if suffix in TAR_SUFFIXES else "row"
+        return f"{self.path}, {row} {number}"
 
 
 class Content(NamedTuple):
@@ -54,6 +64,7 @@ class Content(NamedTuple):
 
     id: str | None  # None: the row has none
     text: str  # with LF line ends, without a byte order mark
+    key: str | None = None  # of a sample in a tar
 
 
 class Row(NamedTuple):
@@ -85,7 +96,7 @@ def digest_of(text: str) -> bytes:
 
 def check_library(path: Path) -> None:
     """Raise UnusableError if a file needs a library that is not installed."""
-    if path.name.endswith(PYARROW_SUFFIXES):
+    if suffix_of(path.name, PYARROW_SUFFIXES):
         require("pyarrow", f"reading {path.name}")
 
 
@@ -108,9 +119,10 @@ def read_rows(file: RowFile, start: int = 1) -> Iterator[tuple[int, Load]]:
 
 
 def _format_reader(path: Path) -> Callable[[RowFile, int], Iterator[tuple[int, Load]]]:
-    if path.suffix == ".txt":
-        return _read_text_file
-    return {".parquet": _read_parquet, ".arrow": _read_arrow}.get(path.suffix, _read_json_lines)
+    if suffix_of(path.name, TAR_SUFFIXES):
+        return _read_tar
+    readers = {TEXT_SUFFIX: _read_text_file, ".parquet": _read_parquet, ".arrow": _read_arrow}
+    return readers.get(path.suffix.lower(), _read_json_lines)
 
 
 def _read_text_file(file: RowFile, start: int) -> Iterator[tuple[int, Load]]:
@@ -120,15 +132,17 @@ def _read_text_file(file: RowFile, start: int) -> Iterator[tuple[int, Load]]:
 
 def _read_json_lines(file: RowFile, start: int) -> Iterator[tuple[int, Load]]:
     with _open_lines(file.path) as lines:
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(iter(partial(lines.readline, MAX_TEXT_BYTES + 1), b""), 1):
+            if len(line) > MAX_TEXT_BYTES:
+                raise UnusableError(f"{file.place(number)} has more than {MAX_TEXT_BYTES:,} bytes: cut it")
             if number >= start and not line.isspace():
                 yield number, partial(_parse_line, file, number, line)
 
 
 def _open_lines(path: Path) -> io.BufferedIOBase:
-    if path.suffix == ".gz":
+    if path.suffix.lower() == ".gz":
         return gzip.open(path)
-    if path.suffix == ".zst":
+    if path.suffix.lower() == ".zst":
         import pyarrow
 
         return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
@@ -137,19 +151,61 @@ def _open_lines(path: Path) -> io.BufferedIOBase:
 
 def _parse_line(file: RowFile, number: int, line: bytes) -> Content:
     where = file.place(number)
+    names, fields = _parse_object(where, line, has_mark=number == 1)
+    _check_fields(file, names, where)
+    return _content(file, where, fields)
+
+
+def _parse_object(where: str, content: bytes, *, has_mark: bool) -> tuple[list[str], dict[str, Any]]:
+    """Return the names of a JSON object's fields, two equal ones too, and the fields.
+
+    Args:
+        has_mark: a byte order mark may come first.
+    """
+    names: list[str] = []
+
+    def keep_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names[:] = [name for name, _ in pairs]  # of the outermost object, which comes last
+        return dict(pairs)
+
+    text = _decoded(where, content, has_mark=has_mark)
     try:
-        fields = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        fields = json.loads(text, object_pairs_hook=keep_names)
+    except (ValueError, RecursionError) as error:
+        raise UnusableError(f"{where} is not JSON ({error}): correct or delete it") from error
+    if not isinstance(fields, dict):
+        raise UnusableError(f"{where} is JSON but no object with fields: correct or delete it")
+    return names, fields
+
+
+def _decoded(where: str, content: bytes, *, has_mark: bool) -> str:
+    try:
+        return content.decode("utf-8-sig" if has_mark else "utf-8")
     except UnicodeDecodeError as error:
         raise UnusableError(
-            f"{where} is not UTF-8 (byte {error.start} is 0x{line[error.start]:02x}): convert the file, "
+            f"{where} is not UTF-8 (byte {error.start} is 0x{content[error.start]:02x}): convert the file, "
             "for example with iconv"
         ) from error
-    except (ValueError, RecursionError) as error:
-        raise UnusableError(f"{where} is not JSON ({error}): correct or delete the line") from error
-    if not isinstance(fields, dict):
-        raise UnusableError(f"{where} is JSON but no object with fields: correct or delete the line")
-    _check_fields(file, list(fields), where)
-    return _content(file, where, fields)
+
+
+def _read_tar(file: RowFile, start: int) -> Iterator[tuple[int, Load]]:
+    for number, sample in enumerate(read_samples(file.path), 1):
+        if number >= start:
+            yield number, partial(_sample_content, file, number, sample)
+
+
+def _sample_content(file: RowFile, number: int, sample: Sample) -> Content:
+    """Return the .txt of a sample, with the id that its .json may have; without .txt, the text field of the .json."""
+    where = f"{file.place(number)} ({sample.key})"
+    names: list[str] = []
+    fields: dict[str, Any] = {}
+    if "json" in sample.members:
+        names, fields = _parse_object(where, sample.members["json"], has_mark=True)
+    if "txt" in sample.members:
+        names = [*(name for name in names if name != file.text_field), file.text_field]
+        fields[file.text_field] = _decoded(where, sample.members["txt"], has_mark=True)
+    _check_fields(file, names, where)
+    return _content(file, where, fields)._replace(key=sample.key)
 
 
 def _read_parquet(file: RowFile, start: int) -> Iterator[tuple[int, Load]]:
@@ -206,13 +262,19 @@ def _batch_row(file: RowFile, number: int, batch: Any, place: int) -> Content:
 
 
 def _check_fields(file: RowFile, names: Sequence[str], where: str) -> list[str]:
-    """Return which fields to read; raise UnusableError if one is missing."""
+    """Return which fields to read; raise UnusableError if one is missing, or there are two of its name."""
     wanted = [(file.text_field, "--text-field"), (file.id_field, "--id-field")]
     for name, option in wanted:
         if name is not None and name not in names:
             listed = ", ".join(map(repr, names)) or "none"
             raise UnusableError(
                 f"{where} has no field {name!r}; its fields are {listed}: name the right one by {option}"
+            )
+    for name in (file.text_field, file.id_field or DEFAULT_ID_FIELD):
+        if names.count(name) > 1:
+            raise UnusableError(
+                f"{where} has {names.count(name)} fields {name!r}: rename or remove all but one, or name another "
+                "one by --text-field or --id-field"
             )
     return [name for name in (file.text_field, file.id_field or DEFAULT_ID_FIELD) if name in names]
 

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from dist_mem.data.builders.builder import build_dataset
 from dist_mem.data.builders.options import add_build_options, check_paths, positive
 from dist_mem.data.builders.source import SourceDocument, read_text
+from dist_mem.data.builders.tree import listed_files
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.tokenizers.sentencepiece import train_pieces
@@ -206,11 +207,8 @@ def on_one_line(text: str | Sequence[str]) -> str:
 
 def read_folder(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
     """Read the JSON files of a folder, sorted by name; return paths and contents."""
-    paths = sorted(folder.glob("*.json"))
-    if not paths:
-        raise ValueError(f"{folder} has no .json files: check --source")
     found = []
-    for path in paths:
+    for path in listed_files(folder, ".json").values():
         try:
             found.append((path, json.loads(read_text(path))))
         except json.JSONDecodeError as error:

@@ -25,11 +25,15 @@ from typing import Any, NamedTuple
 from dist_mem.data.builders.bucket_download import download_files, fetch, list_files
 from dist_mem.data.builders.builder import build_dataset
 from dist_mem.data.builders.options import add_build_options, check_paths, positive
+from dist_mem.data.builders.rows import TEXT_SUFFIX
 from dist_mem.data.builders.source import SourceDocument, read_text
+from dist_mem.data.builders.split_names import split_named
+from dist_mem.data.builders.tree import listed_files
 from dist_mem.runtime.files import write_bytes
 
 BUCKET_URL = "https://storage.googleapis.com/deepmind-gutenberg"
 METADATA_NAME = "metadata.csv"
+ROW_SHOWN = 100  # characters of a row in a message
 
 
 class OfficialSplit(NamedTuple):
@@ -57,6 +61,7 @@ def build(options: argparse.Namespace) -> None:
     if options.download:
         download(options)
     metadata = read_metadata(options.source / METADATA_NAME)
+    check_split_folders(options.source)
     splits = {
         split: read_split(options.source / split, metadata, order=options.order, limit=split_limit(split, options))
         for split in OFFICIAL_SPLITS
@@ -121,25 +126,45 @@ def read_metadata(path: Path) -> dict[str, Metadata]:
     """Return the rows by document id; empty if there is no such file.
 
     Raises:
-        ValueError: a row is not id, title, year, url, or an id is repeated.
+        ValueError: a row is not id, title, year, url on one line, its quotation marks are wrong, or an id is repeated.
     """
     if not path.exists():
         return {}
     metadata: dict[str, Metadata] = {}
-    for number, row in enumerate(csv.reader(io.StringIO(read_text(path), newline="")), start=1):
-        if len(row) != 4 or not re.fullmatch(r"-?\d*", row[2]):
-            raise ValueError(f"{path}, row {number}: {row} is not id, title, year, url")
-        if row[0] in metadata:
-            raise ValueError(f"{path}, row {number}: id {row[0]} comes twice")
-        metadata[row[0]] = Metadata(number, row[1], int(row[2]) if row[2] else None)
+    number = 0
+    rows = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
+    try:
+        for number, row in enumerate(rows, start=1):
+            if len(row) != 4 or not re.fullmatch(r"-?\d*", row[2]):
+                raise ValueError(f"{path}, row {number}: {_short(row)} is not id, title, year, url")
+            if any("\n" in field or "\r" in field for field in row):
+                raise ValueError(f"{path}, row {number}: {_short(row)} contains a line end: close its quotation mark")
+            if row[0] in metadata:
+                raise ValueError(f"{path}, row {number}: id {row[0]} comes twice")
+            metadata[row[0]] = Metadata(number, row[1], int(row[2]) if row[2] else None)
+    except csv.Error as error:
+        raise ValueError(
+            f"{path}, row {number + 1}: {error}: close its quotation mark; in a quoted title, write two for one"
+        ) from error
     return metadata
+
+
+def _short(row: list[str]) -> str:
+    return f"{str(row)[:ROW_SHOWN]}..." if len(str(row)) > ROW_SHOWN else str(row)
+
+
+def check_split_folders(source: Path) -> None:
+    """Raise ValueError if a folder is named as a split, but not as in PG-19: its texts would not be read."""
+    for path in sorted(source.iterdir()):
+        split = split_named(path.name)
+        if split is not None and path.name not in OFFICIAL_SPLITS and path.is_dir():
+            raise ValueError(f"{path} is no folder of PG-19: name it {split}, or move it elsewhere")
 
 
 def read_split(folder: Path, metadata: dict[str, Metadata], *, order: str, limit: int | None) -> list[SourceDocument]:
     """Return the documents of a folder, in `order`, at most `limit`."""
-    chosen = choose((path.stem for path in folder.glob("*.txt")), metadata, order=order, limit=limit)
-    if not chosen:
-        raise ValueError(f"{folder} has no .txt files")
+    files = listed_files(folder, TEXT_SUFFIX)
+    chosen = choose(files, metadata, order=order, limit=limit)
     unnamed = sum(document_id not in metadata for document_id in chosen)
     if unnamed:
         print(
@@ -148,7 +173,7 @@ def read_split(folder: Path, metadata: dict[str, Metadata], *, order: str, limit
     documents = []
     for document_id in chosen:
         known = metadata.get(document_id, Metadata(0, document_id, None))
-        documents.append(SourceDocument(document_id, known.title, folder / f"{document_id}.txt", known.year))
+        documents.append(SourceDocument(document_id, known.title, files[document_id], known.year))
     return documents
 
 

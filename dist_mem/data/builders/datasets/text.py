@@ -1,30 +1,47 @@
-"""Build shards of your own corpus: .txt files, or rows of JSON lines, Parquet and saved datasets.
+"""Build shards of your own corpus: .txt files, or rows of JSON lines, Parquet, saved datasets, tars.
 
     dist-mem data build text --source corpus --out data/mine        # corpus/{train,validation,test}
     dist-mem data build text --source web.jsonl.zst --out data/web --text-field body --workers 8
     dist-mem data build text --source essays letters --out data/mine --validation 0.05 --test 0.05
+    dist-mem data build text --source 'https://host/x/{000..063}.tar' --out data/web
 
---source takes .txt (UTF-8), .jsonl, .jsonl.gz, .jsonl.zst, .parquet and .arrow files, folders of
-them at any depth, and folders that Hugging Face's datasets saved (save_to_disk). Splits are the
-folders train, validation and test directly under --source, files of rows named train.jsonl or
-train-00000.parquet, or the splits of a saved DatasetDict. Without any of them, or with
---split-by-hash, a checksum of a document's id determines its split, whatever other documents are
-added or removed, and on every machine. Fractions are approximate, and count documents, not bytes.
+--source takes .txt (UTF-8), JSON lines (.jsonl, .ndjson, also .gz and .zst; .json.gz, .json.zst),
+.parquet and .arrow files, folders of them at any depth, folders that Hugging Face's datasets saved
+(save_to_disk), and webdataset's tars, whose samples have a .txt member or a .json with the text
+field. Names in braces are expanded; tars may be URLs, as in data.path, and are kept in the cache.
+Hidden files and other suffixes are passed over, and counted.
 
-The id of a row is its field id, else the name of its file and its number; the id of a .txt file is
-its path under --source. No text may be in two splits; white space makes no difference.
+Splits are what the names of folders and files say, at any depth: train/, test.jsonl, valid.txt,
+data/validation-00000-of-00001.parquet (also val, dev, eval, training, ...), or the splits of a
+saved DatasetDict. Without such names, or with --split-by-hash, a checksum of a document's id
+determines its split. Of rows it does so alone, whatever other rows are added or removed, and
+fractions are approximate; of .txt files fractions are exact numbers, in the order of the checksums.
+
+The id of a row is its field id, else the name of its file and its number, or its key in a tar; the
+id of a .txt file is its path under --source. No text may be in two splits; white space makes no
+difference.
 """
 
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
 
+from dist_mem.data.batch_plan import counted
 from dist_mem.data.builders.builder import build_dataset
-from dist_mem.data.builders.corpus import Documents, by_folder, find_files, read_documents, without_shared_texts
-from dist_mem.data.builders.hash_split import DEFAULT_FRACTIONS, SPLITS, parse_fractions, split_of
+from dist_mem.data.builders.corpus import (
+    Documents,
+    by_name,
+    find_files,
+    read_documents,
+    text_title,
+    without_shared_texts,
+)
+from dist_mem.data.builders.hash_split import DEFAULT_FRACTIONS, SPLITS, parse_fractions, split_of, splits_of
 from dist_mem.data.builders.options import add_build_options, check_paths
+from dist_mem.data.builders.rows import TEXT_SUFFIX
+from dist_mem.data.builders.tar_source import local_sources
+from dist_mem.data.builders.tree import suffix_of
 from dist_mem.errors import UnusableError
 
 DEFAULT = ",".join(f"{split}={fraction}" for split, fraction in DEFAULT_FRACTIONS.items())
@@ -32,7 +49,7 @@ DEFAULT = ",".join(f"{split}={fraction}" for split, fraction in DEFAULT_FRACTION
 
 def build(options: argparse.Namespace) -> None:
     """Read the corpus, assign its documents to splits, and build."""
-    check_paths(*options.source, options.tokenizer_from)
+    check_paths(options.tokenizer_from)
     build_dataset(
         without_shared_texts(read_splits(options), drop=options.drop_duplicates),
         options.out,
@@ -50,7 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this builder."""
     add_build_options(parser, vocab_size=8_000)
     add = parser.add_argument
-    add("--source", type=Path, required=True, nargs="+", help="folders, or files")
+    add("--source", required=True, nargs="+", help="folders, files, or URLs of tars; {000..063} is 000, 001, ...")
+    add("--cache", metavar="FOLDER", help="of tars by URL (default: that of data.cache)")
     add("--out", type=Path, required=True, help="data directory to build: data.path of a configuration")
     add("--name", default="text", help="of the dataset, part of the tars' names (default: %(default)s)")
     add("--text-field", default="text", metavar="NAME", help="of a row: its text (default: %(default)s)")
@@ -112,21 +130,26 @@ def read_splits(options: argparse.Namespace) -> dict[str, Documents]:
         UnusableError: as `read_documents`; or a split that has a fraction gets no document.
     """
     given = fractions_of(options)
-    files = find_files(options.source)
-    folders = None if given else by_folder(files, options.source)
+    corpus = find_files(local_sources(options.source, options.cache))
+    named = None if given else by_name(corpus, fix="give --split-by-hash, which deals out all documents")
     dealt = given or DEFAULT_FRACTIONS
-    if folders is None and not given:
-        print(f"no folders train, validation, test: documents are dealt out by their ids, {DEFAULT}", flush=True)
+    if named is not None:
+        files = ", ".join(f"{split} {counted(len(named[split]), 'file')}" for split in named)
+        print(f"splits by the names of folders and files: {files}", flush=True)
+    elif not given:
+        print(f"no name says train, validation or test: documents are dealt out by their ids, {DEFAULT}", flush=True)
+    titles = [text_title(name) for name in corpus.files if suffix_of(name, (TEXT_SUFFIX,))]
+    files_dealt = splits_of(titles, dealt, options.split_seed)
     splits = read_documents(
-        {"": files} if folders is None else folders,
-        partial(split_of, fractions=dealt, seed=options.split_seed),
+        {"": corpus.files} if named is None else named,
+        lambda title: files_dealt.get(title) or split_of(title, dealt, options.split_seed),
         text_field=options.text_field,
         id_field=options.id_field,
     )
     num_documents = sum(len(documents) for documents, _ in splits.values())
     if not num_documents:
-        raise UnusableError(f"--source {' '.join(map(str, options.source))}: its files have no rows")
-    missing = [split for split in SPLITS if folders is None and dealt.get(split) and split not in splits]
+        raise UnusableError(f"--source {' '.join(options.source)}: its files have no rows")
+    missing = [split for split in SPLITS if named is None and dealt.get(split) and split not in splits]
     if missing:
         raise UnusableError(
             f"of {num_documents} documents none falls to {missing[0]}: give it a larger fraction by --split-by-hash, "

@@ -1,0 +1,177 @@
+"""Files under --source: what is read, passed over, counted or refused, in every builder."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import re
+import tempfile
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dist_mem.cli.datasets import builder_parser
+from dist_mem.data.builders import gpt2_tokenizer
+from dist_mem.data.builders.datasets import cmu_dog, pg19
+from dist_mem.data.builders.datasets import text as text_builder
+from dist_mem.data.builders.haystacks import Books
+from dist_mem.data.builders.source import SourceDocument
+from dist_mem.errors import UnusableError
+from tests.support.data_builders import build_data
+from tests.support.faults import assert_quoted
+
+HELD_OUT = {"validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation", "heldout"}
+READ = (".txt", ".jsonl", ".ndjson", ".json.gz")
+HIDDEN = ("._b1.txt", ".ipynb_checkpoints/b1.txt", ".Trash-1000/files/b.txt", "__MACOSX/._b1.txt", "__MACOSX/b1.txt")
+FOLDERS = ["data", "en", "train", "Train", "TEST", "valid", "dev-clean", "held_out", "contest", ".git", "__MACOSX"]
+STEMS = ["b1", "b2", "train", "train-00000-of-00001", "test-00000-of-00002", "wiki.valid.raw", "acid_test", "._b1"]
+SUFFIXES = [".txt", ".TXT", ".jsonl", ".NDJSON", ".json.gz", ".md", ".txt.utf-8", ".json", ""]
+FIX = re.compile("rename|put it|larger fraction|no file of|must be unique")
+PATHS = st.tuples(st.lists(st.sampled_from(FOLDERS), max_size=2), st.sampled_from(STEMS), st.sampled_from(SUFFIXES))
+
+
+def write(folder: Path, name: str) -> None:
+    """Write a file whose one document is its name."""
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lower = name.lower()
+    row = json.dumps({"text": name}).encode() + b"\n"
+    content = gzip.compress(row) if lower.endswith(".gz") else row if lower.endswith(READ[1:]) else name.encode()
+    path.write_bytes(content)
+
+
+def read(source: Path, *options: str) -> tuple[dict[str, str], str]:
+    """The split of each document, by its text, and what is printed."""
+    given = builder_parser("text").parse_args(["--source", str(source), "--out", "none", *options])
+    with redirect_stdout(io.StringIO()) as printed:
+        splits = text_builder.read_splits(given)
+    return {text_of(each): split for split, (found, _) in splits.items() for each in found}, printed.getvalue()
+
+
+def text_of(document: SourceDocument) -> str:
+    return document.text()
+
+
+def is_put_there_by_a_system(name: str) -> bool:
+    return any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))
+
+
+@given(st.lists(PATHS, min_size=1, max_size=5))
+@settings(max_examples=40, deadline=None)
+def test_every_file_is_read_or_counted_and_none_that_its_path_holds_out_is_in_train(
+    paths: list[tuple[list[str], str, str]],
+) -> None:
+    names = {"/".join([*folders, stem + suffix]) for folders, stem, suffix in paths}
+    taken = {name for name in names if name.lower().endswith(READ) and not is_put_there_by_a_system(name)}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            write(Path(folder), name)
+        try:
+            splits, printed = read(Path(folder))
+        except UnusableError as error:
+            assert FIX.search(str(error)), error
+            return
+    assert splits.keys() == taken
+    for name in taken:
+        *parts, file = name.lower().replace("held_out", "heldout").split("/")
+        if "train" in parts and file.endswith(".txt"):
+            continue  # a word in the title of a text that stands in a folder train
+        words = set(re.split("[^a-z]", "/".join([*parts, file])))
+        assert splits[name] != "train" or not words & HELD_OUT, name
+    others = [name for name in names - taken if not is_put_there_by_a_system(name)]
+    counts = [int(number) for number in re.findall(r"(?:over|,) (\d+) (?:\.|without)", printed)]
+    assert sum(counts) == len(others)
+    assert ("hidden (" in printed) == any(map(is_put_there_by_a_system, names))
+
+
+def test_files_that_nobody_put_there_are_passed_over_and_counted_in_every_builder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("b1.txt", "b2.TXT", *HIDDEN):
+        write(tmp_path / "train", name)
+        (tmp_path / "json" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "json" / re.sub("(?i)txt$", "json", name)).write_text("{}")
+    found = {
+        "text": set(read(tmp_path / "train", "--split-by-hash", "train=1")[0]),
+        "pg19": {text_of(each) for each in pg19.read_split(tmp_path / "train", {}, order="id", limit=None)},
+        "gpt2_tokenizer": set(gpt2_tokenizer.texts(tmp_path / "train")),
+        "books": {path.name for path in Books(tmp_path / "train", ("train",)).paths["train"]},
+        "cmu_dog": {path.name.replace(".json", ".txt") for path, _ in cmu_dog.read_folder(tmp_path / "json")},
+    }
+    for builder, texts in found.items():
+        assert {text.lower() for text in texts} == {"b1.txt", "b2.txt"}, builder
+    printed = capsys.readouterr().out.replace("json", "txt")  # without that of `read`
+    assert (
+        printed.count("passed over 4 hidden (.Trash-1000, ._b1.txt, .ipynb_checkpoints, ...)") == len(found) - 1
+    )  # and `read`'s
+
+
+ODD = {
+    "link to nothing": lambda folder: (folder / "x.txt").symlink_to("/nowhere"),
+    "link of a folder to nothing": lambda folder: (folder / "train").symlink_to("/nowhere"),
+    "pipe": lambda folder: os.mkfifo(folder / "x.txt"),
+    "device": lambda folder: (folder / "x.txt").symlink_to("/dev/zero"),
+    "folder": lambda folder: (folder / "x.txt").mkdir(),
+    "link in a circle": lambda folder: (folder / "again").symlink_to(folder),
+    "not UTF-8": lambda folder: Path(os.fsdecode(bytes(folder) + b"/caf\xe9.txt")).write_text("x"),
+}
+SAID = {
+    "link to nothing": "x.txt is a link to nothing: restore /nowhere, or remove it",
+    "link of a folder to nothing": "train is a link to nothing: restore /nowhere, or remove it",
+    "pipe": "x.txt is a pipe, a socket or a device, not a file: remove or rename it",
+    "device": "x.txt is a pipe, a socket or a device, not a file: remove or rename it",
+    "folder": "x.txt is a folder, and no text is in it: remove or rename it",
+    "link in a circle": "again is a link to a folder that contains it: remove the link",
+    "not UTF-8": r"caf\xe9.txt: its name is not UTF-8 (it has the byte 0xe9): rename it",
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_an_entry_that_is_no_readable_text_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    write(tmp_path / "texts", "b1.txt")
+    ODD[kind](tmp_path / "texts")
+    options = ("--source", tmp_path / "texts", "--out", tmp_path / "out", "--split-by-hash", "train=1")
+    assert build_data("text", *options) == 2
+    reported = capsys.readouterr().err
+    assert_quoted(reported, SAID[kind])
+    assert reported.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_links_to_folders_are_read(tmp_path: Path) -> None:
+    write(tmp_path / "elsewhere", "test/b1.txt")
+    write(tmp_path / "texts", "train/b2.txt")
+    (tmp_path / "texts" / "test").symlink_to(tmp_path / "elsewhere" / "test")
+    assert read(tmp_path / "texts")[0] == {"test/b1.txt": "test", "train/b2.txt": "train"}
+
+
+def test_several_sources_that_are_named_as_splits_are_these_splits(tmp_path: Path) -> None:
+    for name in ("train/b.txt", "dev/b.txt"):
+        write(tmp_path, name)
+    given = builder_parser("text").parse_args(
+        ["--source", str(tmp_path / "train"), str(tmp_path / "dev"), "--out", "none"]
+    )
+    splits = text_builder.read_splits(given)
+    assert {split: [each.title for each in found] for split, (found, _) in splits.items()} == {
+        "train": ["b"],
+        "validation": ["b"],
+    }
+
+
+def test_a_name_of_two_splits_and_folders_of_other_names_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "texts", "train/test-00000-of-00001.jsonl")
+    assert build_data("text", "--source", tmp_path / "texts", "--out", tmp_path / "out") == 2
+    assert_quoted(capsys.readouterr().err, "is named as of train and of test: rename it, or give --split-by-hash")
+    for name in ("train/1.txt", "valid/2.txt"):
+        write(tmp_path / "pg19", name)
+    assert build_data("pg19", "--source", tmp_path / "pg19", "--out", tmp_path / "out") == 2
+    assert_quoted(capsys.readouterr().err, "valid is no folder of PG-19: name it validation, or move it elsewhere")
