@@ -171,6 +171,10 @@ def test_a_name_of_two_splits_and_folders_of_other_names_are_refused(
     write(tmp_path / "texts", "train/test-00000-of-00001.jsonl")
     assert build_data("text", "--source", tmp_path / "texts", "--out", tmp_path / "out") == 2
     assert_quoted(capsys.readouterr().err, "is named as of train and of test: rename it, or give --split-by-hash")
+    write(tmp_path / "hub", "data/test-00000-of-00001.jsonl")
+    options = ("--source", tmp_path / "hub", "--out", tmp_path / "out", "--validation", "0.1")
+    assert build_data("text", *options) == 2
+    assert_quoted(capsys.readouterr().err, "is named as of test: leave out --validation and --test, or give --split-by")
     for name in ("train/1.txt", "valid/2.txt"):
         write(tmp_path / "pg19", name)
     assert build_data("pg19", "--source", tmp_path / "pg19", "--out", tmp_path / "out") == 2

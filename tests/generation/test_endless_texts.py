@@ -37,10 +37,10 @@ READERS: dict[str, Callable[[Path], object]] = {
 def test_a_text_without_an_end_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str) -> None:
     monkeypatch.setattr(files.read_at_most, "__defaults__", (LIMIT,))
     monkeypatch.setattr(rows, "MAX_TEXT_BYTES", LIMIT)
-    with pytest.raises(
-        UnusableError, match=r"(/dev/zero|rows\.json\.gz, line 1) has more than 2,000,000 bytes.*cut it"
-    ):
+    named = r"(/dev/zero|rows\.json\.gz, line 1) has more than 2,000,000 bytes.*cut it"
+    with pytest.raises(UnusableError, match=named) as raised:
         READERS[reader](tmp_path)
+    assert raised.value.exit_code == 2
 
 
 def test_a_pipe_is_read_to_its_end(tmp_path: Path) -> None:

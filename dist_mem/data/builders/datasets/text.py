@@ -44,6 +44,7 @@ from dist_mem.data.builders.tar_source import local_sources
 from dist_mem.data.builders.tree import suffix_of
 from dist_mem.errors import UnusableError
 
+DEAL_ALL = "--split-by-hash, which deals out all documents"
 DEFAULT = ",".join(f"{split}={fraction}" for split, fraction in DEFAULT_FRACTIONS.items())
 
 
@@ -131,11 +132,16 @@ def read_splits(options: argparse.Namespace) -> dict[str, Documents]:
     """
     given = fractions_of(options)
     corpus = find_files(local_sources(options.source, options.cache))
-    named = None if given else by_name(corpus, fix="give --split-by-hash, which deals out all documents")
+    is_short = bool(options.validation or options.test)
+    named = None if given and not is_short else by_name(corpus, fix=f"give {DEAL_ALL}")
     dealt = given or DEFAULT_FRACTIONS
+    if named is not None and is_short:
+        split, files = list(named.items())[-1]
+        path = next(iter(files.values()))
+        raise UnusableError(f"{path} is named as of {split}: leave out --validation and --test, or give {DEAL_ALL}")
     if named is not None:
-        files = ", ".join(f"{split} {counted(len(named[split]), 'file')}" for split in named)
-        print(f"splits by the names of folders and files: {files}", flush=True)
+        counts = ", ".join(f"{split} {counted(len(files), 'file')}" for split, files in named.items())
+        print(f"splits by the names of folders and files: {counts}", flush=True)
     elif not given:
         print(f"no name says train, validation or test: documents are dealt out by their ids, {DEFAULT}", flush=True)
     titles = [text_title(name) for name in corpus.files if suffix_of(name, (TEXT_SUFFIX,))]
