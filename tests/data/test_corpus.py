@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ def test_every_form_of_the_same_texts_gives_the_same_bytes(
 
 
 def test_splits_of_saved_datasets_and_of_files_of_rows_are_kept(tmp_path: Path) -> None:
-    saved, files = tmp_path / "saved", tmp_path / "files"
+    saved, files, hub = tmp_path / "saved", tmp_path / "files", tmp_path / "hub"
     names = list(TEXTS)
     parts = {"train": names[:8], "dev": names[8:]}
     for split, chosen in parts.items():
@@ -119,7 +120,9 @@ def test_splits_of_saved_datasets_and_of_files_of_rows_are_kept(tmp_path: Path) 
     files.mkdir()
     (files / "train-00000-of-00001.jsonl").write_bytes(json_lines({name: TEXTS[name] for name in parts["train"]}))
     (files / "test.jsonl").write_bytes(json_lines({name: TEXTS[name] for name in parts["dev"]}))
-    for source, held_out in ((saved, "dev"), (files, "test")):
+    shutil.copytree(files, hub / "en" / "data")
+    shutil.copytree(saved, hub / "more")
+    for source, held_out in ((saved, "dev"), (files, "test"), (hub / "en", "test"), (hub / "more", "dev")):
         assert dealt(source) == {name: "train" if name in parts["train"] else held_out for name in names}
 
 
