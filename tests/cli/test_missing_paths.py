@@ -100,7 +100,8 @@ def test_a_missing_path_ends_with_code_2_and_its_name(call: list[str], capsys: p
 
 def path_options(builder: str) -> list[list[str]]:
     """Options of a builder with a path to read, that is not there."""
-    found = {action.option_strings[0] for action in builder_parser(builder)._actions if action.type is Path} - {"--out"}
+    actions = [each for each in builder_parser(builder)._actions if each.type is Path or each.dest == "source"]
+    found = {action.option_strings[0] for action in actions} - {"--out"}
     source = ["--source", "."] if "--source" in found else []
     return [[*(source if option != "--source" else []), option, MISSING] for option in sorted(found)]
 
