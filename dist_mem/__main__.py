@@ -26,6 +26,7 @@ from dist_mem.cli.standard_streams import watch_standard_streams
 from dist_mem.config.environment_values import HidingStream
 from dist_mem.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, RunError, StoppedError
 from dist_mem.runtime.compilers import use_node_caches
+from dist_mem.runtime.environment import keep_working_directory_out
 from dist_mem.runtime.extras import EXTRA_OF, not_installed
 from dist_mem.runtime.ranks import is_first_on_node
 from dist_mem.runtime.terminal import PlainStream, coloured
@@ -106,6 +107,7 @@ def entry() -> NoReturn:
     destroy_process_group, in a warm run of two ranks) one of them aborts a process that has succeeded, or hides the
     exit code of one that has not.
     """
+    keep_working_directory_out()
     output = watch_standard_streams()
     output.raises = sys.argv[1:2] == ["generate"]  # its output is its result: generation/command.py ends it
     with _safe_output("".join(sys.argv[1:2])):

@@ -8,6 +8,7 @@ run=runs/demo
 baseline=runs/demo_none
 config=configs/demo.yaml
 export RANKS=2 OMP_NUM_THREADS=1
+export PYTHONSAFEPATH=1 # torchrun's ranks import nothing from the working directory
 
 say() { printf '\n== %s\n' "$*"; }
 

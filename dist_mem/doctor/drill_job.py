@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from dist_mem.data.builders.builder import build_dataset
 from dist_mem.data.builders.source import SourceDocument
 from dist_mem.engine.cpu_op import BUFFER, SHM
 from dist_mem.runtime.network_interface import free_port
+from dist_mem.runtime.python import dist_mem
 from dist_mem.runtime.ranks import environment_of_rank
 from dist_mem.tracking.tracker import METRICS_FILE, read_points
 
@@ -92,7 +92,7 @@ class DrillJob:
         port = free_port()
         on_cpus = {} if torch.cuda.device_count() >= RANKS else {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
         more = {"OMP_NUM_THREADS": "1", **on_cpus, **environment}
-        command = [sys.executable, "-m", "dist_mem", "train", *self._arguments, *overrides]
+        command = dist_mem("train", *self._arguments, *overrides)
         self._starts += 1
         self._began = time.monotonic()
         self.processes = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import IO
 
 from dist_mem.errors import UnfitError
 from dist_mem.runtime.network_interface import free_port
+from dist_mem.runtime.python import dist_mem
 from dist_mem.runtime.ranks import environment_of_rank
 from dist_mem.runtime.signals import StopSignal
 
@@ -31,7 +31,7 @@ def run_ranks(arguments: Sequence[str], ranks: int, *, device: str, early: StopS
         UnfitError: a rank was killed, or ended in another way than rank 0.
     """
     on_cpus = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if device == "cpu" else {}
-    command, port = [sys.executable, "-m", "dist_mem", *arguments], free_port()
+    command, port = dist_mem(*arguments), free_port()
     processes, codes = list[subprocess.Popen[bytes]](), list[int | None]()
     with ExitStack() as opened:
         outputs = [None, *(opened.enter_context(tempfile.TemporaryFile()) for _ in range(ranks - 1))]

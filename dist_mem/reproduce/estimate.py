@@ -119,7 +119,7 @@ def _try(job: Job, given: Sequence[str], item: Run, report: Callable[[str], None
     metrics, last = trial.directory / METRICS_FILE, _FIRST_STEPS + MEASURED_STEPS
     begin = time.monotonic()
     job.command(
-        train_command(job.scale, trial, ranks=job.ranks, extra=extra),
+        train_command(job.scale, trial, ranks=job.ranks, extra=extra, devices=place.devices),
         f"{item.name}-estimate",
         also=[EXIT_REQUEUE],
         place=place,

@@ -33,6 +33,11 @@ class Place:
 
     environment: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def devices(self) -> str | None:
+        """CUDA_VISIBLE_DEVICES of its commands; None: that of this process."""
+        return self.environment.get("CUDA_VISIBLE_DEVICES")
+
 
 @dataclass
 class Job:
@@ -91,8 +96,11 @@ class Job:
         return code
 
 
-def places(jobs: int, ranks: int, *, num_cores: int, num_gpus: int) -> list[Place]:
+def places(jobs: int, ranks: int, *, num_cores: int, gpus: Sequence[str]) -> list[Place]:
     """Divide the machine among runs at the same time: an even share of cores, and GPUs of their own.
+
+    Args:
+        gpus: their names in CUDA_VISIBLE_DEVICES.
 
     Raises:
         UnusableError: there are GPUs, but fewer than ranks.
@@ -100,11 +108,11 @@ def places(jobs: int, ranks: int, *, num_cores: int, num_gpus: int) -> list[Plac
     if jobs == 1:
         return [Place()]
     threads = {"OMP_NUM_THREADS": str(max(1, num_cores // (jobs * ranks)))}
-    if not num_gpus:
+    if not gpus:
         return [Place(threads)] * jobs
-    if jobs * ranks > num_gpus:
+    if jobs * ranks > len(gpus):
         raise UnusableError(
-            f"--jobs {jobs} with --ranks {ranks} takes {jobs * ranks} GPUs, but here are {num_gpus}: give fewer"
+            f"--jobs {jobs} with --ranks {ranks} takes {jobs * ranks} GPUs, but here are {len(gpus)}: give fewer"
         )
-    own = [",".join(str(job * ranks + rank) for rank in range(ranks)) for job in range(jobs)]
-    return [Place({**threads, "CUDA_VISIBLE_DEVICES": gpus}) for gpus in own]
+    own = [",".join(gpus[job * ranks : (job + 1) * ranks]) for job in range(jobs)]
+    return [Place({**threads, "CUDA_VISIBLE_DEVICES": names}) for names in own]

@@ -49,7 +49,7 @@ def run_one(job: Job, item: Run, report: Callable[[str], None], place: Place) ->
         return
     build(job, item, report)
     report(f"{item.name}: training")
-    command = train_command(job.scale, item, ranks=job.ranks, extra=job.extra)
+    command = train_command(job.scale, item, ranks=job.ranks, extra=job.extra, devices=place.devices)
     code = job.command(command, f"{item.name}-train", also=[EXIT_DIVERGED], place=place)
     for name in missing if code == EXIT_DIVERGED else ():
         keep_result(item, name, {"diverged": f"see logs/{item.name}-train.txt"})
@@ -73,7 +73,8 @@ def build(job: Job, item: Run, report: Callable[[str], None]) -> None:
         if point.build:
             report(f"building {path}")
             for command in point.build:
-                job.command(build_command(command), f"build-{path.name}")
+                # The words of the user's file run as in a shell, also a script that imports what is beside it.
+                job.command(build_command(command), f"build-{path.name}", place=Place({"PYTHONSAFEPATH": ""}))
         if not is_built():
             for split in sorted(splits):
                 check_split(DataConfig(path=str(path)), split)  # a column may name one that no builder makes

@@ -13,7 +13,6 @@ import math
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +24,8 @@ from dist_mem.reproduce.tables import Column, Scale, Table
 from dist_mem.runtime.file_schema import check, figure, integer, optional, read_json, record, table, text
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.network_interface import free_port
+from dist_mem.runtime.python import dist_mem, own_python, python_module
+from dist_mem.runtime.ranks import visible_devices
 from dist_mem.runtime.shipped import shipped_path
 
 # Figures of which a higher one is better; of all others a lower one is.
@@ -149,12 +150,12 @@ def build_command(words: Sequence[str]) -> list[str]:
     def found(word: str) -> str:
         return word if Path(word).exists() else str(shipped_path(word) or word)
 
-    return [sys.executable if word == "python" else found(word) for word in words]
+    return [own_python() if word == "python" else found(word) for word in words]
 
 
-def train_command(scale: Scale, run: Run, *, ranks: int, extra: Sequence[str]) -> list[str]:
-    """Return the command of a training, through a launcher for several ranks."""
-    return [*launcher(ranks), "train", *train_words(scale, run, extra)]
+def train_command(scale: Scale, run: Run, *, ranks: int, extra: Sequence[str], devices: str | None = None) -> list[str]:
+    """Return the command of a training, through a launcher for several ranks; `devices` as in `launcher`."""
+    return [*launcher(ranks, devices), "train", *train_words(scale, run, extra)]
 
 
 def train_words(scale: Scale, run: Run, extra: Sequence[str]) -> list[str]:
@@ -166,18 +167,23 @@ def train_words(scale: Scale, run: Run, extra: Sequence[str]) -> list[str]:
     ]
 
 
-def launcher(ranks: int) -> list[str]:
+def launcher(ranks: int, devices: str | None = None) -> list[str]:
     """Return the command that starts `dist_mem` on this machine, through DeepSpeed's launcher for several ranks.
 
     It uses the part of the launcher that starts the ranks. The other part (`deepspeed`) does not forward signals and
-    would leave the ranks running.
+    would leave the ranks running. That part numbers the GPUs from 0; `env` gives the ranks those that the user chose.
+
+    Args:
+        devices: CUDA_VISIBLE_DEVICES of the command; None: that of this process.
     """
     if ranks == 1:
-        return [sys.executable, "-m", "dist_mem"]
+        return dist_mem()
+    devices = visible_devices() if devices is None else devices
+    program = ["env", *(["-u", "CUDA_VISIBLE_DEVICES"] if devices is None else [f"CUDA_VISIBLE_DEVICES={devices}"])]
     world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
     place = ["--master_addr=127.0.0.1", f"--master_port={free_port()}"]  # a free port: several tables may run here
     options = [f"--world_info={world}", "--node_rank=0", *place, "--log_level=error", "--no_local_rank"]
-    return [sys.executable, "-m", "deepspeed.launcher.launch", *options, "--module", "dist_mem"]
+    return python_module("deepspeed.launcher.launch", *options, "--no_python", *program, *dist_mem())
 
 
 def tied(arguments: Sequence[str]) -> list[str]:

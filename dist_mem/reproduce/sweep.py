@@ -24,6 +24,7 @@ from dist_mem.reproduce.one_run import build, left_to_measure
 from dist_mem.reproduce.runs import all_runs, train_words
 from dist_mem.reproduce.tables import Scale, Table
 from dist_mem.runtime.files import free_name, write_text
+from dist_mem.runtime.ranks import names_of_gpus
 from dist_mem.runtime.signals import StopSignal
 
 _RESTARTS = 3  # of a run that died
@@ -59,7 +60,7 @@ def run_job(
     write_more: Callable[[], list[Path]] = list,
 ) -> int:
     """Run the runs of a job, several at one time; see `run`, and for `write_more` see `run_table`."""
-    everywhere = places(jobs, job.ranks, num_cores=os.cpu_count() or 1, num_gpus=torch.cuda.device_count())
+    everywhere = places(jobs, job.ranks, num_cores=os.cpu_count() or 1, gpus=names_of_gpus(torch.cuda.device_count()))
     begin, seconds = time.monotonic(), None
     if estimates:
         try:

@@ -195,6 +195,17 @@ def environment_of_slurm() -> dict[str, str]:
     return {**kept, "SLURM_TIME_FORMAT": "standard"}
 
 
+def keep_working_directory_out() -> None:
+    """Let no Python that this process starts import from the working directory; call this when the program starts.
+
+    A tree of the sources that is not installed stays importable if this process has found it in the working directory.
+    """
+    os.environ["PYTHONSAFEPATH"] = "1"
+    own = Path(__file__).parents[2]
+    if not sys.flags.safe_path and Path(sys.path[0] or ".").resolve() == own:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(own), os.environ.get("PYTHONPATH")]))
+
+
 def with_environment(added: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of this process with `added`, for a child process."""
     return {**os.environ, **added}

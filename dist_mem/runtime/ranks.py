@@ -150,9 +150,21 @@ def launcher_restarts() -> int:
     return whole_number(os.environ, "TORCHELASTIC_RESTART_COUNT", 0, "unset it")
 
 
+def visible_devices() -> str | None:
+    """Return CUDA_VISIBLE_DEVICES; None if it is not set, so that all GPUs are visible."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
 def gpus_are_hidden() -> bool:
-    """Return whether the user has chosen CPUs: CUDA_VISIBLE_DEVICES is set and empty."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    """Return whether the user has chosen CPUs: CUDA_VISIBLE_DEVICES begins with no GPU, as if empty or -1."""
+    devices = visible_devices()
+    return devices is not None and re.match(r"\s*(\d|GPU-|MIG-)", devices) is None
+
+
+def names_of_gpus(number: int) -> list[str]:
+    """Return the names of the first GPUs that this process sees, for the CUDA_VISIBLE_DEVICES of others."""
+    devices = visible_devices()
+    return [str(index) for index in range(number)] if devices is None else devices.split(",")[:number]
 
 
 def slurm_gave_gpus() -> bool:

@@ -136,12 +136,12 @@ def test_a_file_that_is_not_there_leaves_nothing_behind(
 
 
 def test_runs_at_one_time_share_the_cores_and_no_gpu() -> None:
-    assert places(1, 4, num_cores=8, num_gpus=4) == [Place()], "one alone has all, as without a sweep"
-    assert [place.environment for place in places(2, 2, num_cores=9, num_gpus=0)] == [{"OMP_NUM_THREADS": "2"}] * 2
-    found = places(2, 2, num_cores=2, num_gpus=5)
-    assert [place.environment["CUDA_VISIBLE_DEVICES"] for place in found] == ["0,1", "2,3"]
+    assert places(1, 4, num_cores=8, gpus=list("0123")) == [Place()], "one alone has all, as without a sweep"
+    assert [place.environment for place in places(2, 2, num_cores=9, gpus=[])] == [{"OMP_NUM_THREADS": "2"}] * 2
+    found = places(2, 2, num_cores=2, gpus=["2", "3", "GPU-a", "GPU-b", "9"])
+    assert [place.environment["CUDA_VISIBLE_DEVICES"] for place in found] == ["2,3", "GPU-a,GPU-b"]
     with pytest.raises(UnusableError, match="--jobs 3 with --ranks 2 takes 6 GPUs, but here are 5"):
-        places(3, 2, num_cores=2, num_gpus=5)
+        places(3, 2, num_cores=2, gpus=list("01234"))
 
 
 def test_the_end_is_that_of_the_last_place() -> None:
