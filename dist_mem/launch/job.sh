@@ -87,13 +87,13 @@ reasons() { # ends of the logs of three nodes, first of those with an error
   for log in "${with[@]}" "${without[@]}"; do echo "== $log" && said "$log" | tail -n 5; done | head -n 18
 }
 
-# Rank 0 listens on the first node, at a port of this job. A node without a name in the name service has an address.
+# Rank 0 listens on the first node, at a port of the step (runtime/ranks.py). A node without a name in the name service
+# has an address.
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 getent hosts "$MASTER_ADDR" >/dev/null ||
   MASTER_ADDR=$(scontrol show node "$MASTER_ADDR" --oneliner | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
-MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000)) # below those that the kernel hands out
-export MASTER_ADDR MASTER_PORT
-unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE # of the submitting shell; Slurm's numbers count
+export MASTER_ADDR
+unset MASTER_PORT RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE # of the submitting shell; Slurm's numbers count
 
 # When Slurm will end the job, in seconds since 1970: the ranks save in time even if the signal gets lost.
 end=$(fact EndTime)
@@ -151,7 +151,7 @@ resubmit() ( # in a shell of its own, which forgets this job
   [ -z "$exclude" ] || options+=("--exclude=$exclude")
   [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || options+=("--array=$SLURM_ARRAY_TASK_ID")
   # sbatch exports the environment: not what is of this job. Its number of tasks would count in the next one too.
-  unset DIST_MEM_EXIT_CODE DIST_MEM_JOB_END MASTER_ADDR MASTER_PORT
+  unset DIST_MEM_EXIT_CODE DIST_MEM_JOB_END MASTER_ADDR
   for name in "${!SLURM_@}"; do [ "$name" = SLURM_CONF ] || unset "$name"; done
   next=$(patiently sbatch --parsable --dependency="afterany:$me" "${options[@]}" "$script" "$@") && {
     note_job "${next%%;*}"

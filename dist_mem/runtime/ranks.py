@@ -90,7 +90,7 @@ def export_for_libraries(rank: int, size: int, local_rank: int, local_size: int)
         if "MASTER_ADDR" in missing:
             os.environ["MASTER_ADDR"] = _first_node()
         if "MASTER_PORT" in missing:
-            os.environ["MASTER_PORT"] = str(10000 + int(os.environ.get("SLURM_JOB_ID", 0)) % 20000)
+            os.environ["MASTER_PORT"] = str(port_of_step(os.environ))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "0")
     if size == 1 and not os.environ["MASTER_PORT"].isdecimal():  # Kubernetes sets tcp://10.0.0.7:29500
@@ -105,6 +105,27 @@ def export_for_libraries(rank: int, size: int, local_rank: int, local_size: int)
     os.environ.update(
         {name: str(value) for name, value in zip(names, (rank, size, local_rank, local_size), strict=True)}
     )
+
+
+def port_of_step(environ: Mapping[str, str]) -> int:
+    """Return a port for a Slurm step, below those that the kernel gives out.
+
+    Steps of one job, and jobs with near numbers, have different ones: they may run on one node.
+    """
+    return 10_000 + (int(environ.get("SLURM_JOB_ID", 0)) + 7919 * int(environ.get("SLURM_STEP_ID", 0))) % 20_000
+
+
+def job_identity(environ: Mapping[str, str] = os.environ) -> str:
+    """Return what the ranks of this job share, and other jobs do not, as far as the launcher tells; "" if it does not.
+
+    Two jobs may have one port: then the ranks of one must not join the other.
+    """
+    ranks = [("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS")]  # the same after `export_for_libraries`
+    of_slurm = in_job_step(environ) and all(environ.get(name, environ[own]) == environ[own] for name, own in ranks)
+    if not of_slurm:
+        return environ.get("TORCHELASTIC_RUN_ID", "")
+    names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    return ".".join(environ.get(name, "") for name in names)
 
 
 def _first_node() -> str:

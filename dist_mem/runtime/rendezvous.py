@@ -25,6 +25,7 @@ from dist_mem.runtime.ranks import (
     agent_keeps_store,
     export_for_libraries,
     gpus_are_hidden,
+    job_identity,
     launcher_restarts,
     read_ranks,
     rendezvous_address,
@@ -34,6 +35,7 @@ from dist_mem.runtime.ranks import (
 
 _NO_CUDA = "built without CUDA"
 _LONG = timedelta(hours=1)
+_HERE = "doctor/here"  # set by rank 0
 _LOOK_SECONDS = 0.005  # between two polls for new ranks
 _KNOCK_SECONDS = 0.5  # at most, between two attempts to reach rank 0: hundreds of ranks connect to one port
 _READING_SECONDS = 10.0  # for all ranks to read the verdict, before rank 0 may exit and the store with it
@@ -115,7 +117,7 @@ def wait_for_ranks(*, seconds: float) -> Rendezvous:
         return Rendezvous(list(check_accelerators([device])), [device.node], None)
     host, port = rendezvous_address()
     try:
-        store = _open_store(host, port, rank=rank, seconds=seconds)
+        store = open_store(host, port, rank=rank, seconds=seconds)
         return meet(store, device, size=size, seconds=seconds)
     except (RuntimeError, OSError) as error:  # from torch, from the network, or from `_wait_until_there`
         reason = str(error).partition("\n")[0]
@@ -137,8 +139,13 @@ def meet(store: Any, device: RankDevice, *, size: int, seconds: float) -> Rendez
     return Rendezvous(found, nodes, store)
 
 
-def _open_store(host: str, port: int, *, rank: int, seconds: float) -> Any:
-    """Open the store of torch's rendezvous; torchrun or else rank 0 hosts it, and torch shares it (`multi_tenant`)."""
+def open_store(host: str, port: int, *, rank: int, seconds: float) -> Any:
+    """Open the store of torch's rendezvous; torchrun or else rank 0 hosts it, and torch shares it (`multi_tenant`).
+
+    Raises:
+        RuntimeError: from torch, as for a port that is taken.
+        OSError: nobody listens there, or the ranks of another job do.
+    """
     is_master = rank == 0 and not agent_keeps_store()
     _wait_until_there(host, port, is_listening=not is_master, seconds=seconds)
     store = dist.TCPStore(
@@ -149,7 +156,17 @@ def _open_store(host: str, port: int, *, rank: int, seconds: float) -> Any:
         wait_for_workers=False,
         multi_tenant=True,
     )
-    return dist.PrefixStore(f"start-{launcher_restarts()}", store)  # torchrun's store outlives its ranks
+    # torchrun's store outlives its ranks, and a port may be that of another job.
+    own = dist.PrefixStore(f"start-{launcher_restarts()}{job_identity()}", store)
+    if rank == 0:
+        own.set(_HERE, "1")
+    deadline = time.monotonic() + seconds
+    while not own.check([_HERE]):
+        if time.monotonic() > deadline:
+            who = "the launcher's store answers" if agent_keeps_store() else "another job answers"
+            raise OSError(f"{who}, but rank 0 of this job has not come for {seconds:g} s")
+        time.sleep(_LOOK_SECONDS)
+    return own
 
 
 def _wait_until_there(host: str, port: int, *, is_listening: bool, seconds: float) -> None:

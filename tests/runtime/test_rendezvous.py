@@ -13,6 +13,8 @@ import pytest
 import dist_mem
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
 from dist_mem.runtime.network_interface import free_port
+from dist_mem.runtime.ranks import port_of_step
+from dist_mem.runtime.rendezvous import open_store
 from tests.support.faults import PAGE
 from tests.support.forked_ranks import Program
 from tests.support.jobs import run_ranks, write_config
@@ -124,3 +126,38 @@ def test_ranks_that_all_come_meet_without_a_word_of_torch(config: Path, command:
     codes, text = run_ranks(arguments, world_size=2, cwd=config.parent)
     assert codes == [EXIT_DONE] * 2, text
     assert not [word for word in OF_TORCH if word in text], text
+
+
+# Slurm's variables of a rank: two steps of one job, jobs of near numbers, another cluster, a requeued job.
+STEP = {"SLURM_CLUSTER_NAME": "a", "SLURM_JOB_ID": "41", "SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "0"}
+OTHERS = [
+    {"SLURM_STEP_ID": "1"},
+    {"SLURM_JOB_ID": "42"},
+    {"SLURM_JOB_ID": "20041"},
+    {"SLURM_CLUSTER_NAME": "b"},
+    {"SLURM_RESTART_COUNT": "1"},
+]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=str)
+def test_a_rank_does_not_join_another_job_at_its_port(other: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    exported = {"RANK": "0", "WORLD_SIZE": "2"}
+    for name, value in {**STEP, **exported, "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}.items():
+        monkeypatch.setenv(name, value)
+    first = open_store("127.0.0.1", port, rank=0, seconds=1.0)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    assert open_store("127.0.0.1", port, rank=1, seconds=1.0).check(["doctor/here"]), "one of its own does"
+    for name, value in other.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(OSError, match=r"another job answers, but rank 0 of this job has not come for 0.2 s"):
+        open_store("127.0.0.1", port, rank=1, seconds=0.2)
+    assert first.num_keys() == 1
+
+
+def test_the_steps_of_a_job_and_the_jobs_of_a_day_have_different_ports() -> None:
+    steps = [{"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job in range(600, 1000) for step in range(16)]
+    assert len({port_of_step(step) for step in steps}) == len(steps)
+    assert all(10_000 <= port_of_step(step) < 30_000 for step in steps)
