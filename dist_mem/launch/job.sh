@@ -44,14 +44,22 @@ note_job() { grep -qsxF "$1 $cluster" "$run_dir/slurm/jobs" || echo "$1 $cluster
 is_cancelled() { grep -qsxF "$whole $cluster" "$run_dir/slurm/cancelled"; }
 
 # All starts run the code and the configuration of the submission, or else of the first start: an edit is for the next job.
-pointer=.dist_mem-$whole
+# A link leads to the copy. The number of a job comes again, on another cluster or when Slurm has lost its counter; the
+# time of the submission does not. A requeue changes that time, and finds the one link that the first start has left.
+submitted=$(fact SubmitTime)
+links=.dist_mem-$whole@$cluster@
+pointer=$links$submitted
+for link in "$links"*; do
+  if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && [ -L "$link" ]; then pointer=$link; elif [ "$link" != "$pointer" ]; then rm -f "$link"; fi
+done
+trap 'rm -f "$pointer"' EXIT # unless another start is to find it
 [ -n "$snapshot" ] || snapshot=$(readlink "$pointer")
 use_snapshot() { export DIST_MEM_SNAPSHOT=$snapshot PYTHONPATH=$snapshot/code${PYTHONPATH:+:$PYTHONPATH}; }
-[ -z "$snapshot" ] || use_snapshot
+run_dir_of() { alone dist-mem config --get run_dir "${arguments[@]}"; }
 # 2 means that starting again will not help. Of anything else, such as a disk or a registry of images that is down, the
 # next job of a chain may find it repaired.
 give_up() {
-  [ "$1" != 2 ] || end_of_chain
+  if [ "$1" = 2 ]; then end_of_chain; elif [ "$restart" = chain ]; then trap - EXIT; fi
   exit "$1"
 }
 if [ -n "$snapshot" ] && ! complaint=$(LC_ALL=C stat "$snapshot" 2>&1 >/dev/null); then
@@ -60,7 +68,14 @@ if [ -n "$snapshot" ] && ! complaint=$(LC_ALL=C stat "$snapshot" 2>&1 >/dev/null
 fi
 
 # A wrong configuration ends here, in a second and with exit code 2, and not on every node.
-run_dir=$(alone dist-mem config --get run_dir "${arguments[@]}") || give_up $?
+run_dir=$([ -z "$snapshot" ] || use_snapshot; run_dir_of) || give_up $?
+if [ -L "$pointer" ] && [[ $(realpath -m "$snapshot") != $(realpath -m "$run_dir")/slurm/* ]]; then
+  say "$pointer is removed: it leads to the copy of another run, $snapshot"
+  rm -f "$pointer"
+  snapshot=
+  run_dir=$(run_dir_of) || give_up $?
+fi
+[ -z "$snapshot" ] || use_snapshot
 logs=$run_dir/slurm/$SLURM_JOB_ID
 mkdir -p "$logs" || exit 1
 note_job "$whole"
@@ -163,7 +178,7 @@ resubmit() ( # in a shell of its own, which forgets this job
 )
 
 if [ "$code" = 0 ] || [ "$code" = 2 ] || [ "$code" = 3 ]; then
-  rm -f "$run_dir/slurm/stalled" "$pointer"
+  rm -f "$run_dir/slurm/stalled"
   end_of_chain
   exit "$code"
 fi
@@ -189,6 +204,7 @@ if [ "$(date +%s)" -lt "${DIST_MEM_JOB_END:-0}" ] || [ -z "${DIST_MEM_JOB_END:-}
     RUNNING | SIGNALING | "") ;; # no answer is no reason
     *)
       say "not started again from here: Slurm itself is ending the job ($state)"
+      if [ "$(fact SubmitTime)" != "$submitted" ] || [ "$restart" = chain ]; then trap - EXIT; fi # another start follows
       exit "$code"
       ;;
   esac
@@ -209,12 +225,16 @@ fi
 case $restart in
   requeue)
     say "to be requeued" # now: Slurm may end this script before it can say more
-    patiently scontrol requeue "$me" || say "not requeued; submit it again to resume"
+    trap - EXIT
+    patiently scontrol requeue "$me" || { rm -f "$pointer" && say "not requeued; submit it again to resume"; }
     ;;
   resubmit)
     resubmit "$@" || say "not resubmitted; submit it to resume"
     ;;
-  chain) say "the next job of the chain resumes" ;;
+  chain)
+    say "the next job of the chain resumes"
+    [ "${SLURM_ARRAY_TASK_ID:-}" = "${SLURM_ARRAY_TASK_MAX:-}" ] || trap - EXIT
+    ;;
   none) say "submit it again to resume" ;;
 esac
 exit "$code"

@@ -431,3 +431,29 @@ def test_every_command_of_an_apptainer_job_runs_in_the_image(slurm: Cluster, job
     image = ["exec", "--bind", str(job), "--pwd", str(job), "--bind", "/my data", "image.sif", "dist-mem"]
     assert [call[: len(image)] for call in called] == [image] * 5, "the configuration, and four ranks"
     assert sorted(received(job)) == ["config", "train0", "train1", "train2", "train3"]
+
+
+SCONTROL = """#!/bin/sh
+case $2 in hostnames) echo localhost ;; *) echo "JobId=7 SubmitTime=$TIME EndTime=Unknown JobState=RUNNING X" ;; esac
+"""
+
+
+def test_a_restart_does_not_run_the_copy_of_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its first start has made no link, but a job of this number, of an earlier counter of Slurm, has left one."""
+    script = rendered(capsys, "train.steps=1", "launch.gpus_per_node=0", "launch.restart=none", "--script", "train")
+    (tmp_path / "job.sbatch").write_text(script, encoding="utf-8")
+    (tmp_path / "bin").mkdir()
+    program(tmp_path / "bin" / "scontrol", SCONTROL)
+    program(tmp_path / "bin" / "srun", '#!/bin/sh\necho "ranks of $DIST_MEM_SNAPSHOT, $PYTHONPATH"\n')
+    config = '#!/bin/sh\n[ "$2" != --snapshot ] || mkdir -p "$3"\necho "$PWD/mine"\n'
+    program(tmp_path / "bin" / "dist-mem", config)
+    snapshot = tmp_path / "other" / "slurm" / "7" / "snapshot"
+    snapshot.mkdir(parents=True)
+    (tmp_path / ".dist_mem-7@a@earlier").symlink_to(snapshot)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "a", "SLURM_RESTART_COUNT": "1", "SLURM_JOB_NODELIST": "n"}
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "TIME": "now", **slurm}
+    done = subprocess.run(["bash", "job.sbatch"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert f".dist_mem-7@a@earlier is removed: it leads to the copy of another run, {snapshot}" in done.stdout
+    own = tmp_path / "mine" / "slurm" / "7" / "snapshot"
+    assert f"ranks of {own}, {own}/code\n" in done.stdout, done.stdout + done.stderr
+    assert not list(tmp_path.glob(".dist_mem-*"))

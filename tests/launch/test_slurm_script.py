@@ -6,6 +6,7 @@ The ranks are a small shell script here in place of `dist-mem`; test_slurm_jobs.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,11 +24,13 @@ pytestmark = pytest.mark.slurm
 # Its exit codes, one a start, are in a file; a new checkpoint comes with each `+`.
 RANKS = """\
 #!/bin/bash
+[ "$2" != --snapshot ] || mkdir -p "$3/code"
 if [ "$1" = config ]; then echo "$PWD/run"; exit "$(cat ../code 2>/dev/null || echo 0)"; fi
 starts=starts${PER_TASK:+-$SLURM_ARRAY_TASK_ID}
 if [ "$SLURM_PROCID" = 0 ]; then
   master=$MASTER_ADDR:${MASTER_PORT-of the step}
-  echo "$*|${SLURM_RESTART_COUNT:-0}|$SLURM_JOB_NODELIST|$master|$DIST_MEM_JOB_END|$(date +%s)" >>$starts
+  when="$DIST_MEM_JOB_END|$(date +%s)"
+  echo "$*|${SLURM_RESTART_COUNT:-0}|$SLURM_JOB_NODELIST|$master|$when|$DIST_MEM_SNAPSHOT" >>$starts
   code=$(sed -n "$(wc -l <$starts)p" codes)
   [ "${code%+}" = "$code" ] || mkdir -p "run/checkpoints/step-$(printf %08d "$(wc -l <$starts)")"
   case $code in 1* | 86*) echo "$SLURMD_NODENAME" >>run/slurm/failed_nodes ;; esac # as preflight and watchdog do
@@ -107,13 +110,23 @@ def write_ranks(folder: Path, codes: str, ranks: str = RANKS) -> None:
     (folder / "dist-mem").chmod(0o755)
     (folder / "codes").write_text(codes)
     (folder / "run" / "slurm").mkdir(parents=True)
+    # What jobs of these numbers have left: of an earlier counter of Slurm here, of another cluster, of another run.
+    for number in range(1, 200):
+        for name in (f"{number}", f"{number}@tests@2020-01-01T00:00:00", f"{number}@other@2020-01-01T00:00:00"):
+            (folder / f".dist_mem-{name}").symlink_to("/nowhere/slurm/1/snapshot")
+
+
+def links_of(folder: Path, job: str) -> list[str]:
+    """The links of a job and of its tasks, here."""
+    names = [path.name for path in folder.glob(".dist_mem-*")]
+    return [name for name in names if re.match(rf"\.dist_mem-{job}(_\d+)?@tests@", name)]
 
 
 def submit(slurm: Cluster, folder: Path, case: Case, *options: str, ranks: str = RANKS) -> str:
     write_ranks(folder, "\n".join(case.codes.split()) + "\n", ranks)
     if "STOP" in case.said:
         (folder / "run" / "STOP").touch()
-    (folder / "job.sbatch").write_text(render(launch_block(**case.launch), job_name="trial"))
+    (folder / "job.sbatch").write_text(render(launch_block(**{"snapshot": True, **case.launch}), job_name="trial"))
     path = f"{folder}{os.pathsep}{slurm.environment['PATH']}"
     script = str(folder / "job.sbatch")
     return slurm.submit(f"--chdir={folder}", *options, script, "a b.yaml", "x.y=[1, 2]", PATH=path)
@@ -166,11 +179,27 @@ def test_log_of_the_job_names_what_a_node_lacks(slurm: Cluster, tmp_path: Path) 
 
 
 def test_ranks_receive_their_arguments_rendezvous_address_and_end(outcomes: dict[str, Outcome]) -> None:
-    arguments, restarts, nodes, master, end, now = outcomes["stopped, then done"].starts[1]
+    arguments, restarts, nodes, master, end, now, _ = outcomes["stopped, then done"].starts[1]
     assert arguments == "train a b.yaml x.y=[1, 2]"
     assert (restarts, nodes) == ("1", "node[1-2]")
     assert master == "127.0.0.1:of the step", "node1 has no name here: Slurm's address for it"
     assert 0 < int(end) - int(now) <= 1200
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_starts_run_the_copy_of_the_first_and_no_link_of_a_job_is_left(
+    outcomes: dict[str, Outcome], name: str
+) -> None:
+    """Numbers of jobs begin again: links of that number, of earlier jobs, are there when it starts."""
+    outcome = outcomes[name]
+    assert {start[-1] for start in outcome.starts} == {f"{outcome.folder}/run/slurm/{first_job(outcome)}/snapshot"}
+    assert links_of(outcome.folder, outcome.job) == []
+
+
+def first_job(outcome: Outcome) -> str:
+    """The number by which Slurm counts the first start; of an array's task it is its own."""
+    (number,) = (path.parent.name for path in (outcome.folder / "run" / "slurm").glob("*/snapshot"))
+    return number
 
 
 def test_resubmitted_job_waits_for_the_first_and_has_its_arguments(outcomes: dict[str, Outcome]) -> None:
@@ -276,6 +305,7 @@ def test_cancelled_job_does_not_come_back(slurm: Cluster, tmp_path: Path) -> Non
     time.sleep(1)  # a requeue would show
     assert slurm.facts(job)["Restarts"] == "0"
     assert slurm.state(job) == "CANCELLED"
+    slurm.wait(lambda: links_of(folder, job) == [], "the link to go")
 
 
 @pytest.mark.parametrize("restart", ["requeue", "resubmit"])
