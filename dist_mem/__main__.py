@@ -25,7 +25,7 @@ from dist_mem.cli.parser import parse
 from dist_mem.cli.standard_streams import watch_standard_streams
 from dist_mem.config.environment_values import HidingStream
 from dist_mem.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, RunError, StoppedError
-from dist_mem.runtime.compilers import use_node_caches
+from dist_mem.runtime.compilers import use_node_caches, use_some_home
 from dist_mem.runtime.environment import keep_working_directory_out
 from dist_mem.runtime.extras import EXTRA_OF, not_installed
 from dist_mem.runtime.ranks import is_first_on_node
@@ -75,8 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     options = parse(arguments)
-    use_node_caches()
     try:
+        use_some_home()
+        use_node_caches()
         return options.function(options)
     except RunError as error:
         if _is_reported_elsewhere(options):

@@ -1,4 +1,4 @@
-"""Compilers and the folders of their caches, as environment variables name them. Imports no torch."""
+"""Compilers, the folders of their caches, and the home of libraries, as environment variables name them. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from dist_mem.runtime.environment import extension_cache, node_name, user_cache_dir
+from dist_mem.errors import UnusableError, run_error
+from dist_mem.runtime.environment import extension_cache, home_dir, node_name, temporary_dir, user_cache_dir
 from dist_mem.runtime.files import NotOwnError, make_own
 from dist_mem.runtime.ranks import is_first_on_node
 
@@ -33,6 +34,30 @@ _NODE_CACHES = {
     "TRITON_CACHE_DIR": "triton",
     "MPLCONFIGDIR": "matplotlib",
 }
+
+
+def use_some_home() -> None:
+    """Set HOME to a folder in TMPDIR if this user has no home, as in a container that does not know the user.
+
+    torch, Triton, MLflow, matplotlib and huggingface_hub keep files there. Without one, some raise, and others make a
+    folder named `~`.
+
+    Raises:
+        UnusableError, UnfitError: that folder cannot be used.
+    """
+    if home_dir() is not None:
+        return
+    folder, fix = temporary_dir() / f"dist_mem-{os.getuid()}", "set HOME to a folder of yours"
+    try:
+        make_own(folder)
+        (folder / "home").mkdir(exist_ok=True)
+    except NotOwnError as error:
+        raise UnusableError(f"user {os.getuid()} has no home directory, and {error}; {fix}") from error
+    except OSError as error:
+        raise run_error(error, f"user {os.getuid()} has no home directory, and {error}; {fix}") from error
+    os.environ["HOME"] = str(folder / "home")
+    if is_first_on_node():
+        print(f"warning: user {os.getuid()} has no home directory; HOME is {folder / 'home'} here", file=sys.stderr)
 
 
 def use_node_caches() -> None:

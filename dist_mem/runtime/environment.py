@@ -9,6 +9,7 @@ import getpass
 import hashlib
 import math
 import os
+import pwd
 import re
 import socket
 import sys
@@ -65,6 +66,21 @@ def quiet_tracking_environment() -> None:
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")  # seconds; 120 by default
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # our own message contains it
+
+
+def home_dir() -> Path | None:
+    """Return the home directory of this user; None if there is none.
+
+    A folder that is there is one even if it is read-only: it may hold credentials. The root directory is what
+    containers give to a user whom they do not know.
+    """
+    try:
+        home = Path(os.environ.get("HOME") or pwd.getpwuid(os.getuid()).pw_dir)
+    except KeyError:
+        return None
+    there = next(folder for folder in (home, *home.absolute().parents) if folder.exists())
+    is_home = there == home and home.is_dir() and home != Path("/")
+    return home if is_home or os.access(there, os.W_OK | os.X_OK) else None
 
 
 def user_cache_dir() -> Path:

@@ -1,0 +1,96 @@
+"""A user without a home directory: a folder of its own takes its place, for every library that looks for one."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from dist_mem.__main__ import main
+from dist_mem.runtime.environment import extension_cache
+from tests.project.test_faults_page import PAGE
+from tests.support.jobs import write_config
+from tests.support.limits import limit
+
+UID = os.getuid()
+# HOME (None: not set) and whether passwd knows the user -> the home; None: a folder in TMPDIR.
+HOMES: Mapping[str, tuple[str | None, bool, str | None]] = {
+    "not set": (None, False, None),
+    "empty": ("", False, None),
+    "of passwd": (None, True, "mine"),
+    "of the image": ("/", False, None),
+    "cannot be made": ("/proc/nobody", False, None),
+    "a file": ("mine/file", False, None),
+    "there": ("mine", False, "mine"),
+    "to be made": ("mine/later", False, "mine/later"),
+    "read-only, perhaps with credentials": ("read-only", False, "read-only"),
+}
+
+
+@pytest.fixture
+def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A place with homes, and an empty TMPDIR; only what is inside of `mine` and TMPDIR can be written."""
+    for name in ("mine", "read-only", "tmp"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "mine" / "file").touch()
+    writable = (str(tmp_path / "mine"), str(tmp_path / "tmp"))
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path).startswith(writable) and Path(path).is_dir())
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", HOMES)
+def test_home_is_what_the_user_has_or_else_a_folder_in_tmpdir(
+    name: str, homes: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given, is_known, expected = HOMES[name]
+    monkeypatch.setenv("HOME", str(homes / given) if given else "")
+    if given is None:
+        monkeypatch.delenv("HOME")
+
+    def entry(uid: int) -> pwd.struct_passwd:
+        if not is_known:
+            raise KeyError(uid)
+        return pwd.struct_passwd(("ada", "x", uid, uid, "", str(homes / "mine"), "/bin/sh"))
+
+    monkeypatch.setattr(pwd, "getpwuid", entry)
+    assert main(["config", "--get", "train.steps", "train.steps=7"]) == 0
+    own = homes / "tmp" / f"dist_mem-{UID}" / "home"
+    assert Path("~").expanduser() == (own if expected is None else homes / expected)
+    warned = f"user {UID} has no home directory; HOME is {own} here" in capsys.readouterr().err
+    assert warned == (expected is None)
+    assert not (homes / "~").exists()
+
+
+def test_a_folder_of_others_in_tmpdir_is_no_home(
+    homes: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (homes / "tmp" / f"dist_mem-{UID}").mkdir()
+    (homes / "tmp" / f"dist_mem-{UID}").chmod(0o777)
+    monkeypatch.setenv("HOME", "/")
+    assert main(["config"]) == 2
+    text = capsys.readouterr().err
+    assert "has no home directory, and " in text and "; set HOME to a folder of yours" in text
+    assert "has no home directory, and " in PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.skipif(shutil.which("unshare") is None or UID != 0, reason="needs unshare, as root")
+def test_a_user_whom_the_machine_does_not_know_trains(tmp_path: Path, books: Path) -> None:
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 1}})
+    compiled = os.environ.get("TORCH_EXTENSIONS_DIR", str(extension_cache()))
+    environment = {"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path), "TORCH_EXTENSIONS_DIR": compiled}
+    command = ["unshare", "-U", "--map-user=54321", sys.executable, "-m", "dist_mem", "train", str(config)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=limit(120), check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "run" / "checkpoints" / "step-00000001").is_dir() and not (tmp_path / "~").exists()
