@@ -31,6 +31,9 @@ def add_running(added: ArgumentParser, out: str) -> Any:
     )
     added.add_argument("--ranks", type=count, default=1, metavar="N", help="processes per training (default: 1)")
     added.add_argument("--out", type=output_folder, metavar="FOLDER", help=f"output (default: {out})")
+    added.add_argument(
+        "--max-runs", type=count, default=1000, metavar="N", help="refuse a file with more (default: 1000)"
+    )
     what = added.add_mutually_exclusive_group()
     what.add_argument("--estimate", action="store_true", help="print what it will take, and exit")
     what.add_argument("--no-estimate", action="store_true", help="begin without trying every row first")
@@ -64,7 +67,8 @@ def run_or_submit(
     """Call `submit` with --slurm and `run` without it; `more`: further arguments of `run`."""
     config, extra = _divided(options)
     if config is not None:
-        return submit(path, config, out=options.out, jobs=options.jobs, extra=extra)
+        return submit(path, config, out=options.out, jobs=options.jobs, extra=extra, max_runs=options.max_runs)
+    more["max_runs"] = options.max_runs
     estimates = {"estimates": not options.no_estimate, "only_estimate": options.estimate}
     return run(path, out=options.out, jobs=options.jobs, ranks=options.ranks, extra=extra, **estimates, **more)
 

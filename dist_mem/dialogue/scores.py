@@ -15,6 +15,12 @@ from dist_mem.evaluation.report import DocumentScore, perplexity, shown, total_w
 from dist_mem.runtime.terminal import table
 
 FORMAT_VERSION = 1
+_GROUPS = ("all", "leaked", "others")
+FIGURES = tuple(
+    f"dialogue_{'' if group == 'all' else f'{group}_'}{name}"
+    for group in _GROUPS
+    for name in ("perplexity", "word_perplexity", *METRICS)
+)
 
 
 class ScoredAnswer(NamedTuple):
@@ -40,8 +46,8 @@ def group_scores(documents: Sequence[DocumentScore], answers: Sequence[ScoredAns
     """Return the scores of all conversations, of those leaked into the released train split, and of the others."""
     leaked = {document.id for document in documents if is_leaked(document.title)}
     everything = {document.id for document in documents}
-    groups = {"all": everything, "leaked": leaked, "others": everything - leaked}
-    return [_group(name, ids, documents, answers) for name, ids in groups.items() if ids]
+    members = zip(_GROUPS, (everything, leaked, everything - leaked), strict=True)
+    return [_group(name, ids, documents, answers) for name, ids in members if ids]
 
 
 def _group(name: str, ids: set[str], documents: Sequence[DocumentScore], answers: Sequence[ScoredAnswer]) -> GroupScore:

@@ -64,6 +64,11 @@ class DocumentScore:
     depth: float | None = None  # of what its answer recalls, from 0 to 1; None: it is no document of one answer
 
 
+FIGURES = ("word_perplexity", "token_perplexity", "bits_per_byte", "accuracy", "whole_answers")  # of a Report
+RECALL_FIGURES = ("recall_perplexity", "recall_accuracy")  # of a Report and a band
+BANDS = ("segment", "memory", "beyond")
+
+
 @dataclass(frozen=True)
 class Report:
     """The scores of one split."""
@@ -136,27 +141,16 @@ class Report:
 
     def figures(self) -> dict[str, float]:
         """Return the figures to track, "validation/word_perplexity" and so on, without unknown ones (nan)."""
-        found = {
-            "word_perplexity": self.word_perplexity,
-            "token_perplexity": self.token_perplexity,
-            "bits_per_byte": self.bits_per_byte,
-            "accuracy": self.accuracy,
-            "whole_answers": self.whole_answers,
-        }
+        found: dict[str, float] = {name: getattr(self, name) for name in FIGURES}
         for name, band in recall_bands(self.seg_len, self.mem_len).items():
-            found[f"recall_perplexity_{name}"] = self.recall_perplexity(band)
-            found[f"recall_accuracy_{name}"] = self.recall_accuracy(band)
+            found |= {f"{figure}_{name}": getattr(self, figure)(band) for figure in RECALL_FIGURES}
         return {f"{self.split}/{name}": value for name, value in found.items() if not math.isnan(value)}
 
 
 def recall_bands(seg_len: int, mem_len: int) -> dict[str, Band]:
     """Return the bands of referents within the segment, within the short-term memory, and beyond both."""
-    bands = {
-        "segment": Band(0, seg_len),
-        "memory": Band(seg_len, seg_len + mem_len),
-        "beyond": Band(seg_len + mem_len, None),
-    }
-    return {name: band for name, band in bands.items() if band.low != band.high}
+    bands = Band(0, seg_len), Band(seg_len, seg_len + mem_len), Band(seg_len + mem_len, None)
+    return {name: band for name, band in zip(BANDS, bands, strict=True) if band.low != band.high}
 
 
 def total_words(documents: Iterable[DocumentScore]) -> int | None:

@@ -42,6 +42,7 @@ from dist_mem.runtime.terminal import table
 from dist_mem.tracking.progress import Progress
 
 FORMAT_VERSION = 1
+FIGURES = ("regression_error", "regression_error_newest")
 
 
 class Errors(NamedTuple):
@@ -210,7 +211,7 @@ def _publish(target: Path, split: str, layers: list[Errors], metadata: Mapping[s
     print("\n".join(table([("layer", "all rows", "newest"), *cells])))
     content = {
         **metadata,
-        "figures": {f"{split}/regression_error": mean, f"{split}/regression_error_newest": newest},
+        "figures": {f"{split}/{name}": value for name, value in zip(FIGURES, (mean, newest), strict=True)},
         "layers": [layer._asdict() for layer in layers],
     }
     target.parent.mkdir(exist_ok=True)

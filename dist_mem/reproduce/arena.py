@@ -24,7 +24,7 @@ from omegaconf import MISSING
 from dist_mem.config import read_block
 from dist_mem.errors import UnusableError
 from dist_mem.reproduce.budget import check_budget
-from dist_mem.reproduce.grid import found_file
+from dist_mem.reproduce.grid import MAX_RUNS, check_number, found_file
 from dist_mem.reproduce.tables import Column, Point, Row, Scale, Table, check_table
 
 SCALE = "arena"  # name of the only scale of its table
@@ -46,16 +46,19 @@ class Arena:
     build: list[list[str]] = field(default_factory=list)  # commands that build missing data
 
 
-def load_arena(path: Path) -> tuple[Arena, Table]:
+def load_arena(path: Path, *, max_runs: int = MAX_RUNS) -> tuple[Arena, Table]:
     """Read an arena, also one that comes with dist_mem, and return it with its table, whose rows lack the budget.
 
     Raises:
-        UnusableError: there is no such file, or it is invalid; the message names the file and the key.
+        UnusableError: there is no such file, it is invalid, or it has more runs than `max_runs`; the message names the
+            file and the key.
     """
     found = found_file(path, "an arena")
     arena: Arena = read_block(Arena, found)
     if len(arena.memories) < 2:
         raise UnusableError(f"{path}: memories has {len(arena.memories)}; give at least two, to compare")
+    num_rows = len(arena.memories) * max(1, len(arena.learning_rates))
+    check_number(num_rows, arena.seeds, max_runs, where=str(path))
     check_budget(arena.budget, arena.fit, where=str(path))
     for column, settings in arena.columns.items():
         for word in (word for word in settings.evaluate if word.startswith("data.path=")):

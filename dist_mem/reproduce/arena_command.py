@@ -17,6 +17,7 @@ from dist_mem.reproduce.command import locked
 from dist_mem.reproduce.fingerprint import keep_settings
 from dist_mem.reproduce.job import Job
 from dist_mem.reproduce.one_run import build
+from dist_mem.reproduce.row_check import check_rows
 from dist_mem.reproduce.runs import all_runs
 from dist_mem.reproduce.sweep import run_job, submit_runs
 from dist_mem.reproduce.tables import Table
@@ -34,18 +35,19 @@ def run(
     estimates: bool,
     only_estimate: bool,
     only_plan: bool,
+    max_runs: int,
 ) -> int:
     """Run the arena of a file and return the exit code of the process; the same call continues a stopped one.
 
     Args:
-        out, jobs, ranks, extra, estimates, only_estimate: as `sweep.run`; out None: runs/arena/NAME.
+        out, jobs, ranks, extra, max_runs, estimates, only_estimate: as `sweep.run`; out None: runs/arena/NAME.
         only_plan: print what every memory takes within the budget, and end.
 
     Raises:
         UnusableError: the arena or its configurations are invalid, a memory does not fit the budget, or a row cannot
             start.
     """
-    arena, of_arena, folder = *load_arena(path), _folder(path, out)  # a file that cannot be read leaves no folder
+    arena, of_arena, folder = *load_arena(path, max_runs=max_runs), _folder(path, out)
     with locked(folder), StopSignal() as signal:
         job, costs = _job(arena, of_arena, folder, ranks, extra, signal)
         print(_plan(costs), flush=True)
@@ -56,9 +58,9 @@ def run(
         return run_job(job, name=path.stem, jobs=jobs, write_more=page, **steps)
 
 
-def submit(path: Path, config: Config, *, out: Path | None, jobs: int, extra: Sequence[str]) -> int:
+def submit(path: Path, config: Config, *, out: Path | None, jobs: int, extra: Sequence[str], max_runs: int) -> int:
     """Submit all runs that are not finished as a job array; once they have ended, `run` measures them. See `sweep`."""
-    arena, of_arena, folder = *load_arena(path), _folder(path, out)
+    arena, of_arena, folder = *load_arena(path, max_runs=max_runs), _folder(path, out)
     with locked(folder), StopSignal() as signal:
         job, costs = _job(arena, of_arena, folder, 1, extra, signal)
         print(_plan(costs), flush=True)
@@ -94,6 +96,7 @@ def _job(
     }
     for row, words in scale.rows.items():
         words += found[memory_of_row(arena, row)][0]
+    check_rows(of_arena, scale, extra)
     return job, {name: costs for name, (_, costs) in found.items()}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from dist_mem.reproduce.one_run import run_one
 from dist_mem.reproduce.parent_run import ParentRun
 from dist_mem.reproduce.pool import for_each_run
 from dist_mem.reproduce.results import cell, write_results
-from dist_mem.reproduce.row_check import check
+from dist_mem.reproduce.row_check import check, check_rows
 from dist_mem.reproduce.runs import (
     all_runs,
     candidates,
@@ -77,6 +78,7 @@ def run(
     out = out or Path("runs") / "reproduce" / f"{name}.{scale}"
     requested = [one for row in rows or chosen.rows for one in candidates(table, chosen, row)]
     runs = all_runs(chosen, out, seeds or chosen.seeds, requested)
+    check_rows(table, chosen, extra, requested)
     with locked(out), StopSignal() as signal:
         keep_settings(table, chosen, out, extra)
         job = Job(table, chosen, out, runs, ranks, list(extra), signal)
@@ -85,16 +87,28 @@ def run(
 
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Lock the folder for this process. Raises UnusableError if another call is using it."""
+    """Lock the folder for this process, and remove it again if a refusal has left nothing in it but the lock.
+
+    Raises:
+        UnusableError: another call is using the folder.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    with (out / "lock").open("w", encoding="utf-8") as lock:
+    path = out / "lock"
+    with path.open("w", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UnusableError(
-                f"{out}: another call of the command uses this folder; wait for it, or give --out"
-            ) from error
-        yield
+            is_current = path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())
+        except BlockingIOError:
+            is_current = False  # or else the call that had it has just removed it
+        if not is_current:
+            raise UnusableError(f"{out}: another call of the command uses this folder; wait for it, or give --out")
+        try:
+            yield
+        except UnusableError:
+            if [each.name for each in out.iterdir()] == [path.name]:
+                path.unlink()
+                out.rmdir()
+            raise
 
 
 def run_table(

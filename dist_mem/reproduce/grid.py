@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -28,12 +29,14 @@ from dist_mem.config import Config, read_block
 from dist_mem.config.check import nearest
 from dist_mem.config.keys import find_key
 from dist_mem.config.values import Letters, settled, typed
+from dist_mem.data.batch_plan import counted
 from dist_mem.errors import UnusableError
 from dist_mem.reproduce.tables import Column, Point, Row, Scale, Table, check_table
 from dist_mem.runtime.files import is_file
 from dist_mem.runtime.shipped import say_where_from, shipped_path
 
 SCALE = "sweep"  # name of the only scale of its table
+MAX_RUNS = 1000  # unless the command says more
 
 
 @dataclass
@@ -52,14 +55,17 @@ class Sweep:
     build: list[list[str]] = field(default_factory=list)  # commands that build missing data
 
 
-def load_sweep(path: Path) -> Table:
+def load_sweep(path: Path, *, max_runs: int = MAX_RUNS) -> Table:
     """Read a sweep, also one that comes with dist_mem, and return it as a table whose only scale is `SCALE`.
 
     Raises:
-        UnusableError: there is no such file, or it is invalid; the message names the file and the key.
+        UnusableError: there is no such file, it is invalid, or it has more runs than `max_runs`; the message names the
+            file and the key.
     """
     found = found_file(path, "a sweep")
     sweep: Sweep = read_block(Sweep, found, _settled)
+    num_rows = (math.prod(map(len, sweep.grid.values())) if sweep.grid else 0) + len(sweep.rows)
+    check_number(num_rows, sweep.seeds, max_runs, where=str(path))
     rows = {**_combinations(sweep, path), **sweep.rows}
     if not rows:
         raise UnusableError(f"{path} has neither grid nor rows: nothing would be trained")
@@ -101,6 +107,15 @@ def _value(key: str, written: Any) -> Any:
     value = settled(written if found is None else typed(found.schema, written, key))
     is_other = isinstance(written, Letters) and found is None and json.dumps(value) != written
     return str(written) if is_other else value
+
+
+def check_number(num_rows: int, seeds: Sequence[int], max_runs: int, *, where: str) -> None:
+    """Raise UnusableError if these rows and seeds are more runs than `max_runs`."""
+    if num_rows * len(seeds) > max_runs:
+        raise UnusableError(
+            f"{where}: {num_rows:,} combinations and rows with {counted(len(seeds), 'seed')} are "
+            f"{num_rows * len(seeds):,} runs, more than {max_runs:,}: give fewer values, or --max-runs"
+        )
 
 
 def found_file(path: Path, what: str) -> Path:

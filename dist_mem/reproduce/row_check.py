@@ -17,12 +17,12 @@ from omegaconf import OmegaConf
 from dist_mem.config import Config, load_config
 from dist_mem.data.directory import local_dir
 from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_metadata
-from dist_mem.doctor.dry_run import subjects
-from dist_mem.errors import EXIT_DONE, EXIT_USAGE
+from dist_mem.doctor.dry_run import check_model, subjects
+from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
 from dist_mem.memory import memory_options
 from dist_mem.model import describe
 from dist_mem.planning.vocabulary import ASSUMED_VOCAB_SIZE
-from dist_mem.reproduce.runs import Run, all_runs, candidates, shown_rows, train_words
+from dist_mem.reproduce.runs import Run, all_runs, candidates, columns_of, shown_rows, train_words
 from dist_mem.reproduce.tables import Row, Scale, Table
 
 BLOCKS = ("data", "model", "memory", "train", "optimizer", "schedule", "eval")  # blocks that affect the figures
@@ -64,6 +64,29 @@ def check(
     for text in refused:
         print(f"error: {text}", file=sys.stderr)
     return EXIT_USAGE if refused else EXIT_DONE
+
+
+def check_rows(table: Table, scale: Scale, extra: Sequence[str], rows: Sequence[str] = ()) -> None:
+    """Check every row before the first run: its keys, its model, its seeds, and the overrides of its columns.
+
+    Args:
+        rows: that will be run; empty: all.
+
+    Raises:
+        UnusableError: for the first row that cannot be run; nothing is allocated or started.
+    """
+    chosen = list(rows or scale.rows)
+    runs = all_runs(scale, Path(), scale.seeds[:1], chosen) + all_runs(scale, Path(), scale.seeds[1:], chosen[:1])
+    for run in runs:
+        words, where = train_words(scale, run, extra), _title(table, run)
+        try:
+            check_model(load_config(words, memory_options=memory_options))
+            for name, column in columns_of(table, scale, run.point).items():
+                where = f"{_title(table, run)}: column {name}"
+                measuring = [word for word in column.evaluate if "=" in word and not word.startswith("-")]
+                load_config([*words, *measuring], memory_options=memory_options)
+        except UnusableError as error:
+            raise UnusableError(f"{where}: {error}") from error
 
 
 def _title(table: Table, run: Run) -> str:

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-from dist_mem.config import Config, load_config
-from dist_mem.doctor.dry_run import check_model
+from dist_mem.config import Config
+from dist_mem.data.batch_plan import counted
 from dist_mem.errors import EXIT_DONE, EXIT_REQUEUE, UnusableError
 from dist_mem.launch.submit import submit_array
-from dist_mem.memory import memory_options
 from dist_mem.reproduce import estimate
 from dist_mem.reproduce.command import locked, run_table
 from dist_mem.reproduce.fingerprint import keep_settings
 from dist_mem.reproduce.grid import SCALE, load_sweep
 from dist_mem.reproduce.job import Job, Place, StoppedError, places
 from dist_mem.reproduce.one_run import build, left_to_measure
+from dist_mem.reproduce.row_check import check_rows
 from dist_mem.reproduce.runs import all_runs, train_words
-from dist_mem.reproduce.tables import Scale, Table
+from dist_mem.reproduce.tables import Table
 from dist_mem.runtime.files import free_name, write_text
 from dist_mem.runtime.ranks import names_of_gpus
 from dist_mem.runtime.signals import StopSignal
@@ -31,7 +32,15 @@ _RESTARTS = 3  # of a run that died
 
 
 def run(
-    path: Path, *, out: Path | None, jobs: int, ranks: int, extra: Sequence[str], estimates: bool, only_estimate: bool
+    path: Path,
+    *,
+    out: Path | None,
+    jobs: int,
+    ranks: int,
+    extra: Sequence[str],
+    max_runs: int,
+    estimates: bool,
+    only_estimate: bool,
 ) -> int:
     """Run the sweep of a file and return the exit code of the process; the same call continues a stopped one.
 
@@ -39,12 +48,14 @@ def run(
         out: folder of runs and results; None: runs/sweep/NAME.
         jobs: trainings at the same time.  ranks: processes per training.
         extra: key=value overrides for every training.
+        max_runs: more are refused.
         estimates: say first what it will take.  only_estimate: and end then.
 
     Raises:
         UnusableError: the sweep or its configurations are invalid, or a row cannot start.
     """
-    table, folder = load_sweep(path), _folder(path, out)  # a file that cannot be read leaves no folder behind
+    table, folder = load_sweep(path, max_runs=max_runs), _folder(path, out)
+    check_rows(table, table.scales[SCALE], extra)  # what is refused leaves no folder behind
     with locked(folder), StopSignal() as signal:
         job = _job(table, folder, ranks, extra, signal)
         return run_job(job, name=path.stem, jobs=jobs, estimates=estimates, only_estimate=only_estimate)
@@ -61,6 +72,8 @@ def run_job(
 ) -> int:
     """Run the runs of a job, several at one time; see `run`, and for `write_more` see `run_table`."""
     everywhere = places(jobs, job.ranks, num_cores=os.cpu_count() or 1, gpus=names_of_gpus(torch.cuda.device_count()))
+    rows, seeds = counted(len(job.scale.rows), "row"), counted(len(job.scale.seeds), "seed")
+    print(f"{rows} with {seeds}: {counted(len(job.runs), 'run')}", file=sys.stderr)
     begin, seconds = time.monotonic(), None
     if estimates:
         try:
@@ -77,7 +90,7 @@ def run_job(
     return code
 
 
-def submit(path: Path, config: Config, *, out: Path | None, jobs: int, extra: Sequence[str]) -> int:
+def submit(path: Path, config: Config, *, out: Path | None, jobs: int, extra: Sequence[str], max_runs: int) -> int:
     """Submit all runs that are not finished as a job array, one job each, and return the exit code of the process.
 
     Once they have ended, `run` measures them and writes the table.
@@ -85,12 +98,14 @@ def submit(path: Path, config: Config, *, out: Path | None, jobs: int, extra: Se
     Args:
         config: of the site, for its block `launch`.
         jobs: jobs at the same time.
+        max_runs: more are refused.
 
     Raises:
         UnusableError: as `run`, or sbatch refuses the array.
         UnfitError: Slurm does not answer.
     """
-    table, folder = load_sweep(path), _folder(path, out)
+    table, folder = load_sweep(path, max_runs=max_runs), _folder(path, out)
+    check_rows(table, table.scales[SCALE], extra)
     with locked(folder), StopSignal() as signal:
         return submit_runs(_job(table, folder, 1, extra, signal), config, name=path.stem, at_once=jobs)
 
@@ -115,18 +130,8 @@ def _folder(path: Path, out: Path | None) -> Path:
 
 def _job(table: Table, out: Path, ranks: int, extra: Sequence[str], signal: StopSignal) -> Job:
     scale = table.scales[SCALE]
-    _check_rows(table, scale, extra)
     keep_settings(table, scale, out, extra)
     return Job(table, scale, out, all_runs(scale, out, scale.seeds, list(scale.rows)), ranks, list(extra), signal)
-
-
-def _check_rows(table: Table, scale: Scale, extra: Sequence[str]) -> None:
-    """Raise UnusableError for the first row whose model cannot be built; nothing is allocated or started."""
-    for run in all_runs(scale, Path(), scale.seeds[:1], list(scale.rows)):
-        try:
-            check_model(load_config(train_words(scale, run, extra), memory_options=memory_options))
-        except UnusableError as error:
-            raise UnusableError(f"{table.path}: row {run.row}: {error}") from error
 
 
 def _estimate(job: Job, everywhere: Sequence[Place]) -> float | None:

@@ -16,7 +16,11 @@ from omegaconf import MISSING
 
 from dist_mem.config import read_block
 from dist_mem.config.check import hint
+from dist_mem.dialogue.scores import FIGURES as DIALOGUE_FIGURES
 from dist_mem.errors import UnusableError
+from dist_mem.evaluation.report import BANDS, FIGURES
+from dist_mem.evaluation.report import RECALL_FIGURES as RECALL
+from dist_mem.inspection.regression_error import FIGURES as REGRESSION_FIGURES
 from dist_mem.runtime.shipped import shipped_path
 from dist_mem.runtime.terminal import listed
 
@@ -24,8 +28,12 @@ FOLDER = Path("configs") / "tables"
 _NAME = re.compile(r"\w[\w .:-]*")  # names of files, and of figures in MLflow, which accepts no others
 PAPERS = "paper"  # name of the scale with the paper's data and sizes
 SIZES = ("parameters", "multiply_adds")  # of a model; multiply-adds per predicted token in scoring
-RECALL = ("recall_perplexity", "recall_accuracy")  # figures of a band of distances
-MEASURES = ("evaluate", "dialogue", "inspect")  # commands of dist-mem that measure a trained model
+# Command of dist-mem that measures a trained model -> the figures of its report.
+MEASURES = {
+    "evaluate": (*FIGURES, *RECALL, *(f"{figure}_{band}" for figure in RECALL for band in BANDS)),
+    "dialogue": DIALOGUE_FIGURES,
+    "inspect": REGRESSION_FIGURES,
+}
 
 
 @dataclass
@@ -195,6 +203,8 @@ def _is_number(text: str) -> bool:
 def _check_scale(table: Table, scale: Scale, *, where: str) -> None:
     for name in filter(None, scale.points):  # "", the only point, is not part of any name
         _check_name(name, where=f"{where}: point")
+    if not scale.seeds or len(set(scale.seeds)) < len(scale.seeds) or min(scale.seeds) < 0:
+        raise UnusableError(f"{where}.seeds is {scale.seeds}, but must be different numbers of at least 0, as [0, 1]")
     columns = scale.columns or table.columns
     for key, content in (("rows", scale.rows), ("columns", columns)):
         if not content:
@@ -217,6 +227,12 @@ def _check_scale(table: Table, scale: Scale, *, where: str) -> None:
         if column.command not in MEASURES:
             raise UnusableError(
                 f"{where}: column {name!r} has command {column.command!r}, not one of {', '.join(MEASURES)}"
+            )
+        known = MEASURES[column.command]
+        if column.figure not in known:
+            raise UnusableError(
+                f"{where}: column {name!r} has figure {column.figure!r}, which {column.command} does not measure"
+                f"{hint(column.figure, known)}; it measures{listed(known)}"
             )
         if column.point not in scale.points:
             raise UnusableError(f"{where}.points lacks {column.point!r}, the point of column {name!r}")

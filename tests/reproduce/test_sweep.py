@@ -73,18 +73,40 @@ def test_every_row_of_every_sweep_is_a_configuration(path: Path, monkeypatch: py
         check_model(config)
 
 
+WRONG_ROWS = {
+    "narrow": (
+        {"rows": {"good": ["memory.kind=none"], "narrow": ["memory={kind: infinite, num_basis: 24, num_samples: 24}"]}},
+        "row narrow: memory.basis_widths are [0.005, 0.01], too narrow",
+    ),
+    "a seed too large": (
+        {"seeds": [0, 2**70]},
+        "row one: command line: data.seed: is 1180591620717411303424, but numbers have at most 64",
+    ),
+    "an override of a column": (
+        {"columns": {"a": {"figure": "accuracy", "evaluate": ["eval.mem_lne=4", "--without-memory"]}}},
+        "row one: column a: command line: eval.mem_lne: unknown key; did you mean eval.mem_len?",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ROWS)
 @pytest.mark.parametrize("options", [[], ["--no-estimate"], ["--slurm"]], ids=" ".join)
 def test_a_row_that_no_model_can_have_is_refused_before_any_run(
-    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One row of configs/sweeps/babilong.yaml had too few basis functions; it was seen when four others had trained."""
     monkeypatch.chdir(tmp_path)
     write_config(tmp_path / "job.yaml", tmp_path / "books", tmp_path / "unused", {})
-    narrow = ["memory={kind: infinite, num_basis: 24, num_samples: 24}"]
-    write(tmp_path, grid={}, rows={"good": ["memory.kind=none"], "narrow": narrow})
+    changes, reported = WRONG_ROWS[name]
+    write(tmp_path, **{"grid": {}, "rows": {"one": ["memory.kind=none"]}, **changes})
     assert main(["sweep", "rates.yaml", *options]) == 2
-    assert "rates.yaml: row narrow: memory.basis_widths are [0.005, 0.01], too narrow" in capsys.readouterr().err
-    assert not (tmp_path / "runs/sweep/rates/runs").exists()
+    assert f"rates.yaml: {reported}" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_more_runs_are_taken_if_the_command_allows_them(tmp_path: Path) -> None:
+    path = write(tmp_path, seeds=[*range(300)])
+    assert len(load_sweep(path, max_runs=1200).scales[SCALE].seeds) == 300
 
 
 def test_given_columns_stand_in_place_of_the_default(tmp_path: Path) -> None:
@@ -115,6 +137,16 @@ def test_overrides_that_belong_together_are_one_value(tmp_path: Path) -> None:
         ({"grid": {"memory": ["a/x.yaml", "b/x.yaml"]}}, "two rows are called 'x'"),
         ({"sedes": [1]}, "Key 'sedes' not in 'Sweep'"),
         ({"rows": {"a/b": []}}, "row 'a/b' names files"),
+        ({"seeds": [0, 0]}, "seeds is [0, 0], but must be different numbers of at least 0"),
+        ({"seeds": [-1]}, "seeds is [-1], but must be different numbers of at least 0"),
+        ({"seeds": []}, "seeds is [], but must be different numbers of at least 0"),
+        ({"columns": {"a": {"figure": "acuracy"}}}, "figure 'acuracy', which evaluate does not measure: did you mean"),
+        ({"columns": {"a": {"figure": "accuracy", "command": "dialogue"}}}, "which dialogue does not measure; it me"),
+        (
+            {"grid": {f"model.k{number}": [*range(20)] for number in range(7)}},
+            "are 1,280,000,000 runs, more than 1,000",
+        ),
+        ({"seeds": [*range(300)]}, "4 combinations and rows with 300 seeds are 1,200 runs, more than 1,000: give few"),
     ],
 )
 def test_what_a_sweep_cannot_mean_is_refused(tmp_path: Path, changes: dict[str, Any], reported: str) -> None:
