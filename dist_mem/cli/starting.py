@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from pathlib import Path
 
 from dist_mem.errors import UnusableError, run_error
@@ -26,9 +28,9 @@ def add_init_arguments(added: ArgumentParser) -> None:
 def init(options: Namespace) -> int:
     """Make a folder with a first configuration, and the commands to use it."""
     folder: Path = options.folder
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UnusableError(f"{folder} is not an empty folder: give a new one, so that nothing is overwritten")
     contents = {name: (shipped_root() / source).read_text(encoding="utf-8") for name, source in _PROJECT.items()}
+    if folder.exists() and not (folder.is_dir() and _is_own_half(folder, contents)):
+        raise UnusableError(f"{folder} is not an empty folder: give a new one, so that nothing is overwritten")
     try:
         make_folder(folder)
         for name, text in contents.items():
@@ -39,3 +41,19 @@ def init(options: Namespace) -> int:
         raise run_error(error, f"{folder} cannot be made: {error}") from error
     print(f"{folder}: {', '.join(contents)}; {folder / 'README.md'} has the first commands")
     return 0
+
+
+def _is_own_half(folder: Path, contents: Mapping[str, str]) -> bool:
+    """Return whether a folder is empty, or has only a part of what this command writes, as a killed one leaves it.
+
+    The file that was being written under a temporary name is removed.
+    """
+    found = list(folder.iterdir())
+    partial = [path for path in found if re.sub(r"\.\d+\.partial$", "", path.name) in contents.keys() - {path.name}]
+    whole = [path for path in found if path not in partial]
+    is_own = all(path.is_file() and path.read_bytes() == contents.get(path.name, "").encode() for path in whole)
+    if not is_own or len(whole) == len(contents):
+        return False
+    for path in partial:
+        path.unlink()
+    return True

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,15 +45,15 @@ def make(folder: Path, files: Iterable[Path], git: Mapping[str, Any]) -> None:
         with new_folder(folder) as partial:
             shutil.copytree(PACKAGE, partial / "code" / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
             for name in _CONFIGURATIONS:
-                beside = (
-                    PACKAGE.parent / name
-                )  # not in a wheel, whose package contains them, nor with the package alone
+                beside = PACKAGE.parent / name  # not in a wheel, whose package has them, nor with the package alone
                 if shipped_root() == PACKAGE.parent and beside.is_dir():
                     shutil.copytree(beside, partial / "code" / name)
             write_text(partial / "code" / "git.json", json.dumps(git))
             for path in files:
                 copy = partial / SNAPSHOT_FILES / Path(os.path.normpath(path.absolute())).relative_to("/")
                 copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.touch(stat.S_IMODE(path.stat().st_mode) | stat.S_IWUSR)  # first: a file of 0600 may hold secrets
                 shutil.copyfile(path, copy)
+                shutil.copymode(path, copy)
     except OSError as error:
         raise run_error(error, f"{folder} cannot be made: {error}; launch.snapshot=false goes without it") from error

@@ -58,7 +58,7 @@ def check_tracking(config: Config, run_dir: Path) -> str | None:
     if not ((is_server(uri) or is_local(uri)) and choose_sending(config).is_on) or is_missing_file(uri):
         return None
     import_mlflow_quietly()  # not in the thread: a slow import must not use up SECONDS
-    experiment = experiment_of(config)
+    experiment: Mapping[str, str] = experiment_of(config)
     if journal.exists():
         experiment = target_of(config, run_dir, read_header(journal)).header.experiment
     result: list[Exception | None] = []

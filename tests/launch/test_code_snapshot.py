@@ -43,6 +43,15 @@ def test_copy_has_the_package_its_configurations_and_git_state_and_no_more(tmp_p
     assert provenance.running_commit(package) == "d+"
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o444])
+def test_nobody_else_may_read_a_copy_than_may_read_the_file(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "a.yaml").write_text("launch: {env: ['TOKEN=secret']}\n")
+    (tmp_path / "a.yaml").chmod(mode)
+    snapshot.make(tmp_path / "copy", [tmp_path / "a.yaml"], {})
+    copy = tmp_path / "copy" / "files" / (tmp_path / "a.yaml").relative_to("/")
+    assert copy.stat().st_mode & 0o777 == mode and copy.read_bytes() == (tmp_path / "a.yaml").read_bytes()
+
+
 def test_copy_that_cannot_be_finished_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(UnusableError, match=r"absent\.yaml"):
         snapshot.make(tmp_path / "copy", [tmp_path / "absent.yaml"], {})

@@ -130,6 +130,22 @@ def test_init_makes_a_project_that_can_train_and_overwrites_nothing(
     assert main(["init", "mine/README.md"]) == 2
 
 
+def test_init_completes_what_a_killed_one_has_left_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "whole"]) == 0
+    whole = {path.name: path.read_bytes() for path in Path("whole").iterdir()}
+    for number, changed in enumerate((b"", b"# mine\n")):
+        half = Path(f"half{number}")
+        half.mkdir()
+        (half / "README.md").write_bytes(whole["README.md"] + changed)
+        (half / "config.yaml.123.partial").write_bytes(b"da")
+        before = {path.name: path.read_bytes() for path in half.iterdir()}
+        assert main(["init", str(half)]) == (2 if changed else 0)
+        assert {path.name: path.read_bytes() for path in half.iterdir()} == (before if changed else whole)
+
+
 def test_builders_are_those_of_the_folder(capsys: pytest.CaptureFixture[str]) -> None:
     folder = ROOT / "dist_mem" / "data" / "builders" / "datasets"
     assert builder_names() == sorted(path.stem for path in folder.glob("[!_]*.py"))
