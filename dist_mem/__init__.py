@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-from warnings import warn
 
 from dist_mem.version import __version__ as __version__
 
@@ -45,31 +44,13 @@ _MODULES = {
     **{"Memory": "api.memory", "Model": "api.model", "RunError": "errors", "Sampling": "generation.sampling"},
     **{"Scores": "api.model", "load": "api.model", "train": "api.training"},
 }
-_DEPRECATED = {  # former name -> its module, and what replaces it
-    "generate": ("generation.generate", "Model.generate"),
-    "init_state": ("evaluation.trained_model", "dist_mem.evaluation.trained_model.init_state"),
-    "load_memory": ("generation.text_memory", "dist_mem.Memory.load"),
-    "load_model": ("evaluation.trained_model", "dist_mem.load"),
-    "next_log_probs": ("generation.reading", "dist_mem.generation.reading.next_log_probs"),
-    "read": ("generation.reading", "Model.read"),
-    "read_lanes": ("evaluation.trained_model", "dist_mem.evaluation.trained_model.read_lanes"),
-    "read_text": ("generation.text_memory", "Model.read"),
-    "save_memory": ("generation.text_memory", "Memory.save"),
-    "score": ("generation.text_scores", "Model.score"),
-    "start": ("generation.reading", "Model.read"),
-    "start_from": ("generation.reading", "dist_mem.generation.reading.start_from"),
-}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name on first use, because torch takes seconds; warn of a name that the next release leaves out."""
-    if name not in _MODULES and name not in _DEPRECATED:
+    """Import a name on first use, because torch takes seconds."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = _MODULES.get(name)
-    if module is None:
-        module, new = _DEPRECATED[name]
-        warn(f"dist_mem.{name} will be removed: use {new} (docs/start/python.md)", DeprecationWarning, stacklevel=2)
     from dist_mem.runtime.distributed import choose_accelerator
 
     choose_accelerator()
-    return getattr(import_module(f"dist_mem.{module}"), name)
+    return getattr(import_module(f"dist_mem.{_MODULES[name]}"), name)

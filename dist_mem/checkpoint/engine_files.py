@@ -8,7 +8,7 @@ per parameter (exp_avg, exp_avg_sq, momentum_buffer, step). The files hold no pi
 
 engine.json lists runs, because at ZeRO stage 3 every rank has a slice of every parameter: [5, 100, 330, 40] says that
 rank 5 has elements 100 to 140, rank 6 the next 40, and so on, the last of them what is left before 330. So the file
-grows with the parameters plus the ranks, not with their product. Format 3 has [rank, start, stop] for each slice.
+grows with the parameters plus the ranks, not with their product.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dist_mem.checkpoint.manifest import reading
-from dist_mem.checkpoint.rank_file import RankFile, path_of
+from dist_mem.checkpoint.rank_file import RankFile, rank_file
 from dist_mem.checkpoint.schemas import engine_problems
 from dist_mem.engine.zero_state import Slice
 from dist_mem.errors import CheckpointError
@@ -93,8 +93,7 @@ class Place(NamedTuple):
 
 def places(runs: Iterable[Sequence[int]], start: int, stop: int) -> Iterator[Place]:
     """Yield the slices with elements start to stop of a parameter, in order; `runs` is its entry in engine.json."""
-    for first_rank, begin, end, *lengths in runs:
-        length = lengths[0] if lengths else end - begin  # format 3 has none
+    for first_rank, begin, end, length in runs:
         low, high = max(start, begin), min(stop, end)
         if low < high:
             for index in range((low - begin) // length, (high - 1 - begin) // length + 1):
@@ -114,7 +113,7 @@ class EngineReader:
 
     def _file(self, rank: int) -> RankFile:
         if rank not in self._files:
-            self._files[rank] = RankFile(path_of(self.directory, "engine", rank), "engine")
+            self._files[rank] = RankFile(self.directory / rank_file(rank), "engine")
         return self._files[rank]
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor | None:

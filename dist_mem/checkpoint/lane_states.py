@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dist_mem.checkpoint.manifest import step_dir
-from dist_mem.checkpoint.rank_file import RankFile, path_of
+from dist_mem.checkpoint.rank_file import RankFile, rank_file
 from dist_mem.errors import CheckpointError, run_error
 from dist_mem.memory.base import MemoryState, map_state, named_tensors
 from dist_mem.runtime.distributed import World
@@ -148,7 +148,7 @@ def _fitting(name: str, stored: Tensor, empty: Tensor, *, convert: bool) -> Tens
 
 def read_random_state(directory: Path, world: World) -> dict[str, Tensor] | None:
     """Read the state of this rank's random generators; None if the rank ran on another kind of device."""
-    state = RankFile(path_of(directory, "rng", world.rank), "rng").read()
+    state = RankFile(directory / rank_file(world.rank), "rng").read()
     return state if ("cuda" in state) == (world.device.type == "cuda") else None
 
 

@@ -21,12 +21,11 @@ from dist_mem.errors import EXIT_FAILED, CheckpointError, UnreadableError, run_e
 from dist_mem.runtime.file_schema import check, read_json
 from dist_mem.runtime.files import sha256_of, write_text
 
-FORMAT_VERSION = 4  # 3 has three files per rank, and lists the ranges of every rank in engine.json
-OLDEST_FORMAT = 3
+FORMAT_VERSION = 4
 TOKENIZER_DIR = "tokenizer"  # in a checkpoint
 _NAME = "manifest.json"
 _STEP_DIR = re.compile(r"step-(\d{8})")
-_RANK_FILE = re.compile(r"\w+/rank-(\d+)\.safetensors")  # of any format
+_RANK_FILE = re.compile(r"ranks/rank-(\d+)\.safetensors")
 
 
 class NewerFormatError(CheckpointError):
@@ -113,8 +112,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise NewerFormatError(
             f"{found} is newer than {FORMAT_VERSION}, the newest that this dist_mem reads; update dist_mem"
         )
-    if manifest["format_version"] < OLDEST_FORMAT:
-        raise CheckpointError(f"{found} is unknown; give a checkpoint of format {OLDEST_FORMAT} to {FORMAT_VERSION}")
+    if manifest["format_version"] < FORMAT_VERSION:
+        raise CheckpointError(f"{found} is unknown; give a checkpoint of format {FORMAT_VERSION}")
     check(manifest, manifest_problems, path, CheckpointError)
     named = _STEP_DIR.fullmatch(directory.name)
     if named and int(named[1]) != manifest["step"]:

@@ -5,7 +5,7 @@
                                    rng/DEVICE         state of its random generators
 
 One file per rank and checkpoint: on a shared file system, a thousand ranks wait for its names rather than for its
-bytes. Format 3 has three files, engine/rank-00003.safetensors and so on, with names without the first part.
+bytes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dist_mem.errors import CheckpointError
 FOLDER = "ranks"
 
 
-def rank_file(rank: int, folder: str = FOLDER) -> str:
+def rank_file(rank: int) -> str:
     """Return the name in a checkpoint of the file that `rank` writes."""
-    return f"{folder}/rank-{rank:05d}.safetensors"
+    return f"{FOLDER}/rank-{rank:05d}.safetensors"
 
 
 def tensors_of_file(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -32,17 +32,12 @@ def tensors_of_file(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tens
     return {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
 
 
-def path_of(directory: Path, part: str, rank: int) -> Path:
-    """Return the path of the file with this part of what `rank` has saved."""
-    return directory / rank_file(rank, part if (directory / part).is_dir() else FOLDER)
-
-
 class RankFile:
     """Reads one part (engine, lanes, rng) of a rank's file, tensor by tensor."""
 
     def __init__(self, path: Path, part: str) -> None:
         """Open the file. Raises CheckpointError if it cannot be read."""
-        prefix = f"{part}/" if path.parent.name == FOLDER else ""
+        prefix = f"{part}/"
         self.path = path
         with reading(path):
             self._file = safe_open(path, framework="pt")

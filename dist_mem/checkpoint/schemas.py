@@ -83,7 +83,7 @@ _ENGINE: Schema = record(
         "counters": table(number),
         "shapes": table(rows(_COUNT)),
         "aliases": table(rows(text)),
-        "slices": table(rows(rows(_COUNT, low=3, high=4))),
+        "slices": table(rows(rows(_COUNT, low=4, high=4))),
     },
     is_open=True,
 )
@@ -97,8 +97,8 @@ def engine_problems(key: str, body: Any) -> Iterator[str]:
         return
     for name, shape in body["shapes"].items():
         end = 0
-        for _, start, stop, *lengths in body["slices"][name]:
-            if start != end or stop <= start or 0 in lengths:
+        for _, start, stop, length in body["slices"][name]:
+            if start != end or stop <= start or length == 0:
                 yield f"slices[{name!a}] have a gap, or overlap, at element {end}"
                 return
             end = stop

@@ -12,7 +12,6 @@ from pathlib import Path
 from dist_mem.config.check import nearest, shown
 from dist_mem.config.keys import SEED, STEPS
 from dist_mem.config.load import known_keys
-from dist_mem.config.old_names import present_keys_named
 from dist_mem.config.other_names import OTHER_NAMES
 from dist_mem.runtime.files import at_home, check_replaceable, home_fault, is_dir
 
@@ -71,8 +70,8 @@ def _keys_named(option: str, keys: Sequence[str]) -> list[str]:
     name = option.lstrip("-").replace("-", "_")
     if name in keys:
         return [name]
-    other = {OTHER_NAMES.get(name.lower()), *present_keys_named(name)}
-    found = [key for key in keys if key.rpartition(".")[2] == name or key in other]
+    other = OTHER_NAMES.get(name.lower())
+    found = [key for key in keys if key.rpartition(".")[2] == name or key == other]
     return [key for key in found if not key.startswith("deepspeed.")] or found
 
 

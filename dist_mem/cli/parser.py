@@ -112,9 +112,6 @@ def parse(arguments: Sequence[str] | None) -> Namespace:
     """Parse the command line; overrides may also follow options, which argparse's `*` does not allow."""
     parser, commands = build_parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["prepare"]:  # its name before the first release
-        print("notice: `dist-mem prepare` is now `dist-mem data`; the old name will be removed", file=sys.stderr)
-        given[0] = "data"
     if not given or (given[0] not in commands and not given[0].startswith("-")):
         parser.error(
             unknown_command(given[0], list(commands)) if given else "give a command; `dist-mem --help` lists them"

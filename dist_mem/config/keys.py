@@ -18,7 +18,6 @@ from functools import cache
 from typing import Any, NamedTuple, TypeVar, cast
 
 from dist_mem.config.check import Problem, block_of, fields_of, flatten, is_optional, item_schema, join, nearest, shown
-from dist_mem.config.values import BOOLS
 from dist_mem.runtime.files import at_home
 
 # Upper bounds: the limits of machines, formats and libraries. Larger numbers are refused before anything is allocated.
@@ -63,7 +62,6 @@ class Metadata:
     is_path: bool = False  # a path or an address, in which a leading `~` is the home directory
     in_path: bool = False  # a name in a path
     may_be_empty: bool = False
-    was_bool: tuple[str, str] | None = None  # what false and true, the choices of earlier versions, are called now
     resume: Rule | None = None  # None: that of its block
 
     def limits(self, *words: str) -> list[str]:
@@ -131,18 +129,6 @@ def _walk(schema: type, prefix: str, rule: Rule | None) -> Iterator[tuple[str, K
         yield f"{prefix}{field.name}", Key(kind, metadata, field, schema)
         if block := block_of(kind):
             yield from _walk(block, f"{prefix}{field.name}{'[]' if item_schema(kind) else ''}.", metadata.resume)
-
-
-def rename_values(schema: type, tree: dict[str, Any]) -> None:
-    """Write the present names of values into a tree of an earlier version, see `Metadata.was_bool`."""
-    for name, found in keys_of(schema).items():
-        *blocks, last = name.split(".")
-        block: Any = tree
-        for part in blocks:
-            block = block.get(part) if isinstance(block, dict) else None
-        value = block.get(last) if isinstance(block, dict) else None
-        if found.metadata.was_bool and isinstance(value, str) and value in BOOLS:
-            block[last] = found.metadata.was_bool[BOOLS[value]]
 
 
 def find_key(schema: type, name: str) -> Key | None:

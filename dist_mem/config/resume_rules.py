@@ -17,7 +17,6 @@ from dist_mem.config.deepspeed_keys import ALLOWED_ON_RESUME
 from dist_mem.config.environment_values import checksum, from_environment
 from dist_mem.config.keys import ALLOWED, FREE, Rule, find_key
 from dist_mem.config.load import known_keys
-from dist_mem.config.old_names import present_key, present_keys_given
 from dist_mem.config.schema import Config
 from dist_mem.config.sources import plain_block
 
@@ -60,8 +59,8 @@ def changed_keys(old: Config, new: Config, then: Mapping[str, str] = MappingProx
     """
     before, after = flatten(plain_block(old)), flatten(plain_block(new))
     for name, kept in then.items():
-        if (key := present_key(name, before)) in before:
-            before[key] = after.get(key) if checksum(name, after.get(key)) == kept else _FORMER
+        if name in before:
+            before[name] = after.get(name) if checksum(name, after.get(name)) == kept else _FORMER
     old_texts, new_texts = _texts(old), _texts(new)
     pairs = [(key, before.get(key), after.get(key)) for key in dict.fromkeys([*before, *after])]
     return [
@@ -93,8 +92,7 @@ def _differ(was: Any, now: Any) -> bool:
 
 def check_allowed(allowed: Sequence[str]) -> None:
     """Raise ConfigError for invalid arguments of `--allow`: unknown keys, or keys that must not change."""
-    given = present_keys_given(allowed, "--allow")
-    stop_on([problem for key in given if (problem := _not_allowable(key))])
+    stop_on([problem for key in allowed if (problem := _not_allowable(key))])
 
 
 def _not_allowable(given: str) -> Problem | None:
@@ -128,7 +126,7 @@ def check_changes(
         ConfigError: a key changed that must not change, or not without `--allow`; the message has every such key with
             its old value, new value and the fix.
     """
-    changes, allowed = changed_keys(old, new, then), present_keys_given(allowed, "--allow")
+    changes = changed_keys(old, new, then)
     other_run = f"start another run with {_other_run_override(new)}"
     stop_on([problem for change in _causes(changes) if (problem := _refusal(change, allowed, other_run))])
     return changes

@@ -144,7 +144,7 @@ class TrainConfig:
     precision: str = key("bf16", choices=_PRECISIONS, resume=ALLOWED)
     max_grad_norm: float | None = key(1.0, above=0, resume=FREE)  # global norm; None: no clipping
     # what the backward pass recomputes instead of keeping its activations: less memory, more time
-    activation_checkpointing: str = key("none", choices=_RECOMPUTED, was_bool=("none", "blocks"), resume=FREE)
+    activation_checkpointing: str = key("none", choices=_RECOMPUTED, resume=FREE)
     # share of the blocks, the first ones, that activation_checkpointing applies to
     activation_checkpointing_share: float = key(1.0, above=0, at_most=1, resume=FREE)
     compile: bool = key(False, resume=FREE)  # compile the blocks by torch.compile, see docs/howto/performance.md

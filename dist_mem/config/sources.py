@@ -30,9 +30,8 @@ from dist_mem.config.check import (
     stop_on,
 )
 from dist_mem.config.deepspeed_keys import NULLABLE, PATHS
-from dist_mem.config.keys import find_key, is_path, rename_values, with_homes
+from dist_mem.config.keys import find_key, is_path, with_homes
 from dist_mem.config.memory_blocks import DEFAULT, PER_BLOCK, as_block, is_key, is_per_block
-from dist_mem.config.old_names import with_present_names
 from dist_mem.config.schema import Config
 from dist_mem.config.values import Letters, parse, parse_json, settled, typed, yaml_error
 from dist_mem.runtime.environment import as_submitted
@@ -68,8 +67,7 @@ def read_sources(arguments: Sequence[str]) -> list[Source]:
     paths = [find_file(name, folders) for name in names]
     sources = [Source(_read_yaml(path), str(path)) for path in paths]
     sources.append(Source(_read_overrides(overrides), COMMAND_LINE))
-    kinds: dict[str, Any] = {}
-    sources = [source._replace(tree=_in_present_form(source.tree, source.where, kinds)) for source in sources]
+    sources = [source._replace(tree=_with_memory_block(source.tree)) for source in sources]
     return [part for source in sources for part in _with_deepspeed_file(source)]
 
 
@@ -79,13 +77,16 @@ def read_saved(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read, or is not YAML.
     """
-    return cast(dict[str, Any], settled(_in_present_form(_read_yaml(path), str(path), {})))
+    return cast(dict[str, Any], settled(_with_memory_block(_read_yaml(path))))
 
 
-def _in_present_form(tree: dict[str, Any], where: str, kinds: dict[str, Any]) -> dict[str, Any]:
-    """Return a typed tree with the present names and values, and its memories as a block with a kind."""
-    tree = _finished(with_present_names(tree, where, kinds), where)
-    rename_values(Config, tree)
+def _with_memory_block(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a typed tree in which only the options of memories are `Letters`, and no path begins with `~`.
+
+    Its memories are a block with a kind.
+    """
+    plain = {name: child if name == "memory" else settled(child) for name, child in tree.items()}
+    tree = cast(dict[str, Any], with_homes(plain, _is_path))
     return {**tree, "memory": as_block(tree["memory"])} if "memory" in tree else tree
 
 
@@ -109,15 +110,6 @@ def _with_blocks(memory: Any, key: str) -> Any:
         blocks = {name: child for name, child in found.items() if name == "over" or is_key(name)}
         return {**found, **{name: _with_blocks(child, join(key, name)) for name, child in blocks.items()}}
     return found
-
-
-def _finished(tree: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a tree in which only the options of memories are `Letters`, and no path begins with `~`."""
-    found = _typed(tree, where)  # again for keys that had an old name
-    return cast(
-        dict[str, Any],
-        with_homes({name: child if name == "memory" else settled(child) for name, child in found.items()}, _is_path),
-    )
 
 
 def files_of(arguments: Sequence[str]) -> list[Path]:

@@ -18,7 +18,6 @@ import numpy as np
 from torch import Tensor
 
 from dist_mem.config.check import flatten
-from dist_mem.config.old_names import present_settings
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.layouts import NO_INPUTS
 from dist_mem.evaluation.memory_file import OPEN_SEGMENT, MemoryFile, TextRead, digest_of, write_memory_file
@@ -150,7 +149,7 @@ def _refuse_another_model(trained: TrainedModel, found: MemoryFile) -> None:
     then, now = found.header["tokenizer_fingerprint"], trained.tokenizer.fingerprint
     if then != now:
         raise UnusableError(f"{path} was read with tokenizer {then[:12]}, but this model's is {now[:12]}: {again}")
-    theirs, mine = present_settings(found.header["settings"]), model_settings(trained)
+    theirs, mine = found.header["settings"], model_settings(trained)
     other = [key for key in sorted(theirs.keys() | mine.keys()) if theirs.get(key) != mine.get(key)]
     reader, weights = found.header["model"], digest_of(trained.model.state_dict())
     if reader["weights_sha256"] != weights and "eval.precision" not in other:  # which changes the weights

@@ -24,7 +24,7 @@ from dist_mem.runtime.file_schema import text as text_of
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.terminal import table
 
-FORMAT_VERSION = 5  # 1 had no hits, in 2 words were always known, up to 3 recall had no hits, up to 4 no depths
+FORMAT_VERSION = 5
 TABLE_ROWS = 20  # documents in the printed table; the files contain all
 MAX_EXPONENT = 709.0  # largest exponent of e in float64
 _TITLE_CHARS = 32
@@ -310,14 +310,12 @@ def read_report(path: Path) -> Report:
     """Read a report that `write_report` wrote.
 
     Raises:
-        UnusableError: the file is not a report, or has a newer format.
+        UnusableError: the file is not a report, or has another format.
     """
     body = read_json(path, UnusableError, _REMEDY)
     check(body, record({"format_version": integer()}, is_open=True), path, UnusableError, _REMEDY)
-    if (version := body["format_version"]) > FORMAT_VERSION:
-        raise UnusableError(
-            f"{path}: format_version {version} is newer than {FORMAT_VERSION}, the newest known: update dist_mem"
-        )
+    if (version := body["format_version"]) != FORMAT_VERSION:
+        raise UnusableError(f"{path}: format_version {version} is not {FORMAT_VERSION}, the one read here{_REMEDY}")
     check(body, _BODY, path, UnusableError, _REMEDY)
     content = dict(body["report"])
     documents = [DocumentScore(**document) for document in content.pop("documents")]

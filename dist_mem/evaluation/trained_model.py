@@ -33,9 +33,8 @@ from dist_mem.checkpoint.schemas import WEIGHTS
 from dist_mem.config import Config, ConfigError, load_config
 from dist_mem.config.check import Problem, stop_on
 from dist_mem.config.environment_values import checksum, from_environment
-from dist_mem.config.old_names import present_key
 from dist_mem.config.sources import plain_block
-from dist_mem.data.directory import open_tokenizer, refresh
+from dist_mem.data.directory import open_tokenizer
 from dist_mem.data.remote.fetch import is_remote, show
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import JSON_NAME, load_tokenizer
@@ -69,11 +68,6 @@ class Checkpoint(NamedTuple):
     def is_export(self) -> bool:
         """Whether this is an export, which has weights and a tokenizer but no training state."""
         return WEIGHTS in self.manifest["files"]
-
-    @property
-    def has_tokenizer(self) -> bool:
-        """Whether it contains its tokenizer; older checkpoints do not."""
-        return self.is_export or f"{TOKENIZER_DIR}/{JSON_NAME}" in self.manifest["files"]
 
 
 class TrainedModel(NamedTuple):
@@ -127,7 +121,7 @@ def read_settings(directory: Path, overrides: Sequence[str], *, reads_data: bool
             the folder names, and for a memory that is a program in the folder, without eval.allow_code.
     """
     for override in overrides:
-        key = present_key(override.split("=")[0])
+        key = override.split("=")[0]
         if not key.startswith(OVERRIDABLE):
             allowed = ", ".join(f"{name}*" if name.endswith(".") else name for name in OVERRIDABLE)
             raise ConfigError([Problem(key, f"is fixed by the checkpoint; an evaluation may set {allowed}")])
@@ -154,25 +148,10 @@ def read_settings(directory: Path, overrides: Sequence[str], *, reads_data: bool
     return config
 
 
-def tokenizer_of_checkpoint(checkpoint: Checkpoint, config: Config) -> Tokenizer:
-    """Return the tokenizer in a checkpoint or an export, or for an older checkpoint the tokenizer of `data.path`.
-
-    Raises:
-        RemoteError: data.path is a URL, and its tokenizer cannot be fetched.
-        ValueError: as `tokenizer_of_data`, for an older checkpoint.
-    """
-    directory = checkpoint.directory
-    if checkpoint.has_tokenizer:
-        in_folder = f"{TOKENIZER_DIR}/{JSON_NAME}" in checkpoint.manifest["files"]  # not in an export for dist_mem
-        return load_tokenizer(directory / TOKENIZER_DIR if in_folder else directory)
-    refresh(config.data, [])
-    try:
-        return tokenizer_of_data(checkpoint, config)
-    except ValueError as error:
-        raise ValueError(
-            f"{directory} was saved by an older dist_mem and has no tokenizer; the data's tokenizer cannot be used "
-            f"either: {error}. Name a folder that has the tokenizer files of the data: data.path=FOLDER"
-        ) from error
+def tokenizer_of_checkpoint(checkpoint: Checkpoint) -> Tokenizer:
+    """Return the tokenizer in a checkpoint or an export."""
+    in_folder = f"{TOKENIZER_DIR}/{JSON_NAME}" in checkpoint.manifest["files"]  # not in an export for dist_mem
+    return load_tokenizer(checkpoint.directory / TOKENIZER_DIR if in_folder else checkpoint.directory)
 
 
 def tokenizer_of_data(checkpoint: Checkpoint, config: Config) -> Tokenizer:
@@ -250,9 +229,8 @@ def load_model(
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
-        RemoteError: an older checkpoint needs the tokenizer of data.path, a URL, and it cannot be fetched.
         TypeError: `path` is not a path, or an override is not a string.
-        ValueError: an override, or the data of an older checkpoint, is invalid; the message gives the reason.
+        ValueError: an override is invalid; the message gives the reason.
     """
     if not isinstance(path, str | Path):
         raise TypeError(f"path is {path!r}, but must be the path of a run, a checkpoint or an export")
@@ -262,8 +240,8 @@ def load_model(
     checkpoint = find_checkpoint(Path(path), step)
     for remark in checkpoint.remarks:
         logging.getLogger(__name__).warning(remark)
-    config = read_settings(checkpoint.directory, overrides, reads_data=not checkpoint.has_tokenizer)
-    return open_model(checkpoint, config, tokenizer_of_checkpoint(checkpoint, config), device)
+    config = read_settings(checkpoint.directory, overrides)
+    return open_model(checkpoint, config, tokenizer_of_checkpoint(checkpoint), device)
 
 
 def init_state(trained: TrainedModel, document_ids: Sequence[int] | Tensor = (0,)) -> LMState:

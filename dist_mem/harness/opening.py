@@ -43,7 +43,7 @@ def open_run(path: Path, overrides: Sequence[str], step: int | None, device: str
     """
     try:
         checkpoint = find_checkpoint(path, step)
-        config = read_settings(checkpoint.directory, overrides, reads_data=not checkpoint.has_tokenizer)
+        config = read_settings(checkpoint.directory, overrides)
         config.eval.layout, config.eval.max_document_len = "documents", None
         protocol, tag = protocol_of(config), tag_of(config)
         if protocol.blocks:
@@ -53,7 +53,7 @@ def open_run(path: Path, overrides: Sequence[str], step: int | None, device: str
         if config.train.threads:
             torch.set_num_threads(config.train.threads)
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        tokenizer = tokenizer_of_checkpoint(checkpoint, config)
+        tokenizer = tokenizer_of_checkpoint(checkpoint)
 
         def see_that_it_fits(config: Config, vocab_size: int) -> None:
             config.train.micro_batch_size = config.eval.batch_size  # one forward pass reads all lanes

@@ -97,21 +97,21 @@ def open_subject(request: Request, found: Checkpoint, world: World, text: str | 
         document, title = open_book(config, split, request.book, bos_id=trained.tokenizer.bos_id)
         return Subject(trained, document, title, f"{split}-{request.book}")
     assert request.text is not None and text is not None
-    trained = open_model(found, config, tokenizer_of_checkpoint(found, config), world.device)
+    trained = open_model(found, config, tokenizer_of_checkpoint(found), world.device)
     document = text_document(trained, text).part(0, config.eval.max_document_len or 2**62)
     return Subject(trained, document, str(request.text), f"text-{request.text.stem}")
 
 
 def settings_of(request: Request, found: Checkpoint) -> Config:
     """Return the configuration of a checkpoint for this request: documents are read one by one."""
-    reads_data = request.book is not None or not found.has_tokenizer
-    return read_settings(found.directory, [*request.overrides, "eval.layout=documents"], reads_data=reads_data)
+    overrides = [*request.overrides, "eval.layout=documents"]
+    return read_settings(found.directory, overrides, reads_data=request.book is not None)
 
 
 def open_other(request: Request, found: Checkpoint, world: World) -> TrainedModel:
     """Open the model of the other run; it needs no data, because its checkpoint has the tokenizer."""
-    config = read_settings(found.directory, request.overrides, reads_data=not found.has_tokenizer)
-    return open_model(found, config, tokenizer_of_checkpoint(found, config), world.device)
+    config = read_settings(found.directory, request.overrides)
+    return open_model(found, config, tokenizer_of_checkpoint(found), world.device)
 
 
 def open_book(config: Config, split: str, book: str, *, bos_id: int) -> tuple[Document, str]:

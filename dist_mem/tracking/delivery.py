@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_mem.runtime.files import fsync_path
-from dist_mem.tracking.groups import naming_of
+from dist_mem.tracking.groups import in_group
 from dist_mem.tracking.journal import Entry, JournalReader, find_entries, is_superseded, read_entries
 from dist_mem.tracking.mlflow_errors import brief, is_refusal
 from dist_mem.tracking.mlflow_run import UID_TAG, MlflowRun, Target
@@ -95,24 +95,19 @@ def _last_sent(journal: Path, record: Entry, num_sent: int, older: Sequence[Bran
     return max([record.body["first"] - 1, *sent, *(branch.last_sent for branch in older)])
 
 
-def points_to_send(entries: Iterable[Entry], branches: Sequence[Branch], *, format_version: int) -> list[Entry]:
-    """Return the entries that are not superseded, with their metrics under the names that MLflow gets.
-
-    Args:
-        format_version: of the journal, which decides whether names are in groups.
-    """
+def points_to_send(entries: Iterable[Entry], branches: Sequence[Branch]) -> list[Entry]:
+    """Return the entries that are not superseded, with their metrics under the names that MLflow gets."""
     records = [branch.record for branch in branches]
-    name = naming_of(format_version)
-    return [_renamed(entry, branches, name) for entry in entries if not is_superseded(entry, records)]
+    return [_renamed(entry, branches) for entry in entries if not is_superseded(entry, records)]
 
 
-def _renamed(entry: Entry, branches: Sequence[Branch], name: Callable[[str], str]) -> Entry:
+def _renamed(entry: Entry, branches: Sequence[Branch]) -> Entry:
     if entry.kind != "point":
         return entry
     made_by = [branch for branch in branches if branch.record.body["before"] <= entry.time]
     is_other = bool(made_by) and made_by[-1].first <= entry.body["step"] <= made_by[-1].last_sent
     prefix = f"branch_{made_by[-1].number}/" if is_other else ""
-    metrics = {prefix + name(old): value for old, value in entry.body["metrics"].items()}
+    metrics = {prefix + in_group(name): value for name, value in entry.body["metrics"].items()}
     return entry._replace(body={**entry.body, "metrics": metrics})
 
 
@@ -127,7 +122,6 @@ class Sender:
         self.run = MlflowRun(target, report=report)
         self.num_sent = 0  # entries sent by this object
         self.branches: list[Branch] = []  # that were found so far
-        self.format_version = target.header.format_version
         self._uid = target.header.uid
         self._journal = journal
         self._report = report
@@ -193,7 +187,7 @@ class Sender:
         """Send all but files: first the points, then the rest in order, so that FINISHED follows the last point."""
         entries = (entry for entry in batch if entry.kind in _POINTS)
         try:
-            self.run.send_points(points_to_send(entries, branches, format_version=self.format_version))
+            self.run.send_points(points_to_send(entries, branches))
         except Exception as error:
             self._is_open = not is_refusal(error)  # of the whole run, which is gone
             raise
@@ -206,7 +200,7 @@ class Sender:
     def _checkpoint_to_send(self, entry: Entry, branches: Sequence[Branch]) -> Entry:
         """Return the entry of a checkpoint with its points as the run has them."""
         points = [Entry(*point) for point in entry.body["points"]]
-        points = points_to_send(points, branches, format_version=self.format_version)
+        points = points_to_send(points, branches)
         return entry._replace(body={**entry.body, "points": points})
 
     def _send_files(self, batch: Sequence[Entry]) -> bool:

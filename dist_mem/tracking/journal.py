@@ -23,7 +23,7 @@ from dist_mem.errors import UnusableError, reason_of
 from dist_mem.runtime.files import check_regular, fsync_path, make_folder, naming, write_text
 
 JOURNAL = Path("mlflow") / "train.jsonl"  # in the run directory; journals of evaluations are in the same folder
-FORMAT_VERSION = 3  # 1: MLflow has the plain names of metrics, 2: former names in groups, see groups.py
+FORMAT_VERSION = 3
 DAMAGED = "damaged"  # kind of an entry that cannot be read
 
 
@@ -62,13 +62,13 @@ def read_header(path: Path) -> Header:
     try:
         content = json.loads(line)
         version = content["format_version"]
-        if version <= FORMAT_VERSION:
+        if version == FORMAT_VERSION:
             return Header(**content)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise JournalError(
             f"{path}: the first line is no header of a journal ({reason_of(error)}); move the file away"
         ) from error
-    raise JournalError(f"{path}: format_version {version} is newer than {FORMAT_VERSION}; update dist_mem")
+    raise JournalError(f"{path}: format_version {version} is not {FORMAT_VERSION}, the one that this dist_mem reads")
 
 
 def write_journal(path: Path, header: Header, entries: Iterable[Entry] = ()) -> None:

@@ -197,7 +197,7 @@ class MlflowRun:
         body = entry.body
         match entry.kind:
             case "params":
-                self._send_params(body["params"], step=body["step"], changes=body.get("changes"))
+                self._send_params(body["params"], step=body["step"], changes=body["changes"])
             case "checkpoint":
                 points = [Entry(*point) for point in body["points"]]
                 log_checkpoint(
@@ -237,18 +237,13 @@ class MlflowRun:
         if text := description(run.data.metrics, present, picture=picture, max_chars=_TAG_CHARS, **page):
             self.send_tags({NOTE_TAG: text})
 
-    def _send_params(self, params: Mapping[str, str], *, step: int, changes: str | None) -> None:
+    def _send_params(self, params: Mapping[str, str], *, step: int, changes: str) -> None:
         """Send new parameters; describe changed ones, which MLflow refuses, in a tag with the step.
 
         Args:
-            changes: what has changed; None: find out, as for entries of older versions.
+            changes: what has changed; "": nothing.
         """
-        cut = {valid_name(name): valid_text(value)[:_PARAM_CHARS] for name, value in params.items()}
-        self._add_params(cut)
-        if changes is None:
-            changes = "; ".join(
-                f"{name}: {self._params[name]} -> {value}" for name, value in cut.items() if self._params[name] != value
-            )
+        self._add_params({valid_name(name): valid_text(value)[:_PARAM_CHARS] for name, value in params.items()})
         if changes:
             self.send_tags({f"dist_mem.changed_params.step_{step}": changes})
 

@@ -14,7 +14,6 @@ from omegaconf import OmegaConf
 
 from dist_mem.config import Config
 from dist_mem.config.check import flatten
-from dist_mem.config.old_names import present_settings
 from dist_mem.tracking.journal import find_entries
 
 
@@ -37,6 +36,6 @@ def parameters_entry(config: Config, journal: Path, *, step: int) -> dict[str, A
     if not entries:
         params = {name: value for name, value in now.items() if defaults.get(name) != value}
         return {"params": params, "changes": "", "config": now, "step": step}
-    before = present_settings(entries[-1].get("config", entries[-1]["params"]))  # older ones have all under params
+    before = entries[-1]["config"]
     changes = [f"{name}: {before[name]} -> {value}" for name, value in now.items() if before.get(name, value) != value]
     return {"params": {}, "changes": "; ".join(changes), "config": now, "step": step}

@@ -231,7 +231,7 @@ class Counted(NamedTuple):
 
 
 def newest_count(run_dir: Path) -> Counted | None:
-    """Return the count of the newest readable checkpoint; None without one, or if it has no count (older versions)."""
+    """Return the count of the newest readable checkpoint; None without one, or if it has no count."""
     for step in reversed(list_steps(run_dir)):
         with suppress(CheckpointError):  # a job also passes it over
             num_points = read_manifest(step_dir(run_dir, step)).get("points")
@@ -266,7 +266,7 @@ def _gaps_of_mlflow(run_dir: Path, sender: Sender) -> Iterator[str]:
     """Yield the points that MLflow lacks after `sender` has sent the journal. Raises any error of MLflow's client."""
     expected: dict[str, set[int]] = defaultdict(set)
     counted = _points_that_count(run_dir)
-    for entry in points_to_send(counted, sender.branches, format_version=sender.format_version):
+    for entry in points_to_send(counted, sender.branches):
         for name in entry.body["metrics"]:
             expected[name].add(entry.body["step"])
     # All metrics of a point are sent together: query one of the names that have the same steps.

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.file_schema import figure, integer, number, read_json_line, read_json_lines, record, table
 from dist_mem.runtime.files import check_regular, fsync_path, naming, write_text
-from dist_mem.tracking.groups import with_present_names
 
 METRICS_FILE = "metrics.jsonl"
 _TAIL = 1 << 18  # bytes that `last_point` reads
@@ -176,7 +175,7 @@ def last_point(path: Path, metric: str) -> Point | None:
 
 
 def _decode(body: Mapping[str, Any]) -> Point:
-    return Point(body["step"], body["time"], with_present_names(body["metrics"]))
+    return Point(body["step"], body["time"], body["metrics"])
 
 
 class MetricsFile(Sink):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -40,21 +39,6 @@ def text(api_folder: Path) -> str:
 def test_every_name_is_there_and_there_are_at_most_twelve() -> None:
     assert len(dist_mem.__all__) <= 12
     assert all(getattr(dist_mem, name).__doc__ for name in dist_mem.__all__)
-
-
-@pytest.mark.parametrize("name", dist_mem._DEPRECATED)
-def test_a_former_name_still_works_and_names_the_new_one(name: str) -> None:
-    with pytest.warns(DeprecationWarning, match=rf"dist_mem\.{name} will be removed: use ") as warned:
-        found = getattr(dist_mem, name)
-    new = str(warned[0].message).split(" use ")[1].split(" ")[0]
-    if new.startswith("Model."):
-        assert hasattr(Model, new.removeprefix("Model."))
-    elif new.startswith("Memory.") or new.startswith("dist_mem.Memory."):
-        assert hasattr(dist_mem.Memory, new.rpartition(".")[2])
-    elif new.count(".") == 1:
-        assert new.removeprefix("dist_mem.") in dist_mem.__all__
-    else:
-        assert getattr(import_module(new.rpartition(".")[0]), name) is found
 
 
 def test_scores_are_those_of_the_function_below(model: Model, text: str) -> None:

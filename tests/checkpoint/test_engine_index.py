@@ -84,7 +84,3 @@ def test_runs_name_the_slices_of_every_rank(seed: int) -> None:
         for low, high in itertools.pairwise(sorted(random.Random(seed).choices(range(size + 1), k=4))):
             met = [place for place in expected if max(low, place.start) < min(high, place.stop)]
             assert list(places(slices[name], low, high)) == met
-
-
-def test_slices_of_format_3_are_runs_of_one() -> None:
-    assert list(places([[0, 0, 5], [3, 5, 9]], 4, 6)) == [Place(0, 0, 5), Place(3, 5, 9)]

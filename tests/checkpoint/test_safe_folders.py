@@ -57,19 +57,19 @@ def rewrite_manifest(directory: Path, **changes: Any) -> None:
 def checkpoint(tmp_path: Path) -> Path:
     """A checkpoint of somebody else, in the run directory run."""
     directory = tmp_path / "run" / "checkpoints" / "step-00000003"
-    shutil.copytree(GOLDEN / "format-3" / "step-00000003", directory)
+    shutil.copytree(GOLDEN / "format-4" / "step-00000003", directory)
     return directory
 
 
 def test_a_pickle_in_a_checkpoint_of_an_unknown_format_is_not_loaded(checkpoint: Path, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
-        torch.save({"module": {}, "optimizer": Marker(marker)}, checkpoint / "engine" / name)
+        torch.save({"module": {}, "optimizer": Marker(marker)}, checkpoint / "ranks" / name)
     rewrite_manifest(checkpoint, format_version=2)
     with suppress(Exception):  # whatever it ends with: first of all nothing may run
         load_model(checkpoint, DATA)
     assert not marker.exists(), "the pickle was loaded"
-    with pytest.raises(CheckpointError, match=r"manifest\.json: format_version 2 .* format 3"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json: format_version 2 .* format 4"):
         load_model(checkpoint, DATA)
 
 
@@ -110,7 +110,7 @@ def launched_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def exported(tmp_path: Path) -> Path:
     """An export of somebody else."""
     out = tmp_path / "export"
-    golden = GOLDEN / "format-3" / "step-00000003"
+    golden = GOLDEN / "format-4" / "step-00000003"
     assert main(["export", str(golden), "--out", str(out), DATA]) == 0
     return out
 

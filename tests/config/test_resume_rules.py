@@ -8,7 +8,6 @@ import pytest
 
 from dist_mem.config import Config, ConfigError, known_keys, load_config
 from dist_mem.config.keys import ALLOWED, FREE
-from dist_mem.config.old_names import _notify
 from dist_mem.config.resume_rules import changed_keys, check_allowed, check_changes, rule_of
 from dist_mem.memory import memory_options
 
@@ -118,18 +117,6 @@ def test_only_what_can_be_allowed_is_accepted_by_allow() -> None:
     with pytest.raises(ConfigError, match=r"--allow: memory\.kind must not change"):
         check_allowed(["memory.kind"])
     check_allowed(["optimizer.lr"])  # it may change anyway
-
-
-def test_allow_takes_the_old_name_of_a_key_with_a_notice(capsys: pytest.CaptureFixture[str]) -> None:
-    _notify.cache_clear()
-    first, other = (load(f"optimizer={{groups: [{{param_regex: {name}}}]}}") for name in "uv")
-    for key, is_old in (("optimizer.groups[0].param_regex", False), ("optimizer.groups[0].match", True)):
-        check_allowed([key])
-        assert ("notice: --allow: optimizer.groups[0].match is now" in capsys.readouterr().err) == is_old
-        assert check_changes(first, other, allowed=[key])
-    with pytest.raises(ConfigError, match=r"--allow: train\.global_batch_size must not change: a memory belongs"):
-        check_allowed(["train.lanes"])
-    check_allowed(["train.micro_lanes"])
 
 
 def test_problems_reach_the_other_ranks_whole() -> None:

@@ -63,8 +63,7 @@ def keys_with(*kinds: Any) -> list[str]:
     """The keys of the schema with these types, or lists of them, outside of lists of blocks."""
     wanted = {kind | None for kind in kinds} | set(kinds)
     found = {name: item_schema(key.schema) or key.schema for name, key in keys_of(Config).items() if "[" not in name}
-    old = [name for name, key in keys_of(Config).items() if key.metadata.was_bool]
-    return [name for name, schema in found.items() if schema in wanted and name not in old]
+    return [name for name, schema in found.items() if schema in wanted]
 
 
 def is_list(key: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +15,7 @@ from dist_mem.data.batch import IGNORE
 from dist_mem.data.shard import read_index, write_split
 from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.engine.engine import Engine
-from dist_mem.evaluation import compare
-from dist_mem.evaluation.report import Band, Report, read_report, to_table, write_report
+from dist_mem.evaluation.report import Band, Report
 from dist_mem.model import MemoryLM
 from dist_mem.nn.vocabulary import Bin, Softmax, adaptive_bins, plain_bin
 from dist_mem.runtime.distributed import World
@@ -167,34 +165,6 @@ def test_every_token_of_the_vocabulary_can_be_a_hit(kind: str, spread: float) ->
 def test_training_does_not_ask(kind: str) -> None:
     head = Softmax(bins_of(kind), d_model=16)
     assert head(torch.randn(1, 3, 16), torch.zeros(1, 3, dtype=torch.int64)).hits is None
-
-
-def test_a_report_shows_it_and_one_without_hits_is_still_read(split_dir: Path, tmp_path: Path) -> None:
-    report = score(read_index(split_dir), make_model("plain"))
-    share = f"{report.accuracy:.2%}"
-    assert to_table(report).splitlines()[-len(report.documents)].endswith("%")
-    assert share in to_table(report)
-    json_path = write_report(report, tmp_path, "test", metadata={})[1]
-    assert read_report(json_path) == report
-    body: dict[str, Any] = json.loads(json_path.read_text())
-    body["format_version"] = 1  # as they were before there were hits
-    for document in body["report"]["documents"]:
-        del document["hits"]
-    for score_of_distance in body["report"]["recall"]:
-        del score_of_distance[3]
-    old_path = tmp_path / "old.json"
-    old_path.write_text(json.dumps(body))
-    old = read_report(old_path)
-    assert np.isnan(old.accuracy)
-    assert "test/accuracy" not in old.figures()
-    assert old.recall_perplexity(BAND) == report.recall_perplexity(BAND)
-    assert np.isnan(old.recall_accuracy(BAND))
-    assert "test/recall_accuracy_memory" in report.figures().keys() - old.figures().keys()
-    (shown,) = (line for line in to_table(old).splitlines() if line.startswith("(8, 24] tokens back"))
-    assert "n/a" in shown
-    entries = [compare.Entry("new", report), compare.Entry("old", old)]
-    assert share in compare.to_table(entries, compare.compare(entries))
-    assert "accuracy" not in compare.to_table(entries[1:], compare.compare(entries[1:]))
 
 
 def test_a_model_that_does_not_say_has_no_accuracy(split_dir: Path) -> None:

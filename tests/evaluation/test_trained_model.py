@@ -145,14 +145,6 @@ def test_a_checkpoint_is_loaded_where_its_data_is_not(trained: TrainedModel, els
     assert torch.equal(score(again, text).nll, score(trained, text).nll)
 
 
-def test_an_older_checkpoint_without_a_tokenizer_names_what_to_give(elsewhere: Path, run_dir: Path) -> None:
-    list_files_anew(elsewhere, without="tokenizer")
-    with pytest.raises(ValueError, match=r"saved by an older dist_mem and has no tokenizer.* data\.path=FOLDER"):
-        load_model(elsewhere)
-    data = run_dir.parent / "shards"
-    assert load_model(elsewhere, f"data.path={data}").tokenizer.kind == "bytes"
-
-
 def test_a_damaged_tokenizer_is_refused(elsewhere: Path) -> None:
     list_files_anew(elsewhere)
     (elsewhere / "tokenizer" / "tokenizer.json").write_text("{}")

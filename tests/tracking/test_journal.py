@@ -111,7 +111,7 @@ def test_a_file_that_is_no_journal_is_named(tmp_path: Path) -> None:
     for text, complaint in (
         ("", "no header of a journal"),
         ('{"kind": "point"}\n', "no header of a journal"),
-        ('{"format_version": 99}\n', "format_version 99 is newer"),
+        ('{"format_version": 99}\n', "format_version 99 is not 3"),
     ):
         path.write_text(text)
         with pytest.raises(JournalError, match=rf"train\.jsonl: .*{complaint}"):

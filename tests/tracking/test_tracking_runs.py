@@ -18,7 +18,6 @@ from dist_mem.tracking.journal import JOURNAL, Entry, Header, new_uid, read_head
 from dist_mem.tracking.mlflow_run import MlflowRun, Target, target_of
 from dist_mem.tracking.stores import RUN_ID_FILE
 from dist_mem.tracking.sync import log_to_run, send_journals
-from tests.support.mlflow_server import points_of
 from tests.support.tracked import config_for, history, job, start, steps
 
 # Which run
@@ -49,17 +48,6 @@ def test_a_run_deleted_while_the_job_runs_is_replaced_too(sqlite_uri: str, clien
     sender.send()
     assert sender.run.run_id != tracker.run_id
     assert history(client, sender.run.run_id, "loss") == [(1, 1.0), (2, 2.0)]
-
-
-def test_a_run_from_before_there_were_groups_keeps_its_names(sqlite_uri: str, client: Any, tmp_path: Path) -> None:
-    """Its curves would be cut in two."""
-    header = Header(new_uid(), "demo", {"name": "dist_mem"}, format_version=1)
-    write_journal(tmp_path / JOURNAL, header, [Entry("point", 1, {"step": 1, "metrics": {"loss": 1.0}})])
-    tracker = job(config_for(sqlite_uri), tmp_path, steps(2, 3), first_step=1)
-    save_config(config_for(sqlite_uri), tmp_path / "config.yaml")
-    assert sync.run([tmp_path], [f"tracking.uri={sqlite_uri}"]) == 0
-    assert {name for name, *_ in points_of(client, str(tracker.run_id))} == {"loss", "seconds"}
-    assert [point.step for point in client.get_metric_history(tracker.run_id, "loss")] == [1, 2, 3]
 
 
 def test_run_with_an_unrecorded_id_is_found_again(sqlite_uri: str, client: Any, tmp_path: Path) -> None:
