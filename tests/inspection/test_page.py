@@ -115,17 +115,22 @@ def test_the_page_of_a_run_without_points_or_evaluations_says_so(run_dir: Path, 
 
 
 @pytest.mark.parametrize("memory", ["transformer_xl", "none", "infinite_over_compressive"])
-def test_the_sum_of_the_gains_is_the_difference_of_the_evaluations(library: Path, tmp_path: Path, memory: str) -> None:
+def test_the_totals_are_the_sum_of_the_gains_and_the_difference_of_the_evaluations(
+    library: Path, tmp_path: Path, memory: str
+) -> None:
     folder, _ = make_run(tmp_path, library, MEMORIES[memory])
     (folder / "config.yaml").write_text(next(folder.glob("checkpoints/*/config.yaml")).read_text())
-    assert report(folder, "--book", "doc4", "--split", "test") == EXIT_DONE
+    assert report(folder, "--book", "doc0", "--split", "test") == EXIT_DONE
     page = (folder / "report.html").read_text(encoding="utf-8")
     checked(page)
     stored = book_of(page)
     gains = numbers(stored["without"]).astype(float) - numbers(stored["nll"])
     scores = [{document.id: document.nll for document in found(folder).documents} for found in (emptied, asked)]
-    assert gains.sum() == pytest.approx(scores[0]["doc4"] - scores[1]["doc4"], abs=1e-6)
-    assert stored["total"]["nll"] == pytest.approx(scores[1]["doc4"], abs=1e-6)
+    total = stored["total"]
+    assert gains.sum() == pytest.approx(total["without"] - total["nll"], rel=1e-9, abs=1e-6)
+    assert total["emptied"] == pytest.approx(scores[0]["doc0"], rel=1e-6)
+    assert total["nll"] == pytest.approx(scores[1]["doc0"], rel=1e-6)
+    assert (total["without"] == total["nll"]) == (memory == "none") == (total["emptied"] == total["nll"])
 
 
 def test_a_token_has_one_number_in_the_terminal_the_file_and_the_page(
