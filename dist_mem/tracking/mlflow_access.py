@@ -37,6 +37,7 @@ from dist_mem.tracking.stores import (
 )
 
 SECONDS = 2.5  # with the wait at the end of a job, a server that never answers costs less than 10
+_LOCAL_SECONDS = 30.0  # to load what opens a local store, from a slow disk; another program may lock its file longer
 
 
 def check_tracking(config: Config, run_dir: Path) -> str | None:
@@ -72,9 +73,10 @@ def check_tracking(config: Config, run_dir: Path) -> str | None:
 
     thread = threading.Thread(target=ask, name="MLflow preflight", daemon=True)
     thread.start()
-    thread.join(SECONDS)
+    seconds = SECONDS if is_server(uri) else _LOCAL_SECONDS
+    thread.join(seconds)
     if not result:
-        return f"no answer within {SECONDS} s"
+        return f"no answer within {seconds} s"
     if result[0] is None:
         return None
     if refusal := what_to_set(result[0]) or (isinstance(result[0], UnusableError) and str(result[0])):
