@@ -81,13 +81,15 @@ def read_saved(path: Path) -> dict[str, Any]:
 
 
 def _with_memory_block(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a typed tree in which only the options of memories are `Letters`, and no path begins with `~`.
-
-    Its memories are a block with a kind.
-    """
-    plain = {name: child if name == "memory" else settled(child) for name, child in tree.items()}
-    tree = cast(dict[str, Any], with_homes(plain, _is_path))
+    """Return a typed tree as `_plain` does, with its memories as a block with a kind."""
+    tree = _plain(tree)
     return {**tree, "memory": as_block(tree["memory"])} if "memory" in tree else tree
+
+
+def _plain(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a typed tree in which only the options of memories are `Letters`, and no path begins with `~`."""
+    plain = {name: child if name == "memory" else settled(child) for name, child in tree.items()}
+    return cast(dict[str, Any], with_homes(plain, _is_path))
 
 
 def _typed(tree: Any, where: str) -> dict[str, Any]:
@@ -186,7 +188,7 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: a text is not of that form, or not YAML where its key is a list or a block.
     """
-    return cast(dict[str, Any], settled(_finished(_read_overrides(overrides), COMMAND_LINE)))
+    return cast(dict[str, Any], settled(_plain(_read_overrides(overrides))))
 
 
 def _read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
@@ -228,7 +230,7 @@ def _with_deepspeed_file(source: Source) -> list[Source]:
     except ConfigError as error:
         raise ConfigError([Problem("deepspeed", f"{name}: {error.problems[0].text}", source.where)]) from error
     try:
-        block = _finished({"deepspeed": _parsed(path)}, str(path))
+        block = _plain(_typed({"deepspeed": _parsed(path)}, str(path)))
     except ConfigError as error:
         raise ConfigError(
             [each._replace(key=each.key and join("deepspeed", each.key)) for each in error.problems]

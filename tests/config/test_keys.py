@@ -107,12 +107,3 @@ def test_a_missing_file_is_not_looked_for_all_over_the_disk(tmp_path: Path, monk
     with pytest.raises(ConfigError, match="no such file"):
         find_file(str(tmp_path / "absent.yaml"), [Path(), tmp_path])
     assert not [path for path in walked if "deep" in path]
-
-
-@pytest.mark.parametrize(("old", "new"), [("true", "blocks"), ("false", "none"), ("attention", "attention")])
-def test_a_value_of_an_earlier_version_is_read_by_its_present_name(old: str, new: str, tmp_path: Path) -> None:
-    """From a command line, and from the config.yaml of an old checkpoint."""
-    file = tmp_path / "config.yaml"
-    file.write_text(f"train: {{activation_checkpointing: {old}}}", encoding="utf-8")
-    for given in (f"train.activation_checkpointing={old}", str(file)):
-        assert load_config([STEPS, given]).train.activation_checkpointing == new
