@@ -114,7 +114,7 @@ def test_missing_experiment_can_be_corrected_at_the_next_start(
 ) -> None:
     monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", "999")
     assert job(config_for(sqlite_uri), tmp_path, steps(1, 1)).run_id is None
-    assert "No Experiment with id=999 exists" in capsys.readouterr().err
+    assert "there is no experiment with the id '999'" in capsys.readouterr().err
     tracker = job(config_for(sqlite_uri, tracking={"experiment": "mended"}), tmp_path, steps(2, 2), first_step=1)
     assert history(client, tracker.run_id, "loss") == [(1, 1.0), (2, 2.0)]
 
