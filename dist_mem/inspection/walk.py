@@ -107,7 +107,9 @@ def losses_in_windows(trained: TrainedModel, document: Document, at_borders: Ten
         before = tokens[begin - 1 : begin] if begin else bos
         window = Segment(np.concatenate([before, part.tokens]), part.scored, None, document.number, not begin, START)
         batch = collate([window], seg_len=seg_len, with_recall=False, blocks=blocks).to(trained.device)
-        if trained.model.token_types is not None:  # types derive from the text, so they are never emptied
+        if (
+            trained.model.token_types is not None and begin > num_typed
+        ):  # types derive from the text, so they are never emptied
             passed = torch.tensor(inputs[None, num_typed:begin].astype(np.int64), device=trained.device)
             length = torch.tensor([begin - num_typed], device=trained.device)
             state, num_typed = state._replace(types=trained.model.token_types(passed, length, state.types).state), begin
