@@ -111,8 +111,6 @@ def run(request: Request) -> int:
     try:
         if request.out is not None:
             request.out.parent.mkdir(parents=True, exist_ok=True)  # fail before generating, not after
-            if request.out.is_dir():
-                raise UnusableError(f"--out {request.out} is a directory: give a file")
         with suppress(KeyboardInterrupt):  # Ctrl-C while a run loads or reads keeps the results of earlier runs
             for path in request.runs:
                 done.append(_continue(path, request))

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dist_mem.errors import EXIT_DONE, UnusableError, run_error
+from dist_mem.errors import EXIT_DONE, run_error
 from dist_mem.evaluation.memory_file import OPEN_SEGMENT, MemoryFile, read_memory_file
 from dist_mem.generation.text import read_file
 from dist_mem.generation.text_memory import load_memory, open_to_generate, read_text, save_memory
@@ -39,8 +39,6 @@ def run_read(
         UnusableError: the text, the model, the overrides or a path is invalid.
     """
     content = read_file(text, "")
-    if out.is_dir():
-        raise UnusableError(f"-o {out} is a directory: give a file")
     try:
         out.absolute().parent.mkdir(parents=True, exist_ok=True)  # fail before reading, not after
         trained = open_to_generate(run, overrides, checkpoint)

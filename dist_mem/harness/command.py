@@ -66,8 +66,6 @@ def run(request: Request) -> int:
     """
     if request.include_path is not None and not request.include_path.is_dir():
         raise UnusableError(f"--include-path {request.include_path}: there is no such folder; give one with YAML files")
-    if request.output is not None and request.output.is_dir():
-        raise UnusableError(f"--output {request.output} is a directory: give a file")
     opened = open_run(request.run, request.overrides, request.checkpoint)
     tasks = load_tasks(request.tasks, request.include_path)
     try:

@@ -160,7 +160,6 @@ def test_what_cannot_be_done_is_said_in_one_line(
         (["read", tmp_path / "latin1.txt", "--run", run_dir, *out], "latin1.txt: byte 3 is not UTF-8"),
         (["read", book, "--run", tmp_path / "no_run", *out], "no checkpoint"),
         (["read", book, "--run", run_dir, "model.d_model=8", *out], "model.d_model: is fixed by the checkpoint"),
-        (["read", book, "--run", run_dir, "-o", tmp_path], f"-o {tmp_path} is a directory"),
         (["read", book, "--run", run_dir, "-o", book / "a.mem"], "book.txt"),
         (["read", book, "--run", other, "--memory", memory, *out], "was read by another model ("),
         (["memory", "show", book], "book.txt is not a memory file"),
