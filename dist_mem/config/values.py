@@ -88,7 +88,15 @@ class _OverrideLoader(_Loader):
 
 def parse(text: str | bytes) -> Any:
     """Return the tree of a YAML text, with `Letters`. Raises YAMLError, ValueError or RecursionError."""
-    return yaml.load(text, _Loader)  # a SafeLoader
+    return _load(_Loader(text))
+
+
+def _load(loader: _Loader) -> Any:
+    """Return what a loader reads. It is a SafeLoader: no tag makes an object of Python."""
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
 def parse_json(text: bytes) -> Any:
@@ -116,7 +124,7 @@ def opened(letters: Letters) -> Any:
     Raises:
         YAMLError: they are not YAML.
     """
-    found = letters if is_lone_interpolation(letters) else yaml.load(letters, _OverrideLoader)
+    found = letters if is_lone_interpolation(letters) else _load(_OverrideLoader(letters))
     return found if isinstance(found, list | Mapping) else letters
 
 
