@@ -138,9 +138,9 @@ def test_no_edit_with_valid_hashes_ends_in_another_error(data: Path, checkpoint:
 
 def swap_lanes(directory: Path) -> None:
     """The first rows of two ranks' files, exchanged with all they carry; hashes fit."""
-    paths = [directory / "lanes" / f"rank-0000{rank}.safetensors" for rank in (0, 1)]
+    paths = [directory / "ranks" / f"rank-0000{rank}.safetensors" for rank in (0, 1)]
     first, second = (load_file(path) for path in paths)
-    for key in first:
+    for key in (name for name in first if name.startswith("lanes/")):
         first[key][0], second[key][0] = second[key][0].clone(), first[key][0].clone()
     for path, tensors in zip(paths, (first, second), strict=True):
         save_file(tensors, path)
@@ -162,10 +162,10 @@ def test_lanes_swapped_between_files_are_refused(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["no lane_ids", "another lane in a row", "a row that is not there", "two in one"])
 def test_rows_that_are_not_the_lane_are_refused(checkpoint: Path, damage: str) -> None:
-    path = checkpoint / "lanes" / "rank-00000.safetensors"
+    path = checkpoint / "ranks" / "rank-00000.safetensors"
     tensors, lanes = load_file(path), dict(read_manifest(checkpoint)["lanes"])
     if damage == "no lane_ids":
-        del tensors["lane_ids"]
+        del tensors["lanes/lane_ids"]
     elif damage == "another lane in a row":
         lanes["0"], lanes["1"] = lanes["1"], lanes["0"]
     elif damage == "a row that is not there":
