@@ -17,7 +17,7 @@ def launch(options: argparse.Namespace) -> int:
     from dist_mem.launch import script, submit
 
     shorthand = ("nodes", "gpus_per_node", "time", "partition", "account")
-    given = [f"launch.{name}={value!r}" for name in shorthand if (value := getattr(options, name)) is not None]
+    given = [f"launch.{name}={value}" for name in shorthand if (value := getattr(options, name)) is not None]
     if options.script:
         return submit.show_script(load_config(["train.steps=1", *options.config, *given]), kind=options.script)
     require_config(options, "dist-mem launch configs/demo.yaml launch/sites/generic.yaml --nodes 1")

@@ -39,7 +39,8 @@ FILES OVERRIDES` prints the merged configuration. `dist-mem train FILES OVERRIDE
 per rank and steps per epoch.
 
 The type of a key decides how a value is read, in files and overrides alike. A text key takes the letters that are
-written, as in `name=0010`, `launch.time=12:00:00` or `"name=trial #2"`. A number is decimal, as `3`, `0.5` or `1e-4`,
+written, as in `name=0010`, `launch.time=12:00:00` or `"name=trial #2"`, or, if all of it stands in quotes, the text
+inside. A number is decimal, as `3`, `0.5` or `1e-4`,
 without a leading 0, `_` or `:`. Lists and blocks are YAML, as `optimizer.betas=[0.9,0.95]`. A `~` at the beginning of a
 path is the home directory.
 

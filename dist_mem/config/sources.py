@@ -33,7 +33,7 @@ from dist_mem.config.deepspeed_keys import NULLABLE, PATHS
 from dist_mem.config.keys import find_key, is_path, with_homes
 from dist_mem.config.memory_blocks import DEFAULT, PER_BLOCK, as_block, is_key, is_per_block
 from dist_mem.config.schema import Config
-from dist_mem.config.values import Letters, parse, parse_json, settled, typed, yaml_error
+from dist_mem.config.values import Letters, as_override, parse, parse_json, settled, typed, yaml_error
 from dist_mem.runtime.environment import as_submitted
 from dist_mem.runtime.files import at_home, is_dir, is_file
 from dist_mem.runtime.shipped import say_where_from, shipped_path
@@ -198,7 +198,7 @@ def _read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         names = re.split(r"[.\[]", key.replace("]", ""))
         if not all(names):
             raise ConfigError([Problem(key, f"{shown(override)} is not key=value", COMMAND_LINE)])
-        branch: Any = Letters(text)
+        branch: Any = as_override(text)
         for name in reversed(names):
             branch = {name: branch}
         branch = _typed(branch, COMMAND_LINE)

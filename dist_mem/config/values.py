@@ -3,7 +3,8 @@
 A YAML parser knows no schema: it reads `name: 0010` as the number 8, `2024_01_05` as 20240105, and `1:30` as 90. So
 `parse` and `read_overrides` (sources.py) leave scalars without quotes as `Letters`, and `typed` converts these:
 
-    text key          the letters themselves; `null` is none if the key accepts none
+    text key          the letters themselves, also those of an override after `=`, unless all of them stand in quotes;
+                      `null` is none if the key accepts none
     number key        a decimal number: -3, 0.5, 1e-4; no leading 0, no `_`, no `:`
     true or false     true, false, yes, no, on, off
     list or block     of a file: its YAML; of an override: the letters as YAML on one line, without comments
@@ -18,6 +19,7 @@ import json
 import re
 import types
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, ClassVar, Union, get_args, get_origin
 
 import yaml
@@ -27,7 +29,7 @@ from dist_mem.config.check import ConfigError, Problem, fields_of, is_interpolat
 _NULLS = ("", "~", "null", "Null", "NULL")
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 BOOLS = {form: value for word, value in _WORDS.items() for form in (word, word.capitalize(), word.upper())}
-_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]{0,3999})")  # Python does not parse longer ones
+_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _NUMBER = re.compile(
     r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
 )
@@ -118,6 +120,16 @@ def parse_json(text: bytes) -> Any:
     )
 
 
+def as_override(text: str) -> str:
+    """Return the value of an override: its letters, or the text inside if all of it stands in quotes, as in a file."""
+    if text[:1] in ("'", '"'):
+        with suppress(yaml.YAMLError):
+            node = yaml.compose(text)
+            if isinstance(node, yaml.ScalarNode) and node.style == text[0] and node.end_mark.index == len(text):
+                return str(node.value)
+    return Letters(text)
+
+
 def opened(letters: Letters) -> Any:
     """Return the list or block that the letters of an override write; the letters themselves if they write none.
 
@@ -177,7 +189,10 @@ def _of_letters(schema: Any, letters: Letters, key: str) -> Any:
         return str(letters)
     if bool in kinds and letters in BOOLS:
         return BOOLS[letters]
-    number = _number(letters) if int in kinds or float in kinds else None
+    try:
+        number = _number(letters) if int in kinds or float in kinds else None
+    except ValueError as error:  # of over 4,300 digits
+        raise ConfigError([Problem(key, f"{shown(str(letters))} cannot be read as a number: {error}")]) from None
     if number is not None and (float in kinds or isinstance(number, int) or str not in kinds):
         return number
     return str(letters) if str in kinds else _guess(letters)
@@ -211,8 +226,10 @@ def _guess(letters: Letters) -> Any:
         return None
     if letters.lower() in ("true", "false") and letters in BOOLS:
         return BOOLS[letters]
-    number = _number(letters)
-    return str(letters) if number is None else number
+    with suppress(ValueError):  # of over 4,300 digits
+        number = _number(letters)
+        return str(letters) if number is None else number
+    return str(letters)
 
 
 def _number(letters: str) -> int | float | None:

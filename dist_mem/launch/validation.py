@@ -76,7 +76,7 @@ def _sizes(launch: LaunchConfig) -> Iterator[Problem]:
     elif int(gpus[1]) > _MOST_GPUS:
         yield Problem("launch.gpus_per_node", f"is {launch.gpus_per_node!r}, but must be at most {_MOST_GPUS:,}")
     if not re.fullmatch(r"(\d+-)?\d+(:\d+){1,2}|\d+-\d+", launch.time):
-        yield Problem("launch.time", f"is {launch.time}, but must be as 12:00:00 or 2-00:00:00")
+        yield Problem("launch.time", f"is {launch.time}, but must be as '12:00:00' or '2-00:00:00'")
     elif launch.signal_seconds >= (seconds := _seconds(launch.time)):
         given = f"is {launch.signal_seconds}, but launch.time = {launch.time} is {seconds:,} s"
         yield Problem("launch.signal_seconds", f"{given}: nothing would be trained before the stop; ask for more time")

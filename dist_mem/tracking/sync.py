@@ -27,7 +27,7 @@ from dist_mem.checkpoint.manifest import list_steps, read_manifest, step_dir
 from dist_mem.config import Config, TrackingConfig, merge_checked
 from dist_mem.config.check import flatten, stop_on
 from dist_mem.config.sources import COMMAND_LINE, plain_block, read_overrides, read_saved, read_sources
-from dist_mem.config.text_checks import check_credentials, check_texts
+from dist_mem.config.text_checks import check_credentials, check_given, check_texts
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, CheckpointError, UnusableError
 from dist_mem.runtime.extras import is_installed, not_installed
 from dist_mem.runtime.lease import is_abandoned
@@ -75,7 +75,8 @@ def run(run_dirs: Sequence[Path], overrides: Sequence[str] = (), files: Sequence
 def read_config(run_dir: Path, given: Any) -> Config:
     """Read the configuration of a run and check its `tracking`; the rest may need another environment."""
     unresolved: Any = OmegaConf.to_container(given)
-    stop_on([problem._replace(where=COMMAND_LINE) for problem in check_credentials(unresolved)])
+    found = [*check_credentials(unresolved), *check_given(unresolved)]
+    stop_on([problem._replace(where=COMMAND_LINE) for problem in found])
     checked = merge_checked(TrackingConfig, given.get("tracking", {}), "tracking")
     stop_on(
         [problem._replace(where=COMMAND_LINE) for problem in check_texts(flatten(plain_block(checked), "tracking"))]

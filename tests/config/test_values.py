@@ -107,8 +107,14 @@ def test_a_text_key_keeps_the_letters_that_were_written(key: str, text: str, tmp
     if plain is not None:
         file.write_text(as_yaml(key, plain), encoding="utf-8")
         assert read(str(file))[found] == (None if is_null else text)
-    if not is_list(key):
+    if not is_list(key) and not re.fullmatch(r"'.*'|\".*\"", text, re.DOTALL):
         assert read(f"{key}={text}")[key] == (None if is_null else text)
+
+
+def test_quotes_around_an_override_are_those_of_a_file() -> None:
+    assert [read(f"name={text}")["name"] for text in ("'00 #1'", '"a\\tb"', "'a'b", "'a", "''")] == [
+        *("00 #1", "a\tb", "'a'b", "'a", "")
+    ]
 
 
 @SETTINGS
@@ -117,7 +123,7 @@ def test_a_number_key_takes_a_decimal_number_or_refuses_the_text(key: str, text:
     schema = item_schema(keys_of(Config)[key].schema) or keys_of(Config)[key].schema
     is_whole = re.fullmatch(r"[-+]?(0|[1-9][0-9]*)", text)
     is_number = re.fullmatch(r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?", text)
-    assume("${" not in text and (is_number or not is_list(key)))
+    assume("${" not in text and text[:1] not in ("'", '"') and (is_number or not is_list(key)))
     value = read(f"{key}=[{text}]" if is_list(key) else f"{key}={text}")[f"{key}[0]" if is_list(key) else key]
     if is_whole or is_number:
         assert type(value) is (int if is_whole else float) and float(value) == float(text)
@@ -143,8 +149,9 @@ def test_a_refused_number_is_shown_as_written_with_the_fix(text: str) -> None:
 
 
 def is_usable(text: str) -> bool:
-    """Whether no other rule refuses the text."""
-    return bool(text.strip()) and not re.search(r"\$\{|^\?\?\?$|^~|[\x00-\x1f\x7f]", text) and text.isprintable()
+    """Whether no other rule refuses or changes the text."""
+    wrong = r"\$\{|^\?\?\?$|^[~'\"]|[\x00-\x1f\x7f]"
+    return bool(text.strip()) and text.isprintable() and not re.search(wrong, text)
 
 
 @settings(SETTINGS, max_examples=8)

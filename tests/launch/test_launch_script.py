@@ -37,7 +37,7 @@ AWKWARD = """name=O'Brien's "big" run; touch gone & $(touch gone) `touch gone` *
 WRONG = {
     "launch.nodes=8-4": "launch.nodes: is '8-4', but must be a number as 4, or a range as 60-64",
     "launch.nodes=0": "launch.nodes: is '0', but must be a number as 4",
-    "launch.time=43200": "launch.time: is 43200, but must be as 12:00:00 or 2-00:00:00",
+    "launch.time=43200": "launch.time: is 43200, but must be as '12:00:00' or '2-00:00:00'",
     "launch.time=90": "launch.time: is 90, but must be as '12:00:00'",
     "launch.env=[TOKEN]": "launch.env[0]: is 'TOKEN', but must be of the form NAME=VALUE",
     "launch.image=a.sif": "launch.container: is none, but launch.image is 'a.sif'; give both",
