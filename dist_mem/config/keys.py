@@ -61,6 +61,7 @@ class Metadata:
     choices: tuple[str, ...] = ()
     is_path: bool = False  # a path or an address, in which a leading `~` is the home directory
     in_path: bool = False  # a name in a path
+    is_store: bool = False  # a path or an address of MLflow's, which tracking/stores.py checks; `~` as in a path
     may_be_empty: bool = False
     resume: Rule | None = None  # None: that of its block
 
@@ -137,9 +138,9 @@ def find_key(schema: type, name: str) -> Key | None:
 
 
 def is_path(schema: type, name: str) -> bool:
-    """Return whether a key of this name is a path."""
+    """Return whether a key of this name is a path, of MLflow or of another program."""
     found = find_key(schema, name)
-    return found is not None and found.metadata.is_path
+    return found is not None and (found.metadata.is_path or found.metadata.is_store)
 
 
 def with_homes(tree: Any, chooses: Callable[[str], bool], name: str = "") -> Any:

@@ -242,7 +242,7 @@ class DivergenceConfig:
 class TrackingConfig:
     every: int = key(10, at_least=1, at_most=STEPS)  # steps between logged points
     mlflow: bool = True  # false: write metrics.jsonl only
-    uri: str | None = key(None, is_path=True)  # None: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db
+    uri: str | None = key(None, is_store=True)  # None: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db
     experiment: str | None = None  # None: MLFLOW_EXPERIMENT_NAME, else MLFLOW_EXPERIMENT_ID, else dist_mem
     run_name: str | None = None  # None: the name of the run
     # send to MLflow during the job; auto: not to SQLite on a shared disk

@@ -78,7 +78,7 @@ def _fault(key: Metadata, text: str) -> str | None:
         return f"is {shown(text)}, but must not contain {wrong[0]!a}; leave it out"
     if len(text) > _MOST_LETTERS:
         return f"is {shown(text)}, but must have at most {_MOST_LETTERS:,} characters"
-    fault = home_fault(text) if key.is_path else None
+    fault = home_fault(text) if key.is_path or key.is_store else None
     fault = fault or (_place_fault(text) if key.is_path or key.in_path else None)
     return fault and f"is {shown(text)}, but {fault}"
 

@@ -20,7 +20,7 @@ from dist_mem.cli.parser import build_parser, parse
 from dist_mem.config import Config, ConfigError, load_config, merge_checked, read_config, to_yaml
 from dist_mem.config.check import check_tree, flatten, is_optional, item_schema
 from dist_mem.config.docs import meanings
-from dist_mem.config.keys import keys_of
+from dist_mem.config.keys import is_path, keys_of
 from dist_mem.config.sources import read_saved, read_sources
 from dist_mem.data.builders.datasets import builder_names
 from dist_mem.memory import memory_options
@@ -289,7 +289,7 @@ def test_a_path_begins_with_the_home_directory_where_a_tilde_is_written(tmp_path
             continue
         (tmp_path / "a.yaml").write_text(as_yaml(key, "~/${name}/x"))
         name = f"{key}[0]" if is_list(key) else key
-        expected = f"{home if found.metadata.is_path else '~'}/${{name}}/x"
+        expected = f"{home if is_path(Config, key) else '~'}/${{name}}/x"
         assert read(str(tmp_path / "a.yaml"))[name] == expected
         assert read(f"{key}=['~/${{name}}/x']" if is_list(key) else f"{key}=~/${{name}}/x")[name] == expected
     stages = read("data.curriculum=[{path: ~/a, until: 3}]", "deepspeed.zero_optimization.offload_param.nvme_path=~/n")
@@ -310,7 +310,7 @@ def test_every_key_that_names_a_place_is_marked_as_a_path() -> None:
                 r"\b(director(y|ies)|folder|path|address|file|PATH|sqlite)\b",
                 re.sub(r"docs/\S+|\S+\.yaml", "", meaning),
             )
-            assert not named or found.metadata.is_path or found.metadata.in_path, key
+            assert not named or is_path(Config, key) or found.metadata.in_path, key
 
 
 def test_a_tilde_that_stands_for_no_home_is_refused(tmp_path: Path, home: str, monkeypatch: pytest.MonkeyPatch) -> None:
