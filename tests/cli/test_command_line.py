@@ -154,7 +154,6 @@ SET = "(a key of the configuration is set with key=value)"
         (["train", "a.yaml", "--lr", "1", "--check"], "did you mean optimizer.lr=1?"),
         (["launch", "a.yaml", "--seg_len", "9"], "did you mean train.seg_len=9 or eval.seg_len=9?"),
         (["train", "a.yaml", "--chekc"], "did you mean --check?"),
-        (["evaluate", "runs/x", "--lanes", "4"], "did you mean eval.batch_size=4 or train.global_batch_size=4?"),
         (["evaluate", "runs/x", "--chekpoint", "4"], "unrecognized option --chekpoint; did you mean --checkpoint?"),
         (
             ["evaluate", "runs/x", "--checkpoint", "lates"],

@@ -48,8 +48,3 @@ def test_a_split_that_is_not_there_is_named_with_the_others(
 ) -> None:
     assert main(["data", action, str(books), "--split", "tset"]) == 2
     assert "has no split 'tset': it has test, train, validation; did you mean test?" in capsys.readouterr().err
-
-
-def test_the_former_name_of_the_command_works_with_a_notice(books: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["prepare", "verify", str(books)]) == 0
-    assert "notice: `dist-mem prepare` is now `dist-mem data`" in capsys.readouterr().err

@@ -287,7 +287,7 @@ def test_wrong_arguments_are_refused_by_name(tmp_path: Path) -> None:
         (lambda: read_text(trained, "w1", after=two), TypeError, "after is .*, but must be a TextMemory"),  # type: ignore[arg-type]
         (lambda: save_memory(trained, two, tmp_path / "a"), TypeError, "memory is Reading"),  # type: ignore[arg-type]
         (lambda: save_memory(trained, TextMemory(two, ()), tmp_path / "a"), ValueError, "memory.reading has 2 lanes"),
-        (lambda: save_memory(trained, memory, tmp_path), UnusableError, "cannot be written: Is a directory"),
+        (lambda: save_memory(trained, memory, tmp_path), UnusableError, "cannot be written: is a folder"),
         (lambda: save_memory(trained, memory, tmp_path / "no" / "a"), UnusableError, "cannot be written: No such file"),
         (lambda: load_memory(trained, tmp_path), UnusableError, "there is no such memory file"),
     ]

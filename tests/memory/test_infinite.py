@@ -298,7 +298,7 @@ def test_another_memory_below_takes_none_of_the_former_options(tmp_path: Any) ->
     ("overrides", "message"),
     [
         (["memory.over.kind=transformer"], "memory.over.kind: is 'transformer', but must be one of"),
-        (["memory.over.mem_len=3"], "memory.over.mem_len: unknown key"),
+        (["memory.over.mem_len=3"], "memory.over: is {'mem_len': '3'}, but must be a block whose kind is one of"),
         (["memory.over.kind=transformer_xl", "memory.over.mem_lenn=3"], "did you mean memory.over.mem_len?"),
         (["memory.over.kind=transformer_xl", "memory.over.mem_len=x"], "memory.over.mem_len: is 'x', but must be an"),
         (["memory.over=transformer_xl"], "memory.over: is 'transformer_xl', but must be a block with a kind"),

@@ -80,7 +80,7 @@ WRONG_ROWS = {
     ),
     "a seed too large": (
         {"seeds": [0, 2**70]},
-        "row one: command line: data.seed: is 1180591620717411303424, but numbers have at most 64",
+        "seeds[1]: is 1180591620717411303424, but numbers have at most 64 bits",
     ),
     "an override of a column": (
         {"columns": {"a": {"figure": "accuracy", "evaluate": ["eval.mem_lne=4", "--without-memory"]}}},

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 from dist_mem.checkpoint.engine_files import ENGINE_JSON, engine_index, engine_ranges, engine_tensors
-from dist_mem.checkpoint.manifest import describe_file, files_in, step_dir, write_manifest
+from dist_mem.checkpoint.manifest import TOKENIZER_DIR, describe_file, files_in, step_dir, write_manifest
 from dist_mem.checkpoint.rank_file import rank_file, tensors_of_file
 from dist_mem.config import Config, save_config
 from dist_mem.data.shard import Index, TokenizedDocument, read_index, write_split
@@ -100,6 +100,7 @@ def save_weights(run_dir: Path, model: MemoryLM, config: Any, *, step: int) -> P
     save_file(tensors_of_file({"engine": engine_tensors(slices)}), directory / rank_file(0))
     (directory / ENGINE_JSON).write_text(json.dumps(engine_index(facts, [engine_ranges(slices, facts["shapes"])])))
     save_config(config, directory / "config.yaml")
+    save_tokenizer(TOKENIZER, directory / TOKENIZER_DIR)
     files = {path.relative_to(directory).as_posix(): describe_file(path) for path in files_in(directory)}
     facts = {**FACTS, "step": step, "tokenizer_fingerprint": TOKENIZER.fingerprint, "files": files}
     write_manifest(directory, facts)
