@@ -13,7 +13,7 @@ if ! command -v deepspeed >/dev/null && [ -x "$own/deepspeed" ]; then
   PATH="$own:$PATH" # the environment that make setup made, not activated
 fi
 # What CUDA sees: without the variable all GPUs, else the names before the first that is none, such as -1.
-gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
+gpus=$({ nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l) # none without the program
 if [ "$gpus" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
   gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | sed -E '/^ *([0-9]|GPU-|MIG-)/!Q' | wc -l)
 fi

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,17 @@ def programs(folder: Path, **texts: str) -> None:
     for name, text in texts.items():
         (folder / name.replace("_", "-")).write_text(text, encoding="utf-8")
         (folder / name.replace("_", "-")).chmod(0o755)
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has the driver's program")
+@pytest.mark.parametrize(("ranks", "expected"), [("", 1), ("2", 2)])
+def test_a_machine_without_the_driver_trains_on_cpus(ranks: str, expected: int, tmp_path: Path) -> None:
+    programs(tmp_path, deepspeed=DEEPSPEED, dist_mem=RANK)
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch" / "local.sh"), "run.yaml"],
+        env=chosen(None, ranks, tmp_path), capture_output=True, text=True, timeout=limit(10), check=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == ["rank sees all, cpu"] * expected
 
 
 @pytest.mark.parametrize("name", CHOICES)
