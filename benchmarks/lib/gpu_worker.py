@@ -7,15 +7,20 @@ The line is JSON: {"arguments": [...], "output": FILE} runs `dist-mem ARGUMENTS`
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 
 from dist_mem.runtime.distributed import choose_accelerator
 
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
+
 
 def main() -> None:
-    """Import, wait, work."""
+    """Import, wait, work; end when the benchmark is killed, so that no endless training is left on the GPU."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     choose_accelerator()
     import dist_mem.evaluation.evaluate
     import dist_mem.training.run  # noqa: F401
