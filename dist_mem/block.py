@@ -96,8 +96,8 @@ class Block(nn.Module):
 
     def whole(self, x: Tensor, state: MemoryState, valid_len: Tensor) -> BlockOutput:
         """Run both sub-layers."""
-        attended = self.attend(x, state, valid_len)
-        return attended._replace(y=self.feed(attended.y))
+        attended, new, aux, logs = self.attend(x, state, valid_len)
+        return BlockOutput(self.feed(attended), new, aux, logs)  # not _replace, which torch 2.11 cannot compile
 
     def attend(self, x: Tensor, state: MemoryState, valid_len: Tensor) -> BlockOutput:
         """Run the memory layer, with its residual."""
