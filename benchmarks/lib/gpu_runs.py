@@ -136,13 +136,13 @@ def equal_bits(bench: Bench, name: str, **more: Any) -> dict[str, Any]:
 def evaluated(bench: Bench, name: str) -> dict[str, Any]:
     """Evaluate a run on the device and on the CPU: the losses are equal within a tolerance."""
     run_dir, found = bench.out / "runs" / TRAINED.replace(" ", "_"), {}
-    report = run_dir / "evaluations" / f"train-step-{STEPS:08}.json"
     for where in ("device", "cpu"):
         output = bench.out / "runs" / f"{name}_{where}.txt"
-        report.unlink(missing_ok=True)
+        shutil.rmtree(run_dir / "evaluations", ignore_errors=True)
         arguments = ["evaluate", str(run_dir), "--split", "train", "eval.batch_size=4"]
         start = bench.command if where == "device" else bench.on_cpu
         bench.wait(start(arguments, output), output)
+        (report,) = (run_dir / "evaluations").glob("*.json")
         found[where] = json.loads(report.read_text())["figures"]["train/token_perplexity"]
     error = abs(found["device"] / found["cpu"] - 1.0)
     return verdict(error <= DEVICES_AGREE, error=error, limit=DEVICES_AGREE, token_perplexity=found)
