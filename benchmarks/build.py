@@ -16,14 +16,14 @@ from typing import Any
 
 from lib.common import arguments_of, interleaved, load
 
-from dist_mem.data.builders import source, workers
-from dist_mem.data.builders.builder import build_dataset
-from dist_mem.data.builders.datasets.sample import SIZES
-from dist_mem.data.builders.datasets.sample import write_split as write_library
-from dist_mem.data.builders.source import SourceDocument
 from dist_mem.data.shard import TokenizedDocument, write_split
 from dist_mem.data.tokenizers import registry as tokenizer
 from dist_mem.data.verify import verify_dataset
+from dist_mem.datasets import source, workers
+from dist_mem.datasets.builder import build_dataset
+from dist_mem.datasets.recipes.sample import SIZES
+from dist_mem.datasets.recipes.sample import write_split as write_library
+from dist_mem.datasets.source import SourceDocument
 
 NUM_PIECES = 8  # pieces of the text; a worker encodes one at a time
 

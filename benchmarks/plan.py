@@ -30,9 +30,9 @@ from lib.plan_cases import BASE, VOCAB_SIZE, cases, published
 def print_published() -> None:
     """Print the predictions beside the published figures."""
     from dist_mem.config import load_config
+    from dist_mem.estimate.report import plan
+    from dist_mem.estimate.search import Cluster
     from dist_mem.memory import memory_options
-    from dist_mem.planning.report import plan
-    from dist_mem.planning.search import Cluster
     from dist_mem.runtime.devices import device_named
 
     print(
@@ -140,8 +140,8 @@ def measured(num_ranks: int, overrides: list[str], instrument: str) -> int:
 def predicted(num_ranks: int, overrides: list[str]) -> int:
     """Return the prediction for a rank in bytes."""
     from dist_mem.config import load_config
+    from dist_mem.estimate.memory import training_parts
     from dist_mem.memory import memory_options
-    from dist_mem.planning.memory import training_parts
 
     config = load_config(overrides, memory_options=memory_options)
     return sum(part.num_bytes for part in training_parts(config, VOCAB_SIZE, world_size=num_ranks, on_gpu=False))

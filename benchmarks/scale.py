@@ -39,8 +39,8 @@ from lib.simulated_checkpoint import (
 )
 
 from dist_mem.data.plan import lanes_of_rank, make_plan
-from dist_mem.runtime.hang_report import Position, failed_nodes, gather_positions, report, write_position
-from dist_mem.runtime.rendezvous import RankDevice, meet
+from dist_mem.supervision.hang_report import Position, failed_nodes, gather_positions, report, write_position
+from dist_mem.supervision.rendezvous import RankDevice, meet
 
 SIZES = [16, 64, 256, 1024]
 NUM_BOOKS = 28_602  # of PG-19's training split

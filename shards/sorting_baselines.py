@@ -1,8 +1,8 @@
-"""The program dist_mem/data/builders/sorting_baselines.py as a script: python shards/sorting_baselines.py --help."""
+"""The program dist_mem/datasets/sorting_baselines.py as a script: python shards/sorting_baselines.py --help."""
 
 import sys
 
-from dist_mem.data.builders.sorting_baselines import main
+from dist_mem.datasets.sorting_baselines import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -204,7 +204,7 @@ def prepare(bench: Bench) -> list[subprocess.Popen[bytes]]:
 
 def estimate(bench: Bench) -> None:
     """Write the memory that is predicted for every model whose speed is measured to OUT/estimates.json."""
-    from dist_mem.planning.memory import training_parts
+    from dist_mem.estimate.memory import training_parts
 
     path = bench.out / "estimates.json"
     found: dict[str, int] = json.loads(path.read_text()) if path.exists() else {}

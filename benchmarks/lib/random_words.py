@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dist_mem.data.builders.builder import build_dataset
-from dist_mem.data.builders.source import SourceDocument
 from dist_mem.data.tokenizers.words import WordTokenizer
+from dist_mem.datasets.builder import build_dataset
+from dist_mem.datasets.source import SourceDocument
 
 _TOKENS_PER_DOCUMENT = 50_000
 

@@ -22,7 +22,7 @@ from dist_mem.config import CheckpointConfig
 from dist_mem.data.plan import lanes_of_rank
 from dist_mem.engine.zero_state import Slice
 from dist_mem.runtime.distributed import World
-from dist_mem.runtime.side_channel import SideChannel, accept_all, call, listen
+from dist_mem.supervision.side_channel import SideChannel, accept_all, call, listen
 
 RANKS_PER_NODE = 8
 LANES_PER_RANK = 8

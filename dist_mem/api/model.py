@@ -33,7 +33,7 @@ from dist_mem.generation.text import TextWriter
 from dist_mem.generation.text_memory import TextMemory, read_text
 from dist_mem.generation.text_scores import score
 from dist_mem.inspection.reading import DocumentReading, pieces_of, read_document, text_document
-from dist_mem.tracking.mlflow_models import fetch_model, is_mlflow
+from dist_mem.tracking.mlflow.models import fetch_model, is_mlflow
 
 Tokens: TypeAlias = Sequence[int] | np.ndarray | Tensor  # (num_tokens,) ids
 

@@ -34,9 +34,9 @@ from dist_mem.config import CheckpointConfig
 from dist_mem.errors import UnfitError
 from dist_mem.runtime.distributed import Failure, World, agreed_error, describe_failure
 from dist_mem.runtime.files import free_name, fsync_path, write_hashed, write_text
-from dist_mem.runtime.lease import refuse_if_taken_over
-from dist_mem.runtime.side_channel import SideChannel
 from dist_mem.runtime.versions import code_versions
+from dist_mem.supervision.lease import refuse_if_taken_over
+from dist_mem.supervision.side_channel import SideChannel
 
 _MARGIN = 1 << 20  # bytes of free space kept for file headers and for other files written during the save
 

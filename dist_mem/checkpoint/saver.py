@@ -16,7 +16,7 @@ from dist_mem.checkpoint.commit import Written, rehearse_checkpoint, write_check
 from dist_mem.checkpoint.snapshot import Snapshot
 from dist_mem.config import CheckpointConfig
 from dist_mem.runtime.distributed import World
-from dist_mem.runtime.side_channel import open_side_channel
+from dist_mem.supervision.side_channel import open_side_channel
 
 
 class Saved(NamedTuple):

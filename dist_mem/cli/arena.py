@@ -17,6 +17,6 @@ def add_arguments(added: ArgumentParser) -> None:
 
 def arena(options: Namespace) -> int:
     """Compare memories at an equal budget: train, evaluate, and write a table with intervals."""
-    from dist_mem.reproduce.arena_command import run, submit
+    from dist_mem.studies.arena_command import run, submit
 
     return run_or_submit(options, options.arena, run, submit, only_plan=options.plan)

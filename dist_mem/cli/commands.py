@@ -46,7 +46,7 @@ def load_checked(arguments: Sequence[str], *, builds_model: bool = False) -> Con
     def check(config: Config) -> None:
         check_allowed(config.data)
         if builds_model:
-            from dist_mem.doctor.dry_run import check_model
+            from dist_mem.estimate.dry_run import check_model
 
             check_model(config)
 
@@ -88,7 +88,7 @@ def _train(options: argparse.Namespace, early: StopSignal, began: float) -> int:
     check_allowed(options.allow)
     if options.check:
         from dist_mem.checkpoint.resume_source import check_run_dir
-        from dist_mem.doctor import dry_run as plan
+        from dist_mem.estimate import dry_run as plan
 
         check_run_dir(config, options.allow)
         print(plan.report(config, world_size=options.world))
@@ -194,8 +194,8 @@ def generate(options: argparse.Namespace) -> int:
 
 def reproduce(options: argparse.Namespace) -> int:
     """Train and evaluate every row of a table of the papers, or of yours."""
-    from dist_mem.reproduce.command import run
-    from dist_mem.reproduce.tables import load_table, table_names
+    from dist_mem.studies.command import run
+    from dist_mem.studies.tables import load_table, table_names
 
     if options.table is None:
         shipped = [load_table(name) for name in table_names()]
@@ -220,7 +220,7 @@ def dialogue(options: argparse.Namespace) -> int:
         from dist_mem.runtime.distributed import choose_accelerator
 
         choose_accelerator()
-        from dist_mem.dialogue.command import run, settings_of
+        from dist_mem.papers.dialogue.command import run, settings_of
 
         settings = {"checkpoint": options.checkpoint, "overrides": options.overrides}
         return run(options.run, settings_of(options), early=early, **settings)
@@ -238,7 +238,7 @@ def inspect(options: argparse.Namespace) -> int:
             from dist_mem.inspection.request import request_of
 
             return command.run(request_of(options, with_colour=wants_colour(options.color)), early=early)
-        from dist_mem.inspection.regression_error import run
+        from dist_mem.papers.regression_error import run
 
         settings = {"split": options.split, "checkpoint": options.checkpoint, "overrides": options.overrides}
         return run(options.run, limit=options.limit, early=early, **settings)
@@ -246,7 +246,7 @@ def inspect(options: argparse.Namespace) -> int:
 
 def track(options: argparse.Namespace) -> int:
     """Send MLflow the data that it did not receive during a run."""
-    from dist_mem.tracking.sync import run
+    from dist_mem.tracking.mlflow.sync import run
 
     overrides = [text for text in options.runs if text.startswith("tracking.")]
     files = [text for text in options.runs if text.endswith((".yaml", ".yml")) and text not in overrides]

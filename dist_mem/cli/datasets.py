@@ -10,7 +10,7 @@ from dist_mem.cli.arguments import count, output_folder, place, seed, split
 from dist_mem.cli.help import HelpFormatter, Parser
 from dist_mem.config.check import hint, stop_on
 from dist_mem.config.text_checks import check_texts
-from dist_mem.data.builders.datasets import builder_names, load_builder
+from dist_mem.datasets.recipes import builder_names, load_builder
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UnusableError, run_error
 from dist_mem.runtime.extras import require
 from dist_mem.runtime.terminal import listed

@@ -36,8 +36,8 @@ def figure(options: argparse.Namespace) -> int:
         from dist_mem.runtime.distributed import choose_accelerator
 
         choose_accelerator()
-        from dist_mem.inspection import figure_command as command
-        from dist_mem.inspection.figures.parts.source import Settings
+        from dist_mem.papers.figures import command as command
+        from dist_mem.papers.figures.parts.source import Settings
 
         if options.list:
             print(command.described())

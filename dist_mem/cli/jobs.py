@@ -24,7 +24,7 @@ def launch(options: argparse.Namespace) -> int:
     config = load_checked([*options.config, *given], builds_model=True)
     submit.check(config)
     from dist_mem.checkpoint.resume_source import check_run_dir
-    from dist_mem.doctor.dry_run import idle_warning
+    from dist_mem.estimate.dry_run import idle_warning
 
     check_run_dir(config)
     if config.preflight and not options.dry_run:

@@ -29,9 +29,9 @@ def plan(options: Namespace) -> int:
     if not options.disk > 0:
         raise UnusableError(f"--disk {options.disk}: must be above 0")
     config = load_checked(options.config, builds_model=True)
-    from dist_mem.planning import report
-    from dist_mem.planning.search import Cluster
-    from dist_mem.planning.vocabulary import vocab_size_of
+    from dist_mem.estimate import report
+    from dist_mem.estimate.search import Cluster
+    from dist_mem.estimate.vocabulary import vocab_size_of
     from dist_mem.runtime.devices import device_named
 
     on_node = config.launch.gpus_per_node.rpartition(":")[2]

@@ -9,7 +9,7 @@ from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
 
 def batch(options: argparse.Namespace) -> int:
     """Show what text every lane read at a step; losses of lanes are not logged: see replay."""
-    from dist_mem.replay.batch import run
+    from dist_mem.recompute.batch import run
 
     return run(options.run, options.step, rank=options.rank, full=options.full, overrides=options.overrides)
 
@@ -20,6 +20,6 @@ def replay(options: argparse.Namespace) -> int:
         from dist_mem.runtime.distributed import choose_accelerator
 
         choose_accelerator()
-        from dist_mem.replay.command import run
+        from dist_mem.recompute.command import run
 
         return run(options.run, options.step, options.overrides, early)

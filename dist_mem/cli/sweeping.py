@@ -75,6 +75,6 @@ def run_or_submit(
 
 def sweep(options: Namespace) -> int:
     """Train and compare every combination of some settings, several at one time."""
-    from dist_mem.reproduce.sweep import run, submit
+    from dist_mem.studies.sweep import run, submit
 
     return run_or_submit(options, options.sweep, run, submit)

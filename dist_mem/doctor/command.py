@@ -18,10 +18,10 @@ from dist_mem.doctor.examine import examine
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
 from dist_mem.runtime import distributed
 from dist_mem.runtime.environment import node_name
-from dist_mem.runtime.findings import FAIL, WARNING, Finding, Place, fail, failed, lines
 from dist_mem.runtime.ranks import read_ranks
-from dist_mem.runtime.rendezvous import wait_for_ranks
 from dist_mem.runtime.terminal import coloured
+from dist_mem.supervision.findings import FAIL, WARNING, Finding, Place, fail, failed, lines
+from dist_mem.supervision.rendezvous import wait_for_ranks
 
 _TIMEOUT = 120.0  # seconds that ranks wait for each other; short, because the command is interactive
 

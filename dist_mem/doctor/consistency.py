@@ -18,8 +18,8 @@ from dist_mem.data.remote.fetch import is_remote
 from dist_mem.data.shard import INDEX_NAME, read_index
 from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_metadata
 from dist_mem.runtime.files import sha256_of
-from dist_mem.runtime.findings import Finding, Place, Remark, fail, ok, warning
 from dist_mem.runtime.versions import code_versions
+from dist_mem.supervision.findings import Finding, Place, Remark, fail, ok, warning
 from dist_mem.tracking.provenance import PACKAGE, running_commit
 
 MISSING = "missing"

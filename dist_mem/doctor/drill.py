@@ -22,8 +22,8 @@ from dist_mem.doctor.drill_job import RANKS, SAVE_EVERY, DrillError, DrillJob, p
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_HUNG, EXIT_REQUEUE, EXIT_USAGE
 from dist_mem.runtime.ranks import is_rank0
 from dist_mem.runtime.signals import LEAST_SECONDS, STOP_FILE
-from dist_mem.runtime.watchdog import report_seconds
-from dist_mem.tracking.journal import JOURNAL, find_entries
+from dist_mem.supervision.watchdog import report_seconds
+from dist_mem.tracking.mlflow.journal import JOURNAL, find_entries
 
 _BREAK_AT = SAVE_EVERY + 5  # steps: a checkpoint exists, but not of the last step
 _RESUMED_STEPS = 20  # steps after the resume

@@ -13,8 +13,8 @@ import torch
 from omegaconf import OmegaConf
 
 from dist_mem.checkpoint.manifest import list_steps, step_dir, verify
-from dist_mem.data.builders.builder import build_dataset
-from dist_mem.data.builders.source import SourceDocument
+from dist_mem.datasets.builder import build_dataset
+from dist_mem.datasets.source import SourceDocument
 from dist_mem.engine.cpu_op import BUFFER, SHM
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.runtime.python import dist_mem

@@ -13,11 +13,11 @@ from dist_mem.doctor import consistency, disks, gpus, machine, network
 from dist_mem.errors import UnusableError, run_error
 from dist_mem.runtime.distributed import World, gather_objects
 from dist_mem.runtime.environment import node_name
-from dist_mem.runtime.findings import MACHINE, Finding, Place, Remark, fail, ok, warning
-from dist_mem.tracking.journal import JOURNAL
-from dist_mem.tracking.mlflow_access import check_tracking
+from dist_mem.supervision.findings import MACHINE, Finding, Place, Remark, fail, ok, warning
+from dist_mem.tracking.mlflow.access import check_tracking
+from dist_mem.tracking.mlflow.journal import JOURNAL
+from dist_mem.tracking.mlflow.stores import choose_sending, store_uri
 from dist_mem.tracking.provenance import without_credentials
-from dist_mem.tracking.stores import choose_sending, store_uri
 
 Check = Callable[[], Iterable[Remark]]
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from dist_mem.config import Config
 from dist_mem.runtime import gpu, gpu_variables
 from dist_mem.runtime.distributed import World
-from dist_mem.runtime.findings import Remark, fail, ok, warning
 from dist_mem.runtime.gpu import gpu_place, numa_node
+from dist_mem.supervision.findings import Remark, fail, ok, warning
 
 _GOOD_CORES = 4  # of a rank: the training, NCCL's thread, prefetch, saver
 

@@ -13,7 +13,7 @@ from dist_mem.engine.cpu_op import BUFFER, CPU_OP, SHM
 from dist_mem.runtime.compilers import compiler_caches, cpp_compiler
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.environment import job_end
-from dist_mem.runtime.findings import Remark, fail, ok, warning
+from dist_mem.supervision.findings import Remark, fail, ok, warning
 
 GOOD_OPEN_FILES = 4096  # the usual limit for training; a rank of a large job needs hundreds
 _BASE_FILES, _FILES_PER_PEER = 200, 4  # libraries and shards; the groups of gloo or NCCL have sockets to every rank

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dist_mem.runtime.distributed import World
-from dist_mem.runtime.findings import Finding, Place, Remark, fail, ok, warning
+from dist_mem.supervision.findings import Finding, Place, Remark, fail, ok, warning
 
 SIZES = (1, 1000, 300_000)  # float32 numbers; covers a backend's algorithms for small and large messages
 _MEGABYTES = (1, 16, 64)

@@ -16,10 +16,10 @@ from dist_mem.doctor.examine import examine
 from dist_mem.runtime.distributed import World, gather_objects
 from dist_mem.runtime.environment import node_name
 from dist_mem.runtime.files import write_text
-from dist_mem.runtime.findings import RENDEZVOUS, WARNING, Finding, failed_nodes, lines, refuse
-from dist_mem.runtime.hang_report import FAILED_NODES
 from dist_mem.runtime.ranks import read_ranks
-from dist_mem.runtime.rendezvous import Rendezvous, wait_for_ranks
+from dist_mem.supervision.findings import RENDEZVOUS, WARNING, Finding, failed_nodes, lines, refuse
+from dist_mem.supervision.hang_report import FAILED_NODES
+from dist_mem.supervision.rendezvous import Rendezvous, wait_for_ranks
 
 log = logging.getLogger(__name__)
 

@@ -21,6 +21,7 @@ import torch
 from dist_mem.config import Config, load_config
 from dist_mem.data.directory import open_index, refresh_on_all_ranks
 from dist_mem.errors import EXIT_DONE, CutShortError, UnusableError, run_error
+from dist_mem.estimate.memory import evaluated_lanes, refuse_what_cannot_fit, scoring_parts, surely_fits
 from dist_mem.evaluation.cut_short import StopCheck, stop_check
 from dist_mem.evaluation.kept_memory import states_and_inputs
 from dist_mem.evaluation.memory_file import MemoryFile, read_memory_file
@@ -36,14 +37,13 @@ from dist_mem.evaluation.trained_model import (
     read_settings,
     tokenizer_of_data,
 )
-from dist_mem.planning.memory import evaluated_lanes, refuse_what_cannot_fit, scoring_parts, surely_fits
 from dist_mem.runtime import distributed
 from dist_mem.runtime.distributed import World, decided_by_rank0, gather_objects, on_all_ranks
-from dist_mem.runtime.findings import refuse
 from dist_mem.runtime.ranks import read_ranks
-from dist_mem.runtime.rendezvous import wait_for_ranks
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.tracking.sync import log_to_run
+from dist_mem.supervision.findings import refuse
+from dist_mem.supervision.rendezvous import wait_for_ranks
+from dist_mem.tracking.mlflow.sync import log_to_run
 
 
 def evaluate_checkpoint(

@@ -38,14 +38,14 @@ from dist_mem.evaluation.card import card, outside_memories
 from dist_mem.evaluation.export_transformers import write_transformers
 from dist_mem.evaluation.exported_weights import distinct_weights
 from dist_mem.evaluation.trained_model import WEIGHTS, Checkpoint, TrainedModel, load_model
+from dist_mem.hf.folder import load_pretrained
 from dist_mem.memory import memory_options
 from dist_mem.memory.outside import kept_kinds, sources
 from dist_mem.model import MemoryLM
 from dist_mem.nn.layers import DTYPES
-from dist_mem.published.folder import load_pretrained
 from dist_mem.runtime.files import is_wrong_path, new_folder, write_hashed, write_text
-from dist_mem.tracking.export_to_mlflow import Registration, check_registration, log_export, open_run
-from dist_mem.tracking.stores import read_run_id
+from dist_mem.tracking.mlflow.export import Registration, check_registration, log_export, open_run
+from dist_mem.tracking.mlflow.stores import read_run_id
 
 # of the checkpoint
 _METADATA = (

@@ -25,8 +25,8 @@ from dist_mem.data.tokenizers.byte_pairs import END_OF_TEXT, BytePairTokenizer, 
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.exported_weights import distinct_weights
 from dist_mem.evaluation.trained_model import TrainedModel
-from dist_mem.published.folder import CONFIG, WEIGHTS
-from dist_mem.published.names import FAMILIES, to_published
+from dist_mem.hf.folder import CONFIG, WEIGHTS
+from dist_mem.hf.names import FAMILIES, to_published
 from dist_mem.runtime.extras import require
 from dist_mem.runtime.files import write_hashed, write_text
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from dist_mem.checkpoint.schemas import WEIGHTS
 from dist_mem.errors import CheckpointError
+from dist_mem.hf.names import check_types, take_published
 from dist_mem.model import MemoryLM
-from dist_mem.published.names import check_types, take_published
 
 
 def distinct_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -41,13 +41,13 @@ from dist_mem.data.tokenizers.registry import JSON_NAME, load_tokenizer
 from dist_mem.errors import CheckpointError, UnusableError
 from dist_mem.evaluation.exported_weights import load_exported
 from dist_mem.evaluation.protocol import apply_protocol, in_terms_of_eval
+from dist_mem.hf.folder import CONFIG
+from dist_mem.hf.names import FAMILIES
 from dist_mem.memory import memory_options
 from dist_mem.memory.base import map_state
 from dist_mem.memory.outside import kept_kinds, source_of
 from dist_mem.model import LMState, MemoryLM
 from dist_mem.nn.layers import DTYPES
-from dist_mem.published.folder import CONFIG
-from dist_mem.published.names import FAMILIES
 
 OVERRIDABLE = (
     *("eval.", "tracking.", "data.path", "data.allow_pipe", "data.cache", "data.stage"),

@@ -24,6 +24,7 @@ from typing import Any
 
 from dist_mem.config.memory_blocks import described
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, RunError, UnusableError
+from dist_mem.estimate.memory import refuse_what_cannot_fit, writing_parts
 from dist_mem.evaluation.protocol import short_term_len
 from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation import output as report
@@ -33,7 +34,6 @@ from dist_mem.generation.reading import Reading, read, select, start
 from dist_mem.generation.sampling import Sampling
 from dist_mem.generation.text import TextWriter, read_file
 from dist_mem.generation.text_memory import load_memory, open_to_generate
-from dist_mem.planning.memory import refuse_what_cannot_fit, writing_parts
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.runtime.terminal import printable
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dist_mem.runtime.watchdog import beat
+from dist_mem.supervision.watchdog import beat
 
 _MOST_GRAPHS = 64  # of one function; blocks of one structure share theirs, and each other structure has its own
 

@@ -1,7 +1,7 @@
 """What a fused attention kernel reads, returns and keeps, on tensors without values (the meta device), for planning.
 
 Torch's own fused kernels do not exist there. The operators below compute nothing; whoever counts memory and work, as
-dist_mem/planning/counting.py does, sees their inputs and outputs. Shape letters: B lanes, T queries, J keys, H heads, K
+dist_mem/estimate/counting.py does, sees their inputs and outputs. Shape letters: B lanes, T queries, J keys, H heads, K
 head width.
 """
 

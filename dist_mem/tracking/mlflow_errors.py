@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from dist_mem.runtime.environment import mlflow_credentials_set
-from dist_mem.tracking.journal import JournalError
+from dist_mem.tracking.mlflow.journal import JournalError
 
 _SERVER_CERTIFICATE, _CLIENT_CERTIFICATE = "MLFLOW_TRACKING_SERVER_CERT_PATH", "MLFLOW_TRACKING_CLIENT_CERT_PATH"
 

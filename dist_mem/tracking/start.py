@@ -32,15 +32,15 @@ from dist_mem.runtime.distributed import World
 from dist_mem.runtime.environment import slurm_job
 from dist_mem.runtime.extras import require
 from dist_mem.runtime.files import make_folder
-from dist_mem.runtime.lease import refuse_if_taken_over_throttled
-from dist_mem.tracking.journal import JOURNAL, Entry, Header, Journal, new_uid, write_journal
-from dist_mem.tracking.journal_sink import JournalSink, read_history
-from dist_mem.tracking.mlflow_run import target_of
-from dist_mem.tracking.parameters import parameters_entry
+from dist_mem.supervision.lease import refuse_if_taken_over_throttled
+from dist_mem.tracking.mlflow.journal import JOURNAL, Entry, Header, Journal, new_uid, write_journal
+from dist_mem.tracking.mlflow.journal_sink import JournalSink, read_history
+from dist_mem.tracking.mlflow.parameters import parameters_entry
+from dist_mem.tracking.mlflow.run import target_of
+from dist_mem.tracking.mlflow.stores import choose_sending, experiment_of, settle_run_id, store_uri, warn_of_folder
 from dist_mem.tracking.progress import progress_sink
 from dist_mem.tracking.prometheus_file import PrometheusFile, check_prometheus
 from dist_mem.tracking.provenance import git_state, start_in_words, versions, who_runs_what
-from dist_mem.tracking.stores import choose_sending, experiment_of, settle_run_id, store_uri, warn_of_folder
 from dist_mem.tracking.tensorboard_files import FOLDER as TENSORBOARD
 from dist_mem.tracking.tensorboard_files import TensorBoardFiles
 from dist_mem.tracking.tracker import METRICS_FILE, MetricsFile, Point, Sink, Tracker

@@ -18,7 +18,7 @@ from torch import Tensor
 from dist_mem.data.batch import Update
 from dist_mem.runtime.distributed import gather_objects
 from dist_mem.runtime.pending_sum import PendingSum, begin_sum
-from dist_mem.runtime.watchdog import beat
+from dist_mem.supervision.watchdog import beat
 from dist_mem.training.meter import Totals
 
 

@@ -14,7 +14,7 @@ from dist_mem.engine.start import start_communication
 from dist_mem.errors import RunError, StoppedEarlyError
 from dist_mem.runtime.distributed import World, announced, gather_objects, on_all_ranks
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.runtime.watchdog import beat
+from dist_mem.supervision.watchdog import beat
 
 # The table of docs/howto/performance.md: from the best to the worst case in fp32 and bf16, and from an empty cache.
 _ON_CPUS = "on CPUs, compiled blocks took 0.88 to 0.99 of the time of an update, and 89 to 646 s to compile once"

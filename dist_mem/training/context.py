@@ -14,7 +14,7 @@ from dist_mem.data.shard import Index
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.engine.engine import Engine
 from dist_mem.runtime.distributed import World
-from dist_mem.runtime.stragglers import Stragglers
+from dist_mem.supervision.stragglers import Stragglers
 from dist_mem.tracking.tracker import Tracker
 from dist_mem.training.divergence import Divergence
 from dist_mem.training.feed import Feed

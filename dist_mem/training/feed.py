@@ -12,7 +12,7 @@ from dist_mem.data.curriculum import CurriculumReader, curriculum_reader
 from dist_mem.data.plan import Plan
 from dist_mem.data.remote.fetch import is_remote
 from dist_mem.runtime.distributed import World, on_all_ranks, sum_over_ranks
-from dist_mem.runtime.watchdog import UNWATCHED, beat
+from dist_mem.supervision.watchdog import UNWATCHED, beat
 from dist_mem.training.local_failure import LocalFailure
 from dist_mem.training.meter import Meter
 from dist_mem.training.transfer import Transfer

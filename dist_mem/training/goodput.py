@@ -1,6 +1,6 @@
 """Goodput: the parts of a run's time, over all of its starts, from the first one to now.
 
-    the phases of this process (runtime/timeline.py) -> parts -> metrics goodput/...
+    the phases of this process (supervision/timeline.py) -> parts -> metrics goodput/...
     RUN/starts.jsonl: when each start began, and how long no job ran before it
     a checkpoint keeps the parts up to then, and its time: all time from there to the next start is lost
 
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_mem.errors import UnusableError
-from dist_mem.runtime import timeline
 from dist_mem.runtime.distributed import on_all_ranks
 from dist_mem.runtime.file_schema import number, read_json_lines, record
 from dist_mem.runtime.files import write_text
-from dist_mem.runtime.timeline import Beginning
-from dist_mem.runtime.watchdog import UNWATCHED
+from dist_mem.supervision import timeline
+from dist_mem.supervision.timeline import Beginning
+from dist_mem.supervision.watchdog import UNWATCHED
 
 STARTS = "starts.jsonl"
 PREFIX = "goodput/"

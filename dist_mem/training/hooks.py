@@ -23,12 +23,12 @@ from dist_mem.data.directory import open_index
 from dist_mem.data.tokenizers.registry import tokenizer_files
 from dist_mem.errors import CutShortError, DivergedError, RunError, TakenOverError
 from dist_mem.evaluation.cut_short import stop_check
+from dist_mem.evaluation.probe import PREFIX, PassageRead, open_passage, passage_figures
+from dist_mem.evaluation.probe_picture import write_passage_picture
 from dist_mem.evaluation.protocol import protocol_of_training
 from dist_mem.evaluation.scoring import score_split
-from dist_mem.inspection.passage import PREFIX, PassageRead, open_passage, passage_figures
-from dist_mem.inspection.passage_picture import write_passage_picture
 from dist_mem.runtime.distributed import on_all_ranks, sum_tensor
-from dist_mem.runtime.watchdog import beat
+from dist_mem.supervision.watchdog import beat
 from dist_mem.training.context import Context, TrainState
 from dist_mem.training.divergence import METRICS, ROLLBACK, Decision
 from dist_mem.training.history import begin_part

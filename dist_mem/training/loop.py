@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dist_mem.errors import EXIT_DONE, EXIT_REQUEUE
 from dist_mem.runtime.distributed import announced
-from dist_mem.runtime.watchdog import begin_step
+from dist_mem.supervision.watchdog import begin_step
 from dist_mem.training.agreement import Flags, Shared
 from dist_mem.training.context import Context, TrainState
 from dist_mem.training.divergence import ROLLBACK

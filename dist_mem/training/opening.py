@@ -23,18 +23,18 @@ from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.engine.engine import Engine
 from dist_mem.engine.placement import place_parts
 from dist_mem.errors import RunError, run_error
+from dist_mem.estimate.memory import evaluated_lanes, refuse_what_cannot_fit, surely_fits, training_parts
 from dist_mem.evaluation.scoring import lengths_to_score
+from dist_mem.hf.folder import load_pretrained
 from dist_mem.memory.outside import sources
 from dist_mem.model import MemoryLM
 from dist_mem.nn.layers import describe_attention
-from dist_mem.planning.memory import evaluated_lanes, refuse_what_cannot_fit, surely_fits, training_parts
-from dist_mem.published.folder import load_pretrained
 from dist_mem.runtime.distributed import World, announced, gather_objects, on_all_ranks
 from dist_mem.runtime.environment import node_name
 from dist_mem.runtime.machine_memory import return_free_memory
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.runtime.stragglers import ForwardTimer, Stragglers
-from dist_mem.runtime.watchdog import UNWATCHED, beat
+from dist_mem.supervision.stragglers import ForwardTimer, Stragglers
+from dist_mem.supervision.watchdog import UNWATCHED, beat
 from dist_mem.tracking.provenance import running_commit
 from dist_mem.tracking.start import describe_run, start_tracking
 from dist_mem.tracking.tracker import Tracker

@@ -25,13 +25,14 @@ from dist_mem.errors import (
     TakenOverError,
     run_error,
 )
-from dist_mem.runtime import distributed, timeline
+from dist_mem.runtime import distributed
 from dist_mem.runtime.distributed import World, announced, decided_by_rank0
 from dist_mem.runtime.files import check_regular
-from dist_mem.runtime.lease import Lease, refuse_if_taken_over
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.runtime.timeline import Beginning
-from dist_mem.runtime.watchdog import PATIENCE, beat, before_end, end_if_hung, watched
+from dist_mem.supervision import timeline
+from dist_mem.supervision.lease import Lease, refuse_if_taken_over
+from dist_mem.supervision.timeline import Beginning
+from dist_mem.supervision.watchdog import PATIENCE, beat, before_end, end_if_hung, watched
 from dist_mem.tracking.start import check_sinks
 from dist_mem.training.compiling import leave_if_interrupted
 from dist_mem.training.goodput import last_sign_of_life

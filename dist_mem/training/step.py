@@ -21,7 +21,7 @@ from dist_mem.engine.engine import Engine
 from dist_mem.engine.optimizer import lr_factor
 from dist_mem.memory.base import detached, named_tensors
 from dist_mem.model import Start, reset_lanes
-from dist_mem.runtime.watchdog import beat
+from dist_mem.supervision.watchdog import beat
 from dist_mem.training.agreement import Agreement, Flags, Forward, Shared, begin, finish
 from dist_mem.training.context import StepContext, TrainState
 from dist_mem.training.divergence import SKIP, Decision

@@ -25,7 +25,7 @@ from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.errors import TakenOverError, UnfitError
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.files import write_hashed
-from dist_mem.runtime.lease import Lease
+from dist_mem.supervision.lease import Lease
 from tests.support.limits import limit
 from tests.support.ranks import RankPool
 from tests.support.saving import FACTS, before_writing, names

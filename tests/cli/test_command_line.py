@@ -23,13 +23,13 @@ from dist_mem.config import ConfigError, TrainConfig, load_config
 from dist_mem.config.load import known_keys
 from dist_mem.config.other_names import OTHER_NAMES
 from dist_mem.data import batch_plan
-from dist_mem.data.builders.datasets import builder_names
 from dist_mem.data.plan import make_plan
 from dist_mem.data.shard import TokenizedDocument, write_split
 from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
-from dist_mem.doctor import dry_run as plan
+from dist_mem.datasets.recipes import builder_names
 from dist_mem.errors import UnusableError
+from dist_mem.estimate import dry_run as plan
 from dist_mem.runtime.signals import StopSignal
 from tests.support.limits import limit
 from tests.support.paths import ROOT

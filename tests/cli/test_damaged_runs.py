@@ -17,8 +17,8 @@ from dist_mem.config import load_config
 from dist_mem.data.shard import write_split
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.report import write_report
-from dist_mem.runtime.lease import sign_of_life
-from dist_mem.runtime.timeline import beginning
+from dist_mem.supervision.lease import sign_of_life
+from dist_mem.supervision.timeline import beginning
 from dist_mem.tracking.tracker import METRICS_FILE, MetricsFile
 from dist_mem.training.goodput import note_start
 from dist_mem.training.history import HISTORY, read_history

@@ -9,8 +9,8 @@ import pytest
 from dist_mem.__main__ import main
 from dist_mem.cli.datasets import builder_parser
 from dist_mem.cli.parser import build_parser
-from dist_mem.data.builders import gpt2_tokenizer
-from dist_mem.data.builders.datasets import builder_names
+from dist_mem.datasets import gpt2_tokenizer
+from dist_mem.datasets.recipes import builder_names
 from tests.support.data_builders import build_data
 from tests.support.paths import ROOT
 

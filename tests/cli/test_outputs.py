@@ -13,7 +13,7 @@ from dist_mem.__main__ import main
 from dist_mem.cli.arguments import output_file, output_folder
 from dist_mem.cli.datasets import builder_parser
 from dist_mem.cli.parser import build_parser
-from dist_mem.data.builders.datasets import builder_names
+from dist_mem.datasets.recipes import builder_names
 from tests.cli.test_missing_paths import WRITTEN
 
 PARSERS = {**build_parser()[1], **{f"data build {name}": builder_parser(name) for name in builder_names()}}

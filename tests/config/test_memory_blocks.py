@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from dist_mem.config import Config, ConfigError, docs, load_config
-from dist_mem.doctor.dry_run import check_model
+from dist_mem.estimate.dry_run import check_model
 from dist_mem.memory import memory_class, memory_kinds, memory_options
 from dist_mem.memory.base import Memory
 from dist_mem.memory.infini import Infini

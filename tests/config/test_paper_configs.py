@@ -10,9 +10,9 @@ import pytest
 from dist_mem.__main__ import main
 from dist_mem.config import load_config
 from dist_mem.config.memory_blocks import memory_of
-from dist_mem.data.builders.builder import build_dataset
-from dist_mem.data.builders.source import SourceDocument
 from dist_mem.data.tokenizers.words import EOS, UNKNOWN, WordTokenizer
+from dist_mem.datasets.builder import build_dataset
+from dist_mem.datasets.source import SourceDocument
 from dist_mem.memory import memory_options
 from dist_mem.model import describe
 from tests.support.paths import ROOT

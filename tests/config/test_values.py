@@ -22,9 +22,9 @@ from dist_mem.config.check import check_tree, flatten, is_optional, item_schema
 from dist_mem.config.docs import meanings
 from dist_mem.config.keys import is_path, keys_of
 from dist_mem.config.sources import read_saved, read_sources
-from dist_mem.data.builders.datasets import builder_names
+from dist_mem.datasets.recipes import builder_names
 from dist_mem.memory import memory_options
-from dist_mem.reproduce.grid import load_sweep
+from dist_mem.studies.grid import load_sweep
 
 STEPS = "train.steps=10"
 NULLS = ("null", "Null", "NULL", "~", "")

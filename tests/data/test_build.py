@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_mem.data.builders import builder as build
-from dist_mem.data.builders.builder import build_dataset
-from dist_mem.data.builders.source import RecallSpan, SourceDocument, recall_distances
-from dist_mem.data.builders.workers import WorkerKilledError
 from dist_mem.data.shard import read_index, read_mask, read_recall, read_tokens
 from dist_mem.data.tokenizers.registry import load_tokenizer, train_sentencepiece
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.data.verify import verify_dataset
+from dist_mem.datasets import builder as build
+from dist_mem.datasets.builder import build_dataset
+from dist_mem.datasets.source import RecallSpan, SourceDocument, recall_distances
+from dist_mem.datasets.workers import WorkerKilledError
 from tests.support.paths import ROOT
 
 PIECE_BYTES = 2000

@@ -14,8 +14,6 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_mem.data.builders.builder import build_dataset
-from dist_mem.data.builders.source import SourceDocument
 from dist_mem.data.documents import Documents
 from dist_mem.data.shard import read_index
 from dist_mem.data.tokenizers.byte_pairs import (
@@ -27,6 +25,8 @@ from dist_mem.data.tokenizers.byte_pairs import (
     write_byte_pairs,
 )
 from dist_mem.data.tokenizers.registry import load_tokenizer, save_tokenizer
+from dist_mem.datasets.builder import build_dataset
+from dist_mem.datasets.source import SourceDocument
 from dist_mem.errors import UnusableError
 from tests.support.limits import limit
 from tests.support.paths import ROOT

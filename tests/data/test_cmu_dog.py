@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dist_mem.data.builders.datasets import cmu_dog
 from dist_mem.data.shard import read_index, read_mask, read_tokens
 from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.verify import verify_dataset
-from dist_mem.dialogue.replies import LEAKED, find_replies, is_leaked
+from dist_mem.datasets.recipes import cmu_dog
+from dist_mem.papers.dialogue.replies import LEAKED, find_replies, is_leaked
 from tests.support.cmu_dog_source import write_conversation, write_film, write_json
 from tests.support.data_builders import build_data
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from random import Random
 
-from dist_mem.data.builders.datasets import cmu_dog
+from dist_mem.datasets.recipes import cmu_dog
 from tests.support.film_dialogues import QUESTIONS, SIZES, TALKS, film, write_corpus
 
 

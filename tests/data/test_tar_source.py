@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dist_mem.cli.datasets import builder_parser
-from dist_mem.data.builders.datasets import text as text_builder
+from dist_mem.datasets.recipes import text as text_builder
 from tests.support.data_builders import build_data
 from tests.support.faults import assert_quoted
 from tests.support.file_server import FileServer

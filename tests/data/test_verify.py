@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dist_mem.data.builders.builder import build_dataset
-from dist_mem.data.builders.source import SourceDocument
 from dist_mem.data.index_json import fingerprint_of
 from dist_mem.data.shard import TokenizedDocument, read_index, read_tokens, write_split
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import load_tokenizer, save_tokenizer, train_sentencepiece
 from dist_mem.data.verify import Problem, verify_dataset
+from dist_mem.datasets.builder import build_dataset
+from dist_mem.datasets.source import SourceDocument
 
 TAR = "tiny-train-00000.tar"
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dist_mem.data.builders.builder import build_dataset
-from dist_mem.data.builders.source import SourceDocument
 from dist_mem.data.shard import read_index, read_tokens
 from dist_mem.data.tokenizers.registry import load_tokenizer, save_tokenizer
 from dist_mem.data.tokenizers.words import WordTokenizer, count_words
+from dist_mem.datasets.builder import build_dataset
+from dist_mem.datasets.source import SourceDocument
 
 TEXT = " = One = \n \n the cat and the dog <unk> \n"
 

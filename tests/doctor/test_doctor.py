@@ -23,10 +23,10 @@ from dist_mem.doctor import disks, machine, network
 from dist_mem.doctor.preflight import preflight
 from dist_mem.errors import UnfitError, UnusableError
 from dist_mem.runtime.distributed import World
-from dist_mem.runtime.findings import FAIL, OK, WARNING, Place, Remark, fail, failed_nodes, lines, may_pass, ok
-from dist_mem.runtime.hang_report import FAILED_NODES
 from dist_mem.runtime.network_interface import free_port
-from dist_mem.runtime.rendezvous import RankDevice, check_accelerators, wait_for_ranks
+from dist_mem.supervision.findings import FAIL, OK, WARNING, Place, Remark, fail, failed_nodes, lines, may_pass, ok
+from dist_mem.supervision.hang_report import FAILED_NODES
+from dist_mem.supervision.rendezvous import RankDevice, check_accelerators, wait_for_ranks
 from tests.support.jobs import train_here, write_config
 from tests.support.limits import limit
 from tests.support.ranks import RankPool, launcher_environment

@@ -14,8 +14,8 @@ from dist_mem.doctor.examine import examine
 from dist_mem.doctor.preflight import preflight
 from dist_mem.errors import UnfitError, UnusableError
 from dist_mem.runtime.distributed import World
-from dist_mem.runtime.findings import FAIL, WARNING, Finding
 from dist_mem.runtime.network_interface import free_port
+from dist_mem.supervision.findings import FAIL, WARNING, Finding
 from tests.support.jobs import write_config
 from tests.support.mlflow_server import silent_address
 from tests.support.ranks import RankPool

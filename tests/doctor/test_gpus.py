@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dist_mem.config import Config, load_config
 from dist_mem.doctor.gpus import check_gpu
 from dist_mem.runtime.distributed import World
-from dist_mem.runtime.findings import FAIL, OK, WARNING, Remark
+from dist_mem.supervision.findings import FAIL, OK, WARNING, Remark
 from tests.support.gpus import add_card, allow_cores, pretend_gpus
 
 WORLD = World(rank=1, size=16, local_rank=1, local_size=8, device=torch.device("cuda:1"))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dist_mem.data.builders import rows
-from dist_mem.data.builders.datasets.characters import read_whole
-from dist_mem.data.builders.source import read_text
+from dist_mem.datasets import rows
+from dist_mem.datasets.recipes.characters import read_whole
+from dist_mem.datasets.source import read_text
 from dist_mem.errors import UnusableError
 from dist_mem.generation.text import read_file
 from dist_mem.runtime import files

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from dist_mem.__main__ import main
-from dist_mem.data.builders.builder import build_dataset
-from dist_mem.data.builders.source import SourceDocument
 from dist_mem.data.tokenizers.words import WordTokenizer
+from dist_mem.datasets.builder import build_dataset
+from dist_mem.datasets.source import SourceDocument
 from dist_mem.evaluation.trained_model import load_model
 from dist_mem.generation.command import read_prompt
 from dist_mem.generation.generate import generate

@@ -15,9 +15,9 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from dist_mem.__main__ import main
-from dist_mem.data.builders.builder import build_dataset
-from dist_mem.data.builders.source import SourceDocument
 from dist_mem.data.tokenizers.sentencepiece import train_pieces
+from dist_mem.datasets.builder import build_dataset
+from dist_mem.datasets.source import SourceDocument
 from dist_mem.evaluation.export import run as export
 from dist_mem.evaluation.report import DocumentScore, Report, write_report
 from dist_mem.evaluation.trained_model import TrainedModel, init_state, load_model

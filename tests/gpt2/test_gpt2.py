@@ -13,10 +13,10 @@ from torch import Tensor
 from dist_mem.config import ConfigError, load_config
 from dist_mem.engine.optimizer import parameter_groups
 from dist_mem.errors import UnusableError
+from dist_mem.hf.folder import load_pretrained
 from dist_mem.memory import memory_options
 from dist_mem.model import MemoryLM
 from dist_mem.nn.plain_attention import alibi_bias, alibi_slopes
-from dist_mem.published.folder import load_pretrained
 from tests.support.gpt2_models import LTM, SEG_LEN, VOCAB, build, fresh, gpt2_config, save_random_gpt2
 
 COMPRESSIVE = {"kind": "compressive", "mem_len": SEG_LEN, "cmem_len": SEG_LEN, "compression_rate": 3}

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dist_mem.hf.names import take_published, to_published
 from dist_mem.model import LMOutput, MemoryLM
-from dist_mem.published.names import take_published, to_published
 from tests.memory.test_infinite_parity import WEIGHTS, assert_close, ours, theirs
 from tests.support import paths
 from tests.support.gpt2_models import SEG_LEN, VOCAB, build, fresh, gpt2_config, save_random_gpt2

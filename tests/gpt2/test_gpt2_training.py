@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from dist_mem.evaluation.export import run as export
 from dist_mem.evaluation.trained_model import load_model
 from dist_mem.generation.text_scores import score
-from dist_mem.published.names import take_published
+from dist_mem.hf.names import take_published
 from dist_mem.runtime.distributed import World
 from tests.support import llama_models
 from tests.support.gpt2_models import LTM, SIZES, build, fresh, save_random_gpt2

@@ -12,9 +12,9 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from dist_mem.checkpoint.manifest import describe_file, read_manifest, write_manifest
-from dist_mem.data.builders.builder import build_dataset
-from dist_mem.data.builders.source import SourceDocument
 from dist_mem.data.tokenizers.byte_pairs import train_byte_pairs
+from dist_mem.datasets.builder import build_dataset
+from dist_mem.datasets.source import SourceDocument
 from dist_mem.evaluation.export import run as export
 from dist_mem.evaluation.trained_model import load_model
 from dist_mem.generation.text_scores import score

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from dist_mem.config import Config
 from dist_mem.errors import EXIT_USAGE, UnusableError
-from dist_mem.published.folder import load_pretrained, read_published_config
-from dist_mem.published.names import FAMILIES
+from dist_mem.hf.folder import load_pretrained, read_published_config
+from dist_mem.hf.names import FAMILIES
 from tests.support.gpt2_models import VOCAB, build, gpt2_config, save_random_gpt2
 from tests.support.llama_models import llama_config, save_random_llama
 

@@ -18,10 +18,10 @@ from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation.generate import stream
 from dist_mem.generation.reading import next_log_probs, read, start
+from dist_mem.hf.folder import load_pretrained
 from dist_mem.memory import memory_options
 from dist_mem.model import MemoryLM
 from dist_mem.nn.token_types import TokenTypes
-from dist_mem.published.folder import load_pretrained
 from tests.generation.test_generation import NUM_TOKENS, PROMPT_LENS, SAMPLING, anew, prompts
 from tests.support.gpt2_models import LTM, SEG_LEN, VOCAB, build, gpt2_config, save_random_gpt2
 from tests.support.paths import ROOT

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from dist_mem.data.shard import Index
-from dist_mem.inspection.regression_error import watched
 from dist_mem.inspection.walk import walk
 from dist_mem.memory.infinite import Infinite
 from dist_mem.memory.parts.basis import Geometry, evaluate_basis, fit_matrices
 from dist_mem.memory.parts.inspector import Inspector
 from dist_mem.memory.parts.signal_places import append, without_rows
+from dist_mem.papers.regression_error import watched
 from tests.inspection.test_reading import KINDS, SEG_LEN, opened
 
 FINE: dict[str, Any] = {"num_basis": 64, "basis_widths": [0.02, 0.05], "num_samples": 64, "tau": 0.8, "ridge": 1e-4}

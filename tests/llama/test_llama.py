@@ -13,15 +13,15 @@ from safetensors.torch import load_file
 
 from dist_mem.config import ConfigError, load_config
 from dist_mem.contract.check_memory import RULES, Rule
-from dist_mem.data.builders.builder import build_dataset
-from dist_mem.data.builders.source import SourceDocument
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
+from dist_mem.datasets.builder import build_dataset
+from dist_mem.datasets.source import SourceDocument
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.export import run as export
 from dist_mem.evaluation.trained_model import load_model
 from dist_mem.generation.text_scores import score
+from dist_mem.hf.folder import load_pretrained
 from dist_mem.memory import memory_options
-from dist_mem.published.folder import load_pretrained
 from tests.nn.test_flops import counted
 from tests.support.gpt2_models import build
 from tests.support.jobs import write_config

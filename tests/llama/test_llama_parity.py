@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import RMSNorm
 
+from dist_mem.hf.folder import load_pretrained
+from dist_mem.hf.names import to_published
 from dist_mem.model import MemoryLM
-from dist_mem.published.folder import load_pretrained
-from dist_mem.published.names import to_published
 from tests.support.gpt2_models import build, fresh
 from tests.support.llama_models import CACHE, LTM, SEG_LEN, VOCAB, ExactRotary, llama_config, save_random_llama
 

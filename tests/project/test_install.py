@@ -16,7 +16,7 @@ import dist_mem.__main__
 from dist_mem import __version__
 from dist_mem.__main__ import main
 from dist_mem.config import load_config
-from dist_mem.data.builders.datasets import builder_names
+from dist_mem.datasets.recipes import builder_names
 from dist_mem.runtime import shipped
 from dist_mem.runtime.extras import EXTRA_OF
 from tests.evaluation.test_protocol import MEMORIES, make_run
@@ -212,7 +212,7 @@ sys.exit(code or str(loaded) if loaded else code)
 
 HELP_OF_BUILDERS = """
 from dist_mem.cli.datasets import builder_parser
-from dist_mem.data.builders.datasets import builder_names
+from dist_mem.datasets.recipes import builder_names
 print(*(builder_parser(name).format_help() for name in builder_names()))
 """
 

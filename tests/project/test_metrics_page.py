@@ -14,11 +14,11 @@ from mlflow.system_metrics.metrics import cpu_monitor, disk_monitor, gpu_monitor
 
 from dist_mem.data.batch import Batch
 from dist_mem.engine.gradient_norms import Norms
+from dist_mem.evaluation.probe import passage_figures
 from dist_mem.evaluation.report import DocumentScore, RecallScore, Report
-from dist_mem.inspection.passage import passage_figures
 from dist_mem.memory import memory_kinds
 from dist_mem.tracking.groups import in_group
-from dist_mem.tracking.system_metrics import PREFIX
+from dist_mem.tracking.mlflow.system_metrics import PREFIX
 from dist_mem.tracking.tracker import read_points
 from dist_mem.training.divergence import METRICS
 from dist_mem.training.meter import LOGGED, MEASUREMENTS, Meter, Totals

@@ -15,9 +15,9 @@ from dist_mem.config import load_config, to_yaml
 from dist_mem.errors import EXIT_DONE
 from dist_mem.memory.parts.inspector import Inspector
 from dist_mem.model import MemoryLM, describe
-from dist_mem.reproduce.arena import SCALE, load_arena
-from dist_mem.reproduce.budget import fitted
-from dist_mem.reproduce.tables import load_table
+from dist_mem.studies.arena import SCALE, load_arena
+from dist_mem.studies.budget import fitted
+from dist_mem.studies.tables import load_table
 from dist_mem.training.history import HISTORY, Part
 from tests.support.page_commands import FENCE, items_of
 from tests.support.paths import ROOT

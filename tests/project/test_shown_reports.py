@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from dist_mem.doctor import disks, drill, machine, network
-from dist_mem.runtime import findings, flight_recorder, hang_report
-from dist_mem.runtime.findings import Place
-from dist_mem.runtime.hang_report import Position
-from dist_mem.runtime.stragglers import Stragglers
+from dist_mem.supervision import findings, flight_recorder, hang_report
+from dist_mem.supervision.findings import Place
+from dist_mem.supervision.hang_report import Position
+from dist_mem.supervision.stragglers import Stragglers
 from tests.support.page_commands import FENCE, PAGES
 from tests.support.paths import ROOT
 from tests.support.shown_output import difference

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 from dist_mem.config import DataConfig
-from dist_mem.data.builders.bucket_download import DownloadError, download_files, list_files
-from dist_mem.data.builders.builder import build_dataset
-from dist_mem.data.builders.source import SourceDocument
 from dist_mem.data.directory import open_index, refresh
 from dist_mem.data.index_json import fingerprint_of
 from dist_mem.data.shard import fetch_shards, read_index, write_split
 from dist_mem.data.tar import TokenizedDocument
+from dist_mem.datasets.bucket_download import DownloadError, download_files, list_files
+from dist_mem.datasets.builder import build_dataset
+from dist_mem.datasets.source import SourceDocument
 from dist_mem.errors import UnusableError
 from tests.support import paths
 from tests.support.bucket import LISTING, Bucket

@@ -13,9 +13,9 @@ from dist_mem.config.memory_blocks import PER_BLOCK, kinds_of
 from dist_mem.data.shard import TokenizedDocument, write_split
 from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.evaluation.trained_model import find_checkpoint
-from dist_mem.inspection.figures.parts.source import Settings, Source
 from dist_mem.memory import memory_class, memory_kinds
 from dist_mem.model import MemoryLM
+from dist_mem.papers.figures.parts.source import Settings, Source
 from dist_mem.tracking.tracker import METRICS_FILE
 from tests.support.scored_library import ALONE, SEG_LEN, TOKENIZER, make_config, save_weights
 

@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from dist_mem.config import load_config
-from dist_mem.data.builders.builder import build_dataset
-from dist_mem.data.builders.source import SourceDocument
+from dist_mem.datasets.builder import build_dataset
+from dist_mem.datasets.source import SourceDocument
 from dist_mem.memory import memory_options
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.network_interface import free_port

@@ -68,7 +68,7 @@ def _check_python(arguments: list[str]) -> None:
     elif arguments[0].startswith("shards/build_"):
         check_dist_mem(["data", "build", Path(arguments[0]).stem.removeprefix("build_"), *arguments[1:]])
     elif arguments[0].startswith("shards/"):
-        importlib.import_module(f"dist_mem.data.builders.{Path(arguments[0]).stem}").parse_arguments(arguments[1:])
+        importlib.import_module(f"dist_mem.datasets.{Path(arguments[0]).stem}").parse_arguments(arguments[1:])
 
 
 def _check_sbatch(arguments: list[str]) -> None:

@@ -31,7 +31,7 @@ _IMPORTED = [
     "dist_mem.evaluation.export",
     "dist_mem.evaluation.sweep",
     "dist_mem.generation.command",
-    "dist_mem.reproduce.command",
+    "dist_mem.studies.command",
     "deepspeed.runtime.superoffload",
     "deepspeed.runtime.zero.stage3",
     "deepspeed.runtime.zero.stage_1_and_2",

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED
-from dist_mem.tracking import sync
-from dist_mem.tracking.journal import JOURNAL, new_uid, read_header
-from dist_mem.tracking.stores import RUN_ID_FILE
+from dist_mem.tracking.mlflow import sync
+from dist_mem.tracking.mlflow.journal import JOURNAL, new_uid, read_header
+from dist_mem.tracking.mlflow.stores import RUN_ID_FILE
 from dist_mem.tracking.tracker import METRICS_FILE
 from tests.support.jobs import train_here, write_config
 from tests.support.ranks import RankPool

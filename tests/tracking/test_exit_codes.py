@@ -22,8 +22,9 @@ from dist_mem.config import save_config
 from dist_mem.errors import EXIT_FAILED, EXIT_USAGE, UnusableError, run_error
 from dist_mem.runtime.file_schema import read_json_lines, text
 from dist_mem.runtime.network_interface import free_port
-from dist_mem.tracking import sync
-from dist_mem.tracking.journal import (
+from dist_mem.tracking.mlflow import sync
+from dist_mem.tracking.mlflow.access import check_tracking
+from dist_mem.tracking.mlflow.journal import (
     FORMAT_VERSION,
     JOURNAL,
     Entry,
@@ -33,8 +34,7 @@ from dist_mem.tracking.journal import (
     read_header,
     write_journal,
 )
-from dist_mem.tracking.mlflow_access import check_tracking
-from dist_mem.tracking.stores import check_store, file_of, warn_of_folder
+from dist_mem.tracking.mlflow.stores import check_store, file_of, warn_of_folder
 from dist_mem.tracking.tracker import METRICS_FILE, read_points
 from tests.support.faults import remount, small_disk
 from tests.support.tracked import config_for, job, start

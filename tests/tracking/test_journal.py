@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_mem.tracking.journal import (
+from dist_mem.tracking.mlflow.journal import (
     DAMAGED,
     Entry,
     Header,
@@ -20,7 +20,7 @@ from dist_mem.tracking.journal import (
     read_entries,
     write_journal,
 )
-from dist_mem.tracking.journal_sink import Rollback
+from dist_mem.tracking.mlflow.journal_sink import Rollback
 from dist_mem.tracking.tracker import Point
 
 HEADER = Header("uid", "demo", {"name": "dist_mem"})

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from dist_mem.tracking import delivery
-from dist_mem.tracking.delivery import Sender
-from dist_mem.tracking.journal import JOURNAL, read_header
-from dist_mem.tracking.mlflow_run import MlflowRun, Target
-from dist_mem.tracking.sync import log_to_run, send_journals
+from dist_mem.tracking.mlflow import delivery
+from dist_mem.tracking.mlflow.delivery import Sender
+from dist_mem.tracking.mlflow.journal import JOURNAL, read_header
+from dist_mem.tracking.mlflow.run import MlflowRun, Target
+from dist_mem.tracking.mlflow.sync import log_to_run, send_journals
 from tests.support.mlflow_server import points_of
 from tests.support.tracked import config_for, start
 

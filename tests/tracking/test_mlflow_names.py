@@ -13,9 +13,9 @@ from mlflow.utils import validation
 
 from dist_mem.config import save_config
 from dist_mem.errors import EXIT_FAILED
-from dist_mem.tracking import sync
+from dist_mem.tracking.mlflow import sync
+from dist_mem.tracking.mlflow.sync import log_to_run
 from dist_mem.tracking.mlflow_names import valid_name
-from dist_mem.tracking.sync import log_to_run
 from dist_mem.tracking.tracker import METRICS_FILE
 from tests.support.tracked import config_for, job
 

@@ -10,8 +10,8 @@ import pytest
 
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import list_steps
-from dist_mem.runtime.lease import Lease
-from dist_mem.tracking.journal import JOURNAL, read_entries
+from dist_mem.supervision.lease import Lease
+from dist_mem.tracking.mlflow.journal import JOURNAL, read_entries
 from tests.support.fork_server import fork_server
 from tests.support.forked_ranks import Ranks
 from tests.support.jobs import build_books, logged_steps, write_config

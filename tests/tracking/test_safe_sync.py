@@ -15,9 +15,9 @@ import pytest
 from dist_mem.__main__ import main
 from dist_mem.config import save_config
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE
-from dist_mem.tracking import sync
-from dist_mem.tracking.journal import JOURNAL, Entry, Header, new_uid, write_journal
-from dist_mem.tracking.sync import log_to_run
+from dist_mem.tracking.mlflow import sync
+from dist_mem.tracking.mlflow.journal import JOURNAL, Entry, Header, new_uid, write_journal
+from dist_mem.tracking.mlflow.sync import log_to_run
 from tests.support.tracked import config_for
 
 SECRET = "the user's secret"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dist_mem.tracking.journal import Header, Journal, write_journal
+from dist_mem.tracking.mlflow.journal import Header, Journal, write_journal
 from dist_mem.tracking.progress import Progress, ProgressBar, ProgressLines
 from dist_mem.tracking.tracker import METRICS_FILE, MetricsFile, Point, Tracker, read_points
 from tests.support.faults import small_disk

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dist_mem.runtime.environment import system_metrics_interval
-from dist_mem.tracking.system_metrics import SystemMetrics, system_monitors
+from dist_mem.tracking.mlflow.system_metrics import SystemMetrics, system_monitors
 from tests.support.limits import limit, wait_until
 
 INTERVAL = 0.02

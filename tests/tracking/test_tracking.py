@@ -19,15 +19,15 @@ from unittest.mock import patch
 import pytest
 
 from dist_mem.runtime.network_interface import free_port
-from dist_mem.tracking import journal_sink
-from dist_mem.tracking.delivery import Sender
 from dist_mem.tracking.groups import in_group
-from dist_mem.tracking.journal import JOURNAL, Entry, read_header
+from dist_mem.tracking.mlflow import journal_sink
+from dist_mem.tracking.mlflow.delivery import Sender
+from dist_mem.tracking.mlflow.journal import JOURNAL, Entry, read_header
+from dist_mem.tracking.mlflow.page import NOTE_TAG, description
+from dist_mem.tracking.mlflow.run import MlflowRun, Target
+from dist_mem.tracking.mlflow.stores import RUN_ID_FILE
+from dist_mem.tracking.mlflow.sync import send_journals
 from dist_mem.tracking.mlflow_names import valid_name
-from dist_mem.tracking.mlflow_page import NOTE_TAG, description
-from dist_mem.tracking.mlflow_run import MlflowRun, Target
-from dist_mem.tracking.stores import RUN_ID_FILE
-from dist_mem.tracking.sync import send_journals
 from dist_mem.tracking.tracker import METRICS_FILE, read_points
 from tests.support.faults import small_disk
 from tests.support.limits import limit, wait_until
@@ -53,7 +53,7 @@ def test_points_from_before_mlflow_was_switched_on_reach_it_too(sqlite_uri: str,
 
 
 TELEMETRY = """
-from dist_mem.tracking.mlflow_run import import_mlflow_quietly
+from dist_mem.tracking.mlflow.run import import_mlflow_quietly
 import_mlflow_quietly()
 from mlflow.telemetry import get_telemetry_client
 assert get_telemetry_client() is None, "telemetry is on"

@@ -12,12 +12,12 @@ import pytest
 from dist_mem.config import ConfigError, save_config
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.network_interface import free_port
-from dist_mem.tracking import sync
-from dist_mem.tracking.delivery import Sender
-from dist_mem.tracking.journal import JOURNAL, Entry, Header, new_uid, read_header, write_journal
-from dist_mem.tracking.mlflow_run import MlflowRun, Target, target_of
-from dist_mem.tracking.stores import RUN_ID_FILE
-from dist_mem.tracking.sync import log_to_run, send_journals
+from dist_mem.tracking.mlflow import sync
+from dist_mem.tracking.mlflow.delivery import Sender
+from dist_mem.tracking.mlflow.journal import JOURNAL, Entry, Header, new_uid, read_header, write_journal
+from dist_mem.tracking.mlflow.run import MlflowRun, Target, target_of
+from dist_mem.tracking.mlflow.stores import RUN_ID_FILE
+from dist_mem.tracking.mlflow.sync import log_to_run, send_journals
 from tests.support.tracked import config_for, history, job, start, steps
 
 # Which run

@@ -12,13 +12,13 @@ import pytest
 
 from dist_mem.config import save_config
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
-from dist_mem.runtime import lease
 from dist_mem.runtime.files import file_system_of, is_network_file_system
-from dist_mem.tracking import stores, sync
-from dist_mem.tracking.journal import JOURNAL
-from dist_mem.tracking.mlflow_access import check_tracking
-from dist_mem.tracking.stores import RUN_ID_FILE, choose_sending
-from dist_mem.tracking.sync import send_journals
+from dist_mem.supervision import lease
+from dist_mem.tracking.mlflow import stores, sync
+from dist_mem.tracking.mlflow.access import check_tracking
+from dist_mem.tracking.mlflow.journal import JOURNAL
+from dist_mem.tracking.mlflow.stores import RUN_ID_FILE, choose_sending
+from dist_mem.tracking.mlflow.sync import send_journals
 from tests.support.faults import small_disk
 from tests.support.limits import limit, wait_until
 from tests.support.mlflow_server import points_of
@@ -145,7 +145,7 @@ KILLED = """
 import time
 from pathlib import Path
 from tests.support.tracked import config_for, start
-from dist_mem.runtime.lease import Lease
+from dist_mem.supervision.lease import Lease
 lease = Lease(Path("run"))
 tracker = start(config_for(sys.argv[1]), Path("run"))
 tracker.log(1, {"loss": 1.0})

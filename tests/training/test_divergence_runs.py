@@ -17,7 +17,7 @@ from torch import Tensor
 from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_REQUEUE
 from dist_mem.memory.base import map_state
 from dist_mem.runtime.distributed import World
-from dist_mem.tracking.journal import JOURNAL, find_entries
+from dist_mem.tracking.mlflow.journal import JOURNAL, find_entries
 from dist_mem.tracking.tracker import Tracker
 from dist_mem.training import loop
 from dist_mem.training import step as update

@@ -22,9 +22,9 @@ from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import list_steps, newest_verified, step_dir
 from dist_mem.errors import EXIT_DONE
 from dist_mem.memory import memory_kinds
-from dist_mem.tracking import sync
-from dist_mem.tracking.journal import JOURNAL, find_entries
-from dist_mem.tracking.stores import RUN_ID_FILE
+from dist_mem.tracking.mlflow import sync
+from dist_mem.tracking.mlflow.journal import JOURNAL, find_entries
+from dist_mem.tracking.mlflow.stores import RUN_ID_FILE
 from dist_mem.tracking.tracker import METRICS_FILE, read_points
 from tests.checkpoint.test_elastic import CHAINS, train_leg
 from tests.support.contract_cases import CASES, SEG_LEN

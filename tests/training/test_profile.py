@@ -11,7 +11,7 @@ import pytest
 
 from dist_mem.__main__ import main
 from dist_mem.errors import EXIT_USAGE, UnusableError
-from dist_mem.tracking.journal import JOURNAL, find_entries
+from dist_mem.tracking.mlflow.journal import JOURNAL, find_entries
 from dist_mem.training.profile import NUM_OPERATORS, refuse_profile_outside
 from tests.support.jobs import build_books, train_here, write_config
 from tests.support.ranks import RankPool

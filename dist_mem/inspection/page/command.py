@@ -38,7 +38,7 @@ from dist_mem.inspection.words import words_of
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.files import checked_inside, write_text
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.tracking.sync import log_to_run, read_config
+from dist_mem.tracking.mlflow.sync import log_to_run, read_config
 from dist_mem.tracking.tracker import METRICS_FILE, read_points
 
 PAGE_NAME = "report.html"

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
-from dist_mem.inspection.figures.infinite_fig8 import Gain, same_word_share
-from dist_mem.inspection.figures.lamemo_fig7 import g
-from dist_mem.inspection.figures.parts.signal import update_marks
-from dist_mem.inspection.figures.parts.token_mass import mass_by_distance, token_mass
-from dist_mem.inspection.figures.parts.words import LINE, Shaded, Word, excerpts, lines_of, phrases, words_of
 from dist_mem.memory.parts.inspection import Rows, Spans
+from dist_mem.papers.figures.infinite_fig8 import Gain, same_word_share
+from dist_mem.papers.figures.lamemo_fig7 import g
+from dist_mem.papers.figures.parts.signal import update_marks
+from dist_mem.papers.figures.parts.token_mass import mass_by_distance, token_mass
+from dist_mem.papers.figures.parts.words import LINE, Shaded, Word, excerpts, lines_of, phrases, words_of
 
 HEADS, TOKENS, ROWS = 2, 5, 7
 

@@ -1,0 +1,296 @@
+"""The common part of all builders: documents -> tokenizer -> tokens -> shards; parallel, and restartable after a kill.
+
+A builder (datasets/*.py) lists its documents and calls `build_dataset`. A script of yours may do the same:
+
+    if __name__ == "__main__":  # needed: worker processes import the builder's script
+        documents = [SourceDocument(id="98", title="A Tale of Two Cities", source=Path("98.txt"), year=1859)]
+        build_dataset({"train": documents}, "data/mine", name="mine", vocab_size=8000, workers=2)
+
+The tokenizer is trained first, on the train split only. Then worker processes encode consecutive documents in pieces of
+a few megabytes. Each piece is kept in `<out>/.build` under a name that is a checksum of its inputs. A builder that is
+started again after a kill finds its finished pieces and makes only the others. Last, one process writes the pieces into
+tars, in order; so the result does not depend on the number of workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from dist_mem.data.metadata import ShardError
+from dist_mem.data.shard import INDEX_NAME, MAX_SHARD_BYTES, TokenizedDocument, check_names, read_index, write_split
+from dist_mem.data.tokenizers.base import Tokenizer
+from dist_mem.data.tokenizers.registry import (
+    FILE_NAMES,
+    JSON_NAME,
+    load_tokenizer,
+    read_tokenizer_metadata,
+    save_tokenizer,
+    train_sentencepiece,
+)
+from dist_mem.data.tokenizers.sentencepiece import SentencePieceTokenizer
+from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
+from dist_mem.datasets.source import SourceDocument, check_sources, encoded, recall_distances, scored_tokens
+from dist_mem.datasets.workers import map_unordered
+from dist_mem.runtime.files import replacing
+
+ReadT = TypeVar("ReadT")
+WORK_DIR = ".build"
+PIECE_BYTES = 4 * 2**20  # of source text; one document at least
+
+
+class Piece(NamedTuple):
+    """Consecutive documents that one worker encodes at once."""
+
+    documents: list[SourceDocument]
+    path: Path  # its tokens, named by a checksum of their inputs
+    data_dir: Path  # contains the tokenizer
+    fingerprint: str  # of the tokenizer
+    num_bytes: int  # of source text
+
+
+def build_dataset(
+    splits: Mapping[str, Sequence[SourceDocument]],
+    out: Path | str,
+    *,
+    name: str,
+    tokenizer_kind: str = "sentencepiece",
+    vocab_size: int = 32_000,
+    tokenizer_from: Path | str | None = None,
+    tokenizer: Tokenizer | None = None,
+    workers: int = 1,
+    seed: int = 0,
+    max_sentences: int = 2_000_000,
+    official_words: Mapping[str, int] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    piece_bytes: int = PIECE_BYTES,
+    overwrite: bool = False,
+) -> None:
+    """Build a data directory: the tokenizer, and tars and an index of every split, documents in the order given.
+
+    The same call always gives the same bytes, for any number of workers and after any interruption. An existing split
+    made from the same documents is kept.
+
+    Args:
+        splits: split name -> documents; the tokenizer is trained on "train".
+        name: of the dataset, part of the tars' names.
+        tokenizer_kind: "sentencepiece" or "bytes".
+        vocab_size, seed, max_sentences: of the SentencePiece model, see `train_sentencepiece`.
+        tokenizer_from: data directory whose tokenizer is used instead; tokenizer: a tokenizer to use instead.
+        workers: number of processes.
+        official_words: split name -> published number of words, for splits that are complete.
+        max_shard_bytes: size of a tar; piece_bytes: source text that one worker encodes at a time.
+        overwrite: replace the result of another call in `out`.
+
+    Raises:
+        ValueError: a document cannot be used, or `out` contains another build.
+        WorkerKilledError: a worker process was killed.
+    """
+    out = Path(out)
+    for split, documents in splits.items():
+        check_names(name, split)
+        check_sources(documents, split)
+    if overwrite:
+        _remove_dataset(out)
+    (out / WORK_DIR).mkdir(parents=True, exist_ok=True)
+    training = {"vocab_size": vocab_size, "seed": seed, "max_sentences": max_sentences}
+    if tokenizer_from is not None:
+        tokenizer = load_tokenizer(tokenizer_from)
+    if tokenizer is not None:
+        tokenizer = _place_tokenizer(tokenizer, out)
+    elif tokenizer_kind == SentencePieceTokenizer.kind:
+        tokenizer = _train_tokenizer(splits.get("train", ()), out, training)
+    elif tokenizer_kind == BytesTokenizer.kind:
+        tokenizer = _place_tokenizer(BytesTokenizer(), out)
+    else:
+        raise ValueError(f"unknown tokenizer_kind {tokenizer_kind!r}: it is sentencepiece or bytes")
+    for split, documents in splits.items():
+        pieces = _cut_pieces(documents, out, tokenizer.fingerprint, piece_bytes)
+        shard_options = {
+            "name": name,
+            "split": split,
+            "tokenizer_fingerprint": tokenizer.fingerprint,
+            "official_words": (official_words or {}).get(split),
+            "max_shard_bytes": max_shard_bytes,
+        }
+        _build_split(documents, pieces, out / split, workers=workers, shard_options=shard_options)
+    shutil.rmtree(out / WORK_DIR)
+    for partial in [*out.glob("*.partial"), *out.glob("*/*.partial")]:
+        partial.unlink()  # left by a kill in the middle of a file
+
+
+def _build_split(
+    documents: Sequence[SourceDocument],
+    pieces: Sequence[Piece],
+    split_dir: Path,
+    *,
+    workers: int,
+    shard_options: dict[str, Any],
+) -> None:
+    from tqdm import tqdm
+
+    recipe = _recipe([shard_options, [document.signature() for document in documents]])
+    split = split_dir.name
+    if _is_built(split_dir, recipe):
+        print(f"{split}: already built from these {len(documents)} documents, kept", flush=True)
+        return
+    _encode_pieces(pieces, split=split, workers=workers)
+    tokenized = tqdm(
+        _tokenized(pieces), total=len(documents), desc=f"{split}: tars", unit="doc", leave=False, disable=None
+    )
+    index = write_split(tokenized, split_dir, recipe=recipe, **shard_options)
+    empty = [entry.id for entry in index.documents if entry.words == 0]
+    if empty:
+        listed = ", ".join(empty[:5]) + (", ..." if len(empty) > 5 else "")
+        print(f"{split}: {len(empty)} of {len(documents)} documents have no words: {listed}")
+    print(
+        f"{split}: {len(documents)} documents, {index.num_words:,} words, {index.num_tokens:,} tokens, "
+        f"{len(index.shards)} {'tar' if len(index.shards) == 1 else 'tars'}",
+        flush=True,
+    )
+
+
+def encode_piece(piece: Piece) -> int:
+    """Encode the documents of a piece and write their tokens to `piece.path`; return the bytes of source text."""
+    tokenizer = _cached_tokenizer(piece.data_dir, piece.fingerprint)
+    arrays: dict[str, np.ndarray] = {}
+    sizes = []
+    for number, document in enumerate(piece.documents):
+        text = document.text()
+        if document.recall is None and document.scored is None:
+            tokens = tokenizer.encode(text)
+        else:
+            tokens, starts = tokenizer.encode_with_offsets(text)
+        if document.recall is not None:
+            arrays[f"recall{number}"] = recall_distances(document, text, starts)
+        if document.scored is not None:
+            arrays[f"scored{number}"] = scored_tokens(document, text, starts)
+        arrays[f"tokens{number}"] = tokens
+        sizes.append((len(text.split()), len(encoded(text))))
+    arrays["sizes"] = np.array(sizes, dtype=np.int64).reshape(-1, 2)
+    with replacing(piece.path) as stream:
+        np.savez(stream, allow_pickle=False, **arrays)
+    return piece.num_bytes
+
+
+def _encode_pieces(pieces: Sequence[Piece], *, split: str, workers: int) -> None:
+    from tqdm import tqdm
+
+    missing = [piece for piece in pieces if not piece.path.exists()]
+    total = sum(piece.num_bytes for piece in pieces)
+    done = total - sum(piece.num_bytes for piece in missing)
+    if done:
+        print(f"{split}: {len(pieces) - len(missing)} of {len(pieces)} pieces kept from before", flush=True)
+    with (
+        tqdm(
+            total=total, initial=done, desc=f"{split}: tokens", unit="B", unit_scale=True, leave=False, disable=None
+        ) as bar,
+        map_unordered(encode_piece, missing, workers=workers) as finished,
+    ):
+        for num_bytes in finished:
+            bar.update(num_bytes)
+
+
+def _cut_pieces(documents: Sequence[SourceDocument], out: Path, fingerprint: str, piece_bytes: int) -> list[Piece]:
+    groups: list[list[SourceDocument]] = []
+    size = piece_bytes
+    for document in documents:
+        if size >= piece_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(document)
+        size += document.num_bytes
+    pieces = []
+    for group in groups:
+        path = out / WORK_DIR / f"{_recipe([fingerprint, [(doc.signature(), doc.modified) for doc in group]])}.npz"
+        pieces.append(Piece(group, path, out, fingerprint, num_bytes=sum(doc.num_bytes for doc in group)))
+    return pieces
+
+
+def _tokenized(pieces: Iterable[Piece]) -> Iterator[TokenizedDocument]:
+    for piece in pieces:
+        with np.load(piece.path) as arrays:
+            for number, document in enumerate(piece.documents):
+                words, num_bytes = arrays["sizes"][number].tolist()
+                yield TokenizedDocument(
+                    document.id,
+                    document.title,
+                    document.year,
+                    words,
+                    num_bytes,
+                    tokens=arrays[f"tokens{number}"],
+                    mask=None if document.scored is None else arrays[f"scored{number}"],
+                    recall=None if document.recall is None else arrays[f"recall{number}"],
+                )
+
+
+@lru_cache(maxsize=1)
+def _cached_tokenizer(data_dir: Path, fingerprint: str) -> Tokenizer:  # the fingerprint is in the cache key
+    return load_tokenizer(data_dir)
+
+
+def _train_tokenizer(documents: Sequence[SourceDocument], out: Path, options: dict[str, Any]) -> Tokenizer:
+    from tqdm import tqdm
+
+    recipe = _recipe([options, [document.signature() for document in documents]])
+    if (out / JSON_NAME).exists():
+        if _readable(lambda: read_tokenizer_metadata(out))["recipe"] != recipe:
+            raise _other_build(out / JSON_NAME)
+        return load_tokenizer(out)
+    print(f"tokenizer: training a SentencePiece model of {options['vocab_size']:,} pieces", flush=True)
+    bar = tqdm(documents, desc="tokenizer: reading", unit="doc", leave=False, disable=None)
+    lines = (line for document in bar for line in document.text().split("\n") if line)
+    return train_sentencepiece(lines, out, recipe=recipe, **options)
+
+
+def _place_tokenizer(tokenizer: Tokenizer, out: Path) -> Tokenizer:
+    if not (out / JSON_NAME).exists():
+        save_tokenizer(tokenizer, out)
+    elif _readable(lambda: read_tokenizer_metadata(out))["fingerprint"] != tokenizer.fingerprint:
+        raise _other_build(out / JSON_NAME)
+    return tokenizer
+
+
+def _is_built(split_dir: Path, recipe: str) -> bool:
+    if not (split_dir / INDEX_NAME).exists():
+        return False
+    index = _readable(lambda: read_index(split_dir))
+    if index.recipe != recipe:
+        raise _other_build(split_dir / INDEX_NAME)
+    tars = {path.name: path.stat().st_size for path in split_dir.glob("*.tar")}
+    return all(tars.get(shard.name) == shard.bytes for shard in index.shards)
+
+
+def _readable(read: Callable[[], ReadT]) -> ReadT:
+    """Return the result of reading a file in `out`; add the builder's fix to the error of a damaged one."""
+    try:
+        return read()
+    except ShardError as error:
+        raise ValueError(f"{error}; here that is: give another --out, or --overwrite") from error
+
+
+def _other_build(path: Path) -> ValueError:
+    return ValueError(
+        f"{path} belongs to another build (other documents, options or tokenizer): give another --out, or --overwrite"
+    )
+
+
+def _remove_dataset(out: Path) -> None:
+    """Remove the files that builders write in `out`, except finished pieces, which the new build may reuse."""
+    for index in out.glob(f"*/{INDEX_NAME}"):
+        index.unlink()
+        for shard in index.parent.glob(f"*-{index.parent.name}-[0-9][0-9][0-9][0-9][0-9].tar"):
+            shard.unlink()
+    for name in (JSON_NAME, *FILE_NAMES):
+        (out / name).unlink(missing_ok=True)
+
+
+def _recipe(ingredients: Any) -> str:
+    return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,273 @@
+"""A user's own corpus as documents of splits: which files, which split each document is in, and no text in two splits.
+
+Data flow: find_files -> by_name, else hash_split.py -> read_documents -> without_shared_texts -> build_dataset.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dist_mem.data.tar import check_id
+from dist_mem.datasets.duplicates import first_occurrences, words_digest
+from dist_mem.datasets.hash_split import SPLITS
+from dist_mem.datasets.rows import (
+    ROW_SUFFIXES,
+    SUFFIXES,
+    TEXT_SUFFIX,
+    Row,
+    RowFile,
+    check_library,
+    digest_of,
+    read_rows,
+)
+from dist_mem.datasets.source import SourceDocument
+from dist_mem.datasets.split_names import split_named, splits_in_path, without_split_folders
+from dist_mem.datasets.tar_source import TAR_SUFFIXES, survey
+from dist_mem.datasets.tree import check_name, passed_over, print_passed_over, shown, suffix_of, walk
+from dist_mem.errors import UnusableError
+from dist_mem.runtime.file_schema import check, plain_name, record, rows, text
+
+MAX_ID_LEN = 80  # characters, of a name in a tar
+HF_STATE, HF_DICT = "state.json", "dataset_dict.json"  # of folders that Hugging Face's datasets saves
+_DATA_FILES = rows(record({"filename": plain_name}, is_open=True))
+_OF_DATASETS = record({}, {"_data_files": _DATA_FILES, "splits": rows(text)}, is_open=True)
+SAVED_NAMES = (HF_STATE, HF_DICT, "dataset_info.json")
+Files = dict[str, Path]
+
+
+class Corpus(NamedTuple):
+    """The files of all sources."""
+
+    files: Files  # by name: the path under the source with slashes; in the order of the names
+    saved: dict[str, str]  # folder of such names -> split of a saved DatasetDict, whatever its name
+
+
+class Documents(NamedTuple):
+    """The documents of a split, and what they are compared by."""
+
+    documents: list[SourceDocument]
+    digests: bytearray  # 16 bytes a document: `words_digest`
+
+
+def find_files(sources: Sequence[Path], suffixes: Sequence[str] = SUFFIXES) -> Corpus:
+    """Return the files of the sources. One printed line counts what was passed over.
+
+    Of several folders, the name of one that is named as a split is part of the names of its files.
+
+    Raises:
+        UnusableError: a source is no corpus, there are no files, two have one name, or a library is missing; or as
+            `walk`.
+    """
+    corpus = Corpus({}, {})
+    walked = []
+    for source in sources:
+        if source.is_dir():
+            found = walk(source, suffixes, names=SAVED_NAMES)
+            is_split = len(sources) > 1 and split_named(source.name) is not None
+            files, saved, caches = _without_saved_names(found.files, f"{source.name}/" if is_split else "")
+            walked.append(found._replace(others=found.others + caches))
+        elif source.is_file() and suffix_of(source.name, suffixes):
+            check_name(source, source.name)
+            files, saved = {source.name: source}, {}
+        else:
+            raise UnusableError(f"--source {shown(source)} is neither a folder nor a file of {', '.join(suffixes)}")
+        twice = sorted(set(files) & set(corpus.files))
+        if twice:
+            raise UnusableError(f"{corpus.files[twice[0]]} and {files[twice[0]]} have one name, {twice[0]}: rename one")
+        corpus.files.update(files)
+        corpus.saved.update(saved)
+    listed = " ".join(map(shown, sources))
+    if not corpus.files:
+        over = passed_over(*walked)
+        raise UnusableError(
+            f"--source {listed}: no file of {', '.join(suffixes)} there{f'; passed over {over}' if over else ''}"
+        )
+    walked += [survey(path) for name, path in corpus.files.items() if suffix_of(name, TAR_SUFFIXES)]
+    print_passed_over(listed, *walked)
+    for path in corpus.files.values():
+        check_library(path)
+    return corpus._replace(files=dict(sorted(corpus.files.items())))
+
+
+def _without_saved_names(files: Files, prefix: str) -> tuple[Files, dict[str, str], Counter[str]]:
+    """Return the files of texts, the folders of saved splits, and the number of files that are copies of a cache."""
+    texts: Files = {}
+    saved: dict[str, str] = {}
+    caches: Counter[str] = Counter()
+    folders = {path.parent: _saved_dataset(path) for path in files.values() if path.name == HF_STATE}
+    for name, path in files.items():
+        if path.name == HF_DICT:
+            above = f"{prefix}{name.removesuffix(HF_DICT)}"
+            saved.update({f"{above}{split}": str(split) for split in _json_object(path).get("splits", [])})
+        elif path.name in SAVED_NAMES:
+            continue
+        elif suffix_of(name, (".arrow",)) and path not in folders.get(path.parent, [path]):
+            caches[".arrow of a cache"] += 1  # left by the `map` of a dataset that was loaded from this folder
+        else:
+            texts[f"{prefix}{name}"] = path
+    return texts, saved, caches
+
+
+def _saved_dataset(state: Path) -> list[Path]:
+    content = _json_object(state)
+    if content.get("_indices_data_files"):
+        raise UnusableError(
+            f"{state.parent} is a selection of rows, as old versions of datasets saved it: load it and save it again"
+        )
+    paths = [state.parent / entry["filename"] for entry in content.get("_data_files", [])]
+    for path in paths:
+        if not path.is_file():
+            raise UnusableError(f"{path} is missing, which {state} names: copy the whole folder again")
+    return paths
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UnusableError(f"{path} is damaged ({error}): copy it again") from error
+    check(content, _OF_DATASETS, path, UnusableError, ": copy the whole folder again")
+    return dict(content)
+
+
+def by_name(corpus: Corpus, *, fix: str) -> dict[str, Files] | None:
+    """Return the files of each split that their names say, without the folders of splits; None if none says one.
+
+    Args:
+        fix: what else the user can do about files of which only some are in splits.
+
+    Raises:
+        UnusableError: some files are in splits, and others not; a path names two splits; or two get one name.
+    """
+    splits: dict[str, Files] = {}
+    outside: list[Path] = []
+    for name, path in corpus.files.items():
+        folder = next((folder for folder in corpus.saved if name.startswith(f"{folder}/")), None)
+        suffix = suffix_of(name, SUFFIXES) or ""
+        if folder is not None:
+            found, rest = [corpus.saved[folder]], name.removeprefix(f"{folder}/")
+        else:
+            found = splits_in_path(name[: len(name) - len(suffix)].split("/"), is_rows=suffix in ROW_SUFFIXES)
+            rest = without_split_folders(name)
+        if len(found) > 1:
+            raise UnusableError(f"{path} is named as of {' and of '.join(found)}: rename it, or {fix}")
+        if not found:
+            outside.append(path)
+            continue
+        other = splits.setdefault(found[0], {}).setdefault(rest, path)
+        if other != path:
+            raise UnusableError(f"{other} and {path} have one name in {found[0]}, {rest}: rename one")
+    if splits and outside:
+        split, named = next(iter(splits.items()))
+        raise UnusableError(
+            f"{outside[0]} is in none of the folders {', '.join(SPLITS)}, and {next(iter(named.values()))} is named as "
+            f"of {split}: put it there, or {fix}"
+        )
+    names = [*SPLITS, *sorted(splits.keys() - set(SPLITS))]
+    return {split: splits[split] for split in names if split in splits} or None
+
+
+def read_documents(
+    groups: Mapping[str, Files], deal: Callable[[str], str], *, text_field: str, id_field: str | None
+) -> dict[str, Documents]:
+    """Read each text once, and return the documents of each split.
+
+    Args:
+        groups: split -> its files; "": files whose documents are dealt out.
+        deal: returns the split of a document by its title, which is its id before `plain_id`.
+        text_field, id_field: of a row, as in `RowFile`.
+
+    Raises:
+        UnusableError: a file or a row is damaged; an id cannot be used, or comes twice in a split.
+    """
+    from tqdm import tqdm
+
+    splits: dict[str, Documents] = {}
+    seen: dict[str, set[str]] = {}
+    bar = tqdm(desc="reading", unit="doc", leave=False, disable=None)
+    for group, files in groups.items():
+        for name, path in files.items():
+            for title, row, digest in _read_file(name, RowFile(path, text_field, id_field, path.stat().st_mtime_ns)):
+                split = group or deal(title)
+                documents, digests = splits.setdefault(split, Documents([], bytearray()))
+                document = SourceDocument(plain_id(title), title, row)
+                try:
+                    check_id(document.id, seen.setdefault(split, set()), split)
+                except ValueError as error:
+                    places = [place_of(other) for other in documents if other.id == document.id]
+                    raise UnusableError(f"{' and '.join([*places, place_of(document)])}: {error}") from error
+                documents.append(document)
+                digests += digest
+                bar.update()
+    bar.close()
+    return splits
+
+
+def _read_file(name: str, file: RowFile) -> Iterator[tuple[str, Row, bytes]]:
+    for number, load in read_rows(file):
+        content = load()
+        title = content.id or (f"{name}:{content.key or number}" if suffix_of(name, ROW_SUFFIXES) else text_title(name))
+        row = Row(file, number, len(content.text.encode()), digest_of(content.text))
+        yield title, row, words_digest(content.text)
+
+
+def text_title(name: str) -> str:
+    """Return the title of a text file, which is its name without the suffix."""
+    return name[: -len(TEXT_SUFFIX)]
+
+
+def plain_id(title: str) -> str:
+    """Return an id that a tar can carry: the title itself, or its plain characters and a checksum."""
+    plain = re.sub(r"[^0-9A-Za-z_-]+", "_", title)
+    if plain != title or len(plain) > MAX_ID_LEN:  # maybe no longer unique: a checksum makes it so
+        plain = f"{plain[: MAX_ID_LEN - 9]}-{hashlib.sha256(title.encode()).hexdigest()[:8]}"
+    return plain
+
+
+def place_of(document: SourceDocument) -> str:
+    """Return the file and row of a document from `read_documents`."""
+    row = document.source
+    return row.file.place(row.number) if isinstance(row, Row) else document.id
+
+
+def without_shared_texts(splits: Mapping[str, Documents], *, drop: bool) -> dict[str, list[SourceDocument]]:
+    """Return the documents of each split, and print how many texts come twice.
+
+    Args:
+        drop: leave out documents whose text is in an earlier split too.
+
+    Raises:
+        UnusableError: two splits have a text in common, and `drop` is false; or nothing is left of a split.
+    """
+    order = list(splits)
+    firsts = first_occurrences([splits[split].digests for split in order])
+    kept: dict[str, list[SourceDocument]] = {}
+    for number, (split, first) in enumerate(zip(order, firsts, strict=True)):
+        documents = splits[split].documents
+        shared = first[:, 0] != number
+        num_shared, num_repeats = int(shared.sum()), int((first[:, 1] != np.arange(len(first)))[~shared].sum())
+        if num_shared and not drop:
+            here = int(shared.argmax())
+            earlier = order[int(first[here, 0])]
+            other = splits[earlier].documents[int(first[here, 1])]
+            raise UnusableError(
+                f"{num_shared:,} of {len(documents):,} texts of {split} are in an earlier split too: "
+                f"{documents[here].title!r} in {split} ({place_of(documents[here])}) is {other.title!r} in {earlier} "
+                f"({place_of(other)}): remove one of them, or give --drop-duplicates, which keeps the earlier split's"
+            )
+        if num_repeats:
+            print(f"{split}: {num_repeats:,} of {len(documents):,} documents repeat a text of the same split, kept")
+        if num_shared:
+            print(f"{split}: {num_shared:,} of {len(documents):,} documents dropped: an earlier split has their text")
+        kept[split] = [document for document, other in zip(documents, shared.tolist(), strict=True) if not other]
+        if not kept[split]:
+            raise UnusableError(f"nothing is left of {split}: earlier splits have all of its texts")
+    return kept

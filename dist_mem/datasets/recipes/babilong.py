@@ -1,0 +1,102 @@
+"""Build BABILong (Kuratov et al. 2024), qa1 to qa5: facts hidden in a long text, and a question.
+
+    dist-mem data build babilong --out data/babilong --tasks qa1 qa2 --lengths 1000 4000 16000
+    dist-mem data build babilong --out data/babi_books --books pg19 --tokenizer-from data/pg19
+
+Stories follow the rules of bAbI (babi_stories.py); the published ones are a fixed download. Their
+facts stand in order, at uniform places, between the sentences of --books, as published those of
+PG-19, or of the sample library. The question and the answer end the document. Only the tokens of
+the answer are scored; their recall distance is that to the newest fact from which it follows.
+Lengths are at most those given, up to 1 million tokens and more; tokens are bytes, or those of
+--tokenizer-from. No story of one split is in another. Each task and length has its own data
+directory, <out>/<task>/<length>. The same options always produce the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import count
+
+from dist_mem.data.shard import TokenizedDocument
+from dist_mem.data.tokenizers.base import Tokenizer
+from dist_mem.datasets.babi_stories import NUM_FACTS, Story, draw_story
+from dist_mem.datasets.hash_split import SPLITS
+from dist_mem.datasets.haystacks import Books, Haystack, Library
+from dist_mem.datasets.options import check_paths, positive
+from dist_mem.datasets.task_splits import Task, add_task_options, build_task, counts_of, draw_of_split
+from dist_mem.datasets.task_text import Question, add_text_options, document_of, fitted, tokenizer_of
+
+MAX_DRAWS = 1_000  # of a story that fits into the length
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this builder."""
+    add_task_options(parser, out="data/babilong", lengths=4000)
+    add = parser.add_argument
+    add("--tasks", choices=tuple(NUM_FACTS), nargs="+", default=["qa1"], help="default: qa1")
+    ranges = ", ".join(f"{task} {low} {high}" for task, (low, high) in NUM_FACTS.items())
+    help = f"fewest and most facts of a story (default: {ranges})"
+    add("--facts", type=positive, nargs=2, metavar=("LOW", "HIGH"), help=help)
+    add_text_options(parser)
+
+
+def build(options: argparse.Namespace) -> None:
+    """Build a data directory for each task and length."""
+    check_paths(options.books, options.tokenizer_from)
+    tokenizer = tokenizer_of(options.tokenizer_from)
+    haystack: Haystack = Library() if options.books is None else Books(options.books, SPLITS)
+    for name in options.tasks:
+        low, high = options.facts or NUM_FACTS[name]
+        if low > high:
+            raise ValueError(f"--facts {low} {high}: the fewest come first")
+        for length in options.lengths:
+            task = babilong_task(name, (low, high), haystack, tokenizer, length, seed=options.seed)
+            out = options.out / name / str(length)
+            build_task(task, out, counts=counts_of(options), overwrite=options.overwrite)
+
+
+def babilong_task(
+    name: str, num_facts: tuple[int, int], haystack: Haystack, tokenizer: Tokenizer, length: int, *, seed: int
+) -> Task:
+    """Return the task for documents of one length."""
+
+    def documents(split: str) -> Iterator[TokenizedDocument]:
+        for number in count(1):
+            draw = random.Random(f"dist_mem babilong {seed} {name} {length} {split} {number}")
+            yield document_of(draw_question(draw, split), number, tokenizer)
+
+    def draw_question(draw: random.Random, split: str) -> Question:
+        for _ in range(MAX_DRAWS):
+            story = draw_of_split(split, lambda: draw_story(draw, name, num_facts), key_of)
+            depths = sorted(draw.random() for _ in story.facts)
+            question = fitted(partial(compose, story, depths), haystack.sentences(split, draw), tokenizer, length)
+            if question is not None:
+                return question
+        raise ValueError(f"--lengths {length}: {MAX_DRAWS} stories of {name} have more tokens; give fewer --facts")
+
+    recipe = f"babilong {name} facts {num_facts[0]} to {num_facts[1]} in {haystack.name} length {length} "
+    return Task("babilong", recipe + f"count {{count}} seed {seed}", tokenizer, documents)
+
+
+def key_of(story: Story) -> str:
+    """Return the facts and the question."""
+    return " ".join([*story.facts, story.question])
+
+
+def compose(story: Story, depths: Sequence[float], sentences: Sequence[str]) -> Question:
+    """Return a story whose facts stand among the sentences, at `depths` from 0 to 1, in rising order."""
+    parts: list[str] = []
+    newest, end, start = max(story.support), 0, 0
+    for number, (fact, depth) in enumerate(zip(story.facts, depths, strict=True)):
+        place = int(depth * (len(sentences) + 1))
+        parts += sentences[end:place]
+        end = place
+        if number == newest:
+            start = sum(len(part) + 1 for part in parts)
+        parts.append(fact)
+    text = " ".join([*parts, *sentences[end:], story.question, story.answer])
+    title = f"{story.question} ({len(story.facts)} facts)"
+    return Question(text, story.answer, start, title)

@@ -1,0 +1,234 @@
+"""Build shards of PG-19 (Rae et al. 2020), or of any corpus with its layout.
+
+    dist-mem data build pg19 --source pg19 --out data/pg19 --download      # 11.7 GB
+    dist-mem data build pg19 --source pg19 --out data/pg19 --vocab-size 8000 --workers 8
+
+The layout is the original one: <source>/{train,validation,test}/<id>.txt, UTF-8, and
+<source>/metadata.csv, whose rows are id, title, year, url, without a header. A document that is not
+in metadata.csv has its id as title and no year. metadata.csv is optional, and so are single splits.
+Provenance and licences: shards/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import filecmp
+import hashlib
+import io
+import re
+from collections.abc import Iterable
+from itertools import combinations
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dist_mem.datasets.bucket_download import download_files, fetch, list_files
+from dist_mem.datasets.builder import build_dataset
+from dist_mem.datasets.options import add_build_options, check_paths, positive
+from dist_mem.datasets.rows import TEXT_SUFFIX
+from dist_mem.datasets.source import SourceDocument, read_text
+from dist_mem.datasets.split_names import split_named
+from dist_mem.datasets.tree import listed_files
+from dist_mem.runtime.files import write_bytes
+
+BUCKET_URL = "https://storage.googleapis.com/deepmind-gutenberg"
+METADATA_NAME = "metadata.csv"
+ROW_SHOWN = 100  # characters of a row in a message
+
+
+class OfficialSplit(NamedTuple):
+    num_documents: int
+    num_words: int  # divisor of published word-level perplexities (README of github.com/google-deepmind/pg19)
+    ids_sha256: str  # of the sorted ids, one per line: identifies the complete split
+
+
+OFFICIAL_SPLITS = {
+    "train": OfficialSplit(28_602, 1_973_136_207, "a46a7b256d23bf50e908c0b558a68a7dac275d8f6d4fe0515e3cf5f3da883833"),
+    "validation": OfficialSplit(50, 3_007_061, "637dc174e9e4b3afc7b550e3c11bc589dfbfedc18a2f02ba90a7c06620c85eb1"),
+    "test": OfficialSplit(100, 6_966_499, "afedfb3fd2e630e8f0efc13922d88b4ec59ee41fe16d0164b9526e140e205fe6"),
+}
+
+
+class Metadata(NamedTuple):
+    row: int  # place in metadata.csv
+    title: str
+    year: int | None
+
+
+def build(options: argparse.Namespace) -> None:
+    """Fetch what is missing, list the documents, and build."""
+    check_paths(None if options.download else options.source, options.tokenizer_from)
+    if options.download:
+        download(options)
+    metadata = read_metadata(options.source / METADATA_NAME)
+    check_split_folders(options.source)
+    splits = {
+        split: read_split(options.source / split, metadata, order=options.order, limit=split_limit(split, options))
+        for split in OFFICIAL_SPLITS
+        if (options.source / split).is_dir()
+    }
+    if not splits:
+        raise ValueError(f"{options.source} has none of the folders {', '.join(OFFICIAL_SPLITS)}: check --source")
+    refuse_shared_books(splits, metadata)
+    build_dataset(
+        splits,
+        options.out,
+        name=options.name,
+        tokenizer_kind=options.tokenizer,
+        vocab_size=options.vocab_size,
+        tokenizer_from=options.tokenizer_from,
+        workers=options.workers,
+        seed=options.seed,
+        official_words=official_words(splits),
+        overwrite=options.overwrite,
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this builder."""
+    add_build_options(parser, vocab_size=32_000)
+    add = parser.add_argument
+    add("--source", type=Path, required=True, help="folder of the texts; --download fills it")
+    add("--out", type=Path, required=True, help="data directory to build: data.path of a configuration")
+    add("--name", default="pg19", help="of the dataset, part of the tars' names (default: %(default)s)")
+    add("--limit", type=positive, metavar="N", help="only the first N documents of every split, in --order")
+    add("--first", type=positive, metavar="N", help="only the first N documents of the train split, in --order")
+    add(
+        "--order",
+        choices=("id", "text", "metadata"),
+        default="id",
+        help="of documents: by number (ids that are none come after them), by file name as ls does, "
+        "or as in metadata.csv (documents it does not name come after them) (default: %(default)s)",
+    )
+    add("--tokenizer", choices=("sentencepiece", "bytes"), default="sentencepiece", help="default: %(default)s")
+    add("--tokenizer-from", type=Path, metavar="DIR", help="take the tokenizer of this data directory instead")
+    add("--seed", type=int, default=0, help="of the lines SentencePiece is trained on (default: %(default)s)")
+    add("--download", action="store_true", help="first fetch what is missing in --source")
+    add("--base-url", default=BUCKET_URL, metavar="URL", help="bucket to download from (default: %(default)s)")
+
+
+def download(options: argparse.Namespace) -> None:
+    """Fetch metadata.csv and the documents that the other options select."""
+    options.source.mkdir(parents=True, exist_ok=True)
+    write_bytes(options.source / METADATA_NAME, fetch(f"{options.base_url.rstrip('/')}/{METADATA_NAME}"))
+    metadata = read_metadata(options.source / METADATA_NAME)
+    for split in OFFICIAL_SPLITS:
+        listed = {file.name: file for file in list_files(options.base_url, f"{split}/")}
+        ids = [match[1] for name in listed if (match := re.fullmatch(rf"{split}/([^/]+)\.txt", name))]
+        chosen = choose(ids, metadata, order=options.order, limit=split_limit(split, options))
+        print(f"{split}: downloading {len(chosen)} of {len(ids)} documents", flush=True)
+        download_files(
+            options.base_url, [listed[f"{split}/{document_id}.txt"] for document_id in chosen], options.source
+        )
+
+
+def read_metadata(path: Path) -> dict[str, Metadata]:
+    """Return the rows by document id; empty if there is no such file.
+
+    Raises:
+        ValueError: a row is not id, title, year, url on one line, its quotation marks are wrong, or an id is repeated.
+    """
+    if not path.exists():
+        return {}
+    metadata: dict[str, Metadata] = {}
+    number = 0
+    rows = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
+    try:
+        for number, row in enumerate(rows, start=1):
+            if len(row) != 4 or not re.fullmatch(r"-?\d*", row[2]):
+                raise ValueError(f"{path}, row {number}: {_short(row)} is not id, title, year, url")
+            if any("\n" in field or "\r" in field for field in row):
+                raise ValueError(f"{path}, row {number}: {_short(row)} contains a line end: close its quotation mark")
+            if row[0] in metadata:
+                raise ValueError(f"{path}, row {number}: id {row[0]} comes twice")
+            metadata[row[0]] = Metadata(number, row[1], int(row[2]) if row[2] else None)
+    except csv.Error as error:
+        raise ValueError(
+            f"{path}, row {number + 1}: {error}: close its quotation mark; in a quoted title, write two for one"
+        ) from error
+    return metadata
+
+
+def _short(row: list[str]) -> str:
+    return f"{str(row)[:ROW_SHOWN]}..." if len(str(row)) > ROW_SHOWN else str(row)
+
+
+def check_split_folders(source: Path) -> None:
+    """Raise ValueError if a folder is named as a split, but not as in PG-19: its texts would not be read."""
+    for path in sorted(source.iterdir()):
+        split = split_named(path.name)
+        if split is not None and path.name not in OFFICIAL_SPLITS and path.is_dir():
+            raise ValueError(f"{path} is no folder of PG-19: name it {split}, or move it elsewhere")
+
+
+def read_split(folder: Path, metadata: dict[str, Metadata], *, order: str, limit: int | None) -> list[SourceDocument]:
+    """Return the documents of a folder, in `order`, at most `limit`."""
+    files = listed_files(folder, TEXT_SUFFIX)
+    chosen = choose(files, metadata, order=order, limit=limit)
+    unnamed = sum(document_id not in metadata for document_id in chosen)
+    if unnamed:
+        print(
+            f"{folder.name}: {unnamed} of {len(chosen)} documents are not in {METADATA_NAME}; their title is their id"
+        )
+    documents = []
+    for document_id in chosen:
+        known = metadata.get(document_id, Metadata(0, document_id, None))
+        documents.append(SourceDocument(document_id, known.title, files[document_id], known.year))
+    return documents
+
+
+def refuse_shared_books(splits: dict[str, list[SourceDocument]], metadata: dict[str, Metadata]) -> None:
+    """Raise ValueError if two splits share a book: the scores of a book that was trained on are meaningless.
+
+    Books are compared by id. Ids that are not in metadata.csv may be numbers that restart in each split, so for these
+    the texts are compared too.
+    """
+    for (split, documents), (other, others) in combinations(splits.items(), 2):
+        sources = {document.id: document.source for document in documents}
+        for document in others:
+            source = sources.get(document.id)
+            if source and (document.id in metadata or same_text(source, document.source)):
+                raise ValueError(
+                    f"document {document.id} is in {split} and in {other} ({source}, {document.source}): "
+                    "leave it in one of them, or rename one if they are different books"
+                )
+
+
+def same_text(one: Any, other: Any) -> bool:
+    """Return whether two files of `read_split` have the same bytes."""
+    return filecmp.cmp(one, other, shallow=False)
+
+
+def choose(ids: Iterable[str], metadata: dict[str, Metadata], *, order: str, limit: int | None) -> list[str]:
+    """Return the first `limit` ids in an order that does not depend on the file system.
+
+    Raises:
+        ValueError: order is "metadata", but there is no metadata.
+    """
+    if order == "metadata" and not metadata:
+        raise ValueError(f"--order metadata needs {METADATA_NAME} in --source; without it, order by id or text")
+
+    def place(document_id: str) -> tuple[float, str]:
+        number = float("inf")
+        if order == "id" and document_id.isdecimal():
+            number = int(document_id)
+        elif order == "metadata" and document_id in metadata:
+            number = metadata[document_id].row
+        return number, f"{document_id}.txt"
+
+    return sorted(ids, key=place)[:limit]
+
+
+def split_limit(split: str, options: argparse.Namespace) -> int | None:
+    limits = [options.limit, options.first if split == "train" else None]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def official_words(splits: dict[str, list[SourceDocument]]) -> dict[str, int]:
+    """Return the published word counts of the complete splits."""
+    counts = {}
+    for split, documents in splits.items():
+        ids = "\n".join(sorted(document.id for document in documents))
+        if hashlib.sha256(ids.encode()).hexdigest() == OFFICIAL_SPLITS[split].ids_sha256:
+            counts[split] = OFFICIAL_SPLITS[split].num_words
+    return counts

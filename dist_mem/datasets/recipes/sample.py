@@ -1,0 +1,94 @@
+"""Build the sample library (sample_library.py) as texts in the layout of PG-19, and as shards.
+
+    dist-mem data build sample --out data/sample
+    dist-mem data build sample --out data/sample --books 1000 --seed 1
+
+<out>/texts has {train,validation,test}/<id>.txt and metadata.csv, as `data build pg19` reads them;
+the shards in <out> have the same books with their recall distances. The same options always produce
+the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from pathlib import Path
+from typing import NamedTuple
+
+from dist_mem.datasets.builder import build_dataset
+from dist_mem.datasets.options import add_build_options, positive
+from dist_mem.datasets.sample_library import Book, write_book
+from dist_mem.datasets.source import SourceDocument
+from dist_mem.runtime.csv_text import csv_text
+from dist_mem.runtime.files import write_text
+
+
+class Size(NamedTuple):
+    books: dict[str, int]  # split -> books
+    shortest: int  # tokens of a book, about
+    longest: int  # tokens; most books are much nearer the shortest
+
+
+SIZES = {
+    "demo": Size({"train": 320, "validation": 32, "test": 32}, shortest=2_000, longest=20_000),
+    "tiny": Size({"train": 16, "validation": 4, "test": 4}, shortest=1_000, longest=2_000),
+}
+VOCAB_SIZE = 1280  # the smallest multiple of 256 at which every recalled word is one token
+FIRST_IDS = {"train": 1001, "validation": 8001, "test": 9001}
+
+
+def build(options: argparse.Namespace) -> None:
+    """Write the library, its shards, and its texts."""
+    size = SIZES[options.size]
+    counts = {**size.books, "train": options.books or size.books["train"]}
+    library = {split: write_split(split, count, size, seed=options.seed) for split, count in counts.items()}
+    splits = {
+        split: [
+            SourceDocument(id=book_id, title=book.title, source=book.text, year=book.year, recall=book.recall)
+            for book_id, book in books.items()
+        ]
+        for split, books in library.items()
+    }
+    build_dataset(
+        splits,
+        options.out,
+        name="sample",
+        vocab_size=options.vocab_size,
+        workers=options.workers,
+        overwrite=options.overwrite,
+    )
+    write_texts(library, options.out / "texts")  # last: build_dataset first refuses to replace another library
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this builder."""
+    add_build_options(parser, vocab_size=VOCAB_SIZE)
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("data/sample"), help="data directory to build (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of the whole library (default: %(default)s)")
+    add("--size", choices=tuple(SIZES), default="demo", help="tiny: for tests (default: %(default)s)")
+    add("--books", type=positive, metavar="N", help="of the train split, instead of those of --size")
+
+
+def write_split(split: str, count: int, size: Size, *, seed: int) -> dict[str, Book]:
+    """Return the books of a split by id. Book k of a split does not depend on the number of books."""
+    books = {}
+    for number in range(FIRST_IDS[split], FIRST_IDS[split] + count):
+        draw = random.Random(f"dist_mem sample library {seed} {split} {number}")
+        num_tokens = int(size.shortest * (size.longest / size.shortest) ** (draw.random() ** 4))
+        books[str(number)] = write_book(draw, num_tokens=num_tokens)
+    return books
+
+
+def write_texts(library: dict[str, dict[str, Book]], folder: Path) -> None:
+    """Write {train,validation,test}/<id>.txt and metadata.csv, as in PG-19; remove other books."""
+    metadata: list[list[object]] = []
+    for split, books in library.items():
+        (folder / split).mkdir(parents=True, exist_ok=True)
+        for path in (folder / split).glob("*.txt"):
+            if path.stem not in books:
+                path.unlink()
+        for book_id, book in books.items():
+            write_text(folder / split / f"{book_id}.txt", book.text)
+            metadata.append([book_id, book.title, book.year, ""])
+    write_text(folder / "metadata.csv", csv_text(metadata))

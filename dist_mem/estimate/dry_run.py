@@ -1,0 +1,167 @@
+"""Summary of a configuration without starting a job: `dist-mem train CONFIG --check [--world N]`.
+
+Sizes come from the model on torch's meta device, epochs from the index of the data if it is built. Letters: G lanes of
+the whole job, T tokens of a segment, K segments of an update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from dist_mem.config import Config, deepspeed_block
+from dist_mem.config.memory_blocks import is_per_block, memories_of
+from dist_mem.data.batch_plan import batch_plan, counted, idle_work, num_readable, steps_per_epoch, total_steps
+from dist_mem.data.curriculum import Stage, earlier_splits, stages_of
+from dist_mem.data.directory import open_index, open_tokenizer, refresh
+from dist_mem.data.lanes import training_plan
+from dist_mem.data.plan import Plan
+from dist_mem.data.remote.fetch import show
+from dist_mem.errors import UnusableError
+from dist_mem.estimate.vocabulary import data_is_built, vocab_size_of
+from dist_mem.hf.folder import check_sizes
+from dist_mem.model import describe
+from dist_mem.runtime.terminal import labelled
+
+
+def idle_warning(config: Config, world_sizes: Iterable[int]) -> str | None:
+    """Return a warning for the first of these numbers of ranks that wastes more than IDLE_LIMIT; None if none does.
+
+    Raises:
+        UnusableError: the data has too few documents for the lanes.
+    """
+    try:
+        num_documents = num_readable(_built_plan(config))
+    except ValueError as error:
+        raise UnusableError(str(error)) from error
+    for size in world_sizes:
+        waste = idle_work(config.train, size, num_documents=num_documents)
+        if waste and waste.label == "warning":
+            return f"warning: with {counted(size, 'rank')}, {waste.text}"
+    return None
+
+
+def report(config: Config, *, world_size: int) -> str:
+    """Return `subjects` as lines for a terminal. Raises UnusableError, as it does."""
+    return "\n".join(labelled(subjects(config, world_size=world_size)))
+
+
+def subjects(config: Config, *, world_size: int) -> list[tuple[str, str]]:
+    """Return the summary as subjects and texts.
+
+    Raises:
+        UnusableError: the model cannot be built, or the data is damaged or has too few documents for the lanes.
+    """
+    try:
+        refresh(config.data, [config.data.train_split])
+        plan = _built_plan(config)
+        batch = _batch_lines(config, world_size, num_readable(plan))
+        return [*_model_lines(config, world_size), *batch, *_data_lines(config, plan)]
+    except UnusableError:
+        raise
+    except ValueError as error:
+        raise UnusableError(str(error)) from error
+
+
+def _flops_text(sizes: Mapping[str, int], micro_lanes: int) -> str | None:
+    """Format the FLOPs that `describe` found; None if it found none."""
+    if "training_flops_per_token" not in sizes:
+        return None
+    training, scoring = sizes["training_flops_per_token"] / 1e6, sizes["scoring_flops_per_token"] / 1e6
+    counted = f"full memories, {micro_lanes} lanes a forward, products only"
+    return f"{training:,.4g} M a predicted token in training, {scoring:,.4g} M in scoring; {counted}"
+
+
+def _described(memory: Mapping[str, Any]) -> str:
+    """Describe a memory with its options, and the memory under `over`; or the memory of every block."""
+    if is_per_block(memory):
+        return "; ".join(f"{key.partition('.')[2]}: {_described(each)}" for key, each in memories_of(memory).items())
+    options = ", ".join(f"{name} {value}" for name, value in memory.items() if name not in ("kind", "over"))
+    over = f" over {_described(memory['over'])}" if "over" in memory else ""
+    return f"{memory['kind']}{f' ({options})' if options else ''}{over}"
+
+
+def check_model(config: Config) -> dict[str, int]:
+    """Return `describe` of the configuration's model, with the vocabulary of the data if it is built.
+
+    Raises:
+        UnusableError: the model or its memory cannot be built with these settings.
+    """
+    try:
+        return describe(config, vocab_size_of(config))
+    except (ValueError, RuntimeError) as error:  # RuntimeError: more bytes than a tensor can have
+        raise UnusableError(str(error)) from error
+
+
+def _model_lines(config: Config, world_size: int) -> Iterator[tuple[str, str]]:
+    model, train = config.model, config.train
+    is_built, vocab_size = data_is_built(config), vocab_size_of(config)
+    if model.pretrained is not None:
+        check_sizes(model, vocab_size if is_built else None)
+    sizes = check_model(config)
+    assumed = "" if is_built else " (assumed: the data is not built yet)"
+    per_rank = sizes["state_bytes_per_lane"] * batch_plan(train, world_size).lanes_per_rank
+    layers, words = sizes["num_layer_parameters"], sizes["num_vocabulary_parameters"]
+    state = f"{sizes['state_bytes_per_lane']:,} bytes a lane, {per_rank:,} bytes a rank"
+    yield "run", f"{config.name}, in {config.run_dir}"
+    yield "model", f"{model.num_layers} layers, D {model.d_model}, H {model.num_heads}, {model.norm}-norm"
+    yield "parameters", f"{sizes['num_parameters']:,}: {layers:,} in the layers, {words:,} in the vocabulary"
+    yield "flops", _flops_text(sizes, train.micro_batch_size) or "not counted: the memory has no flops()"
+    yield "vocabulary", f"{vocab_size:,}{assumed}"
+    yield "memory", f"{_described(config.memory)}: {state}"
+
+
+def _batch_lines(config: Config, world_size: int, num_documents: int | None) -> Iterator[tuple[str, str]]:
+    train, batch = config.train, batch_plan(config.train, world_size)
+    places = batch.lanes_per_rank * world_size
+    of_places = f" of {places:,}" if batch.idle_lanes else ""
+    product = f"{counted(world_size, 'rank')} x {counted(batch.groups, 'micro-batch')} x {train.micro_batch_size} lanes"
+    yield "lanes", f"{train.global_batch_size:,}{of_places} = {product}"
+    if waste := idle_work(train, world_size, num_documents=num_documents):
+        yield waste
+    tokens = train.global_batch_size * train.seg_len * train.segments_per_update
+    passes = counted(batch.accumulation, "forward and backward", "forwards and backwards")
+    segments = counted(train.segments_per_update, "segment")
+    yield (
+        "update",
+        f"{train.global_batch_size} lanes x {segments} of {train.seg_len}: {tokens:,} tokens, {passes} a rank",
+    )
+    clipping = "no clipping" if train.max_grad_norm is None else f"clipped at norm {train.max_grad_norm:g}"
+    stage = deepspeed_block(config).get("zero_optimization", {}).get("stage", 0)
+    yield "engine", f"ZeRO stage {stage}, {train.precision}, {config.optimizer.kind}, {clipping}"
+
+
+def _built_plan(config: Config) -> Plan | None:
+    """Return the plan of the training split; None if the data is not built yet."""
+    if not data_is_built(config):
+        return None
+    return training_plan(config, open_index(config.data, config.data.train_split))
+
+
+def _data_lines(config: Config, plan: Plan | None) -> Iterator[tuple[str, str]]:
+    data, train = config.data, config.train
+    if plan is None:
+        given, other = (train.steps, "epochs") if train.steps is not None else (train.epochs, "steps")
+        yield "data", f"{data.path}: not built yet"
+        yield "training", f"{given:,} {'steps' if other == 'epochs' else 'epochs'}; the data will give the {other}"
+        return
+    stages, until = stages_of(config), total_steps(config, plan)
+    for stage, index in zip(stages, earlier_splits(config, open_tokenizer(data)), strict=False):
+        try:
+            yield from _stage_lines(config, stage, training_plan(config, index), stage.until or until)
+        except ValueError as error:
+            raise UnusableError(f"{stage.key} = {stage.data.path}: {error}") from error
+    yield from _stage_lines(config, stages[-1], plan, until)
+
+
+def _stage_lines(config: Config, stage: Stage, plan: Plan, until: int) -> Iterator[tuple[str, str]]:
+    data, train, steps = stage.data, config.train, until - stage.first
+    num_tokens, per_epoch = int(plan.lengths.sum()), steps_per_epoch(train, plan)
+    skipped = f", {counted(len(plan.skipped), 'document')} too short" if plan.skipped else ""
+    padding = 1 - num_tokens / (plan.num_segments * train.seg_len)
+    size = f"{counted(len(plan.lengths), 'document')}{skipped}, {num_tokens:,} tokens, padding {padding:.2%}"
+    read = round(steps / per_epoch * num_tokens)
+    when = f"steps {stage.first + 1:,} to {until:,}: " if config.data.curriculum else ""
+    yield "data", f"{when}{show(data.path)}, {data.train_split}: {size}"
+    yield "epoch", f"{per_epoch:,.1f} steps"
+    yield "training", f"{steps:,} steps = {steps / per_epoch:.3g} epochs = {read:,} tokens"

@@ -1,0 +1,188 @@
+"""The plan of a job as text and as data: `dist-mem plan CONFIG --gpus 512 --gpu h100-80gb`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from dist_mem.config import Config
+from dist_mem.data.batch_plan import batch_plan, counted
+from dist_mem.errors import UnusableError
+from dist_mem.estimate.back_ends import BackEnd, by_back_end
+from dist_mem.estimate.counting import count_micro_batch
+from dist_mem.estimate.memory import Part, size, update_parts
+from dist_mem.estimate.search import Candidate, Cluster, best, candidates, nearest
+from dist_mem.estimate.step_time import CheckpointCost, StepTime, checkpoint_cost, peak_flops, step_time
+from dist_mem.estimate.zero import sizes_of
+from dist_mem.model import describe
+from dist_mem.nn.layers import DTYPES
+from dist_mem.runtime.terminal import labelled, table
+
+_WORTH_SAYING = 0.97  # a proposal is shown if its update takes less than this share of today's
+
+
+class JobPlan(NamedTuple):
+    """What a job needs, and what would suit it better."""
+
+    name: str
+    cluster: Cluster
+    parts: list[Part]
+    time: StepTime
+    tokens: int  # of one update of the whole job
+    mfu: float  # share of the data sheet's operations that the model itself needs
+    checkpoint: CheckpointCost
+    candidates: list[Candidate]
+    back_ends: list[BackEnd]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+    @property
+    def fits(self) -> bool:
+        return self.num_bytes <= self.cluster.capacity
+
+    @property
+    def proposal(self) -> Candidate | None:
+        """The nearest change that fits, or the fastest settings if the job fits; None if there are none."""
+        if not self.fits:
+            return nearest(self.candidates, self.cluster)
+        fastest = best(self.candidates, self.cluster)
+        is_faster = fastest is not None and fastest.time.total < _WORTH_SAYING * self.time.total
+        return fastest if is_faster else None
+
+
+def plan(config: Config, vocab_size: int, cluster: Cluster, *, disk_rate: float) -> JobPlan:
+    """Predict memory, update and checkpoint of a job, also with other settings.
+
+    Args:
+        disk_rate: bytes/s at which all ranks together write.
+
+    Raises:
+        UnusableError: the model cannot be built, or the device does not compute in `train.precision`.
+    """
+    try:
+        return _plan(config, vocab_size, cluster, disk_rate)
+    except UnusableError:
+        raise
+    except ValueError as error:
+        raise UnusableError(str(error)) from error
+
+
+def _plan(config: Config, vocab_size: int, cluster: Cluster, disk_rate: float) -> JobPlan:
+    world_size, on_gpu = cluster.world_size, cluster.device.name != "cpu"
+    sizes = sizes_of(config, vocab_size, DTYPES[config.train.precision])
+    of_batch = count_micro_batch(config, vocab_size, on_gpu=on_gpu)
+    time = step_time(
+        config, sizes, of_batch, cluster.device, world_size=world_size, gpus_per_node=cluster.gpus_per_node
+    )
+    tokens = config.train.global_batch_size * config.train.seg_len * config.train.segments_per_update
+    flops = describe(config, vocab_size).get("training_flops_per_token")
+    if flops is None:  # a memory from outside that does not count its operations
+        lanes = config.train.micro_batch_size * config.train.seg_len
+        flops = round(sum(number * work.flops for number, work in of_batch.kernels) / lanes)
+    mfu = flops * tokens / time.total / (world_size * peak_flops(config, cluster.device))
+    parts = update_parts(config, vocab_size, sizes, of_batch, world_size=world_size, on_gpu=on_gpu)
+    checkpoint = checkpoint_cost(config, sizes, world_size=world_size, disk_rate=disk_rate)
+    others = candidates(config, vocab_size, sizes, cluster)
+    back_ends = list(by_back_end(config, vocab_size, sizes, of_batch, world_size=world_size, on_gpu=on_gpu))
+    return JobPlan(config.name, cluster, parts, time, tokens, mfu, checkpoint, others, back_ends)
+
+
+def as_json(job: JobPlan) -> dict[str, Any]:
+    """Return the plan for machines: bytes, seconds, tokens."""
+    proposal = job.proposal
+    return {
+        "name": job.name,
+        "device": job.cluster.device.name,
+        "gpus": job.cluster.world_size,
+        "gpus_per_node": job.cluster.gpus_per_node,
+        "memory": {
+            "parts": {part.what: part.num_bytes for part in job.parts},
+            "total": job.num_bytes,
+            "available": job.cluster.capacity,
+            "fits": job.fits,
+        },
+        "update": {**job.time._asdict(), "total": job.time.total},
+        "tokens_per_update": job.tokens,
+        "tokens_per_second": job.tokens / job.time.total,
+        "mfu": job.mfu,
+        "checkpoint": job.checkpoint._asdict(),
+        "proposal": proposal and _candidate_json(proposal),
+        "attention": {one.name: {"activations": one.activations, "memory": one.num_bytes} for one in job.back_ends},
+        "settings": [_candidate_json(candidate) for candidate in job.candidates],
+    }
+
+
+def _candidate_json(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "settings": candidate.settings,
+        "changes": candidate.changes,
+        "memory": candidate.num_bytes,
+        "update": candidate.time.total,
+    }
+
+
+def as_text(config: Config, job: JobPlan) -> str:
+    """Return the plan for people."""
+    return "\n".join([*labelled(_lines(config, job)), "", *_table(config, job)])
+
+
+def refusal(job: JobPlan) -> str:
+    """Return why the job does not fit, and the nearest change that does."""
+    device, proposal = job.cluster.device, job.proposal
+    first = f"{job.name} needs {size(job.num_bytes)} a GPU, but {device.name} has {size(job.cluster.capacity)}"
+    largest = max(job.parts, key=lambda part: part.num_bytes)
+    keys = ", ".join(f"{key} = {value}" for key, value in largest.values.items())
+    reason = f"the largest part is {largest.what} with {size(largest.num_bytes)}{f' ({keys})' if keys else ''}"
+    if proposal is None:
+        none = "no ZeRO stage, checkpointing or micro_batch_size fits: use more GPUs or a smaller model"
+        return f"{first}; {reason}; {none}"
+    return f"{first}; {reason}; it fits with {_changes(proposal)}: {size(proposal.num_bytes)}"
+
+
+def _lines(config: Config, job: JobPlan) -> Iterator[tuple[str, str]]:
+    cluster, time, batch = job.cluster, job.time, batch_plan(config.train, job.cluster.world_size)
+    nodes = -(-cluster.world_size // cluster.gpus_per_node)
+    yield "plan", f"{job.name} on {cluster.world_size:,} x {cluster.device.name}, {counted(nodes, 'node')}"
+    lanes = f"{counted(batch.lanes_per_rank, 'lane')} a GPU in {counted(batch.groups, 'micro-batch')}"
+    yield "lanes", f"{lanes}, {counted(batch.idle_lanes, 'idle lane')}"
+    verdict = "fits" if job.fits else "DOES NOT FIT"
+    yield "memory", f"{size(job.num_bytes)} of {size(cluster.capacity)} a GPU: {verdict}"
+    for part in job.parts:
+        yield "", f"{size(part.num_bytes):>12}  {part.what}"
+    communication = f"communication {time.communication:.3g} s, of which {time.exposed:.3g} s not hidden"
+    kernels = f"products {time.products:.3g}, other kernels {time.streams:.3g}, optimizer {time.update:.3g}"
+    yield "update", f"{time.total:.3g} s: {kernels}; {communication}"
+    speed = job.tokens / time.total
+    yield "speed", f"{speed:,.0f} tokens/s, {speed / cluster.world_size:,.0f} a GPU; MFU {job.mfu:.1%}"
+    saved = job.checkpoint
+    written = f"training waits {saved.stall:.2g} s, written after {saved.seconds:.3g} s"
+    yield "checkpoint", f"{saved.num_bytes / 1e9:,.2f} GB; {written}"
+
+
+def _table(config: Config, job: JobPlan) -> Iterator[str]:
+    """Yield memory and time by stage and checkpointing with today's lanes, memory by back end, and the proposal."""
+    lanes = config.train.micro_batch_size
+    yield f"with train.micro_batch_size={lanes}; at most, if an update is one micro-batch:"
+    rows = [("ZeRO stage", "checkpointing", "memory", "update", "")]
+    for candidate in job.candidates:
+        stage, recomputed, share, number = candidate.settings.values()
+        if number == lanes:
+            recomputed += f", {share:.0%}" if recomputed != "none" and share < 1.0 else ""
+            fits = "" if candidate.num_bytes <= job.cluster.capacity else "does not fit"
+            rows.append((str(stage), recomputed, size(candidate.num_bytes), f"{candidate.time.total:.3g} s", fits))
+    yield from table(rows)
+    yield from table(
+        [
+            ("model.attention", "activations", "memory"),
+            *((one.name, size(one.activations), size(one.num_bytes)) for one in job.back_ends),
+        ]
+    )
+    if proposal := job.proposal:
+        kind = "faster" if job.fits else "it fits"
+        yield f"{kind} with {_changes(proposal)}: {size(proposal.num_bytes)}, {proposal.time.total:.3g} s"
+
+
+def _changes(candidate: Candidate) -> str:
+    return " ".join(f"{key}={str(value).lower()}" for key, value in candidate.changes.items())

@@ -1,0 +1,134 @@
+"""Search settings that fit a device and are fast: ZeRO stage, activation checkpointing, lanes of a micro-batch.
+
+None of these keys changes what is learnt: all may differ on resume.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+from dist_mem.block import num_recomputed
+from dist_mem.config import Config, deepspeed_block
+from dist_mem.data.batch_plan import batch_plan
+from dist_mem.estimate.counting import Counted, Counts, mixed
+from dist_mem.estimate.memory import Part, counted_parts
+from dist_mem.estimate.step_time import StepTime, step_time
+from dist_mem.estimate.zero import Sizes, zero_block
+from dist_mem.runtime.devices import Device
+
+_STAGE, _CHECKPOINTING, _SHARE, _LANES = (
+    "deepspeed.zero_optimization.stage",
+    "train.activation_checkpointing",
+    "train.activation_checkpointing_share",
+    "train.micro_batch_size",
+)
+# What is checkpointed, in which share of the blocks.
+_CHOICES = (("none", 1.0), ("feed_forward", 1.0), ("attention", 1.0), ("blocks", 0.5), ("blocks", 1.0))
+_SIMILAR = 1.03  # update times in this ratio count as equal; then fewer changes are better
+_FRAGMENTS = 0.05  # share of a GPU's memory that its allocator cannot use
+_LIBRARIES = 3 * 2**29  # bytes of the CUDA context, cuBLAS and NCCL
+
+
+class Cluster(NamedTuple):
+    """The machines of a job."""
+
+    device: Device
+    world_size: int
+    gpus_per_node: int
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that tensors of one rank can take."""
+        if self.device.name == "cpu":
+            return self.device.memory // min(self.world_size, self.gpus_per_node)
+        return int((1 - _FRAGMENTS) * self.device.memory) - _LIBRARIES
+
+
+class Candidate(NamedTuple):
+    """One choice of settings."""
+
+    settings: dict[str, Any]  # key -> value
+    changes: dict[str, Any]  # those that differ from the configuration
+    parts: list[Part]
+    time: StepTime
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+
+def candidates(config: Config, vocab_size: int, sizes: Sizes, cluster: Cluster) -> list[Candidate]:
+    """Return every combination of stage, checkpointing and lanes, with bounds of `counted_parts`."""
+    found = []
+    on_gpu = cluster.device.name != "cpu"
+    train, num_layers = config.train, config.model.num_layers
+    own = (train.activation_checkpointing, train.activation_checkpointing_share)
+    choices = [*_CHOICES, *((own,) if own[0] != "none" and own not in _CHOICES else ())]
+    counts = {
+        recomputed: Counts(_with_settings(config, {_CHECKPOINTING: recomputed, _SHARE: 1.0}), vocab_size, on_gpu=on_gpu)
+        for recomputed, _ in choices
+    }
+    for lanes in _lanes_to_try(config, cluster.world_size):
+        counted = {recomputed: count.at(lanes) for recomputed, count in counts.items()}
+        for recomputed, share in choices:
+            part = num_recomputed(num_layers, share) / num_layers
+            count = counted[recomputed] if part == 1.0 else mixed(counted["none"], counted[recomputed], part)
+            settings = {_CHECKPOINTING: recomputed, _SHARE: own[1] if recomputed == "none" else share, _LANES: lanes}
+            found += [_candidate(config, {_STAGE: stage, **settings}, sizes, count, cluster) for stage in range(4)]
+    return found
+
+
+def _candidate(config: Config, settings: dict[str, Any], sizes: Sizes, counted: Counted, cluster: Cluster) -> Candidate:
+    changed = _with_settings(config, settings)
+    world = {"world_size": cluster.world_size}
+    parts = counted_parts(changed, sizes, counted, None, **world, on_gpu=cluster.device.name != "cpu")
+    time = step_time(changed, sizes, counted, cluster.device, **world, gpus_per_node=cluster.gpus_per_node)
+    before = {
+        _STAGE: zero_block(config).get("stage", 0),
+        _CHECKPOINTING: config.train.activation_checkpointing,
+        _SHARE: config.train.activation_checkpointing_share,
+        _LANES: config.train.micro_batch_size,
+    }
+    changes = {key: value for key, value in settings.items() if value != before[key]}
+    return Candidate(settings, changes, parts, time)
+
+
+def _with_settings(config: Config, settings: dict[str, Any]) -> Config:
+    changed = copy.deepcopy(config)
+    if _STAGE in settings:
+        block = deepspeed_block(config)
+        zero = {**(block.get("zero_optimization") or {}), "stage": settings[_STAGE]}
+        changed.deepspeed = {**block, "zero_optimization": zero}
+    changed.train.activation_checkpointing = settings.get(_CHECKPOINTING, config.train.activation_checkpointing)
+    changed.train.activation_checkpointing_share = settings.get(_SHARE, config.train.activation_checkpointing_share)
+    changed.train.micro_batch_size = settings.get(_LANES, config.train.micro_batch_size)
+    return changed
+
+
+def _lanes_to_try(config: Config, world_size: int) -> list[int]:
+    """Return powers of two, and all lanes of a rank, without settings that make more lanes idle than today's."""
+    train = config.train
+    most = -(-train.global_batch_size // world_size)
+    powers = {2**power for power in range(most.bit_length()) if 2**power <= most}
+    today = batch_plan(train, world_size).idle_lanes
+    tried = {*powers, most, train.micro_batch_size}
+    return sorted(
+        lanes
+        for lanes in tried
+        if lanes == train.micro_batch_size
+        or batch_plan(_with_settings(config, {_LANES: lanes}).train, world_size).idle_lanes <= today
+    )
+
+
+def best(found: list[Candidate], cluster: Cluster) -> Candidate | None:
+    """Return the candidate that fits and is as fast as any, with the fewest changes; None if none fits."""
+    fitting = [candidate for candidate in found if candidate.num_bytes <= cluster.capacity]
+    fastest = min((candidate.time.total for candidate in fitting), default=0.0)
+    return nearest([candidate for candidate in fitting if candidate.time.total <= _SIMILAR * fastest], cluster)
+
+
+def nearest(found: list[Candidate], cluster: Cluster) -> Candidate | None:
+    """Return the candidate that fits with the fewest changes, of those the fastest; None if none fits."""
+    fitting = [candidate for candidate in found if candidate.num_bytes <= cluster.capacity]
+    return min(fitting, key=lambda candidate: (len(candidate.changes), candidate.time.total), default=None)

@@ -1,0 +1,128 @@
+"""Predict the time of an update by the roofline: every kernel takes as long as its operations or its bytes need.
+
+Source: Williams et al. 2009, "Roofline"; volumes of ZeRO: Rajbhandari et al. 2020, sec. 7. The shares of the data
+sheets' rates that programs reach are assumptions, stated below; docs/explanation/performance.md compares the result
+with published runs. Letters: s bytes of a number in `train.precision`, W ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from dist_mem.config import Config
+from dist_mem.data.batch_plan import batch_plan
+from dist_mem.engine.optimizer import num_moments
+from dist_mem.errors import UnusableError
+from dist_mem.estimate.counting import Counted, Work
+from dist_mem.estimate.zero import BUCKET, Sizes, effective_block, overlaps, zero_block
+from dist_mem.nn.layers import DTYPES
+from dist_mem.runtime.devices import Device
+
+# The best products of matrices reach 0.80 of an H100's data sheet and 0.86 of an A100's (ml-engineering, "maximum
+# achievable matmul FLOPS"); those of a model are smaller. Streaming kernels reach 0.8 to 0.9 of the bandwidth.
+_PRODUCTS, _STREAMS, _LINKS = 0.7, 0.85, 0.8
+_ISSUE = 5e-6  # seconds in which the host issues one operation without torch.compile; no kernel is faster
+_LATENCY = 30e-6  # seconds of a collective that sends nothing
+_HIDDEN = 0.7  # share of forward and backward behind which communication can hide, where DeepSpeed overlaps it
+_HOST_COPY = 10e9  # bytes/s from a GPU to pageable host memory
+
+
+class StepTime(NamedTuple):
+    """Seconds of one update of one rank."""
+
+    products: float  # matrix products
+    streams: float  # all other kernels: their bytes, or their issue
+    update: float  # the optimizer
+    communication: float  # all of it
+    exposed: float  # the part of it that nothing hides
+
+    @property
+    def total(self) -> float:
+        return self.products + self.streams + self.update + self.exposed
+
+
+class Transfer(NamedTuple):
+    """What one rank sends in one update."""
+
+    num_bytes: int
+    num_collectives: int
+
+
+def step_time(
+    config: Config, sizes: Sizes, counted: Counted, device: Device, *, world_size: int, gpus_per_node: int
+) -> StepTime:
+    """Predict one update.
+
+    Raises:
+        UnusableError: the device does not compute in `train.precision`.
+    """
+    accumulation = batch_plan(config.train, world_size).accumulation
+    block = effective_block(config, sizes, world_size=world_size, on_gpu=device.name != "cpu")
+    zero = block.get("zero_optimization") or {}
+    rate = peak_flops(config, device)
+    products = accumulation * _seconds((kernel for kernel in counted.kernels if kernel[1].flops), rate, device)
+    streams = accumulation * _seconds((kernel for kernel in counted.kernels if not kernel[1].flops), rate, device)
+    update = _update_bytes(config, sizes, world_size) / (_STREAMS * device.bandwidth)
+    sent = transfer(config, sizes, zero, world_size=world_size, accumulation=accumulation)
+    link = device.link if world_size <= gpus_per_node else min(device.link, device.network * gpus_per_node)
+    communication = sent.num_bytes / (_LINKS * link) + _LATENCY * sent.num_collectives
+    hidden = _HIDDEN * (products + streams) if overlaps(zero) else 0.0
+    return StepTime(products, streams, update, communication, max(0.0, communication - hidden))
+
+
+def peak_flops(config: Config, device: Device) -> float:
+    """Return the dense operations a second of the data sheet in `train.precision`."""
+    precision = config.train.precision
+    if precision not in device.flops:
+        known = ", ".join(name for name in device.flops if name in DTYPES)
+        raise UnusableError(f"train.precision is {precision!r}, but {device.name} computes only in {known}")
+    return device.flops[precision]
+
+
+def _seconds(kernels: Iterable[tuple[float, Work]], rate: float, device: Device) -> float:
+    issue = _ISSUE if device.name != "cpu" else 0.0
+    bandwidth = _STREAMS * device.bandwidth
+    return sum(
+        number * max(work.flops / (_PRODUCTS * rate), work.num_bytes / bandwidth, issue) for number, work in kernels
+    )
+
+
+def _update_bytes(config: Config, sizes: Sizes, world_size: int) -> int:
+    """Return what the optimizer reads and writes: fp32 weights and moments both, gradients and weights once."""
+    share = sizes.trained if zero_block(config).get("stage", 0) == 0 else -(-sizes.trained // world_size)
+    size = DTYPES[config.train.precision].itemsize
+    return share * (8 * (1 + num_moments(config.optimizer)) + 4 + 2 * size)
+
+
+def transfer(config: Config, sizes: Sizes, zero: dict[str, Any], *, world_size: int, accumulation: int) -> Transfer:
+    """Return what a rank sends in one update by rings: gradients and, with ZeRO, weights; `zero`: its options."""
+    if world_size == 1:
+        return Transfer(0, 0)
+    size = DTYPES[config.train.precision].itemsize
+    stage = zero.get("stage", 0)
+    ring = (world_size - 1) / world_size
+    reductions = 1 if stage < 2 else accumulation
+    # Stage 0 reduces and shares gradients; 1 and 2 share the new weights; 3 gathers weights for forward and backward.
+    gathered = {0: sizes.trained, 1: sizes.trained, 2: sizes.trained, 3: 2 * accumulation * sizes.parameters}[stage]
+    reduced = sizes.trained * (2 if stage == 1 else reductions)  # stage 1 all-reduces each bucket, as DeepSpeed does
+    bucket = int(zero.get("reduce_bucket_size", BUCKET))
+    num_gathers = 2 * accumulation * config.model.num_layers if stage == 3 else math.ceil(gathered / bucket)
+    return Transfer(int(ring * size * (reduced + gathered)), math.ceil(reduced / bucket) + num_gathers)
+
+
+class CheckpointCost(NamedTuple):
+    """Bytes and seconds of one checkpoint."""
+
+    num_bytes: int  # of the whole job
+    stall: float  # seconds in which training waits for the copy to host memory
+    seconds: float  # until all is written
+
+
+def checkpoint_cost(config: Config, sizes: Sizes, *, world_size: int, disk_rate: float) -> CheckpointCost:
+    """Predict a checkpoint: fp32 weights, moments and memories; `disk_rate`: bytes/s of all ranks together."""
+    engine = 4 * (1 + num_moments(config.optimizer)) * sizes.trained
+    lanes = sizes.lane_bytes * batch_plan(config.train, world_size).lanes_per_rank * world_size
+    stall = (engine + lanes) / world_size / _HOST_COPY
+    return CheckpointCost(engine + lanes, stall, stall + (engine + lanes) / disk_rate)

@@ -1,0 +1,127 @@
+"""Folders in Hugging Face's layout: config.json and model.safetensors, as `save_pretrained` writes them.
+
+A run with `model.pretrained` begins with the weights of such a folder; `dist-mem export --format transformers` writes
+one. The configuration holds the sizes, so that a run is resumed and evaluated without the folder.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dist_mem.config import Config, ModelConfig
+from dist_mem.errors import UnusableError, reason_of
+from dist_mem.hf.family import Family
+from dist_mem.hf.names import FAMILIES, take_published
+from dist_mem.model import MemoryLM
+from dist_mem.runtime.file_schema import check, plain_name, read_json, record, table
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"  # of weights in several files
+_INDEX = record({"weight_map": table(plain_name)}, is_open=True)  # tensor -> file of this folder
+_AGAIN = "write the model again with transformers' save_pretrained"
+
+
+def read_published_config(folder: Path, family: Family) -> dict[str, Any]:
+    """Read config.json of a model of this family.
+
+    Raises:
+        UnusableError: there is none, a key that is read has a wrong value, or its model is not supported here.
+    """
+    path = folder / CONFIG
+    published = _read(path)
+    # What a file lacks is named last: it may be of another kind of model, which is the reason.
+    problem = next(record({}, family.types, is_open=True)("", published), None)
+    for key, value, allowed in () if problem else family.unsupported(published):
+        shown = reprlib.repr(value)
+        raise UnusableError(
+            f"model.pretrained: {path} has {key} {shown}, which is not computed here; it must be {allowed}"
+        )
+    required = {key: schema for key, schema in family.types.items() if key not in family.optional}
+    problem = problem or next(record(required, is_open=True)("", published), None)
+    if problem:
+        raise UnusableError(f"model.pretrained: {path} is no configuration of {family.name}: {problem}")
+    return dict(published)
+
+
+def _read(path: Path) -> Any:
+    """Return the content of a JSON file of a folder. Raises UnusableError if it cannot be read."""
+    try:
+        return read_json(path, UnusableError)
+    except UnusableError as error:
+        raise UnusableError(f"model.pretrained: {error}: {_AGAIN}") from error
+    except OSError as error:
+        raise UnusableError(f"model.pretrained: {path} cannot be read: {error.strerror}") from error
+
+
+def check_sizes(model: ModelConfig, vocab_size: int | None) -> None:
+    """Compare a configuration with its `model.pretrained`; `vocab_size` is None if the data are not built yet.
+
+    Raises:
+        UnusableError: names every key that differs, and its right value.
+    """
+    assert model.pretrained is not None
+    family = FAMILIES[model.kind]
+    path = Path(model.pretrained) / CONFIG
+    published = read_published_config(Path(model.pretrained), family)
+    effective = {"d_head": model.d_head or model.d_model // model.num_heads}
+    effective["num_kv_heads"] = model.num_kv_heads or model.num_heads
+    configured = {key: effective.get(key, getattr(model, key)) for key in family.sizes(published)}
+    wrong = {key: value for key, value in family.sizes(published).items() if configured[key] != value}
+    if wrong:
+        given = ", ".join(f"model.{key} is {_shown(configured[key])}" for key in wrong)
+        fix = " ".join(f"model.{key}={_shown(value)}" for key, value in wrong.items())
+        raise UnusableError(f"{given}, but not in {path}: set {fix}")
+    if vocab_size not in (None, published["vocab_size"]):
+        raise UnusableError(
+            f"data.path has a tokenizer of {vocab_size} tokens, {path} has vocab_size {published['vocab_size']}: build "
+            f"the data with the model's tokenizer ({family.tokenizer})"
+        )
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Read the weights of a folder, from one file or, if there is an index, from several.
+
+    Raises:
+        UnusableError: a file cannot be read.
+    """
+    path = folder / INDEX
+    names = [WEIGHTS]
+    if path.exists():
+        index = _read(path)
+        check(index, _INDEX, path, UnusableError, f": {_AGAIN}")
+        names = sorted(set(index["weight_map"].values()))
+    weights: dict[str, Tensor] = {}
+    for path in (folder / name for name in names):
+        try:
+            weights |= load_file(path)
+        except (OSError, SafetensorError, ValueError) as error:
+            raise UnusableError(f"model.pretrained: {path} cannot be read ({reason_of(error)}): {_AGAIN}") from error
+    return weights
+
+
+def load_pretrained(model: MemoryLM, config: Config, vocab_size: int) -> list[str]:
+    """Load the weights of `model.pretrained` into a model that is not yet under DeepSpeed.
+
+    Returns:
+        Names of the parameters that keep their initial values, because the folder does not have them.
+
+    Raises:
+        UnusableError: the folder cannot be read, or is of another size; names file, key and right value.
+    """
+    check_sizes(config.model, vocab_size)
+    folder = Path(config.model.pretrained or "")
+    weights = read_weights(folder)
+    try:
+        return take_published(model, weights, str(folder / WEIGHTS))
+    except ValueError as error:
+        raise UnusableError(f"model.pretrained: {error}") from error

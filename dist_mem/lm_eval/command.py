@@ -1,0 +1,132 @@
+"""The lm-eval command: run tasks of lm-evaluation-harness on a trained model.
+
+    dist-mem lm-eval runs/demo --tasks lambada_openai,arc_easy --limit 100
+    dist-mem lm-eval runs/demo --tasks questions --include-path my_tasks eval.batch_size=32
+
+It runs in one process, and writes RUN/evaluations/lm_eval/<tasks>-step-<step>.json; the figures are added to the run in
+MLflow, except those of an export.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lm_eval
+from jinja2 import TemplateError
+from lm_eval.evaluator import evaluate
+
+from dist_mem.errors import EXIT_DONE, UnusableError, run_error
+from dist_mem.evaluation.evaluate import described, track
+from dist_mem.evaluation.protocol import report_name
+from dist_mem.lm_eval.model import DistMemLM
+from dist_mem.lm_eval.opening import OpenRun, open_run
+from dist_mem.lm_eval.tasks import load_tasks
+from dist_mem.runtime.files import write_text
+from dist_mem.runtime.terminal import table
+
+FORMAT_VERSION = 1
+_KEPT = ("results", "groups", "group_subtasks", "n-shot", "n-samples", "versions", "higher_is_better", "configs")
+_MAX_NAMES = 100  # characters of the tasks in the name of a file
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of the command."""
+
+    run: Path
+    overrides: Sequence[str]
+    tasks: Sequence[str]
+    include_path: Path | None = None  # folder with YAML files of further tasks
+    limit: int | None = None  # documents per task
+    output: Path | None = None  # a second file to write
+    checkpoint: int | None = None
+
+
+class Figure(NamedTuple):
+    """One metric of a task or of a group of tasks."""
+
+    task: str
+    metric: str  # with the name of the filter, if it is not "none"
+    value: float
+    stderr: float | None  # None: not known
+    num_documents: int | None  # None: of a group that does not count them
+
+
+def run(request: Request) -> int:
+    """Run the command and return the exit code of the process.
+
+    Raises:
+        UnusableError: the model, a task or a path is unusable; the message names it.
+        UnfitError: the machine cannot do it now, as when the data of a task cannot be fetched.
+    """
+    if request.include_path is not None and not request.include_path.is_dir():
+        raise UnusableError(f"--include-path {request.include_path}: there is no such folder; give one with YAML files")
+    opened = open_run(request.run, request.overrides, request.checkpoint)
+    tasks = load_tasks(request.tasks, request.include_path)
+    try:
+        results = evaluate(DistMemLM(opened.trained), tasks, limit=request.limit, log_samples=False)
+        assert results is not None, "there is one process"
+        _publish(request, opened, results)
+    except (OSError, TemplateError, ValueError) as error:  # templates, unsafe code, a word without a token, a disk
+        raise run_error(error) from error
+    return EXIT_DONE
+
+
+def _publish(request: Request, opened: OpenRun, results: Mapping[str, Any]) -> None:
+    """Print the figures, write the file, and add both to the run in MLflow."""
+    checkpoint, config = opened.trained.checkpoint, opened.trained.config
+    figures = list(figures_of(results))
+    print(f"{checkpoint.directory}, lm_eval {lm_eval.__version__}, {opened.protocol}")
+    print(to_table(figures))
+    content = {
+        "format_version": FORMAT_VERSION,
+        **described(checkpoint, config, opened.protocol),
+        "lm_eval": lm_eval.__version__,
+        "limit": request.limit,
+        **{key: results[key] for key in _KEPT if key in results},
+    }
+    limit = "" if request.limit is None else f"limit{request.limit}"
+    name = report_name(f"{_joined(request.tasks)}-step-{checkpoint.manifest['step']:08d}", limit, opened.tag)
+    path = checkpoint.run_dir / "evaluations" / "lm_eval" / f"{name}.json"
+    for target in (path, *([request.output] if request.output else [])):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_text(target, json.dumps(content, indent=1, default=str) + "\n")
+    tag = report_name("lm_eval", limit, opened.tag)
+    metrics = {f"{tag}/{figure.task}/{figure.metric}": figure.value for figure in figures}
+    track(checkpoint, config, metrics, [path], request.overrides)
+
+
+def figures_of(results: Mapping[str, Any]) -> Iterator[Figure]:
+    """Yield the figures of all tasks and groups in results of the harness, whose keys are METRIC,FILTER."""
+    for task, values in {**results["results"], **results.get("groups", {})}.items():
+        for key, value in values.items():
+            metric, comma, chosen = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            stderr = values.get(f"{metric}_stderr,{chosen}")
+            name = metric if chosen == "none" else f"{metric}.{chosen}"
+            known = stderr if isinstance(stderr, int | float) else None
+            yield Figure(task, name, float(value), known, values.get("sample_len"))
+
+
+def to_table(figures: Sequence[Figure]) -> str:
+    """Return the figures as a table for a terminal."""
+    rows = [("task", "metric", "value", "stderr", "documents")]
+    for figure in figures:
+        stderr = "n/a" if figure.stderr is None else f"{figure.stderr:.4f}"
+        documents = "" if figure.num_documents is None else f"{figure.num_documents:,}"
+        rows.append((figure.task, figure.metric, f"{figure.value:,.4f}", stderr, documents))
+    return "\n".join(table(rows))
+
+
+def _joined(names: Sequence[str]) -> str:
+    """Return the names of the tasks as part of a file name; a digest stands for what is too long."""
+    joined = "+".join(names).replace("/", "_")
+    if len(joined) <= _MAX_NAMES:
+        return joined
+    return f"{joined[: _MAX_NAMES - 9]}-{hashlib.sha256(joined.encode()).hexdigest()[:8]}"

@@ -1,0 +1,142 @@
+"""A trained model as the model `dist_mem` of lm-evaluation-harness.
+
+    lm_eval.simple_evaluate("dist_mem", "run=runs/demo,eval.precision=bf16", tasks=["lambada_openai"])
+
+Importing this module registers the name. Every request is a document of its own, which begins with BOS; the memory is
+carried over the whole of it, so no context is truncated. A context and a continuation become tokens as in the harness's
+own model of Hugging Face, see `encode_pair`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
+
+from dist_mem.data.tokenizers.base import Tokenizer
+from dist_mem.errors import UnusableError
+from dist_mem.evaluation.trained_model import TrainedModel
+from dist_mem.generation.neutral_options import WRITING, is_neutral, refuse_what_is_asked
+from dist_mem.generation.sampling import Sampling
+from dist_mem.lm_eval.opening import open_run
+from dist_mem.lm_eval.passages import Passage, score_passages
+from dist_mem.lm_eval.writing import Prompt, write_until
+
+_MAX_TOKENS = 256  # of a generated text, if the task does not say; as in the harness's model of Hugging Face
+_READ = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")  # of a task's generation_kwargs
+
+
+@register_model("dist_mem")
+class DistMemLM(LM):
+    """Answers the requests of tasks, `eval.batch_size` of them at a time."""
+
+    def __init__(
+        self,
+        run: str | TrainedModel,
+        checkpoint: int | None = None,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        **overrides: Any,
+    ) -> None:
+        """
+        Args:
+            run: a run directory, one checkpoint in it, or an export; or a model that is already loaded.
+            checkpoint: step; None: the newest that verifies.
+            batch_size: requests at a time; None: eval.batch_size.
+            max_batch_size: must be None; it is of the harness's search for a batch size.
+            device: None: a GPU if there is one.
+            overrides: values of keys, as `dist-mem evaluate` takes them: {"eval.precision": "bf16"}.
+
+        Raises:
+            UnusableError: the model or an argument is unusable; the message names it.
+        """
+        super().__init__()
+        given = [f"{key}={_as_yaml(value)}" for key, value in overrides.items()]
+        if batch_size is not None:
+            if not str(batch_size).isdecimal() or max_batch_size is not None:
+                raise UnusableError(
+                    f"batch_size is {batch_size}, but must be a number of requests; omit max_batch_size"
+                )
+            given.append(f"eval.batch_size={batch_size}")
+        self.trained = run if isinstance(run, TrainedModel) else open_run(Path(run), given, checkpoint, device).trained
+        self.num_lanes = self.trained.config.eval.batch_size
+        self._device = self.trained.device
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The fingerprint of the tokenizer, which distinguishes requests that the harness caches."""
+        return self.trained.tokenizer.fingerprint
+
+    def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
+        """Return the log-probability in nats of each continuation, and whether greedy generation would write it.
+
+        Raises:
+            UnusableError: a continuation has no token.
+        """
+        pairs = [request.args for request in requests]
+        passages = [_passage(self.trained.tokenizer, context, continuation) for context, continuation in pairs]
+        scores = score_passages(self.trained, passages, num_lanes=self.num_lanes, shown=True)
+        return [(score.log_prob, score.is_greedy) for score in scores]
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
+        """Return the log-probability in nats of each whole text, as `dist-mem evaluate` scores a document."""
+        tokenizer, cut = self.trained.tokenizer, self.trained.config.data.cut
+        passages = [Passage(tokenizer.encode(request.args[0]), first_scored=0) for request in requests]
+        scores = score_passages(self.trained, passages, num_lanes=self.num_lanes, cut=cut, shown=True)
+        return [score.log_prob for score in scores]
+
+    def generate_until(self, requests: Sequence[Instance]) -> list[str]:
+        """Return the text that continues each context, up to a stop string, without it.
+
+        Raises:
+            UnusableError: a task's generation_kwargs have an entry that this model does not know, or a wrong value.
+        """
+        prompts = [_prompt(self.trained.tokenizer, *request.args) for request in requests]
+        return write_until(self.trained, prompts, num_lanes=self.num_lanes, shown=True)
+
+
+def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of a context and of its continuation, as the harness's model of Hugging Face makes them.
+
+    White space at the end of the context moves to the continuation, because many tokenizers join it to the next word.
+    Then the context is encoded, and the continuation is what the whole text has after as many tokens.
+    """
+    kept = context.rstrip()
+    before = tokenizer.encode(kept)
+    return before, tokenizer.encode(context + continuation)[len(before) :]
+
+
+def _passage(tokenizer: Tokenizer, context: str, continuation: str) -> Passage:
+    before, after = encode_pair(tokenizer, context, continuation)
+    if not len(after):
+        raise UnusableError(
+            f"the continuation {continuation!r} of {context[-40:]!r} has no token of its own with this model's "
+            "tokenizer: begin it with white space (target_delimiter), or leave it out of the task"
+        )
+    return Passage(np.concatenate([before, after]), first_scored=len(before))
+
+
+def _prompt(tokenizer: Tokenizer, context: str, options: Mapping[str, Any]) -> Prompt:
+    try:
+        given = normalize_gen_kwargs({name: value for name, value in options.items() if value is not None}, _MAX_TOKENS)
+        others = {name: value for name, value in given.items() if name not in _READ}
+        refuse_what_is_asked(others, WRITING, "a model of dist_mem")
+        temperature = float(given["temperature"]) if given["do_sample"] else 0.0
+        top_k = given.get("top_k")
+        sampling = Sampling(temperature, None if is_neutral("top_k", top_k, WRITING) else top_k, given.get("top_p"))
+    except (TypeError, ValueError) as error:
+        raise UnusableError(f"generation_kwargs: {error}") from error
+    until = tuple(stop for stop in given["until"] if stop)
+    return Prompt(tuple(tokenizer.encode(context).tolist()), until, given["max_gen_toks"], sampling)
+
+
+def _as_yaml(value: Any) -> str:
+    """Return a value that the harness has parsed as text that the configuration parses to the same value."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

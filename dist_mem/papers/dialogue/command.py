@@ -1,0 +1,246 @@
+"""The dialogue command: generate replies and compute the five figures of the infinity-former's table 2.
+
+    dist-mem dialogue runs/cmu_dog --split test
+    dist-mem dialogue runs/cmu_dog --split test --limit 100 --turns 2 eval.batch_size=32
+
+Perplexity covers every reply of the conversations read, in the model's tokens. The other figures compare the model's
+replies with those of people (answer.py, metrics.py). RUN/evaluations/dialogue-<split>-step-<step>.json and .txt contain
+the figures and the replies. The figures are added to the run in MLflow, except those of an export. Names of files and
+figures contain the settings that differ from the defaults, as in dialogue-test-step-00000800-limit100-turns2.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from dist_mem.config import Config
+from dist_mem.data.directory import open_index, refresh
+from dist_mem.data.shard import Index
+from dist_mem.errors import UnusableError
+from dist_mem.evaluation.cut_short import StopCheck
+from dist_mem.evaluation.evaluate import as_job, described, found_by_all, read_before, track, use_threads
+from dist_mem.evaluation.kept_memory import states_and_inputs
+from dist_mem.evaluation.memory_file import MemoryFile
+from dist_mem.evaluation.other_data import data_tag
+from dist_mem.evaluation.protocol import protocol_of, report_name, tag_of
+from dist_mem.evaluation.scoring import score_split
+from dist_mem.evaluation.trained_model import (
+    Checkpoint,
+    TrainedModel,
+    open_model,
+    read_settings,
+    tokenizer_of_data,
+)
+from dist_mem.generation.sampling import Sampling
+from dist_mem.generation.text_memory import load_memory
+from dist_mem.papers.dialogue.answer import answer_all
+from dist_mem.papers.dialogue.metrics import make_scorer
+from dist_mem.papers.dialogue.replies import Conversation, choose_replies, read_conversations
+from dist_mem.papers.dialogue.scores import (
+    FORMAT_VERSION,
+    GroupScore,
+    ScoredAnswer,
+    figures,
+    group_scores,
+    to_content,
+    to_table,
+    to_text,
+)
+from dist_mem.papers.dialogue.wordnet import open_wordnet
+from dist_mem.runtime.distributed import World
+from dist_mem.runtime.files import write_text
+from dist_mem.runtime.signals import StopSignal
+from dist_mem.tracking.progress import Progress
+
+MIN_HISTORY = 2  # replies before the first one that the model generates, as in the published evaluation
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a dialogue evaluation."""
+
+    split: str | None = None  # None: eval.split
+    limit: int | None = None  # number of conversations, from the start of the split; None: all
+    turns: int | None = None  # replies generated per conversation, spread over it; None: all from the third on
+    num_tokens: int = 50  # maximum length of a reply
+    sampling: Sampling = field(default_factory=lambda: Sampling(top_p=0.9))
+    memory: Path | None = None  # memory file of a text that every conversation continues; None: each is a document
+    wordnet: Path | None = None  # folder of WordNet; None: Debian's folder, if it exists
+
+
+def settings_tag(settings: Settings) -> str:
+    """Return the settings that differ from the defaults, for names of files and figures: "limit100-turns2", or ""."""
+    given, default = (
+        {"limit": each.limit, "turns": each.turns, "tokens": each.num_tokens, **vars(each.sampling)}
+        for each in (settings, Settings())
+    )
+    return "-".join(f"{name}{value}" for name, value in given.items() if value != default[name])
+
+
+def settings_of(options: argparse.Namespace) -> Settings:
+    """Return the settings of a command line.
+
+    Raises:
+        UnusableError: a number is out of range.
+    """
+    try:
+        sampling = Sampling(temperature=options.temperature, top_p=options.top_p, seed=options.seed)
+    except ValueError as error:
+        raise UnusableError(f"--{str(error).replace('_', '-', 1)}") from error
+    return Settings(
+        split=options.split,
+        limit=options.limit,
+        turns=options.turns,
+        num_tokens=options.tokens,
+        sampling=sampling,
+        memory=options.memory,
+        wordnet=options.wordnet,
+    )
+
+
+def run(
+    path: Path,
+    settings: Settings,
+    *,
+    checkpoint: int | None = None,
+    overrides: Sequence[str] = (),
+    early: StopSignal | None = None,
+) -> int:
+    """Run the command on one process and return its exit code.
+
+    Args:
+        path: a run directory, one checkpoint in it, or an export.
+        checkpoint: step of the checkpoint; None: the newest that verifies.
+        overrides: `key=value`, for keys in `trained_model.OVERRIDABLE`.
+        early: as in `evaluate.run`.
+
+    Raises:
+        UnusableError: the checkpoint, the data or the overrides are invalid.
+    """
+    work = partial(_run, path=path, settings=settings, step=checkpoint, overrides=overrides)
+    return as_job(work, overrides, early)
+
+
+def _run(
+    world: World, check: StopCheck, *, path: Path, settings: Settings, step: int | None, overrides: Sequence[str]
+) -> None:
+    if world.size > 1:
+        raise ValueError(
+            f"dist-mem dialogue runs on one process, not on {world.size}: raise eval.batch_size to read more at once"
+        )
+    found = found_by_all(path, step, world)
+    whole = ["eval.layout=documents", "eval.max_document_len=null"]  # each conversation separately, to its end
+    config = read_settings(found.directory, [*overrides, *whole], reads_data=True)
+    if protocol_of(config).blocks:
+        raise ValueError(
+            "eval.blocks is in effect true, which leaves tokens of replies unscored: set eval.blocks=false"
+        )
+    use_threads(config)
+    split = settings.split or config.eval.split
+    before = read_before(settings.memory, config, world)
+    open_wordnet(settings.wordnet)  # fail early if the folder is wrong
+    refresh(config.data, [split])
+    data = data_tag(found, config, split)
+    tag = report_name(data, tag_of(config), settings_tag(settings), before.tag if before else "")
+    index = first_documents(open_index(config.data, split), settings.limit)
+    conversations = read_conversations(index)
+    trained = open_model(found, config, tokenizer_of_data(found, config), world.device)
+    trained.model.register_forward_pre_hook(check)
+    report = score_split(
+        trained.model,
+        *states_and_inputs(trained, before),
+        config=config,
+        index=index,
+        tokenizer=trained.tokenizer,
+        world=world,
+    )
+    answers = score_answers(trained, conversations, settings)
+    groups = group_scores(report.documents, answers)
+    _publish(
+        found, config, split, settings, conversations, groups, answers, trained, before, tag=tag, overrides=overrides
+    )
+
+
+def first_documents(index: Index, limit: int | None) -> Index:
+    """Return the index of a split cut to its first `limit` documents."""
+    documents = index.documents[:limit]
+    return replace(index, documents=documents, num_tokens=int(documents.num_tokens.sum()))
+
+
+def score_answers(
+    trained: TrainedModel, conversations: Sequence[Conversation], settings: Settings
+) -> list[ScoredAnswer]:
+    """Return the model's replies to the history of each chosen reply, with their metrics."""
+    score = make_scorer(settings.wordnet)
+    chosen = [
+        choose_replies(conversation.replies, first=MIN_HISTORY, num_chosen=settings.turns)
+        for conversation in conversations
+    ]
+    answers = answer_all(
+        trained,
+        conversations,
+        chosen,
+        num_lanes=trained.config.eval.batch_size,
+        num_tokens=settings.num_tokens,
+        sampling=settings.sampling,
+        after=None if settings.memory is None else load_memory(trained, settings.memory).reading,
+    )
+    scored = []
+    with Progress(sum(map(len, chosen)), "writing replies", unit="replies") as progress:
+        for answer in answers:
+            scored.append(ScoredAnswer(answer, score(answer.text, answer.reference)))
+            progress.add(1)
+    return sorted(scored, key=lambda found: (found.answer.conversation.number, found.answer.place))
+
+
+def _publish(
+    checkpoint: Checkpoint,
+    config: Config,
+    split: str,
+    settings: Settings,
+    conversations: Sequence[Conversation],
+    groups: Sequence[GroupScore],
+    answers: Sequence[ScoredAnswer],
+    trained: TrainedModel,
+    before: MemoryFile | None,
+    *,
+    tag: str,
+    overrides: Sequence[str],
+) -> None:
+    """Print the table, write the files, and add the figures to the run in MLflow.
+
+    Their names contain `tag`, so that a quick look at a few conversations does not replace the results of the split.
+    """
+    step = checkpoint.manifest["step"]
+    protocol = protocol_of(config)
+    sampling = settings.sampling
+    print(
+        f"{checkpoint.directory}, split {split}, {protocol}{f', {before}' if before else ''}, top-p {sampling.top_p}, "
+        f"temperature {sampling.temperature}, seed {sampling.seed}"
+    )
+    print(to_table(groups))
+    content = {
+        "format_version": FORMAT_VERSION,
+        **described(checkpoint, config, protocol, before),
+        "settings": {
+            **vars(settings),
+            "memory": settings.memory and str(settings.memory),
+            "split": split,
+            "sampling": vars(sampling),
+            "wordnet": settings.wordnet and str(settings.wordnet),
+        },
+        "min_history": MIN_HISTORY,
+        **to_content(groups, answers, split),
+    }
+    folder = checkpoint.run_dir / "evaluations"
+    folder.mkdir(parents=True, exist_ok=True)
+    name = report_name(f"dialogue-{split}-step-{step:08d}", tag)
+    files = [folder / f"{name}.json", folder / f"{name}.txt"]
+    write_text(files[0], json.dumps(content, indent=1) + "\n")
+    write_text(files[1], to_text(conversations, answers, trained.tokenizer))
+    track(checkpoint, config, figures(groups, report_name(split, tag)), files, overrides)

@@ -1,0 +1,80 @@
+"""Metrics that compare a reply with the reference reply: F1, ROUGE-1, ROUGE-L and METEOR, as in table 2 of the paper.
+
+All are means over replies, in percent. The published evaluation passed the arguments of rouge-score in the wrong order
+and took the first element of the result, so its ROUGE is recall; here it is the F-measure.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from dist_mem.papers.dialogue.wordnet import open_wordnet
+
+METRICS = ("f1", "rouge1", "rougeL", "meteor")
+Scorer = Callable[[str, str], dict[str, float | None]]
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def f1(reply: str, *, reference: str) -> float:
+    """Return the overlap of two texts as word multisets, normalised as for SQuAD (Rajpurkar et al. 2016); in [0, 1].
+
+    If a text has no words after normalisation, the result is 1 if neither has any, else 0 (SQuAD 2.0).
+    """
+    found, wanted = _normal_words(reply), _normal_words(reference)
+    if not found or not wanted:
+        return float(found == wanted)
+    common = sum((Counter(found) & Counter(wanted)).values())
+    return 2 * common / (len(found) + len(wanted))
+
+
+def _normal_words(text: str) -> list[str]:
+    """Return the words in lower case, without punctuation and articles."""
+    return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
+
+
+def make_scorer(wordnet_folder: Path | None = None) -> Scorer:
+    """Return a function of (reply, reference) that computes every metric in [0, 1]; METEOR is None without WordNet.
+
+    ROUGE is rouge-score's F-measure with the Porter stemmer. METEOR is NLTK's, of lower-case words separated by spaces,
+    as NLTK split raw text when the paper was written.
+
+    Args:
+        wordnet_folder: None: Debian's folder, if it exists.
+
+    Raises:
+        ValueError: `wordnet_folder` contains no WordNet.
+    """
+    from nltk.translate.meteor_score import meteor_score  # both take seconds to import
+    from rouge_score.rouge_scorer import RougeScorer
+
+    rouge = RougeScorer(["rouge1", "rougeL"], use_stemmer=True)
+    wordnet = open_wordnet(wordnet_folder)
+
+    def score(reply: str, reference: str) -> dict[str, float | None]:
+        overlap = rouge.score(target=reference, prediction=reply)
+        meteor = None
+        if wordnet is not None:
+            meteor = float(meteor_score([reference.split()], reply.split(), wordnet=wordnet))
+        return {
+            "f1": f1(reply, reference=reference),
+            "rouge1": overlap["rouge1"].fmeasure,
+            "rougeL": overlap["rougeL"].fmeasure,
+            "meteor": meteor,
+        }
+
+    return score
+
+
+def mean_scores(scores: Sequence[dict[str, float | None]]) -> dict[str, float | None]:
+    """Return the mean of each metric in percent; None without replies or if the metric is not available."""
+    means: dict[str, float | None] = {}
+    for metric in METRICS:
+        values = [value for score in scores if (value := score[metric]) is not None]
+        means[metric] = 100 * fmean(values) if values else None
+    return means

@@ -1,0 +1,109 @@
+"""The figure command: draw a figure of the papers from trained runs.
+
+    dist-mem figure infinite.fig7 runs/infinite
+    dist-mem figure lamemo.fig1 runs/txl runs/lamemo --format svg
+    dist-mem figure --list
+
+RUN/figures/ of the first run gets NAME-SPLIT-step-STEP.png (or .svg), the plotted numbers as .csv, and the caption as
+.md. All are added to that run in MLflow, unless -o names a folder outside the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from dist_mem.errors import UnusableError
+from dist_mem.evaluation.cut_short import StopCheck
+from dist_mem.evaluation.evaluate import as_job, found_by_all, track
+from dist_mem.evaluation.legend import labels_of
+from dist_mem.evaluation.other_data import data_tag
+from dist_mem.evaluation.plotting.drawn import Drawn
+from dist_mem.evaluation.plotting.style import save, styled
+from dist_mem.evaluation.protocol import report_name, tag_of
+from dist_mem.evaluation.sweep import names_of
+from dist_mem.papers.figures import ELSEWHERE, figure_named, figures
+from dist_mem.papers.figures.parts.source import Settings, Source
+from dist_mem.runtime.distributed import World
+from dist_mem.runtime.files import make_folder, write_text
+from dist_mem.runtime.signals import StopSignal
+from dist_mem.runtime.terminal import labelled
+
+
+def described() -> str:
+    """Return all figures for a terminal: name, runs and title."""
+    drawn = [(name, f"{figure.title}; from {figure.runs}") for name, figure in figures().items()]
+    return "\n".join(labelled([*drawn, *ELSEWHERE.items()]))
+
+
+def run(
+    name: str,
+    paths: Sequence[Path],
+    settings: Settings,
+    *,
+    checkpoint: int | None = None,
+    folder: Path | None = None,
+    form: str = "png",
+    early: StopSignal | None = None,
+) -> int:
+    """Run the command on one process and return its exit code.
+
+    Args:
+        checkpoint: step; None: the newest that verifies.
+        folder: None: RUN/figures.
+        form: png | svg.
+        early: as in `evaluate.run`.
+
+    Raises:
+        UnusableError: there is no such figure, or a run lacks what it shows.
+    """
+    figure = figure_named(name)
+    if not figure.least_runs <= len(paths) <= figure.most_runs:
+        raise UnusableError(f"{name} is made from {figure.runs}, but {len(paths)} runs are given")
+    work = partial(_run, name, paths, settings, checkpoint=checkpoint, folder=folder, form=form)
+    return as_job(work, settings.overrides, early)
+
+
+def _run(
+    name: str,
+    paths: Sequence[Path],
+    settings: Settings,
+    world: World,
+    check: StopCheck,
+    *,
+    checkpoint: int | None,
+    folder: Path | None,
+    form: str,
+) -> None:
+    if world.size > 1:
+        raise UnusableError(f"dist-mem figure runs on one process, not on {world.size}")
+    found = [found_by_all(path, checkpoint, world) for path in paths]
+    labels = labels_of(names_of(paths), [one.directory / "config.yaml" for one in found])
+    sources = [Source(one, label, settings, world, check) for one, label in zip(found, labels, strict=True)]
+    first = sources[0]
+    data = data_tag(first.checkpoint, first.config, first.split)
+    tag = report_name(data, tag_of(first.config), settings.document or "")
+    run_dir = found[0].run_dir
+    target = folder or run_dir / "figures"
+    stem = report_name(f"{name}-{first.split}-step-{found[0].manifest['step']:08d}", tag)
+    with styled():
+        drawn = figure_named(name).draw(name, sources)
+        files = write_figure(drawn, target, stem, form=form)
+    print(drawn.caption)
+    if target.resolve().is_relative_to(run_dir.resolve()):
+        kept = [run_dir / path.resolve().relative_to(run_dir.resolve()) for path in files]
+        track(found[0], first.config, {}, kept, settings.overrides)
+    else:
+        print(f"written: {', '.join(str(path) for path in files)}")
+
+
+def write_figure(drawn: Drawn, folder: Path, stem: str, *, form: str) -> list[Path]:
+    """Write picture, numbers and caption, each atomically, and return their paths."""
+    make_folder(folder)
+    files = [folder / f"{stem}.{ending}" for ending in (form, "csv", "md")]
+    save(drawn.picture, files[0], caption=drawn.caption)
+    write_text(files[1], drawn.table.to_csv())
+    text = f"{drawn.caption}\n\n{drawn.text}".strip()
+    write_text(files[2], f"{text}\n")
+    return files

@@ -1,0 +1,48 @@
+"""Training curves of several runs (Ji et al. 2022, figure 8), from their metrics.jsonl.
+
+The paper compares disentangled positions (`memory.positions: disentangled`) with those of Transformer-XL (`shared`);
+any runs can be compared. Points of updates that a rollback repeated are those of the newest branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dist_mem.errors import UnusableError
+from dist_mem.evaluation.plotting.drawn import Drawn, Figure, Table
+from dist_mem.evaluation.plotting.style import new_picture, styles
+from dist_mem.papers.figures.parts.source import Source
+from dist_mem.tracking.progress import LOSS
+from dist_mem.tracking.tracker import METRICS_FILE, read_points
+
+
+def training_curve(source: Source) -> dict[int, float]:
+    """Return the training loss by step.
+
+    Raises:
+        UnusableError: the run has no metrics, as an export.
+    """
+    path = source.checkpoint.run_dir / METRICS_FILE
+    losses = {point.step: point.metrics[LOSS] for point in read_points(path) if LOSS in point.metrics}
+    if not losses:
+        raise UnusableError(f"{path} has no training loss: lamemo.fig8 takes run directories, not exports")
+    return dict(sorted(losses.items()))
+
+
+def draw(name: str, sources: Sequence[Source]) -> Drawn:
+    picture, axes = new_picture(3.0)
+    rows = []
+    for source, style in zip(sources, styles(len(sources)), strict=True):
+        losses = training_curve(source)
+        axes.plot(list(losses), list(losses.values()), label=source.label, **style)
+        rows += [(source.label, step, loss) for step, loss in losses.items()]
+    axes.set_xlabel("step (updates)")
+    axes.set_ylabel("training loss (nats per token)")
+    picture.legend(loc="outside lower center")
+    caption = "Training loss by step, as logged in metrics.jsonl; not smoothed."
+    return Drawn(picture, Table(("run", "step", "loss"), rows), caption)
+
+
+FIGURE = Figure(
+    names=("lamemo.fig8",), title="training curves", draw=draw, most_runs=8, least_runs=2, runs="RUN RUN [RUN ...]"
+)

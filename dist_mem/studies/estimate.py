@@ -1,0 +1,214 @@
+"""What a sweep will take, before it is run: tokens, hours and the time of its end, from the first steps of every row.
+
+A trial of each row runs in a folder of its own, in as many places at a time as the sweep will have, until it has made
+`MEASURED_STEPS` steps after the first ones; then it is stopped, and its columns are measured. Trials save a checkpoint
+and track in MLflow if the runs will, but in a store of their own, which is removed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from dist_mem.config import Config, load_config
+from dist_mem.data.batch_plan import counted, total_steps
+from dist_mem.data.directory import open_index
+from dist_mem.data.lanes import training_plan
+from dist_mem.errors import EXIT_REQUEUE, UnusableError
+from dist_mem.runtime.file_schema import check, number, read_json, record
+from dist_mem.runtime.files import make_folder, write_text
+from dist_mem.runtime.terminal import table
+from dist_mem.studies.job import CommandError, Job, Place
+from dist_mem.studies.one_run import build, left_to_measure, same_command
+from dist_mem.studies.pool import for_each_run
+from dist_mem.studies.runs import Run, evaluate_command, train_command, train_words
+from dist_mem.tracking.mlflow.run import connect
+from dist_mem.tracking.tracker import METRICS_FILE, read_points
+
+MEASURED_STEPS = 20
+_FIRST_STEPS = 5  # slower, and not counted
+_FOLDER = "estimates"  # below the sweep's
+_STORE = "mlflow"  # below that
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Seconds that the parts of one row take."""
+
+    step: float
+    evaluation: float  # one during training; 0 if there are none
+    rest: float  # start and end of a training, with its last checkpoint
+    measuring: float  # of all columns, with the starts of their processes
+    saving: float = 0.0  # of one checkpoint before the last; earlier versions did not measure it
+
+
+_TRIAL = record(
+    {"step": number, "evaluation": number, "rest": number, "measuring": number}, {"saving": number}, is_open=False
+)
+
+
+class Estimate(NamedTuple):
+    """What one run will take."""
+
+    run: Run
+    steps: int
+    tokens: int
+    step_seconds: float
+    seconds: float
+
+
+def estimate(job: Job, places: Sequence[Place]) -> tuple[list[Estimate], list[CommandError | UnusableError]]:
+    """Return the estimates of all runs that are not finished, and the errors of rows whose trial failed.
+
+    The trial of a row is made once; its times are kept in the folder.
+
+    Raises:
+        StoppedError: a signal was received.
+    """
+    left = [item for item in job.runs if left_to_measure(job, item)]
+    first = {(item.row, item.point): item for item in reversed(left)}
+    untried = [item for item in first.values() if not _kept(item).exists()]
+    store = job.out / _FOLDER / _STORE
+    tracking = _make_store(store) if untried and _config(job, untried[0]).tracking.mlflow else []
+    errors = for_each_run(job, untried[::-1], places, partial(_try, job, [*job.extra, *tracking]), restarts=0)
+    shutil.rmtree(store, ignore_errors=True)
+    found = []
+    for item in left:
+        kept = _kept(first[item.row, item.point])
+        if kept.exists():
+            body = read_json(kept, UnusableError, "; remove the file")
+            check(body, _TRIAL, kept, UnusableError, "; remove the file")
+            found.append(_estimated(job, item, Trial(**body)))
+    return found, errors
+
+
+def _kept(item: Run) -> Path:
+    return item.out / _FOLDER / f"{replace(item, seed=0).name}.json"
+
+
+def _make_store(folder: Path) -> list[str]:
+    """Make a store of MLflow with its tables, whose making is not to be measured, and return the overrides for it."""
+    folder = folder.absolute()
+    make_folder(folder)
+    client = connect(uri := f"sqlite:///{folder / 'store.db'}")
+    if client.get_experiment_by_name(_FOLDER) is None:
+        client.create_experiment(_FOLDER, artifact_location=(folder / "artifacts").as_uri())
+    return [f"tracking.uri={uri}", f"tracking.experiment={_FOLDER}"]
+
+
+def _try(job: Job, given: Sequence[str], item: Run, report: Callable[[str], None], place: Place) -> None:
+    """Train a few steps of a row and measure its columns, and keep the times; `given`: overrides."""
+    build(job, item, report)
+    trial = replace(item, out=item.out / _FOLDER)
+    shutil.rmtree(trial.directory, ignore_errors=True)  # of a trial that was stopped
+    extra = [*given, f"tracking.every={_FIRST_STEPS}"]
+    config = _config(job, item)
+    if config.eval.every is not None:
+        extra.append(f"eval.every={MEASURED_STEPS}")  # one evaluation, some steps before the end
+    if config.checkpoint.every is not None:
+        extra.append(f"checkpoint.every={MEASURED_STEPS}")
+    metrics, last = trial.directory / METRICS_FILE, _FIRST_STEPS + MEASURED_STEPS
+    begin = time.monotonic()
+    job.command(
+        train_command(job.scale, trial, ranks=job.ranks, extra=extra, devices=place.devices),
+        f"{item.name}-estimate",
+        also=[EXIT_REQUEUE],
+        place=place,
+        until=lambda: any(point.step >= last for point in read_points(metrics)),
+    )
+    seconds = time.monotonic() - begin
+    points = [point for point in read_points(metrics) if "step_seconds" in point.metrics]
+    step = statistics.median([point.metrics["step_seconds"] for point in points[1:] or points])
+    of_run = points[-1].metrics
+    evaluating, saving = (of_run[f"goodput/{part}"] * of_run["goodput/seconds"] for part in ("evaluation", "saving"))
+    begin = time.monotonic()
+    columns = left_to_measure(job, item)
+    while columns:
+        first = next(iter(columns.values()))
+        command = evaluate_command(trial, first, given)
+        job.command(command, f"{item.name}-estimate", place=place)
+        columns = {name: column for name, column in columns.items() if name not in same_command(columns, first)}
+    found = Trial(
+        step,
+        evaluation=evaluating,
+        rest=max(0.0, seconds - points[-1].step * step - evaluating - saving),
+        measuring=time.monotonic() - begin,
+        saving=saving,
+    )
+    write_text(_kept(item), json.dumps(asdict(found)) + "\n")
+    shutil.rmtree(trial.directory)
+    report(f"{item.name}: {step:.3g} s a step")
+
+
+def _config(job: Job, item: Run) -> Config:
+    return load_config(train_words(job.scale, item, job.extra))
+
+
+def _estimated(job: Job, item: Run, trial: Trial) -> Estimate:
+    config = _config(job, item)
+    plan = training_plan(config, open_index(config.data, config.data.train_split))
+    try:
+        steps = total_steps(config, plan)
+    except ValueError as error:
+        raise UnusableError(f"{item.name}: {error}") from error
+    train, every = config.train, config.eval.every
+    tokens = steps * train.global_batch_size * train.seg_len * train.segments_per_update
+    evaluations = 0 if every is None else steps // every
+    checkpoints = 0 if config.checkpoint.every is None else (steps - 1) // config.checkpoint.every
+    seconds = trial.rest + steps * trial.step + evaluations * trial.evaluation + checkpoints * trial.saving
+    seconds += trial.measuring
+    return Estimate(item, steps, tokens, trial.step, seconds)
+
+
+def finish_seconds(seconds: Sequence[float], num_places: int) -> float:
+    """Return after how many seconds the last run ends, if each begins in the first place that is free."""
+    ends = [0.0] * num_places
+    for one in seconds:
+        heapq.heapreplace(ends, ends[0] + one)
+    return max(ends)
+
+
+def report(found: Sequence[Estimate], *, num_places: int, ranks: int, device: str) -> Iterator[str]:
+    """Yield the lines that say what the runs will take.
+
+    Args:
+        device: what a rank computes on: GPU or CPU.
+    """
+    rows: dict[str, list[Estimate]] = {}
+    for one in found:
+        rows.setdefault("-".join(filter(None, (one.run.row, one.run.point))), []).append(one)
+    cells = [("row", "runs", "steps", "tokens", "s/step", "each")]
+    for name, mine in rows.items():
+        one = mine[0]
+        size = (f"{one.steps:,}", _short(one.tokens), f"{one.step_seconds:.3g}", duration(one.seconds))
+        cells.append((name, str(len(mine)), *size))
+    yield from table(cells)
+    total = sum(one.seconds for one in found)
+    seconds = finish_seconds([one.seconds for one in found], num_places)
+    end = datetime.fromtimestamp(time.time() + seconds).strftime("%Y-%m-%d %H:%M")
+    work = f"{_short(sum(one.tokens for one in found))} tokens, {total * ranks / 3600:.2g} {device}-hours"
+    yield f"{counted(len(found), 'run')}: {work}; with --jobs {num_places} about {duration(seconds)}, until {end}"
+
+
+def _short(number: float) -> str:
+    """Format a count with three digits: 1.23 M."""
+    for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:g}"
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as 1:02:03 or 2:03 (hours, minutes, seconds)."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

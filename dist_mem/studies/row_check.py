@@ -1,0 +1,200 @@
+"""`dist-mem reproduce TABLE --check`: print the resolved settings of every row without building or training.
+
+Settings that all rows share are printed once, then per row its other settings, its size, its data and the paper's
+figures. Data and pretrained weights need not exist; if they do, the row is checked against them.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from omegaconf import OmegaConf
+
+from dist_mem.config import Config, load_config
+from dist_mem.data.directory import local_dir
+from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_metadata
+from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
+from dist_mem.estimate.dry_run import check_model, subjects
+from dist_mem.estimate.vocabulary import ASSUMED_VOCAB_SIZE
+from dist_mem.memory import memory_options
+from dist_mem.model import describe
+from dist_mem.studies.runs import Run, all_runs, candidates, columns_of, shown_rows, train_words
+from dist_mem.studies.tables import Row, Scale, Table
+
+BLOCKS = ("data", "model", "memory", "train", "optimizer", "schedule", "eval")  # blocks that affect the figures
+_APART = ("data.path", "data.seed", "train.seed")  # printed elsewhere
+_WIDTH = 120
+
+Settings = dict[str, Any]  # dotted key -> resolved value
+
+
+class Checked(NamedTuple):
+    """The checked settings of one row at one point."""
+
+    run: Run
+    settings: Settings
+    lines: list[tuple[str, str]]  # label and text: size, data, missing weights
+
+
+def check(
+    table: Table, scale: Scale, *, rows: Sequence[str], seeds: Sequence[int], ranks: int, extra: list[str]
+) -> int:
+    """Print the resolved settings. Returns the exit code: 2 if a row cannot be run."""
+    seeds = seeds or scale.seeds
+    requested = [one for row in rows or shown_rows(table, scale) for one in candidates(table, scale, row)]
+    checked, refused = [], []
+    for run in all_runs(scale, Path("runs"), seeds[:1], requested):
+        try:
+            checked.append(_check_run(scale, run, ranks=ranks, extra=extra))
+        except ValueError as error:
+            refused.append(f"{_title(table, run)}: {error}")
+    shared = _shared(one.settings for one in checked)
+    print(f"{table.title}\n{table.source}\nscale {scale.name}: {scale.about}\n")
+    print(f"every row: {' '.join(scale.train)}\nseeds: {', '.join(map(str, seeds))}")
+    _print_settings(shared)
+    _print_points(scale, checked, shared)
+    for row in rows or shown_rows(table, scale):
+        _print_row(table, scale, row, [one for one in checked if one.run.row == row], known=shared)
+    for note in table.notes:
+        print(textwrap.fill(note, _WIDTH, initial_indent="- ", subsequent_indent="  "))
+    for text in refused:
+        print(f"error: {text}", file=sys.stderr)
+    return EXIT_USAGE if refused else EXIT_DONE
+
+
+def check_rows(table: Table, scale: Scale, extra: Sequence[str], rows: Sequence[str] = ()) -> None:
+    """Check every row before the first run: its keys, its model, its seeds, and the overrides of its columns.
+
+    Args:
+        rows: that will be run; empty: all.
+
+    Raises:
+        UnusableError: for the first row that cannot be run; nothing is allocated or started.
+    """
+    chosen = list(rows or scale.rows)
+    runs = all_runs(scale, Path(), scale.seeds[:1], chosen) + all_runs(scale, Path(), scale.seeds[1:], chosen[:1])
+    for run in runs:
+        words, where = train_words(scale, run, extra), _title(table, run)
+        try:
+            check_model(load_config(words, memory_options=memory_options))
+            for name, column in columns_of(table, scale, run.point).items():
+                where = f"{_title(table, run)}: column {name}"
+                measuring = [word for word in column.evaluate if "=" in word and not word.startswith("-")]
+                load_config([*words, *measuring], memory_options=memory_options)
+        except UnusableError as error:
+            raise UnusableError(f"{where}: {error}") from error
+
+
+def _title(table: Table, run: Run) -> str:
+    return f"{table.path}: row {run.row}{f' at {run.point}' if run.point else ''}"
+
+
+def _check_run(scale: Scale, run: Run, *, ranks: int, extra: Sequence[str]) -> Checked:
+    """Resolve one row. Raises ValueError, for example UnusableError, if it cannot be run."""
+    config = load_config(train_words(scale, run, extra), memory_options=memory_options)
+    tree = cast(dict[str, Any], OmegaConf.to_container(cast(Any, config), resolve=True))
+    settings = {key: value for name in BLOCKS for key, value in _flat(name, tree[name]) if key not in _APART}
+    point = scale.points[run.point]
+    is_built = (local_dir(config.data) / JSON_NAME).exists()
+    missing = _missing_weights(config)
+    if is_built:
+        vocab_size = read_tokenizer_metadata(local_dir(config.data))["vocab_size"]
+        text = config.data.path if missing else _read_plan(config, ranks)
+    else:
+        vocab_size = point.vocab_size or ASSUMED_VOCAB_SIZE
+        assumed = "" if point.vocab_size else f"; a vocabulary of {vocab_size:,} is assumed"
+        text = f"{config.data.path}: not built yet{assumed}"
+    lines = [*_size_lines(describe(config, vocab_size, num_lanes=1)), ("data", text)]
+    if missing:
+        lines.append(("weights", f"{missing}: does not exist yet"))
+    return Checked(run, settings, lines)
+
+
+def _missing_weights(config: Config) -> str | None:
+    """Return `model.pretrained` if it is set and does not exist."""
+    folder = config.model.pretrained
+    return folder if folder is not None and not Path(folder).exists() else None
+
+
+def _read_plan(config: Config, ranks: int) -> str:
+    """Return the summary of `dist-mem train --check` for existing data. Raises UnusableError if they do not fit."""
+    found = dict(subjects(config, world_size=ranks))
+    return f"{found['data']}; {found['training']}"
+
+
+def _size_lines(sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    yield "parameters", f"{sizes['num_parameters']:,}"
+    if "scoring_flops_per_token" in sizes:  # of a lane alone, as the papers count; torch counts two for a multiply-add
+        yield "multiply_adds", f"{sizes['scoring_flops_per_token'] / 2e6:,.1f} M per predicted token"
+
+
+def _flat(key: str, node: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(node, dict) and node:
+        for name, child in node.items():
+            yield from _flat(f"{key}.{name}", child)
+    else:
+        yield key, node
+
+
+def _shared(many: Iterable[Settings]) -> Settings:
+    """Return the settings that all have with the same value."""
+    first, *rest = [dict(one) for one in many] or [{}]
+    return {key: value for key, value in first.items() if all(key in one and one[key] == value for one in rest)}
+
+
+def _print_settings(settings: Settings) -> None:
+    """Print a paragraph per block: `model num_layers=16 d_model=410 ...`."""
+    for name in BLOCKS:
+        block = {key.removeprefix(f"{name}."): value for key, value in settings.items() if key.startswith(f"{name}.")}
+        if block:
+            _print_labelled(name, " ".join(f"{key}={_value(value)}" for key, value in block.items()))
+
+
+def _print_labelled(label: str, text: str) -> None:
+    """Print a paragraph with aligned lines, without breaking a setting across lines."""
+    begin = f"  {label:<14}"
+    wrapper = textwrap.TextWrapper(_WIDTH, begin, " " * len(begin), break_long_words=False, break_on_hyphens=False)
+    print(wrapper.fill(text))
+
+
+def _value(value: Any) -> str:
+    """Return a value in YAML notation, without blanks."""
+    text = {None: "null", True: "true", False: "false"}.get(value) if isinstance(value, bool | None) else str(value)
+    return str(text).replace(" ", "")
+
+
+def _print_points(scale: Scale, checked: Sequence[Checked], shared: Settings) -> None:
+    """Print the settings that the rows share at one named point only, and how to build missing data."""
+    for name, point in scale.points.items():
+        mine = [one for one in checked if one.run.point == name]
+        if name:
+            print(f"\nat {name}:")
+            here = _shared(one.settings for one in mine)
+            _print_settings({key: value for key, value in here.items() if key not in shared})
+        if point.made_by and any("not built yet" in text for one in mine for _, text in one.lines):
+            _print_labelled("data built by", point.made_by)
+
+
+def _print_row(table: Table, scale: Scale, key: str, checked: Sequence[Checked], *, known: Settings) -> None:
+    row = table.rows[key]
+    print(f"\n{key}: {row.name}{f' ({row.note})' if row.note else ''}")
+    if row.best_of:
+        for name in scale.points:
+            behind = ", ".join(candidates(table, scale, key, name)) or "none"
+            print(f"  best on validation{f' at {name}' if name else ''} of: {behind}")
+    settings = _shared(one.settings for one in checked)
+    _print_settings({name: value for name, value in settings.items() if name not in known})
+    for one in checked:
+        at = f"at {one.run.point}: " if one.run.point else ""
+        for label, text in one.lines:
+            _print_labelled(label, f"{at}{text}{_papers_size(row, label)}")
+    if row.paper:
+        _print_labelled("the paper", ", ".join(f"{name} {value:g}" for name, value in row.paper.items()))
+
+
+def _papers_size(row: Row, label: str) -> str:
+    return f" (the paper: {row.sizes[label] / 1e6:g} M)" if label in row.sizes else ""

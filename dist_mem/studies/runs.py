@@ -1,0 +1,266 @@
+"""The runs of a table, their commands and their results.
+
+Every step is a command that a user can run, in a separate process. The files of a step show that it is finished, so a
+repeated call continues where an earlier one stopped. A row with `best_of` shows the best of other rows on the
+validation split, as a paper tunes its baselines: chosen per seed and column, with the figure of the column's split.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dist_mem.errors import UnusableError
+from dist_mem.evaluation.report import Band, read_report
+from dist_mem.runtime.file_schema import check, figure, integer, optional, read_json, record, table, text
+from dist_mem.runtime.files import write_text
+from dist_mem.runtime.network_interface import free_port
+from dist_mem.runtime.python import dist_mem, own_python, python_module
+from dist_mem.runtime.ranks import visible_devices
+from dist_mem.runtime.shipped import shipped_path
+from dist_mem.studies.tables import Column, Scale, Table
+
+# Figures of which a higher one is better; of all others a lower one is.
+_GROWING = ("accuracy", "whole_answers", "recall_accuracy", "dialogue_f1", "dialogue_rouge", "dialogue_meteor")
+RESULTS = "results"  # folder of the results, one file per run and column
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training: one row at one point with one seed."""
+
+    row: str
+    point: str
+    seed: int
+    out: Path  # of the table
+
+    @property
+    def name(self) -> str:
+        return "-".join(part for part in (self.row, self.point, f"seed{self.seed}") if part)
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return self.out / "runs" / self.name
+
+    def result(self, column: str) -> Path:
+        """Return the path of its result for a column."""
+        return self.out / RESULTS / f"{self.name}-{column}.json"
+
+
+def all_runs(scale: Scale, out: Path, seeds: Sequence[int], rows: Sequence[str]) -> list[Run]:
+    """Return every run of a scale, seed by seed, so that the table is complete as early as possible."""
+    chosen = [row for row in scale.rows if row in rows]
+    return [
+        Run(row, name, seed, out)
+        for seed in seeds
+        for name, point in scale.points.items()
+        for row in chosen
+        if row not in point.without
+    ]
+
+
+def data_of(scale: Scale, run: Run) -> str:
+    """Return the data directory of a run: its row's `data.path=`, else its point's."""
+    paths = [word.partition("=")[2] for word in scale.rows[run.row] if word.startswith("data.path=")]
+    return paths[-1] if paths else scale.points[run.point].data
+
+
+def with_done(table: Table, scale: Scale, out: Path, requested: Sequence[Run]) -> list[Run]:
+    """Return the requested runs and all others that earlier calls measured, since the table shows them too."""
+    found = [re.search(r"seed(\d+)-", path.name) for path in (out / RESULTS).glob("*.json")]
+    seeds = sorted({run.seed for run in requested} | {int(match[1]) for match in found if match})
+    return [
+        run
+        for run in all_runs(scale, out, seeds, list(scale.rows))
+        if run in requested or any(run.result(name).exists() for name in columns_of(table, scale, run.point))
+    ]
+
+
+def columns_of(table: Table, scale: Scale, point: str | None = None) -> dict[str, Column]:
+    """Return the columns of a scale, or those measured at one point."""
+    columns = scale.columns or table.columns
+    return {name: column for name, column in columns.items() if point is None or column.point == point}
+
+
+def candidates(table: Table, scale: Scale, row: str, point: str | None = None) -> list[str]:
+    """Return the rows of this scale behind a row of the table: itself, or those it is the best of.
+
+    Args:
+        point: return only the rows run at this point; None: all.
+    """
+    without = [] if point is None else scale.points[point].without
+    return [name for name in table.rows[row].best_of or [row] if name in scale.rows and name not in without]
+
+
+def shown_rows(table: Table, scale: Scale) -> list[str]:
+    """Return the rows of the table that have a run at this scale."""
+    return [row for row in table.rows if candidates(table, scale, row)]
+
+
+def measured(table: Table, scale: Scale, run: Run) -> dict[str, Column]:
+    """Return the columns to measure for a run; for a candidate of a `best_of` row also each column on validation."""
+    columns = columns_of(table, scale, run.point)
+    if not any(run.row in row.best_of for row in table.rows.values()):
+        return columns
+    return {_on_validation(name): replace(column, split="validation") for name, column in columns.items()} | columns
+
+
+def runs_behind(table: Table, scale: Scale, runs: Sequence[Run], row: str, name: str) -> list[Run]:
+    """Return the runs, one per seed, whose figures a cell of the table shows."""
+    column = columns_of(table, scale)[name]
+    behind = candidates(table, scale, row, column.point)
+    mine = [run for run in runs if run.row in behind and run.point == column.point]
+    if not table.rows[row].best_of:
+        return mine
+    seeds = sorted({run.seed for run in mine})
+    return [_best([replace(mine[0], row=other, seed=seed) for other in behind], name, column) for seed in seeds]
+
+
+def _best(runs: Sequence[Run], name: str, column: Column) -> Run:
+    """Return the best run of one seed, or the first run that is not measured yet, even if it was not requested."""
+    results = [read_result(run, _on_validation(name)) for run in runs]
+    if None in results:
+        return runs[results.index(None)]
+    sign = -1.0 if is_better_higher(column.figure) else 1.0
+    valued = [(sign * result["value"], number) for number, result in enumerate(results) if result and "value" in result]
+    return runs[min(valued)[1]] if valued else runs[0]
+
+
+def is_better_higher(figure: str) -> bool:
+    """Return whether a higher value of a figure is the better one."""
+    return figure.startswith(_GROWING)
+
+
+def _on_validation(name: str) -> str:
+    return f"{name} on validation"
+
+
+def build_command(words: Sequence[str]) -> list[str]:
+    """Return a command that builds data, with this Python and, outside of a clone, the builder of the installation."""
+
+    def found(word: str) -> str:
+        return word if Path(word).exists() else str(shipped_path(word) or word)
+
+    return [own_python() if word == "python" else found(word) for word in words]
+
+
+def train_command(scale: Scale, run: Run, *, ranks: int, extra: Sequence[str], devices: str | None = None) -> list[str]:
+    """Return the command of a training, through a launcher for several ranks; `devices` as in `launcher`."""
+    return [*launcher(ranks, devices), "train", *train_words(scale, run, extra)]
+
+
+def train_words(scale: Scale, run: Run, extra: Sequence[str]) -> list[str]:
+    """Return the configurations and overrides of a training, for `dist-mem train` or `load_config`."""
+    point = scale.points[run.point]
+    return [
+        *(*scale.train, *scale.rows[run.row], *point.train, f"data.path={data_of(scale, run)}"),
+        *(f"train.seed={run.seed}", f"data.seed={run.seed}", f"name={run.name}", f"run_dir={run.directory}", *extra),
+    ]
+
+
+def launcher(ranks: int, devices: str | None = None) -> list[str]:
+    """Return the command that starts `dist_mem` on this machine, through DeepSpeed's launcher for several ranks.
+
+    It uses the part of the launcher that starts the ranks. The other part (`deepspeed`) does not forward signals and
+    would leave the ranks running. That part numbers the GPUs from 0; `env` gives the ranks those that the user chose.
+
+    Args:
+        devices: CUDA_VISIBLE_DEVICES of the command; None: that of this process.
+    """
+    if ranks == 1:
+        return dist_mem()
+    devices = visible_devices() if devices is None else devices
+    program = ["env", *(["-u", "CUDA_VISIBLE_DEVICES"] if devices is None else [f"CUDA_VISIBLE_DEVICES={devices}"])]
+    world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
+    place = ["--master_addr=127.0.0.1", f"--master_port={free_port()}"]  # a free port: several tables may run here
+    options = [f"--world_info={world}", "--node_rank=0", *place, "--log_level=error", "--no_local_rank"]
+    return python_module("deepspeed.launcher.launch", *options, "--no_python", *program, *dist_mem())
+
+
+def tied(arguments: Sequence[str]) -> list[str]:
+    """Return a command that receives SIGTERM, on which training saves, when this process dies, even by `kill -9`.
+
+    setpriv (util-linux 2.33) requests this from the kernel and then executes the command. Without setpriv only signals
+    are forwarded.
+    """
+    setpriv = shutil.which("setpriv")
+    if setpriv is None:
+        return list(arguments)
+    prefix = [setpriv, "--pdeathsig", "TERM", "--"]
+    # The setpriv of RHEL 8 and busybox do not have the option.
+    if subprocess.run([*prefix, setpriv, "--version"], capture_output=True).returncode != 0:
+        return list(arguments)
+    return [*prefix, *arguments]
+
+
+def evaluate_command(run: Run, column: Column, extra: Sequence[str]) -> list[str]:
+    """Return the arguments of `dist-mem evaluate`, or of the other command that measures the column."""
+    overrides = [text for text in extra if text.startswith(("eval.", "tracking."))]
+    return [*launcher(1), column.command, str(run.directory), "--split", column.split, *column.evaluate, *overrides]
+
+
+def figure_commands(table: Table, runs: Sequence[Run], out: Path, extra: Sequence[str]) -> dict[str, list[str]]:
+    """Return the arguments of `dist-mem figure` for each figure of the table whose rows are all among the runs."""
+    found = {}
+    overrides = [text for text in extra if text.startswith(("eval.", "tracking."))]
+    for name, rows in table.figures.items():
+        first = {run.row: str(run.directory) for run in reversed(runs)}
+        if all(row in first for row in rows):
+            directories = [first[row] for row in rows]
+            found[name] = [*launcher(1), "figure", name, *directories, *overrides, "-o", str(out / "figures")]
+    return found
+
+
+def newest_report(run: Run, column: Column) -> Path:
+    """Return the report of the measurement that has just ended.
+
+    Raises:
+        ValueError: it has written no report.
+    """
+    pattern = f"{'' if column.command == 'evaluate' else f'{column.command}-'}{column.split}-*.json"
+    folder = run.directory / "evaluations"
+    written = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns)
+    if not written:
+        raise ValueError(f"{folder} has no {pattern}")
+    return written[-1]
+
+
+_FIGURES = record({"figures": table(figure), "step": integer()}, is_open=True)
+_RESULT = record({}, {"value": optional(figure), "step": integer(), "diverged": text}, is_open=True)
+
+
+def figure_of(path: Path, column: Column) -> tuple[float | None, int]:
+    """Return the figure of a column in a report, None if the report has no such figure, and the checkpoint's step."""
+    content: dict[str, Any] = read_json(path, UnusableError, "; remove the file")
+    check(content, _FIGURES, path, UnusableError, "; remove the file")
+    value: float | None = content["figures"].get(f"{column.split}/{column.figure}")
+    if column.band:
+        report, band = read_report(path), Band(column.band[0], column.band[1] if column.band[1:] else None)
+        value = report.recall_accuracy(band) if column.figure == "recall_accuracy" else report.recall_perplexity(band)
+    return (None if value is None or math.isnan(value) else value), int(content["step"])
+
+
+def keep_result(run: Run, column: str, result: dict[str, Any]) -> None:
+    """Write a result, or the reason there is none: {"value": 1.5, "step": 100} or {"diverged": "..."}."""
+    path = run.result(column)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(result, indent=1) + "\n")
+
+
+def read_result(run: Run, column: str) -> dict[str, Any] | None:
+    """Read what `keep_result` wrote; None if there is no result yet."""
+    path = run.result(column)
+    if not path.exists():
+        return None
+    content: dict[str, Any] = read_json(path, UnusableError, "; remove the file")
+    check(content, _RESULT, path, UnusableError, "; remove the file")
+    return content

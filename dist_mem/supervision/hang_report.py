@@ -1,0 +1,226 @@
+"""Hang reports: when nothing moves any more, each rank writes its position; the report names the suspected ranks.
+
+    RUN/hangs/20261120T101500Z/rank-00003.txt   the position of rank 3, and the stacks of all its threads
+    RUN/hangs/20261120T101500Z/report.txt       the suspected ranks and nodes, and where the others wait
+    RUN/slurm/failed_nodes                      the suspected nodes, one per line, for the next start
+
+When collectives hang, the file system is the only channel that the ranks share for certain. Every rank writes one file;
+only the lowest live rank reads the files, so the work of a thousand ranks grows with their number
+and not with its square. The time that they have for it grows too.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from dist_mem.supervision.flight_recorder import NO_VERDICT, Verdict
+
+FAILED_NODES = Path("slurm") / "failed_nodes"  # in the run directory
+_FILES_PER_SECOND = 400  # least rate at which a busy shared file system creates, finds or opens small files
+_GATHER_SECONDS = 2.5  # longest wait for the files of a few ranks
+_POLL_SECONDS = 0.1
+
+
+class Position(NamedTuple):
+    """The position of a rank in the training."""
+
+    rank: int
+    node: str
+    pid: int
+    step: int | None  # None: before the first
+    phase: str
+    beats: int  # calls of `beat` by its main thread; all ranks make the same calls
+    idle: float  # seconds since the last beat
+
+    @property
+    def place(self) -> str:
+        """The position as text: step and phase."""
+        return self.phase if self.step is None else f"step {self.step}, {self.phase}"
+
+
+def slack(num_ranks: int) -> float:
+    """Return the seconds that a shared file system needs for one small file of every rank."""
+    return num_ranks / _FILES_PER_SECOND
+
+
+def write_position(folder: Path, position: Position) -> bool:
+    """Write the file of one rank, with the stacks of all threads, atomically. Return True."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = _file_of(folder, position.rank)
+    partial = path.with_suffix(".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        for name, value in position._asdict().items():
+            file.write(f"{name}: {'-' if value is None else value}\n")
+        file.write("\nThreads by name:\n")
+        for thread in threading.enumerate():
+            file.write(f"  0x{thread.ident or 0:016x} {thread.name}\n")
+        file.write("\n")
+        file.flush()
+        faulthandler.dump_traceback(file, all_threads=True)
+    partial.replace(path)
+    return True
+
+
+def _file_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05d}.txt"
+
+
+def gather_seconds(num_ranks: int) -> float:
+    """Return the longest time for which `gather_positions` waits for files, in seconds; then it reads them."""
+    return _GATHER_SECONDS + slack(num_ranks)
+
+
+def gather_positions(folder: Path, *, rank: int, num_ranks: int) -> list[Position]:
+    """Return the positions of the ranks on the lowest live rank, and nothing on the others.
+
+    Rank 0 waits for the files of all ranks. The others wait for that of rank 0; if it does not come, they look for the
+    first file that has come, that of the lowest live rank.
+    """
+    if rank == 0:
+        wait_for(lambda: _num_reported(folder) == num_ranks, gather_seconds(num_ranks))
+        return read_positions(folder)
+    if wait_for(lambda: _exists(_file_of(folder, 0), rank), gather_seconds(num_ranks), slack(num_ranks)):
+        return []
+    lowest = next(other for other in range(rank + 1) if _file_of(folder, other).exists())
+    return read_positions(folder) if lowest == rank else []
+
+
+def wait_for_report(folder: Path, *, rank: int, num_ranks: int, seconds: float) -> None:
+    """Wait until the lowest live rank has written the report, or for `seconds`."""
+    wait_for(lambda: _exists(folder / "report.txt", rank), seconds, slack(num_ranks))
+
+
+def _num_reported(folder: Path) -> int:
+    """Return the number of ranks that have written their files; only rank 0 lists the folder."""
+    refresh(folder, 0)
+    return len(list(folder.glob("rank-*.txt")))
+
+
+def _exists(path: Path, rank: int) -> bool:
+    refresh(path.parent, rank)
+    return path.exists()
+
+
+def refresh(folder: Path, rank: int) -> None:
+    """Create and remove a file, which makes the client of a network file system read the folder again."""
+    probe = folder / f".watchdog-{rank}"
+    probe.touch()
+    probe.unlink()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float, interval: float = 0.0) -> bool:
+    """Wait until the condition holds, or for `seconds`; return whether it holds."""
+    deadline = time.monotonic() + seconds
+    while not (holds := condition()) and time.monotonic() < deadline:
+        time.sleep(max(_POLL_SECONDS, min(interval, deadline - time.monotonic())))
+    return holds
+
+
+def read_positions(folder: Path) -> list[Position]:
+    """Return the positions that the ranks have written, sorted by rank."""
+    found = []
+    for path in sorted(folder.glob("rank-*.txt")):
+        head = path.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
+        fields = dict(line.split(": ", 1) for line in head.splitlines())
+        found.append(
+            Position(
+                rank=int(fields["rank"]),
+                node=fields["node"],
+                pid=int(fields["pid"]),
+                step=None if fields["step"] == "-" else int(fields["step"]),
+                phase=fields["phase"],
+                beats=int(fields["beats"]),
+                idle=float(fields["idle"]),
+            )
+        )
+    return found
+
+
+def suspects(positions: Sequence[Position], nodes: Sequence[str], recorded: Verdict = NO_VERDICT) -> dict[int, str]:
+    """Return the suspected ranks, each with the reason; none if all ranks wait for each other.
+
+    Args:
+        positions: of the ranks that have reported.
+        nodes: of all ranks.
+        recorded: of the flight recorder, which sees the devices: on GPUs, Python code runs ahead of them.
+    """
+    known_ranks = {position.rank for position in positions}
+    silent = [rank for rank in range(len(nodes)) if rank not in known_ranks]
+    if silent:
+        return dict.fromkeys(silent, "has reported nothing: it is stopped or dead, or its node is")
+    foremost = max(position.beats for position in positions)
+    behind = {one.rank: f"is behind the others: {one.place}" for one in positions if one.beats < foremost}
+    if recorded.suspects:
+        return {rank: behind.get(rank, why) for rank, why in recorded.suspects.items()}
+    return (
+        behind if len(behind) <= len(nodes) / 2 else {}
+    )  # most ranks wait for something that only a few have received
+
+
+def report(
+    positions: Sequence[Position],
+    nodes: Sequence[str],
+    *,
+    seconds: float,
+    folder: Path,
+    recorded: Verdict = NO_VERDICT,
+) -> str:
+    """Return the report for the user; arguments as in `suspects`."""
+    idle = max(position.idle for position in positions)
+    lines = [f"hang: nothing has moved for {idle:.0f} s (watchdog.seconds = {seconds:g})"]
+    found = suspects(positions, nodes, recorded)
+    reasons: dict[str, list[int]] = defaultdict(list)
+    for rank, why in found.items():
+        reasons[why].append(rank)
+    for why, ranks in reasons.items():
+        noun = "rank" if len(ranks) == 1 else "ranks"
+        lines.append(f"suspect: {noun} {_spans(ranks)} ({_names([nodes[rank] for rank in ranks])}) {why}")
+    if not found:
+        phases = ", ".join(dict.fromkeys(position.phase for position in positions))
+        lines.append(f"all ranks wait in {phases}: a stuck collective, or the network between {_names(nodes)}")
+    places: dict[str, list[int]] = defaultdict(list)
+    for position in positions:
+        if position.rank not in found:
+            places[position.place].append(position.rank)
+    lines += [f"  waiting in {place}: rank {_spans(ranks)}" for place, ranks in places.items()]
+    lines += recorded.lines
+    lines.append(f"stacks of all threads: {folder}")
+    return "\n".join(lines)
+
+
+def failed_nodes(
+    run_dir: Path, positions: Sequence[Position], nodes: Sequence[str], recorded: Verdict = NO_VERDICT
+) -> None:
+    """Add the suspected nodes to the list that the next start may leave out."""
+    path = run_dir / FAILED_NODES
+    named = dict.fromkeys(nodes[rank] for rank in suspects(positions, nodes, recorded))
+    if len(named) > max(1, len(set(nodes)) // 4):
+        return  # the network or the file system is a likelier cause than so many nodes
+    known = path.read_text(encoding="utf-8").split() if path.exists() else []
+    new = [node for node in named if node not in known]
+    if new:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write("".join(f"{node}\n" for node in new))
+
+
+def _names(nodes: Sequence[str]) -> str:
+    distinct = list(dict.fromkeys(nodes))
+    return ", ".join(distinct[:8]) + (f" and {len(distinct) - 8} more" if len(distinct) > 8 else "")
+
+
+def _spans(ranks: Sequence[int]) -> str:
+    """Return ascending numbers as text, with ranges, as "0-2, 5"."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)

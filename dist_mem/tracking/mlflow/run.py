@@ -1,0 +1,357 @@
+"""Find or create an MLflow run, and send it the entries of a journal. Other modules reach mlflow through this one.
+
+Only rank 0 uses it. Every method may be called again after an error, with the same result as a single call: SQL stores
+identify a point by name, step, time and value, and everything else is set, not added.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
+
+from dist_mem.config import Config
+from dist_mem.errors import UnusableError
+from dist_mem.runtime.environment import quiet_tracking_environment
+from dist_mem.runtime.files import write_text
+from dist_mem.runtime.names import is_plain_path
+from dist_mem.tracking.mlflow.journal import Entry, Header, JournalError
+from dist_mem.tracking.mlflow.logged_models import log_checkpoint
+from dist_mem.tracking.mlflow.page import NOTE_TAG, description, folder_of, is_shown, where_to_look
+from dist_mem.tracking.mlflow.stores import RUN_ID_FILE, read_run_id, store_uri
+from dist_mem.tracking.mlflow.tables import prepare
+from dist_mem.tracking.mlflow_errors import brief, is_refusal
+from dist_mem.tracking.mlflow_names import valid_name, valid_text
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+UID_TAG = "dist_mem.uid"  # id of the journal whose entries the tags of delivery.py count
+_METRICS_PER_REQUEST = 900  # MLflow takes 1000 metrics, parameters and tags together
+_PARAMS_PER_REQUEST = 100
+_PARAM_CHARS = 500  # mlflow 3 takes 6000, the servers of earlier versions 500; the whole configuration is an artifact
+_TAG_CHARS = 5000  # mlflow 3 takes 8000, the servers of earlier versions 5000
+# A job that ended before MLflow answered leaves a thread that still waits; the next job in this process waits for it.
+_OPENING: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by uid of the journal
+
+
+class Target(NamedTuple):
+    """The MLflow run of a run directory."""
+
+    uri: str
+    run_dir: Path
+    header: Header  # of its journal
+    is_named: bool = True  # False: only the run directory names the uri, and it may come from anybody
+
+
+def target_of(config: Config, run_dir: Path, header: Header, *, is_named: bool = True) -> Target:
+    """Return the run of a journal. `tracking.experiment` may be set after the journal exists, before the run does."""
+    if config.tracking.experiment:
+        header = header._replace(experiment={"name": config.tracking.experiment})
+    return Target(store_uri(config), run_dir, header, is_named)
+
+
+def import_mlflow_quietly() -> None:
+    """Import mlflow (about 1 s) and silence messages that do not concern users."""
+    quiet_tracking_environment()
+    import mlflow  # noqa: F401
+
+    # "Creating initial MLflow database tables", "Updating database tables": the user need not know or do anything.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+    # MLflow's own table definitions use a deprecated SQLAlchemy option.
+    warnings.filterwarnings(
+        "ignore", message=r"The ``noload`` loader strategy is deprecated", category=DeprecationWarning
+    )
+
+
+def connect(uri: str, report: Callable[[str], None] = print) -> MlflowClient:
+    """Return an MlflowClient, after creating the tables of a new SQLite store (1 to 7 s), see `prepare`."""
+    import_mlflow_quietly()
+    from mlflow import MlflowClient
+
+    prepare(uri, report)
+    return MlflowClient(uri)
+
+
+def client_tags() -> dict[str, str]:
+    """Return the tags that every MLflow client and its plugins set.
+
+    Without mlflow.user: MLflow uses the login name of MLFLOW_TRACKING_USERNAME (provenance.py has the machine's user).
+    """
+    import_mlflow_quietly()
+    from mlflow.tracking.context.git_context import GitRunContext
+    from mlflow.tracking.context.registry import resolve_tags
+
+    ignore: Any = [GitRunContext]  # MLflow declares a list of instances, and takes classes
+    return {name: value for name, value in resolve_tags(ignore=ignore).items() if name != "mlflow.user"}
+
+
+def file_inside(run_dir: Path, name: object) -> Path:
+    """Return the file `name` of a run directory. Raises JournalError if it is no file, or outside by .. or a link."""
+    path = run_dir / name if isinstance(name, str) else run_dir
+    if not (path.is_file() and path.resolve().is_relative_to(run_dir.resolve())):
+        raise JournalError(f"{name!a} is no file inside the run directory")
+    return path
+
+
+class MlflowRun:
+    """The MLflow run of a journal. `run_id` is None until MLflow has answered; other members need `open` first."""
+
+    def __init__(self, target: Target, *, report: Callable[[str], None]) -> None:
+        """Import mlflow; send nothing yet. `report` is called with a line for the user."""
+        import_mlflow_quietly()  # not in a thread: imports of two threads can deadlock
+        self.run_id: str | None = None
+        self.where = ""  # how to open its curves
+        self.tags: Mapping[str, str] = {}  # of the run, when it was opened
+        self._target = target
+        self._report = report
+        self._client: Any = None
+        self._run: Any = None
+        self._params: dict[str, str] = {}
+        self.refused: dict[str, str] = {}  # names that MLflow has refused for good -> what was reported
+
+    def open(self, start_time: int | None) -> None:
+        """Find the run by its id, else by its journal's uid, else create it with `start_time` (ms; None: now)."""
+        with _OPENING[self._target.header.uid]:
+            run = self._find_or_create(start_time)
+        scheme = urlsplit(run.info.artifact_uri or "").scheme
+        if not self._target.is_named and scheme not in ("", "file"):
+            raise UnusableError(
+                f"MLflow at {self._target.uri} keeps its files at {run.info.artifact_uri}, and only the run directory "
+                f"names it: to send them there, add tracking.uri={self._target.uri}"
+            )
+        self._run = run
+        self.where = where_to_look(self._target.uri, run.info.experiment_id, run.info.run_id)
+        self.run_id, self.tags, self._params = run.info.run_id, run.data.tags, dict(run.data.params)
+        self._report(f"MLflow run {run.info.run_name} ({self.run_id}) at {self._target.uri}")
+
+    def _find_or_create(self, start_time: int | None) -> Run:
+        uri, run_dir, header, _ = self._target
+        known = read_run_id(run_dir)
+        self._client = self._client or connect(uri, self._report)
+        run = find_run(self._client, known) if known else None
+        if run is None:
+            experiment_id = _experiment_id(self._client, header.experiment)
+            lost = f"tags.`{UID_TAG}` = '{header.uid}'"  # created by a request whose response was lost
+            run = next(iter(self._client.search_runs([experiment_id], lost, max_results=1)), None)
+        if run is None:
+            if known:
+                self._report(f"MLflow at {uri} has no run {known}: creating a new one, with everything from the start")
+            run = self._client.create_run(
+                experiment_id, start_time=start_time, tags={UID_TAG: header.uid}, run_name=header.run_name
+            )
+        if run.info.run_id != known:
+            write_text(run_dir / RUN_ID_FILE, run.info.run_id + "\n")
+        return run
+
+    def is_there(self) -> bool:
+        """Whether MLflow still has the run."""
+        return self.run_id is not None and find_run(self._client, self.run_id) is not None
+
+    def steps_of(self, name: str) -> set[int]:
+        """Return the steps at which the run has this metric."""
+        return {metric.step for metric in self._client.get_metric_history(self.run_id, valid_name(name))}
+
+    def _log(self, kind: str, items: Sequence[Any]) -> None:
+        """Log metrics, params or tags in one request; if MLflow refuses it for good, each that it refuses is named."""
+        try:
+            self._client.log_batch(self.run_id, **{kind: items})
+        except Exception as error:
+            if not (is_refusal(error) and self.is_there()):
+                raise
+            if len(items) > 1:
+                middle = len(items) // 2
+                self._log(kind, items[:middle])
+                self._log(kind, items[middle:])
+            elif items and (name := items[0].key) not in self.refused:
+                self.refused[name] = f"MLflow refused {kind.removesuffix('s')} {name!a}: {brief(error)}"
+                self._report(self.refused[name])
+
+    def send_points(self, entries: Sequence[Entry]) -> None:
+        """Send points of any number of steps."""
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(valid_name(name), float(value), entry.time, entry.body["step"])
+            for entry in entries
+            for name, value in entry.body["metrics"].items()
+        ]
+        for start in range(0, len(metrics), _METRICS_PER_REQUEST):
+            self._log("metrics", metrics[start : start + _METRICS_PER_REQUEST])
+
+    def send_tags(self, tags: Mapping[str, str]) -> None:
+        """Send tags, at most 100."""
+        from mlflow.entities import RunTag
+
+        self._log("tags", [RunTag(valid_name(name), valid_text(value)[:_TAG_CHARS]) for name, value in tags.items()])
+
+    def send(self, entry: Entry) -> None:
+        """Send an entry of any other kind."""
+        body = entry.body
+        match entry.kind:
+            case "params":
+                self._send_params(body["params"], step=body["step"], changes=body["changes"])
+            case "checkpoint":
+                points = [Entry(*point) for point in body["points"]]
+                log_checkpoint(
+                    self._client, self._run, step=body["step"], path=body.get("path"), points=points, log=self._log
+                )
+            case "description":
+                self._describe()
+            case "tags":
+                self.send_tags(body)
+            case "datasets":
+                self._send_datasets(body["datasets"])
+            case "artifact":
+                path = file_inside(self._target.run_dir, body["path"])
+                folder = folder_of(body["path"])
+                self._client.log_artifact(self.run_id, str(path), folder)
+                if is_shown(body["path"]):
+                    self._describe(f"{folder}/{path.name}")
+            case "text":
+                if not is_plain_path(body["name"]):
+                    raise JournalError(f"{body['name']!a} is no plain name for a text")
+                self._client.log_text(self.run_id, body["text"], body["name"])
+            case "status" if body["status"] == "RUNNING":
+                self._client.update_run(self.run_id, status="RUNNING")
+            case "status":
+                self._client.set_terminated(self.run_id, body["status"], entry.time)
+            case _:
+                raise JournalError(f"this is no entry that can be read: {entry}")
+
+    def _describe(self, picture: str | None = None) -> None:
+        """Write the newest results into the description, unless the user has written another one.
+
+        Args:
+            picture: a new artifact, to be shown in place of the one before.
+        """
+        run = self._client.get_run(self.run_id)
+        present, page = run.data.tags.get(NOTE_TAG), {"experiment_id": run.info.experiment_id, "run_id": self.run_id}
+        if text := description(run.data.metrics, present, picture=picture, max_chars=_TAG_CHARS, **page):
+            self.send_tags({NOTE_TAG: text})
+
+    def _send_params(self, params: Mapping[str, str], *, step: int, changes: str) -> None:
+        """Send new parameters; describe changed ones, which MLflow refuses, in a tag with the step.
+
+        Args:
+            changes: what has changed; "": nothing.
+        """
+        self._add_params({valid_name(name): valid_text(value)[:_PARAM_CHARS] for name, value in params.items()})
+        if changes:
+            self.send_tags({f"dist_mem.changed_params.step_{step}": changes})
+
+    def _add_params(self, params: Mapping[str, str]) -> None:
+        """Send the parameters that the run lacks; another job of the run may be sending them too."""
+        from mlflow.entities import Param
+        from mlflow.exceptions import MlflowException
+
+        while absent := [name for name in params if name not in self._params][:_PARAMS_PER_REQUEST]:
+            try:
+                self._client.log_batch(self.run_id, params=[Param(name, params[name]) for name in absent])
+            except MlflowException:  # MLflow refuses the whole batch for one parameter with another value
+                present = self._client.get_run(self.run_id).data.params
+                if not any(name in present for name in absent):
+                    self._log("params", [Param(name, params[name]) for name in absent])
+                    present = {name: params[name] for name in absent}
+                self._params |= present
+            else:
+                self._params |= {name: params[name] for name in absent}
+
+    def _send_datasets(self, datasets: Sequence[Mapping[str, Any]]) -> None:
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        inputs = [
+            DatasetInput(
+                Dataset(
+                    dataset["name"],
+                    dataset["digest"],
+                    source_type="local",
+                    source=json.dumps({"uri": dataset["source"]}),
+                    profile=json.dumps(dataset["profile"]),
+                ),
+                [InputTag("mlflow.data.context", dataset["context"])],
+            )
+            for dataset in datasets
+        ]
+        self._client.log_inputs(self.run_id, datasets=inputs)
+
+
+def find_run(client: MlflowClient, run_id: str) -> Run | None:
+    """Return the run; None if the store does not have it or the user has deleted it."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        run = client.get_run(run_id)
+    except MlflowException as error:
+        if error.get_http_status_code() == 404:
+            return None
+        raise
+    return run if run.info.lifecycle_stage == "active" else None
+
+
+def _experiment_id(client: MlflowClient, experiment: Mapping[str, str]) -> str:
+    """Return the id of the experiment, which is created if none has the name.
+
+    Raises:
+        UnusableError: as `check_experiment`.
+    """
+    from mlflow.exceptions import MlflowException
+
+    found = _find_experiment(client, experiment)
+    check_experiment(experiment, None if found is None else found.lifecycle_stage)
+    if found is None:
+        try:
+            return client.create_experiment(experiment["name"])
+        except MlflowException:
+            found = _find_experiment(client, experiment)  # another job may have created it in between
+            if found is None:
+                raise
+    return str(found.experiment_id)
+
+
+def _find_experiment(client: MlflowClient, experiment: Mapping[str, str]) -> Any:
+    from mlflow.exceptions import MlflowException
+
+    if "name" in experiment:
+        return client.get_experiment_by_name(experiment["name"])
+    try:
+        return client.get_experiment(experiment["id"])
+    except MlflowException as error:
+        if error.get_http_status_code() in (400, 404):  # an id that cannot be one, or is of none
+            return None
+        raise
+
+
+def stage_of(client: MlflowClient, experiment: Mapping[str, str]) -> str | None:
+    """Return "active" or "deleted"; None if the store has no such experiment."""
+    found = _find_experiment(client, experiment)
+    return None if found is None else str(found.lifecycle_stage)
+
+
+def check_experiment(experiment: Mapping[str, str], stage: str | None) -> None:
+    """Check that an experiment can have a new run, or can be created.
+
+    Args:
+        stage: in MLflow: "active" or "deleted"; None: there is no such experiment.
+
+    Raises:
+        UnusableError: it is deleted, or none has the id.
+    """
+    if stage is None and "name" not in experiment:
+        raise UnusableError(
+            f"there is no experiment with the id {experiment['id']!r} (MLFLOW_EXPERIMENT_ID); set "
+            "tracking.experiment=NAME"
+        )
+    if stage not in (None, "active"):
+        (kind, value), *_ = experiment.items()
+        raise UnusableError(
+            f"the experiment with the {kind} {value!r} is deleted; set tracking.experiment=NAME, or restore it: mlflow "
+            "experiments restore"
+        )

@@ -1,0 +1,287 @@
+"""Send what MLflow lacks of a run: `dist-mem track sync RUN`, and the results of an evaluation.
+
+    dist-mem track sync runs/demo runs/none tracking.uri=http://mlflow.example:5000
+    dist-mem track sync runs/demo configs/demo.yaml             # with the `tracking:` block of a user's file
+
+Use it for runs that ended while MLflow was down, and on the login node of clusters whose compute nodes have no network:
+also while the job runs, and any number of times. A run whose job was killed outright and not started again becomes
+KILLED instead of RUNNING.
+
+A checkpoint counts the points that were logged before it. A resumed run does not log them again, so every one of them
+must be in metrics.jsonl, in the journal and in MLflow, in this order: each must contain those of the one before.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from omegaconf import OmegaConf
+
+from dist_mem.checkpoint.manifest import list_steps, read_manifest, step_dir
+from dist_mem.config import Config, TrackingConfig, merge_checked
+from dist_mem.config.check import flatten, stop_on
+from dist_mem.config.sources import COMMAND_LINE, plain_block, read_overrides, read_saved, read_sources
+from dist_mem.config.text_checks import check_credentials, check_given, check_texts
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, CheckpointError, UnusableError
+from dist_mem.runtime.extras import is_installed, not_installed
+from dist_mem.supervision.lease import is_abandoned
+from dist_mem.tracking.mlflow.delivery import Delivery, Sender, points_to_send
+from dist_mem.tracking.mlflow.journal import (
+    JOURNAL,
+    Entry,
+    find_entries,
+    is_superseded,
+    new_uid,
+    read_entries,
+    read_header,
+    write_journal,
+)
+from dist_mem.tracking.mlflow.journal_sink import discreet
+from dist_mem.tracking.mlflow.run import import_mlflow_quietly, target_of
+from dist_mem.tracking.mlflow.stores import check_store, is_local, is_named_by_user, store_uri
+from dist_mem.tracking.mlflow_errors import brief, what_to_set
+from dist_mem.tracking.provenance import without_credentials
+from dist_mem.tracking.tracker import METRICS_FILE, read_points
+
+EVALUATION_SECONDS = 10.0  # longest wait of an evaluation for MLflow
+_EVALUATIONS = "evaluation-*.jsonl"  # journals of evaluations, beside that of the run
+
+
+def run(run_dirs: Sequence[Path], overrides: Sequence[str] = (), files: Sequence[str] = ()) -> int:
+    """Run the command; return the exit code of the process, 0 if MLflow has everything of every run.
+
+    Args:
+        overrides: `key=value`, for keys of `tracking`.
+        files: YAML files of the user, of which the `tracking:` block is used.
+
+    Raises:
+        UnusableError: an override is invalid, or a directory is not that of a run.
+    """
+    if not run_dirs:
+        raise UnusableError("give the directories of one or more runs")
+    blocks = [OmegaConf.create({"tracking": read_sources([file])[0].tree.get("tracking") or {}}) for file in files]
+    given = OmegaConf.merge(*blocks, OmegaConf.create(read_overrides(overrides)))
+    configs = [read_config(run_dir, given) for run_dir in run_dirs]
+    named = [f"tracking.uri={uri}"] if (uri := OmegaConf.select(given, "tracking.uri")) else []
+    return max(_sync(config, run_dir, named) for config, run_dir in zip(configs, run_dirs, strict=True))
+
+
+def read_config(run_dir: Path, given: Any) -> Config:
+    """Read the configuration of a run and check its `tracking`; the rest may need another environment."""
+    unresolved: Any = OmegaConf.to_container(given)
+    found = [*check_credentials(unresolved), *check_given(unresolved)]
+    stop_on([problem._replace(where=COMMAND_LINE) for problem in found])
+    checked = merge_checked(TrackingConfig, given.get("tracking", {}), "tracking")
+    stop_on(
+        [problem._replace(where=COMMAND_LINE) for problem in check_texts(flatten(plain_block(checked), "tracking"))]
+    )
+    if checked.uri is not None:
+        check_store(checked.uri)
+    path = run_dir / "config.yaml"
+    if not path.exists():
+        raise UnusableError(f"{path} is missing; give the directory of a run")
+    return cast(Config, OmegaConf.merge(OmegaConf.create(read_saved(path)), given))
+
+
+def _sync(config: Config, run_dir: Path, named: Sequence[str]) -> int:
+    def report(text: str) -> None:
+        print(f"{run_dir}: {text}")
+
+    try:
+        is_named = is_named_by_user(config, named)
+        counted = newest_count(run_dir)  # before sending, because a job may be running
+        sender = send_journals(config, run_dir, report=report, is_dead=lambda: _is_dead(run_dir), is_named=is_named)
+        gaps = [*_local_gaps(run_dir, counted), *_gaps_of_mlflow(run_dir, sender)]
+    except UnusableError as error:
+        print(f"error: {run_dir}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except Exception as error:  # any of the many libraries under MLflow's stores
+        print(f"error: {run_dir}: MLflow does not have everything: {brief(error)}", file=sys.stderr)
+        return EXIT_USAGE if what_to_set(error) else EXIT_FAILED
+    gaps += [f"{len(sender.run.refused)} names were refused, see above"] if sender.run.refused else []
+    for gap in gaps:
+        print(f"error: {run_dir}: {gap}", file=sys.stderr)
+    if gaps:
+        report(f"{sender.num_sent} entries sent; MLflow has all that is left, but points are missing")
+        return EXIT_FAILED
+    report(
+        f"{sender.num_sent} entries sent; MLflow has everything" if sender.num_sent else "MLflow has everything already"
+    )
+    return EXIT_DONE
+
+
+def _is_dead(run_dir: Path) -> bool:
+    """Whether no job holds the run directory: its lease is gone, or its holder shows no sign of life."""
+    path = run_dir / "lease.json"
+    with suppress(FileNotFoundError):
+        return is_abandoned(path, path.read_text(encoding="utf-8", errors="replace"))
+    return True
+
+
+def send_journals(
+    config: Config,
+    run_dir: Path,
+    *,
+    report: Callable[[str], None],
+    is_dead: Callable[[], bool] = lambda: False,
+    is_named: bool = True,
+) -> Sender:
+    """Send all entries of a run's journals that MLflow lacks, also while the job runs.
+
+    Args:
+        is_dead: returns whether a job that has not reported its end is dead; MLflow's run becomes KILLED then, until
+            its next start.
+        is_named: whether the user names the store; otherwise `config` has it from the run directory, and a server is
+            not contacted.
+
+    Returns:
+        The sender, which has the number of sent entries.
+
+    Raises:
+        UnusableError: the run has no journal, or only the run directory names the server.
+        Exception: any error of MLflow's client; another call sends the rest.
+    """
+    journal = run_dir / JOURNAL
+    if not journal.exists():
+        raise UnusableError(f"{journal} is missing: the run was never tracked with MLflow")
+    target = target_of(config, run_dir, read_header(journal), is_named=is_named)
+    if not (is_named or is_local(target.uri)):
+        raise UnusableError(
+            f"only the configuration in the run directory names MLflow at {without_credentials(target.uri)}; to "
+            f"log in to that server, name it: {_naming(config, run_dir)}"
+        )
+    sender = Sender(target, journal, report=discreet(report, target.uri))
+    sender.send()
+    for path in sorted(journal.parent.glob(_EVALUATIONS)):
+        with suppress(FileNotFoundError):  # another process has sent it
+            sender.send_whole(path)
+        path.unlink(missing_ok=True)
+    status = find_entries(journal, "status")[-1:]
+    if status and status[0].body["status"] == "RUNNING" and is_dead():
+        (last,) = deque(read_entries(journal), maxlen=1)
+        sender.run.send(Entry("status", last.time, {"status": "KILLED"}))
+        report("its job was killed outright; the run is KILLED in MLflow until it is resumed")
+    return sender
+
+
+def log_to_run(
+    config: Config,
+    *,
+    run_dir: Path,
+    step: int,
+    metrics: Mapping[str, float],
+    files: Sequence[Path],
+    overrides: Sequence[str] = (),
+) -> str | None:
+    """Add metrics and files of the run directory to a running or finished run; its status does not change.
+
+    Args:
+        metrics: of `step`; empty: only files are added.
+        overrides: of the command line; a server that neither they nor the environment name is not contacted.
+
+    Returns:
+        A message for the user if MLflow refused a name, or has not got everything within `EVALUATION_SECONDS`. It is
+        not an error, because the report of the evaluation is on disk.
+    """
+    journal = run_dir / JOURNAL
+    if not journal.exists():
+        return f"{journal} is missing: the run was never tracked with MLflow, and neither is this evaluation"
+    now = int(time.time() * 1000)
+    artifacts = [Entry("artifact", now, {"path": str(path.relative_to(run_dir))}) for path in files]
+    points = [Entry("point", now, {"step": step, "metrics": metrics})] if metrics else []
+    path = journal.parent / _EVALUATIONS.replace("*", new_uid())
+    texts = [Entry("checkpoint", now, {"step": step, "points": points}), Entry("description", now, {})]
+    write_journal(
+        path, read_header(journal), [*points, *(texts if metrics else []), *artifacts]
+    )  # in one write: a sender deletes it
+    is_named = is_named_by_user(config, overrides)
+    if not (is_named or is_local(store_uri(config))):
+        return f"only the run directory names its MLflow server; to send the evaluation: {_naming(config, run_dir)}"
+    if not is_installed("mlflow"):
+        return f"{not_installed('mlflow', 'MLflow tracking')}; kept for later: dist-mem track sync {run_dir}"
+    import_mlflow_quietly()  # here: an import can take seconds on a slow disk, and EVALUATION_SECONDS are for MLflow
+    messages: list[str] = []
+    senders: list[Sender] = []
+    delivery = Delivery(
+        lambda: senders.append(send_journals(config, run_dir, report=messages.append, is_named=is_named)),
+        report=discreet(messages.append, store_uri(config)),
+        service=f"MLflow at {store_uri(config)}",
+    )
+    if delivery.close(EVALUATION_SECONDS):
+        return "\n".join(text for sender in senders for text in sender.run.refused.values()) or None
+    return "\n".join([*messages, f"kept for later: dist-mem track sync {run_dir}"])
+
+
+def _naming(config: Config, run_dir: Path) -> str:
+    """Return the command that names the server of a run's configuration."""
+    uri = without_credentials(store_uri(config))
+    return f"dist-mem track sync {run_dir} tracking.uri={uri}, or set MLFLOW_TRACKING_URI"
+
+
+class Counted(NamedTuple):
+    """The number of points that a checkpoint counts."""
+
+    step: int
+    num_points: int
+
+
+def newest_count(run_dir: Path) -> Counted | None:
+    """Return the count of the newest readable checkpoint; None without one, or if it has no count."""
+    for step in reversed(list_steps(run_dir)):
+        with suppress(CheckpointError):  # a job also passes it over
+            num_points = read_manifest(step_dir(run_dir, step)).get("points")
+            return None if num_points is None else Counted(step, num_points)
+    return None
+
+
+def _local_gaps(run_dir: Path, counted: Counted | None) -> Iterator[str]:
+    """Yield the points that metrics.jsonl lacks, and those that the journal lacks.
+
+    Raises:
+        UnusableError: metrics.jsonl has a line that is not a point.
+    """
+    path, points = run_dir / METRICS_FILE, read_points(run_dir / METRICS_FILE)
+    if counted is None:  # a job may be adding a point now, first to metrics.jsonl
+        return
+    points = [point for point in points if point.step <= counted.step]
+    if len(points) < counted.num_points:
+        last = f", the last of step {points[-1].step}" if points else ""
+        has = f"{path} has {len(points)} of the {counted.num_points} points"
+        yield f"{has} that were logged up to step {counted.step}{last}; the others are lost"
+    names: dict[int, set[str]] = defaultdict(set)
+    for entry in _points_that_count(run_dir):
+        names[entry.body["step"]].update(entry.body["metrics"])
+    absent = [point.step for point in points if names[point.step].isdisjoint(point.metrics)]
+    if absent:
+        has = f"{run_dir / JOURNAL} lacks {_listed(absent)}, which {path} has"
+        yield f"{has}; the next start of the run adds them"
+
+
+def _gaps_of_mlflow(run_dir: Path, sender: Sender) -> Iterator[str]:
+    """Yield the points that MLflow lacks after `sender` has sent the journal. Raises any error of MLflow's client."""
+    expected: dict[str, set[int]] = defaultdict(set)
+    counted = _points_that_count(run_dir)
+    for entry in points_to_send(counted, sender.branches):
+        for name in entry.body["metrics"]:
+            expected[name].add(entry.body["step"])
+    # All metrics of a point are sent together: query one of the names that have the same steps.
+    for name in {frozenset(steps): name for name, steps in expected.items()}.values():
+        absent = expected[name] - sender.run.steps_of(name)
+        if absent:
+            yield f"MLflow lacks {_listed(absent)} of {name}, which it accepted before, or refused"
+
+
+def _points_that_count(run_dir: Path) -> Iterable[Entry]:
+    superseded = find_entries(run_dir / JOURNAL, "superseded")
+    return [entry for entry in find_entries(run_dir / JOURNAL, "point") if not is_superseded(entry, superseded)]
+
+
+def _listed(steps: Collection[int]) -> str:
+    places = f"step {min(steps)}" if len(steps) == 1 else f"steps {min(steps)} to {max(steps)}"
+    return f"{len(steps)} point{'s' * (len(steps) > 1)} ({places})"

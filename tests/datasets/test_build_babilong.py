@@ -1,0 +1,203 @@
+"""BABILong: stories that an independent reader answers alike, published forms, distances to the newest fact needed."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dist_mem.data.shard import read_index, read_mask, read_recall, read_tokens
+from dist_mem.data.tokenizers.registry import load_tokenizer
+from dist_mem.data.verify import verify_dataset
+from dist_mem.datasets.babi_stories import NUM_FACTS, Story, draw_story
+from tests.support.babi_reader import answer, facts_in
+from tests.support.data_builders import build_data
+
+SMALL = ("--train", "8", "--validation", "4", "--test", "4")
+SPLITS = ("train", "validation", "test")
+# Facts, question and answer as printed by Kuratov et al. and Weston et al.
+PUBLISHED = [
+    ("Mary moved to the bathroom. John went to the hallway.", "Where is Mary?", "bathroom"),
+    (
+        "John travelled to the hallway. Mary journeyed to the bathroom. Daniel went back to the bathroom. John moved "
+        "to the bedroom.",
+        "Where is Mary?",
+        "bathroom",
+    ),
+    (
+        "Mary got the milk there. John moved to the bedroom. Mary travelled to the hallway.",
+        "Where is the milk?",
+        "hallway",
+    ),
+    (
+        "John went back to the bedroom. John went back to the garden. John went back to the kitchen. Sandra took the "
+        "football. Sandra travelled to the garden. Sandra journeyed to the bedroom.",
+        "Where was the football before the bedroom?",
+        "garden",
+    ),
+    (
+        "The hallway is east of the bathroom. The bedroom is west of the bathroom.",
+        "What is the bathroom east of?",
+        "bedroom",
+    ),
+    (
+        "Fred picked up the football there. Fred gave the football to Jeff. Bill went back to the bathroom. Jeff "
+        "grabbed the milk there. Jeff gave the football to Fred. Fred handed the football to Jeff. Jeff handed the "
+        "football to Fred. Fred gave the football to Jeff.",
+        "Who did Fred give the football to?",
+        "Jeff",
+    ),
+]
+
+
+def build(out: Path, *options: str) -> int:
+    return build_data("babilong", "--out", str(out), *SMALL, *options)
+
+
+def stories(task: str, count: int = 300) -> list[Story]:
+    draw = random.Random(task)
+    return [draw_story(draw, task, NUM_FACTS[task]) for _ in range(count)]
+
+
+def form_of(sentence: str) -> str:
+    """A sentence without its people, rooms, things and directions."""
+    names = "Daniel|John|Mary|Sandra|Bill|Fred|Jeff"
+    words = "bathroom|bedroom|garden|hallway|kitchen|office|apple|football|milk"
+    return re.sub("north|south|east|west", "W", re.sub(words, "X", re.sub(names, "N", sentence)))
+
+
+@pytest.mark.parametrize(("facts", "question", "expected"), PUBLISHED)
+def test_the_reader_answers_the_published_examples(facts: str, question: str, expected: str) -> None:
+    assert answer(facts_in(facts), question) == expected
+
+
+def test_stories_have_the_forms_of_the_published_ones() -> None:
+    drawn = [story for task in NUM_FACTS for story in stories(task)]
+    facts = {form_of(fact) for story in drawn for fact in story.facts}
+    questions = {form_of(story.question) for story in drawn}
+    for text, question, _ in PUBLISHED:
+        assert {form_of(fact) for fact in facts_in(text)} <= facts
+        assert form_of(question) in questions
+
+
+@pytest.mark.parametrize("task", NUM_FACTS)
+def test_an_independent_reader_gives_the_answers(task: str) -> None:
+    low, high = NUM_FACTS[task]
+    for story in stories(task):
+        assert answer(story.facts, story.question) == story.answer
+        assert low <= len(story.facts) <= high
+        assert story.answer not in story.question.rstrip("?").split()
+
+
+@pytest.mark.parametrize("task", NUM_FACTS)
+def test_no_fact_after_the_newest_support_changes_the_answer_and_that_one_is_needed(task: str) -> None:
+    for story in stories(task):
+        newest = max(story.support)
+        assert answer(story.facts[: newest + 1], story.question) == story.answer
+        without = story.facts[:newest]
+        if task in ("qa1", "qa3", "qa5"):  # in qa2, the newest one may only say again where the thing is
+            assert answer(without, story.question) != story.answer or _told_before(story)
+        assert story.support == sorted(set(story.support))
+        assert set(story.support) <= set(range(len(story.facts)))
+
+
+def _told_before(story: Story) -> bool:
+    """Whether an earlier fact already gave the same answer, as when somebody comes back to a room."""
+    newest = max(story.support)
+    return any(answer(story.facts[:end], story.question) == story.answer for end in range(1, newest))
+
+
+@pytest.mark.parametrize(
+    ("task", "supports"), [("qa1", {1}), ("qa2", {2, 3}), ("qa3", {3}), ("qa4", {1}), ("qa5", {1})]
+)
+def test_most_stories_need_as_many_facts_as_the_tasks_name_says(task: str, supports: set[int]) -> None:
+    counts = Counter(len(story.support) for story in stories(task))
+    assert sum(counts[count] for count in supports) > 0.75 * counts.total(), counts
+
+
+def test_answers_are_spread_over_all_rooms() -> None:
+    for task in ("qa1", "qa2", "qa3", "qa4"):
+        counts = Counter(story.answer for story in stories(task))
+        assert len(counts) == 6
+        assert max(counts.values()) < 0.3 * counts.total()
+
+
+@pytest.mark.parametrize("task", NUM_FACTS)
+def test_documents_hide_the_facts_in_order_and_score_the_answer(tmp_path: Path, task: str) -> None:
+    assert build(tmp_path, "--tasks", task, "--lengths", "2500", "--facts", "2", "12") == 0
+    data_dir = tmp_path / task / "2500"
+    assert verify_dataset(data_dir) == []
+    tokenizer, asked = load_tokenizer(data_dir), {}
+    for split in SPLITS:
+        index = read_index(data_dir / split)
+        asked[split] = set()
+        for number in range(len(index.documents)):
+            tokens, mask, recall = (read(index, number) for read in (read_tokens, read_mask, read_recall))
+            assert tokens is not None
+            assert mask is not None
+            assert recall is not None
+            assert 2300 < len(tokens) <= 2500
+            text = tokenizer.decode(tokens)
+            question, _, expected = text[text.rindex(". ") + 2 :].rpartition(" ")
+            facts = facts_in(text)
+            assert f"{question} ({len(facts)} facts)" == index.documents[number].title
+            assert answer(facts, question) == expected
+            scored = np.flatnonzero(mask)
+            assert scored.tolist() == list(range(len(text) - len(expected), len(text)))  # bytes
+            newest = int(scored[0] - recall[scored[0]])
+            assert (scored - recall[scored] == newest).all()
+            fact = next(fact for fact in facts if text[newest:].startswith(fact))
+            assert answer(facts_in(text[: newest + len(fact)]), question) == expected
+            asked[split].add((*facts, question))
+    assert sum(map(len, asked.values())) == len(set.union(*asked.values()))
+
+
+def test_facts_stand_anywhere_in_the_text(tmp_path: Path) -> None:
+    assert build(tmp_path, "--lengths", "800", "--facts", "2", "2", "--train", "80") == 0
+    index, tokenizer = read_index(tmp_path / "qa1" / "800" / "train"), load_tokenizer(tmp_path / "qa1" / "800")
+    depths = []
+    for number in range(80):
+        text = tokenizer.decode(read_tokens(index, number))
+        depths += [text.index(fact) / len(text) for fact in facts_in(text)]
+    assert np.histogram(depths, bins=4, range=(0, 1))[0].min() > 20
+
+
+def test_a_book_of_the_user_fills_the_documents(tmp_path: Path) -> None:
+    for split in SPLITS:
+        (tmp_path / "books" / split).mkdir(parents=True)
+        (tmp_path / "books" / split / "1.txt").write_text(f"It was {split}. " * 30, encoding="utf-8")
+    assert build(tmp_path / "out", "--lengths", "800", "--books", str(tmp_path / "books")) == 0
+    index, tokenizer = read_index(tmp_path / "out/qa1/800/test"), load_tokenizer(tmp_path / "out/qa1/800")
+    text = tokenizer.decode(read_tokens(index, 0))
+    assert "It was test. " in text
+    assert "train" not in text
+
+
+def test_stories_that_do_not_fit_are_drawn_again_and_a_length_for_none_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert build(tmp_path, "--lengths", "200") == 0
+    index = read_index(tmp_path / "qa1" / "200" / "train")
+    assert max(index.documents.num_tokens) <= 200
+    assert build(tmp_path, "--lengths", "40") == 2
+    assert "give fewer --facts" in capsys.readouterr().err
+    assert build(tmp_path, "--facts", "5", "2") == 2
+    assert "the fewest come first" in capsys.readouterr().err
+
+
+def test_the_same_options_give_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        assert build(tmp_path / name, "--lengths", "600") == 0
+    files = [
+        {
+            path.relative_to(tmp_path / name): path.read_bytes()
+            for path in (tmp_path / name).rglob("*")
+            if path.is_file()
+        }
+        for name in ("one", "two")
+    ]
+    assert files[0] == files[1]

@@ -1,0 +1,126 @@
+"""Multi-query associative recall: the published generator, answers where keys are asked for, and disjoint splits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dist_mem.data.shard import read_index, read_mask, read_recall, read_tokens
+from dist_mem.data.tokenizers.registry import load_tokenizer
+from dist_mem.data.verify import verify_dataset
+from dist_mem.datasets.recipes import mqar
+from dist_mem.datasets.recipes.mqar import Sizes
+from tests.support.data_builders import build_data
+
+SMALL = ("--train", "12", "--validation", "6", "--test", "6", "--vocab", "64", "--pairs", "4")
+
+
+def build(out: Path, *options: str) -> int:
+    return build_data("mqar", "--out", str(out), *SMALL, *options)
+
+
+def published(sizes: Sizes, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and labels (-100: none) of one example as Arora et al. draw it, rewritten; 0 is to be filled."""
+    draw = np.random.RandomState(seed)
+    context = 2 * sizes.num_pairs
+    keys = draw.choice(np.arange(1, sizes.vocab_size // 2), replace=False, size=sizes.num_pairs)
+    values = draw.choice(np.arange(sizes.vocab_size // 2, sizes.vocab_size), replace=False, size=sizes.num_pairs)
+    space = (sizes.length - context) // 2
+    power = sizes.power_a * np.arange(1, space + 1) ** (sizes.power_a - 1)
+    gaps = draw.choice(np.arange(space), replace=False, p=power / power.sum(), size=sizes.num_pairs)
+    inputs, labels = np.zeros(sizes.length, dtype=np.int64), np.full(sizes.length, -100)
+    inputs[:context:2], inputs[1:context:2] = keys, values
+    inputs[context + 2 * gaps] = keys
+    labels[context + 2 * gaps] = values  # of the key's own place: what is to be predicted after it
+    return inputs, labels
+
+
+@pytest.mark.parametrize("sizes", [Sizes(64, 8192, 8, 0.01, "zero"), Sizes(256, 512, 64, 0.3, "zero")])
+def test_an_example_is_the_published_one_with_each_answer_after_its_key(sizes: Sizes) -> None:
+    for seed in range(5):
+        inputs, labels = published(sizes, seed)
+        example = mqar.draw_example(np.random.RandomState(seed), sizes)
+        answers = np.zeros(sizes.length, dtype=bool)
+        answers[example.answers] = True
+        assert (example.tokens[~answers] == inputs[~answers]).all()
+        assert (np.append(example.tokens[1:], -1)[labels >= 0] == labels[labels >= 0]).all()
+        assert (np.flatnonzero(labels >= 0) + 1 == np.flatnonzero(answers)).all()
+
+
+def test_only_values_asked_for_are_scored_and_recall_leads_to_the_pair(tmp_path: Path) -> None:
+    assert build(tmp_path, "--lengths", "16", "40") == 0
+    for length in (16, 40):
+        assert verify_dataset(tmp_path / str(length)) == []
+        tokenizer = load_tokenizer(tmp_path / str(length))
+        index = read_index(tmp_path / str(length) / "train")
+        assert len(index.documents) == 12
+        for number in range(12):
+            tokens, mask, recall = (read(index, number) for read in (read_tokens, read_mask, read_recall))
+            assert tokens is not None
+            assert mask is not None
+            assert recall is not None
+            assert len(tokens) == length
+            assert mask.sum() == 4
+            assert (mask == (recall > 0)).all()
+            pairs = dict(zip(tokens[0:8:2].tolist(), tokens[1:8:2].tolist(), strict=True))
+            for place in np.flatnonzero(mask):
+                assert place >= 8
+                assert pairs[int(tokens[place - 1])] == tokens[place] == tokens[place - recall[place]]
+                assert place - recall[place] < 8
+            assert tokenizer.decode(tokens).split() == [str(token) for token in tokens]
+            assert index.documents[number].bytes == len(tokenizer.decode(tokens))
+
+
+def test_a_low_power_asks_soon_and_one_anywhere() -> None:
+    def mean_gap(power_a: float) -> float:
+        sizes = Sizes(512, 128, 4, power_a, "random")
+        draw = np.random.RandomState(0)
+        return float(np.mean([mqar.draw_example(draw, sizes).answers.mean() for _ in range(200)]))
+
+    assert mean_gap(0.01) < 150
+    assert 230 < mean_gap(1.0) < 290
+
+
+def test_no_pairs_of_one_split_are_in_another_even_if_there_are_few(tmp_path: Path) -> None:
+    """Vocabulary 8 and one pair: 12 examples in all, so that each split has many of its own again and again."""
+    sizes = ("--lengths", "4", "--vocab", "8", "--pairs", "1", "--train", "60", "--validation", "20", "--test", "20")
+    assert build(tmp_path, *sizes, "--seed", "1") == 0
+    pairs = {}
+    for split in ("train", "validation", "test"):
+        index = read_index(tmp_path / "4" / split)
+        pairs[split] = {tuple(read_tokens(index, number, 0, 2).tolist()) for number in range(len(index.documents))}
+    assert all(pairs.values())
+    assert not pairs["train"] & pairs["validation"]
+    assert not pairs["train"] & pairs["test"]
+    assert not pairs["validation"] & pairs["test"]
+
+
+def test_the_same_options_give_the_same_bytes_and_a_longer_split_begins_with_a_shorter_one(tmp_path: Path) -> None:
+    for name, options in {"one": [], "two": [], "more": ["--train", "20"], "other": ["--seed", "1"]}.items():
+        assert build(tmp_path / name, "--lengths", "16", *options) == 0
+    tars = {name: (tmp_path / name / "16" / "train" / "mqar-train-00000.tar").read_bytes() for name in ("one", "two")}
+    assert tars["one"] == tars["two"]
+    firsts = {
+        name: [read_tokens(read_index(tmp_path / name / "16" / "train"), number).tolist() for number in range(12)]
+        for name in ("one", "more", "other")
+    }
+    assert firsts["one"] == firsts["more"] != firsts["other"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--lengths", "15"], "a length is even"),
+        (["--lengths", "14"], "at least four times"),
+        (["--lengths", "16", "--vocab", "8"], "a key for every pair"),
+        (["--lengths", "16", "--power-a", "0"], "above 0"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(
+    tmp_path: Path, options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert build(tmp_path, *options) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

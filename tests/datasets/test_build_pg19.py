@@ -1,0 +1,332 @@
+"""PG-19 as shards: its layout, the choice of documents, official word counts, and the download."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_mem.data.remote import fetch as remote
+from dist_mem.data.shard import read_index, read_tokens
+from dist_mem.data.tokenizers.registry import load_tokenizer
+from dist_mem.data.verify import verify_dataset
+from dist_mem.datasets.bucket_download import DownloadError, list_files
+from dist_mem.datasets.recipes import pg19
+from tests.support.bucket import LISTING, Bucket
+from tests.support.data_builders import build_data
+from tests.support.paths import ROOT
+
+TRAIN_IDS = ["2", "10", "9", "100", "30"]
+METADATA = """100,"A Title, with a comma by Somebody",1859,http://www.gutenberg.org/ebooks/100
+9,Nine,1800,http://9
+2,Two,,http://2
+7,Seven,1901,http://7
+10,Ten,1910,http://10
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A PG-19 of seven documents; "30" is not in metadata.csv, which in turn names "7", which is not there."""
+    source = tmp_path / "source"
+    for split, ids in (("train", TRAIN_IDS), ("validation", ["1"]), ("test", ["4"])):
+        (source / split).mkdir(parents=True)
+        for document_id in ids:
+            (source / split / f"{document_id}.txt").write_bytes(f"Text of {document_id}.\r\n".encode())
+    (source / "metadata.csv").write_text(METADATA, encoding="utf-8")
+    return source
+
+
+def build(source: Path, out: Path, *options: str) -> int:
+    return build_data("pg19", "--source", source, "--out", out, "--tokenizer", "bytes", *options)
+
+
+def train_ids(out: Path) -> list[str]:
+    return [entry.id for entry in read_index(out / "train").documents]
+
+
+def test_all_splits_are_built_with_titles_and_years(source: Path, tmp_path: Path) -> None:
+    assert build(source, tmp_path / "out") == 0
+    index = read_index(tmp_path / "out" / "train")
+    assert [(entry.title, entry.year) for entry in index.documents] == [
+        ("Two", None),
+        ("Nine", 1800),
+        ("Ten", 1910),
+        ("30", None),
+        ("A Title, with a comma by Somebody", 1859),
+    ]
+    assert load_tokenizer(tmp_path / "out").decode(read_tokens(index, 0)) == "Text of 2.\n"
+    assert verify_dataset(tmp_path / "out") == []
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "test",
+        "tokenizer.json",
+        "train",
+        "validation",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "ids"),
+    [
+        ([], ["2", "9", "10", "30", "100"]),
+        (["--order", "text"], ["10", "100", "2", "30", "9"]),
+        (["--order", "metadata"], ["100", "9", "2", "10", "30"]),
+        (["--first", "2"], ["2", "9"]),
+        (["--first", "2", "--order", "text"], ["10", "100"]),
+        (["--first", "2", "--order", "metadata"], ["100", "9"]),
+        (["--limit", "3", "--first", "4"], ["2", "9", "10"]),
+    ],
+)
+def test_documents_are_chosen_and_ordered(source: Path, tmp_path: Path, options: list[str], ids: list[str]) -> None:
+    (source / "test" / "5.txt").write_text("another")
+    assert build(source, tmp_path / "out", *options) == 0
+    assert train_ids(tmp_path / "out") == ids
+    assert len(read_index(tmp_path / "out" / "test").documents) == 2
+
+
+def test_limit_holds_for_every_split(source: Path, tmp_path: Path) -> None:
+    (source / "test" / "5.txt").write_text("another")
+    assert build(source, tmp_path / "out", "--limit", "1") == 0
+    assert [len(read_index(tmp_path / "out" / split).documents) for split in ("train", "validation", "test")] == [
+        1,
+        1,
+        1,
+    ]
+
+
+def test_a_corpus_of_ones_own_needs_no_metadata(tmp_path: Path) -> None:
+    (tmp_path / "mine" / "train").mkdir(parents=True)
+    for name in ("War and Peace", "12", "notes-2"):
+        (tmp_path / "mine" / "train" / f"{name}.txt").write_text("word word\n")
+    assert build(tmp_path / "mine", tmp_path / "out", "--name", "mine") == 0
+    assert [(entry.id, entry.title) for entry in read_index(tmp_path / "out" / "train").documents] == [
+        (name, name) for name in ("12", "War and Peace", "notes-2")
+    ]
+
+
+def test_an_empty_document_is_kept_with_no_tokens(source: Path, tmp_path: Path) -> None:
+    (source / "train" / "9.txt").write_bytes(b"")
+    assert build(source, tmp_path / "out") == 0
+    entry = read_index(tmp_path / "out" / "train").documents[1]
+    assert (entry.id, entry.num_tokens, entry.words, entry.bytes) == ("9", 0, 0, 0)
+
+
+def test_building_again_gives_the_same_bytes_whatever_the_workers(source: Path, tmp_path: Path) -> None:
+    options = ["--tokenizer", "sentencepiece", "--vocab-size", "280"]
+    assert build(source, tmp_path / "a", *options) == 0
+    assert build(source, tmp_path / "b", *options, "--workers", "2") == 0
+    files = [sorted(path for path in (tmp_path / out).rglob("*") if path.is_file()) for out in ("a", "b")]
+    assert [path.name for path in files[0]] == [path.name for path in files[1]]
+    assert all(one.read_bytes() == other.read_bytes() for one, other in zip(*files, strict=True))
+
+
+def test_a_complete_official_split_uses_the_official_words(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = hashlib.sha256("\n".join(sorted(TRAIN_IDS)).encode()).hexdigest()
+    monkeypatch.setitem(pg19.OFFICIAL_SPLITS, "train", pg19.OfficialSplit(5, 1_000_000, ids))
+    assert build(source, tmp_path / "whole") == 0
+    index = read_index(tmp_path / "whole" / "train")
+    assert (index.num_words, index.counted_words) == (1_000_000, 15)
+    assert read_index(tmp_path / "whole" / "test").num_words == 3
+    assert build(source, tmp_path / "part", "--limit", "4") == 0
+    assert read_index(tmp_path / "part" / "train").num_words == 12
+
+
+def test_the_official_ids_are_those_of_the_published_lists(shared_data: Path) -> None:
+    for split, official in pg19.OFFICIAL_SPLITS.items():
+        ids = (shared_data / "data" / "pg19_meta" / f"{split}_ids.txt").read_text().split()
+        assert len(ids) == official.num_documents
+        assert hashlib.sha256("\n".join(sorted(ids)).encode()).hexdigest() == official.ids_sha256
+    assert len(pg19.read_metadata(shared_data / "data" / "pg19_meta" / "metadata.csv")) == 28_752
+
+
+def test_real_books_come_back_as_their_text(shared_data: Path, tmp_path: Path) -> None:
+    books = shared_data / "data" / "pg19"
+    assert build(books, tmp_path, "--tokenizer", "sentencepiece", "--vocab-size", "2000", "--limit", "1") == 0
+    index = read_index(tmp_path / "test")
+    text = (books / "test" / f"{index.documents[0].id}.txt").read_bytes().decode().replace("\r\n", "\n")
+    assert load_tokenizer(tmp_path).decode(read_tokens(index, 0)) == text
+    assert index.num_words == len(text.split())
+
+
+def test_the_example_in_the_readme_reads_a_book(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert build(source, tmp_path / "data" / "pg19") == 0
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "shards" / "README.md").read_text(), flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert load_tokenizer(tmp_path / "data" / "pg19").decode(names["tokens"]) == "Text of 4.\n"
+
+
+TITLES = st.text(st.sampled_from("ab \",;'=\u00e9"), max_size=6)
+
+
+@given(titles=st.lists(TITLES, min_size=2, max_size=4), mark=st.sampled_from('",\n'), place=st.integers(0, 200))
+def test_no_title_takes_in_the_rows_after_it_whatever_character_is_wrong(
+    tmp_path_factory: pytest.TempPathFactory, titles: list[str], mark: str, place: int
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "metadata.csv"
+    rows = [[str(number), title, "1900", "u"] for number, title in enumerate(titles)]
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    whole = text.getvalue()
+    path.write_text(whole, encoding="utf-8")
+    assert [known.title for known in pg19.read_metadata(path).values()] == titles
+    place %= len(whole)
+    for damaged in (whole[:place] + mark + whole[place:], whole[:place] + whole[place + 1 :]):
+        path.write_text(damaged, encoding="utf-8")
+        try:
+            found = pg19.read_metadata(path)
+        except ValueError as error:
+            assert re.search(r"metadata\.csv, row \d+: ", str(error)), error
+        else:
+            assert len(found) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (
+            lambda source: (source / "metadata.csv").write_text('0,"A,1801,u\n1,B,1802,u\n2,"C",1803,u\n'),
+            "row 1: ',' expected after '\"': close its quotation mark",
+        ),
+        (
+            lambda source: (source / "metadata.csv").write_text('0,"A,1801,u\n1,B",1802,u\n'),
+            "contains a line end: close its quotation mark",
+        ),
+        (
+            lambda source: (source / "metadata.csv").write_text('0,"A,1801,u\n' + "1,B,1802,u\n" * 20_000),
+            "row 1: field larger than field limit (131072): close its quotation mark",
+        ),
+        (lambda source: (source / "train" / "9.txt").write_bytes(b"ok \xe9"), "9.txt is not UTF-8 (byte 3 is 0xe9)"),
+        (lambda source: (source / "metadata.csv").write_text("1,Title\n"), "metadata.csv, row 1: ['1', 'Title']"),
+        (lambda source: (source / "metadata.csv").write_text("1,T,old,u\n"), "is not id, title, year, url"),
+        (lambda source: (source / "metadata.csv").write_text("1,T,1,u\n1,T,1,u\n"), "row 2: id 1 comes twice"),
+        (lambda source: (source / "test" / "4.txt").unlink(), "has no .txt files"),
+        (lambda source: (source / "train" / "a.b.txt").write_text(""), "'a.b' in split 'train' cannot be a name"),
+        (lambda source: (source / "metadata.csv").unlink(), "--order metadata needs metadata.csv"),
+        (lambda source: source.rename(source.parent / "moved"), "there is no "),
+    ],
+)
+def test_mistakes_are_answered_with_one_line(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], harm: Any, message: str
+) -> None:
+    harm(source)
+    options = ["--order", "metadata"] if "--order" in message else []
+    assert build(source, tmp_path / "out", *options) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_ctrl_c_is_answered_with_the_way_on(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pg19, "build_dataset", interrupted)
+    assert build(source, tmp_path / "out") == 130
+    assert capsys.readouterr().err == "stopped by SIGINT; the same command continues from here\n"
+
+
+@pytest.fixture
+def bucket(source: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    monkeypatch.setattr(remote, "RETRY_PAUSES", (0.01, 0.01, 0.01))
+    (source / "train" / "README.md").write_text("not a document")
+    with Bucket(source) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def build_download(bucket: Bucket, tmp_path: Path, *options: str) -> int:
+    return build(tmp_path / "copy", tmp_path / "out", "--download", "--base-url", bucket.url, *options)
+
+
+def test_a_download_is_what_the_bucket_holds(bucket: Bucket, tmp_path: Path) -> None:
+    assert build_download(bucket, tmp_path) == 0
+    for path in bucket.root.rglob("*.txt"):
+        assert (tmp_path / "copy" / path.relative_to(bucket.root)).read_bytes() == path.read_bytes()
+    assert not (tmp_path / "copy" / "train" / "README.md").exists()
+    assert train_ids(tmp_path / "out") == ["2", "9", "10", "30", "100"]
+
+
+def test_a_second_download_fetches_what_is_missing_or_damaged(bucket: Bucket, tmp_path: Path) -> None:
+    assert build_download(bucket, tmp_path) == 0
+    bucket.asked.clear()
+    copy = tmp_path / "copy" / "train"
+    (copy / "9.txt").unlink()
+    (copy / "2.txt").write_bytes(b"cut")
+    (copy / "10.txt").write_bytes((copy / "10.txt").read_bytes().upper())  # the same size
+    assert build_download(bucket, tmp_path, "--overwrite") == 0
+    fetched = {path for path in bucket.asked if path.endswith(".txt")}
+    assert fetched == {"/books/train/9.txt", "/books/train/2.txt", "/books/train/10.txt"}
+
+
+def test_only_the_chosen_documents_are_downloaded(bucket: Bucket, tmp_path: Path) -> None:
+    assert build_download(bucket, tmp_path, "--first", "2", "--order", "metadata") == 0
+    assert train_ids(tmp_path / "out") == ["100", "9"]
+    assert sorted(path.name for path in (tmp_path / "copy" / "train").iterdir()) == ["100.txt", "9.txt"]
+
+
+def test_failures_that_pass_are_tried_again(bucket: Bucket, tmp_path: Path) -> None:
+    bucket.failures = {"/books/train/9.txt": [503, 500, 429], LISTING: [502]}
+    assert build_download(bucket, tmp_path) == 0
+    assert bucket.asked["/books/train/9.txt"] == 4
+
+
+@pytest.mark.parametrize(
+    ("path", "failures", "altered", "message"),
+    [
+        ("/books/train/9.txt", [503] * 9, None, "train/9.txt: curl: (22) The requested URL returned error: 503"),
+        ("/books/train/9.txt", [404], None, "train/9.txt: curl: (22) The requested URL returned error: 404"),
+        ("/books/train/9.txt", [], b"Text of 8.\r\n", "train/9.txt: 12 bytes with MD5"),
+        ("/books/train/9.txt", [], bytes(2**20), "train/9.txt sends more than the 12 bytes that it may have"),
+        (LISTING, [404], None, f"{LISTING}: curl: (22) The requested URL returned error: 404"),
+    ],
+)
+def test_a_failed_download_says_which_file_and_keeps_the_others_out_of_the_build(
+    bucket: Bucket,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    path: str,
+    failures: list[int],
+    altered: bytes | None,
+    message: str,
+) -> None:
+    bucket.failures = {path: failures}
+    bucket.altered = {} if altered is None else {path: altered}
+    assert build_download(bucket, tmp_path) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert "start the same command again" in error
+    assert not (tmp_path / "copy" / "train" / "9.txt").exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_server_that_is_no_bucket_is_reported_apart(bucket: Bucket) -> None:
+    bucket.altered[LISTING] = b"<html>Welcome!</html>"
+    with pytest.raises(DownloadError, match="does not answer with a bucket's listing"):
+        list_files(bucket.url, "train/")
+
+
+def test_a_bucket_that_cannot_be_reached_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], bucket: Bucket
+) -> None:
+    bucket.server_close()
+    assert build_download(bucket, tmp_path) == 1
+    assert f"{bucket.url}/metadata.csv: curl: (7) Failed to connect" in capsys.readouterr().err

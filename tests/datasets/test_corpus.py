@@ -1,0 +1,361 @@
+"""A corpus of text files, JSON lines, Parquet or saved datasets: equal shards, stable splits, no text in two splits."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import ipc, parquet
+
+from dist_mem.__main__ import main
+from dist_mem.cli.datasets import builder_parser
+from dist_mem.data.shard import read_index
+from dist_mem.datasets import builder, rows
+from dist_mem.datasets.duplicates import first_occurrences, words_digest
+from dist_mem.datasets.hash_split import parse_fractions, split_of
+from dist_mem.datasets.recipes import text as text_builder
+from dist_mem.errors import UnusableError
+from tests.data.test_build import contents
+from tests.support.data_builders import build_data
+from tests.support.faults import assert_quoted
+
+Texts = dict[str, str]  # id -> text
+TEXTS = {f"d{number:02d}": f"The {number}th text,\nin {number + 2} words.\n" * (number % 5) for number in range(12)}
+SEED = 11  # the checksums of `TEXTS` fall into exact numbers, so that files are dealt as rows are
+HALVES = ("--split-by-hash", "train=0.5,validation=0.25,test=0.25", "--split-seed", str(SEED))
+
+
+def json_lines(texts: Texts) -> bytes:
+    return b"".join(json.dumps({"id": name, "text": text}).encode() + b"\n" for name, text in texts.items())
+
+
+def zstd(content: bytes) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+def arrow_stream(texts: Texts, path: Path) -> None:
+    table = pyarrow.table({"id": list(texts), "text": list(texts.values())})
+    with ipc.new_stream(path, table.schema) as stream:
+        stream.write_table(table, max_chunksize=5)
+
+
+def write_form(form: str, folder: Path, texts: Texts = TEXTS) -> Path:
+    """Write a corpus in one of the forms; return its folder."""
+    folder.mkdir(parents=True)
+    if form == "txt":
+        for name, text in texts.items():
+            (folder / f"{name}.txt").write_text(text.replace("\n", "\r\n"), encoding="utf-8", newline="")
+    elif form == "jsonl":
+        (folder / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + json_lines(texts).replace(b"\n", b"\n\n"))
+    elif form == "jsonl.gz":
+        (folder / "rows.jsonl.gz").write_bytes(gzip.compress(json_lines(texts)))
+    elif form == "jsonl.zst":  # of two frames, as tools that append write it
+        lines = json_lines(texts)
+        (folder / "rows.jsonl.zst").write_bytes(zstd(lines[:100]) + zstd(lines[100:]))
+    elif form == "parquet":
+        table = pyarrow.table({"text": list(texts.values()), "other": [None] * len(texts), "id": list(texts)})
+        parquet.write_table(table, folder / "rows.parquet", row_group_size=5)
+    else:  # as save_to_disk of datasets 5 writes it
+        arrow_stream(texts, folder / "data-00000-of-00001.arrow")
+        arrow_stream(texts, folder / "cache-1f0c.arrow")  # left by its `map`
+        (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+    return folder
+
+
+def build(out: Path, *sources: Path, options: tuple[str, ...] = HALVES) -> int:
+    return build_data("text", "--source", *map(str, sources), "--out", str(out), "--tokenizer", "bytes", *options)
+
+
+def splits_of(out: Path) -> dict[str, str]:
+    """The split of each document, by its title."""
+    return {
+        entry.title: path.parent.name
+        for path in sorted(out.glob("*/index.json"))
+        for entry in read_index(path.parent).documents
+    }
+
+
+def dealt(source: Path, *options: str) -> dict[str, str]:
+    """The same without a build."""
+    given = builder_parser("text").parse_args(["--source", str(source), "--out", "none", *options])
+    splits = text_builder.read_splits(given)
+    return {document.title: split for split, (documents, _) in splits.items() for document in documents}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("expected")
+    assert build(folder / "out", write_form("txt", folder / "txt")) == 0
+    return contents(folder / "out")
+
+
+@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "saved"])
+def test_every_form_of_the_same_texts_gives_the_same_bytes(
+    tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """Also when several processes read the rows of a file that can be read only from its start."""
+    workers = {"jsonl.gz": "2"}.get(form, "1")
+    monkeypatch.setattr(text_builder, "build_dataset", partial(builder.build_dataset, piece_bytes=1))
+    assert build(tmp_path / "out", write_form(form, tmp_path / "corpus"), options=(*HALVES, "--workers", workers)) == 0
+    assert contents(tmp_path / "out") == expected
+
+
+def test_splits_of_saved_datasets_and_of_files_of_rows_are_kept(tmp_path: Path) -> None:
+    saved, files, hub = tmp_path / "saved", tmp_path / "files", tmp_path / "hub"
+    names = list(TEXTS)
+    parts = {"train": names[:8], "dev": names[8:]}
+    for split, chosen in parts.items():
+        write_form("saved", saved / split, {name: TEXTS[name] for name in chosen})
+    (saved / "dataset_dict.json").write_text(json.dumps({"splits": list(parts)}))
+    files.mkdir()
+    (files / "train-00000-of-00001.jsonl").write_bytes(json_lines({name: TEXTS[name] for name in parts["train"]}))
+    (files / "test.jsonl").write_bytes(json_lines({name: TEXTS[name] for name in parts["dev"]}))
+    shutil.copytree(files, hub / "en" / "data")
+    shutil.copytree(saved, hub / "more")
+    for source, held_out in ((saved, "dev"), (files, "test"), (hub / "en", "test"), (hub / "more", "dev")):
+        assert dealt(source) == {name: "train" if name in parts["train"] else held_out for name in names}
+
+
+def test_the_split_of_a_document_depends_on_its_id_alone(tmp_path: Path) -> None:
+    """Neither on the order of the rows, nor on the file, nor on documents that are added; only on the seed."""
+    many = {f"https://host/{number}": f"Text {number}." for number in range(200)}
+    some = dict(reversed(list(many.items())[:60]))
+    whole = dealt(write_form("jsonl.gz", tmp_path / "a", many), *HALVES)
+    assert dealt(write_form("parquet", tmp_path / "b", some), *HALVES).items() <= whole.items()
+    fractions = parse_fractions(HALVES[1])
+    assert whole == {name: split_of(name, fractions, seed=SEED) for name in many}
+    assert whole != {name: split_of(name, fractions, seed=1) for name in many}
+
+
+def test_a_larger_fraction_moves_documents_out_of_train_only() -> None:
+    names = [str(number) for number in range(2000)]
+    before = {name: split_of(name, {"train": 0.8, "validation": 0.1, "test": 0.1}) for name in names}
+    after = {name: split_of(name, {"train": 0.7, "validation": 0.2, "test": 0.1}) for name in names}
+    moved = {(before[name], after[name]) for name in names if before[name] != after[name]}
+    assert moved == {("train", "validation")}
+    assert sum(split == "test" for split in after.values()) == pytest.approx(200, rel=0.2)
+
+
+def test_a_corpus_without_splits_is_dealt_out_as_the_help_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    many = {str(number): f"Text {number}." for number in range(600)}
+    splits = dealt(write_form("jsonl", tmp_path / "a", many))
+    assert "documents are dealt out by their ids, train=0.98,validation=0.01,test=0.01" in capsys.readouterr().out
+    assert list(splits.values()).count("train") == pytest.approx(588, abs=10)
+
+
+def test_rows_without_id_are_named_by_file_and_number(tmp_path: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text('{"body": "one", "key": 7}\n{"body": "two", "id": null, "key": "x"}\n')
+    fields = ("--text-field", "body", "--split-by-hash", "train=1")
+    assert list(dealt(source, *fields)) == ["rows.jsonl:1", "rows.jsonl:2"]
+    assert list(dealt(source, *fields, "--id-field", "key")) == ["7", "x"]
+
+
+def test_texts_in_two_splits_are_refused_or_dropped_and_repeats_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = Path("source")
+    source.mkdir()
+    (source / "train.jsonl").write_bytes(json_lines({"a": "The same", "b": "another", "c": "the end", "d": "another"}))
+    (source / "test.jsonl").write_bytes(json_lines({"e": "the  same\n", "f": "The\r\nsame", "g": "third", "h": ""}))
+    assert build(tmp_path / "out", source, options=()) == 2
+    assert_quoted(
+        capsys.readouterr().err,
+        "1 of 4 texts of test are in an earlier split too: 'f' in test (source/test.jsonl, line 2) is 'a' in train "
+        "(source/train.jsonl, line 1): remove one of them, or give --drop-duplicates",
+    )
+    assert not (tmp_path / "out").exists()
+    assert build(tmp_path / "out", source, options=("--drop-duplicates",)) == 0
+    reported = capsys.readouterr().out
+    assert_quoted(reported, "test: 1 of 4 documents dropped: an earlier split has their text")
+    assert_quoted(reported, "train: 1 of 4 documents repeat a text of the same split, kept")
+    assert "".join(splits_of(tmp_path / "out")) == "eghabcd"
+
+
+def test_first_occurrences_equal_those_of_a_dictionary() -> None:
+    draw = np.random.Generator(np.random.PCG64(0))
+    words = [[str(word) for word in draw.integers(0, 40, size=size)] for size in (50, 0, 70)]
+    words[2][3] = words[0][2] = ""
+    seen: dict[str, tuple[int, int]] = {}
+    for split, firsts in enumerate(first_occurrences([b"".join(map(words_digest, texts)) for texts in words])):
+        assert len(firsts) == len(words[split])
+        for place, word in enumerate(words[split]):
+            assert tuple(firsts[place]) == (seen.setdefault(word, (split, place)) if word else (split, place))
+
+
+GOOD = b'{"id": "a", "text": "A text."}\n'
+DAMAGED: dict[str, tuple[str, bytes, str]] = {
+    "not JSON": ("r.jsonl", GOOD + b'{"text": \n', "r.jsonl, line 2 is not JSON ("),
+    "no object": ("r.jsonl", GOOD + b"[1]\n", "r.jsonl, line 2 is JSON but no object with fields"),
+    "not UTF-8": ("r.jsonl.gz", gzip.compress(GOOD + b"\n\xe9\n"), "r.jsonl.gz, line 3 is not UTF-8 (byte 0 is 0xe9)"),
+    "no text": (
+        "r.jsonl",
+        GOOD + b'{"body": "x"}\n',
+        "line 2 has no field 'text'; its fields are 'body': name the right one by --text-field",
+    ),
+    "null": ("r.jsonl", b'{"text": null}\n', "r.jsonl, line 1: field 'text' is null, not text"),
+    "bad id": ("r.jsonl", b'{"text": "x", "id": 1.5}\n', "r.jsonl, line 1: field 'id' is float, no id"),
+    "half a surrogate": ("r.jsonl", b'{"text": "\\ud800"}\n', "r.jsonl, line 1: the text is not Unicode"),
+    "id twice": ("r.jsonl", GOOD + GOOD, "r.jsonl, line 1 and r.jsonl, line 2: document id 'a' comes twice"),
+    "gzip cut": ("r.jsonl.gz", gzip.compress(GOOD)[:-9], "the file is damaged ("),
+    "zstd cut": (
+        "r.jsonl.zst",
+        zstd(GOOD)[:-3],
+        "r.jsonl.zst, line 1 or later: the file is damaged (Truncated compressed stream)",
+    ),
+    "no parquet": ("r.parquet", b"garbage", "r.parquet, row 1 or later: the file is damaged ("),
+    "arrow cut": ("r.arrow", b"garbage", "r.arrow is damaged (its end is missing): copy it again"),
+    "no rows": ("r.jsonl", b"\n", "its files have no rows"),
+}
+
+
+@pytest.mark.parametrize("fault", DAMAGED)
+def test_a_damaged_row_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name, content, message = DAMAGED[fault]
+    Path(name).write_bytes(content)
+    assert build(Path("out"), Path(name), options=("--split-by-hash", "train=1")) == 2
+    reported = capsys.readouterr().err
+    assert_quoted(reported, message)
+    assert reported.count("\n") == 1
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("fractions", "message"),
+    [
+        ("train=0.9,test=0.2", "the fractions add up to 1.1; they must add up to 1"),
+        ("train=0.9,dev=0.1", "'dev=0.1' in 'train=0.9,dev=0.1' is no split=fraction"),
+        ("train=1,train=0", " is no split=fraction"),
+        ("train=nan", " is no split=fraction"),
+    ],
+)
+def test_fractions_are_parts_of_one(fractions: str, message: str) -> None:
+    with pytest.raises(UnusableError) as caught:
+        parse_fractions(fractions)
+    assert_quoted(str(caught.value), message)
+
+
+def test_a_saved_dataset_that_is_not_whole_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = write_form("saved", Path("saved"))
+    arrow = source / "data-00000-of-00001.arrow"
+    state = source / "state.json"
+    arrow.write_bytes(arrow.read_bytes()[:-8])
+    assert build(tmp_path / "out", source) == 2
+    assert_quoted(capsys.readouterr().err, "data-00000-of-00001.arrow is damaged (its end is missing)")
+    arrow.unlink()
+    assert build(tmp_path / "out", source) == 2
+    assert_quoted(
+        capsys.readouterr().err,
+        "data-00000-of-00001.arrow is missing, which saved/state.json names: copy the whole folder again",
+    )
+    (tmp_path / "outside.arrow").write_bytes(b"")
+    for name in ("../outside.arrow", str(tmp_path / "outside.arrow"), 1, None):
+        state.write_text(json.dumps({"_data_files": [{"filename": name}]}))
+        assert build(tmp_path / "out", source) == 2
+        assert_quoted(capsys.readouterr().err, "state.json is damaged (_data_files[0].filename is")
+    state.write_text('{"_indices_data_files": [{"filename": "indices.arrow"}]}')
+    assert build(tmp_path / "out", source) == 2
+    assert_quoted(capsys.readouterr().err, "is a selection of rows, as old versions of datasets saved it")
+
+
+def test_a_missing_library_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dist_mem.runtime.extras.find_spec", lambda name: None if name == "pyarrow" else name)
+    source = write_form("parquet", tmp_path / "corpus")
+    assert main(["data", "build", "text", "--source", str(source), "--out", str(tmp_path / "out")]) == 2
+    assert_quoted(
+        capsys.readouterr().err,
+        "pyarrow is not installed, and reading rows.parquet needs it: pip install 'dist-mem[data]'",
+    )
+
+
+class StoppedError(Exception):
+    """A stop in the middle of a build."""
+
+
+def test_a_stopped_build_of_rows_goes_on_to_the_same_bytes(
+    tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its finished pieces are used although the rows stand in a file that is read only from its start."""
+    source, out = write_form("jsonl.gz", tmp_path / "corpus"), tmp_path / "out"
+    monkeypatch.setattr(text_builder, "build_dataset", partial(builder.build_dataset, piece_bytes=1))
+    encode, encoded = builder.encode_piece, []
+
+    def counting(piece: builder.Piece, stop_after: int) -> int:
+        if len(encoded) == stop_after:
+            raise StoppedError
+        encoded.append(piece.path)
+        return encode(piece)
+
+    monkeypatch.setattr(builder, "encode_piece", partial(counting, stop_after=4))
+    with pytest.raises(StoppedError):
+        build(out, source)
+    assert not list(out.glob("*/index.json"))
+    monkeypatch.setattr(builder, "encode_piece", partial(counting, stop_after=99))
+    assert build(out, source) == 0
+    assert len(encoded) == len(set(encoded)) > 4
+    assert contents(out) == expected
+
+
+def test_a_row_that_changes_during_the_build_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(GOOD)
+    row = rows.Row(rows.RowFile(path, "text", None, 0), 1, 7, rows.digest_of("A text."))
+    assert row.read() == row.read() == "A text."  # a step back opens the file again
+    path.write_bytes(GOOD.replace(b"A", b"B"))
+    with pytest.raises(
+        UnusableError, match=r"rows\.jsonl, line 1 changed during the build: start the same command again"
+    ):
+        row.read()
+    path.write_bytes(b"")
+    with pytest.raises(UnusableError, match=r"has no row 1 any more"):
+        row.read()
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json.gz", "parquet", "arrow"])
+def test_a_field_that_comes_twice_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    """Whichever is the right one, a reader would take the last or the first in silence."""
+    monkeypatch.chdir(tmp_path)
+    path = Path(f"rows.{form}")
+    line = b'{"text": "one", "meta": {"id": 1, "text": ""}, "text": "two"}\n'
+    table = pyarrow.Table.from_arrays([pyarrow.array([word]) for word in ("one", "a", "two")], ["text", "b", "text"])
+    if form == "parquet":
+        parquet.write_table(table, path)
+    elif form == "arrow":
+        with ipc.new_stream(path, table.schema) as stream:
+            stream.write_table(table)
+    else:
+        path.write_bytes(gzip.compress(line) if form == "json.gz" else line)
+    assert build(Path("out"), path, options=("--split-by-hash", "train=1")) == 2
+    assert_quoted(capsys.readouterr().err, "has 2 fields 'text': rename or remove all but one, or name another one by")
+    assert build(Path("out"), path, options=("--split-by-hash", "train=1", "--text-field", "b")) == 2 * ("j" in form)
+
+
+def test_values_of_other_columns_are_not_read(tmp_path: Path) -> None:
+    """A column of another type than text, as embeddings are, is no obstacle."""
+    table: Any = pyarrow.table({"text": ["x"], "id": [3], "vector": [[0.5]]})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    [(number, load)] = rows.read_rows(rows.RowFile(tmp_path / "rows.parquet", "text", None, 0))
+    assert (number, load()) == (1, rows.Content("3", "x"))

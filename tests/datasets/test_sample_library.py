@@ -1,0 +1,176 @@
+"""The sample library: readable books, and recall spans that say exactly what must be remembered, and from where."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dist_mem.data.shard import read_index, read_recall, read_tokens
+from dist_mem.data.tokenizers.registry import load_tokenizer
+from dist_mem.data.verify import verify_dataset
+from dist_mem.datasets.recipes.sample import SIZES, write_split
+from dist_mem.datasets.sample_library import COMPANY_SIZE, Book
+from dist_mem.datasets.sample_words import NAMES, PAUSES, THINGS
+from tests.support.data_builders import build_data
+
+MARK = re.compile(r"\w+|[^\w ]")  # what a large enough vocabulary makes one token of
+
+
+@pytest.fixture(scope="module")
+def books() -> list[Book]:
+    return list(write_split("validation", 8, SIZES["demo"], seed=0).values())
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("built")
+    assert build(out) == 0
+    return out
+
+
+def build(out: Path, *options: str) -> int:
+    return build_data("sample", "--out", str(out), "--size", "tiny", *options)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def chapters(book: Book) -> list[tuple[int, int]]:
+    """First and last character of each chapter."""
+    starts = [match.start() for match in re.finditer(r"^(Chapter \d+|The End)$", book.text, re.MULTILINE)]
+    return list(pairwise(starts))
+
+
+def distances(book: Book) -> list[int]:
+    """Of all recall spans, in words, marks and newlines."""
+    number = {match.start(): place for place, match in enumerate(MARK.finditer(book.text))}
+    return [number[span.start] - number[span.referent] for span in book.recall]
+
+
+def test_a_recall_span_is_a_word_and_its_referent_the_same_word_after_the_same_cue(books: list[Book]) -> None:
+    for book in books:
+        for start, stop, referent in book.recall:
+            word = book.text[start:stop]
+            cue = book.text[:start].split()[-1]
+            assert re.fullmatch(r"[A-Za-z]+", word)
+            latest = book.text.rfind(f" {cue} {word}", 0, start - len(cue) - 1)
+            assert referent == latest + len(cue) + 2
+
+
+def test_a_fact_is_reported_once_before_it_is_recalled_and_recalled_ever_after(books: list[Book]) -> None:
+    for book in books:
+        recalled = {span.start for span in book.recall}
+        for first, last in chapters(book):
+            for deed in THINGS:
+                reported = [match.end() + 1 for match in re.finditer(rf" {deed}(?= )", book.text[first:last])]
+                assert [first + place in recalled for place in reported] == [False] + [True] * (len(reported) - 1)
+
+
+def test_a_chapter_has_one_thing_of_each_kind_and_one_surname_for_each_name(books: list[Book]) -> None:
+    for book in books:
+        for first, last in chapters(book):
+            chapter = book.text[first:last]
+            for deed, things in THINGS.items():
+                found = set(re.findall(rf" {deed} (\w+)", chapter))
+                assert len(found) == 1
+                assert found <= set(things)
+            people = set(re.findall(rf"({'|'.join(NAMES)}) (\w+)", chapter))
+            assert len(people) == len(dict(people)) == 2 + COMPANY_SIZE
+
+
+def test_no_two_deeds_share_a_thing() -> None:
+    counts = Counter(thing for things in THINGS.values() for thing in things)
+    assert max(counts.values()) == 1
+
+
+def test_every_band_of_distance_has_thousands_of_recalls_in_the_validation_split() -> None:
+    size = SIZES["demo"]
+    library = write_split("validation", size.books["validation"], size, seed=0).values()
+    found = np.array([distance for book in library for distance in distances(book)])
+    assert (found <= 64).sum() > 10_000
+    assert ((found > 64) & (found <= 64 + 192)).sum() > 5_000
+    assert (found > 64 + 192).sum() > 2_000
+
+
+def test_facts_of_different_books_are_independent(books: list[Book]) -> None:
+    promises = {re.search(r"Once (.*)\.", book.text)[1] for book in books}  # type: ignore[index]
+    first_meals = Counter(re.search(r" ate (\w+)", book.text)[1] for book in books)  # type: ignore[index]
+    assert len(promises) == len(books)
+    assert max(first_meals.values()) <= 4
+
+
+def test_books_read_as_sentences_in_chapters(books: list[Book]) -> None:
+    for book in books:
+        title, _, rest = book.text.partition("\n\n")
+        assert book.title.startswith(title)
+        assert set(rest) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 ,.\n")
+        assert "  " not in rest
+        assert " ." not in rest
+        for paragraph in rest.strip().split("\n\n"):
+            if not re.fullmatch(r"Chapter \d+|The End", paragraph):
+                for sentence in re.findall(r"[^.]+\.?", paragraph):
+                    assert re.fullmatch(r" ?[A-Z][^.]*\.", sentence)
+                    deeds = [deed for deed in THINGS if re.search(rf"\b{deed}\b", sentence)]
+                    assert len(deeds) >= 3 or sentence.strip() in PAUSES or "to bring the" in sentence
+
+
+def test_lengths_are_those_of_short_books(books: list[Book]) -> None:
+    lengths = [len(MARK.findall(book.text)) for book in books]
+    assert min(lengths) >= 2_000
+    assert max(lengths) <= 21_000
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_another_library(built: Path, tmp_path: Path) -> None:
+    assert build(tmp_path / "again", "--workers", "2") == 0
+    assert contents(tmp_path / "again") == contents(built)
+    assert build(tmp_path / "other", "--seed", "1", "--books", "4") == 0
+    assert contents(tmp_path / "other" / "texts" / "test") != contents(built / "texts" / "test")
+
+
+def test_more_books_leave_the_others_as_they_are(built: Path) -> None:
+    more = write_split("train", 20, SIZES["tiny"], seed=0)
+    assert len(more) == 20
+    for path in (built / "texts" / "train").glob("*.txt"):
+        assert more[path.stem].text == path.read_text()
+
+
+def test_shards_verify_and_every_recalled_word_is_one_token(built: Path) -> None:
+    assert verify_dataset(built) == []
+    tokenizer = load_tokenizer(built)
+    library = write_split("train", SIZES["tiny"].books["train"], SIZES["tiny"], seed=0)
+    index = read_index(built / "train")
+    for number, entry in enumerate(index.documents):
+        tokens = read_tokens(index, number, 0, entry.num_tokens)
+        recall = read_recall(index, number, 0, entry.num_tokens)
+        book = library[entry.id]
+        words = [tokenizer.decode([token]) for token in tokens[recall > 0]]
+        assert words == [f" {book.text[span.start : span.stop]}" for span in book.recall]
+        places = np.flatnonzero(recall)
+        assert (tokens[places] == tokens[places - recall[places]]).all()
+
+
+def test_texts_are_in_the_layout_that_build_pg19_reads(built: Path, tmp_path: Path) -> None:
+    options = ["--source", str(built / "texts"), "--out", str(tmp_path), "--tokenizer-from", str(built)]
+    assert build_data("pg19", *options) == 0
+    for split in ("train", "validation", "test"):
+        ours, theirs = read_index(built / split), read_index(tmp_path / split)
+        facts = [(entry.id, entry.title, entry.year, entry.num_tokens, entry.words) for entry in ours.documents]
+        assert facts == [
+            (entry.id, entry.title, entry.year, entry.num_tokens, entry.words) for entry in theirs.documents
+        ]
+
+
+def test_another_library_is_not_overwritten_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert build(tmp_path, "--books", "5") == 0
+    before = contents(tmp_path)
+    assert build(tmp_path, "--books", "4") == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert contents(tmp_path) == before
+    assert build(tmp_path, "--books", "4", "--overwrite") == 0
+    assert len(list((tmp_path / "texts" / "train").iterdir())) == 4

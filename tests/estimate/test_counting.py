@@ -1,0 +1,108 @@
+"""Counting a micro-batch on tensors without values: short models and few lanes foretell long ones and many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from dist_mem.config import Config
+from dist_mem.estimate.counting import Counted, Counts, _count, count_micro_batch, mixed
+from dist_mem.memory import memory_class, memory_kinds
+from dist_mem.model import describe
+
+VOCAB_SIZE, SEG_LEN = 3_000, 128  # tensors without values may be large
+
+
+def config(kind: str, model: dict[str, Any] | None = None, **train: Any) -> Config:
+    model = {"num_layers": 4, "d_model": 128, "num_heads": 4, "d_inner": 512, **(model or {})}
+    block = {"kind": kind, **memory_class(kind).small_options(SEG_LEN)}
+    keys = {"model": model, "memory": block, "train": {"seg_len": SEG_LEN, "micro_batch_size": 4, **train}}
+    merged: Any = OmegaConf.merge(OmegaConf.structured(Config), keys)
+    return merged
+
+
+def totals(counted: Counted) -> tuple[int, int, float, float]:
+    flops = sum(number * work.flops for number, work in counted.kernels)
+    return counted.peak, counted.kept, flops, sum(number * work.num_bytes for number, work in counted.kernels)
+
+
+def check_same(predicted: Counted, whole: Counted) -> None:
+    """The highest point may move from one operation to another."""
+    assert totals(predicted)[1:] == totals(whole)[1:]
+    assert predicted.peak == pytest.approx(whole.peak, rel=0.02)
+
+
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("saves", [True, pytest.param(False, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kind", memory_kinds())
+def test_two_and_three_blocks_foretell_the_whole_model(kind: str, saves: bool, precision: str) -> None:
+    asked = config(kind, activation_checkpointing="blocks" if saves else "none", precision=precision)
+    whole = _count(asked, VOCAB_SIZE, on_gpu=True, keeps_gradients=False, learns=True)
+    check_same(count_micro_batch(asked, VOCAB_SIZE), whole)
+
+
+def test_none_and_all_blocks_foretell_a_share_of_them() -> None:
+    """LaMemo's last block, which is not recomputed, does and keeps less than the first ones."""
+    keys: list[dict[str, Any]] = [{}, {"activation_checkpointing": "blocks"}]
+    none, all_blocks = (count_micro_batch(config("lamemo", **key), VOCAB_SIZE) for key in keys)
+    whole = count_micro_batch(config("lamemo", **keys[1], activation_checkpointing_share=0.5), VOCAB_SIZE)
+    predicted = mixed(none, all_blocks, 0.5)
+    assert totals(predicted)[2] == pytest.approx(totals(whole)[2], rel=0.03)
+    assert whole.kept <= predicted.kept <= 1.15 * whole.kept
+    assert whole.peak <= predicted.peak <= 1.1 * whole.peak
+
+
+@pytest.mark.parametrize("kind", memory_kinds())
+def test_two_and_three_lanes_foretell_more(kind: str) -> None:
+    asked = config(kind)
+    check_same(Counts(asked, VOCAB_SIZE, on_gpu=True).at(4), count_micro_batch(asked, VOCAB_SIZE))
+
+
+@pytest.mark.parametrize("kind", memory_kinds())
+def test_the_counted_products_are_those_of_the_formulas(kind: str) -> None:
+    """Up to the table of distances, which lanes share, and a few small products."""
+    asked = config(kind, micro_batch_size=1)
+    _, _, flops, _ = totals(count_micro_batch(asked, VOCAB_SIZE))
+    assert flops == pytest.approx(SEG_LEN * describe(asked, VOCAB_SIZE)["training_flops_per_token"], rel=0.1)
+
+
+# The fused kernels do not compute what they attend to, if anything.
+OTHERS = ("lamemo", "gated_deltanet", "titans", "block_recurrent")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in memory_kinds() if kind not in OTHERS])
+@pytest.mark.parametrize("back_end", ["sdpa", "flex"])
+def test_a_fused_kernel_counts_its_products_and_keeps_less(kind: str, back_end: str) -> None:
+    """Its backward computes the scores again: one product more in seven."""
+    simple, fused = (
+        count_micro_batch(config(kind, model={"attention": name}), VOCAB_SIZE) for name in ("simple", back_end)
+    )
+    assert fused.kept < simple.kept
+    assert totals(simple)[2] < totals(fused)[2] < 1.1 * totals(simple)[2]
+
+
+def test_the_plan_for_a_gpu_takes_the_back_end_that_the_gpu_will() -> None:
+    """The tensors that are counted are on no GPU."""
+    chosen, flex, chunked = (
+        count_micro_batch(config("transformer_xl", model={"attention": name}), VOCAB_SIZE)
+        for name in ("auto", "flex", "chunked")
+    )
+    assert totals(chosen) == totals(flex) != totals(chunked)
+
+
+def test_dropout_keeps_a_byte_an_element_on_a_gpu_and_a_number_elsewhere() -> None:
+    model = {"dropout": 0.5}
+    dropped: Any = OmegaConf.merge(config("none"), {"model": model})
+    on_gpu, elsewhere = (count_micro_batch(dropped, VOCAB_SIZE, on_gpu=on_gpu).kept for on_gpu in (True, False))
+    assert on_gpu < elsewhere
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_an_adaptive_vocabulary_is_counted_with_the_rows_that_are_expected(learns: bool) -> None:
+    """Its later bins take few rows, so it needs less than a plain one."""
+    plain = config("none")
+    adaptive: Any = OmegaConf.merge(plain, {"model": {"adaptive": {"cutoffs": [500, 1_000]}}})
+    peaks = [count_micro_batch(asked, VOCAB_SIZE, learns=learns).peak for asked in (adaptive, plain)]
+    assert 0 < peaks[0] < 1.1 * peaks[1]

@@ -1,0 +1,138 @@
+"""The passage that every evaluation of a training reads: its figures, and that they change nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from dist_mem.config import load_config
+from dist_mem.data.shard import Index, read_index
+from dist_mem.data.tokenizers.registry import load_tokenizer
+from dist_mem.evaluation.probe import PREFIX, open_passage, passage_figures
+from dist_mem.evaluation.probe_measures import BANDS
+from dist_mem.evaluation.scoring import score_split
+from dist_mem.memory import memory_class, memory_kinds
+from dist_mem.model import LMState, MemoryLM
+from tests.support.contract_cases import CASES
+from tests.support.jobs import losses, train_here, write_config
+from tests.support.ranks import RankPool
+from tests.support.scored_library import ALONE
+
+pytestmark = pytest.mark.ranks
+
+SEGMENTS = 6
+FULL_OR_NOT = ("compressive", "lamemo", "transformer_xl")  # memories that hold the newest tokens
+
+
+@pytest.fixture
+def validation(books: Path) -> Index:
+    return read_index(books / "validation")
+
+
+def model_of(case: str, tmp_path: Path, books: Path) -> tuple[Any, MemoryLM]:
+    path = write_config(tmp_path / "run.yaml", books, tmp_path / "run")
+    config = load_config([str(path), "train.seg_len=4", f"eval.passage={SEGMENTS}"])
+    config.memory = CASES[case]
+    config.model.init_std = 0.3
+    torch.manual_seed(1)
+    return config, MemoryLM(config, load_tokenizer(books).vocab_size).eval()
+
+
+def init_of(model: MemoryLM) -> Callable[[Tensor], LMState]:
+    return lambda document_ids: model.init_state(document_ids, "cpu", torch.float32)
+
+
+def figures_of(model: MemoryLM, config: Any, index: Index, books: Path) -> dict[str, float]:
+    passage = open_passage(index, config, load_tokenizer(books).bos_id)
+    return passage_figures(model, init_of(model), model.memories(), passage, torch.device("cpu")).figures
+
+
+SUMMARISING = ("infini", "rmt")  # they read rows that hold something of all earlier tokens
+NO_ROWS = ("none", "causal", "gated_deltanet", *SUMMARISING)  # of tokens in the memory, nor a signal
+
+
+@pytest.mark.parametrize("kind", [*memory_kinds(), "infinite over transformer_xl", "infinite over compressive"])
+def test_shares_are_shares_and_bands_sum_to_the_whole(
+    kind: str, tmp_path: Path, books: Path, validation: Index
+) -> None:
+    config, model = model_of(kind, tmp_path, books)
+    found = figures_of(model, config, validation, books)
+    for name in ("attention", "signal"):
+        if PREFIX + name in found:
+            assert 0.0 < found[PREFIX + name] <= 1.0
+            total = sum(found[f"{PREFIX}{name}_{band}"] for band, _, _ in BANDS)
+            assert total == pytest.approx(found[PREFIX + name], abs=1e-6)
+    assert ("memory/attention" in found) == (kind not in ("infinite", *NO_ROWS))
+    assert ("memory/summary" in found) == (kind in SUMMARISING) and 0.0 < found.get("memory/summary", 0.5) < 1.0
+    assert ("memory/signal" in found) == kind.startswith("infinite")
+    assert ("memory/alpha" in found) == (kind == "lamemo") and 0.0 <= found.get("memory/alpha", 0.0) <= 1.0
+    assert ("memory/compression_loss" in found) == ("compressive" in kind)
+    assert ("memory/regression_error" in found) == kind.startswith("infinite")
+    assert (found["memory/gain"] == 0.0) == (kind in ("none", "causal"))
+    if kind not in ("none", "causal"):
+        assert found["memory/state_norm"] > 0.0 and 1.0 <= found["memory/effective_rank"] <= config.model.d_model + 1e-3
+
+
+def test_gain_is_the_difference_of_two_evaluations(tmp_path: Path, books: Path, validation: Index) -> None:
+    """Of the one document that the passage is of."""
+    config, model = model_of("transformer_xl", tmp_path, books)
+    found = figures_of(model, config, validation, books)
+    config.eval.max_document_len = SEGMENTS * 4
+    losses = [
+        score_split(
+            model,
+            init_of(model),
+            config=config,
+            index=validation,
+            tokenizer=load_tokenizer(books),
+            world=ALONE,
+            without_memory=without,
+        )
+        .documents[0]
+        .nll
+        for without in (False, True)
+    ]
+    assert found["memory/gain"] == pytest.approx((losses[1] - losses[0]) / (SEGMENTS * 4), abs=1e-6)
+
+
+def test_a_passage_of_no_segments_has_no_figures(tmp_path: Path, books: Path, validation: Index) -> None:
+    config, model = model_of("transformer_xl", tmp_path, books)
+    config.eval.passage = 0
+    assert figures_of(model, config, validation, books) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", memory_kinds())
+def test_training_logs_them_and_is_the_same_without_at_every_stage(
+    kind: str, tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
+) -> None:
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run")
+    tree = OmegaConf.load(config)
+    OmegaConf.save({**tree, "memory": {"kind": kind, **memory_class(kind).small_options(16)}}, config)
+    points = {}
+    for stage, passage in ((0, 4), (3, 4), (3, 0)):
+        run_dir = tmp_path / f"stage-{stage}-{passage}"
+        changes = [f"run_dir={run_dir}", "eval.every=2", "eval.max_document_len=64", "train.steps=4"]
+        changes += [f"eval.passage={passage}", "eval.figures=true", f"deepspeed.zero_optimization.stage={stage}"]
+        assert rank_pool(2).run(train_here, config, changes) == [0, 0]
+        points[stage, passage] = losses(run_dir), figures_logged(run_dir)
+        drawn = sorted(path.name for path in run_dir.glob("figures/*.svg"))
+        has_picture = passage > 0 and kind not in NO_ROWS
+        assert drawn == ["passage-step-00000002.svg", "passage-step-00000004.svg"] * has_picture
+    assert points[3, 4][0] == points[3, 0][0]
+    assert points[3, 0][1] == [] and len(points[3, 4][1]) == 2
+    assert all(("memory/full_lanes" in point) == (kind in FULL_OR_NOT) for point in points[3, 4][1])
+    for first, other in zip(points[0, 4][1], points[3, 4][1], strict=True):
+        assert first == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+def figures_logged(run_dir: Path) -> list[dict[str, float]]:
+    points = [json.loads(line)["metrics"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [point for point in points if "memory/gain" in point]

@@ -1,0 +1,242 @@
+"""`dist-mem lm-eval` on local tasks: its figures are those of `dist-mem evaluate` and `dist-mem generate`."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+import pytest
+from lm_eval.tasks import TaskManager
+
+import dist_mem
+from dist_mem.__main__ import main
+from dist_mem.datasets.builder import build_dataset
+from dist_mem.datasets.source import SourceDocument
+from dist_mem.evaluation.trained_model import load_model
+from dist_mem.generation.generate import generate
+from dist_mem.generation.reading import read, start
+from dist_mem.generation.sampling import Sampling
+from dist_mem.generation.text_scores import score
+from dist_mem.lm_eval.model import DistMemLM, encode_pair
+from dist_mem.memory import memory_class, memory_kinds
+from tests.support.jobs import build_books, train_here, write_config
+from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.ranks
+
+SEG_LEN = 16  # of jobs.write_config
+QUESTIONS = [
+    {"question": "bako miru solqua tensol verba", "choices": ["tensol", "verba", "bako miru"], "gold": 0},
+    {"question": "solqua tenmi ", "choices": ["verba", "komi", "ruru"], "gold": 2},
+]
+METRICS = "metric_list: [{{metric: {}, aggregation: {}, higher_is_better: {}}}]\n"
+TASKS = {
+    "questions": 'output_type: multiple_choice\ndoc_to_text: "{{question}}"\ndoc_to_choice: "{{choices}}"\n'
+    "doc_to_target: gold\n" + METRICS.format("acc", "mean", "true"),
+    "next": 'output_type: generate_until\ndoc_to_text: "{{question}}"\ndoc_to_target: "{{choices[gold]}}"\n'
+    'generation_kwargs: {until: ["a"], max_gen_toks: 24}\n' + METRICS.format("exact_match", "mean", "true"),
+    "books": 'output_type: loglikelihood_rolling\ndoc_to_text: ""\ndoc_to_target: "{{text}}"\nmetric_list:\n'
+    + "".join(
+        f"  - {{metric: {name}, aggregation: {how}, higher_is_better: false}}\n"
+        for name, how in [
+            ("word_perplexity", "weighted_perplexity"),
+            ("byte_perplexity", "weighted_perplexity"),
+            ("bits_per_byte", "bits_per_byte"),
+        ]
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data whose documents do not end with white space, which the harness counts as a word, and local tasks on them."""
+    folder = tmp_path_factory.mktemp("lm_eval")
+    build_books(folder / "with_line_ends")
+    sources: dict[str, list[SourceDocument]] = {"train": [], "validation": [], "test": []}
+    for path in sorted((folder / "with_line_ends" / "texts").glob("*/*.txt")):
+        text_file = folder / f"{path.parent.name}-{path.name}"
+        text_file.write_text(path.read_text(encoding="utf-8").strip(), encoding="utf-8")
+        sources[path.parent.name].append(SourceDocument(id=path.stem, title=path.stem, source=text_file, year=1900))
+    build_dataset(sources, folder / "shards", name="tiny", tokenizer_kind="bytes")
+    texts = [{"text": source.source.read_text(encoding="utf-8")} for source in sources["test"]]
+    (folder / "tasks").mkdir()
+    for name, content in TASKS.items():
+        lines = texts if name == "books" else QUESTIONS
+        data = folder / f"{name}.jsonl"
+        data.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+        source = (
+            f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {folder / 'cache'}}}\n"
+        )
+        task = f"task: {name}\n{source}test_split: test\n{content}"
+        (folder / "tasks" / f"{name}.yaml").write_text(task, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained_run(folder: Path, rank_pool: Callable[[int], RankPool]) -> Callable[..., Path]:
+    """Train a run of two steps, once for every memory and change."""
+
+    def train(kind: str, name: str = "", **changes: Any) -> Path:
+        run = folder / (name or kind)
+        if not run.exists():
+            memory = {"memory": {"kind": kind, **memory_class(kind).small_options(SEG_LEN)}}
+            small = {"train": {"steps": 2, "global_batch_size": 2, "micro_batch_size": 2}, "model": {"dropout": 0.0}}
+            config = write_config(folder / f"{run.name}.yaml", folder / "shards", run, small, changes)
+            content = config.read_text(encoding="utf-8")
+            given = "memory:\n  kind: transformer_xl\n  mem_len: 24\n"
+            assert given in content
+            config.write_text(content.replace(given, f"memory: {json.dumps(memory['memory'])}\n"), encoding="utf-8")
+            assert rank_pool(1).run(train_here, config) == [0]
+        return run
+
+    return train
+
+
+def ask(run: Path, folder: Path, *arguments: str, tasks: str = "questions,next,books") -> int:
+    return main(["lm-eval", str(run), "--tasks", tasks, "--include-path", str(folder / "tasks"), *arguments])
+
+
+def results(run: Path) -> dict[str, Any]:
+    (path,) = (run / "evaluations" / "lm_eval").glob("*.json")
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
+
+
+def check_against_other_commands(run: Path, folder: Path) -> None:
+    assert ask(run, folder) == 0
+    found = results(run)["results"]
+    assert main(["evaluate", str(run), "--split", "test"]) == 0
+    report = json.loads((run / "evaluations" / "test-step-00000002.json").read_text(encoding="utf-8"))["figures"]
+    for name in ("word_perplexity", "bits_per_byte"):
+        assert found["books"][f"{name},none"] == pytest.approx(report[f"test/{name}"], rel=1e-6)
+    bits = report["test/bits_per_byte"]
+    assert found["books"]["byte_perplexity,none"] == pytest.approx(2**bits, rel=1e-6)
+    trained = load_model(run)
+    right = 0
+    for question in QUESTIONS:
+        log_probs = [choice_log_prob(trained, question["question"], choice) for choice in question["choices"]]
+        right += max(range(3), key=log_probs.__getitem__) == question["gold"]
+    assert found["questions"]["acc,none"] == right / len(QUESTIONS)
+    assert 0.0 <= found["next"]["exact_match,none"] <= 1.0
+
+
+def choice_log_prob(trained: Any, question: str, choice: str) -> float:
+    context, continuation = encode_pair(trained.tokenizer, question, f" {choice}")
+    before = read(trained, start(trained), [context])
+    return -float(
+        score(trained, continuation, after=before.reading if hasattr(before, "reading") else before).nll.sum()
+    )
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "transformer_xl" else pytest.mark.slow) for kind in memory_kinds()]
+)
+def test_figures_are_those_of_the_other_commands(
+    kind: str, folder: Path, trained_run: Callable[..., Path], single_process: None
+) -> None:
+    check_against_other_commands(trained_run(kind), folder)
+
+
+@pytest.mark.slow
+def test_a_document_cut_from_its_end_scores_as_in_evaluate(
+    folder: Path, trained_run: Callable[..., Path], single_process: None
+) -> None:
+    check_against_other_commands(trained_run("none", "cut", data={"cut": "end"}), folder)
+
+
+def test_a_text_ends_before_its_first_stop_string(folder: Path, trained_run: Callable[..., Path]) -> None:
+    trained = load_model(trained_run("transformer_xl"))
+    model = DistMemLM(trained)
+
+    def written(*requests: tuple[str, dict[str, Any]]) -> list[str]:
+        return model.generate_until([Request(arguments) for arguments in requests])
+
+    contexts = ["bako miru", "", "tensol verba" * 4, "bako miru"]
+    free = written(*[(context, {"max_gen_toks": 40}) for context in contexts])
+    for context, text in zip(contexts, free, strict=True):
+        reading = read(trained, start(trained), [trained.tokenizer.encode(context)])
+        greedy = generate(trained, reading, num_tokens=40, sampling=Sampling(temperature=0.0))
+        assert text == trained.tokenizer.decode(greedy.tokens[0])
+        stop = text[len(text) // 2 :][:2]
+        assert written((context, {"max_gen_toks": 40, "until": [stop, "no such text"]})) == [text[: text.find(stop)]]
+    nothing = {"num_beams": 1, "repetition_penalty": 1.0, "top_k": 0, "temperature": None, "use_cache": True}
+    assert written(("bako miru", {"max_gen_toks": 40, **nothing})) == free[:1]
+    for asked, reason in [({"num_beams": 2}, "no beam search"), ({"top_k": "many"}, "top_k"), ({"tmp": 1}, "omit it")]:
+        with pytest.raises(dist_mem.errors.UnusableError, match=f"generation_kwargs: .*{reason}"):
+            written(("a", {"do_sample": True, "temperature": 1.0, **asked}))
+
+
+class Request:
+    """A request as the harness makes it."""
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        self.args = args
+
+
+def test_white_space_at_the_end_of_a_context_belongs_to_the_continuation(
+    folder: Path, trained_run: Callable[..., Path]
+) -> None:
+    trained = load_model(trained_run("transformer_xl"))
+    before, after = encode_pair(trained.tokenizer, "bako \n", "miru")
+    assert (trained.tokenizer.decode(before), trained.tokenizer.decode(after)) == ("bako", " \nmiru")
+    model = DistMemLM(trained)
+    one, other = model.loglikelihood([Request(("bako ", "miru")), Request(("bako", " miru"))])
+    assert one == other and one[0] < 0
+    with pytest.raises(dist_mem.errors.UnusableError, match="the continuation '' of 'bako' has no token of its own"):
+        model.loglikelihood([Request(("bako", ""))])
+
+
+@pytest.mark.slow
+def test_the_harness_itself_opens_a_run_by_name(
+    folder: Path, trained_run: Callable[..., Path], single_process: None
+) -> None:
+    run = trained_run("transformer_xl", "by_name")
+    assert ask(run, folder) == 0
+    manager = TaskManager(include_path=folder / "tasks", include_defaults=False)
+    given = {"tasks": list(TASKS), "task_manager": manager, "batch_size": 8, "log_samples": False}
+    found = lm_eval.simple_evaluate("dist_mem", f"run={run},eval.precision=fp32", **given)
+    assert found is not None
+    ours = results(run)["results"]
+    for task, values in found["results"].items():
+        for key, value in values.items():
+            if key.endswith(",none") and not (isinstance(value, float) and math.isnan(value)):
+                assert ours[task][key] == value
+
+
+def test_what_cannot_be_run_is_one_line_and_code_2(
+    folder: Path,
+    trained_run: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = trained_run("transformer_xl")
+
+    def error_of(code: int) -> str:
+        assert code == 2
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        return line
+
+    assert "reads in blocks (data.blocks)" in error_of(ask(run, folder, "eval.blocks=true", tasks="next"))
+    (folder / "tasks" / "lost.yaml").write_text(
+        "task: lost\ndataset_path: json\ndataset_kwargs: {data_files: {test: absent.jsonl}}\ntest_split: test\n"
+        "output_type: generate_until\ndoc_to_text: a\ndoc_to_target: b\n",
+        encoding="utf-8",
+    )
+    assert "--tasks lost cannot be loaded: FileNotFoundError: " in error_of(ask(run, folder, tasks="lost"))
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert "lm_eval is not installed, and `dist-mem lm-eval` needs it: pip install 'dist-mem[harness]'" in error_of(
+        ask(run, folder)
+    )
+
+
+@pytest.mark.slow  # the index of the harness's own tasks
+def test_an_unknown_task_is_named_with_a_similar_one(
+    folder: Path, trained_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ask(trained_run("transformer_xl"), folder, tasks="question") == 2
+    assert "has such a task; did you mean questions?" in capsys.readouterr().err

@@ -1,0 +1,302 @@
+"""Replies of a model: written to the gold history alone, compared with the right ones, leaked conversations apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dist_mem.__main__ import main
+from dist_mem.data.shard import read_index
+from dist_mem.datasets.builder import build_dataset
+from dist_mem.datasets.source import SourceDocument
+from dist_mem.errors import UnusableError
+from dist_mem.evaluation import evaluate
+from dist_mem.evaluation.trained_model import TrainedModel
+from dist_mem.generation.generate import generate
+from dist_mem.generation.reading import read, start
+from dist_mem.generation.sampling import Sampling
+from dist_mem.papers.dialogue import command as command
+from dist_mem.papers.dialogue.answer import Answer, answer_all
+from dist_mem.papers.dialogue.command import Settings
+from dist_mem.papers.dialogue.replies import (
+    LEAKED,
+    Conversation,
+    Reply,
+    choose_replies,
+    find_replies,
+    read_conversations,
+)
+from dist_mem.tracking import progress
+from tests.support.scored_library import SEG_LEN, TOKENIZER, make_config, make_model, save_weights
+
+SAMPLING = Sampling(top_p=0.9, seed=4)
+NUM_TOKENS = 12  # more than a segment
+TURNS = [
+    ["Hello there", "Hi", "How was the shark?", "It bit me in the leg", "Ouch", "Yes"],
+    ["Yo", "Yo yo", "Good film", "I do not think so"],
+    ["One", "Two"],
+]
+
+
+def source_document(number: int, turns: Sequence[str]) -> SourceDocument:
+    text, spans = f"Title: Jaws {number}\n\n", []
+    for place, turn in enumerate(turns):
+        text += "AB"[place % 2] + ":"
+        spans.append((len(text), len(text) + len(turn) + 2))
+        text += f" {turn}\n"
+    return SourceDocument(f"talk{number}", "Jaws" + LEAKED * (number == 1), text, scored=spans)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three conversations, the second one leaked."""
+    out = tmp_path_factory.mktemp("talks")
+    documents = [source_document(number, turns) for number, turns in enumerate(TURNS)]
+    build_dataset({"test": documents}, out, name="talks", tokenizer=TOKENIZER)
+    return out
+
+
+@pytest.fixture
+def conversations(library: Path) -> list[Conversation]:
+    return read_conversations(read_index(library / "test"))
+
+
+@pytest.fixture(scope="module")
+def trained() -> TrainedModel:
+    model, checkpoint = make_model().double(), None
+    return TrainedModel(model, TOKENIZER, make_config(), checkpoint, torch.device("cpu"), torch.float64)  # type: ignore[arg-type]
+
+
+def answers(trained: TrainedModel, conversations: Sequence[Conversation], *, num_lanes: int = 3) -> list[Answer]:
+    chosen = [conversation.replies for conversation in conversations]
+    found = answer_all(trained, conversations, chosen, num_lanes=num_lanes, num_tokens=NUM_TOKENS, sampling=SAMPLING)
+    return sorted(found, key=lambda answer: (answer.conversation.number, answer.place))
+
+
+def test_replies_are_what_the_builder_scored(conversations: list[Conversation]) -> None:
+    for conversation, turns in zip(conversations, TURNS, strict=True):
+        said = [TOKENIZER.decode(conversation.tokens[reply.start : reply.stop]) for reply in conversation.replies]
+        assert said == [f" {turn}\n" for turn in turns]
+
+
+def test_every_reply_has_its_own_reference(trained: TrainedModel, conversations: list[Conversation]) -> None:
+    found = answers(trained, conversations)
+    assert [answer.reference for answer in found] == [turn for turns in TURNS for turn in turns]
+    assert all("\n" not in answer.text for answer in found)
+    assert len({answer.text for answer in found}) > 8  # drawn from a model, each by numbers of its own
+
+
+def test_a_reply_is_written_from_all_that_stands_before_it_and_nothing_else(
+    trained: TrainedModel, conversations: list[Conversation]
+) -> None:
+    """It is the one that a model writes which was only ever given the text up to the tag."""
+    for answer in answers(trained, conversations):
+        conversation, place = answer.conversation, answer.place
+        assert place.start > SEG_LEN  # so there is a memory
+        beginning = start(trained, document_ids=[conversation.number])
+        reading = read(trained, beginning, [conversation.tokens[: place.start].copy()])
+        streams = [conversation.number * 2**32 + place.start]
+        written = generate(trained, reading, num_tokens=NUM_TOKENS, sampling=SAMPLING, stop_ids=[10], streams=streams)
+        alone = TOKENIZER.decode(written.tokens[0].numpy()).split("\n")[0].strip()
+        assert answer.text == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turn", range(6))
+def test_references_and_what_follows_are_never_read(
+    trained: TrainedModel, conversations: list[Conversation], turn: int
+) -> None:
+    talk = conversations[0]
+    place = talk.replies[turn]
+    tokens = talk.tokens.copy()
+    tokens[place.start :] = ord("x")
+    scored = np.zeros(len(tokens), dtype=bool)
+    for reply in talk.replies:
+        scored[reply.start : reply.stop] = True
+    assert find_replies(scored) == talk.replies
+    before = answers(trained, [talk])[: turn + 1]
+    after = answers(trained, [talk._replace(tokens=tokens)])
+    assert [answer.text for answer in before] == [answer.text for answer in after[: turn + 1]]
+    later = [answer.text for answer in answers(trained, [talk])[turn + 1 :]]
+    assert not later or later != [answer.text for answer in after[turn + 1 :]]  # the history is read
+
+
+def test_conversations_continue_what_was_read_before(trained: TrainedModel, conversations: list[Conversation]) -> None:
+    text = TOKENIZER.encode("A shark eats a swimmer.\n")
+    before = read(trained, start(trained), [text])
+    chosen = [conversation.replies for conversation in conversations]
+    settings: dict[str, Any] = {"num_lanes": 3, "num_tokens": NUM_TOKENS, "sampling": SAMPLING}
+    found = list(answer_all(trained, conversations, chosen, after=before, **settings))
+    for answer in found:
+        conversation, place = answer.conversation, answer.place
+        history = np.concatenate([text, conversation.tokens[: place.start]])
+        reading = read(trained, start(trained), [history])
+        streams = [conversation.number * 2**32 + place.start]
+        written = generate(trained, reading, num_tokens=NUM_TOKENS, sampling=SAMPLING, stop_ids=[10], streams=streams)
+        assert answer.text == TOKENIZER.decode(written.tokens[0].numpy()).split("\n")[0].strip()
+    assert {answer.text for answer in found} != {answer.text for answer in answers(trained, conversations)}
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2])
+def test_conversations_beside_it_change_no_reply(
+    trained: TrainedModel, conversations: list[Conversation], num_lanes: int
+) -> None:
+    apart = answers(trained, conversations, num_lanes=num_lanes)
+    assert [answer.text for answer in apart] == [answer.text for answer in answers(trained, conversations)]
+
+
+def test_chosen_replies_are_spread_over_the_conversation() -> None:
+    replies = [Reply(number, number + 1) for number in range(12)]
+    assert choose_replies(replies, first=2, num_chosen=None) == replies[2:]
+    assert choose_replies(replies, first=2, num_chosen=2) == [replies[4], replies[9]]
+    assert choose_replies(replies, first=2, num_chosen=99) == replies[2:]
+    assert choose_replies(replies[:2], first=2, num_chosen=3) == []
+
+
+@pytest.fixture
+def run_dir(library: Path, tmp_path: Path) -> Path:
+    config = make_config(data={"path": str(library)}, model={"init_std": 0.3}, tracking={"mlflow": True})
+    save_weights(tmp_path / "run", make_model(), config, step=3)
+    return tmp_path / "run"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("single_process")
+def test_the_command_reports_leaked_conversations_apart(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reported: dict[str, Any] = {}
+    monkeypatch.setattr(evaluate, "log_to_run", lambda config, **given: reported.update(given))
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    assert command.run(run_dir, Settings(split="test")) == 0
+    name = run_dir / "evaluations" / "dialogue-test-step-00000003"
+    facts = json.loads(name.with_suffix(".json").read_text())
+    assert facts["settings"]["wordnet"] is None
+    groups = {group["name"]: group for group in facts["groups"]}
+    assert {name: (group["num_conversations"], group["num_replies"]) for name, group in groups.items()} == {
+        "all": (3, 6),  # from the third reply on
+        "leaked": (1, 2),
+        "others": (2, 4),
+    }
+    assert [(reply["conversation"], reply["turn"]) for reply in facts["replies"]] == [
+        *[("talk0", turn) for turn in (3, 4, 5, 6)],
+        *[("talk1", turn) for turn in (3, 4)],
+    ]
+    assert reported["metrics"]["test/dialogue_leaked_perplexity"] == groups["leaked"]["perplexity"]
+    assert reported["step"] == 3
+    assert f"  A: {TURNS[0][2]}\n> A: {facts['replies'][0]['reply']}".rstrip() in name.with_suffix(".txt").read_text()
+    output = capsys.readouterr()
+    assert "3 all" in output.out
+    assert "scoring test: " in output.err and "writing replies: 6 of 6 replies" in output.err
+
+
+@pytest.mark.usefixtures("single_process")
+def test_perplexity_is_that_of_evaluation_and_of_the_conversations_read(run_dir: Path, library: Path) -> None:
+    from dist_mem.evaluation.report import perplexity, read_report
+
+    quiet = ["tracking.mlflow=false"]
+    assert evaluate.run(run_dir, split="test", overrides=quiet) == 0
+    documents = read_report(run_dir / "evaluations" / "test-step-00000003.json").documents
+    assert [document.num_scored for document in documents] == [sum(len(t) + 2 for t in turns) for turns in TURNS]
+    assert command.run(run_dir, Settings(split="test", limit=2, turns=1, num_tokens=1), overrides=quiet) == 0
+    facts = json.loads((run_dir / "evaluations" / "dialogue-test-step-00000003-limit2-turns1-tokens1.json").read_text())
+    expected = perplexity(sum(d.nll for d in documents[:2]), sum(d.num_scored for d in documents[:2]))
+    assert facts["groups"][0]["perplexity"] == pytest.approx(expected, rel=1e-6)
+    assert len(facts["replies"]) == 2
+
+
+@pytest.mark.usefixtures("single_process")
+def test_other_settings_leave_the_files_and_figures_of_the_usual_ones_alone(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported: list[dict[str, float]] = []
+    monkeypatch.setattr(evaluate, "log_to_run", lambda config, **given: reported.append(given["metrics"]))
+    folder, other = run_dir / "evaluations", tmp_path / "other"
+    build_dataset({"test": [source_document(0, TURNS[0])]}, other, name="more talks", tokenizer=TOKENIZER)
+    drawn = "-limit1-temperature0.5-top_p0.8-seed1"
+    cases: list[tuple[Settings, list[str], str]] = [
+        (Settings(split="test"), [], ""),
+        (Settings(split="test", limit=1, turns=2, num_tokens=3), [], "-limit1-turns2-tokens3"),
+        (Settings(split="test", limit=1, sampling=Sampling(0.5, top_p=0.8, seed=1)), [], drawn),
+        (Settings(split="test", limit=1), ["eval.mem_len=24", "eval.seg_len=4"], "-T4-M24-limit1"),
+        (Settings(split="test"), [f"data.path={other}"], f"-more_talks_{read_index(other / 'test').fingerprint[:6]}"),
+    ]
+    for settings, overrides, tag in cases:
+        before = {path: path.read_bytes() for path in folder.glob("*")}
+        assert command.run(run_dir, settings, overrides=overrides) == 0
+        name = f"dialogue-test-step-00000003{tag}"
+        assert {path.name for path in folder.glob("*")} - {path.name for path in before} == {
+            f"{name}.json",
+            f"{name}.txt",
+        }
+        assert all(path.read_bytes() == content for path, content in before.items())
+        assert f"test{tag}/dialogue_f1" in reported[-1]
+        assert "test/dialogue_f1" in json.loads((folder / f"{name}.json").read_text())["figures"]
+    assert not set(reported[0]) & set(reported[1])
+
+
+@pytest.mark.usefixtures("single_process")
+def test_conversations_are_read_whole_and_one_by_one_whatever_the_run_evaluates_by(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick = Settings(split="test", limit=2, turns=1, num_tokens=1)
+    quiet = ["tracking.mlflow=false"]
+    assert command.run(run_dir, quick, overrides=quiet) == 0
+    path = run_dir / "evaluations" / "dialogue-test-step-00000003-limit2-turns1-tokens1.json"
+    facts = json.loads(path.read_text())
+    path.unlink()
+    cut = ["eval.layout=stream", "eval.batch_size=2", "eval.max_document_len=9"]
+    capsys.readouterr()
+    assert command.run(run_dir, quick, overrides=[*quiet, *cut]) == 0
+    assert json.loads(path.read_text()) == facts  # under the same name
+    assert ", documents, top-p" in capsys.readouterr().out
+    assert command.run(run_dir, quick, overrides=[*quiet, "eval.precision=bf16"]) == 0
+    assert path.with_name("dialogue-test-step-00000003-bf16-limit2-turns1-tokens1.json").exists()
+
+
+@pytest.mark.usefixtures("single_process")
+def test_blocks_which_leave_out_tokens_of_replies_are_refused(run_dir: Path) -> None:
+    with pytest.raises(UnusableError, match=r"^eval\.blocks is in effect true, .*: set eval\.blocks=false"):
+        command.run(run_dir, Settings(split="test"), overrides=["tracking.mlflow=false", "eval.blocks=true"])
+
+
+@pytest.mark.usefixtures("single_process")
+def test_without_wordnet_the_command_says_what_to_install(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dist_mem.papers.dialogue.wordnet.DEBIAN_FOLDER", tmp_path)
+    assert command.run(run_dir, Settings(split="test", num_tokens=1), overrides=["tracking.mlflow=false"]) == 0
+    reported = capsys.readouterr().out
+    assert "n/a" in reported
+    assert "METEOR needs WordNet: apt-get install wordnet-base" in reported
+    facts = json.loads((run_dir / "evaluations" / "dialogue-test-step-00000003-tokens1.json").read_text())
+    assert facts["groups"][0]["scores"]["meteor"] is None
+
+
+@pytest.mark.usefixtures("single_process")
+def test_a_folder_without_wordnet_is_said_before_anything_is_scored(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "score_split", lambda *_: pytest.fail("scored before the folder was looked at"))
+    with pytest.raises(UnusableError, match=r"it has no data\.noun"):
+        command.run(run_dir, Settings(split="test", wordnet=tmp_path), overrides=["tracking.mlflow=false"])
+
+
+def test_a_number_without_meaning_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dialogue", "runs/none", "--top-p", "2"]) == 2
+    assert "--top-p is 2.0, but must be greater than 0 and at most 1" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("single_process")
+def test_data_without_replies_are_refused(tmp_path: Path) -> None:
+    build_dataset({"test": [SourceDocument("book", "Book", "Once.")]}, tmp_path / "data", name="b", tokenizer=TOKENIZER)
+    config = make_config(data={"path": str(tmp_path / "data")}, model={"init_std": 0.3})
+    save_weights(tmp_path / "run", make_model(), config, step=3)
+    with pytest.raises(UnusableError, match="document book has no replies"):
+        command.run(tmp_path / "run", Settings(split="test"))

@@ -1,0 +1,236 @@
+"""`dist-mem replay` computes steps again, bit for bit, and names what differs from the recorded ones."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from omegaconf import OmegaConf
+
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UnfitError
+from dist_mem.memory import memory_class, memory_kinds
+from dist_mem.recompute import command
+from dist_mem.recompute.command import refuse_other_machine, replay
+from dist_mem.recompute.recompute import Recomputed, change_within
+from dist_mem.runtime.distributed import World
+from dist_mem.training.divergence import Divergence
+from dist_mem.training.history import read_history
+from tests.data.test_curriculum import make_data
+from tests.support.forked_ranks import Program
+from tests.support.jobs import finish, logged_steps, run_ranks, start_ranks, train_here, write_config
+from tests.support.limits import limit, wait_until
+from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.ranks
+Pool = Callable[[int], RankPool]
+CONSTANT = {"schedule": {"kind": "constant"}}  # so that a run may end at different steps
+
+
+def content_of(run_dir: Path) -> dict[Path, tuple[bytes, int]]:
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in run_dir.rglob("*") if path.is_file()}
+
+
+def found_by(world: World, run_dir: Path, step: int) -> tuple[int, Recomputed, list[str]]:
+    """Replay a step in existing ranks; return the exit code, what was computed, and on rank 0 the report."""
+    found: list[Recomputed] = []
+    lines: list[str] = []
+    report, recompute = command.report, command.recompute
+
+    def keep(*arguments: Any, **options: Any) -> Recomputed:
+        found.append(recompute(*arguments, **options))
+        return found[-1]
+
+    def keep_lines(*arguments: Any) -> Iterator[str]:
+        lines.extend(report(*arguments))
+        return iter(lines)
+
+    with mock.patch.object(command, "recompute", keep), mock.patch.object(command, "report", keep_lines):
+        code = replay(world, run_dir, step)
+    return code, found[0], lines
+
+
+def train_diverging(world: World, config: Path, at: int) -> int:
+    """Train; the loss of the update that is judged `at` so many updates were judged counts as a spike, once."""
+    judged: list[float] = []
+
+    def judge(self: Divergence, loss: float) -> str | None:
+        judged.append(loss)
+        return "the loss is a planted spike" if len(judged) == at else None
+
+    with mock.patch.object(Divergence, "judge", judge):
+        return train_here(world, config)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(3, marks=pytest.mark.slow)])
+def test_steps_are_equal_bit_for_bit_and_nothing_is_written(
+    tmp_path: Path, books: Path, rank_pool: Pool, stage: int
+) -> None:
+    """Two segments an update, a point every three steps, and checkpoints between the points."""
+    zero = {"deepspeed": {"zero_optimization": {"stage": stage}}}
+    changes = {"train": {"steps": 8, "segments_per_update": 2}, "tracking": {"every": 3}, "checkpoint": {"every": 4}}
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", zero, changes)
+    assert rank_pool(2).run(train_here, config) == [EXIT_DONE] * 2
+    before = content_of(tmp_path / "run")
+    for step, point in ((2, "step 3, mean of steps 1 to 3"), (5, "step 6, mean of steps 4 to 6"), (8, "step 8")):
+        (code, found, lines), (other, *_) = rank_pool(2).run(found_by, tmp_path / "run", step)
+        assert (code, other) == (EXIT_DONE, EXIT_DONE), lines
+        assert any(line.startswith(f"recorded at {point}") for line in lines), lines
+        assert [lane.lane for lane in found.lanes] == list(range(8))
+        nll, num_scored = (sum(getattr(lane, name) for lane in found.lanes) for name in ("nll", "num_scored"))
+        assert nll / num_scored == pytest.approx(found.loss, rel=1e-6)
+    assert content_of(tmp_path / "run") == before
+
+
+@pytest.mark.slow
+def test_a_step_without_targets_is_computed_again(tmp_path: Path, rank_pool: Pool) -> None:
+    """As in the recall tasks, whose documents are scored at their end: here in the second segment."""
+    data = make_data(tmp_path / "data", [32] * 8, num_scored=2)
+    config = write_config(tmp_path / "run.yaml", data, tmp_path / "run", {"train": {"steps": 2}})
+    assert rank_pool(2).run(train_here, config) == [EXIT_DONE] * 2
+    code, found, lines = rank_pool(2).run(found_by, tmp_path / "run", 1)[0]
+    assert code == EXIT_DONE and math.isnan(found.loss), lines
+    assert not any(lane.num_scored for lane in found.lanes)
+
+
+SEG_LEN = 16  # of the configurations of tests/support/jobs.py
+
+
+def small_memory(kind: str, **options: Any) -> dict[str, Any]:
+    return {"kind": kind, **memory_class(kind).small_options(SEG_LEN), **options}
+
+
+MEMORIES = {
+    **{kind: small_memory(kind) for kind in memory_kinds()},
+    "infinite, sticky, over compressive": small_memory("infinite", sampling="sticky", over=small_memory("compressive")),
+    "infinite, stratified, by moments": small_memory("infinite", sampling="stratified", density="softmax_moments"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MEMORIES)
+def test_every_memory_is_computed_again_bit_for_bit(tmp_path: Path, books: Path, rank_pool: Pool, name: str) -> None:
+    """From an empty memory and from the checkpoint of step 4, under ZeRO-2 on two ranks, with dropout."""
+    run_dir, changes = tmp_path / "run", {"train": {"steps": 8, "segments_per_update": 2}, "checkpoint": {"every": 4}}
+    config = write_config(tmp_path / "run.yaml", books, run_dir, changes)
+    written = OmegaConf.load(config)
+    written.memory = MEMORIES[name]
+    OmegaConf.save(written, config)
+    assert rank_pool(2).run(train_here, config) == [EXIT_DONE] * 2
+    before = content_of(run_dir)
+    for step, others in ((3, 2), (7, 2)):
+        for code, found, lines in rank_pool(2).run(found_by, run_dir, step):
+            assert code == EXIT_DONE, lines
+            assert len(found.points) == others + 1
+    assert content_of(run_dir) == before
+
+
+@pytest.mark.slow
+def test_steps_on_changing_ranks_are_computed_on_those_that_made_them(
+    tmp_path: Path, books: Path, rank_pool: Pool
+) -> None:
+    run_dir = tmp_path / "run"
+    for ranks, steps in ((2, 7), (1, 14)):
+        config = write_config(tmp_path / "run.yaml", books, run_dir, CONSTANT, {"train": {"steps": steps}})
+        assert rank_pool(ranks).run(train_here, config) == [EXIT_DONE] * ranks
+    assert [(part.step, part.ranks) for part in read_history(run_dir)] == [(0, 2), (7, 1)]
+    for step, ranks in ((3, 2), (7, 2), (8, 1), (12, 1)):
+        results = rank_pool(ranks).run(found_by, run_dir, step)
+        assert [code for code, *_ in results] == [EXIT_DONE] * ranks, results[0][2]
+    shutil.rmtree(run_dir / "checkpoints" / "step-00000007")  # as retention may do
+    with pytest.raises(AssertionError, match="at step 7 the run went from 2 to 1 ranks"):
+        rank_pool(1).run(found_by, run_dir, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("action", ["rollback", "skip"])
+def test_steps_around_a_divergence_are_equal(tmp_path: Path, books: Path, rank_pool: Pool, action: str) -> None:
+    """The spike at the eighth update is planted. After a rollback to step 5, steps 6 to 8 are only read."""
+    run_dir = tmp_path / "run"
+    config = write_config(tmp_path / "run.yaml", books, run_dir, {"divergence": {"action": action}})
+    assert rank_pool(2).run(train_diverging, config, 8) == [EXIT_DONE] * 2
+    is_back = action == "rollback"
+    found = [(part.step, part.first_trained) for part in read_history(run_dir)]
+    assert found == ([(0, 0), (5, 8)] if is_back else [(0, 0)])
+    for step in (5, 6, 8, 9, 11, 12) if is_back else (5, 7, 11, 12):
+        (code, _, lines), _ = rank_pool(2).run(found_by, run_dir, step)
+        assert code == EXIT_DONE, lines
+
+
+@pytest.mark.slow
+def test_a_planted_difference_is_named_with_both_values(tmp_path: Path, books: Path, rank_pool: Pool) -> None:
+    run_dir = tmp_path / "run"
+    config = write_config(tmp_path / "run.yaml", books, run_dir, {"train": {"steps": 8}})
+    assert rank_pool(1).run(train_here, config) == [EXIT_DONE]
+    points = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    recorded = points[6]["metrics"]["loss"]
+    points[6]["metrics"]["loss"] = recorded + 1e-9
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
+    ((code, _, lines),) = rank_pool(1).run(found_by, run_dir, 7)
+    assert code == EXIT_FAILED
+    assert f"  loss: recorded {recorded + 1e-9!r}, computed again {recorded!r}: differs by -1e-09" in lines
+    assert any(line.startswith("  grad_norm: ") and line.endswith("equal bit for bit") for line in lines)
+    ((code, _, lines),) = rank_pool(1).run(found_by, run_dir, 8)
+    assert code == EXIT_FAILED
+    assert any(line.startswith("step 7: loss") and line.endswith("differs") for line in lines), lines
+    ((code, _, lines),) = rank_pool(1).run(found_by, run_dir, 6)
+    assert code == EXIT_DONE
+    (run_dir / "metrics.jsonl").write_text("")
+    ((code, found, lines),) = rank_pool(1).run(found_by, run_dir, 7)
+    assert code == EXIT_DONE
+    assert found.loss == recorded
+    assert any("there is nothing to compare" in line for line in lines)
+    codes, text = run_ranks(["replay", str(run_dir), "--step", "3"], world_size=2, cwd=tmp_path)
+    assert codes == [EXIT_USAGE] * 2
+    assert "error: step 3 was made on 1 rank, this job has 2: start 1" in text
+
+
+@pytest.mark.slow
+def test_a_killed_run_is_replayed_by_one_command(tmp_path: Path, books: Path) -> None:
+    """Kill -9 twice; the command then starts two ranks by itself, also while a lease is left behind."""
+    run_dir = tmp_path / "run"
+    changes = {"train": {"steps": 24}, "checkpoint": {"every": 4}}
+    write_config(tmp_path / "run.yaml", books, run_dir, changes)
+    for last in (6, 14):
+        processes = start_ranks(["train", "run.yaml"], world_size=2, cwd=tmp_path)
+        wait_until(lambda last=last: (run_dir / "metrics.jsonl").exists() and last in logged_steps(run_dir), "a step")
+        for process in processes:
+            process.send_signal(signal.SIGKILL)
+        finish(processes)
+    codes, text = run_ranks(["train", "run.yaml"], world_size=2, cwd=tmp_path)
+    assert codes == [EXIT_DONE] * 2, text
+    assert len(read_history(run_dir)) > 1
+    before = content_of(run_dir)
+    for step in (3, 10, 23):
+        assert replay_alone(tmp_path, run_dir, step) == EXIT_DONE
+    assert content_of(run_dir) == before
+
+
+def replay_alone(tmp_path: Path, run_dir: Path, step: int) -> int:
+    """Run the command as a user does, without a launcher."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    process = Program(["replay", str(run_dir), "--step", str(step)], cwd=tmp_path, environment=environment)
+    process.communicate(timeout=limit(120))
+    return int(process.returncode or 0)
+
+
+def test_other_ranks_than_this_machine_has_are_refused(tmp_path: Path, books: Path, rank_pool: Pool) -> None:
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 1}})
+    assert rank_pool(1).run(train_here, config) == [EXIT_DONE]
+    (part,) = read_history(tmp_path / "run")
+    assert (part.ranks, part.threads, part.device) == (1, 1, "cpu")
+    with pytest.raises(
+        UnfitError, match=r"made on 512 ranks with a GPU each, this machine has \d+ GPUs; start it with"
+    ):
+        refuse_other_machine(part._replace(ranks=512, device="cuda"))
+    again = part._replace(step=10)
+    assert change_within([part, again], 1, 20) is None
+    assert change_within([part, again._replace(ranks=3)], 1, 20) == "at step 10 the run went from 1 to 3 ranks"
+    assert change_within([part, again._replace(ranks=3)], 1, 10) is None

@@ -1,0 +1,223 @@
+"""One job per run directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_mem.errors import TakenOverError
+from dist_mem.supervision import lease
+from dist_mem.supervision.lease import STALE_SECONDS, Lease, LeaseError, refuse_if_taken_over
+from tests.support.faults import small_disk
+from tests.support.limits import limit, wait_until
+
+
+def holder(pid: Any, host: str) -> str:
+    return json.dumps({"format_version": 1, "host": host, "pid": pid, "started": 0})
+
+
+def write_lease(run_dir: Path, text: str, *, age_seconds: float) -> None:
+    path = run_dir / "lease.json"
+    path.write_text(text)
+    then = time.time() - age_seconds
+    os.utime(path, (then, then))
+
+
+def dead_process() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_lease_is_exclusive_and_comes_back(tmp_path: Path) -> None:
+    held = Lease(tmp_path)
+    with pytest.raises(LeaseError, match=f"process {os.getpid()} on {socket.gethostname()}"):
+        Lease(tmp_path)
+    held.release()
+    Lease(tmp_path).release()
+    assert not (tmp_path / "lease.json").exists()
+
+
+def test_lease_of_a_dead_process_here_is_taken_at_once(tmp_path: Path) -> None:
+    write_lease(tmp_path, holder(dead_process(), socket.gethostname()), age_seconds=0)
+    Lease(tmp_path).release()
+
+
+def test_live_process_here_keeps_its_lease_however_old(tmp_path: Path) -> None:
+    write_lease(tmp_path, holder(os.getpid(), socket.gethostname()), age_seconds=10 * STALE_SECONDS)
+    with pytest.raises(LeaseError):
+        Lease(tmp_path)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds become hundredths."""
+    monkeypatch.setattr(lease, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(lease, "STALE_SECONDS", 0.6)
+
+
+ODD_CLOCKS = [0, 3600, -3600]  # how old the last touch seems: the clocks agree, ours is fast, ours is slow
+
+
+@pytest.mark.usefixtures("quick")
+def test_lease_that_a_broken_disk_made_rubbish_is_taken_too(tmp_path: Path) -> None:
+    """On rank 0, and no other rank looks: any error but a LeaseError would leave them waiting."""
+    (tmp_path / "lease.json").write_bytes(b"\xff\xfe{")
+    Lease(tmp_path).release()
+    assert not (tmp_path / "lease.json").exists()
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("age_seconds", ODD_CLOCKS)
+@pytest.mark.parametrize("text", [holder(1, "another-host"), "", '{"host": "x", "pi', "[]"])
+def test_lease_that_cannot_be_checked_is_taken_when_it_is_not_touched_for_a_while(
+    tmp_path: Path, text: str, age_seconds: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_lease(tmp_path, text, age_seconds=age_seconds)
+    before = time.monotonic()
+    Lease(tmp_path).release()
+    assert 0.6 < time.monotonic() - before < limit(5)
+    assert "waiting up to 1 s for a sign of life of" in caplog.text
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("age_seconds", ODD_CLOCKS)
+def test_job_on_another_host_keeps_its_lease_whatever_the_clocks_say(
+    tmp_path: Path, age_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(socket, "gethostname", lambda: "another-host")
+        held = Lease(tmp_path)
+    with monkeypatch.context() as skewed:
+        touch, now = os.utime, time.time()
+        skewed.setattr(os, "utime", lambda path: touch(path, (now - age_seconds, time.time() - age_seconds)))
+        written = (tmp_path / "lease.json").stat().st_mtime_ns
+        wait_until(lambda: (tmp_path / "lease.json").stat().st_mtime_ns != written, "a sign of life by the odd clock")
+        with pytest.raises(LeaseError, match=rf"process {os.getpid()} on another-host is using this run directory"):
+            Lease(tmp_path)
+    held.release()
+
+
+def test_lease_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path: Path) -> None:
+    """An empty one would keep the next job waiting."""
+    with small_disk(tmp_path / "disk", "size=4k") as disk:
+        (disk / "full").write_bytes(bytes(4096))
+        with pytest.raises(OSError, match="No space left on device"):
+            Lease(disk)
+        assert [path.name for path in disk.iterdir()] == ["full"]
+
+
+def test_lease_of_a_killed_process_that_nobody_has_reaped_is_taken_at_once(tmp_path: Path) -> None:
+    """In a container whose first process does not reap, a killed job stays a zombie for ever."""
+    process = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.DEVNULL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    write_lease(tmp_path, holder(process.pid, socket.gethostname()), age_seconds=0)
+    Lease(tmp_path).release()
+    process.wait()
+
+
+def test_process_that_got_the_number_of_the_holder_is_not_taken_for_it(tmp_path: Path) -> None:
+    written = json.loads(holder(os.getpid(), socket.gethostname()))
+    write_lease(tmp_path, json.dumps({**written, "started_ticks": "1"}), age_seconds=0)
+    Lease(tmp_path).release()
+
+
+def test_lease_taken_over_by_another_job_is_left_alone(tmp_path: Path) -> None:
+    held = Lease(tmp_path)
+    write_lease(tmp_path, holder(1, "another-host"), age_seconds=0)
+    held.release()
+    assert json.loads((tmp_path / "lease.json").read_text())["host"] == "another-host"
+
+
+def test_a_slow_job_never_takes_a_live_lease_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two jobs find the same dead lease; while the slower one still believes in it, no third one may get in."""
+    write_lease(tmp_path, holder(dead_process(), socket.gethostname()), age_seconds=0)
+    judge, rename, faster = lease.is_abandoned, Path.rename, []
+
+    def judge_slowly(path: Path, text: str) -> bool:
+        is_abandoned = judge(path, text)
+        if is_abandoned and not faster:
+            faster.append(None)
+            faster[0] = Lease(tmp_path)
+        return is_abandoned
+
+    def rename_slowly(path: Path, target: Path) -> Path:
+        moved = rename(path, target)
+        with pytest.raises(LeaseError):
+            Lease(tmp_path)
+        return moved
+
+    monkeypatch.setattr(lease, "is_abandoned", judge_slowly)
+    monkeypatch.setattr(Path, "rename", rename_slowly)
+    with pytest.raises(LeaseError, match="is using this run directory"):
+        Lease(tmp_path)
+    faster[0].release()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("pid", [0, -1, 1 << 70, "7", None])
+def test_lease_of_an_impossible_process_is_taken_when_it_is_not_touched_for_a_while(tmp_path: Path, pid: Any) -> None:
+    write_lease(tmp_path, holder(pid, socket.gethostname()), age_seconds=0)
+    Lease(tmp_path).release()
+    assert not (tmp_path / "lease.json").exists()
+
+
+@pytest.mark.usefixtures("quick")
+def test_process_of_another_container_of_this_host_is_not_looked_for_here(tmp_path: Path) -> None:
+    """It has the name of the host and a number of its own; what lives has it touched in time."""
+    written = json.loads(holder(dead_process(), socket.gethostname()))
+    write_lease(tmp_path, json.dumps({**written, "sight": "boot pid:[1]"}), age_seconds=0)
+    before = time.monotonic()
+    Lease(tmp_path).release()
+    assert time.monotonic() - before > lease.STALE_SECONDS
+
+
+@pytest.mark.parametrize(("machine", "is_taken_at_once"), [(None, True), ("another", False), ("", False)])
+def test_lease_of_the_time_before_a_reboot_is_taken_at_once_on_the_same_machine_only(
+    tmp_path: Path, machine: str | None, is_taken_at_once: bool, quick: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two machines may have one host name: a boot id alone does not show a reboot."""
+    held = Lease(tmp_path)
+    written = json.loads((tmp_path / "lease.json").read_text())
+    held.release()
+    before = {**written, "sight": f"another-boot {written['sight'].partition(' ')[2]}"}
+    if machine is not None:
+        before["machine"] = machine
+    write_lease(tmp_path, json.dumps(before), age_seconds=0)
+    Lease(tmp_path).release()
+    assert ("waiting up to" not in caplog.text) == is_taken_at_once
+
+
+def test_process_whose_name_is_no_text_is_seen_to_live(tmp_path: Path) -> None:
+    odd = tmp_path / "odd"
+    script = "import ctypes, sys, time; ctypes.CDLL(None).prctl(15, b'\\xff'); print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        odd.mkdir()
+        write_lease(odd, holder(process.pid, socket.gethostname()), age_seconds=0)
+        with pytest.raises(LeaseError):
+            Lease(odd)
+        process.kill()
+
+
+def test_job_whose_lease_was_taken_over_may_not_write_even_when_the_other_has_ended(tmp_path: Path) -> None:
+    held = Lease(tmp_path)
+    refuse_if_taken_over(tmp_path)
+    write_lease(tmp_path, holder(1, "another-host"), age_seconds=0)
+    with pytest.raises(TakenOverError, match="process 1 on another-host has taken the run directory over"):
+        refuse_if_taken_over(tmp_path)
+    (tmp_path / "lease.json").unlink()
+    with pytest.raises(TakenOverError, match=r"lease.json is gone: another job has taken"):
+        refuse_if_taken_over(tmp_path)
+    held.release()
+    refuse_if_taken_over(tmp_path)

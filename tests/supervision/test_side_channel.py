@@ -1,0 +1,140 @@
+"""The side channel: one connection per rank, the same decision everywhere, and a rank that has ended is named."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_mem.errors import EXIT_FAILED, RunError, TakenOverError, UnfitError, run_error
+from dist_mem.runtime.distributed import World
+from dist_mem.supervision.side_channel import SideChannel, accept_all, call, listen, open_side_channel
+from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.ranks
+
+SIZE = 6
+
+
+@contextmanager
+def channels(size: int = SIZE, seconds: float = 60.0) -> Iterator[tuple[list[SideChannel], ThreadPoolExecutor]]:
+    """Yield the channels of all ranks, in threads of this process."""
+    server, hub = listen(size)
+
+    def connect(rank: int) -> SideChannel:
+        peers = call(hub, "127.0.0.1", rank) if rank else accept_all(server, hub, size)
+        return SideChannel(peers, rank=rank, size=size, seconds=seconds)
+
+    with server, ThreadPoolExecutor(size) as threads:
+        opened = list(threads.map(connect, range(size)))
+        yield opened, threads
+        for channel in opened:
+            channel.close()
+
+
+def vote(
+    opened: list[SideChannel],
+    threads: ThreadPoolExecutor,
+    decide: Callable[[list[Any]], Any],
+    without: int | None = None,
+) -> list[Any]:
+    """Let all ranks vote with ten times their number; return results, or errors as texts."""
+
+    def of_rank(rank: int) -> Any:
+        try:
+            return opened[rank].decided_by_rank0(10 * rank, decide)
+        except RunError as error:
+            return f"{type(error).__name__}: {error}"
+
+    return list(threads.map(of_rank, [rank for rank in range(len(opened)) if rank != without]))
+
+
+def fail(error: Exception) -> Callable[[list[Any]], Any]:
+    def decide(values: list[Any]) -> Any:
+        raise error
+
+    return decide
+
+
+def test_every_rank_gets_the_decision_of_rank_0_on_the_values_in_rank_order() -> None:
+    with channels() as (opened, threads):
+        assert vote(opened, threads, lambda values: values) == [[0, 10, 20, 30, 40, 50]] * SIZE
+        assert vote(opened, threads, fail(TakenOverError("another job"))) == ["TakenOverError: another job"] * SIZE
+        assert vote(opened, threads, fail(KeyError("x"))) == ["UnfitError: KeyError: 'x'"] * SIZE
+        assert vote(opened, threads, sum) == [150] * SIZE, "an error of a decision does not end the channel"
+
+
+def test_a_rank_alone_decides_without_a_connection() -> None:
+    assert SideChannel({}, rank=0, size=1).decided_by_rank0(7, sum) == 7
+
+
+def test_connections_grow_with_the_number_of_ranks_and_not_with_its_square() -> None:
+    def num_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    def num_open(size: int) -> int:
+        before = num_files()
+        with channels(size):
+            return num_files() - before
+
+    few, many = num_open(4), num_open(16)
+    assert many - few == 2 * (16 - 4), "both ends of one connection for every further rank"
+
+
+def test_a_rank_that_has_ended_is_named_on_all_others_and_stays_out() -> None:
+    with channels() as (opened, threads):
+        assert vote(opened, threads, sum) == [150] * SIZE
+        opened[4].close()
+        for _ in range(2):
+            reported = vote(opened, threads, sum, without=4)
+            assert reported == ["UnfitError: rank 4 has ended, or its connection is cut (EOFError)"] * (SIZE - 1)
+
+
+def test_the_end_of_rank_0_and_silence_are_errors() -> None:
+    with channels(2) as (opened, _):
+        opened[0].close()
+        with pytest.raises(UnfitError, match="rank 0 has ended, or its connection is cut") as caught:
+            opened[1].decided_by_rank0(1, sum)
+    assert caught.value.exit_code == EXIT_FAILED, "another start may succeed"
+    for rank in (0, 1):
+        with (
+            channels(2, seconds=0.1) as (opened, _),
+            pytest.raises(UnfitError, match=rf"rank {1 - rank} has sent nothing for 0\.1 s"),
+        ):
+            opened[rank].decided_by_rank0(1, sum)
+
+
+def test_a_stranger_that_connects_is_no_rank() -> None:
+    """As a port scan does, or a rank of another job."""
+    server, hub = listen(2)
+    with server, ThreadPoolExecutor(1) as threads:
+        accepted = threads.submit(accept_all, server, hub, 2)
+        for hello in (b"", b"GET / HTTP/1.0\r\n\r\n", bytes(20)):
+            with socket.create_connection(("127.0.0.1", hub.port)) as stranger:
+                stranger.sendall(hello)
+        peers = call(hub, "127.0.0.1", 1)
+        assert list(accepted.result()) == [1]
+        peers[0].close()
+
+
+def test_a_port_that_nobody_can_reach_is_explained() -> None:
+    server, hub = listen(2)
+    server.close()
+    with pytest.raises(OSError, match=f"127.0.0.1:{hub.port}, where rank 0 listens, cannot be reached") as caught:
+        call(hub, "127.0.0.1", 1)
+    assert run_error(caught.value).exit_code == EXIT_FAILED
+
+
+def open_and_close(world: World) -> None:
+    for _ in range(30):
+        open_side_channel(world).close()
+
+
+def test_a_side_channel_can_be_closed_at_once(rank_pool: Callable[[int], RankPool]) -> None:
+    """As by a job that has nothing left to train: a slower rank must not be cut off while it connects."""
+    rank_pool(2).run(open_and_close)
