@@ -25,8 +25,8 @@ from dist_mem.errors import (
     UnfitError,
     UnusableError,
 )
+from dist_mem.launch.local import launcher, tied
 from dist_mem.memory import memory_options
-from dist_mem.studies.runs import launcher, tied
 
 _ERRORS = {EXIT_USAGE: UnusableError, EXIT_DIVERGED: DivergedError, EXIT_REQUEUE: StoppedError}
 _TAIL = 200  # lines of output in which the error of a failed training is looked for

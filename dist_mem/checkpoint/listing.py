@@ -7,6 +7,7 @@ anything. The exit code is 0 if every check passed, 1 if a checkpoint failed one
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from dist_mem.config import CheckpointConfig, ConfigError, read_config
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, CheckpointError
 from dist_mem.runtime.terminal import labelled
 from dist_mem.runtime.terminal import table as aligned
+from dist_mem.tracking.mlflow.sync import Counted
 
 _COLUMNS = ("checkpoint", "saved", "bytes", "ranks", "ZeRO", "kept by", "state")
 
@@ -144,3 +146,12 @@ def _described(found: Found) -> Iterator[tuple[str, str]]:
     yield "data", manifest["data_fingerprint"]
     yield "tokenizer", manifest["tokenizer_fingerprint"]
     yield "MLflow run", manifest.get("mlflow_run_id") or "none"
+
+
+def newest_count(run_dir: Path) -> Counted | None:
+    """Return the count of the newest readable checkpoint; None without one, or if it has no count."""
+    for step in reversed(list_steps(run_dir)):
+        with suppress(CheckpointError):  # a job also passes it over
+            num_points = read_manifest(step_dir(run_dir, step)).get("points")
+            return None if num_points is None else Counted(step, num_points)
+    return None

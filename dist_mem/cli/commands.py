@@ -246,11 +246,13 @@ def inspect(options: argparse.Namespace) -> int:
 
 def track(options: argparse.Namespace) -> int:
     """Send MLflow the data that it did not receive during a run."""
+    from dist_mem.checkpoint.listing import newest_count
     from dist_mem.tracking.mlflow.sync import run
 
     overrides = [text for text in options.runs if text.startswith("tracking.")]
     files = [text for text in options.runs if text.endswith((".yaml", ".yml")) and text not in overrides]
-    return run([Path(text) for text in options.runs if text not in (*overrides, *files)], overrides, files)
+    run_dirs = [Path(text) for text in options.runs if text not in (*overrides, *files)]
+    return run(run_dirs, overrides, files, count=newest_count)
 
 
 def check_memory(options: argparse.Namespace) -> int:

@@ -13,18 +13,24 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from dist_mem.config import Config, load_config
+from dist_mem.config import Config
 from dist_mem.data.directory import open_index, refresh_on_all_ranks
-from dist_mem.errors import EXIT_DONE, CutShortError, UnusableError, run_error
 from dist_mem.estimate.memory import evaluated_lanes, refuse_what_cannot_fit, scoring_parts, surely_fits
-from dist_mem.evaluation.cut_short import StopCheck, stop_check
+from dist_mem.evaluation.cut_short import StopCheck
+from dist_mem.evaluation.job import (
+    as_job,
+    described,
+    found_by_all,
+    read_before,
+    track,
+    use_threads,
+    written_by_rank0,
+)
 from dist_mem.evaluation.kept_memory import states_and_inputs
-from dist_mem.evaluation.memory_file import MemoryFile, read_memory_file
+from dist_mem.evaluation.memory_file import MemoryFile
 from dist_mem.evaluation.memory_gain import gain_beside, is_without_memory
 from dist_mem.evaluation.other_data import data_tag
 from dist_mem.evaluation.protocol import Protocol, protocol_of, report_name, tag_of
@@ -32,18 +38,12 @@ from dist_mem.evaluation.report import Report, to_table, write_report
 from dist_mem.evaluation.scoring import score_split
 from dist_mem.evaluation.trained_model import (
     Checkpoint,
-    find_checkpoint,
     open_model,
     read_settings,
     tokenizer_of_data,
 )
-from dist_mem.runtime import distributed
-from dist_mem.runtime.distributed import World, decided_by_rank0, gather_objects, on_all_ranks
-from dist_mem.runtime.ranks import read_ranks
+from dist_mem.runtime.distributed import World, gather_objects
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.supervision.findings import refuse
-from dist_mem.supervision.rendezvous import wait_for_ranks
-from dist_mem.tracking.mlflow.sync import log_to_run
 
 
 def evaluate_checkpoint(
@@ -140,89 +140,6 @@ def run(
     return as_job(work, overrides, early)
 
 
-def _join(overrides: Sequence[str]) -> World:
-    """Join the other ranks. Without the rendezvous, torch would wait half an hour for a missing rank without a message.
-
-    Raises:
-        UnfitError, UnusableError: on every rank present; names missing ranks, and nodes without a GPU.
-    """
-    given = [text for text in overrides if text.startswith("watchdog.")]
-    seconds = load_config(["train.steps=1", *given]).watchdog.join_seconds
-    with distributed.joining():
-        rendezvous = wait_for_ranks(seconds=seconds) if read_ranks()[1] > 1 else None  # keeps rank 0's store alive
-        if rendezvous is not None:
-            refuse(rendezvous.findings, rendezvous.nodes)
-        return distributed.initialize()
-
-
-def as_job(
-    work: Callable[[World, StopCheck], None], overrides: Sequence[str] = (), early: StopSignal | None = None
-) -> int:
-    """Run `work` on every rank of this job; return the exit code of the process, which is 0.
-
-    Args:
-        work: called with the world and a check; it must call the check before every forward, equally often on every
-            rank.
-        overrides: those of the command; `watchdog.join_seconds` is the time to wait for the next rank.
-        early: a scheduler's signal on any rank ends the work on all ranks, with exit code 85.
-
-    Raises:
-        RunError: on every rank; the request cannot be carried out as it is, a rank is missing, or the work was cut
-            short.
-    """
-    world = _join(overrides)
-    all_end_here = False
-    try:
-        work(world, stop_check(lambda: early is not None and early.received is not None, world))
-        all_end_here = True
-    except CutShortError as error:
-        gathered = gather_objects(f"{early.received} on rank {world.rank}" if early and early.received else None)
-        names = ", ".join([text for text in gathered if text][:3])
-        all_end_here = True
-        raise CutShortError(f"stopped by {names}: no file is half written, the same command makes it again") from error
-    except (OSError, ValueError) as error:
-        raise run_error(error) from error
-    finally:
-        distributed.shut_down(agreed=all_end_here)
-    return EXIT_DONE
-
-
-def found_by_all(path: Path, step: int | None, world: World) -> Checkpoint:
-    """Run `find_checkpoint` on rank 0, which also prints its remarks; return the checkpoint on every rank."""
-    found = decided_by_rank0(lambda: find_checkpoint(path, step))
-    for remark in found.remarks if world.rank == 0 else ():
-        print(remark, file=sys.stderr)
-    return found
-
-
-def written_by_rank0(write: Callable[[], None], world: World, what: str) -> None:
-    """Call `write` on rank 0; if it fails, all ranks raise with its message."""
-    on_all_ranks(lambda: write() if world.rank == 0 else None, what)
-
-
-def read_before(path: Path | None, config: Config, world: World) -> MemoryFile | None:
-    """Read a memory file on every rank; None: none is given.
-
-    Raises:
-        UnusableError, UnfitError: on every rank; as `read_memory_file`, or a stream cannot continue it.
-    """
-    if path is None:
-        return None
-    if config.eval.layout == "stream":
-        raise UnusableError(
-            f"--memory {path}: eval.layout is stream, whose lanes begin within documents: set eval.layout=documents"
-        )
-    if world.size == 1:
-        return read_memory_file(path)
-    return on_all_ranks(lambda: read_memory_file(path), f"reading {path}")
-
-
-def use_threads(config: Config) -> None:
-    """Apply `train.threads`, which is known only now; `initialize` has divided the cores among the ranks."""
-    if config.train.threads:
-        torch.set_num_threads(config.train.threads)
-
-
 def _publish(
     report: Report,
     checkpoint: Checkpoint,
@@ -247,33 +164,6 @@ def _publish(
     metrics = {f"{prefix}{figure.removeprefix(report.split)}": value for figure, value in report.figures().items()}
     track(checkpoint, config, metrics, files, overrides)
     return files[1]
-
-
-def described(
-    checkpoint: Checkpoint, config: Config, protocol: Protocol, memory: MemoryFile | None = None
-) -> dict[str, object]:
-    """Return what a report's JSON says of the model, the protocol and the memory file."""
-    step, directory = checkpoint.manifest["step"], str(checkpoint.directory)
-    before = {"memory_file": {"path": str(memory.path), **memory.header}} if memory else {}
-    return {"checkpoint": directory, "step": step, "config": config.name, "protocol": protocol._asdict(), **before}
-
-
-def track(
-    checkpoint: Checkpoint,
-    config: Config,
-    metrics: Mapping[str, float],
-    files: Sequence[Path],
-    overrides: Sequence[str],
-) -> None:
-    """Print the written files, and add them and the metrics to the run in MLflow, unless the model is an export."""
-    print("\n".join(f"written: {path}" for path in files))
-    if config.tracking.mlflow and not checkpoint.is_export:
-        step = checkpoint.manifest["step"]
-        complaint = log_to_run(
-            config, run_dir=checkpoint.run_dir, step=step, metrics=metrics, files=files, overrides=overrides
-        )
-        if complaint:
-            print(complaint, file=sys.stderr)
 
 
 def _print_gain(report: Report, path: Path, command: str) -> None:

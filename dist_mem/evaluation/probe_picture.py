@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dist_mem.evaluation.plotting.drawn import Drawn, Table
+from dist_mem.evaluation.plotting.drawn import Drawn, Table, write_figure
 from dist_mem.evaluation.plotting.style import new_picture, ordered_styles, styled
 from dist_mem.evaluation.probe_measures import BANDS
 from dist_mem.memory.parts.inspection import SIGNAL
-from dist_mem.papers.figures.command import write_figure
 
 _TITLES = {"attention": "attention to stored rows", SIGNAL: "mass on the signal"}
 

@@ -21,7 +21,7 @@ from jinja2 import TemplateError
 from lm_eval.evaluator import evaluate
 
 from dist_mem.errors import EXIT_DONE, UnusableError, run_error
-from dist_mem.evaluation.evaluate import described, track
+from dist_mem.evaluation.job import described, track
 from dist_mem.evaluation.protocol import report_name
 from dist_mem.lm_eval.model import DistMemLM
 from dist_mem.lm_eval.opening import OpenRun, open_run

@@ -13,8 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dist_mem.supervision.watchdog import beat
-
+_reports: list[Callable[[], None]] = []  # called before a graph is compiled, which may take a minute
 _MOST_GRAPHS = 64  # of one function; blocks of one structure share theirs, and each other structure has its own
 
 
@@ -28,12 +27,19 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-    """Compile one graph, by which every rank shows progress: compilation may take a minute a graph."""
+    """Compile one graph, after reporting progress."""
     from torch._inductor.compile_fx import compile_fx
 
-    beat("compiling")
+    for report in _reports:
+        report()
     # Without `deterministic`, kernels for GPUs are chosen by their time in this process: a resumed run might differ.
     return cast(Callable[..., Any], compile_fx(graph, inputs, config_patches={"deterministic": True}))
+
+
+def report_each_graph(report: Callable[[], None]) -> None:
+    """Call `report` before each graph that this process compiles."""
+    if report not in _reports:
+        _reports.append(report)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch
 from dist_mem.data.batch_plan import counted
 from dist_mem.data.curriculum import stage_number
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnfitError, UnusableError
-from dist_mem.evaluation.evaluate import as_job, use_threads
+from dist_mem.evaluation.job import as_job, use_threads
 from dist_mem.recompute.recompute import Recomputed, change_within, choose_start, recompute, resumption_of
 from dist_mem.recompute.recorded import Recorded, read_recorded, recorded_at
 from dist_mem.recompute.settings import read_part_with_memory

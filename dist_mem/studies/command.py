@@ -36,7 +36,7 @@ from dist_mem.studies.runs import (
     with_done,
 )
 from dist_mem.studies.tables import load_table
-from dist_mem.tracking.mlflow_errors import brief
+from dist_mem.tracking.mlflow.errors import brief
 from dist_mem.tracking.provenance import git_state, versions
 
 

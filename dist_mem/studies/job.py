@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dist_mem.errors import EXIT_DONE, UnusableError
+from dist_mem.launch.local import tied
 from dist_mem.runtime.environment import with_environment
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.studies.runs import Run, tied
+from dist_mem.studies.runs import Run
 from dist_mem.studies.tables import Scale, Table
 
 

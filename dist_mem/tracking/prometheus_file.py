@@ -15,7 +15,7 @@ from dist_mem.errors import UnusableError
 from dist_mem.runtime.extras import require
 from dist_mem.runtime.files import naming
 from dist_mem.tracking.groups import in_group
-from dist_mem.tracking.mlflow_names import checksum_of
+from dist_mem.tracking.mlflow.names import checksum_of
 from dist_mem.tracking.tracker import Point, Sink
 
 SUFFIX = ".prom"  # of the files that the node exporter reads

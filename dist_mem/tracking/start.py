@@ -1,4 +1,4 @@
-"""Start the tracking of a run: its sinks, such as metrics.jsonl, a progress bar and MLflow; and log its metadata.
+"""Start the tracking of a run: its sinks, such as metrics.jsonl, a progress bar and MLflow.
 
 Only rank 0 tracks.
 
@@ -13,23 +13,13 @@ start, by `dist-mem track sync`, or by an evaluation. For some stores, see store
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dist_mem.config import Config, TrackingConfig
-from dist_mem.config.environment_values import as_written
-from dist_mem.data.curriculum import path_keys
-from dist_mem.data.directory import local_dir
-from dist_mem.data.remote.fetch import show
-from dist_mem.data.shard import Index
-from dist_mem.data.tokenizers.registry import read_tokenizer_metadata
-from dist_mem.model import describe
-from dist_mem.runtime.distributed import World
-from dist_mem.runtime.environment import slurm_job
 from dist_mem.runtime.extras import require
 from dist_mem.runtime.files import make_folder
 from dist_mem.supervision.lease import refuse_if_taken_over_throttled
@@ -40,14 +30,11 @@ from dist_mem.tracking.mlflow.run import target_of
 from dist_mem.tracking.mlflow.stores import choose_sending, experiment_of, settle_run_id, store_uri, warn_of_folder
 from dist_mem.tracking.progress import progress_sink
 from dist_mem.tracking.prometheus_file import PrometheusFile, check_prometheus
-from dist_mem.tracking.provenance import git_state, start_in_words, versions, who_runs_what
+from dist_mem.tracking.provenance import start_in_words
 from dist_mem.tracking.tensorboard_files import FOLDER as TENSORBOARD
 from dist_mem.tracking.tensorboard_files import TensorBoardFiles
 from dist_mem.tracking.tracker import METRICS_FILE, MetricsFile, Point, Sink, Tracker
 from dist_mem.tracking.wandb_run import WandbRun
-
-_DIGEST_CHARS = 36  # MLflow's limit
-_GIT_DIFF = "git.diff"
 
 
 def check_sinks(tracking: TrackingConfig) -> None:
@@ -187,42 +174,3 @@ def _journal_sink(
 
 def _body(point: Point) -> dict[str, Any]:
     return {"step": point.step, "metrics": point.metrics}
-
-
-def describe_run(
-    tracker: Tracker, config: Config, world: World, indexes: Sequence[Index], sources: Mapping[str, str]
-) -> None:
-    """Log the metadata of a run: its code, machine, model and data; only for rank 0, because it runs git.
-
-    Args:
-        indexes: of the training split of every stage, that of data.path last, then of those for evaluation.
-        sources: of memories outside the package, name -> text.
-    """
-    git = git_state()
-    tracker.log_tags({**who_runs_what(), **git.tags, **versions(), "world_size": str(world.size), **slurm_job()})
-    sizes = describe(config, read_tokenizer_metadata(local_dir(config.data))["vocab_size"])
-    tracker.log_params({f"model.{name}": size for name, size in sizes.items()})
-    tracker.log_artifact("config.yaml")
-    if git.diff:
-        tracker.log_text(git.diff, _GIT_DIFF)
-    for name, text in sources.items():
-        tracker.log_text(text, name)
-        tracker.log_tags({f"dist_mem.sha256.{name}": hashlib.sha256(text.encode()).hexdigest()})
-    keys = path_keys(len(config.data.curriculum) + 1)
-    places = [(key, "training") for key in keys] + [("data.path", "validation")] * (len(indexes) - len(keys))
-    tracker.log_datasets(
-        [
-            _describe_dataset(index, show(as_written(config, key)), context)
-            for index, (key, context) in zip(indexes, places, strict=True)
-        ]
-    )
-
-
-def _describe_dataset(index: Index, path: str, context: str) -> dict[str, Any]:
-    return {
-        "name": f"{index.name}/{index.split}",
-        "digest": index.fingerprint[:_DIGEST_CHARS],
-        "source": f"{path}/{index.split}",
-        "context": context,
-        "profile": {"documents": len(index.documents), "tokens": index.num_tokens, "words": index.num_words},
-    }

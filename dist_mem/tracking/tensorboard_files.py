@@ -13,7 +13,7 @@ from typing import Any
 
 from dist_mem.runtime.files import fsync_path, make_folder, naming
 from dist_mem.tracking.groups import in_group
-from dist_mem.tracking.mlflow_names import valid_text
+from dist_mem.tracking.mlflow.names import valid_text
 from dist_mem.tracking.tracker import Point, Sink
 
 FOLDER = "tensorboard"  # in the run directory

@@ -12,6 +12,7 @@ from dist_mem.engine.cpu_op import drop_buffer_name
 from dist_mem.engine.engine import Engine
 from dist_mem.engine.start import start_communication
 from dist_mem.errors import RunError, StoppedEarlyError
+from dist_mem.nn.compiled import report_each_graph
 from dist_mem.runtime.distributed import World, announced, gather_objects, on_all_ranks
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.supervision.watchdog import beat
@@ -49,6 +50,7 @@ def compile_model(config: Config, engine: Engine, stop_signal: StopSignal) -> li
         return describe_compilation(None, engine.device.type)
     began = time.perf_counter()
     beat("compiling")
+    report_each_graph(_beat)
     with announced("compiling the blocks: up to minutes; the next start on this machine takes the code from its cache"):
         is_window = train.bptt_segments > 1
         work = partial(
@@ -57,6 +59,10 @@ def compile_model(config: Config, engine: Engine, stop_signal: StopSignal) -> li
         _run_compilers(work, "compiling the blocks", stop_signal)
     beat("opening")
     return describe_compilation(time.perf_counter() - began, engine.device.type)
+
+
+def _beat() -> None:
+    beat("compiling")
 
 
 def describe_compilation(seconds: float | None, device_type: str) -> list[str]:

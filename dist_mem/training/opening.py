@@ -36,10 +36,11 @@ from dist_mem.runtime.signals import StopSignal
 from dist_mem.supervision.stragglers import ForwardTimer, Stragglers
 from dist_mem.supervision.watchdog import UNWATCHED, beat
 from dist_mem.tracking.provenance import running_commit
-from dist_mem.tracking.start import describe_run, start_tracking
+from dist_mem.tracking.start import start_tracking
 from dist_mem.tracking.tracker import Tracker
 from dist_mem.training.compiling import compile_model, leave_if_interrupted, open_communication
 from dist_mem.training.context import Context, TrainState
+from dist_mem.training.describe_run import describe_run
 from dist_mem.training.divergence import Divergence
 from dist_mem.training.feed import Feed
 from dist_mem.training.goodput import open_goodput

@@ -15,7 +15,7 @@ from dist_mem.checkpoint.manifest import step_dir
 from dist_mem.config import ConfigError
 from dist_mem.data.shard import Index, read_index
 from dist_mem.errors import EXIT_DONE, UnusableError
-from dist_mem.evaluation import evaluate
+from dist_mem.evaluation import evaluate, job
 from dist_mem.evaluation.protocol import short_term_len
 from dist_mem.evaluation.report import read_report
 from dist_mem.evaluation.scoring import score_split
@@ -61,7 +61,7 @@ def test_the_command_scores_the_newest_checkpoint_and_tells_everyone(
     run_dir: Path, index: Index, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reported: dict[str, Any] = {}
-    monkeypatch.setattr(evaluate, "log_to_run", lambda config, **given: reported.update(given))
+    monkeypatch.setattr(job, "log_to_run", lambda config, **given: reported.update(given))
     assert evaluate.run(run_dir, split="test", overrides=["eval.batch_size=3"]) == 0
     report = read_report(run_dir / "evaluations" / "test-step-00000012.json")
     assert_same(report, score(index, make_model()))
@@ -99,7 +99,7 @@ def test_a_quick_look_leaves_files_and_figures_of_the_whole_alone(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reported: list[dict[str, float]] = []
-    monkeypatch.setattr(evaluate, "log_to_run", lambda config, **given: reported.append(given["metrics"]))
+    monkeypatch.setattr(job, "log_to_run", lambda config, **given: reported.append(given["metrics"]))
     assert evaluate.run(run_dir, split="test") == 0
     files = {path: path.read_bytes() for path in (run_dir / "evaluations").iterdir()}
     assert evaluate.run(run_dir, split="test", overrides=["eval.max_document_len=20"]) == 0
@@ -115,7 +115,7 @@ def test_other_data_leave_files_and_figures_of_the_own_alone(
 ) -> None:
     """`dist-mem evaluate RUN data.path=...` wrote over the run's own report and its metrics in MLflow."""
     reported: list[dict[str, float]] = []
-    monkeypatch.setattr(evaluate, "log_to_run", lambda config, **given: reported.append(given["metrics"]))
+    monkeypatch.setattr(job, "log_to_run", lambda config, **given: reported.append(given["metrics"]))
     others = dict(write_other(tmp_path / str(number) / "books", number) for number in range(2))
     assert main(["evaluate", str(run_dir), "--split", "test", *command]) == 0
     files = {path: path.read_bytes() for path in (run_dir / "evaluations").iterdir()}

@@ -15,7 +15,7 @@ from dist_mem.__main__ import main
 from dist_mem.config import load_config
 from dist_mem.data.shard import Index
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
-from dist_mem.evaluation import evaluate, sweep
+from dist_mem.evaluation import job, sweep
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.protocol import protocol_of, tag_of
 from dist_mem.evaluation.report import Report, read_report
@@ -153,7 +153,7 @@ def test_the_report_says_how_it_was_asked_and_leaves_the_run_s_own_alone(
     library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reported: list[dict[str, float]] = []
-    monkeypatch.setattr(evaluate, "log_to_run", lambda config, **given: reported.append(given["metrics"]))
+    monkeypatch.setattr(job, "log_to_run", lambda config, **given: reported.append(given["metrics"]))
     run_dir, _ = make_run(tmp_path, library, MEMORIES["transformer_xl"])
     command = ["evaluate", str(run_dir), "--split", "test", "tracking.mlflow=true"]
     assert main(command) == EXIT_DONE

@@ -16,7 +16,7 @@ from dist_mem.__main__ import main
 from dist_mem.data.batch import IGNORE
 from dist_mem.data.shard import Index
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE
-from dist_mem.evaluation import evaluate
+from dist_mem.evaluation import job
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.memory_gain import memory_gain
 from dist_mem.evaluation.report import Band, Report, read_report
@@ -126,7 +126,7 @@ def test_the_command_writes_apart_and_prints_the_gain(
     library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reported: list[dict[str, float]] = []
-    monkeypatch.setattr(evaluate, "log_to_run", lambda config, **given: reported.append(given["metrics"]))
+    monkeypatch.setattr(job, "log_to_run", lambda config, **given: reported.append(given["metrics"]))
     run_dir, _ = make_run(tmp_path, library, MEMORIES["lamemo"])
     command = ["evaluate", str(run_dir), "--split", "test", "tracking.mlflow=true", "eval.mem_len=24"]
     assert main([*command, "--without-memory"]) == EXIT_DONE

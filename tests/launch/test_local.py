@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from dist_mem.launch.local import launcher
 from dist_mem.runtime.ranks import gpus_are_hidden, names_of_gpus
-from dist_mem.studies.runs import launcher
 from tests.support.limits import limit
 from tests.support.paths import ROOT
 

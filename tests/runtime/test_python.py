@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from dist_mem.datasets.workers import map_unordered
+from dist_mem.launch.local import launcher
 from dist_mem.recompute.spawn import run_ranks
 from dist_mem.runtime.environment import keep_working_directory_out
 from dist_mem.runtime.python import python_module
-from dist_mem.studies.runs import launcher
 from tests.support.limits import limit
 from tests.support.paths import PACKAGE, ROOT
 

@@ -15,13 +15,12 @@ from dist_mem import errors
 from dist_mem.__main__ import main
 from dist_mem.errors import EXIT_DONE
 from dist_mem.supervision import lease
-from dist_mem.tracking.mlflow import sync
 from dist_mem.tracking.mlflow.stores import RUN_ID_FILE
 from tests.support.fork_server import fork_server
 from tests.support.forked_ranks import Ranks
 from tests.support.jobs import build_books, logged_steps, write_config
 from tests.support.limits import wait_until
-from tests.support.tracked import history
+from tests.support.tracked import history, track_sync
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -85,7 +84,7 @@ def test_a_job_suspended_past_its_lease_writes_nothing_more(
     assert ended.codes == [errors.EXIT_TAKEN_OVER] * 2, ended.texts
     reported = [line for text in ended.texts for line in text.splitlines() if "error" in line.lower()]
     assert len(reported) == 1 and "has taken the run directory over" in reported[0], reported
-    assert sync.run([run_dir]) == EXIT_DONE
+    assert track_sync([run_dir]) == EXIT_DONE
     assert "MLflow has everything" in capsys.readouterr().out
     run_id = (run_dir / RUN_ID_FILE).read_text().strip()
     assert sorted(step for step, _ in history(client, run_id, "loss")) == list(range(1, STEPS + 1))

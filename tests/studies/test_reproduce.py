@@ -20,6 +20,7 @@ import yaml
 
 from dist_mem.config import load_config
 from dist_mem.errors import EXIT_REQUEUE, EXIT_USAGE, UnusableError
+from dist_mem.launch.local import launcher, tied
 from dist_mem.memory import memory_options
 from dist_mem.papers.figures import figures
 from dist_mem.runtime.network_interface import free_port
@@ -29,7 +30,7 @@ from dist_mem.studies.command import run as reproduce_here
 from dist_mem.studies.job import Job, StoppedError
 from dist_mem.studies.parent_run import ParentRun
 from dist_mem.studies.results import cell, draw, to_markdown
-from dist_mem.studies.runs import Run, all_runs, columns_of, keep_result, launcher, tied, train_words
+from dist_mem.studies.runs import Run, all_runs, columns_of, keep_result, train_words
 from dist_mem.studies.tables import FOLDER, Table, load_table, table_names
 from dist_mem.tracking.mlflow.run import connect
 from tests.support.jobs import build_books, write_config

@@ -8,8 +8,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from dist_mem.checkpoint.listing import newest_count
 from dist_mem.config import Config
 from dist_mem.tracking.groups import in_group
+from dist_mem.tracking.mlflow import sync
 from dist_mem.tracking.start import start_tracking
 from dist_mem.tracking.tracker import Tracker
 
@@ -17,6 +19,11 @@ from dist_mem.tracking.tracker import Tracker
 def config_for(uri: str, **overrides: Any) -> Any:
     config = OmegaConf.structured(Config)
     return OmegaConf.merge(config, {"name": "demo", "tracking": {"uri": uri, "system_metrics": False}}, overrides)
+
+
+def track_sync(run_dirs: list[Path], overrides: list[str] | None = None) -> int:
+    """Run `dist-mem track sync`."""
+    return sync.run(run_dirs, overrides or [], count=newest_count)
 
 
 def start(config: Any, run_dir: Path, *, run_id: str | None = None, first_step: int = 0) -> Tracker:

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED
-from dist_mem.tracking.mlflow import sync
 from dist_mem.tracking.mlflow.journal import JOURNAL, new_uid, read_header
 from dist_mem.tracking.mlflow.stores import RUN_ID_FILE
 from dist_mem.tracking.tracker import METRICS_FILE
 from tests.support.jobs import train_here, write_config
 from tests.support.ranks import RankPool
-from tests.support.tracked import history
+from tests.support.tracked import history, track_sync
 
 pytestmark = pytest.mark.ranks
 
@@ -83,7 +82,7 @@ def test_sync_names_missing_points(
     run_dir = copy_of(trained, tmp_path)
     lose(run_dir, client)
     for _ in range(2):
-        assert sync.run([run_dir], [f"tracking.uri={sqlite_uri}"]) == EXIT_FAILED
+        assert track_sync([run_dir], [f"tracking.uri={sqlite_uri}"]) == EXIT_FAILED
         output = capsys.readouterr()
         assert expected in output.err and "MLflow has everything" not in output.out
     run_id = (run_dir / RUN_ID_FILE).read_text().strip()
@@ -96,11 +95,11 @@ def test_a_sync_looks_for_the_points_in_mlflow_itself(
 ) -> None:
     """As after its database was restored badly: the tag counts entries that are not there."""
     run_dir, uri = copy_of(trained, tmp_path), f"sqlite:///{tmp_path}/own.db"
-    assert sync.run([run_dir], [f"tracking.uri={uri}"]) == EXIT_DONE
+    assert track_sync([run_dir], [f"tracking.uri={uri}"]) == EXIT_DONE
     assert "MLflow has everything" in capsys.readouterr().out
     with sqlite3.connect(tmp_path / "own.db") as database:
         database.execute("DELETE FROM metrics WHERE step > 6 AND key NOT LIKE 'validation%'")
-    assert sync.run([run_dir], [f"tracking.uri={uri}"]) == EXIT_FAILED
+    assert track_sync([run_dir], [f"tracking.uri={uri}"]) == EXIT_FAILED
     output = capsys.readouterr()
     assert "MLflow lacks 4 points (steps 7 to 10) of " in output.err and "has everything" not in output.out
 
@@ -113,5 +112,5 @@ def test_a_loss_is_remembered_by_the_checkpoints_that_follow(
     config = tmp_path / "run.yaml"
     config.write_text(trained.with_suffix(".yaml").read_text().replace(str(trained), str(run_dir)))
     assert rank_pool(1).run(train_here, config, [f"train.steps={STEPS + EVERY}"]) == [EXIT_DONE]
-    assert sync.run([run_dir], [f"tracking.uri={sqlite_uri}"]) == EXIT_FAILED
+    assert track_sync([run_dir], [f"tracking.uri={sqlite_uri}"]) == EXIT_FAILED
     assert "has 11 of the 16 points that were logged up to step 14" in capsys.readouterr().err

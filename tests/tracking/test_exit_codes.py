@@ -22,7 +22,6 @@ from dist_mem.config import save_config
 from dist_mem.errors import EXIT_FAILED, EXIT_USAGE, UnusableError, run_error
 from dist_mem.runtime.file_schema import read_json_lines, text
 from dist_mem.runtime.network_interface import free_port
-from dist_mem.tracking.mlflow import sync
 from dist_mem.tracking.mlflow.access import check_tracking
 from dist_mem.tracking.mlflow.journal import (
     FORMAT_VERSION,
@@ -37,7 +36,7 @@ from dist_mem.tracking.mlflow.journal import (
 from dist_mem.tracking.mlflow.stores import check_store, file_of, warn_of_folder
 from dist_mem.tracking.tracker import METRICS_FILE, read_points
 from tests.support.faults import remount, small_disk
-from tests.support.tracked import config_for, job, start
+from tests.support.tracked import config_for, job, start, track_sync
 
 pytestmark = pytest.mark.ranks
 
@@ -87,12 +86,12 @@ def test_refused_login_is_2_and_a_server_in_trouble_is_1(
     run_dir: Path, capsys: pytest.CaptureFixture[str], status: int, code: int
 ) -> None:
     with server(status) as uri:
-        assert sync.run([run_dir], [f"tracking.uri={uri}"]) == code
+        assert track_sync([run_dir], [f"tracking.uri={uri}"]) == code
     assert str(status) in capsys.readouterr().err
 
 
 def test_server_that_is_down_is_1(run_dir: Path) -> None:
-    assert sync.run([run_dir], [f"tracking.uri=http://127.0.0.1:{free_port()}"]) == EXIT_FAILED
+    assert track_sync([run_dir], [f"tracking.uri=http://127.0.0.1:{free_port()}"]) == EXIT_FAILED
 
 
 @pytest.mark.parametrize(
@@ -105,7 +104,7 @@ def test_server_that_is_down_is_1(run_dir: Path) -> None:
 )
 def test_wrong_address_is_refused_and_named(run_dir: Path, uri: str, named: str) -> None:
     with pytest.raises(UnusableError) as caught:
-        sync.run([run_dir], [f"tracking.uri={uri}"])
+        track_sync([run_dir], [f"tracking.uri={uri}"])
     assert "tracking.uri" in str(caught.value) and named in str(caught.value)
 
 
@@ -130,7 +129,7 @@ def test_an_experiment_or_a_store_that_cannot_be_used_is_2_with_the_remedy(
     assert not [*tmp_path.iterdir()]
     job(OmegaConf.merge(config, {"tracking": {"send": "never"}}), tmp_path / "run", {1: 1.0})
     save_config(config, tmp_path / "run" / "config.yaml")
-    assert sync.run([tmp_path / "run"]) == EXIT_USAGE
+    assert track_sync([tmp_path / "run"]) == EXIT_USAGE
     assert remedy in capsys.readouterr().err
 
 
@@ -202,7 +201,7 @@ def test_run_directory_that_cannot_be_used_is_2_and_the_file_is_named(
     run_dir: Path, sqlite_uri: str, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], Path]
 ) -> None:
     path = spoil(run_dir)
-    assert sync.run([run_dir], [f"tracking.uri={sqlite_uri}"]) == EXIT_USAGE
+    assert track_sync([run_dir], [f"tracking.uri={sqlite_uri}"]) == EXIT_USAGE
     printed = capsys.readouterr().err
     assert str(path) in printed
     assert ("format_version" in printed) == (spoil is make_newer)
@@ -216,7 +215,7 @@ def test_io_error_is_1(
         raise OSError(errno.EIO, "Input/output error", str(run_dir / JOURNAL))
 
     monkeypatch.setattr(JournalReader, "batch", fail)
-    assert sync.run([run_dir], [f"tracking.uri={sqlite_uri}"]) == EXIT_FAILED
+    assert track_sync([run_dir], [f"tracking.uri={sqlite_uri}"]) == EXIT_FAILED
     assert str(run_dir / JOURNAL) in capsys.readouterr().err
 
 

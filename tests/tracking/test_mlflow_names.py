@@ -13,11 +13,10 @@ from mlflow.utils import validation
 
 from dist_mem.config import save_config
 from dist_mem.errors import EXIT_FAILED
-from dist_mem.tracking.mlflow import sync
+from dist_mem.tracking.mlflow.names import valid_name
 from dist_mem.tracking.mlflow.sync import log_to_run
-from dist_mem.tracking.mlflow_names import valid_name
 from dist_mem.tracking.tracker import METRICS_FILE
-from tests.support.tracked import config_for, job
+from tests.support.tracked import config_for, job, track_sync
 
 ANY_NAME = st.text(st.characters() | st.sampled_from("/.@|\n\0\ud800"), max_size=40) | st.text("ab./", max_size=600)
 
@@ -78,5 +77,5 @@ def test_a_refusal_concerns_one_name_and_is_printed(
     job(config_for(sqlite_uri, tracking={"send": "never"}), tmp_path / "late", {1: 1.0, 2: 2.0})
     save_config(config, tmp_path / "late" / "config.yaml")
     monkeypatch.setattr(type(client), "log_batch", refusing(type(client), "train/seconds"))
-    assert sync.run([tmp_path / "late"]) == EXIT_FAILED
+    assert track_sync([tmp_path / "late"]) == EXIT_FAILED
     assert "1 names were refused" in capsys.readouterr().err

@@ -15,10 +15,9 @@ import pytest
 from dist_mem.__main__ import main
 from dist_mem.config import save_config
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE
-from dist_mem.tracking.mlflow import sync
 from dist_mem.tracking.mlflow.journal import JOURNAL, Entry, Header, new_uid, write_journal
 from dist_mem.tracking.mlflow.sync import log_to_run
-from tests.support.tracked import config_for
+from tests.support.tracked import config_for, track_sync
 
 SECRET = "the user's secret"
 TOKEN = "the-users-token"
@@ -78,15 +77,15 @@ def test_a_server_that_only_the_folder_names_gets_nothing(
     tmp_path: Path, thief: Thief, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = make_run(tmp_path / "run", thief.uri, POINT)
-    assert sync.run([run_dir]) == EXIT_USAGE
+    assert track_sync([run_dir]) == EXIT_USAGE
     printed = capsys.readouterr().err
     assert f"tracking.uri={thief.uri}" in printed and "only" in printed
     complaint = log_to_run(config_for(thief.uri), run_dir=run_dir, step=1, metrics={"nll": 1.0}, files=[], overrides=[])
     assert f"dist-mem track sync {run_dir} tracking.uri={thief.uri}" in (complaint or "")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://another.example")
-    assert sync.run([run_dir]) == EXIT_USAGE
+    assert track_sync([run_dir]) == EXIT_USAGE
     assert thief.taken == []
-    sync.run([run_dir], [f"tracking.uri={thief.uri}"])
+    track_sync([run_dir], [f"tracking.uri={thief.uri}"])
     assert any(TOKEN in headers for headers in thief.taken), "named on the command line, it is asked"
 
 
@@ -110,7 +109,7 @@ def test_a_server_can_be_named_in_every_way_the_user_has(
 def test_no_other_kind_of_server_is_taken_from_the_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], uri: str
 ) -> None:
-    assert sync.run([make_run(tmp_path / "run", uri, POINT)]) == EXIT_USAGE
+    assert track_sync([make_run(tmp_path / "run", uri, POINT)]) == EXIT_USAGE
     assert f"tracking.uri={uri}" in capsys.readouterr().err
 
 
@@ -121,7 +120,7 @@ def test_a_local_store_of_the_folder_sends_no_files_to_a_server(
     run_dir = make_run(
         tmp_path / "run", sqlite_uri, POINT, ("text", {"text": "text", "name": "a.txt"}), experiment="stolen"
     )
-    assert sync.run([run_dir]) == EXIT_USAGE
+    assert track_sync([run_dir]) == EXIT_USAGE
     assert "keeps its files at" in capsys.readouterr().err
     assert thief.taken == []
 
@@ -147,7 +146,7 @@ def test_only_files_inside_the_run_are_uploaded(
     (run_dir / "whole" / "link.txt").symlink_to(outside / "secret.txt")
     (run_dir / "own.txt").write_text("own")
     (run_dir / "inner.txt").symlink_to(run_dir / "own.txt")
-    assert sync.run([run_dir]) == EXIT_DONE
+    assert track_sync([run_dir]) == EXIT_DONE
     printed = capsys.readouterr().out
     run_id = (run_dir / "mlflow_run_id").read_text().strip()
     assert sorted(found.path for found in client.list_artifacts(run_id)) == ["inner.txt", "own.txt"]
@@ -162,7 +161,7 @@ def test_a_text_is_kept_under_a_plain_name(
 ) -> None:
     run_dir = make_run(tmp_path / "run", sqlite_uri, ("text", {"text": "text", "name": name}))
     before = {path for path, _, _ in os.walk(tmp_path)}
-    assert sync.run([run_dir]) == EXIT_DONE
+    assert track_sync([run_dir]) == EXIT_DONE
     assert "is no plain name" in capsys.readouterr().out
     assert not client.list_artifacts((run_dir / "mlflow_run_id").read_text().strip())
     assert json.dumps(sorted({path for path, _, _ in os.walk(tmp_path)} - before)).count("x.txt") == 0

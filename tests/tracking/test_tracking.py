@@ -23,11 +23,11 @@ from dist_mem.tracking.groups import in_group
 from dist_mem.tracking.mlflow import journal_sink
 from dist_mem.tracking.mlflow.delivery import Sender
 from dist_mem.tracking.mlflow.journal import JOURNAL, Entry, read_header
+from dist_mem.tracking.mlflow.names import valid_name
 from dist_mem.tracking.mlflow.page import NOTE_TAG, description
 from dist_mem.tracking.mlflow.run import MlflowRun, Target
 from dist_mem.tracking.mlflow.stores import RUN_ID_FILE
 from dist_mem.tracking.mlflow.sync import send_journals
-from dist_mem.tracking.mlflow_names import valid_name
 from dist_mem.tracking.tracker import METRICS_FILE, read_points
 from tests.support.faults import small_disk
 from tests.support.limits import limit, wait_until

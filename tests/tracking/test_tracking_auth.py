@@ -19,7 +19,6 @@ from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
 from dist_mem.runtime.environment import mlflow_credentials_set
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.tracking.mlflow import access as preflight
-from dist_mem.tracking.mlflow import sync
 from dist_mem.tracking.mlflow.access import check_tracking
 from dist_mem.tracking.mlflow.run import connect
 from dist_mem.tracking.mlflow.stores import RUN_ID_FILE
@@ -29,7 +28,7 @@ from tests.support.gateways import Gateway, Proxy, serving
 from tests.support.jobs import build_books, finish, start_ranks, write_config
 from tests.support.limits import limit, wait_until
 from tests.support.mlflow_server import MlflowServer, points_of, silent_address
-from tests.support.tracked import config_for, history, job, start, steps
+from tests.support.tracked import config_for, history, job, start, steps, track_sync
 
 pytestmark = pytest.mark.ranks
 
@@ -229,10 +228,10 @@ def test_a_token_that_is_revoked_in_mid_run_costs_no_points(
     assert printed.count("401: it refuses MLFLOW_TRACKING_TOKEN; set") == 1
     assert printed.count(f"dist-mem track sync {run_dir}") == 1
     named = [f"tracking.uri={gateway.uri}"]
-    assert sync.run([run_dir], named) == EXIT_USAGE
+    assert track_sync([run_dir], named) == EXIT_USAGE
     gateway.tokens.add("the-new-token")
     environment.setenv("MLFLOW_TRACKING_TOKEN", "the-new-token")
-    assert [sync.run([run_dir], named) for _ in range(2)] == [EXIT_DONE, EXIT_DONE]
+    assert [track_sync([run_dir], named) for _ in range(2)] == [EXIT_DONE, EXIT_DONE]
     client = connect(gateway.uri)
     assert history(client, tracker.run_id, "loss") == list(steps(1, 5).items())
     assert client.get_run(tracker.run_id).info.status == "FINISHED"
@@ -316,7 +315,7 @@ def test_a_user_or_password_in_the_configuration_is_refused_with_what_to_set(
     assert key in str(caught.value) and "secret" not in str(caught.value) and "ada" not in str(caught.value)
     (tmp_path / "config.yaml").write_text("tracking: {}\n")
     with pytest.raises(ConfigError, match="contains a user or password"):
-        sync.run([tmp_path], [f"{key}={address}"])
+        track_sync([tmp_path], [f"{key}={address}"])
 
 
 @pytest.mark.parametrize(

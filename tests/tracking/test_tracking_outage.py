@@ -16,7 +16,6 @@ from dist_mem.config import Config, save_config
 from dist_mem.errors import EXIT_DONE
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.tracking.groups import in_group
-from dist_mem.tracking.mlflow import sync
 from dist_mem.tracking.mlflow.access import check_tracking
 from dist_mem.tracking.mlflow.run import connect
 from dist_mem.tracking.mlflow.stores import RUN_ID_FILE
@@ -27,6 +26,7 @@ from tests.support.forked_ranks import Program
 from tests.support.jobs import build_books, finish, logged_steps, start_ranks, write_config
 from tests.support.limits import limit, wait_until
 from tests.support.mlflow_server import MlflowServer, points_of, silent_address
+from tests.support.tracked import track_sync
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -137,7 +137,7 @@ def test_an_address_that_never_answers_costs_ten_seconds_at_most_and_no_points(
         assert tracker.run_id is None
     printed = capsys.readouterr().err
     assert f"dist-mem track sync {tmp_path}" in printed
-    assert sync.run([tmp_path], [f"tracking.uri={server.uri}"]) == 0
+    assert track_sync([tmp_path], [f"tracking.uri={server.uri}"]) == 0
     client = connect(server.uri)
     assert kept(client, tmp_path) == logged(tmp_path)
     assert client.get_run(run_id_of(tmp_path)).info.status == "FINISHED"

@@ -12,13 +12,12 @@ import pytest
 from dist_mem.config import ConfigError, save_config
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.network_interface import free_port
-from dist_mem.tracking.mlflow import sync
 from dist_mem.tracking.mlflow.delivery import Sender
 from dist_mem.tracking.mlflow.journal import JOURNAL, Entry, Header, new_uid, read_header, write_journal
 from dist_mem.tracking.mlflow.run import MlflowRun, Target, target_of
 from dist_mem.tracking.mlflow.stores import RUN_ID_FILE
 from dist_mem.tracking.mlflow.sync import log_to_run, send_journals
-from tests.support.tracked import config_for, history, job, start, steps
+from tests.support.tracked import config_for, history, job, start, steps, track_sync
 
 # Which run
 
@@ -133,7 +132,7 @@ def test_nor_by_a_sync_that_fails(
     job(config, tmp_path, steps(1, 1))
     capsys.readouterr()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", config.tracking.uri)
-    assert sync.run([tmp_path]) == 1
+    assert track_sync([tmp_path]) == 1
     printed = "".join(capsys.readouterr())
     assert "http://127.0.0.1:" in printed and "secret" not in printed and "ada" not in printed
 
@@ -185,10 +184,10 @@ def test_a_sync_sends_a_run_to_another_store_whole_and_once(
         tracker.log(step, {"loss": loss})
     tracker.close("FINISHED")
     assert log_to_run(config, run_dir=run_dir, step=3, metrics={"test/nll": 2.0}, files=[]) is not None
-    assert sync.run([run_dir], [f"tracking.uri={config.tracking.uri}"]) == 1
+    assert track_sync([run_dir], [f"tracking.uri={config.tracking.uri}"]) == 1
     assert "MLflow does not have everything" in capsys.readouterr().err
     for _ in range(2):
-        assert sync.run([run_dir], [f"tracking.uri={sqlite_uri}"]) == 0
+        assert track_sync([run_dir], [f"tracking.uri={sqlite_uri}"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert "entries sent; MLflow has everything" in said[1] and said[-1].endswith("MLflow has everything already")
     run_id = (run_dir / RUN_ID_FILE).read_text().strip()
@@ -199,11 +198,11 @@ def test_a_sync_sends_a_run_to_another_store_whole_and_once(
 
 def test_sync_refuses_other_folders_and_unknown_keys(tmp_path: Path) -> None:
     with pytest.raises(UnusableError, match=r"config\.yaml is missing; give the directory of a run"):
-        sync.run([tmp_path])
+        track_sync([tmp_path])
     with pytest.raises(ConfigError, match=r"tracking\.ury"):
-        sync.run([tmp_path], ["tracking.ury=x"])
+        track_sync([tmp_path], ["tracking.ury=x"])
     with pytest.raises(UnusableError, match="give the directories"):
-        sync.run([])
+        track_sync([])
 
 
 def test_parameters_that_another_job_of_the_run_has_sent_meanwhile_are_no_refusal(

@@ -14,7 +14,7 @@ from dist_mem.config import save_config
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
 from dist_mem.runtime.files import file_system_of, is_network_file_system
 from dist_mem.supervision import lease
-from dist_mem.tracking.mlflow import stores, sync
+from dist_mem.tracking.mlflow import stores
 from dist_mem.tracking.mlflow.access import check_tracking
 from dist_mem.tracking.mlflow.journal import JOURNAL
 from dist_mem.tracking.mlflow.stores import RUN_ID_FILE, choose_sending
@@ -23,7 +23,7 @@ from tests.support.faults import small_disk
 from tests.support.limits import limit, wait_until
 from tests.support.mlflow_server import points_of
 from tests.support.paths import ROOT
-from tests.support.tracked import config_for, history, job, start, steps
+from tests.support.tracked import config_for, history, job, start, steps, track_sync
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_an_array_task_imports_no_mlflow_and_a_sync_sends_what_counts_once(
     assert done.stderr.count("MLflow has received nothing of this job yet; send it with: dist-mem track sync run") == 2
     assert not (tmp_path / "mlflow.db").exists() and not (run_dir / RUN_ID_FILE).exists()
     for _ in range(2):
-        assert sync.run([run_dir], [f"tracking.uri={sqlite_uri}"]) == EXIT_DONE
+        assert track_sync([run_dir], [f"tracking.uri={sqlite_uri}"]) == EXIT_DONE
     run_id = (run_dir / RUN_ID_FILE).read_text().strip()
     assert history(client, run_id, "loss") == [*steps(1, 5).items(), *((step, step + 0.5) for step in range(6, 12))]
     assert {name for name, *_ in points_of(client, run_id)} == {"train/loss", "train/seconds"}
@@ -169,13 +169,13 @@ def test_a_job_killed_outright_is_no_longer_running_after_a_sync_or_its_next_sta
 
     try:
         wait_until(lambda: (run_dir / RUN_ID_FILE).exists() or process.poll() is not None, "the run")
-        assert sync.run([run_dir]) == EXIT_DONE
+        assert track_sync([run_dir]) == EXIT_DONE
         assert status() == "RUNNING"
     finally:
         process.kill()
         process.wait()
     monkeypatch.setattr(lease, "STALE_SECONDS", 1.0)
-    assert sync.run([run_dir]) == EXIT_DONE
+    assert track_sync([run_dir]) == EXIT_DONE
     assert status() == "KILLED"
     assert "its job was killed outright" in capsys.readouterr().out
     tracker = start(config_for(sqlite_uri), run_dir, first_step=1)
@@ -201,7 +201,7 @@ def test_invalid_run_id_is_refused_and_its_file_named(sqlite_uri: str, tmp_path:
     with pytest.raises(UnusableError, match=printed):
         send_journals(config, tmp_path, report=print)
     save_config(config, tmp_path / "config.yaml")
-    assert sync.run([tmp_path]) == EXIT_USAGE
+    assert track_sync([tmp_path]) == EXIT_USAGE
     assert (tmp_path / JOURNAL).exists()
 
 

@@ -22,7 +22,6 @@ from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import list_steps, newest_verified, step_dir
 from dist_mem.errors import EXIT_DONE
 from dist_mem.memory import memory_kinds
-from dist_mem.tracking.mlflow import sync
 from dist_mem.tracking.mlflow.journal import JOURNAL, find_entries
 from dist_mem.tracking.mlflow.stores import RUN_ID_FILE
 from dist_mem.tracking.tracker import METRICS_FILE, read_points
@@ -34,7 +33,7 @@ from tests.support.jobs import build_books, checkpoint_content, difference, loss
 from tests.support.limits import wait_until
 from tests.support.power import Disk, disk_without_power
 from tests.support.ranks import RankPool
-from tests.support.tracked import history
+from tests.support.tracked import history, track_sync
 
 pytestmark = pytest.mark.ranks
 
@@ -89,7 +88,7 @@ def disturb(config: Path, run_dir: Path, disk: Disk, *, is_cut: bool, choose: ra
 def assert_every_point_once(run_dir: Path, last: int, uri: str, client: Any) -> int:
     """In metrics.jsonl and, after a sync, in MLflow; returns how many points those are."""
     assert [point.step for point in read_points(run_dir / METRICS_FILE)] == list(range(1, last + 1))
-    assert sync.run([run_dir], [f"tracking.uri={uri}"]) == EXIT_DONE
+    assert track_sync([run_dir], [f"tracking.uri={uri}"]) == EXIT_DONE
     run_id = (run_dir / RUN_ID_FILE).read_text().strip()
     assert sorted(step for step, _ in history(client, run_id, "loss")) == list(range(1, last + 1))
     assert not [name for name in client.get_run(run_id).data.metrics if name.startswith("branch_")]

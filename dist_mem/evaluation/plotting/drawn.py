@@ -1,12 +1,14 @@
-"""What a figure is: its names, how many runs it takes, and the function that draws it."""
+"""A drawn picture with its numbers and caption, and its three files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from dist_mem.papers.figures.parts.source import Source
+from dist_mem.evaluation.plotting.style import save
 from dist_mem.runtime.csv_text import csv_text
+from dist_mem.runtime.files import make_folder, write_text
 
 Cell = str | int | float
 
@@ -31,12 +33,12 @@ class Drawn(NamedTuple):
     text: str = ""  # Markdown after the caption, such as excerpts
 
 
-class Figure(NamedTuple):
-    """A figure that can be made from runs."""
-
-    names: Sequence[str]  # as in the papers: infinite.fig7
-    title: str
-    draw: Callable[[str, Sequence[Source]], Drawn]  # of the name, from the runs
-    most_runs: int = 1
-    least_runs: int = 1
-    runs: str = "RUN"  # what they are, for help
+def write_figure(drawn: Drawn, folder: Path, stem: str, *, form: str) -> list[Path]:
+    """Write picture, numbers and caption, each atomically, and return their paths."""
+    make_folder(folder)
+    files = [folder / f"{stem}.{ending}" for ending in (form, "csv", "md")]
+    save(drawn.picture, files[0], caption=drawn.caption)
+    write_text(files[1], drawn.table.to_csv())
+    text = f"{drawn.caption}\n\n{drawn.text}".strip()
+    write_text(files[2], f"{text}\n")
+    return files

@@ -23,7 +23,7 @@ from dist_mem.data.directory import open_index, refresh
 from dist_mem.data.shard import Index
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.cut_short import StopCheck
-from dist_mem.evaluation.evaluate import as_job, described, found_by_all, read_before, track, use_threads
+from dist_mem.evaluation.job import as_job, described, found_by_all, read_before, track, use_threads
 from dist_mem.evaluation.kept_memory import states_and_inputs
 from dist_mem.evaluation.memory_file import MemoryFile
 from dist_mem.evaluation.other_data import data_tag

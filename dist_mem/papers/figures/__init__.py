@@ -11,7 +11,7 @@ import pkgutil
 
 from dist_mem.config.check import hint
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.plotting.drawn import Figure
+from dist_mem.papers.figures.parts.figure import Figure
 from dist_mem.runtime.terminal import listed
 
 # Figures of the papers that other commands draw.

@@ -17,11 +17,12 @@ import torch
 
 from dist_mem.data.documents import Document
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.plotting.drawn import Drawn, Figure, Table
+from dist_mem.evaluation.plotting.drawn import Drawn, Table
 from dist_mem.evaluation.plotting.style import BLUE, GREEN, ORANGE, new_picture
 from dist_mem.generation.sampling import Sampling
 from dist_mem.papers.dialogue.answer import Answer, answer_all
 from dist_mem.papers.dialogue.replies import Conversation, choose_replies, find_replies
+from dist_mem.papers.figures.parts.figure import Figure
 from dist_mem.papers.figures.parts.signal import (
     is_empty,
     least_tokens,

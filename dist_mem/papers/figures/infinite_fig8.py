@@ -17,9 +17,10 @@ from torch import Tensor
 
 from dist_mem.data.documents import Document
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.plotting.drawn import Drawn, Figure, Table
+from dist_mem.evaluation.plotting.drawn import Drawn, Table
 from dist_mem.evaluation.plotting.style import VERMILION, new_picture
 from dist_mem.inspection.walk import walk
+from dist_mem.papers.figures.parts.figure import Figure
 from dist_mem.papers.figures.parts.signal import (
     check_same_text,
     is_empty,

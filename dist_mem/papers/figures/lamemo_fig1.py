@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.plotting.drawn import Drawn, Figure, Table
+from dist_mem.evaluation.plotting.drawn import Drawn, Table
 from dist_mem.evaluation.plotting.style import MARK, new_picture, styles
 from dist_mem.inspection.walk import Step
 from dist_mem.memory.parts.inspection import SIGNAL, SUMMARY, Inspection
+from dist_mem.papers.figures.parts.figure import Figure
 from dist_mem.papers.figures.parts.source import Source
 from dist_mem.papers.figures.parts.token_mass import mass_by_distance, token_mass
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.plotting.drawn import Drawn, Figure, Table
+from dist_mem.evaluation.plotting.drawn import Drawn, Table
 from dist_mem.evaluation.plotting.style import new_picture, ordered_styles
+from dist_mem.papers.figures.parts.figure import Figure
 from dist_mem.papers.figures.parts.source import Source
 
 NUM_SEGMENTS = 100

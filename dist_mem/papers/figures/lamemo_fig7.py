@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dist_mem.evaluation.plotting.drawn import Drawn, Figure, Table
+from dist_mem.evaluation.plotting.drawn import Drawn, Table
 from dist_mem.evaluation.plotting.style import BLACK, BLUE, VERMILION, mark_lines, new_picture, ordered_styles
 from dist_mem.memory.base import MemoryOutput
 from dist_mem.nn.layers import RelativeProjections, sinusoid_table
+from dist_mem.papers.figures.parts.figure import Figure
 from dist_mem.papers.figures.parts.source import Source
 
 PAPER_D = 64

@@ -13,6 +13,7 @@ from typing import Any
 
 from dist_mem.config import Config
 from dist_mem.errors import UnusableError
+from dist_mem.tracking.mlflow.errors import brief, what_to_set
 from dist_mem.tracking.mlflow.journal import JOURNAL, read_header
 from dist_mem.tracking.mlflow.run import (
     check_experiment,
@@ -33,7 +34,6 @@ from dist_mem.tracking.mlflow.stores import (
     requested_run_id,
     store_uri,
 )
-from dist_mem.tracking.mlflow_errors import brief, what_to_set
 from dist_mem.tracking.provenance import without_credentials
 
 SECONDS = 2.5  # with the wait at the end of a job, a server that never answers costs less than 10

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 from dist_mem.runtime.files import fsync_path
 from dist_mem.tracking.groups import in_group
+from dist_mem.tracking.mlflow.errors import brief, is_refusal
 from dist_mem.tracking.mlflow.journal import Entry, JournalReader, find_entries, is_superseded, read_entries
 from dist_mem.tracking.mlflow.run import UID_TAG, MlflowRun, Target
-from dist_mem.tracking.mlflow_errors import brief, is_refusal
 
 SENT_TAG = "dist_mem.sent"  # number of journal entries that MLflow has
 SENT_FILES_TAG = "dist_mem.sent_files"  # the same for files, whose store may be down while MLflow is up

@@ -20,10 +20,10 @@ from urllib.parse import urlsplit
 from dist_mem.config import Config
 from dist_mem.errors import RunError, UnfitError, UnusableError
 from dist_mem.runtime.extras import require
+from dist_mem.tracking.mlflow.errors import brief, is_refusal, what_to_set
 from dist_mem.tracking.mlflow.logged_models import STEP_TAG
 from dist_mem.tracking.mlflow.run import find_run, import_mlflow_quietly
 from dist_mem.tracking.mlflow.stores import check_store, is_local, is_missing_file, is_named_by_user, store_uri
-from dist_mem.tracking.mlflow_errors import brief, is_refusal, what_to_set
 from dist_mem.tracking.provenance import without_credentials
 from dist_mem.version import __version__
 

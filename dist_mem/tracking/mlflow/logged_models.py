@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dist_mem.tracking.mlflow.journal import Entry
-from dist_mem.tracking.mlflow_names import valid_name, valid_text
+from dist_mem.tracking.mlflow.names import valid_name, valid_text
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -12,9 +12,9 @@ from tempfile import mkdtemp
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.environment import mlflow_environment
 from dist_mem.runtime.extras import require
+from dist_mem.tracking.mlflow.errors import brief
 from dist_mem.tracking.mlflow.run import import_mlflow_quietly
 from dist_mem.tracking.mlflow.stores import DEFAULT_URI
-from dist_mem.tracking.mlflow_errors import brief
 
 SCHEMES = ("runs:/", "models:/")
 _KEY = "tracking.uri="

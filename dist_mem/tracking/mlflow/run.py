@@ -21,13 +21,13 @@ from dist_mem.errors import UnusableError
 from dist_mem.runtime.environment import quiet_tracking_environment
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.names import is_plain_path
+from dist_mem.tracking.mlflow.errors import brief, is_refusal
 from dist_mem.tracking.mlflow.journal import Entry, Header, JournalError
 from dist_mem.tracking.mlflow.logged_models import log_checkpoint
+from dist_mem.tracking.mlflow.names import valid_name, valid_text
 from dist_mem.tracking.mlflow.page import NOTE_TAG, description, folder_of, is_shown, where_to_look
 from dist_mem.tracking.mlflow.stores import RUN_ID_FILE, read_run_id, store_uri
 from dist_mem.tracking.mlflow.tables import prepare
-from dist_mem.tracking.mlflow_errors import brief, is_refusal
-from dist_mem.tracking.mlflow_names import valid_name, valid_text
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

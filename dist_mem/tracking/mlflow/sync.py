@@ -23,15 +23,15 @@ from typing import Any, NamedTuple, cast
 
 from omegaconf import OmegaConf
 
-from dist_mem.checkpoint.manifest import list_steps, read_manifest, step_dir
 from dist_mem.config import Config, TrackingConfig, merge_checked
 from dist_mem.config.check import flatten, stop_on
 from dist_mem.config.sources import COMMAND_LINE, plain_block, read_overrides, read_saved, read_sources
 from dist_mem.config.text_checks import check_credentials, check_given, check_texts
-from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, CheckpointError, UnusableError
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UnusableError
 from dist_mem.runtime.extras import is_installed, not_installed
 from dist_mem.supervision.lease import is_abandoned
 from dist_mem.tracking.mlflow.delivery import Delivery, Sender, points_to_send
+from dist_mem.tracking.mlflow.errors import brief, what_to_set
 from dist_mem.tracking.mlflow.journal import (
     JOURNAL,
     Entry,
@@ -45,7 +45,6 @@ from dist_mem.tracking.mlflow.journal import (
 from dist_mem.tracking.mlflow.journal_sink import discreet
 from dist_mem.tracking.mlflow.run import import_mlflow_quietly, target_of
 from dist_mem.tracking.mlflow.stores import check_store, is_local, is_named_by_user, store_uri
-from dist_mem.tracking.mlflow_errors import brief, what_to_set
 from dist_mem.tracking.provenance import without_credentials
 from dist_mem.tracking.tracker import METRICS_FILE, read_points
 
@@ -53,12 +52,25 @@ EVALUATION_SECONDS = 10.0  # longest wait of an evaluation for MLflow
 _EVALUATIONS = "evaluation-*.jsonl"  # journals of evaluations, beside that of the run
 
 
-def run(run_dirs: Sequence[Path], overrides: Sequence[str] = (), files: Sequence[str] = ()) -> int:
+class Counted(NamedTuple):
+    """The number of points that a checkpoint counts."""
+
+    step: int
+    num_points: int
+
+
+CountPoints = Callable[[Path], Counted | None]  # of a run directory; None: no checkpoint counts them
+
+
+def run(
+    run_dirs: Sequence[Path], overrides: Sequence[str] = (), files: Sequence[str] = (), *, count: CountPoints
+) -> int:
     """Run the command; return the exit code of the process, 0 if MLflow has everything of every run.
 
     Args:
         overrides: `key=value`, for keys of `tracking`.
         files: YAML files of the user, of which the `tracking:` block is used.
+        count: returns how many points the newest checkpoint of a run counts.
 
     Raises:
         UnusableError: an override is invalid, or a directory is not that of a run.
@@ -69,7 +81,7 @@ def run(run_dirs: Sequence[Path], overrides: Sequence[str] = (), files: Sequence
     given = OmegaConf.merge(*blocks, OmegaConf.create(read_overrides(overrides)))
     configs = [read_config(run_dir, given) for run_dir in run_dirs]
     named = [f"tracking.uri={uri}"] if (uri := OmegaConf.select(given, "tracking.uri")) else []
-    return max(_sync(config, run_dir, named) for config, run_dir in zip(configs, run_dirs, strict=True))
+    return max(_sync(config, run_dir, named, count) for config, run_dir in zip(configs, run_dirs, strict=True))
 
 
 def read_config(run_dir: Path, given: Any) -> Config:
@@ -89,13 +101,13 @@ def read_config(run_dir: Path, given: Any) -> Config:
     return cast(Config, OmegaConf.merge(OmegaConf.create(read_saved(path)), given))
 
 
-def _sync(config: Config, run_dir: Path, named: Sequence[str]) -> int:
+def _sync(config: Config, run_dir: Path, named: Sequence[str], count: CountPoints) -> int:
     def report(text: str) -> None:
         print(f"{run_dir}: {text}")
 
     try:
         is_named = is_named_by_user(config, named)
-        counted = newest_count(run_dir)  # before sending, because a job may be running
+        counted = count(run_dir)  # before sending, because a job may be running
         sender = send_journals(config, run_dir, report=report, is_dead=lambda: _is_dead(run_dir), is_named=is_named)
         gaps = [*_local_gaps(run_dir, counted), *_gaps_of_mlflow(run_dir, sender)]
     except UnusableError as error:
@@ -222,22 +234,6 @@ def _naming(config: Config, run_dir: Path) -> str:
     """Return the command that names the server of a run's configuration."""
     uri = without_credentials(store_uri(config))
     return f"dist-mem track sync {run_dir} tracking.uri={uri}, or set MLFLOW_TRACKING_URI"
-
-
-class Counted(NamedTuple):
-    """The number of points that a checkpoint counts."""
-
-    step: int
-    num_points: int
-
-
-def newest_count(run_dir: Path) -> Counted | None:
-    """Return the count of the newest readable checkpoint; None without one, or if it has no count."""
-    for step in reversed(list_steps(run_dir)):
-        with suppress(CheckpointError):  # a job also passes it over
-            num_points = read_manifest(step_dir(run_dir, step)).get("points")
-            return None if num_points is None else Counted(step, num_points)
-    return None
 
 
 def _local_gaps(run_dir: Path, counted: Counted | None) -> Iterator[str]:

@@ -16,7 +16,7 @@ from dist_mem.data.shard import read_index
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.source import SourceDocument
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation import evaluate
+from dist_mem.evaluation import evaluate, job
 from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation.generate import generate
 from dist_mem.generation.reading import read, start
@@ -172,7 +172,7 @@ def test_the_command_reports_leaked_conversations_apart(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reported: dict[str, Any] = {}
-    monkeypatch.setattr(evaluate, "log_to_run", lambda config, **given: reported.update(given))
+    monkeypatch.setattr(job, "log_to_run", lambda config, **given: reported.update(given))
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     assert command.run(run_dir, Settings(split="test")) == 0
     name = run_dir / "evaluations" / "dialogue-test-step-00000003"
@@ -216,7 +216,7 @@ def test_other_settings_leave_the_files_and_figures_of_the_usual_ones_alone(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reported: list[dict[str, float]] = []
-    monkeypatch.setattr(evaluate, "log_to_run", lambda config, **given: reported.append(given["metrics"]))
+    monkeypatch.setattr(job, "log_to_run", lambda config, **given: reported.append(given["metrics"]))
     folder, other = run_dir / "evaluations", tmp_path / "other"
     build_dataset({"test": [source_document(0, TURNS[0])]}, other, name="more talks", tokenizer=TOKENIZER)
     drawn = "-limit1-temperature0.5-top_p0.8-seed1"

@@ -14,7 +14,7 @@ from dist_mem.data.documents import Document, Documents
 from dist_mem.data.plan import cut_lengths
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.cut_short import StopCheck
-from dist_mem.evaluation.evaluate import use_threads
+from dist_mem.evaluation.job import use_threads
 from dist_mem.evaluation.trained_model import Checkpoint, TrainedModel, open_model, read_settings, tokenizer_of_data
 from dist_mem.inspection.walk import Step, walk
 from dist_mem.memory.parts.inspection import Inspection

@@ -14,12 +14,11 @@ import torch
 from dist_mem.__main__ import main
 from dist_mem.config.memory_blocks import PER_BLOCK
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
-from dist_mem.evaluation.plotting.drawn import Drawn
+from dist_mem.evaluation.plotting.drawn import Drawn, write_figure
 from dist_mem.evaluation.plotting.style import MARK, styled
 from dist_mem.memory import memory_class
 from dist_mem.memory.base import Memory
 from dist_mem.papers.figures import ELSEWHERE, figure_named, figures
-from dist_mem.papers.figures.command import write_figure
 from dist_mem.papers.figures.infinite_fig7 import densities
 from dist_mem.papers.figures.infinite_fig10 import memory_space
 from dist_mem.papers.figures.lamemo_fig1 import attention_by_distance

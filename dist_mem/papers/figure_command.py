@@ -16,17 +16,16 @@ from pathlib import Path
 
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.cut_short import StopCheck
-from dist_mem.evaluation.evaluate import as_job, found_by_all, track
+from dist_mem.evaluation.job import as_job, found_by_all, track
 from dist_mem.evaluation.legend import labels_of
 from dist_mem.evaluation.other_data import data_tag
-from dist_mem.evaluation.plotting.drawn import Drawn
-from dist_mem.evaluation.plotting.style import save, styled
+from dist_mem.evaluation.plotting.drawn import write_figure
+from dist_mem.evaluation.plotting.style import styled
 from dist_mem.evaluation.protocol import report_name, tag_of
 from dist_mem.evaluation.sweep import names_of
 from dist_mem.papers.figures import ELSEWHERE, figure_named, figures
 from dist_mem.papers.figures.parts.source import Settings, Source
 from dist_mem.runtime.distributed import World
-from dist_mem.runtime.files import make_folder, write_text
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.runtime.terminal import labelled
 
@@ -96,14 +95,3 @@ def _run(
         track(found[0], first.config, {}, kept, settings.overrides)
     else:
         print(f"written: {', '.join(str(path) for path in files)}")
-
-
-def write_figure(drawn: Drawn, folder: Path, stem: str, *, form: str) -> list[Path]:
-    """Write picture, numbers and caption, each atomically, and return their paths."""
-    make_folder(folder)
-    files = [folder / f"{stem}.{ending}" for ending in (form, "csv", "md")]
-    save(drawn.picture, files[0], caption=drawn.caption)
-    write_text(files[1], drawn.table.to_csv())
-    text = f"{drawn.caption}\n\n{drawn.text}".strip()
-    write_text(files[2], f"{text}\n")
-    return files

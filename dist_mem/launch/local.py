@@ -1,0 +1,48 @@
+"""Commands that start a job on this machine, on one rank or through DeepSpeed's launcher."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+from dist_mem.runtime.network_interface import free_port
+from dist_mem.runtime.python import dist_mem, python_module
+from dist_mem.runtime.ranks import visible_devices
+
+
+def launcher(ranks: int, devices: str | None = None) -> list[str]:
+    """Return the command that starts `dist_mem` on this machine, through DeepSpeed's launcher for several ranks.
+
+    It uses the part of the launcher that starts the ranks. The other part (`deepspeed`) does not forward signals and
+    would leave the ranks running. That part numbers the GPUs from 0; `env` gives the ranks those that the user chose.
+
+    Args:
+        devices: CUDA_VISIBLE_DEVICES of the command; None: that of this process.
+    """
+    if ranks == 1:
+        return dist_mem()
+    devices = visible_devices() if devices is None else devices
+    program = ["env", *(["-u", "CUDA_VISIBLE_DEVICES"] if devices is None else [f"CUDA_VISIBLE_DEVICES={devices}"])]
+    world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
+    place = ["--master_addr=127.0.0.1", f"--master_port={free_port()}"]  # a free port: several tables may run here
+    options = [f"--world_info={world}", "--node_rank=0", *place, "--log_level=error", "--no_local_rank"]
+    return python_module("deepspeed.launcher.launch", *options, "--no_python", *program, *dist_mem())
+
+
+def tied(arguments: Sequence[str]) -> list[str]:
+    """Return a command that receives SIGTERM, on which training saves, when this process dies, even by `kill -9`.
+
+    setpriv (util-linux 2.33) requests this from the kernel and then executes the command. Without setpriv only signals
+    are forwarded.
+    """
+    setpriv = shutil.which("setpriv")
+    if setpriv is None:
+        return list(arguments)
+    prefix = [setpriv, "--pdeathsig", "TERM", "--"]
+    # The setpriv of RHEL 8 and busybox do not have the option.
+    if subprocess.run([*prefix, setpriv, "--version"], capture_output=True).returncode != 0:
+        return list(arguments)
+    return [*prefix, *arguments]
