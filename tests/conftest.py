@@ -57,6 +57,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = longest_first(items)
 
 
+@pytest.fixture(autouse=True)
+def restored_process() -> Iterator[None]:
+    """Leave no variable of a launcher, and no working directory, to the next test of this process."""
+    environment, folder = dict(os.environ), Path.cwd()
+    yield
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
+    os.chdir(folder)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Name the tests that lack the mark `slow`."""
     reports = [report for report in terminalreporter.getreports("passed") if report.when == "call"]

@@ -70,14 +70,14 @@ def coloured(text: str, stream: TextIO) -> Styled:
 class PlainStream:
     """A text stream that writes only `Styled` text as it is, and any other `printable`.
 
-    A carriage return may begin a text: progress bars of libraries write so.
+    A carriage return that begins a text, as progress bars of libraries write it, becomes a line feed.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        begin = "\r" if text.startswith("\r") else ""
+        begin = "\n" if text.startswith("\r") else ""
         self._stream.write(text if isinstance(text, Styled) else begin + printable(text.removeprefix("\r")))
         return len(text)
 

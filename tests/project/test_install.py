@@ -147,7 +147,7 @@ def test_init_completes_what_a_killed_one_has_left_and_nothing_else(
 
 
 def test_builders_are_those_of_the_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    folder = ROOT / "dist_mem" / "data" / "builders" / "datasets"
+    folder = ROOT / "dist_mem" / "datasets" / "recipes"
     assert builder_names() == sorted(path.stem for path in folder.glob("[!_]*.py"))
     assert main(["data", "build", "nothing"]) == 2
     reported = capsys.readouterr().err
