@@ -122,7 +122,7 @@ def check_regular(path: Path) -> None:
     Raises:
         UnusableError: it is a pipe, a device or a socket.
     """
-    with suppress(OSError):  # absent, or told by whatever reads it
+    with suppress(OSError):  # absent, or reported by whatever reads it
         mode = path.stat().st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             raise UnusableError(f"{path} is no regular file but a pipe, device or socket: move it away")

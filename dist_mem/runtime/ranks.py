@@ -116,7 +116,7 @@ def port_of_step(environ: Mapping[str, str]) -> int:
 
 
 def job_identity(environ: Mapping[str, str] = os.environ) -> str:
-    """Return what the ranks of this job share, and other jobs do not, as far as the launcher tells; "" if it does not.
+    """Return what the ranks of this job share, and other jobs do not, as far as the launcher says; "" if it does not.
 
     Two jobs may have one port: then the ranks of one must not join the other.
     """

@@ -18,6 +18,8 @@ from dist_mem.runtime.python import python_module
 from tests.support.limits import limit
 from tests.support.paths import PACKAGE, ROOT
 
+pytestmark = pytest.mark.ranks
+
 HOSTILE = "raise SystemExit('a module of the working directory has run')\n"
 NAMES_PYTHON = re.compile(r"""\bsys\.(?:_base_)?executable\b|["'](?:-m|python3|torchrun)["']""")
 STARTS_RANKS = re.compile(r"^[^#]*(?:\b(?:torchrun|deepspeed) --|-m(?:odule)? dist_mem\b)")
