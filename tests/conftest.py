@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from dist_mem.config import environment_values
 from dist_mem.data.shard import Index, read_index
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.network_interface import free_port
@@ -58,9 +59,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def restored_process() -> Iterator[None]:
-    """Leave no variable of a launcher, and no working directory, to the next test of this process."""
+def restored_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Leave no variable of a launcher, no working directory and no value to hide to the next test of this process."""
     environment, folder = dict(os.environ), Path.cwd()
+    monkeypatch.setattr(environment_values, "_read", {})
     yield
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
