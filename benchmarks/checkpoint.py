@@ -89,11 +89,9 @@ class Bench:
 
     def save(self, *, background: bool) -> Any:
         """Save, and train until the checkpoint is written on all ranks."""
-        from dist_mem.training.hooks import save
-
         self.context.config.checkpoint.background = background
-        save(self.context, self.state)
-        saver = self.context.saver
+        self.context.saving.run(self.state)
+        saver = self.context.saving.saver
         saved, steps = saver.finished(), []
         while self.distributed.sum_over_ranks([not saved], self.world.device)[0]:
             steps.append(self.step())
@@ -140,7 +138,7 @@ class Bench:
         choice = choose_checkpoint(AUTO, context.run_dir, self.world)
         assert choice is not None
         self.state = load_checkpoint(
-            choice, context.config, context.config, self.world, engine=context.engine, lane_ids=context.lane_ids
+            choice, context.config, context.config, self.world, engine=context.engine, lane_ids=context.feed.lane_ids
         )
 
     def round(self) -> Any:
@@ -169,7 +167,7 @@ def measure_rank(folder: Path, num_rounds: int) -> None:
     bench.step()  # creates the optimizer state
     saved = [bench.round() for _ in range(num_rounds)][-1]
     bench.context.feed.close()
-    bench.context.saver.close()
+    bench.context.saving.saver.close()
     if bench.world.rank == 0:
         written = saved.written
         what = f"{written.num_bytes:,} bytes, {written.num_files} files, {written.num_fsyncs} fsyncs"

@@ -27,7 +27,6 @@ from dist_mem.runtime.terminal import table
 from dist_mem.tracking.tracker import Sink, Tracker
 from dist_mem.training.context import Context
 from dist_mem.training.history import Part, part_of, read_history
-from dist_mem.training.hooks import end_saving
 from dist_mem.training.meter import MEASUREMENTS
 from dist_mem.training.opening import open_run
 
@@ -101,7 +100,7 @@ def replay(
         found = recompute(context, state, step=step, last=last, check=check)
     finally:
         context.feed.close()
-        end_saving(context)
+        context.saving.end()
     compared = [other for other in recorded if first < other.last <= last]
     if world.rank == 0:
         print("\n".join(report(context, step, found, point, compared)), flush=True)
@@ -149,7 +148,7 @@ def report(
         equal = sum(not differing(other, found) for other in others)
         yield f"{equal} of {len(others)} other recorded points on the way are equal, bit for bit"
     rows = [("lane", "rank", "document", "scored tokens", "loss, nats per token")]
-    split = context.splits[stage_number(context.config, step - 1)]
+    split = context.feed.data.splits[stage_number(context.config, step - 1)]
     for lane in found.lanes:
         entry = split.documents[lane.document].id
         loss = lane.nll / lane.num_scored if lane.num_scored else float("nan")

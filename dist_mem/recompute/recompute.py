@@ -1,4 +1,4 @@
-"""Compute a step of a run again, from the nearest earlier checkpoint: the updates of the loop, without its hooks.
+"""Compute a step of a run again, from the nearest earlier checkpoint: the updates of the loop alone.
 
     choose_start -> open_run with a tracker of its own -> train_step, up to the recorded point that includes the step
 
@@ -25,11 +25,10 @@ from dist_mem.engine.engine import Engine
 from dist_mem.errors import DivergedError, UnusableError
 from dist_mem.runtime.distributed import World, decided_by_rank0, gather_objects
 from dist_mem.training.agreement import Flags, Shared
-from dist_mem.training.context import Context, TrainState
+from dist_mem.training.context import Context
 from dist_mem.training.divergence import ROLLBACK
 from dist_mem.training.history import Part, part_of
-from dist_mem.training.hooks import is_logged
-from dist_mem.training.step import train_step
+from dist_mem.training.step import TrainState, train_step
 
 
 class LaneLoss(NamedTuple):
@@ -100,18 +99,18 @@ def recompute(context: Context, state: TrainState, *, step: int, last: int, chec
     Raises:
         RunError: on every rank; data cannot be read.
     """
-    feed, meter, points = context.feed, context.meter, dict[int, dict[str, float]]()
+    feed, reporting, points = context.feed, context.reporting, dict[int, dict[str, float]]()
     loss = gradient_norm = float("nan")
     lanes, messages = list[LaneLoss](), list[str]()
     feed.read_first()
     while state.step < last:
         check()
         next_scored = feed.read_ahead() if state.step + 1 < last else feed.nothing()
-        made, shared = state.step + 1, Shared(Flags(stop=context.failure.is_set), next_scored)
+        made, shared = state.step + 1, Shared(Flags(stop=reporting.failure.is_set), next_scored)
         with _nll_of_rows(context.engine) as rows:
             try:
                 state, outcome = train_step(
-                    context, state, feed.update, feed.scored, shared, is_logged=is_logged(context, made)
+                    context, state, feed.update, feed.scored, shared, is_logged=reporting.due(made)
                 )
             except DivergedError as error:
                 messages.append(str(error))
@@ -123,13 +122,13 @@ def recompute(context: Context, state: TrainState, *, step: int, last: int, chec
             break
         messages += [outcome.decision.message] if outcome.decision else []
         if outcome.flags.stop:
-            context.failure.raise_on_all_ranks()
-        meter.add(outcome.totals, epoch=feed.update.epoch, logs=outcome.logs)
+            reporting.failure.raise_on_all_ranks()
+        reporting.meter.add(outcome.totals, epoch=feed.update.epoch, logs=outcome.logs)
         if made == step and outcome.decision is None:
             gradient_norm = context.engine.gradient_norm()
             loss = outcome.totals.nll / feed.num_scored if feed.num_scored else math.nan
-        if is_logged(context, made):
-            points[made] = meter.read(context.engine)
+        if reporting.due(made):
+            points[made] = reporting.meter.read(context.engine)
         feed.advance(outcome.next_scored)
     return Recomputed(points, loss, gradient_norm, lanes, messages, context.divergence.first_trained)
 
@@ -152,11 +151,11 @@ def _nll_of_rows(engine: Engine) -> Iterator[list[Tensor]]:
 def _lane_losses(context: Context, update: Update, rows: Sequence[Tensor]) -> list[LaneLoss]:
     """Return the losses of the lanes of all ranks, by lane; of an update repeated after overflows, the last ones."""
     micro_lanes, num_lanes = context.config.train.micro_batch_size, context.config.train.global_batch_size
-    batches = in_windows(update.batches, len(context.lane_ids) // micro_lanes, context.config.train.bptt_segments)
+    batches = in_windows(update.batches, len(context.feed.lane_ids) // micro_lanes, context.config.train.bptt_segments)
     own: dict[int, LaneLoss] = {}
     for index, (batch, nll) in enumerate(zip(batches, rows[-len(batches) :], strict=True)):
-        first = index * micro_lanes % len(context.lane_ids)
-        lane_ids = context.lane_ids[first : first + micro_lanes].tolist()
+        first = index * micro_lanes % len(context.feed.lane_ids)
+        lane_ids = context.feed.lane_ids[first : first + micro_lanes].tolist()
         scored = (batch.targets != IGNORE).sum(dim=1).tolist()
         documents = batch.document.view(len(lane_ids), -1)[:, 0].tolist()  # of a window, that of its first segment
         for lane, document, loss, count in zip(lane_ids, documents, nll.tolist(), scored, strict=True):

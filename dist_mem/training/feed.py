@@ -1,31 +1,92 @@
-"""The updates that this rank trains on, read one ahead: every step announces how many targets the next one has."""
+"""The data of a run on this rank: its updates, read one ahead, as every step announces the targets of the next one.
+
+On a GPU they are copied while the previous update computes:
+
+    prefetch thread (pinned memory) -> `Transfer.start`, on a stream of its own -> `on_device`, in the step
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from dist_mem.config import Config
-from dist_mem.data.batch import Update
+from dist_mem.data.batch import Batch, Copies, Update
 from dist_mem.data.curriculum import CurriculumReader, curriculum_reader
 from dist_mem.data.plan import Plan
 from dist_mem.data.remote.fetch import is_remote
+from dist_mem.data.shard import Index
+from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.runtime.distributed import World, on_all_ranks, sum_over_ranks
 from dist_mem.supervision.watchdog import UNWATCHED, beat
-from dist_mem.training.local_failure import LocalFailure
+from dist_mem.training.agreement import LocalFailure
 from dist_mem.training.meter import Meter
-from dist_mem.training.transfer import Transfer
+
+
+class Data(NamedTuple):
+    """The opened data of a run."""
+
+    tokenizer: Tokenizer
+    splits: list[Index]  # the training split of every stage (data/curriculum.py), that of data.path last
+    evaluated: list[Index]
+
+
+class Transfer:
+    """Starts the copies; on CPUs there is nothing to copy."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @property
+    def needs_pinned(self) -> bool:
+        """Whether batches should be in pinned memory."""
+        return self._stream is not None
+
+    def start(self, update: Update) -> Update:
+        """Return the update with copies on the device, which may still be under way; the host does not wait."""
+        if self._stream is None:
+            return update
+        with torch.cuda.stream(self._stream):
+            batches = [batch.to(self._device) for batch in update.batches]
+            return update._replace(copies=Copies(batches, self._stream.record_event()))
+
+
+def on_device(update: Update, device: torch.device) -> list[Batch]:
+    """Return the batches on the device, for the current stream; the host does not wait."""
+    if update.copies is None:
+        return [batch.to(device) for batch in update.batches]
+    stream = torch.cuda.current_stream(device)
+    stream.wait_event(update.copies.copied)
+    for batch in update.copies.batches:
+        for part in batch:
+            if part is not None:
+                part.record_stream(stream)  # another stream has allocated it and must not reuse it too early
+    return update.copies.batches
 
 
 class Feed:
     """The current update of this rank, and the next one. Creating it is collective."""
 
+    data: Data
+    lane_ids: Tensor  # (P,) int64, of the lanes that this rank reads
     update: Update  # the current one
     scored: list[int]  # targets of each of its micro-batches, on all ranks
 
     def __init__(
-        self, config: Config, world: World, meter: Meter, failure: LocalFailure, *, cursors: Tensor, step: int
+        self,
+        config: Config,
+        world: World,
+        meter: Meter,
+        failure: LocalFailure,
+        *,
+        data: Data,
+        lane_ids: Tensor,
+        cursors: Tensor,
+        step: int,
     ) -> None:
         """Open the training data at `cursors`, (P, 3) int64, of the state after `step` updates.
 
@@ -33,6 +94,7 @@ class Feed:
             RunError: on every rank, if any cannot read its lanes.
         """
         self._config, self._world, self._meter, self._failure = config, world, meter, failure
+        self.data, self.lane_ids = data, lane_ids
         self._transfer = Transfer(world.device)
         self._reader = self._open(cursors, step)
 

@@ -8,10 +8,12 @@ from pathlib import Path
 import torch
 
 from dist_mem.checkpoint.lane_states import open_checkpoints
-from dist_mem.checkpoint.resume_source import Resumption
+from dist_mem.checkpoint.manifest import TOKENIZER_DIR
+from dist_mem.checkpoint.resume_source import Resumption, data_fingerprint
 from dist_mem.checkpoint.saver import Saver
-from dist_mem.config import Config, deepspeed_block, save_config
+from dist_mem.config import Config, deepspeed_block, save_config, to_yaml
 from dist_mem.config.memory_blocks import described
+from dist_mem.config.resume_rules import checksums_to_keep
 from dist_mem.data.batch_plan import idle_work, num_readable, total_steps
 from dist_mem.data.curriculum import earlier_splits, stages_of
 from dist_mem.data.directory import open_index, open_tokenizer, refresh_on_all_ranks
@@ -20,6 +22,7 @@ from dist_mem.data.plan import lanes_of_rank
 from dist_mem.data.remote.fetch import is_remote, show
 from dist_mem.data.shard import Index, fetch_shards
 from dist_mem.data.tokenizers.base import Tokenizer
+from dist_mem.data.tokenizers.registry import tokenizer_files
 from dist_mem.engine.engine import Engine
 from dist_mem.engine.placement import place_parts
 from dist_mem.errors import RunError, run_error
@@ -38,18 +41,21 @@ from dist_mem.supervision.watchdog import UNWATCHED, beat
 from dist_mem.tracking.provenance import running_commit
 from dist_mem.tracking.start import start_tracking
 from dist_mem.tracking.tracker import Tracker
+from dist_mem.training.agreement import LocalFailure
 from dist_mem.training.compiling import compile_model, leave_if_interrupted, open_communication
-from dist_mem.training.context import Context, TrainState
+from dist_mem.training.context import Context
 from dist_mem.training.describe_run import describe_run
 from dist_mem.training.divergence import Divergence
-from dist_mem.training.feed import Feed
+from dist_mem.training.feed import Data, Feed
 from dist_mem.training.goodput import open_goodput
 from dist_mem.training.history import begin_part
-from dist_mem.training.local_failure import LocalFailure
 from dist_mem.training.meter import MEASUREMENTS, Meter
 from dist_mem.training.mfu import find_utilisation
 from dist_mem.training.profile import Profile, refuse_profile_outside
+from dist_mem.training.reporting import Reporting
 from dist_mem.training.resume import Start, start
+from dist_mem.training.saving import Saving
+from dist_mem.training.step import TrainState
 
 LONGEST_GUESS = 100.0  # seconds; limit of the estimate of a save by the restore, which may wait for a cold disk
 
@@ -84,11 +90,12 @@ def open_run(
 def _open_run(
     config: Config, world: World, resumption: Resumption | None, stop_signal: StopSignal, tracker: Tracker | None
 ) -> tuple[Context, TrainState]:
-    tokenizer, splits, evaluated = _open_data(config)
+    data = _open_data(config)
+    tokenizer = data.tokenizer
     leave_if_interrupted(stop_signal)
     memory_sources = on_all_ranks(lambda: sources(config.memory), "reading the memory")
     beat("opening")
-    _refuse_what_cannot_fit(config, world, tokenizer, evaluated)
+    _refuse_what_cannot_fit(config, world, data)
     open_communication(world, stop_signal)
     lane_ids = torch.tensor(lanes_of(config, world))
     with announced("building the model"):
@@ -103,7 +110,7 @@ def _open_run(
             config,
             world,
             resumption,
-            splits=splits,
+            splits=data.splits,
             engine=engine,
             lane_ids=lane_ids,
             sources=memory_sources,
@@ -116,37 +123,52 @@ def _open_run(
     lane_segments = config.train.global_batch_size * config.train.segments_per_update
     utilisation, unknown = find_utilisation(config, tokenizer.vocab_size, world)
     meter = Meter(lane_segments_per_update=lane_segments, utilisation=utilisation, saved=begin.metadata.get("meter"))
-    feed = Feed(config, world, meter, failure, cursors=begin.state.cursors, step=begin.state.step)
+    cursors, step = begin.state.cursors, begin.state.step
+    feed = Feed(config, world, meter, failure, data=data, lane_ids=lane_ids, cursors=cursors, step=step)
     num_steps = total_steps(config, feed.plan)
     refuse_profile_outside(config, num_steps)
     writes = tracker is None and world.rank == 0
-    indexes = [*splits, *evaluated]
+    indexes = [*data.splits, *data.evaluated]
     tracker = tracker or _open_run_dir(config, world, begin, indexes, memory_sources, num_steps)
     waste = idle_work(config.train, world.size, num_documents=num_readable(feed.plan))
     for message in [*begin.messages, *messages, *unknown, *([": ".join(waste)] if waste else [])]:
         tracker.message(message)
-    context = Context(
-        config=config,
+    divergence = Divergence(config.divergence, begin.metadata.get("divergence", {}))
+    reporting = Reporting(
+        rules=config.tracking,
+        total_steps=num_steps,
         world=world,
         engine=engine,
-        divergence=Divergence(config.divergence, begin.metadata.get("divergence", {})),
-        total_steps=num_steps,
-        run_dir=Path(config.run_dir),
-        splits=splits,
-        tokenizer=tokenizer,
-        feed=feed,
         tracker=tracker,
         meter=meter,
         goodput=open_goodput(Path(config.run_dir), begin.metadata.get("goodput", {}), writes=writes),
         profile=Profile(config, world, tracker, failure),
-        saver=_open_saver(config, world, begin, tracker),
         stragglers=_compare_ranks(config, world, engine),
         failure=failure,
-        commit=commit,
-        sources=memory_sources,
-        lane_ids=lane_ids,
     )
-    return context, begin.state
+    saving = Saving(
+        config.checkpoint,
+        _open_saver(config, world, begin, tracker),
+        engine,
+        divergence,
+        reporting,
+        lane_ids=lane_ids,
+        metadata={
+            "commit": commit,
+            "data_fingerprint": data_fingerprint(data.splits),
+            "tokenizer_fingerprint": tokenizer.fingerprint,
+            "environment": checksums_to_keep(config),
+        },
+        small_files=_small_files(config, tokenizer, memory_sources),
+    )
+    return Context(config, world, engine, divergence, num_steps, feed, reporting, saving), begin.state
+
+
+def _small_files(config: Config, tokenizer: Tokenizer, memory_sources: dict[str, str]) -> dict[str, bytes]:
+    """Return the files that every checkpoint contains beside its tensors: name -> content."""
+    texts = {"config.yaml": to_yaml(config), **memory_sources}
+    files = {name: text.encode() for name, text in texts.items()}
+    return files | {f"{TOKENIZER_DIR}/{name}": content for name, content in tokenizer_files(tokenizer).items()}
 
 
 def _describe_windows(config: Config, model: MemoryLM) -> list[str]:
@@ -258,8 +280,8 @@ def _compare_ranks(config: Config, world: World, engine: Engine) -> Stragglers:
     )
 
 
-def _open_data(config: Config) -> tuple[Tokenizer, list[Index], list[Index]]:
-    """Fetch what a server has; return the tokenizer, `Context.splits` and the splits to evaluate; collective."""
+def _open_data(config: Config) -> Data:
+    """Open the data of a run; fetch what a server has; collective."""
     beat(UNWATCHED if is_remote(config.data.path) or config.data.stage != "none" else "opening")
     splits = [config.data.train_split, *([config.eval.split] if config.eval.every else [])]
     with announced(f"opening {show(config.data.path)}"):
@@ -268,7 +290,7 @@ def _open_data(config: Config) -> tuple[Tokenizer, list[Index], list[Index]]:
             refresh_on_all_ranks(stage.data, splits[:1])
         tokenizer, indexes = on_all_ranks(lambda: check_data(config, splits), f"opening {show(config.data.path)}")
         earlier = on_all_ranks(lambda: earlier_splits(config, tokenizer), "opening data.curriculum")
-    return tokenizer, [*earlier, indexes[0]], indexes[1:]
+    return Data(tokenizer, [*earlier, indexes[0]], indexes[1:])
 
 
 def check_data(config: Config, splits: Sequence[str]) -> tuple[Tokenizer, list[Index]]:
@@ -283,10 +305,10 @@ def check_data(config: Config, splits: Sequence[str]) -> tuple[Tokenizer, list[I
     return tokenizer, indexes
 
 
-def _refuse_what_cannot_fit(config: Config, world: World, tokenizer: Tokenizer, evaluated: list[Index]) -> None:
+def _refuse_what_cannot_fit(config: Config, world: World, data: Data) -> None:
     """Before anything is allocated; every rank calls it. Raises UnusableError on every rank."""
-    eval_lanes = max((evaluated_lanes(config, index) for index in evaluated), default=0)
-    vocab_size, on_gpu, parts = tokenizer.vocab_size, world.device.type == "cuda", []
+    eval_lanes = max((evaluated_lanes(config, index) for index in data.evaluated), default=0)
+    vocab_size, on_gpu, parts = data.tokenizer.vocab_size, world.device.type == "cuda", []
     if not surely_fits(config, vocab_size, world, num_lanes=2 * len(lanes_of(config, world)) + eval_lanes):
         parts = training_parts(config, vocab_size, world_size=world.size, on_gpu=on_gpu, eval_lanes=eval_lanes)
     refuse_what_cannot_fit(parts, world.device, gather=gather_objects)

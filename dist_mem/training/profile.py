@@ -20,7 +20,7 @@ from dist_mem.runtime.distributed import World
 from dist_mem.runtime.files import make_folder, naming, write_text
 from dist_mem.supervision.watchdog import beat
 from dist_mem.tracking.tracker import Tracker
-from dist_mem.training.local_failure import LocalFailure
+from dist_mem.training.agreement import LocalFailure
 
 FOLDER = "profile"
 NUM_OPERATORS = 10

@@ -23,15 +23,20 @@ from torch import Tensor
 from dist_mem.checkpoint.engine_files import EngineReader
 from dist_mem.checkpoint.lane_states import Lanes, read_lanes, read_random_state, set_random_state
 from dist_mem.checkpoint.manifest import run_of
-from dist_mem.checkpoint.resume_choice import Choice
-from dist_mem.checkpoint.resume_source import Resumption, check_data
+from dist_mem.checkpoint.resume_choice import AUTO, Choice, choose_checkpoint
+from dist_mem.checkpoint.resume_source import Resumption, check_data, saved_config
 from dist_mem.config import Config
 from dist_mem.config.environment_values import hide
 from dist_mem.data.shard import Index
 from dist_mem.engine.engine import Engine
+from dist_mem.errors import DivergedError
 from dist_mem.runtime.distributed import World, on_all_ranks
+from dist_mem.supervision.watchdog import beat
 from dist_mem.tracking.provenance import code_differences
-from dist_mem.training.context import TrainState
+from dist_mem.training.context import Context
+from dist_mem.training.divergence import METRICS, ROLLBACK, Decision
+from dist_mem.training.history import begin_part
+from dist_mem.training.step import TrainState
 
 _UNREPORTED = (
     *("train.micro_batch_size", "deepspeed.zero_optimization.stage"),  # reported by `_moves`
@@ -78,7 +83,7 @@ def start(
 
     Args:
         resumption: None: start at step 0.
-        splits: as `Context.splits`.
+        splits: as `Data.splits`.
         lane_ids: of this rank.
         sources: of memories outside the package, name -> text.
         commit: of the running code.
@@ -190,3 +195,50 @@ def _changed_sources(choice: Choice, sources: Mapping[str, str]) -> list[str]:
         for name, text in sources.items()
         if hashlib.sha256(text.encode()).hexdigest() != entries.get(name, {}).get("sha256")
     ]
+
+
+def carry_out(context: Context, state: TrainState, decision: Decision) -> TrainState:
+    """Carry out and report the decision about a divergence; return the state to continue from.
+
+    Raises:
+        DivergedError: on every rank; there is no checkpoint to roll back to.
+        RunError: on every rank; the checkpoint cannot be read.
+    """
+    reporting = context.reporting
+    reporting.tracker.message(decision.message)
+    if decision.action == ROLLBACK:
+        state = _roll_back(context, decision)
+        with reporting.failure.kept():
+            reporting.tracker.rewind(state.step)
+            if context.world.rank == 0:
+                first_trained = context.divergence.first_trained
+                begin_part(context.config, context.world, state.step, first_trained=first_trained)
+    reporting.record(state.step, {METRICS[decision.action]: context.divergence.counts[decision.action]})
+    reporting.tag(f"divergence.step_{decision.step}", decision.message)
+    return state
+
+
+def _roll_back(context: Context, decision: Decision) -> TrainState:
+    """Return the state of the newest checkpoint that verifies. The segments up to now are read, not trained on."""
+    beat("restoring")
+    feed, reporting, saver = context.feed, context.reporting, context.saving.saver
+    saver.wait()
+    choice = choose_checkpoint(AUTO, context.run_dir, context.world)
+    if choice is None:
+        raise DivergedError(f"{decision.message}, but there is no checkpoint yet", decision.step)
+    state = load_checkpoint(
+        choice, saved_config(choice.directory, context.config), context.config, context.world,
+        engine=context.engine, lane_ids=feed.lane_ids,
+    )  # fmt: skip
+    feed.restart(state.cursors, state.step)
+    reporting.meter.load(choice.manifest["meter"])
+    saver.set_aside(choice.broken)
+    context.divergence.roll_back(choice.manifest.get("divergence", {}), first_trained=decision.step + 1)
+    reporting.goodput.roll_back(choice.manifest.get("goodput", {}))
+    for reason in choice.passed_over:
+        reporting.tracker.message(f"passed over: {reason}")
+    reporting.tracker.message(
+        f"rolled back to {choice.directory}; the segments of steps {state.step} to {decision.step} are read, and not "
+        "trained on"
+    )
+    return state

@@ -36,7 +36,6 @@ from dist_mem.supervision.watchdog import PATIENCE, beat, before_end, end_if_hun
 from dist_mem.tracking.start import check_sinks
 from dist_mem.training.compiling import leave_if_interrupted
 from dist_mem.training.goodput import last_sign_of_life
-from dist_mem.training.hooks import end_saving, rehearse_save, tag
 from dist_mem.training.loop import train
 from dist_mem.training.opening import open_run
 from dist_mem.training.stopping import Stopping, refuse_if_asked_to_stop
@@ -102,36 +101,36 @@ def run_job(
         warnings = preflight(config, world) if config.preflight else []
     leave_if_interrupted(stop_signal)
     context, state = open_run(config, world, resumption, stop_signal)
-    tracker = context.tracker
+    tracker = context.reporting.tracker
     for text in warnings:
         tracker.message(text)
     stopping = Stopping(
         context.run_dir,
         world,
         stop_signal,
-        training_seconds=context.meter.training_seconds,
-        save_seconds=context.saver.longest_seconds,
+        training_seconds=context.reporting.meter.training_seconds,
+        save_seconds=context.saving.saver.longest_seconds,
     )
     code = EXIT_FAILED
     before_end(lambda: tracker.close(_STATUS[EXIT_FAILED]))
     try:
-        rehearse_save(context, state)
+        context.saving.rehearse(state)
         state, code = train(context, state, stopping)
-        for text in context.stragglers.summary():
+        for text in context.reporting.stragglers.summary():
             tracker.message(text)
         if code == EXIT_DONE and world.rank == 0:
             with suppress(OSError):  # without the marker, the next start detects the end by itself
                 mark_finished(context.run_dir, state.step, config.train)
     except DivergedError as error:
         tracker.message(f"error: {error}")
-        tag(context, f"divergence.step_{error.step}", str(error))
+        context.reporting.tag(f"divergence.step_{error.step}", str(error))
         code = error.exit_code
     except RuntimeError:  # before anything that waits for the other ranks, or for MLflow
         end_if_hung()
         raise
     finally:
         context.feed.close()
-        end_saving(context)
+        context.saving.end()
         before_end(None)
         tracker.close(_STATUS[code])
     return code

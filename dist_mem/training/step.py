@@ -10,28 +10,50 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dist_mem.config import Config
 from dist_mem.data.batch import Batch, Update, in_windows, window_slices
 from dist_mem.engine.engine import Engine
 from dist_mem.engine.optimizer import lr_factor
 from dist_mem.memory.base import detached, named_tensors
 from dist_mem.model import Start, reset_lanes
+from dist_mem.runtime.distributed import World
 from dist_mem.supervision.watchdog import beat
-from dist_mem.training.agreement import Agreement, Flags, Forward, Shared, begin, finish
-from dist_mem.training.context import StepContext, TrainState
-from dist_mem.training.divergence import SKIP, Decision
+from dist_mem.training.agreement import Agreement, Flags, Forward, Shared, Sums, begin, finish
+from dist_mem.training.divergence import SKIP, Decision, Divergence
+from dist_mem.training.feed import on_device
 from dist_mem.training.meter import Totals
-from dist_mem.training.transfer import on_device
 
 _GRADIENT = "not finite: the gradient, though every loss and memory is"
 _AT_LEAST_SCALE = (
     "the fp16 loss scale is {:g} and cannot shrink (deepspeed.fp16.loss_scale: 0 for one that does, min_loss_scale)"
 )
+
+
+class TrainState(NamedTuple):
+    """The state of a run after `step` updates, on this rank; with that of the engine, a checkpoint restores it."""
+
+    step: int
+    memories: list[Any]  # one memory state per lane group
+    cursors: Tensor  # (P, 3) int64
+    validation: dict[str, Any] | None = None  # of the newest evaluation, as in checkpoint/retention.py
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """The parts of a run that an update needs."""
+
+    config: Config
+    world: World
+    engine: Engine
+    divergence: Divergence
+    total_steps: int
 
 
 class Outcome(NamedTuple):
@@ -64,8 +86,7 @@ def accumulate_gradients(
     shape = (len(states), train.bptt_segments)
     host_windows, windows = in_windows(update.batches, *shape), in_windows(on_device(update, world.device), *shape)
     needs_gradient = _needs_gradient(context, [sum(scored[window]) for window in window_slices(len(scored), *shape)])
-    nll_sum, aux_sum, recall_sum = torch.zeros(3, device=world.device)
-    num_read, num_tokens, num_learned, logs = 0, 0, 0, dict[str, Tensor]()
+    sums = Sums(*torch.zeros(3, device=world.device))
     last = len(windows) - 1
     for index, (host_batch, batch) in enumerate(zip(host_windows, windows, strict=True)):
         group = index % len(states)
@@ -76,20 +97,22 @@ def accumulate_gradients(
             output = context.engine(batch.tokens, batch.targets, batch.valid_len, state=state, later=later)
             nll = output.nll.sum()
             aux = torch.stack([nll.new_zeros(()), *(loss.sum() for loss in output.aux.values())]).sum()
-        nll_sum, aux_sum = nll_sum + nll.detach(), aux_sum + aux.detach()
-        if batch.recall is not None:
-            recall_sum = recall_sum + (output.nll.detach() * (batch.recall > 0)).sum()
-        for name, figure in output.logs.items():
-            logs[name] = logs.get(name, 0.0) + torch.where(batch.valid_len > 0, figure, 0.0).sum()
-        num_read += int((host_batch.valid_len > 0).sum())
-        num_tokens += (num_here := int(host_batch.valid_len.sum()))
-        num_learned += num_here * needs_gradient[index]
+        is_recall = None if batch.recall is None else batch.recall > 0
+        num_tokens = int(host_batch.valid_len.sum())
+        sums += Sums(
+            nll.detach(),
+            aux.detach(),
+            nll.new_zeros(()) if is_recall is None else (output.nll.detach() * is_recall).sum(),
+            num_read=int((host_batch.valid_len > 0).sum()),
+            num_tokens=num_tokens,
+            num_learned=num_tokens * needs_gradient[index],
+            logs={name: torch.where(batch.valid_len > 0, metric, 0.0).sum() for name, metric in output.logs.items()},
+        )
         states[group] = detached(output.state)
-        del output  # with what wrote the last state: no loss needs it, and the backward would keep it until its end
+        del output  # free the graph behind the last state: no loss uses it, and the backward would keep it alive
         if index == last:
             is_finite = _finite(states, train.micro_batch_size, world.device)
-            forward = Forward(states, nll_sum, aux_sum, recall_sum, is_finite, num_read, num_tokens, num_learned, logs)
-            agreement = begin(forward, update, shared, world.device)
+            agreement = begin(Forward(states, sums, is_finite), update, shared, world.device)
         beat("backward")
         if needs_gradient[index]:
             context.engine.backward(world.size * (nll / num_scored + aux / lanes_segments))
@@ -197,7 +220,7 @@ def train_step(
             memories = _reset_non_finite(context, update, memories)
         state = TrainState(state.step + 1, memories, update.cursors, state.validation)
     totals, logs = agreed.totals, agreed.logs
-    if trouble:  # report only figures of trained tokens
+    if trouble:  # report only metrics of trained tokens
         totals, logs = Totals(documents=totals.documents, documents_skipped=totals.documents_skipped), {}
     return state, Outcome(agreed.flags, totals, agreed.next_scored, decision, agreed.slots, logs, overflows)
 

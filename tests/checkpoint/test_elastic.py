@@ -18,8 +18,9 @@ from dist_mem.checkpoint.engine_files import EngineReader
 from dist_mem.checkpoint.manifest import read_manifest, step_dir
 from dist_mem.checkpoint.rank_file import RankFile, rank_file
 from dist_mem.memory import memory_kinds
-from dist_mem.training.context import Context, TrainState
+from dist_mem.training.context import Context
 from dist_mem.training.resume import dropout_seed
+from dist_mem.training.step import TrainState
 from tests.checkpoint.test_restore import opened
 from tests.support.contract_cases import CASES, MET_BY_ALL, SEG_LEN, carrying, case_params
 from tests.support.jobs import losses, train_here, write_config
@@ -152,7 +153,6 @@ def _restore_and_save(world: Any, config_file: Path, leg: Leg, step: int) -> Non
     from dist_mem.config import load_config
     from dist_mem.memory import memory_options
     from dist_mem.runtime.signals import StopSignal
-    from dist_mem.training.hooks import save
     from dist_mem.training.opening import open_run
 
     overrides = [f"train.micro_batch_size={leg.micro_lanes}", f"deepspeed.zero_optimization.stage={leg.stage}"]
@@ -160,12 +160,12 @@ def _restore_and_save(world: Any, config_file: Path, leg: Leg, step: int) -> Non
     context, state = open_run(config, world, find_resumption(config, world), StopSignal([]))
     try:
         assert state.step == step
-        save(context, state._replace(step=step + 1))  # under a name of its own
-        context.saver.wait()
+        context.saving.run(state._replace(step=step + 1))  # under a name of its own
+        context.saving.saver.wait()
     finally:
-        context.saver.close()
+        context.saving.saver.close()
         context.feed.close()
-        context.tracker.close("FINISHED")
+        context.reporting.tracker.close("FINISHED")
 
 
 def _random_state_at_start(world: Any, config_file: Path, leg: Leg) -> tuple[Tensor, Tensor, list[str]]:

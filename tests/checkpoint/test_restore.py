@@ -26,8 +26,9 @@ from dist_mem.runtime import files
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.tracking.tracker import Tracker
-from dist_mem.training.context import Context, TrainState
+from dist_mem.training.context import Context
 from dist_mem.training.opening import open_run
+from dist_mem.training.step import TrainState
 from tests.support.faults import flip
 from tests.support.jobs import checkpoint_content, difference, logged_steps, losses, train_here, write_config
 from tests.support.ranks import RankPool
@@ -77,9 +78,9 @@ def opened(
     try:
         return look(context, state, reported)
     finally:
-        context.saver.close()
+        context.saving.saver.close()
         context.feed.close()
-        context.tracker.close("FINISHED")
+        context.reporting.tracker.close("FINISHED")
 
 
 def step_and_messages(context: Context, state: TrainState, reported: list[str]) -> tuple[int, str]:
@@ -445,7 +446,9 @@ def _everything(context: Context, state: TrainState) -> dict[str, Any]:
     engine = {f"{found.name}/{found.start}": dict(found.parts) for found in context.engine.held()}
     weights = {name: value.detach().clone() for name, value in context.engine.module.named_parameters()}
     memories = [named_tensors(memory) for memory in state.memories]
-    meter = {name: value for name, value in context.meter.state().items() if name not in ("seconds", "waited")}
+    meter = {
+        name: value for name, value in context.reporting.meter.state().items() if name not in ("seconds", "waited")
+    }
     copies = {name: {kind: part.clone() for kind, part in parts.items()} for name, parts in engine.items()}
     return {
         "engine": copies, "weights": weights, "memories": memories, "cursors": state.cursors, "step": state.step,
@@ -456,7 +459,7 @@ def _everything(context: Context, state: TrainState) -> dict[str, Any]:
 def _roll_back(context: Context, state: TrainState, reported: list[str]) -> str | None:
     """Two steps on from a checkpoint, back into it, and the same two again: where the two ways differ."""
     from dist_mem.training.divergence import ROLLBACK, Decision
-    from dist_mem.training.hooks import carry_out
+    from dist_mem.training.resume import carry_out
     from dist_mem.training.step import train_step
 
     def steps(state: TrainState) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from dist_mem.checkpoint.saver import Saver
 from dist_mem.checkpoint.snapshot import Snapshot, take_snapshot
 from dist_mem.errors import DivergedError
 from dist_mem.runtime.distributed import World
-from dist_mem.training import hooks as between_steps
-from dist_mem.training.context import Context, TrainState
+from dist_mem.training import saving
+from dist_mem.training.context import Context
+from dist_mem.training.step import TrainState
 from tests.support.faults import assert_quoted, remount, small_disk, used_kilobytes
 from tests.support.jobs import logged_steps, train_here, write_config
 from tests.support.limits import limit, wait_until
@@ -106,7 +107,7 @@ def train_while_the_writer_is_held_up(world: World, config: Path, run_dir: Path)
         return take_snapshot(step=step, **others)
 
     with before_writing(hold_up) as patch:
-        patch.setattr(between_steps, "take_snapshot", take)
+        patch.setattr(saving, "take_snapshot", take)
         return train_reporting(world, config)
 
 

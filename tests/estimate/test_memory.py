@@ -33,7 +33,7 @@ from dist_mem.memory.base import detached
 from dist_mem.model import MemoryLM
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.machine_memory import Limit, _of_folders, memory_limits
-from dist_mem.training import hooks
+from dist_mem.training import saving
 from tests.support.jobs import train_here, write_config
 from tests.support.ranks import RankPool
 
@@ -158,7 +158,7 @@ def trained(world: World, config_file: Path, changes: list[str]) -> tuple[int, i
                 most.append(used.live.peak)
             return take_snapshot(**arguments)
 
-        patched.setattr(hooks, "take_snapshot", note)
+        patched.setattr(saving, "take_snapshot", note)
         assert train_here(world, config_file, changes) == 0
     return sum(part.num_bytes for part in parts), most[0]
 

@@ -17,9 +17,8 @@ from dist_mem.engine.engine import Engine
 from dist_mem.engine.placement import place_parts
 from dist_mem.model import MemoryLM
 from dist_mem.runtime.distributed import World
-from dist_mem.training.context import StepContext, TrainState
 from dist_mem.training.divergence import Divergence
-from dist_mem.training.step import Outcome, train_step
+from dist_mem.training.step import Outcome, StepContext, TrainState, train_step
 
 VOCAB = 37
 TINY = {

@@ -22,8 +22,8 @@ from dist_mem.tracking.tracker import Tracker
 from dist_mem.training import loop
 from dist_mem.training import step as update
 from dist_mem.training.agreement import Agreement, Forward
-from dist_mem.training.context import StepContext
 from dist_mem.training.divergence import Divergence
+from dist_mem.training.step import StepContext
 from tests.support.faults import assert_quoted
 from tests.support.jobs import checkpoint_content, difference, logged_steps, losses, train_here, write_config
 from tests.support.ranks import RankPool

@@ -18,7 +18,7 @@ from dist_mem.model import MemoryLM
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.tracking.tracker import read_points
-from dist_mem.training import hooks
+from dist_mem.training import reporting
 from dist_mem.training.goodput import PARTS
 from dist_mem.training.meter import MEASUREMENTS, Meter, Totals
 from dist_mem.training.mfu import Utilisation
@@ -96,7 +96,7 @@ def test_reading_counts_tokens_that_are_not_scored(clock: Clock) -> None:
 def train_with_peaks(world: World, config_file: Path) -> int:
     """A job whose ranks use 1 and 2 GB."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hooks, "peak_memory_gb", lambda: world.rank + 1.0)
+        patch.setattr(reporting, "peak_memory_gb", lambda: world.rank + 1.0)
         return train_here(world, config_file)
 
 

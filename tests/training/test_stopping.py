@@ -115,7 +115,7 @@ def test_each_source_alone_stops_all_ranks_at_one_step_and_nothing_is_lost(
     (step,) = list_steps(run_dir)
     assert logged_steps(run_dir)[-1] == step
     assert f"step {step}: stopped by " in text and reported in text
-    assert "; all is saved, start the same command to go on" in text
+    assert "; everything is saved; run the same command to continue" in text
     assert text.count("stopped by ") == 1
 
     (run_dir / "STOP").unlink(missing_ok=True)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from dist_mem.data.batch import Batch, Update
-from dist_mem.training import transfer
-from dist_mem.training.transfer import Transfer, on_device
+from dist_mem.training import feed
+from dist_mem.training.feed import Transfer, on_device
 
 CPU = torch.device("cpu")
 
@@ -53,7 +53,7 @@ class Cuda:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     stand_in = Cuda()
-    monkeypatch.setattr(transfer.torch, "cuda", stand_in)
+    monkeypatch.setattr(feed.torch, "cuda", stand_in)
     monkeypatch.setattr(
         Batch, "to", lambda batch, device: stand_in.log.append(f"copy to {device}") or batch._replace(recall=None)
     )
