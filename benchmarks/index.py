@@ -1,17 +1,15 @@
 """Open the index of a split of many documents, and compute the plan of an epoch: seconds and memory of a process.
 
-    python benchmarks/index.py                                   # up to 100,000 documents, about a minute
-    python benchmarks/index.py --documents 10000000 --keep DIR   # 3.3 GB of files; minutes
+    python benchmarks/index.py                                   # up to 100,000 documents, a few seconds
+    python benchmarks/index.py --documents 10000000 --keep DIR   # 1.4 GB of files
 
-Every figure is of a fresh process. `first` writes the file of columns, `later` maps it, as every rank of a later job
-does. Memory is what the process adds: `private` is its own, `shared` are pages of the file, which all processes of the
-machine have in common. `simple` reads the JSON into Python objects without any check, up to a million documents.
-The index describes tars that do not exist; no document is read.
+Every number is of a fresh process. Memory is what the process adds: `private` is its own, `shared` are pages of
+documents.safetensors, which all processes of the machine have in common. The index describes tars that do not exist;
+no document is read.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import subprocess
 import sys
@@ -27,57 +25,41 @@ from lib.common import arguments_of, load
 SIZES = [10_000, 100_000]
 IN_A_TAR = 20_000  # documents
 NUM_LANES, SEG_LEN = 1024, 512
-SIMPLE_UP_TO = 1_000_000  # documents; above, the simple reader needs tens of GB
 
 
-def write_index(path: Path, num_documents: int) -> None:
-    """Write an index.json as `write_split` does, but without holding it."""
+def make_split(split_dir: Path, num_documents: int) -> None:
+    """Write an index as `write_split` does, without entries."""
+    from dist_mem.data.index import FORMAT_VERSION, NO_OFFSET, NO_YEAR, write_index
+
     draw = np.random.default_rng(0)
+    numbers = np.arange(num_documents, dtype=np.int64)
     lengths = draw.lognormal(6.0, 0.9, num_documents).astype(np.int64).clip(1, 10**6)
-    num_tars = -(-num_documents // IN_A_TAR)
-    tars = [{"name": f"big-train-{tar:05d}.tar", "bytes": 2**50, "sha256": "0" * 64} for tar in range(num_tars)]
-    total = int(lengths.sum())
-    sums = {"num_tokens": total, "counted_words": total, "num_bytes": 4 * total}
-    head = {"format_version": 1, "name": "big", "split": "train", "tokenizer_fingerprint": "", "recipe": ""}
-    body = head | {"official_words": None} | sums | {"shards": tars}
-    digest = hashlib.sha256(f'{{"counted_words":{total},"documents":['.encode())
-    with path.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(body, indent=1)[:-2] + ',\n "documents": [')
-        for first in range(0, num_documents, IN_A_TAR):
-            numbers = zip(range(first, num_documents), lengths[first : first + IN_A_TAR].tolist(), strict=False)
-            keys = [_document(number, length, tars[first // IN_A_TAR]["name"]) for number, length in numbers]
-            mark = "," if first else ""
-            file.write(mark + ",".join("\n  {\n   " + ",\n   ".join(entry) + "\n  }" for entry in keys))
-            compact = ",".join("{" + ",".join(sorted(entry)).replace('": ', '":') + "}" for entry in keys)
-            digest.update((mark + compact).encode())
-        rest = {key: value for key, value in body.items() if key > "documents"}
-        digest.update(b"]," + json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()[1:])
-        file.write(f'\n ],\n "fingerprint": "{digest.hexdigest()}"\n}}\n')
-
-
-def _document(number: int, length: int, tar: Any) -> list[str]:
-    return [
-        f'"id": "document-{number:08d}"',
-        f'"title": "Document {number}"',
-        '"year": null',
-        f'"words": {length}',
-        f'"bytes": {4 * length}',
-        f'"num_tokens": {length}',
-        f'"shard": "{tar}"',
-        '"dtype": "<u2"',
-        f'"tokens_offset": {number % IN_A_TAR * 4096 + 640}',
-        '"mask_offset": null',
-        '"recall_offset": null',
-        f'"sha256": "{number:064x}"',
-    ]
-
-
-def simple(split_dir: Path) -> Any:
-    """Read an index as Python objects."""
-    from dist_mem.data.document_table import DocumentEntry
-
-    body = json.loads((split_dir / "index.json").read_bytes())
-    return [DocumentEntry(**entry) for entry in body["documents"]]
+    columns = {
+        **{"num_tokens": lengths, "words": lengths, "bytes": 4 * lengths, "tokens_offset": numbers % IN_A_TAR * 4096},
+        **dict.fromkeys(("mask_offset", "recall_offset"), np.full(num_documents, NO_OFFSET, np.int64)),
+        "year": np.full(num_documents, NO_YEAR, np.int32),
+        "shard": (numbers // IN_A_TAR).astype(np.int32),
+        "token_bytes": np.full(num_documents, 2, np.uint8),
+        "sha256": draw.integers(0, 256, (num_documents, 32), np.uint8),
+    }
+    for name, form in {"id": "document-{:08d}", "title": "Document {:08d}"}.items():
+        joined = "".join(map(form.format, range(num_documents)))
+        columns[f"{name}_text"] = np.frombuffer(joined.encode(), np.uint8)
+        columns[f"{name}_ends"] = (numbers + 1) * len(form.format(0))
+    num_tars, total = -(-num_documents // IN_A_TAR), int(lengths.sum())
+    head = {
+        **{
+            "format_version": FORMAT_VERSION,
+            "name": "big",
+            "split": "train",
+            "tokenizer_fingerprint": "",
+            "recipe": "",
+        },
+        **{"official_words": None, "num_documents": num_documents},
+        **{"num_tokens": total, "counted_words": total, "num_bytes": 4 * total},
+        "shards": [{"name": f"big-train-{tar:05d}.tar", "bytes": 2**50, "sha256": "0" * 64} for tar in range(num_tars)],
+    }
+    write_index(split_dir, head, columns)
 
 
 def opened(split_dir: Path) -> Any:
@@ -110,9 +92,9 @@ def memory() -> dict[str, float]:
 
 def measure_here(what: str, split_dir: Path) -> dict[str, float]:
     """Run one part in this process."""
-    action = {"simple": lambda: simple(split_dir), "open": lambda: opened(split_dir)}.get(what) or plan(split_dir)
-    if what == "open":
-        import dist_mem.data.shard  # noqa: F401  # not part of the time
+    import dist_mem.data.shard  # noqa: F401  # not part of the time
+
+    action = plan(split_dir) if what == "plan" else lambda: opened(split_dir)
     before, began, processor = memory(), time.perf_counter(), time.process_time()
     result = action()
     seconds, processor = time.perf_counter() - began, time.process_time() - processor
@@ -144,14 +126,10 @@ def main() -> None:
             split_dir = Path(arguments.keep or temporary) / str(size)
             split_dir.mkdir(parents=True, exist_ok=True)
             if not (split_dir / "index.json").exists():
-                write_index(split_dir / "index.json", size)
-            (split_dir / "index.safetensors").unlink(missing_ok=True)
-            parts = {"first": "open", "later": "open", "plan": "plan"} | (
-                {"simple": "simple"} if size <= SIMPLE_UP_TO else {}
-            )
-            for name, part in parts.items():
+                make_split(split_dir, size)
+            for part in ("open", "plan"):
                 found = measure(part, split_dir)
-                print(f"{size:>10,} {name:<8}" + "".join(f"{figure:>9,.2f}" for figure in found.values()), flush=True)
+                print(f"{size:>10,} {part:<8}" + "".join(f"{each:>9,.2f}" for each in found.values()), flush=True)
 
 
 if __name__ == "__main__":

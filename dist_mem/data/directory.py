@@ -21,7 +21,7 @@ from pathlib import Path
 
 from dist_mem.config import DataConfig
 from dist_mem.config.check import nearest
-from dist_mem.data.index_json import read_index_json
+from dist_mem.data.index import DOCUMENTS_NAME, INDEX_NAME, ShardEntry, map_documents, read_index_json
 from dist_mem.data.metadata import ShardError, read_metadata
 from dist_mem.data.remote.fetch import (
     METADATA_BYTES,
@@ -38,7 +38,7 @@ from dist_mem.data.remote.fetch import (
     writing,
 )
 from dist_mem.data.remote.stage import stage_on_all_ranks, staged
-from dist_mem.data.shard import INDEX_NAME, Index, ShardEntry, ShardSource, read_index
+from dist_mem.data.shard import Index, ShardSource, read_index
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import JSON_NAME, KINDS, load_tokenizer, read_tokenizer_metadata
 from dist_mem.runtime.environment import user_cache_dir
@@ -160,7 +160,7 @@ def _cache(data: DataConfig) -> Path:
 
 
 def _names(splits: Iterable[str]) -> list[str]:
-    return [JSON_NAME, *(f"{split}/{INDEX_NAME}" for split in splits)]
+    return [JSON_NAME, *(f"{split}/{name}" for split in splits for name in (INDEX_NAME, DOCUMENTS_NAME))]
 
 
 def _refresh(data: DataConfig, splits: Sequence[str]) -> RemoteError | None:
@@ -189,8 +189,21 @@ def _download_metadata(data: DataConfig, directory: Path, splits: Sequence[str])
         if not _is_good(directory / name, verify):
             download(address(data.path, name), directory / name, limit=METADATA_BYTES, verify=verify)
     for split in splits:
-        name = f"{split}/{INDEX_NAME}"
-        download(address(data.path, name), directory / name, limit=METADATA_BYTES, verify=read_index_json)
+        _download_index(data, directory, split)
+
+
+def _download_index(data: DataConfig, directory: Path, split: str) -> None:
+    """Fetch index.json, and then documents.safetensors unless the cache has the one that it describes."""
+    source, path = address(data.path, f"{split}/{INDEX_NAME}"), directory / split / INDEX_NAME
+    download(source, path, limit=METADATA_BYTES, verify=read_index_json)
+    head = read_index_json(path)
+
+    def verify(path: Path) -> None:
+        map_documents(path, head, directory / split / INDEX_NAME)
+
+    source, path = address(data.path, f"{split}/{DOCUMENTS_NAME}"), directory / split / DOCUMENTS_NAME
+    if not _is_good(path, verify):
+        download(source, path, limit=head["documents"]["bytes"], verify=verify)
 
 
 def _is_good(path: Path, verify: Verify) -> bool:

@@ -10,13 +10,12 @@ from typing import Any
 from dist_mem.errors import UnusableError, run_error
 from dist_mem.runtime.file_schema import read_json
 
-FORMAT_VERSION = 1
 REMEDY = ": build the dataset again"
 BUILD_FIRST = ": build the dataset first, or point data.path at one that is built"
 
 
 class ShardError(UnusableError):
-    """A shard or an index is missing, damaged or of a newer format."""
+    """A shard or an index is missing, damaged or of another format."""
 
 
 @contextmanager
@@ -34,27 +33,21 @@ def reading(path: Path, remedy: str) -> Iterator[None]:
         raise ShardError(f"{path} {problem}{remedy}") from error
 
 
-def read_metadata(path: Path, *, newest: int = FORMAT_VERSION) -> dict[str, Any]:
+def read_metadata(path: Path, *, version: int = 1) -> dict[str, Any]:
     """Read a JSON file of a data directory.
 
     Raises:
-        ShardError: it is missing, damaged or of a newer format.
+        ShardError: it is missing or damaged, or its `format_version` is not `version`.
     """
     with reading(path, BUILD_FIRST):
         try:
             body = read_json(path, ShardError)
         except ShardError as error:
             raise ShardError(f"{error}{REMEDY}") from error
-    check_version(body, path, newest=newest)
-    return body
-
-
-def check_version(body: Any, path: Path, *, newest: int = FORMAT_VERSION) -> None:
-    """Raise a ShardError unless the content of a file has a `format_version`, and none above `newest`."""
-    version = body.get("format_version") if isinstance(body, dict) else None
-    if type(version) is not int:
+    found = body.get("format_version") if isinstance(body, dict) else None
+    if type(found) is not int:
         raise ShardError(f"{path} is damaged (it has no format_version){REMEDY}")
-    if version > newest:
-        raise ShardError(
-            f"{path} has format_version {version}, newer than {newest}, the newest known here: update dist_mem"
-        )
+    if found != version:
+        remedy = ": update dist_mem" if found > version else REMEDY
+        raise ShardError(f"{path} has format_version {found}, but this dist_mem reads {version}{remedy}")
+    return dict(body)

@@ -1,10 +1,11 @@
 """The shard format: a webdataset tar of tokenized documents, and an index with the place of every token.
 
-Data flow: builders/builder.py -> write_split -> tars + index.json -> read_index, read_tokens -> the lanes.
+Data flow: datasets/builder.py -> write_split -> tars + index (index.py) -> read_index, read_tokens -> the lanes.
 
     <split>/<name>-<split>-00000.tar     <id>.json and <id>.tokens.npy of each document, where they exist <id>.mask.npy
                                          (which tokens are scored) and <id>.recall.npy (what tokens refer back to)
-    <split>/index.json                   shards, documents, byte offsets, checksums; written last
+    <split>/documents.safetensors        places, counts, titles and checksums of the documents
+    <split>/index.json                   totals and tars, with their checksums; written last
 
 Tars are written by webdataset's writer, so that a plain `wds.WebDataset` reads them. Here they are never unpacked: a
 tar stores its files uncompressed, so tokens are memory-mapped in place, at the offsets of the index. shards/README.md
@@ -13,7 +14,6 @@ describes the format for other readers.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,10 +21,19 @@ from typing import Any
 
 import numpy as np
 
-from dist_mem.data.document_table import DocumentEntry, DocumentTable, ShardEntry
-from dist_mem.data.index_json import fingerprint_of
-from dist_mem.data.index_reading import FILE_NAME, open_index_json
-from dist_mem.data.metadata import FORMAT_VERSION, ShardError, reading
+from dist_mem.data.index import (
+    DOCUMENTS_NAME,
+    FORMAT_VERSION,
+    INDEX_NAME,
+    ColumnParts,
+    DocumentEntry,
+    DocumentTable,
+    ShardEntry,
+    map_documents,
+    read_index_json,
+    write_index,
+)
+from dist_mem.data.metadata import ShardError, reading
 from dist_mem.data.tar import (
     MASK_DTYPE,
     RECALL_DTYPE,
@@ -37,10 +46,9 @@ from dist_mem.data.tar import (
     sample_files,
     write_tar,
 )
-from dist_mem.runtime.files import write_text
 from dist_mem.runtime.names import check_plain
 
-INDEX_NAME = "index.json"
+MAX_YEAR = 10**6  # BC and AD
 MAX_SHARD_BYTES = 64 * 2**20  # of arrays; a tar exceeds it by its last document and by headers
 
 
@@ -59,7 +67,7 @@ class ShardSource:
 
 @dataclass(frozen=True)
 class Index:
-    """One split: the content of index.json, and the memory maps opened so far."""
+    """One split: the content of its index, and the memory maps opened so far."""
 
     split_dir: Path
     format_version: int
@@ -102,31 +110,31 @@ def write_split(
     check_names(name, split)
     split_dir = Path(split_dir)
     split_dir.mkdir(parents=True, exist_ok=True)
-    for old in (INDEX_NAME, FILE_NAME):
+    for old in (INDEX_NAME, DOCUMENTS_NAME):
         (split_dir / old).unlink(missing_ok=True)  # an old index must never describe new tars
     shards: list[ShardEntry] = []
-    entries: list[DocumentEntry] = []
+    parts = ColumnParts()
     for number, group in enumerate(_shard_groups(_checked(documents, split), max_shard_bytes)):
-        shard, written = _write_shard(group, split_dir / f"{name}-{split}-{number:05d}.tar")
+        shard, entries = _write_shard(group, split_dir / f"{name}-{split}-{number:05d}.tar")
         shards.append(shard)
-        entries.extend(written)
+        parts.add(entries, number)
     for stale in set(split_dir.glob(f"{name}-{split}-*.tar")) - {split_dir / shard.name for shard in shards}:
         stale.unlink()  # of an earlier, longer build of the same split
-    body = {
+    columns = parts.whole()
+    head = {
         "format_version": FORMAT_VERSION,
         "name": name,
         "split": split,
         "tokenizer_fingerprint": tokenizer_fingerprint,
         "recipe": recipe,
         "official_words": official_words,
-        "num_tokens": sum(entry.num_tokens for entry in entries),
-        "counted_words": sum(entry.words for entry in entries),
-        "num_bytes": sum(entry.bytes for entry in entries),
+        "num_documents": len(columns["num_tokens"]),
+        "num_tokens": int(columns["num_tokens"].sum()),
+        "counted_words": int(columns["words"].sum()),
+        "num_bytes": int(columns["bytes"].sum()),
         "shards": [asdict(shard) for shard in shards],
-        "documents": [asdict(entry) for entry in entries],
     }
-    body["fingerprint"] = fingerprint_of(body)
-    write_text(split_dir / INDEX_NAME, json.dumps(body, indent=1) + "\n")
+    write_index(split_dir, head, columns)
     return read_index(split_dir)
 
 
@@ -138,10 +146,18 @@ def check_names(name: str, split: str) -> None:
 
 
 def read_index(split_dir: Path | str) -> Index:
-    """Read and check index.json, or map its columns: index_reading.py. Raises ShardError as `open_index_json`."""
+    """Read and check the index of a split, and map its columns.
+
+    Raises:
+        ShardError: one of its two files is missing or damaged, or they do not belong together.
+    """
     split_dir = Path(split_dir)
-    head, shards, columns = open_index_json(split_dir / INDEX_NAME)
-    return Index(split_dir=split_dir, shards=shards, documents=DocumentTable(columns, shards), **head)
+    path = split_dir / INDEX_NAME
+    head = read_index_json(path)
+    documents = map_documents(split_dir / DOCUMENTS_NAME, head, path)
+    shards = [ShardEntry(**shard) for shard in head["shards"]]
+    rest = {key: value for key, value in head.items() if key not in ("num_documents", "documents", "shards")}
+    return Index(split_dir=split_dir, shards=shards, documents=documents, **rest)
 
 
 def fetch_shards(index: Index) -> None:
@@ -211,6 +227,10 @@ def _checked(documents: Iterable[TokenizedDocument], split: str) -> Iterator[Tok
     seen: set[str] = set()
     for document in documents:
         check_id(document.id, seen, split)
+        if document.year is not None and abs(document.year) > MAX_YEAR:
+            raise ValueError(
+                f"document {document.id}: year is {document.year}, but must be from {-MAX_YEAR} to {MAX_YEAR}"
+            )
         yield document
 
 

@@ -21,7 +21,8 @@ TOKEN_DTYPES = (np.uint16, np.uint32)
 MASK_DTYPE = np.dtype(bool)
 RECALL_DTYPE = np.dtype("<i4")
 MAX_TOKENS = np.iinfo(RECALL_DTYPE).max  # of a document
-ID_PATTERN = re.compile(r"[^\x00-\x1f\x7f-\U0010ffff./\\]{1,80}")
+MAX_ID_LEN = 80  # characters; the header of a tar member has room for 100
+ID_PATTERN = re.compile(rf"[^\x00-\x1f\x7f-\U0010ffff./\\]{{1,{MAX_ID_LEN}}}")
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,11 @@ class WrittenTar(NamedTuple):
 
 def check_id(document_id: str, seen: set[str], split: str) -> None:
     """Raise ValueError for an id that cannot be a name in a tar, or is in `seen`; otherwise add it there."""
-    # webdataset cuts names at the first dot, and the header of a tar member has room for 100 bytes
+    # webdataset cuts names at the first dot
     if not ID_PATTERN.fullmatch(document_id):
         raise ValueError(
             f"document id {document_id!r} in split {split!r} cannot be a name in a tar: rename it to at most "
-            "80 printable ASCII characters without '.', '/' and '\\'"
+            f"{MAX_ID_LEN} printable ASCII characters without '.', '/' and '\\'"
         )
     if document_id in seen:
         raise ValueError(f"document id {document_id!r} comes twice in split {split!r}: ids must be unique")

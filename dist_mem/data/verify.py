@@ -8,6 +8,7 @@ it does not, every document is decoded: a checksum shows that the bytes are unch
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,13 +19,11 @@ import numpy as np
 from dist_mem.config import DataConfig
 from dist_mem.data.batch_plan import counted
 from dist_mem.data.directory import check_allowed, check_split, local_dir, open_index, open_tokenizer, refresh
+from dist_mem.data.index import DOCUMENTS_NAME, INDEX_NAME, DocumentEntry, ShardEntry
+from dist_mem.data.metadata import ShardError
 from dist_mem.data.remote.fetch import RefusedError, RemoteError, is_remote, show
 from dist_mem.data.shard import (
-    INDEX_NAME,
-    DocumentEntry,
     Index,
-    ShardEntry,
-    ShardError,
     check_document,
     read_mask,
     read_recall,
@@ -130,6 +129,11 @@ def verify_split(data: DataConfig, split: str, tokenizer: Tokenizer | None) -> l
         )
         problems.append(Problem(f"{split_dir.name}/{INDEX_NAME}", None, message))
         tokenizer = None
+    for document_id, times in Counter(entry.id for entry in index.documents).items():
+        if times > 1:
+            problems.append(
+                Problem(f"{split_dir.name}/{DOCUMENTS_NAME}", document_id, f"comes {times} times: {REBUILD}")
+            )
     for shard in index.shards:
         problems.extend(_verify_shard(index, shard, tokenizer))
     found = [] if is_remote(data.path) else split_dir.glob("*.tar")  # a cache may hold others
@@ -142,7 +146,7 @@ def verify_split(data: DataConfig, split: str, tokenizer: Tokenizer | None) -> l
 def _verify_shard(index: Index, shard: ShardEntry, tokenizer: Tokenizer | None) -> Iterator[Problem]:
     path = index.split_dir / shard.name
     where = f"{index.split_dir.name}/{shard.name}"
-    numbers = [number for number, entry in enumerate(index.documents) if entry.shard == shard.name]
+    numbers = index.documents.in_shard(shard)
     try:
         index.source.fetch(shard)
     except RemoteError as error:

@@ -24,8 +24,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from dist_mem.data.index import DOCUMENTS_NAME, INDEX_NAME
 from dist_mem.data.metadata import ShardError
-from dist_mem.data.shard import INDEX_NAME, MAX_SHARD_BYTES, TokenizedDocument, check_names, read_index, write_split
+from dist_mem.data.shard import MAX_SHARD_BYTES, TokenizedDocument, check_names, read_index, write_split
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import (
     FILE_NAMES,
@@ -286,6 +287,7 @@ def _remove_dataset(out: Path) -> None:
     """Remove the files that builders write in `out`, except finished pieces, which the new build may reuse."""
     for index in out.glob(f"*/{INDEX_NAME}"):
         index.unlink()
+        index.with_name(DOCUMENTS_NAME).unlink(missing_ok=True)
         for shard in index.parent.glob(f"*-{index.parent.name}-[0-9][0-9][0-9][0-9][0-9].tar"):
             shard.unlink()
     for name in (JSON_NAME, *FILE_NAMES):

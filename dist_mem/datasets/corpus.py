@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dist_mem.data.tar import check_id
+from dist_mem.data.tar import MAX_ID_LEN, check_id
 from dist_mem.datasets.duplicates import first_occurrences, words_digest
 from dist_mem.datasets.hash_split import SPLITS
 from dist_mem.datasets.rows import (
@@ -35,7 +35,6 @@ from dist_mem.datasets.tree import check_name, passed_over, print_passed_over, s
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.file_schema import check, plain_name, record, rows, text
 
-MAX_ID_LEN = 80  # characters, of a name in a tar
 HF_STATE, HF_DICT = "state.json", "dataset_dict.json"  # of folders that Hugging Face's datasets saves
 _DATA_FILES = rows(record({"filename": plain_name}, is_open=True))
 _OF_DATASETS = record({}, {"_data_files": _DATA_FILES, "splits": rows(text)}, is_open=True)

@@ -10,15 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file as load_columns
 from safetensors.torch import load_file, save_file
 
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import read_manifest, verify
 from dist_mem.config import DataConfig
 from dist_mem.data.directory import open_index, open_tokenizer
-from dist_mem.data.index_json import fingerprint_of
+from dist_mem.data.index import fingerprint_of, write_index
 from dist_mem.data.shard import read_mask, read_recall, read_tokens
 from dist_mem.data.verify import verify_dataset
 from dist_mem.errors import CheckpointError, UnusableError
@@ -134,6 +136,31 @@ def test_no_edit_with_valid_hashes_ends_in_another_error(data: Path, checkpoint:
     assert refused > NUM_EDITS // 3, "most edits are wrong, and the errors name a file"
     write(path, clean)
     use(root)
+
+
+@pytest.mark.slow
+def test_no_edit_of_the_columns_with_valid_hashes_ends_in_another_error(data: Path) -> None:
+    path = data / "train" / "documents.safetensors"
+    index = path.with_name("index.json")
+    clean, head = load_columns(path), json.loads(index.read_text())
+    refused, unhandled = 0, []
+    for seed in range(5 * NUM_EDITS):
+        random_source = random.Random(seed)
+        columns = {name: column.copy() for name, column in clean.items()}
+        column = columns[random_source.choice(list(columns))].reshape(-1)
+        limits = np.iinfo(column.dtype)
+        nudged = int(column[0]) + random_source.choice([-1, 1])
+        value = random_source.choice([limits.min, limits.max, 0, 1, 2**7, nudged])
+        column[random_source.randrange(len(column))] = min(max(value, limits.min), limits.max)
+        write_index(data / "train", head, columns)
+        try:
+            use_data(data)
+        except UnusableError as error:
+            refused += str(path) in str(error)
+        except Exception as error:
+            unhandled.append(f"seed {seed}: {type(error).__name__}: {error}")
+    assert unhandled == []
+    assert refused > 2 * NUM_EDITS, "most edits are wrong, and the errors name the file"
 
 
 def swap_lanes(directory: Path) -> None:

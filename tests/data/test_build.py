@@ -65,7 +65,11 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 def test_the_result_is_what_the_format_says_and_nothing_else(expected: dict[str, bytes]) -> None:
     tars = [name for name in expected if name.endswith(".tar")]
-    others = {"tokenizer.json", "tokenizer.model", "train/index.json", "test/index.json"}
+    others = {
+        "tokenizer.json",
+        "tokenizer.model",
+        *(f"{split}/{name}" for split in ("train", "test") for name in ("index.json", "documents.safetensors")),
+    }
     assert set(expected) == others | set(tars)
     assert len(tars) > 3
     assert all(name.split("/")[1].startswith(f"tiny-{name.split('/')[0]}-0000") for name in tars)

@@ -66,10 +66,10 @@ def test_a_byte_flipped_anywhere_in_a_tar_is_found_or_was_not_read(data: Path) -
         flip(tar, position)
 
 
-def test_a_byte_flipped_in_a_json_file_is_found_or_changes_nothing(data: Path) -> None:
+def test_a_byte_flipped_in_index_or_tokenizer_is_found_or_changes_nothing(data: Path) -> None:
     index_path, tokenizer_path = data / "test" / "index.json", data / "tokenizer.json"
     clean = read_index(index_path.parent)
-    for path in (index_path, tokenizer_path):
+    for path in (index_path, index_path.with_name("documents.safetensors"), tokenizer_path):
         for position in range(0, path.stat().st_size, 11):
             flip(path, position)
             try:
@@ -114,7 +114,19 @@ AT_START = {
     ),
     "newer index": (
         lambda data: edit_index(data / "train", format_version=99),
-        "index.json has format_version 99, newer than 1, the newest known here: update dist_mem",
+        "index.json has format_version 99, but this dist_mem reads 2: update dist_mem",
+    ),
+    "older index": (
+        lambda data: edit_index(data / "train", format_version=1),
+        "index.json has format_version 1, but this dist_mem reads 2: build the dataset again",
+    ),
+    "no documents": (
+        lambda data: (data / "train" / "documents.safetensors").unlink(),
+        "index.json names it: build the dataset again",
+    ),
+    "cut documents": (
+        lambda data: os.truncate(data / "train" / "documents.safetensors", 100),
+        "one is damaged, or they are of two builds: build the dataset again",
     ),
     "other tokenizer": (other_tokenizer, "rebuild the shards, or restore their tokenizer"),
     "no validation split": (

@@ -13,7 +13,7 @@ import pytest
 from dist_mem.config import DataConfig
 from dist_mem.data.directory import local_dir, open_index, open_tokenizer, refresh, refresh_on_all_ranks
 from dist_mem.data.documents import Documents
-from dist_mem.data.index_json import fingerprint_of
+from dist_mem.data.index import fingerprint_of
 from dist_mem.data.plan import START, DocumentPlan, make_plan
 from dist_mem.data.remote.fetch import RefusedError, RemoteError, UnreachableError, address, is_remote, show
 from dist_mem.data.segments import read_lane
@@ -48,7 +48,8 @@ def test_remote_documents_equal_local_ones(server: FileServer, data: DataConfig)
     index, local = opened(data), read_index(server.root / "train")
     assert len(index.shards) > 3
     assert index == Index(**{**vars(local), "split_dir": index.split_dir})
-    assert server.asked.keys() == {"tokenizer.json", "train/index.json"}  # tars come when they are needed
+    whole = {"tokenizer.json", "train/index.json", "train/documents.safetensors"}  # tars come when they are needed
+    assert server.asked.keys() == whole
     for document in range(len(LENGTHS)):
         check_document(index, document)
         assert np.array_equal(read_tokens(index, document), read_tokens(local, document))
@@ -141,6 +142,26 @@ def test_names_of_tars_cannot_leave_the_cache(server: FileServer, data: DataConf
     index_file.write_text(json.dumps(body), encoding="utf-8")
     with pytest.raises(RemoteError, match=r"'\.\./\.\./evil\.tar', but must be one plain name"):
         opened(data)
+
+
+def test_columns_come_again_only_if_the_index_names_others(server: FileServer, data: DataConfig) -> None:
+    opened(data)
+    columns = local_dir(data) / "train" / "documents.safetensors"
+    make_split(server.root / "train", with_extras=True, max_shard_bytes=1)
+    assert opened(data).documents == read_index(server.root / "train").documents
+    columns.write_bytes(b"damaged in the cache")
+    opened(data)
+    assert server.asked["train/documents.safetensors"] == 3
+
+
+def test_columns_that_are_not_those_of_the_index_are_refused(server: FileServer, data: DataConfig) -> None:
+    name = "train/documents.safetensors"
+    content = (server.root / name).read_bytes()
+    (server.root / name).write_bytes(content[:-1] + b"?")
+    with pytest.raises(RemoteError, match=rf"{server.url}/{name} has .*index\.json says .*build the dataset again"):
+        opened(data)
+    assert server.asked[name] == 2
+    assert not (local_dir(data) / name).exists()
 
 
 def test_a_command_stands_for_a_server(server: FileServer, tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ def edit_index(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format_version": 2}, r"index\.json has format_version 2, newer than 1"),
+        ({"format_version": 3}, r"index\.json has format_version 3, but this dist_mem reads 2: update dist_mem"),
         ({"format_version": None}, "has no format_version"),
         ({"num_tokens": 7}, "does not match its fingerprint"),
     ],

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
-from dist_mem.data.index_json import fingerprint_of
+from dist_mem.data.index import fingerprint_of, write_index
 from dist_mem.data.shard import TokenizedDocument, read_index, read_tokens, write_split
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import load_tokenizer, save_tokenizer, train_sentencepiece
@@ -186,6 +187,16 @@ def test_garbage_with_fitting_hashes_is_found(data_dir: Path, kind: str) -> None
     problem = only_problem(data_dir)
     assert (problem.where, problem.document) == (f"train/{TAR}", "d2")
     assert message in problem.message
+
+
+def test_an_id_that_comes_twice_is_found(data_dir: Path) -> None:
+    split_dir = data_dir / "train"
+    columns = load_file(split_dir / "documents.safetensors")
+    columns["id_text"][:] = np.tile(columns["id_text"][:2], 4)  # "d0", the first of four ids
+    write_index(split_dir, json.loads((split_dir / "index.json").read_text()), columns)
+    assert Problem("train/documents.safetensors", "d0", "comes 4 times: build (--overwrite) the data again") in (
+        verify_dataset(data_dir)
+    )
 
 
 def test_arrays_that_are_not_those_of_the_index_are_found(data_dir: Path) -> None:

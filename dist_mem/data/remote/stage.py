@@ -21,9 +21,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from dist_mem.config import DataConfig
+from dist_mem.data.index import DOCUMENTS_NAME, INDEX_NAME, ShardEntry
 from dist_mem.data.metadata import ShardError, read_metadata, reading
 from dist_mem.data.remote.fetch import FailedRemoteError, RemoteError, WrongRemoteError, locked, writing
-from dist_mem.data.shard import INDEX_NAME, Index, ShardEntry, ShardSource
+from dist_mem.data.shard import Index, ShardSource
 from dist_mem.data.tokenizers.registry import FILE_NAMES, JSON_NAME
 from dist_mem.errors import RunError
 from dist_mem.runtime.environment import node_name, temporary_dir
@@ -194,7 +195,8 @@ class StagedShards(ShardSource):
     def _copy_metadata(self) -> None:
         """Copy index and tokenizer, which make the folder a data directory; jobs read those of the source."""
         source = self._index.split_dir
-        write_bytes(self.split_dir / INDEX_NAME, (source / INDEX_NAME).read_bytes())
+        for name in (DOCUMENTS_NAME, INDEX_NAME):
+            write_bytes(self.split_dir / name, (source / name).read_bytes())
         for name in (JSON_NAME, *FILE_NAMES):
             if (source.parent / name).exists():
                 write_bytes(self._folder / name, (source.parent / name).read_bytes())

@@ -64,7 +64,7 @@ def read_tokenizer_metadata(data_dir: Path | str) -> dict[str, Any]:
         ValueError: it is missing, damaged or of a newer format.
     """
     path = Path(data_dir) / JSON_NAME
-    metadata = read_metadata(path, newest=FORMAT_VERSION)
+    metadata = read_metadata(path, version=FORMAT_VERSION)
     check(metadata, _SCHEMA, path, ShardError, REMEDY)
     if metadata["kind"] not in KINDS:
         raise ShardError(f"{path}: unknown kind {metadata['kind']!r}; known are {', '.join(KINDS)}")
