@@ -229,7 +229,8 @@ def _checked(documents: Iterable[TokenizedDocument], split: str) -> Iterator[Tok
         check_id(document.id, seen, split)
         if document.year is not None and abs(document.year) > MAX_YEAR:
             raise ValueError(
-                f"document {document.id}: year is {document.year}, but must be from {-MAX_YEAR} to {MAX_YEAR}"
+                f"document {document.id}: year is {document.year}, but must be from {-MAX_YEAR} to {MAX_YEAR}: "
+                "correct it"
             )
         yield document
 

@@ -215,7 +215,7 @@ def edit_json(directory: Path, **changes: object) -> None:
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda path: (path / "tokenizer.json").unlink(), "tokenizer.json is missing"),
     "not json": (lambda path: (path / "tokenizer.json").write_text("{"), "tokenizer.json is damaged"),
-    "newer": (lambda path: edit_json(path, format_version=2), "format_version 2, newer than 1"),
+    "newer": (lambda path: edit_json(path, format_version=2), "format_version 2, but this dist_mem reads 1: update"),
     "unknown kind": (lambda path: edit_json(path, kind="letters"), "unknown kind 'letters'"),
     "other tokenizer": (lambda path: edit_json(path, fingerprint="0"), "describes another tokenizer"),
     "no model": (lambda path: (path / "tokenizer.model").unlink(), "tokenizer.model is missing"),
