@@ -41,7 +41,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	@if command -v shellcheck >/dev/null; then shellcheck launch/*.sh launch/*.sbatch benchmarks/*.sh .ci/run; else echo "shellcheck is not installed: shell scripts not checked"; fi
+	@if command -v shellcheck >/dev/null; then shellcheck launch/*.sh benchmarks/*.sh .ci/run; else echo "shellcheck is not installed: shell scripts not checked"; fi
 
 docs: setup
 	$(BIN)/python -m mkdocs build --strict

@@ -8,10 +8,12 @@
 # One process, no launcher: python -m dist_mem train configs/demo.yaml
 set -euo pipefail
 
-own=$(cd "$(dirname "$0")/.." && pwd)/.venv/bin
-if ! command -v deepspeed >/dev/null && [ -x "$own/deepspeed" ]; then
-  PATH="$own:$PATH" # the environment that make setup made, not activated
+tree=$(cd "$(dirname "$0")/.." && pwd)
+if ! command -v deepspeed >/dev/null && [ -x "$tree/.venv/bin/deepspeed" ]; then
+  PATH="$tree/.venv/bin:$PATH" # the environment that make setup made, not activated
 fi
+# In a source tree, train with its code: nothing needs to be installed but what it depends on.
+[ ! -e "$tree/dist_mem/__main__.py" ] || export PYTHONPATH="$tree${PYTHONPATH:+:$PYTHONPATH}"
 # What CUDA sees: without the variable all GPUs, else the names before the first that is none, such as -1.
 gpus=$({ nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l) # none without the program
 if [ "$gpus" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
@@ -28,4 +30,4 @@ devices=(-u CUDA_VISIBLE_DEVICES)
 [ -z "${CUDA_VISIBLE_DEVICES+set}" ] || devices=("CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES")
 export PYTHONSAFEPATH=1
 exec env -u CUDA_VISIBLE_DEVICES deepspeed --log_level error --num_gpus "$ranks" --num_nodes 1 --no_local_rank \
-  --master_port "$port" --no_python env "${devices[@]}" dist-mem train "$@"
+  --master_port "$port" --no_python env "${devices[@]}" python -m dist_mem train "$@"

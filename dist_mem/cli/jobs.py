@@ -19,7 +19,7 @@ def launch(options: argparse.Namespace) -> int:
     shorthand = ("nodes", "gpus_per_node", "time", "partition", "account")
     given = [f"launch.{name}={value}" for name in shorthand if (value := getattr(options, name)) is not None]
     if options.script:
-        return submit.show_script(load_config(["train.steps=1", *options.config, *given]), kind=options.script)
+        return submit.show_script(load_config(["train.steps=1", *options.config, *given]))
     require_config(options, "dist-mem launch configs/demo.yaml launch/sites/generic.yaml --nodes 1")
     config = load_checked([*options.config, *given], builds_model=True)
     submit.check(config)
@@ -73,7 +73,7 @@ def add_launch_arguments(added: argparse.ArgumentParser) -> None:
     added.add_argument("--partition", metavar="NAME", help="launch.partition")
     added.add_argument("--account", metavar="NAME", help="launch.account")
     added.add_argument("--dry-run", action="store_true", help="print the script and do not submit it")
-    added.add_argument("--script", choices=["train", "array"], help="print launch/train.sbatch or array.sbatch")
+    added.add_argument("--script", action="store_true", help="print a script for any configuration, to use with sbatch")
 
 
 def add_status_arguments(added: argparse.ArgumentParser) -> None:

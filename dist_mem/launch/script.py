@@ -9,65 +9,51 @@ from importlib.resources import files
 from pathlib import Path
 
 from dist_mem.config.launch_schema import LaunchConfig
-from dist_mem.errors import UnusableError
 
-ARRAY = "array"  # an array of jobs, each with one line of a file as its arguments
-_TRAIN_HEAD = """\
+_HEAD = """\
 # Train on a Slurm cluster until it is done: through time limits, preemptions and dead nodes. See launch/README.md.
 #
-#   sbatch launch/train.sbatch configs/pg19_small.yaml [more.yaml ...] [key=value ...]
+#   sbatch job.sbatch configs/pg19_small.yaml [more.yaml ...] [key=value ...]
+#   sbatch --array=1-6 job.sbatch runs.txt      # one job per line, which is what `dist-mem train` takes
 #
-# Fill in partition and account; or leave this file as it is, describe the cluster in a YAML as those in launch/sites/,
-# and use `dist-mem launch CONFIG SITE.yaml`. (This script is made by `dist-mem launch --script train`.)"""
-_ARRAY_HEAD = """\
-# Train many configurations on a Slurm cluster, one job each: those of the lines of a file. See launch/README.md.
-#
-#   sbatch --array=1-6 launch/array.sbatch sweep.txt
-#
-# A line is what `dist-mem train` takes; give each its own name. What is finished ends at once, without training.
-# Fill in partition and account, or make the script for your cluster: dist-mem launch SITE.yaml --script array"""
-_TRAIN_ARGUMENTS = 'arguments=("$@") # of dist-mem train'
-_ARRAY_ARGUMENTS = """\
-[ -n "${SLURM_ARRAY_TASK_ID:-}" ] || { echo "error: submit this with sbatch --array=1-N" >&2; exit 2; }
-line=$(sed -n "${SLURM_ARRAY_TASK_ID}p" "$1")
-[ -n "$line" ] || { echo "error: $1 has no line $SLURM_ARRAY_TASK_ID" >&2; exit 2; }
-mapfile -t arguments < <(xargs -n 1 printf '%s\\n' <<<"$line") # of dist-mem train; quotes as in a shell"""
+# `dist-mem launch SITE.yaml --script` made this script. Options of sbatch override its lines #SBATCH."""
+_ARGUMENTS = """\
+arguments=("$@") # of dist-mem train
+if [ -n "${SLURM_ARRAY_TASK_ID:-}" ] && [ "$restart" != chain ]; then # those of the task's line; quotes as in a shell
+  line=$(sed -n "${SLURM_ARRAY_TASK_ID}p" "$1")
+  [ -n "$line" ] || { echo "error: $1 has no line $SLURM_ARRAY_TASK_ID" >&2; exit 2; }
+  mapfile -t arguments < <(xargs -n 1 printf '%s\\n' <<<"$line")
+fi"""
 
 
 def render(
     launch: LaunchConfig,
     *,
     job_name: str,
-    kind: str = "train",
     arguments: str | None = None,
+    array: str | None = None,
     snapshot: Path | None = None,
 ) -> str:
     """Return the batch script.
 
     Args:
         launch: resolved, and checked by validation.py.
-        kind: train, or array.
-        arguments: of `dist-mem train`, quoted for a shell, for the script to contain; None: the script takes them.
+        arguments: of `dist-mem train`, quoted for a shell, for the script to contain; None: the script takes them, or
+            in an array of jobs a file, and each job the arguments from its line of the file.
+        array: tasks, as sbatch --array takes them; None: those of a chain, or none.
         snapshot: of code and configuration, made at the submission; None: the first start makes one.
-
-    Raises:
-        UnusableError: `kind` is array, and `launch.restart` is chain.
     """
-    head = _ARRAY_HEAD if kind == ARRAY else _TRAIN_HEAD
-    log = "%x-%A_%a.log" if kind == ARRAY or launch.restart == "chain" else "%x-%j.log"
+    if launch.restart == "chain":
+        array = f"1-{launch.chain}%1"
     parts = {
         "header": [
-            *([] if arguments else head.splitlines()),
-            *_directives(launch, job_name, log),
+            *([] if arguments else _HEAD.splitlines()),
+            *_directives(launch, job_name, array),
             *_to_fill_in(launch),
         ],
         "site": list(_site(launch, snapshot)),
-        "arguments": (_ARRAY_ARGUMENTS if kind == ARRAY else _TRAIN_ARGUMENTS).splitlines(),
+        "arguments": (_ARGUMENTS if arguments is None else f"arguments=({arguments}) # of dist-mem train").splitlines(),
     }
-    if arguments is not None:
-        parts["arguments"] = [f"arguments=({arguments}) # of dist-mem train"]
-    if launch.restart == "chain" and kind == ARRAY:
-        raise UnusableError("launch.restart is chain, which an array of jobs cannot be; use requeue or resubmit")
     template = files("dist_mem.launch").joinpath("job.sh").read_text(encoding="utf-8")
     return _filled(template, parts)
 
@@ -110,7 +96,7 @@ def _cpu_bind(launch: LaunchConfig) -> str:
     return launch.cpu_bind or ("none" if num_gpus(launch) else "cores")
 
 
-def _directives(launch: LaunchConfig, job_name: str, log: str) -> Iterator[str]:
+def _directives(launch: LaunchConfig, job_name: str, array: str | None) -> Iterator[str]:
     options = {
         "job-name": job_name,
         "nodes": launch.nodes,
@@ -124,8 +110,8 @@ def _directives(launch: LaunchConfig, job_name: str, log: str) -> Iterator[str]:
         "qos": launch.qos,
         "signal": f"USR2@{launch.signal_seconds}",  # to the ranks; NCCL may catch USR1
         "open-mode": "append",
-        "output": log,
-        "array": f"1-{launch.chain}%1" if launch.restart == "chain" else None,
+        "output": "%x-%j.log" if array is None else "%x-%A_%a.log",
+        "array": array,
     }
     given = [f"--{name}={value}" for name, value in options.items() if value is not None]
     requeue = "--requeue" if launch.restart == "requeue" else "--no-requeue"

@@ -18,7 +18,7 @@ from dist_mem.config import Config
 from dist_mem.config.launch_schema import LaunchConfig
 from dist_mem.errors import EXIT_DONE, UnfitError, UnusableError, run_error
 from dist_mem.launch import queue
-from dist_mem.launch.script import ARRAY, render
+from dist_mem.launch.script import render
 from dist_mem.launch.validation import check
 from dist_mem.runtime.files import free_name, write_text
 
@@ -90,14 +90,16 @@ def submit_array(runs: Path, config: Config, *, num_tasks: int, at_once: int | N
         at_once: tasks at the same time; None: no bound.
 
     Raises:
-        UnusableError, UnfitError: as `run`.
+        UnusableError, UnfitError: as `run`; or `launch.restart` is chain.
     """
     check(config)
+    if config.launch.restart == "chain":
+        raise UnusableError("launch.restart is chain, which an array of jobs cannot be; use requeue or resubmit")
     _require_sbatch()
     path = runs.with_suffix(".sbatch")
-    write_text(path, render(config.launch, job_name=_job_name(name), kind=ARRAY))
-    tasks = f"--array=1-{num_tasks}{'' if at_once is None else f'%{at_once}'}"
-    job = _submit(path, config.launch, options=[tasks], arguments=[str(runs.resolve())])
+    tasks = f"1-{num_tasks}{'' if at_once is None else f'%{at_once}'}"
+    write_text(path, render(config.launch, job_name=_job_name(name), array=tasks))
+    job = _submit(path, config.launch, arguments=[str(runs.resolve())])
     print(f"job {job} submitted, {num_tasks} tasks: {runs}", file=sys.stderr)
     print(job)
     return EXIT_DONE
@@ -108,14 +110,14 @@ def _require_sbatch() -> None:
         raise UnusableError("there is no sbatch here; use a login node of the cluster")
 
 
-def _submit(path: Path, launch: LaunchConfig, *, options: Sequence[str] = (), arguments: Sequence[str] = ()) -> str:
-    """Submit the script with options of sbatch and its own arguments, and return the job's number.
+def _submit(path: Path, launch: LaunchConfig, arguments: Sequence[str] = ()) -> str:
+    """Submit the script with its own arguments, and return the job's number.
 
     A dependency applies to this submission only: a requeue or resubmission must not wait again.
     """
     waits = [] if launch.dependency is None else [f"--dependency={launch.dependency}"]
     done = subprocess.run(
-        ["sbatch", "--parsable", *waits, *options, str(path), *arguments],
+        ["sbatch", "--parsable", *waits, str(path), *arguments],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
@@ -126,10 +128,10 @@ def _submit(path: Path, launch: LaunchConfig, *, options: Sequence[str] = (), ar
     return done.stdout.partition(";")[0].strip()  # the cluster follows it, if there are several
 
 
-def show_script(config: Config, *, kind: str) -> int:
-    """Print the script that takes its arguments from sbatch: launch/train.sbatch or launch/array.sbatch."""
+def show_script(config: Config) -> int:
+    """Print the script that takes its arguments from sbatch, for one job or for an array of them."""
     check(config)
-    print(render(config.launch, job_name="dist_mem", kind=kind), end="")
+    print(render(config.launch, job_name="dist_mem"), end="")
     return EXIT_DONE
 
 

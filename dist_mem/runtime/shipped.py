@@ -1,4 +1,4 @@
-"""Files that come with dist_mem: configurations, tables, builders as scripts, batch templates, examples.
+"""Files that come with dist_mem: configurations, tables, the builders as a script, sites, examples.
 
 In a clone, and with an editable installation, they are in the folders beside the package. A wheel contains copies of
 these folders in dist_mem/shipped/ (setup.py).

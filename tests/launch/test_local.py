@@ -22,6 +22,7 @@ while [ "$1" != --no_python ]; do [ "$1" != --num_gpus ] || ranks=$2; shift; don
 shift
 for rank in $(seq "$ranks"); do CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 "$@"; done
 """
+# In place of Python, which would train.
 RANK = '#!/bin/sh\necho "rank sees ${CUDA_VISIBLE_DEVICES-all}, ${DS_ACCELERATOR-cuda}"\n'
 # CUDA_VISIBLE_DEVICES (None: not set), RANKS, and the ranks on a machine of four GPUs.
 CHOICES = {
@@ -55,7 +56,7 @@ def programs(folder: Path, **texts: str) -> None:
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has the driver's program")
 @pytest.mark.parametrize(("ranks", "expected"), [("", 1), ("2", 2)])
 def test_a_machine_without_the_driver_trains_on_cpus(ranks: str, expected: int, tmp_path: Path) -> None:
-    programs(tmp_path, deepspeed=DEEPSPEED, dist_mem=RANK)
+    programs(tmp_path, deepspeed=DEEPSPEED, python=RANK)
     done = subprocess.run(
         ["bash", str(ROOT / "launch" / "local.sh"), "run.yaml"],
         env=chosen(None, ranks, tmp_path), capture_output=True, text=True, timeout=limit(10), check=True,
@@ -66,7 +67,7 @@ def test_a_machine_without_the_driver_trains_on_cpus(ranks: str, expected: int, 
 @pytest.mark.parametrize("name", CHOICES)
 def test_the_ranks_of_local_sh_are_those_of_the_visible_gpus_and_see_no_others(name: str, tmp_path: Path) -> None:
     devices, ranks, expected = CHOICES[name]
-    programs(tmp_path, nvidia_smi=NVIDIA_SMI, deepspeed=DEEPSPEED, dist_mem=RANK)
+    programs(tmp_path, nvidia_smi=NVIDIA_SMI, deepspeed=DEEPSPEED, python=RANK)
     done = subprocess.run(
         ["bash", str(ROOT / "launch" / "local.sh"), "run.yaml"],
         env=chosen(devices, ranks, tmp_path), capture_output=True, text=True, timeout=limit(10), check=True,
@@ -93,11 +94,11 @@ def test_gpus_are_hidden_and_named_as_cuda_reads_the_variable(name: str, monkeyp
 def test_the_launcher_of_deepspeed_passes_on_what_the_user_chose(tmp_path: Path) -> None:
     """The real one, through local.sh and as sweeps and `dist_mem.train` start it."""
     devices = "GPU-5d1f,GPU-77aa"
-    programs(tmp_path, nvidia_smi=NVIDIA_SMI, dist_mem=RANK)
+    programs(tmp_path, nvidia_smi=NVIDIA_SMI, python=RANK)
     environment = chosen(devices, "2", tmp_path)
     given = launcher(2, devices)
     place = given.index("env")
-    program = [*given[place : given.index(sys.executable, place)], "dist-mem"]  # without the Python that trains
+    program = [*given[place : given.index(sys.executable, place)], "python"]  # in place of the one that trains
     for command in (["bash", str(ROOT / "launch" / "local.sh"), "run.yaml"], [*given[:place], *program]):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit(60), check=True)
         assert done.stdout.count(f"rank sees {devices}, ") == 2, done.stdout

@@ -195,8 +195,8 @@ def test_array_trains_every_line_once_however_often_it_is_submitted(
         for kind, seed in (("none", 0), ("none", 1), ("lamemo", 0))
     ]
     (tmp_path / "sweep.txt").write_text("\n".join(lines) + "\n")
-    script = tmp_path / "array.sbatch"
-    script.write_text(render(launch_block(nodes="1"), job_name="sweep", kind="array"))
+    script = tmp_path / "job.sbatch"
+    script.write_text(render(launch_block(nodes="1"), job_name="sweep"))
 
     def whole_array() -> None:
         arguments = ("--array=1-3", f"--chdir={tmp_path}", str(script), "sweep.txt")
@@ -205,7 +205,7 @@ def test_array_trains_every_line_once_however_often_it_is_submitted(
             lambda: not slurm.call("squeue", "--noheader", f"--job={job}", check=False), "the array", seconds=240
         )
         states = [slurm.state(f"{job}_{task}") for task in range(1, 4)]
-        logs = "\n".join(path.read_text() for path in tmp_path.glob(f"sweep-{job}_*.log"))
+        logs = "\n".join(path.read_text() for path in tmp_path.glob("sweep-*.log"))
         assert states == ["COMPLETED"] * 3, logs
 
     whole_array()

@@ -314,9 +314,9 @@ def test_tasks_of_an_array_start_again_each_for_itself(slurm: Cluster, tmp_path:
     folder = tmp_path / "job"
     write_ranks(folder, "85+\n0\n")
     (folder / "sweep.txt").write_text("one.yaml\n'two words.yaml' x=2\n")
-    (folder / "array.sbatch").write_text(render(launch_block(restart=restart), job_name="sweep", kind="array"))
+    (folder / "job.sbatch").write_text(render(launch_block(restart=restart), job_name="sweep"))
     path = f"{folder}{os.pathsep}{slurm.environment['PATH']}"
-    slurm.submit("--array=1-2", f"--chdir={folder}", str(folder / "array.sbatch"), "sweep.txt", PATH=path, PER_TASK="-")
+    slurm.submit("--array=1-2", f"--chdir={folder}", str(folder / "job.sbatch"), "sweep.txt", PATH=path, PER_TASK="-")
     slurm.wait(lambda: not slurm.call("squeue", "--noheader"), "all jobs to end", seconds=180)
     logs = "".join(path.read_text() for path in folder.glob("sweep-*.log"))
     for task, arguments in (("1", "train one.yaml"), ("2", "train two words.yaml x=2")):

@@ -73,7 +73,7 @@ def _check_python(arguments: list[str]) -> None:
 
 def _check_sbatch(arguments: list[str]) -> None:
     script = next(index for index, word in enumerate(arguments) if word.endswith(".sbatch"))
-    if arguments[script] == "launch/train.sbatch" and "..." not in " ".join(arguments):
+    if not any(word.startswith(("--array", "[")) for word in arguments):
         check_dist_mem(["train", *arguments[script + 1 :]])
 
 
