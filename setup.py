@@ -11,7 +11,7 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-FOLDERS = ("configs", "examples", "launch", "shards")
+FOLDERS = ("configs", "examples", "launch")
 _NOT_SHIPPED = shutil.ignore_patterns("__pycache__", "*.tar")  # *.tar: data that were built in shards/
 
 

@@ -26,7 +26,7 @@ stop_halfway() {
 }
 
 say "1. A library of synthetic books, a tokenizer, shards"
-python shards/build_sample.py --out data/sample
+dist-mem data build sample --out data/sample
 dist-mem data verify data/sample
 
 say "2. What will be trained"

@@ -55,7 +55,7 @@ def interleaved(
 
 def build_sample(data: Path) -> None:
     """Build the tiny sample library."""
-    build = [sys.executable, str(ROOT / "shards" / "build_sample.py"), "--size", "tiny", "--out", str(data)]
+    build = [sys.executable, str(ROOT / "shards" / "build.py"), "sample", "--size", "tiny", "--out", str(data)]
     subprocess.run(build, check=True, capture_output=True)
 
 

@@ -1,7 +1,7 @@
 """Save GPT-2's tokenizer, or train one of its kind on text, for the builders' --tokenizer-from.
 
-    python shards/gpt2_tokenizer.py gpt2 --out data/gpt2_tokenizer      # vocab.json and merges.txt, or tokenizer.json
-    python shards/gpt2_tokenizer.py pg19/train --train --vocab-size 2000 --out data/small_tokenizer
+    python -m dist_mem.datasets.gpt2_tokenizer gpt2 --out data/gpt2_tokenizer
+    python -m dist_mem.datasets.gpt2_tokenizer pg19/train --train --vocab-size 2000 --out data/small_tokenizer
     dist-mem data build pg19 --source pg19 --out data/pg19_gpt2 --tokenizer-from data/gpt2_tokenizer
 
 FOLDER is a model's folder in Hugging Face's layout, or with --train a folder of .txt files, all of which are read.
@@ -61,3 +61,7 @@ def make(options: argparse.Namespace) -> None:
 def texts(folder: Path) -> Iterator[str]:
     """Return the contents of the .txt files of a folder, sorted by name."""
     return (read_text(path) for path in listed_files(folder, TEXT_SUFFIX).values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

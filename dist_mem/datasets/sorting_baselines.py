@@ -1,6 +1,6 @@
 """Baselines of the sorting task: the accuracy of counting only part of the sequence, or nothing.
 
-    python shards/sorting_baselines.py data/sorting/4000/test --seg-len 1024
+    python -m dist_mem.datasets.sorting_baselines data/sorting/4000/test --seg-len 1024
 
 The accuracy is the one that `dist-mem evaluate` reports: hits over the 20 answers, each given the right previous ones,
 so that no symbol is guessed twice. Equal counts are ordered by chance, so counting all symbols does not reach 100 %.
@@ -76,3 +76,7 @@ def hits_of_counts(tokens: np.ndarray, *, first: int, draw: np.random.Generator)
     scores = np.bincount(sequence, minlength=NUM_SYMBOLS) + draw.random(NUM_SYMBOLS)
     left = scores[answers]  # by rank; an answer is right if none after it scores more
     return int((left >= np.maximum.accumulate(left[::-1])[::-1]).sum())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

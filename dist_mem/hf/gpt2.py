@@ -89,7 +89,7 @@ GPT2 = Family(
     plain=("causal",),
     fix="relative positions, which no GPT-2 has weights for: set {key}.kind=causal, or compressive with "
     "{key}.positions=alibi",
-    tokenizer="shards/gpt2_tokenizer.py",
+    tokenizer="python -m dist_mem.datasets.gpt2_tokenizer",
     types={
         **dict.fromkeys(("n_layer", "n_embd", "n_head", "n_positions", "vocab_size"), SIZE),
         "n_inner": optional(SIZE),

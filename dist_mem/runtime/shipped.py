@@ -1,4 +1,4 @@
-"""Files that come with dist_mem: configurations, tables, the builders as a script, sites, examples.
+"""Files that come with dist_mem: configurations, tables, sites, examples.
 
 In a clone, and with an editable installation, they are in the folders beside the package. A wheel contains copies of
 these folders in dist_mem/shipped/ (setup.py).
@@ -13,7 +13,7 @@ from pathlib import Path
 from dist_mem.runtime.files import is_dir, is_file
 from dist_mem.runtime.ranks import is_rank0
 
-FOLDERS = ("configs", "examples", "launch", "shards")
+FOLDERS = ("configs", "examples", "launch")
 _PACKAGE = Path(__file__).parent.parent
 
 

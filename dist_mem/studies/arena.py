@@ -10,7 +10,7 @@ learning_rates: [0.001, 0.002]                   # each memory has the best of t
 seeds: [0, 1, 2]
 columns: {perplexity: {figure: word_perplexity}}
 data: data/sample
-build: [[python, shards/build_sample.py, --out, data/sample]]
+build: [[dist-mem, data, build, sample, --out, data/sample]]
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ rows: {long: [configs/memory/transformer_xl.yaml, memory.mem_len=256]}
 seeds: [0, 1]
 columns: {perplexity: {figure: word_perplexity, split: validation}}
 data: data/sample
-build: [[python, shards/build_sample.py, --out, data/sample]]
+build: [[dist-mem, data, build, sample, --out, data/sample]]
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ from dist_mem.evaluation.report import Band, read_report
 from dist_mem.launch.local import launcher
 from dist_mem.runtime.file_schema import check, figure, integer, optional, read_json, record, table, text
 from dist_mem.runtime.files import write_text
-from dist_mem.runtime.python import own_python
-from dist_mem.runtime.shipped import shipped_path
+from dist_mem.runtime.python import dist_mem, own_python, python_module
 from dist_mem.studies.tables import Column, Scale, Table
 
 # Figures of which a higher one is better; of all others a lower one is.
@@ -141,12 +140,15 @@ def _on_validation(name: str) -> str:
 
 
 def build_command(words: Sequence[str]) -> list[str]:
-    """Return a command that builds data, with this Python and, outside of a clone, the builder of the installation."""
-
-    def found(word: str) -> str:
-        return word if Path(word).exists() else str(shipped_path(word) or word)
-
-    return [own_python() if word == "python" else found(word) for word in words]
+    """Return a command that builds data, with this Python and this installation of dist_mem."""
+    match words:
+        case ["dist-mem", *arguments]:
+            return dist_mem(*arguments)
+        case ["python", "-m", module, *arguments]:
+            return python_module(module, *arguments)
+        case ["python", *arguments]:
+            return [own_python(), *arguments]
+    return list(words)
 
 
 def train_command(scale: Scale, run: Run, *, ranks: int, extra: Sequence[str], devices: str | None = None) -> list[str]:

@@ -29,7 +29,6 @@ from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.source import SourceDocument
 from dist_mem.errors import UnusableError
 from tests.support.limits import limit
-from tests.support.paths import ROOT
 
 AWKWARD = [
     "",
@@ -174,7 +173,8 @@ def test_the_command_trains_and_a_dataset_is_built_with_it(tmp_path: Path) -> No
         path = texts / f"{number}.txt"
         path.write_text("".join(sentences()[number::4]), encoding="utf-8")
         documents.append(SourceDocument(id=str(number), title="t", source=path))
-    command = [sys.executable, str(ROOT / "shards" / "gpt2_tokenizer.py"), str(texts), "--train", "--vocab-size", "300"]
+    program = [sys.executable, "-m", "dist_mem.datasets.gpt2_tokenizer"]
+    command = [*program, str(texts), "--train", "--vocab-size", "300"]
     done = subprocess.run(
         [*command, "--out", str(tmp_path / "tok")], capture_output=True, text=True, timeout=limit(120)
     )

@@ -19,7 +19,7 @@ from tests.support.paths import ROOT
 
 TEXT = b"It was the best of times,\nit was the worst of times.\n"
 METADATA = "1,One,1900,u\n2,Two,1901,u\n3,Three,1902,u\n"
-SCRIPT = ROOT / "shards" / "build_pg19.py"
+SCRIPT = ROOT / "shards" / "build.py"
 
 
 def write_source(source: Path, books: dict[str, bytes], metadata: str = METADATA) -> Path:
@@ -162,7 +162,7 @@ def test_a_full_disk_stops_a_build_that_goes_on_when_there_is_room(tmp_path: Pat
     """A real process; no half-written file is left, and the result is that of a build in one go."""
     books = {f"train/{number}": bytes([97 + number]) * 400_000 for number in range(8)}
     source = write_source(tmp_path / "source", books)
-    command = [sys.executable, str(SCRIPT), "--source", str(source), "--tokenizer", "bytes", "--out"]
+    command = [sys.executable, str(SCRIPT), "pg19", "--source", str(source), "--tokenizer", "bytes", "--out"]
     with small_disk(tmp_path / "disk", "size=4m") as disk:
         stopped = subprocess.run([*command, str(disk / "out")], capture_output=True, text=True, check=False)
         assert stopped.returncode == 1, stopped.stderr

@@ -79,7 +79,7 @@ def recalled(trained: TrainedModel, documents: Documents, number: int, reach: in
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", LIMITS)
 def test_the_passage_that_tells_a_word_is_the_one_it_needs(tmp_path: Path, name: str) -> None:
-    run(tmp_path, "python", str(ROOT / "shards" / "build_sample.py"), "--out", "data/sample")
+    run(tmp_path, "dist-mem", "data", "build", "sample", "--out", "data/sample")
     sizes = [f"train.seg_len={SEG_LEN}", "train.global_batch_size=32", "train.micro_batch_size=32", "train.steps=1500"]
     more = ["name=inspected", "eval.every=null", "tracking.mlflow=false"]
     run(tmp_path, "dist-mem", "train", str(ROOT / "configs" / "demo.yaml"), *MEMORIES[name], *sizes, *more)

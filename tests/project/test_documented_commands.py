@@ -43,7 +43,7 @@ def warm_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def after_demo(tmp_path_factory: pytest.TempPathFactory, warm_address: Path) -> Tree:
     """What the commands of launch/demo.sh leave behind."""
     tree = Tree(tmp_path_factory.mktemp("demo"), warm_address)
-    tree.must("python shards/build_sample.py --out data/sample")
+    tree.must("dist-mem data build sample --out data/sample")
     tree.must("RANKS=2 launch/local.sh configs/demo.yaml")
     tree.must("dist-mem train configs/demo.yaml memory/none.yaml name=demo_none")
     for run in ("demo_none", "demo"):
@@ -88,7 +88,7 @@ def corpora(tree: Tree) -> None:
                 tar.addfile(entry, io.BytesIO(content))
     (tree.folder / "local").mkdir()
     write_texts(tree.folder / "pg19", {"train": 16, "validation": 3, "test": 3}, num_words=500)
-    tree.must("python shards/build_pg19.py --source pg19 --out data/pg19 --vocab-size 1000")
+    tree.must("dist-mem data build pg19 --source pg19 --out data/pg19 --vocab-size 1000")
 
 
 def dialogues(tree: Tree) -> None:

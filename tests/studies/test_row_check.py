@@ -118,12 +118,12 @@ def test_check_names_every_row_that_cannot_run(own: Path, capsys: pytest.Capture
 def test_a_row_may_have_data_of_its_own(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = read(own)
     table["scales"]["tiny"]["rows"]["none"].append("data.path=elsewhere")
-    table["scales"]["tiny"]["points"][""]["made_by"] = "python shards/build_text.py"
+    table["scales"]["tiny"]["points"][""]["made_by"] = "dist-mem data build text"
     write(own, table)
     assert main(["reproduce", "my/mine.yaml", "--check"]) == EXIT_DONE
     text = capsys.readouterr().out
     assert "elsewhere: not built yet" in text
-    assert "data built by python shards/build_text.py" in text
+    assert "data built by dist-mem data build text" in text
     assert main(["reproduce", "my/mine.yaml", "--rows", "none"]) == EXIT_USAGE
     assert "elsewhere is missing" in capsys.readouterr().err
 

@@ -1,7 +1,7 @@
 """Write a corpus in the published layout of CMU-DoG whose text is ours: films that do not exist, and talk about them.
 
 python -m tests.support.film_dialogues FOLDER
-python shards/build_cmu_dog.py --source FOLDER --out data/films --vocab-size 640
+dist-mem data build cmu_dog --source FOLDER --out data/films --vocab-size 640
 
 Every answer is a fact of the film's description, which a model can only know by remembering the description. The films
 of validation and test are not in train. The licence of CMU-DoG does not allow its text in a picture; this text is free.

@@ -65,10 +65,10 @@ def check_make(targets: list[str]) -> None:
 def _check_python(arguments: list[str]) -> None:
     if arguments[0] == "-m" and arguments[1] in LAUNCHED:
         check_dist_mem(arguments[2:])
-    elif arguments[0].startswith("shards/build_"):
-        check_dist_mem(["data", "build", Path(arguments[0]).stem.removeprefix("build_"), *arguments[1:]])
-    elif arguments[0].startswith("shards/"):
-        importlib.import_module(f"dist_mem.datasets.{Path(arguments[0]).stem}").parse_arguments(arguments[1:])
+    elif arguments[0] == "shards/build.py":
+        check_dist_mem(["data", "build", *arguments[1:]])
+    elif arguments[0] == "-m" and arguments[1].startswith("dist_mem."):
+        importlib.import_module(arguments[1]).parse_arguments(arguments[2:])
 
 
 def _check_sbatch(arguments: list[str]) -> None:

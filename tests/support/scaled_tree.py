@@ -52,8 +52,7 @@ SMALLER: dict[str, Sequence[str]] = {
 STAND_INS = {
     "/new/place": "new_place",
     "/local/$USER": "local",
-    "build_sample.py --out data/sample": "build_sample.py --out data/sample --size tiny --books 320",
-    "build sample --out data/sample": "build sample --out data/sample --size tiny",
+    "build sample --out data/sample": "build sample --out data/sample --size tiny --books 320",
     "--download --workers 8": "--vocab-size 2000",  # the network
     "--workers 8": "--workers 2",
     "--lengths 500 1000 2000": "--lengths 500 1000 2000 --train 64 --validation 8 --test 8",

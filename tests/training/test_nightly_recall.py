@@ -28,7 +28,7 @@ def run(folder: Path, *command: str) -> None:
 @pytest.mark.parametrize("seed", [1])
 def test_memory_halves_recall_perplexity_within_its_reach(tmp_path: Path, seed: int) -> None:
     """Distances in (T, T + M]: `transformer_xl` beside `none`, the same steps and everything."""
-    run(tmp_path, "python", str(ROOT / "shards" / "build_sample.py"), "--out", "data/sample")
+    run(tmp_path, "dist-mem", "data", "build", "sample", "--out", "data/sample")
     for name, memory in (("forgets", ["memory.kind=none"]), ("remembers", [])):
         changes = [f"name={name}", f"train.steps={STEPS}", f"train.seed={seed}", "tracking.mlflow=false", *memory]
         run(tmp_path, "bash", str(ROOT / "launch" / "local.sh"), str(ROOT / "configs" / "demo.yaml"), *changes)
@@ -47,7 +47,7 @@ def test_associative_recall_within_a_segment_is_solved(tmp_path: Path) -> None:
     """Without a memory: if this fails, so does every comparison of memories on tasks that ask for one."""
     counts = ("--train=8000", "--validation=1", "--test=200")
     sizes = ("--lengths=16", "--pairs=4", "--vocab=16", *counts)
-    run(tmp_path, "python", str(ROOT / "shards" / "build_mqar.py"), "--out", "data/mqar", *sizes)
+    run(tmp_path, "dist-mem", "data", "build", "mqar", "--out", "data/mqar", *sizes)
     changes = [str(ROOT / "configs" / "mqar_small.yaml"), "tracking.mlflow=false"]
     run(tmp_path, "python", "-m", "dist_mem", "train", *changes)
     run(tmp_path, "python", "-m", "dist_mem", "evaluate", "runs/mqar_small", "--split", "test")

@@ -1,9 +1,0 @@
-"""The command `dist-mem data build mqar` as a script: python shards/build_mqar.py --help."""
-
-import sys
-
-from dist_mem.__main__ import entry
-
-if __name__ == "__main__":
-    sys.argv[1:1] = ["data", "build", "mqar"]
-    entry()
