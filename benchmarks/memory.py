@@ -23,7 +23,7 @@ from dist_mem.memory import build_memory
 from dist_mem.memory.infinite import Infinite
 from dist_mem.model import MemoryLM
 from dist_mem.nn.layers import split_heads
-from dist_mem.runtime.heap import keep_heap
+from dist_mem.runtime.machine_memory import keep_heap
 
 
 def matrix_product(dtype: torch.dtype, device: torch.device) -> tuple[Step, int]:

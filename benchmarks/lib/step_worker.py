@@ -45,7 +45,7 @@ def measure(step: Step) -> dict[str, float]:
 def keep_heap_if_known() -> None:
     """Configure the allocator as `dist-mem` does; a baseline may be older than that."""
     try:
-        from dist_mem.runtime.heap import keep_heap
+        from dist_mem.runtime.machine_memory import keep_heap
     except ImportError:
         return
     keep_heap()

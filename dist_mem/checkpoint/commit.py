@@ -26,10 +26,9 @@ import numpy as np
 
 from dist_mem.checkpoint.engine_files import ENGINE_JSON, engine_index
 from dist_mem.checkpoint.manifest import run_of, step_dir, write_manifest
-from dist_mem.checkpoint.rank_file import FOLDER, rank_file, tensors_of_file
+from dist_mem.checkpoint.rank_file import FOLDER, rank_file, safetensors_parts, tensors_of_file
 from dist_mem.checkpoint.retention import prune
 from dist_mem.checkpoint.snapshot import Snapshot
-from dist_mem.checkpoint.tensor_file import safetensors_parts
 from dist_mem.config import CheckpointConfig
 from dist_mem.errors import UnfitError
 from dist_mem.runtime.distributed import Failure, World, agreed_error, describe_failure

@@ -5,14 +5,19 @@
                                    rng/DEVICE         state of its random generators
 
 One file per rank and checkpoint: on a shared file system, a thousand ranks wait for its names rather than for its
-bytes.
+bytes. It is written and hashed in one pass, without a second copy of the tensors: safetensors' own writer copies every
+tensor into a Python object while it holds the interpreter lock, and the file would have to be read again to be hashed.
+The bytes equal the library's, which reads them; a test compares them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -64,3 +69,36 @@ class RankFile:
             if shape not in ([], [size]):
                 raise CheckpointError(f"{self.path}: {name} has shape {shape}, but engine.json lists {size} elements")
             return stored[low:high] if shape else self._file.get_tensor(self._keys[name])
+
+
+# Names in the header. Wide types come first in a file, so that every tensor is aligned.
+_DTYPES = {
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_ORDER = {dtype: index for index, dtype in enumerate(_DTYPES)}
+
+
+def safetensors_parts(
+    tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """Yield the content of a file with these contiguous CPU tensors, equal to that of `safetensors.torch.save`."""
+    ordered = sorted(tensors.items(), key=lambda item: (_ORDER[item[1].dtype], item[0]))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, tensor in ordered:
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for _, tensor in ordered:
+        yield tensor.reshape(-1).view(torch.uint8).numpy().data

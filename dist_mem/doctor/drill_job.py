@@ -17,7 +17,7 @@ from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.source import SourceDocument
 from dist_mem.engine.cpu_op import BUFFER, SHM
 from dist_mem.runtime.network_interface import free_port
-from dist_mem.runtime.python import dist_mem
+from dist_mem.runtime.processes import dist_mem
 from dist_mem.runtime.ranks import environment_of_rank
 from dist_mem.tracking.tracker import METRICS_FILE, read_points
 

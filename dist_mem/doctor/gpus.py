@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dist_mem.config import Config
-from dist_mem.runtime import gpu, gpu_variables
+from dist_mem.runtime import devices, gpu
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.gpu import gpu_place, numa_node
 from dist_mem.supervision.findings import Remark, fail, ok, warning
@@ -53,7 +53,7 @@ def _check_cores(device: torch.device) -> Remark:
 def _check_network_cards(device: torch.device) -> Iterator[Remark]:
     """Check the interfaces that NCCL and gloo are bound to, and InfiniBand's cards; NCCL chooses those itself."""
     present = {name for _, name in socket.if_nameindex()}
-    for name in gpu_variables.socket_interfaces():
+    for name in devices.socket_interfaces():
         if not any(one.startswith(name) for one in present):  # NCCL takes a prefix
             text = f"{name} is not there; there are {', '.join(sorted(present))}"
             yield fail("network card", text, "launch.interface, or NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME")
@@ -78,32 +78,32 @@ def _is_active(port: Path) -> bool:
 
 
 def _check_allocator(device: torch.device) -> Remark:
-    settings = gpu_variables.allocator_settings()
+    settings = devices.allocator_settings()
     held = torch.zeros(1, device=device)  # there is a segment now
     grows = any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
     del held
     if grows or "cudaMallocAsync" in settings:
         return ok("allocator", settings)
-    fix = f"{gpu_variables.ALLOCATOR_VARIABLES[0]}=expandable_segments:True, before Python starts"
+    fix = f"{devices.ALLOCATOR_VARIABLES[0]}=expandable_segments:True, before Python starts"
     return warning("allocator", f"segments do not grow ({settings or 'not set'}): memory may fragment", fix)
 
 
 def _check_tf32(config: Config | None) -> Remark:
     wanted = config is not None and config.train.tf32
-    if gpu_variables.tf32_is_forced() and not wanted:
+    if devices.tf32_is_forced() and not wanted:
         text = "NVIDIA_TF32_OVERRIDE=1: no product of float32 is exact, also none of memories"
         return fail("float32", text, "unset it; train.tf32 allows it where it does no harm")
     return ok("float32", "products in TF32" if torch.backends.cuda.matmul.allow_tf32 else "products are exact")
 
 
 def _check_recorder() -> Remark:
-    if not gpu_variables.num_recorded():
+    if not devices.num_recorded():
         text = "off: a hang report cannot name the rank whose GPU lags"
         return warning("flight recorder", text, "unset TORCH_FR_BUFFER_SIZE, TORCH_NCCL_TRACE_BUFFER_SIZE")
-    if not gpu_variables.records_starts():
+    if not devices.records_starts():
         text = "does not see when a GPU starts a collective"
         return warning("flight recorder", text, "unset TORCH_NCCL_ENABLE_TIMING")
-    return ok("flight recorder", f"the last {gpu_variables.num_recorded():,} collectives")
+    return ok("flight recorder", f"the last {devices.num_recorded():,} collectives")
 
 
 def _check_binding_of_nccl(device: torch.device) -> Remark:

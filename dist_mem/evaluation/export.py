@@ -28,7 +28,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from dist_mem.checkpoint.manifest import TOKENIZER_DIR, describe_file, files_in, write_manifest
-from dist_mem.checkpoint.tensor_file import safetensors_parts
+from dist_mem.checkpoint.rank_file import safetensors_parts
 from dist_mem.config import Config, load_config, save_config, to_yaml
 from dist_mem.config.sources import plain_block
 from dist_mem.data.directory import open_tokenizer, refresh

@@ -19,7 +19,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dist_mem.checkpoint.tensor_file import safetensors_parts
+from dist_mem.checkpoint.rank_file import safetensors_parts
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.byte_pairs import END_OF_TEXT, BytePairTokenizer, write_byte_pairs
 from dist_mem.errors import UnusableError

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Sequence
 
 from dist_mem.runtime.network_interface import free_port
-from dist_mem.runtime.python import dist_mem, python_module
+from dist_mem.runtime.processes import dist_mem, python_module
 from dist_mem.runtime.ranks import visible_devices
 
 

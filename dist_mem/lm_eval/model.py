@@ -11,20 +11,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 
+from dist_mem.config import Config
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.errors import UnusableError
-from dist_mem.evaluation.trained_model import TrainedModel
+from dist_mem.errors import UnusableError, run_error
+from dist_mem.estimate.memory import refuse_what_cannot_fit, scoring_parts
+from dist_mem.evaluation.protocol import Protocol, protocol_of, tag_of
+from dist_mem.evaluation.trained_model import (
+    TrainedModel,
+    find_checkpoint,
+    open_model,
+    read_settings,
+    tokenizer_of_checkpoint,
+)
 from dist_mem.generation.neutral_options import WRITING, is_neutral, refuse_what_is_asked
 from dist_mem.generation.sampling import Sampling
-from dist_mem.lm_eval.opening import open_run
 from dist_mem.lm_eval.passages import Passage, score_passages
 from dist_mem.lm_eval.writing import Prompt, write_until
 
@@ -140,3 +149,47 @@ def _prompt(tokenizer: Tokenizer, context: str, options: Mapping[str, Any]) -> P
 def _as_yaml(value: Any) -> str:
     """Return a value that the harness has parsed as text that the configuration parses to the same value."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+class OpenRun(NamedTuple):
+    """A model with its protocol."""
+
+    trained: TrainedModel
+    protocol: Protocol
+    tag: str  # how the protocol differs from that of training, for names of files
+
+
+def open_run(path: Path, overrides: Sequence[str], step: int | None, device: str | None = None) -> OpenRun:
+    """Load the model of a run, a checkpoint or an export, to read texts of which each is a document.
+
+    `eval.layout` and `eval.max_document_len` are about the documents of a split and have no effect.
+
+    Args:
+        device: None: a GPU if there is one.
+
+    Raises:
+        UnusableError: as `load_model`, or the model reads in blocks, which leave tokens without a score.
+        UnfitError: the machine cannot load it now.
+    """
+    try:
+        checkpoint = find_checkpoint(path, step)
+        config = read_settings(checkpoint.directory, overrides)
+        config.eval.layout, config.eval.max_document_len = "documents", None
+        protocol, tag = protocol_of(config), tag_of(config)
+        if protocol.blocks:
+            raise UnusableError(
+                f"{path} reads in blocks (data.blocks), whose first tokens have no score: add eval.blocks=false"
+            )
+        if config.train.threads:
+            torch.set_num_threads(config.train.threads)
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        tokenizer = tokenizer_of_checkpoint(checkpoint)
+
+        def see_that_it_fits(config: Config, vocab_size: int) -> None:
+            config.train.micro_batch_size = config.eval.batch_size  # one forward pass reads all lanes
+            refuse_what_cannot_fit(scoring_parts(config, vocab_size, num_lanes=config.eval.batch_size), place)
+
+        trained = open_model(checkpoint, config, tokenizer, place, check=see_that_it_fits)
+    except (OSError, ValueError) as error:
+        raise run_error(error) from error
+    return OpenRun(trained, protocol, tag)

@@ -29,8 +29,7 @@ from dist_mem.data.segments import Segment, read_lane
 from dist_mem.data.shard import Index
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.errors import UnusableError, run_error
-from dist_mem.recompute.recorded import read_recorded, recorded_at
-from dist_mem.recompute.settings import read_part
+from dist_mem.recompute.settings import read_part, read_recorded, recorded_at
 from dist_mem.runtime.terminal import printable, span
 from dist_mem.training.history import Part, part_of, read_history
 

@@ -17,8 +17,7 @@ from dist_mem.data.curriculum import stage_number
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnfitError, UnusableError
 from dist_mem.evaluation.job import as_job, use_threads
 from dist_mem.recompute.recompute import Recomputed, change_within, choose_start, recompute, resumption_of
-from dist_mem.recompute.recorded import Recorded, read_recorded, recorded_at
-from dist_mem.recompute.settings import read_part_with_memory
+from dist_mem.recompute.settings import Recorded, read_part_with_memory, read_recorded, recorded_at
 from dist_mem.recompute.spawn import run_ranks
 from dist_mem.runtime.distributed import World, decided_by_rank0, from_rank0
 from dist_mem.runtime.ranks import is_launched, read_ranks

@@ -1,11 +1,15 @@
-"""The configuration of a part of a run, as it was, for a command that reads the run and changes nothing."""
+"""What a run was, for a command that reads it and changes nothing: the configuration of a part, the recorded losses.
+
+A recorded point is the mean of the steps since the one before.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 from dist_mem.checkpoint.manifest import read_manifest
 from dist_mem.config import Config, ConfigError, load_config
@@ -15,6 +19,7 @@ from dist_mem.config.sources import plain_block
 from dist_mem.data.remote.fetch import is_remote
 from dist_mem.memory import memory_options
 from dist_mem.memory.outside import kept_kinds
+from dist_mem.tracking.tracker import METRICS_FILE, read_points
 from dist_mem.training.history import HISTORY, Part
 
 OF_DATA = ("data.path", "data.allow_pipe", "data.cache", "data.stage")
@@ -83,3 +88,31 @@ def _check_keys(overrides: Sequence[str], allowed: Sequence[str]) -> None:
         for key in (text.partition("=")[0] for text in overrides)
         if key not in allowed and not re.fullmatch(r"data\.curriculum\.\d+\.path", key)
     )
+
+
+class Recorded(NamedTuple):
+    """A recorded point of the training."""
+
+    first: int  # its losses are means over the steps first..last
+    last: int
+    metrics: Mapping[str, float]
+
+    def __str__(self) -> str:
+        means = f", mean of steps {self.first} to {self.last}" if self.first < self.last else ""
+        return f"step {self.last}{means}"
+
+
+def read_recorded(run_dir: Path) -> list[Recorded]:
+    """Return the points of the training in the order of their steps; none if nothing is recorded yet.
+
+    Raises:
+        UnusableError: metrics.jsonl is damaged.
+    """
+    points = {point.step: point for point in read_points(run_dir / METRICS_FILE) if "loss" in point.metrics}
+    steps = sorted(points)
+    return [Recorded(before + 1, step, points[step].metrics) for before, step in zip([0, *steps], steps, strict=False)]
+
+
+def recorded_at(recorded: list[Recorded], step: int) -> Recorded | None:
+    """Return the point that includes a step; None if it is not recorded."""
+    return next((point for point in recorded if point.first <= step <= point.last), None)

@@ -11,7 +11,7 @@ from typing import IO
 
 from dist_mem.errors import UnfitError
 from dist_mem.runtime.network_interface import free_port
-from dist_mem.runtime.python import dist_mem
+from dist_mem.runtime.processes import dist_mem
 from dist_mem.runtime.ranks import environment_of_rank
 from dist_mem.runtime.signals import StopSignal
 

@@ -1,4 +1,4 @@
-"""The ranks of a job: how they start, agree and end."""
+"""The ranks of a job: how they start, agree, add up and end."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from dist_mem.errors import (
     run_error,
 )
 from dist_mem.runtime.compilers import find_own_tools
+from dist_mem.runtime.devices import set_gpu_variables
 from dist_mem.runtime.gpu import allow_tf32, bind_to_gpu
-from dist_mem.runtime.gpu_variables import set_gpu_variables
-from dist_mem.runtime.heap import keep_heap
+from dist_mem.runtime.machine_memory import keep_heap
 from dist_mem.runtime.ranks import allotted_threads, export_for_libraries, is_rank0, read_ranks, use_cpu_accelerator
 
 REPORTED = (RunError, ValueError, OSError)  # errors that ranks agree on; others are defects of the program
@@ -272,3 +272,28 @@ def on_all_ranks(work: Callable[[], ResultT], what: str) -> ResultT:
         error = caught
     agree_all_well(error, what)
     return cast(ResultT, result)
+
+
+class PendingSum(NamedTuple):
+    """A sum over all ranks that is under way."""
+
+    values: Tensor  # (N,) float64, on the device
+    work: Any  # of torch.distributed
+
+    def wait(self) -> list[float]:
+        """Return the sums; the one point at which the host waits, for all ranks and for the device."""
+        self.work.wait()
+        return self.values.tolist()
+
+
+def begin_sum(measured: Tensor, known: Sequence[float], device: torch.device) -> PendingSum:
+    """Start the element-wise float64 sum of this rank's values over all ranks; nothing waits.
+
+    Args:
+        measured: (M,) float64 on the device, perhaps not computed yet.
+        known: numbers that the host has.
+    """
+    # From pinned memory, because a copy from other memory would wait for the device.
+    own = torch.tensor(known, dtype=torch.float64, pin_memory=device.type == "cuda")
+    values = torch.cat([measured, own.to(device, non_blocking=True)])
+    return PendingSum(values, dist.all_reduce(values, async_op=True))

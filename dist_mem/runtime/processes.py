@@ -1,8 +1,14 @@
-"""Other processes of this machine: whether they run, and which of them are seen by their numbers."""
+"""Other processes of this machine: whether they run, and the commands that start another Python.
+
+`python -m MODULE` looks for modules in the working directory first, so that a file `yaml.py` in a run folder of others
+would run. `-P` leaves that folder out; `keep_working_directory_out` (environment.py) does so for the processes that
+libraries start, and for those of a pool. Only this module names the executable.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,3 +50,18 @@ def is_running(pid: int) -> bool:
     except PermissionError:
         pass
     return process_stat(pid)[0] not in ("Z", "X")
+
+
+def python_module(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module with this Python."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def own_python() -> str:
+    """Return the executable of this Python, for a command that a user has written with `python`."""
+    return sys.executable
+
+
+def dist_mem(*arguments: str) -> list[str]:
+    """Return the command of `dist-mem ARGUMENTS` in this installation."""
+    return python_module("dist_mem", *arguments)

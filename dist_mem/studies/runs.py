@@ -20,7 +20,7 @@ from dist_mem.evaluation.report import Band, read_report
 from dist_mem.launch.local import launcher
 from dist_mem.runtime.file_schema import check, figure, integer, optional, read_json, record, table, text
 from dist_mem.runtime.files import write_text
-from dist_mem.runtime.python import dist_mem, own_python, python_module
+from dist_mem.runtime.processes import dist_mem, own_python, python_module
 from dist_mem.studies.tables import Column, Scale, Table
 
 # Figures of which a higher one is better; of all others a lower one is.

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from dist_mem.data.batch import Update
-from dist_mem.runtime.distributed import REPORTED, agree_all_well, gather_objects
-from dist_mem.runtime.pending_sum import PendingSum, begin_sum
+from dist_mem.runtime.distributed import REPORTED, PendingSum, agree_all_well, begin_sum, gather_objects
 from dist_mem.supervision.watchdog import beat
 from dist_mem.training.meter import Totals
 

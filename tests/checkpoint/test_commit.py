@@ -16,9 +16,9 @@ from safetensors.torch import save
 
 from dist_mem.checkpoint.lane_states import Lanes
 from dist_mem.checkpoint.manifest import describe_file, list_steps, step_dir, verify
+from dist_mem.checkpoint.rank_file import safetensors_parts
 from dist_mem.checkpoint.saver import Saver
 from dist_mem.checkpoint.snapshot import Snapshot, take_snapshot
-from dist_mem.checkpoint.tensor_file import safetensors_parts
 from dist_mem.config import CheckpointConfig
 from dist_mem.data.tokenizers.registry import load_tokenizer, tokenizer_files
 from dist_mem.data.tokenizers.words import WordTokenizer

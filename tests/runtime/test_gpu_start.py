@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dist_mem.runtime import distributed, gpu, gpu_variables
+from dist_mem.runtime import devices, distributed, gpu
 from dist_mem.runtime.gpu import bind_to_gpu, gpu_place, parse_cores
 from tests.support.gpus import allow_cores, pretend_gpus
 
-VARIABLES = (*gpu_variables.ALLOCATOR_VARIABLES, "TORCH_NCCL_ENABLE_TIMING", "DS_ACCELERATOR")
+VARIABLES = (*devices.ALLOCATOR_VARIABLES, "TORCH_NCCL_ENABLE_TIMING", "DS_ACCELERATOR")
 
 
 @pytest.fixture
@@ -82,16 +82,16 @@ def test_all_threads_of_the_process_are_bound(tmp_path: Path, monkeypatch: pytes
 def test_variables_of_gpus_are_set_unless_the_user_has(tmp_path: Path, variables: pytest.MonkeyPatch) -> None:
     pretend_gpus(variables, tmp_path)
     distributed.choose_accelerator()
-    assert gpu_variables.allocator_settings() == "expandable_segments:True"
+    assert devices.allocator_settings() == "expandable_segments:True"
     assert os.environ["TORCH_NCCL_ENABLE_TIMING"] == "1"
     assert "DS_ACCELERATOR" not in os.environ
-    for name in gpu_variables.ALLOCATOR_VARIABLES:
+    for name in devices.ALLOCATOR_VARIABLES:
         variables.delenv(name, raising=False)
     variables.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
     variables.setenv("TORCH_NCCL_ENABLE_TIMING", "0")
     distributed.choose_accelerator()
     assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ, "torch would read it first"
-    assert gpu_variables.allocator_settings() == "max_split_size_mb:512"
+    assert devices.allocator_settings() == "max_split_size_mb:512"
     assert os.environ["TORCH_NCCL_ENABLE_TIMING"] == "0"
 
 

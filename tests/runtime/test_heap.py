@@ -13,7 +13,7 @@ from tests.support.limits import limit
 STEPS = """
 import resource
 import torch
-from dist_mem.runtime.heap import keep_heap
+from dist_mem.runtime.machine_memory import keep_heap
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

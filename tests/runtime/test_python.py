@@ -14,7 +14,7 @@ from dist_mem.datasets.workers import map_unordered
 from dist_mem.launch.local import launcher
 from dist_mem.recompute.spawn import run_ranks
 from dist_mem.runtime.environment import keep_working_directory_out
-from dist_mem.runtime.python import python_module
+from dist_mem.runtime.processes import python_module
 from tests.support.limits import limit
 from tests.support.paths import PACKAGE, ROOT
 
@@ -38,7 +38,7 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_one_module_names_the_executable_of_python() -> None:
     """What it returns carries -P, or is a word that the user wrote; no other module can start a Python."""
     texts = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
-    assert [name for name, text in texts.items() if NAMES_PYTHON.search(text)] == ["runtime/python.py"]
+    assert [name for name, text in texts.items() if NAMES_PYTHON.search(text)] == ["runtime/processes.py"]
     assert python_module("yaml")[:2] == [sys.executable, "-P"]
 
 

@@ -38,9 +38,8 @@ from dist_mem.evaluation.trained_model import (
 )
 from dist_mem.generation.sampling import Sampling
 from dist_mem.generation.text_memory import load_memory
-from dist_mem.papers.dialogue.answer import answer_all
-from dist_mem.papers.dialogue.metrics import make_scorer
-from dist_mem.papers.dialogue.replies import Conversation, choose_replies, read_conversations
+from dist_mem.papers.dialogue.metrics import make_scorer, open_wordnet
+from dist_mem.papers.dialogue.replies import Conversation, answer_all, choose_replies, read_conversations
 from dist_mem.papers.dialogue.scores import (
     FORMAT_VERSION,
     GroupScore,
@@ -51,7 +50,6 @@ from dist_mem.papers.dialogue.scores import (
     to_table,
     to_text,
 )
-from dist_mem.papers.dialogue.wordnet import open_wordnet
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.signals import StopSignal

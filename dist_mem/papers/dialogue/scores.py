@@ -8,10 +8,8 @@ from typing import Any, NamedTuple
 
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.evaluation.report import DocumentScore, perplexity, shown, total_words
-from dist_mem.papers.dialogue.answer import Answer
-from dist_mem.papers.dialogue.metrics import METRICS, mean_scores
-from dist_mem.papers.dialogue.replies import Conversation, is_leaked
-from dist_mem.papers.dialogue.wordnet import REMEDY
+from dist_mem.papers.dialogue.metrics import METRICS, REMEDY, mean_scores
+from dist_mem.papers.dialogue.replies import Answer, Conversation, is_leaked
 from dist_mem.runtime.terminal import table
 
 FORMAT_VERSION = 1

@@ -1,6 +1,6 @@
 """The registry of figures: every file of this folder draws one; there is no list to edit.
 
-A file has a `FIGURE` (parts/figure.py). It may have several names, because papers show two examples of the same kind as
+A file has a `FIGURE` (parts/source.py). It may have several names, because papers show two examples of the same kind as
 two figures: `infinite.fig8` is the best example and `infinite.fig9` the second best.
 """
 
@@ -11,7 +11,7 @@ import pkgutil
 
 from dist_mem.config.check import hint
 from dist_mem.errors import UnusableError
-from dist_mem.papers.figures.parts.figure import Figure
+from dist_mem.papers.figures.parts.source import Figure
 from dist_mem.runtime.terminal import listed
 
 # Figures of the papers that other commands draw.

@@ -23,9 +23,8 @@ from dist_mem.evaluation.plotting.style import BLUE, VERMILION, mark_lines, new_
 from dist_mem.memory.infinite import Infinite
 from dist_mem.memory.parts.inspection import Spans
 from dist_mem.memory.parts.signal_places import Trace, append, row_spans, shares
-from dist_mem.papers.figures.parts.figure import Figure
 from dist_mem.papers.figures.parts.signal import least_tokens, signal_layers, signal_memories
-from dist_mem.papers.figures.parts.source import Source
+from dist_mem.papers.figures.parts.source import Figure, Source
 from dist_mem.papers.figures.parts.words import Word, phrases, words_of
 
 NUM_UPDATES = 5

@@ -20,9 +20,7 @@ from dist_mem.errors import UnusableError
 from dist_mem.evaluation.plotting.drawn import Drawn, Table
 from dist_mem.evaluation.plotting.style import BLUE, GREEN, ORANGE, new_picture
 from dist_mem.generation.sampling import Sampling
-from dist_mem.papers.dialogue.answer import Answer, answer_all
-from dist_mem.papers.dialogue.replies import Conversation, choose_replies, find_replies
-from dist_mem.papers.figures.parts.figure import Figure
+from dist_mem.papers.dialogue.replies import Answer, Conversation, answer_all, choose_replies, find_replies
 from dist_mem.papers.figures.parts.signal import (
     is_empty,
     least_tokens,
@@ -30,7 +28,7 @@ from dist_mem.papers.figures.parts.signal import (
     signal_layers,
     signal_memories,
 )
-from dist_mem.papers.figures.parts.source import Source
+from dist_mem.papers.figures.parts.source import Figure, Source
 from dist_mem.papers.figures.parts.words import Shaded, Word, draw_text, excerpts, lines_of, phrases, words_of
 
 NUM_ANSWERS, NUM_TOKENS = 3, 50

@@ -17,9 +17,8 @@ from dist_mem.errors import UnusableError
 from dist_mem.evaluation.plotting.drawn import Drawn, Table
 from dist_mem.evaluation.plotting.style import mark_lines, new_picture, styles
 from dist_mem.memory.parts.signal_places import NUM_BINS
-from dist_mem.papers.figures.parts.figure import Figure
 from dist_mem.papers.figures.parts.signal import is_empty, signal_layers, signal_memories, update_marks
-from dist_mem.papers.figures.parts.source import Source
+from dist_mem.papers.figures.parts.source import Figure, Source
 
 NUM_TOKENS = 15_000
 BARS = 64  # of the NUM_BINS bins

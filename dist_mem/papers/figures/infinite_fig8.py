@@ -20,7 +20,6 @@ from dist_mem.errors import UnusableError
 from dist_mem.evaluation.plotting.drawn import Drawn, Table
 from dist_mem.evaluation.plotting.style import VERMILION, new_picture
 from dist_mem.inspection.walk import walk
-from dist_mem.papers.figures.parts.figure import Figure
 from dist_mem.papers.figures.parts.signal import (
     check_same_text,
     is_empty,
@@ -29,7 +28,7 @@ from dist_mem.papers.figures.parts.signal import (
     signal_layers,
     signal_memories,
 )
-from dist_mem.papers.figures.parts.source import Source
+from dist_mem.papers.figures.parts.source import Figure, Source
 from dist_mem.papers.figures.parts.words import Shaded, Word, bare, draw_text, excerpts, lines_of, words_of
 
 LIMIT = 0.05  # attention of a shaded word

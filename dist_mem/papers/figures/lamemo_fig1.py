@@ -19,9 +19,8 @@ from dist_mem.evaluation.plotting.drawn import Drawn, Table
 from dist_mem.evaluation.plotting.style import MARK, new_picture, styles
 from dist_mem.inspection.walk import Step
 from dist_mem.memory.parts.inspection import SIGNAL, SUMMARY, Inspection
-from dist_mem.papers.figures.parts.figure import Figure
-from dist_mem.papers.figures.parts.source import Source
-from dist_mem.papers.figures.parts.token_mass import mass_by_distance, token_mass
+from dist_mem.papers.figures.parts.source import Figure, Source
+from dist_mem.papers.figures.parts.words import mass_by_distance, token_mass
 
 INTERVAL, REACH = 5, 100  # tokens
 NUM_TOKENS = 15_000

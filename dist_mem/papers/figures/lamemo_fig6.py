@@ -14,8 +14,7 @@ from torch import Tensor
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.plotting.drawn import Drawn, Table
 from dist_mem.evaluation.plotting.style import new_picture, ordered_styles
-from dist_mem.papers.figures.parts.figure import Figure
-from dist_mem.papers.figures.parts.source import Source
+from dist_mem.papers.figures.parts.source import Figure, Source
 
 NUM_SEGMENTS = 100
 MOST_LAYERS = 8

@@ -19,8 +19,7 @@ from dist_mem.evaluation.plotting.drawn import Drawn, Table
 from dist_mem.evaluation.plotting.style import BLACK, BLUE, VERMILION, mark_lines, new_picture, ordered_styles
 from dist_mem.memory.base import MemoryOutput
 from dist_mem.nn.layers import RelativeProjections, sinusoid_table
-from dist_mem.papers.figures.parts.figure import Figure
-from dist_mem.papers.figures.parts.source import Source
+from dist_mem.papers.figures.parts.source import Figure, Source
 
 PAPER_D = 64
 REACH = 100  # tokens to both sides

@@ -22,12 +22,13 @@ from dist_mem.generation.generate import generate
 from dist_mem.generation.reading import read, start
 from dist_mem.generation.sampling import Sampling
 from dist_mem.papers.dialogue import command as command
-from dist_mem.papers.dialogue.answer import Answer, answer_all
 from dist_mem.papers.dialogue.command import Settings
 from dist_mem.papers.dialogue.replies import (
     LEAKED,
+    Answer,
     Conversation,
     Reply,
+    answer_all,
     choose_replies,
     find_replies,
     read_conversations,
@@ -270,7 +271,7 @@ def test_blocks_which_leave_out_tokens_of_replies_are_refused(run_dir: Path) -> 
 def test_without_wordnet_the_command_says_what_to_install(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("dist_mem.papers.dialogue.wordnet.DEBIAN_FOLDER", tmp_path)
+    monkeypatch.setattr("dist_mem.papers.dialogue.metrics.DEBIAN_FOLDER", tmp_path)
     assert command.run(run_dir, Settings(split="test", num_tokens=1), overrides=["tracking.mlflow=false"]) == 0
     reported = capsys.readouterr().out
     assert "n/a" in reported

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_mem.papers.dialogue.metrics import METRICS, f1, make_scorer, mean_scores
-from dist_mem.papers.dialogue.wordnet import DEBIAN_FOLDER, open_wordnet
+from dist_mem.papers.dialogue.metrics import DEBIAN_FOLDER, METRICS, f1, make_scorer, mean_scores, open_wordnet
 
 LONG, SHORT = "big red mat sat", "mat"
 needs_wordnet = pytest.mark.skipif(
@@ -74,7 +73,7 @@ def test_a_folder_that_is_no_wordnet_is_refused(tmp_path: Path) -> None:
 
 
 def test_without_wordnet_meteor_is_not_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dist_mem.papers.dialogue.wordnet.DEBIAN_FOLDER", tmp_path)
+    monkeypatch.setattr("dist_mem.papers.dialogue.metrics.DEBIAN_FOLDER", tmp_path)
     scores = make_scorer()("a film", "a film")
     assert scores["meteor"] is None
     assert scores["rouge1"] == 1.0

@@ -14,8 +14,17 @@ from dist_mem.memory.parts.inspection import Rows, Spans
 from dist_mem.papers.figures.infinite_fig8 import Gain, same_word_share
 from dist_mem.papers.figures.lamemo_fig7 import g
 from dist_mem.papers.figures.parts.signal import update_marks
-from dist_mem.papers.figures.parts.token_mass import mass_by_distance, token_mass
-from dist_mem.papers.figures.parts.words import LINE, Shaded, Word, excerpts, lines_of, phrases, words_of
+from dist_mem.papers.figures.parts.words import (
+    LINE,
+    Shaded,
+    Word,
+    excerpts,
+    lines_of,
+    mass_by_distance,
+    phrases,
+    token_mass,
+    words_of,
+)
 
 HEADS, TOKENS, ROWS = 2, 5, 7
 

@@ -15,8 +15,7 @@ from dist_mem.inspection.walk import Step
 from dist_mem.memory.infinite import Infinite
 from dist_mem.memory.parts.inspection import SIGNAL, Inspection, Rows
 from dist_mem.papers.figures.parts.source import Source
-from dist_mem.papers.figures.parts.token_mass import token_mass
-from dist_mem.papers.figures.parts.words import Word
+from dist_mem.papers.figures.parts.words import Word, token_mass
 
 LEAST_WIDTH = 0.01  # of a part of [0, 1] that gets a mark
 

@@ -1,11 +1,11 @@
-"""What a figure is made from: one trained model, and the documents of a split, read with every layer inspected.
+"""What a figure is, and what it is made from: a trained model and the documents of a split, every layer inspected.
 
 Shape letters: B = 1 lane, T segment, R rows, H heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from dist_mem.data.plan import cut_lengths
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.cut_short import StopCheck
 from dist_mem.evaluation.job import use_threads
+from dist_mem.evaluation.plotting.drawn import Drawn
 from dist_mem.evaluation.trained_model import Checkpoint, TrainedModel, open_model, read_settings, tokenizer_of_data
 from dist_mem.inspection.walk import Step, walk
 from dist_mem.memory.parts.inspection import Inspection
@@ -109,3 +110,14 @@ class Source:
         return UnusableError(
             f"{self.checkpoint.run_dir}: memory.kind is {self.kind!r}, but {figure} shows {what}: {fix}"
         )
+
+
+class Figure(NamedTuple):
+    """A figure that can be made from runs."""
+
+    names: Sequence[str]  # as in the papers: infinite.fig7
+    title: str
+    draw: Callable[[str, Sequence[Source]], Drawn]  # of the name, from the runs
+    most_runs: int = 1
+    least_runs: int = 1
+    runs: str = "RUN"  # what they are, for help
