@@ -23,9 +23,8 @@ from memory import configuration, device_seconds, memories
 
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.evaluation.trained_model import TrainedModel
-from dist_mem.generation.generate import generate
+from dist_mem.generation.generate import Sampling, generate
 from dist_mem.generation.reading import next_log_probs, read, start
-from dist_mem.generation.sampling import Sampling
 from dist_mem.model import MemoryLM
 
 EARLY, LATE = 500, 5000  # tokens read before

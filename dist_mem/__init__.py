@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from dist_mem.api.model import Model, Scores, load
     from dist_mem.api.training import train
     from dist_mem.errors import RunError
-    from dist_mem.generation.sampling import Sampling
+    from dist_mem.generation.generate import Sampling
 
 __all__ = ["Memory", "Model", "RunError", "Sampling", "Scores", "load", "train"]
 

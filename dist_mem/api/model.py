@@ -26,9 +26,8 @@ from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.evaluation.memory_file import TextRead
 from dist_mem.evaluation.trained_model import TrainedModel, load_model
 from dist_mem.generation.arguments import wrong_type
-from dist_mem.generation.generate import Step, stream
+from dist_mem.generation.generate import Sampling, Step, stream
 from dist_mem.generation.reading import Reading, read, start
-from dist_mem.generation.sampling import Sampling
 from dist_mem.generation.text import TextWriter
 from dist_mem.generation.text_memory import TextMemory, read_text
 from dist_mem.generation.text_scores import score

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_mem.api.model import Model, load
-from dist_mem.generation.sampling import Sampling
+from dist_mem.generation.generate import Sampling
 from dist_mem.tracking.mlflow.export import invalid_request
 
 _MODES = ("generate", "score")

@@ -1,6 +1,6 @@
 """A user's own corpus as documents of splits: which files, which split each document is in, and no text in two splits.
 
-Data flow: find_files -> by_name, else hash_split.py -> read_documents -> without_shared_texts -> build_dataset.
+Data flow: find_files -> by_name, else split_names.py -> read_documents -> without_shared_texts -> build_dataset.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dist_mem.data.tar import MAX_ID_LEN, check_id
-from dist_mem.datasets.duplicates import first_occurrences, words_digest
-from dist_mem.datasets.hash_split import SPLITS
 from dist_mem.datasets.rows import (
     ROW_SUFFIXES,
     SUFFIXES,
@@ -29,7 +27,14 @@ from dist_mem.datasets.rows import (
     read_rows,
 )
 from dist_mem.datasets.source import SourceDocument
-from dist_mem.datasets.split_names import split_named, splits_in_path, without_split_folders
+from dist_mem.datasets.split_names import (
+    SPLITS,
+    first_occurrences,
+    split_named,
+    splits_in_path,
+    without_split_folders,
+    words_digest,
+)
 from dist_mem.datasets.tar_source import TAR_SUFFIXES, survey
 from dist_mem.datasets.tree import check_name, passed_over, print_passed_over, shown, suffix_of, walk
 from dist_mem.errors import UnusableError

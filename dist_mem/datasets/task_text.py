@@ -1,23 +1,41 @@
 """Documents of a task in text: a question about a place far back, whose answer ends the document and is scored alone.
 
-Data flow: a builder's `Question` -> fitted (as much haystack as the length allows) -> document_of -> task_splits.py.
+Data flow: a builder's `Question` -> fitted (as much haystack as the length allows) -> document_of -> a builder's `Task`
+-> build_task -> <out>/{train,validation,test} in the format of every dataset. Splits are drawn from a seed and
+disjoint; finished ones are kept.
+
+A haystack yields the sentences of a document without end: the published repeat, a user's books, or the sample library.
+Books of one split are never in another: they are in folders named train, validation and test, or a checksum of their
+names deals them out (split_names.py), or, in the sample library, they are written from a seed with the split's name.
 """
 
 from __future__ import annotations
 
+import argparse
+import hashlib
+import random
+import re
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import count, cycle, islice, pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from dist_mem.data.shard import TokenizedDocument
+from dist_mem.data.metadata import ShardError
+from dist_mem.data.shard import INDEX_NAME, TokenizedDocument, read_index, write_split
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.data.tokenizers.registry import load_tokenizer
+from dist_mem.data.tokenizers.registry import JSON_NAME, load_tokenizer, read_tokenizer_metadata, save_tokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
-from dist_mem.datasets.source import RecallSpan, SourceDocument, encoded, recall_distances
+from dist_mem.datasets.builder import positive
+from dist_mem.datasets.corpus import by_name, find_files
+from dist_mem.datasets.rows import TEXT_SUFFIX
+from dist_mem.datasets.sample_library import write_book
+from dist_mem.datasets.source import RecallSpan, SourceDocument, encoded, read_text, recall_distances, with_lf
+from dist_mem.datasets.split_names import SPLITS, split_of
+from dist_mem.errors import UnusableError
 
 
 class Question(NamedTuple):
@@ -94,3 +112,197 @@ def document_of(question: Question, number: int, tokenizer: Tokenizer) -> Tokeni
         mask=scored,
         recall=recall,
     )
+
+
+# Mohtashami and Jaggi 2023 (Landmark attention), and RULER (Hsieh et al. 2024)
+REPEATED = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
+LIBRARY_BOOK = 500  # tokens, about: one chapter
+# Published: NLTK's Punkt. Here after . ! or ?, with quotation marks, and at empty lines: no model to download
+SENTENCE_END = re.compile(r"(?<=[.!?])[\"'\u201d\u2019)]*\s+|\n\s*\n\s*")
+
+
+class Haystack(Protocol):
+    """What documents are filled with."""
+
+    name: str  # for the recipe: two haystacks of one name have the same sentences
+
+    def sentences(self, split: str, draw: random.Random) -> Iterator[str]:
+        """Yield the sentences of a document without end, each on one line."""
+        ...
+
+
+class Repeat:
+    """The same lines again and again."""
+
+    def __init__(self, *lines: str) -> None:
+        self.lines = lines
+        self.name = f"repeat {len(lines)}"
+
+    def sentences(self, split: str, draw: random.Random) -> Iterator[str]:
+        return cycle(self.lines)
+
+
+class Books:
+    """The .txt files of a folder; a document reads on from a sentence of one, and then in others."""
+
+    def __init__(self, folder: Path, splits: tuple[str, ...]) -> None:
+        """Raises UnusableError if a split has no file."""
+        corpus = find_files([folder], (TEXT_SUFFIX,))
+        files = corpus.files
+        folders = by_name(corpus, fix="name none of them so") or {}
+        if not folders:
+            for name, path in files.items():
+                folders.setdefault(split_of(name, FRACTIONS), {})[name] = path
+        missing = [split for split in splits if not folders.get(split)]
+        if missing:
+            raise UnusableError(
+                f"--books {folder} has no .txt file for {missing[0]}: give it more books, or folders named "
+                f"{', '.join(splits)}"
+            )
+        self.paths = {split: list(folders[split].values()) for split in splits}
+        content = repr(sorted((name, path.stat().st_size) for name, path in files.items()))
+        self.name = f"books {hashlib.sha256(content.encode()).hexdigest()[:16]}"
+
+    def sentences(self, split: str, draw: random.Random) -> Iterator[str]:
+        """Raises UnusableError if a book has no sentence."""
+        start: float | None = draw.random()
+        while True:
+            path = draw.choice(self.paths[split])
+            found = _sentences_of(path)
+            if not found:
+                raise UnusableError(f"{path} has no text: remove it")
+            yield from found[int((start or 0.0) * len(found)) :]
+            start = None
+
+
+class Library:
+    """The sample library, with new books in every document."""
+
+    name = "sample library"
+
+    def sentences(self, split: str, draw: random.Random) -> Iterator[str]:
+        seed = draw.getrandbits(64)
+        for number in count():
+            book = write_book(random.Random(f"haystack {split} {seed} {number}"), num_tokens=LIBRARY_BOOK)
+            yield from (sentence for sentence in cut_sentences(book.text) if sentence.endswith("."))  # no headings
+
+
+def cut_sentences(text: str) -> list[str]:
+    """Return the sentences of a text, each with single spaces for its white space."""
+    starts = [0, *(match.end() for match in SENTENCE_END.finditer(text)), len(text)]
+    found = (" ".join(text[start:stop].split()) for start, stop in pairwise(starts))
+    return [sentence for sentence in found if sentence]
+
+
+@lru_cache(maxsize=32)
+def _sentences_of(path: Path) -> list[str]:
+    return cut_sentences(with_lf(read_text(path)))
+
+
+FRACTIONS = {"train": 0.8, "validation": 0.1, "test": 0.1}  # of all examples that a task can draw
+DrawnT = TypeVar("DrawnT")
+
+
+class Task(NamedTuple):
+    """What a data directory contains; `documents` yields any number of documents of a split."""
+
+    name: str
+    recipe: str  # everything that the documents of a split depend on, but split and count
+    tokenizer: Tokenizer
+    documents: Callable[[str], Iterator[TokenizedDocument]]
+    what: str = "documents"  # in messages
+
+
+def add_task_options(
+    parser: argparse.ArgumentParser,
+    *,
+    out: str,
+    lengths: int,
+    train: int = 8000,
+    held_out: int = 800,
+    published: str = "",
+) -> None:
+    """Add the options of every generated task.
+
+    Args:
+        out, lengths: defaults; train, held_out: of the number of documents in train, and in each other split.
+        published: said beside those numbers.
+    """
+    add = parser.add_argument
+    add("--out", type=Path, default=Path(out), help="holds one data directory a length (default: %(default)s)")
+    help = f"in tokens (default: {lengths})"
+    add("--lengths", type=positive, nargs="+", default=[lengths], metavar="N", help=help)
+    for split in SPLITS:
+        default = train if split == "train" else held_out
+        help = f"documents (default: %(default)s{published})"
+        add(f"--{split}", type=positive, default=default, metavar="N", help=help)
+    add("--seed", type=int, default=0, help="of all documents (default: %(default)s)")
+    add("--overwrite", action="store_true", help="replace another build in --out")
+
+
+def build_task(task: Task, out: Path, *, counts: dict[str, int], overwrite: bool) -> None:
+    """Write the tokenizer and all splits of a data directory, and keep those that exist already.
+
+    Raises:
+        ValueError: `out` holds another build.
+    """
+    for split in SPLITS if overwrite else ():
+        (out / split / INDEX_NAME).unlink(missing_ok=True)  # without its index, a split does not exist
+    if (out / JSON_NAME).exists() and not overwrite:
+        if read_tokenizer_metadata(out)["fingerprint"] != task.tokenizer.fingerprint:
+            raise ValueError(f"{out} holds another dataset: give another --out, or --overwrite")
+    else:
+        save_tokenizer(task.tokenizer, out)
+    for split, number in counts.items():
+        _build_split(task, out / split, number)
+
+
+def counts_of(options: argparse.Namespace) -> dict[str, int]:
+    """Return the number of documents of each split, from the options of `add_task_options`."""
+    return {split: getattr(options, split) for split in SPLITS}
+
+
+def draw_of_split(split: str, draw: Callable[[], DrawnT], key: Callable[[DrawnT], str]) -> DrawnT:
+    """Draw until an example belongs to a split: a checksum of its key decides, so that no key is in two splits.
+
+    The key must contain all that is to be remembered. Its checksum is even over all of its parts, so that a model sees
+    every digit of a number, say, in training.
+
+    Raises:
+        ValueError: 10,000 draws give none; the task has too few examples.
+    """
+    for _ in range(10_000):
+        drawn = draw()
+        if split_of(key(drawn), FRACTIONS) == split:
+            return drawn
+    raise ValueError(f"no example for {split} in 10,000 draws: the task has too few; give it more to draw from")
+
+
+def _build_split(task: Task, split_dir: Path, count: int) -> None:
+    from tqdm import tqdm
+
+    split, where = split_dir.name, f"{split_dir.parent.name} {split_dir.name}"
+    recipe = task.recipe.format(count=count)
+    if _is_built(split_dir, recipe):
+        print(f"{where}: already built, kept", flush=True)
+        return
+    documents = islice(task.documents(split), count)
+    bar = tqdm(documents, total=count, desc=where, unit="doc", leave=False, disable=None)
+    fingerprint = task.tokenizer.fingerprint
+    write_split(bar, split_dir, name=task.name, split=split, tokenizer_fingerprint=fingerprint, recipe=recipe)
+    print(f"{where}: {count} {task.what}", flush=True)
+
+
+def _is_built(split_dir: Path, recipe: str) -> bool:
+    if not (split_dir / INDEX_NAME).exists():
+        return False
+    try:
+        index = read_index(split_dir)
+    except ShardError as error:
+        raise ValueError(f"{error}; here that is: give another --out, or --overwrite") from error
+    if index.recipe != recipe:
+        raise ValueError(
+            f"{split_dir} was built otherwise ({index.recipe}; now: {recipe}): give another --out, or --overwrite"
+        )
+    tars = {path.name: path.stat().st_size for path in split_dir.glob("*.tar")}
+    return all(tars.get(shard.name) == shard.bytes for shard in index.shards)

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 from dist_mem.config import Config
 from dist_mem.data.batch_plan import batch_plan, counted
 from dist_mem.errors import UnusableError
-from dist_mem.estimate.back_ends import BackEnd, by_back_end
 from dist_mem.estimate.counting import count_micro_batch
 from dist_mem.estimate.memory import Part, size, update_parts
-from dist_mem.estimate.search import Candidate, Cluster, best, candidates, nearest
+from dist_mem.estimate.search import BackEnd, Candidate, Cluster, best, by_back_end, candidates, nearest
 from dist_mem.estimate.step_time import CheckpointCost, StepTime, checkpoint_cost, peak_flops, step_time
 from dist_mem.estimate.zero import sizes_of
 from dist_mem.model import describe

@@ -6,15 +6,17 @@ None of these keys changes what is learnt: all may differ on resume.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from dist_mem.block import num_recomputed
 from dist_mem.config import Config, deepspeed_block
 from dist_mem.data.batch_plan import batch_plan
-from dist_mem.estimate.counting import Counted, Counts, mixed
+from dist_mem.estimate.counting import Counted, Counts, count_micro_batch, mixed
 from dist_mem.estimate.memory import Part, counted_parts
 from dist_mem.estimate.step_time import StepTime, step_time
 from dist_mem.estimate.zero import Sizes, zero_block
+from dist_mem.nn.attention import BACK_ENDS
 from dist_mem.runtime.devices import Device
 
 _STAGE, _CHECKPOINTING, _SHARE, _LANES = (
@@ -132,3 +134,31 @@ def nearest(found: list[Candidate], cluster: Cluster) -> Candidate | None:
     """Return the candidate that fits with the fewest changes, of those the fastest; None if none fits."""
     fitting = [candidate for candidate in found if candidate.num_bytes <= cluster.capacity]
     return min(fitting, key=lambda candidate: (len(candidate.changes), candidate.time.total), default=None)
+
+
+class BackEnd(NamedTuple):
+    """One value of `model.attention`."""
+
+    name: str
+    activations: int  # bytes that one micro-batch keeps for its backward, with its new memories
+    num_bytes: int  # of all parts together, a bound as in `counted_parts`
+
+
+def by_back_end(
+    config: Config, vocab_size: int, sizes: Sizes, own: Counted, *, world_size: int, on_gpu: bool
+) -> Iterator[BackEnd]:
+    """Yield the configured back end, whose count is `own`, and the others that the model accepts."""
+    for name in BACK_ENDS:
+        changed = copy.deepcopy(config)
+        changed.model.attention = name
+        if name == config.model.attention:
+            counted = own
+        elif name == "auto":  # it takes one of the others
+            continue
+        else:
+            try:
+                counted = count_micro_batch(changed, vocab_size, on_gpu=on_gpu)
+            except ValueError:  # the memory, or model.attention_dropout, refuses it
+                continue
+        parts = counted_parts(changed, sizes, counted, None, world_size=world_size, on_gpu=on_gpu)
+        yield BackEnd(name, counted.kept, sum(part.num_bytes for part in parts))

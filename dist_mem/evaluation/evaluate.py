@@ -19,8 +19,8 @@ from pathlib import Path
 from dist_mem.config import Config
 from dist_mem.data.directory import open_index, refresh_on_all_ranks
 from dist_mem.estimate.memory import evaluated_lanes, refuse_what_cannot_fit, scoring_parts, surely_fits
-from dist_mem.evaluation.cut_short import StopCheck
 from dist_mem.evaluation.job import (
+    StopCheck,
     as_job,
     described,
     found_by_all,

@@ -36,8 +36,7 @@ from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
 from dist_mem.evaluation.card import card, outside_memories
 from dist_mem.evaluation.export_transformers import write_transformers
-from dist_mem.evaluation.exported_weights import distinct_weights
-from dist_mem.evaluation.trained_model import WEIGHTS, Checkpoint, TrainedModel, load_model
+from dist_mem.evaluation.trained_model import WEIGHTS, Checkpoint, TrainedModel, distinct_weights, load_model
 from dist_mem.hf.folder import load_pretrained
 from dist_mem.memory import memory_options
 from dist_mem.memory.outside import kept_kinds, sources

@@ -23,8 +23,7 @@ from dist_mem.checkpoint.rank_file import safetensors_parts
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.byte_pairs import END_OF_TEXT, BytePairTokenizer, write_byte_pairs
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.exported_weights import distinct_weights
-from dist_mem.evaluation.trained_model import TrainedModel
+from dist_mem.evaluation.trained_model import TrainedModel, distinct_weights
 from dist_mem.hf.folder import CONFIG, WEIGHTS
 from dist_mem.hf.names import FAMILIES, to_published
 from dist_mem.runtime.extras import require

@@ -1,21 +1,26 @@
-"""What commands that read a trained model share: their ranks, the checkpoint, threads, the results in MLflow."""
+"""What commands that read a trained model share: their ranks, the checkpoint, threads, the results in MLflow.
+
+A stop ends an evaluation early: all ranks leave it before the same forward, about a second after the reason arises.
+Files are written after the last forward, so a stop leaves no incomplete file.
+"""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from dist_mem.config import Config, load_config
 from dist_mem.errors import EXIT_DONE, CutShortError, UnusableError, run_error
-from dist_mem.evaluation.cut_short import StopCheck, stop_check
 from dist_mem.evaluation.memory_file import MemoryFile, read_memory_file
 from dist_mem.evaluation.protocol import Protocol
 from dist_mem.evaluation.trained_model import Checkpoint, find_checkpoint
 from dist_mem.runtime import distributed
-from dist_mem.runtime.distributed import World, decided_by_rank0, gather_objects, on_all_ranks
+from dist_mem.runtime.distributed import World, decided_by_rank0, gather_objects, on_all_ranks, sum_over_ranks
 from dist_mem.runtime.ranks import read_ranks
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.supervision.findings import refuse
@@ -131,3 +136,36 @@ def track(
         )
         if complaint:
             print(complaint, file=sys.stderr)
+
+
+LOOK_SECONDS = 1.0  # between two agreements, about: one per forward would keep a GPU waiting for the host
+
+StopCheck = Callable[..., None]  # called before every forward, possibly as a forward hook; raises CutShortError
+
+
+def stop_check(is_stopping: Callable[[], bool], world: World) -> StopCheck:
+    """Return a check that raises CutShortError on every rank, before the same forward, once any rank `is_stopping`.
+
+    All ranks run the same number of forwards. The number between two agreements follows from the time summed over all
+    ranks, so it is the same on every rank.
+    """
+    every = left = 1
+    last = time.monotonic()
+
+    def agree() -> int:
+        nonlocal last
+        now = time.monotonic()
+        num_stopping, seconds = sum_over_ranks([float(is_stopping()), now - last], world.device)
+        last = now
+        if num_stopping:
+            raise CutShortError
+        pace = seconds / world.size / LOOK_SECONDS
+        return every * 2 if pace < 0.5 else max(1, every // 2) if pace > 1 else every
+
+    def check(*_: Any) -> None:
+        nonlocal every, left
+        left -= 1
+        if left == 0:
+            every = left = agree()
+
+    return check

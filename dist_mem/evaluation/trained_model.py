@@ -4,7 +4,8 @@
     lanes = read_lanes(trained, [3])  # the memory that lane 3 carried at the checkpoint
 
 This module reads the fp32 weights of checkpoints of any ZeRO stage and number of ranks, and exports (export.py). It
-needs no process group. `dist_mem.load` (dist_mem/api/model.py) joins it with the functions that score and generate.
+needs no process group. An export has every tensor once, by our names or, for a published kind of model, by Hugging
+Face's. `dist_mem.load` (dist_mem/api/model.py) joins it with the functions that score and generate.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from safetensors.torch import load_model as load_into
+from torch import Tensor, nn
 
 from dist_mem.checkpoint.engine_files import EngineReader
 from dist_mem.checkpoint.lane_states import read_lanes as read_saved_lanes
@@ -39,10 +44,9 @@ from dist_mem.data.remote.fetch import is_remote, show
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import JSON_NAME, load_tokenizer
 from dist_mem.errors import CheckpointError, UnusableError
-from dist_mem.evaluation.exported_weights import load_exported
 from dist_mem.evaluation.protocol import apply_protocol, in_terms_of_eval
 from dist_mem.hf.folder import CONFIG
-from dist_mem.hf.names import FAMILIES
+from dist_mem.hf.names import FAMILIES, check_types, take_published
 from dist_mem.memory import memory_options
 from dist_mem.memory.base import map_state
 from dist_mem.memory.outside import kept_kinds, source_of
@@ -272,3 +276,31 @@ def read_lanes(trained: TrainedModel, lane_ids: Sequence[int]) -> LMState:
     empty = trained.model.init_state(wanted, "cpu", DTYPES[trained.config.train.precision])
     saved = read_saved_lanes(directory, manifest, wanted, [empty]).states[0]
     return map_state(lambda part: part.to(trained.device, trained.dtype if part.is_floating_point() else None), saved)
+
+
+def distinct_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of the model's state_dict, each under its first name only."""
+    names = model.state_dict().keys()
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    return {name: tensor.detach().contiguous() for name, tensor in tensors if name in names}
+
+
+def load_exported(model: MemoryLM, directory: Path, *, is_published: bool) -> None:
+    """Load the weights of an export.
+
+    Args:
+        is_published: they have Hugging Face's names.
+
+    Raises:
+        CheckpointError: the file cannot be read, or its names or shapes differ from the model's.
+    """
+    path = directory / WEIGHTS
+    try:
+        if not is_published:
+            with safe_open(path, "pt") as file:
+                check_types({name: file.get_tensor(name).dtype for name in file.keys()}, str(path))  # noqa: SIM118
+            load_into(model, path)
+        elif left := take_published(model, load_file(path), str(path)):
+            raise ValueError(f"it has no {left[0]}")
+    except (OSError, RuntimeError, SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{path} does not fit its config.yaml: {error}") from error

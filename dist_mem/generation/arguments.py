@@ -2,13 +2,17 @@
 
 A wrong type raises TypeError and a wrong value ValueError, before any computation. The message contains the argument,
 its value and the accepted values.
+
+Callers of other libraries pass options that this project has no use for. A value that asks for nothing, as None, is
+accepted, because results with and without the option are equal. Any other value is refused with the reason, because
+ignoring it would silently give other results.
 """
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -79,3 +83,94 @@ def id_rows(name: str, rows: Any, *, num_lanes: int, vocab_size: int) -> list[Te
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: `1 lane`, `2 lanes`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+class Neutral(NamedTuple):
+    """The values of an option that ask for nothing."""
+
+    values: tuple[Any, ...] | None  # None: all
+    reason: str = ""  # why others are refused, or what to do instead
+
+
+_ALIKE = Neutral(None)  # about downloads and reading: the same is loaded from a folder
+_CPU = (torch.device("cpu"), "cpu")
+_ON_CPU = Neutral((*_CPU, *({"": place} for place in _CPU)), "it is loaded on the CPU; then call .to(DEVICE)")
+_FULL_WEIGHTS = Neutral((False,), "weights are float32 or bfloat16 (dtype), as exported")
+_WHOLE_FILES = Neutral((False,), "the folder must be as exported: its files are compared with their SHA-256")
+_ONE_TEXT = Neutral((1,), "one text is written for each prompt")
+_NO_BEAMS = "there is no beam search here; omit it, or load the export with transformers"
+_FEWER_CHOICES = "tokens are drawn by temperature, top_k and top_p only"
+_UNCHANGED = "log-probabilities are those of the model, without penalties"
+_TEXT_ONLY = Neutral((False,), "only texts are returned; use the export with transformers")
+_TRAINING = "train with dist_mem"
+
+LOADING: Mapping[str, Neutral] = {  # of `from_pretrained`
+    **dict.fromkeys(("adapter_kwargs", "cache_dir", "code_revision", "force_download", "local_files_only"), _ALIKE),
+    **dict.fromkeys(("proxies", "resume_download", "token", "trust_remote_code", "use_auth_token"), _ALIKE),
+    **dict.fromkeys(("_commit_hash", "_fast_init", "_from_auto", "_from_pipeline", "mirror", "tqdm_class"), _ALIKE),
+    **dict.fromkeys(("low_cpu_mem_usage", "weights_only"), _ALIKE),
+    "revision": Neutral(("main",), "a folder has one revision; download the one you want"),
+    "subfolder": Neutral(("",), "give the folder itself"),
+    "device_map": _ON_CPU,
+    "use_safetensors": Neutral((True,), "weights are safetensors, and nothing loads a pickle"),
+    **dict.fromkeys(("from_tf", "from_flax"), Neutral((False,), "weights are safetensors")),
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization_config"), _FULL_WEIGHTS),
+    **dict.fromkeys(("ignore_mismatched_sizes",), _WHOLE_FILES),
+    **dict.fromkeys(("gguf_file", "key_mapping", "state_dict", "variant"), Neutral((), _WHOLE_FILES.reason)),
+    **dict.fromkeys(("max_memory", "offload_folder", "tp_plan", "tp_size"), Neutral((), _ON_CPU.reason)),
+    **dict.fromkeys(("device_mesh", "distributed_config"), Neutral((), _ON_CPU.reason)),
+    **dict.fromkeys(("offload_buffers", "offload_state_dict"), Neutral((False,), _ON_CPU.reason)),
+    **dict.fromkeys(("allow_all_kernels", "use_kernels"), Neutral((False,), "it has no kernels from a hub")),
+    "attn_implementation": Neutral((), "model.attention in the folder's config.yaml chooses it; all compute the same"),
+    "output_loading_info": Neutral((False,), "every weight is loaded, or none"),
+}
+
+READING: Mapping[str, Neutral] = {  # of a model's forward
+    "return_dict": Neutral((True,), "outputs have names; call .to_tuple()"),
+    "output_attentions": Neutral((False,), "use dist_mem.Model(model.trained).inspect, which shows where it looked"),
+    "output_hidden_states": Neutral((False,), "use model.trained.model.features, which returns those of the softmax"),
+    "inputs_embeds": Neutral((), "a text is read from its token ids, which are also kept in the cache"),
+    "position_ids": Neutral((), "positions follow from the tokens that are read; mark padding by attention_mask"),
+    "token_type_ids": Neutral((), "types follow from the text (model.token_types)"),
+    "num_items_in_batch": Neutral((), _TRAINING),
+}
+
+WRITING: Mapping[str, Neutral] = {  # of a generation
+    **dict.fromkeys(("num_beams", "num_beam_groups"), Neutral((1,), _NO_BEAMS)),
+    "early_stopping": Neutral((False,), _NO_BEAMS),
+    "length_penalty": Neutral((1.0,), _NO_BEAMS),
+    "diversity_penalty": Neutral((0.0,), _NO_BEAMS),
+    **dict.fromkeys(("best_of", "n", "num_return_sequences"), _ONE_TEXT),
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), Neutral((1.0,), _UNCHANGED)),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "penalty_alpha"), Neutral((0.0,), _UNCHANGED)),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), Neutral((0,), _UNCHANGED)),
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens"), Neutral(([],), _UNCHANGED)),
+    **dict.fromkeys(("logit_bias", "sequence_bias"), Neutral(({},), _UNCHANGED)),
+    "guidance_scale": Neutral((1.0,), _UNCHANGED),
+    "typical_p": Neutral((1.0,), _FEWER_CHOICES),
+    **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff"), Neutral((0.0,), _FEWER_CHOICES)),
+    "top_k": Neutral((0, -1)),  # of transformers and vLLM; other values are read
+    **dict.fromkeys(("min_length", "min_new_tokens", "min_tokens"), Neutral((0,), "a text may end at once")),
+    **dict.fromkeys(("return_dict_in_generate", "output_scores", "output_logits"), _TEXT_ONLY),
+    **dict.fromkeys(("output_attentions", "output_hidden_states"), _TEXT_ONLY),
+    **dict.fromkeys(("remove_invalid_values", "renormalize_logits", "use_cache"), Neutral(None)),  # all change no text
+}
+
+
+def is_neutral(name: str, value: Any, table: Mapping[str, Neutral]) -> bool:
+    """Return whether an option has one of its neutral values; an option without an entry has none but None."""
+    if value is None:
+        return True
+    known = table.get(name)
+    if known is None:
+        return False
+    return known.values is None or any(isinstance(value, type(each) | int) and value == each for each in known.values)
+
+
+def refuse_what_is_asked(given: Mapping[str, Any], table: Mapping[str, Neutral], what: str) -> None:
+    """Raise ValueError, with the reason, for the first option that asks for something; `what` begins the message."""
+    for name, value in given.items():
+        if not is_neutral(name, value, table):
+            known = table.get(name)
+            shown = type(value).__name__ if isinstance(value, torch.Tensor) else reprlib.repr(value)
+            raise ValueError(f"{what} takes no {name} ({shown}): {known.reason if known else 'omit it'}")

@@ -28,10 +28,9 @@ from dist_mem.estimate.memory import refuse_what_cannot_fit, writing_parts
 from dist_mem.evaluation.protocol import short_term_len
 from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation import output as report
-from dist_mem.generation.generate import stream
+from dist_mem.generation.generate import Sampling, stream
 from dist_mem.generation.output import Continuation, heading
 from dist_mem.generation.reading import Reading, read, select, start
-from dist_mem.generation.sampling import Sampling
 from dist_mem.generation.text import TextWriter, read_file
 from dist_mem.generation.text_memory import load_memory, open_to_generate
 from dist_mem.runtime.signals import StopSignal

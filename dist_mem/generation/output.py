@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dist_mem.generation.repetition import SIZES, Repetition, measure
-from dist_mem.generation.sampling import Sampling
+from dist_mem.generation.generate import Sampling
+from dist_mem.generation.text import SIZES, Repetition, measure
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.terminal import table
 

@@ -22,9 +22,9 @@ from transformers import Cache, GenerationMixin, GPT2Config, LlamaConfig, Pretra
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dist_mem.evaluation.trained_model import TrainedModel, init_state, load_model
-from dist_mem.generation.continued_log_probs import read_with_log_probs
-from dist_mem.generation.neutral_options import LOADING, READING, refuse_what_is_asked
+from dist_mem.generation.arguments import LOADING, READING, refuse_what_is_asked
 from dist_mem.generation.reading import Reading, select, with_open_segment
+from dist_mem.generation.text_scores import read_with_log_probs
 from dist_mem.nn.layers import DTYPES
 
 _IGNORED = -100  # a label that is not scored
@@ -126,7 +126,7 @@ class MemoryForCausalLM(PreTrainedModel, GenerationMixin):
             allow_code: run `memory/NAME.py` of the folder, a memory from outside the package: read it first.
 
         Raises:
-            ValueError: an option that asks for what is not done here (neutral_options.py), another dtype, or a folder
+            ValueError: an option that asks for what is not done here (arguments.py), another dtype, or a folder
                 that `dist_mem.load` refuses.
         """
         refuse_what_is_asked(options, LOADING, "from_pretrained of a model with memory")
@@ -167,7 +167,7 @@ class MemoryForCausalLM(PreTrainedModel, GenerationMixin):
             one. The loss is the mean of what is scored in these columns, nan if nothing is.
 
         Raises:
-            ValueError: the cache is of other lanes, or an option asks for what is not done here (neutral_options.py).
+            ValueError: the cache is of other lanes, or an option asks for what is not done here (arguments.py).
         """
         asked = {name: getattr(self.config, name) for name in ("output_attentions", "output_hidden_states")} | options
         refuse_what_is_asked(asked, READING, "a model with memory")

@@ -32,8 +32,8 @@ from dist_mem.evaluation.trained_model import (
     read_settings,
     tokenizer_of_checkpoint,
 )
-from dist_mem.generation.neutral_options import WRITING, is_neutral, refuse_what_is_asked
-from dist_mem.generation.sampling import Sampling
+from dist_mem.generation.arguments import WRITING, is_neutral, refuse_what_is_asked
+from dist_mem.generation.generate import Sampling
 from dist_mem.lm_eval.passages import Passage, score_passages
 from dist_mem.lm_eval.writing import Prompt, write_until
 

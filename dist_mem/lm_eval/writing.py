@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 
 from dist_mem.evaluation.trained_model import TrainedModel
-from dist_mem.generation.generate import stream
+from dist_mem.generation.generate import Sampling, stream
 from dist_mem.generation.reading import read, select, start
-from dist_mem.generation.sampling import Sampling
 from dist_mem.generation.text import TextWriter
 from dist_mem.tracking.progress import Progress
 

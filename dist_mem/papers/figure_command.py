@@ -15,8 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.cut_short import StopCheck
-from dist_mem.evaluation.job import as_job, found_by_all, track
+from dist_mem.evaluation.job import StopCheck, as_job, found_by_all, track
 from dist_mem.evaluation.legend import labels_of
 from dist_mem.evaluation.other_data import data_tag
 from dist_mem.evaluation.plotting.drawn import write_figure

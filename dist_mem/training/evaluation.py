@@ -9,9 +9,8 @@ import torch
 from dist_mem.checkpoint.retention import Validation
 from dist_mem.data.directory import open_index
 from dist_mem.errors import CutShortError, RunError
-from dist_mem.evaluation.cut_short import stop_check
-from dist_mem.evaluation.probe import PREFIX, PassageRead, open_passage, passage_figures
-from dist_mem.evaluation.probe_picture import write_passage_picture
+from dist_mem.evaluation.job import stop_check
+from dist_mem.evaluation.probe import PREFIX, PassageRead, open_passage, passage_figures, write_passage_picture
 from dist_mem.evaluation.protocol import protocol_of_training
 from dist_mem.evaluation.scoring import score_split
 from dist_mem.runtime.distributed import on_all_ranks, sum_tensor

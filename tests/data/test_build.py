@@ -20,9 +20,8 @@ from dist_mem.data.tokenizers.registry import load_tokenizer, train_sentencepiec
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.data.verify import verify_dataset
 from dist_mem.datasets import builder as build
-from dist_mem.datasets.builder import build_dataset
+from dist_mem.datasets.builder import WorkerKilledError, build_dataset
 from dist_mem.datasets.source import RecallSpan, SourceDocument, recall_distances
-from dist_mem.datasets.workers import WorkerKilledError
 from tests.support.paths import ROOT
 
 PIECE_BYTES = 2000

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from dist_mem.cli.datasets import builder_parser
 from dist_mem.datasets import gpt2_tokenizer
-from dist_mem.datasets.haystacks import Books
 from dist_mem.datasets.recipes import cmu_dog, pg19
 from dist_mem.datasets.recipes import text as text_builder
 from dist_mem.datasets.source import SourceDocument
+from dist_mem.datasets.task_text import Books
 from dist_mem.errors import UnusableError
 from tests.support.data_builders import build_data
 from tests.support.faults import assert_quoted

@@ -14,9 +14,9 @@ from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.data.verify import verify_dataset
 from dist_mem.datasets.builder import build_dataset
-from dist_mem.datasets.haystacks import REPEATED, Books, cut_sentences
 from dist_mem.datasets.recipes.passkey import PASSKEY, RULER, Form, Needle, compose
 from dist_mem.datasets.source import SourceDocument
+from dist_mem.datasets.task_text import REPEATED, Books, cut_sentences
 from tests.support.data_builders import build_data
 
 SMALL = ("--train", "12", "--validation", "6", "--test", "6")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dist_mem.data.shard import read_index, read_tokens
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
-from dist_mem.datasets.hash_split import splits_of
+from dist_mem.datasets.split_names import splits_of
 from tests.support.data_builders import build_data
 
 SHARES = ("--validation", "0.1", "--test", "0.2")

@@ -18,9 +18,8 @@ from dist_mem.__main__ import main
 from dist_mem.cli.datasets import builder_parser
 from dist_mem.data.shard import read_index
 from dist_mem.datasets import builder, rows
-from dist_mem.datasets.duplicates import first_occurrences, words_digest
-from dist_mem.datasets.hash_split import parse_fractions, split_of
 from dist_mem.datasets.recipes import text as text_builder
+from dist_mem.datasets.split_names import first_occurrences, parse_fractions, split_of, words_digest
 from dist_mem.errors import UnusableError
 from tests.data.test_build import contents
 from tests.support.data_builders import build_data

@@ -14,8 +14,7 @@ from dist_mem.data.shard import read_index, read_recall, read_tokens
 from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.verify import verify_dataset
 from dist_mem.datasets.recipes.sample import SIZES, write_split
-from dist_mem.datasets.sample_library import COMPANY_SIZE, Book
-from dist_mem.datasets.sample_words import NAMES, PAUSES, THINGS
+from dist_mem.datasets.sample_library import COMPANY_SIZE, NAMES, PAUSES, THINGS, Book
 from tests.support.data_builders import build_data
 
 MARK = re.compile(r"\w+|[^\w ]")  # what a large enough vocabulary makes one token of

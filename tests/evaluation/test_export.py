@@ -17,9 +17,15 @@ from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import read_manifest
 from dist_mem.errors import CheckpointError
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
-from dist_mem.evaluation.exported_weights import distinct_weights, load_exported
 from dist_mem.evaluation.report import Report
-from dist_mem.evaluation.trained_model import find_checkpoint, load_model, read_lanes, read_settings
+from dist_mem.evaluation.trained_model import (
+    distinct_weights,
+    find_checkpoint,
+    load_exported,
+    load_model,
+    read_lanes,
+    read_settings,
+)
 from dist_mem.generation.text_scores import score
 from dist_mem.memory import memory_class
 from dist_mem.runtime.network_interface import free_port

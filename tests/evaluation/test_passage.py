@@ -15,8 +15,7 @@ from torch import Tensor
 from dist_mem.config import load_config
 from dist_mem.data.shard import Index, read_index
 from dist_mem.data.tokenizers.registry import load_tokenizer
-from dist_mem.evaluation.probe import PREFIX, open_passage, passage_figures
-from dist_mem.evaluation.probe_measures import BANDS
+from dist_mem.evaluation.probe import BANDS, PREFIX, open_passage, passage_figures
 from dist_mem.evaluation.scoring import score_split
 from dist_mem.memory import memory_class, memory_kinds
 from dist_mem.model import LMState, MemoryLM

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dist_mem.data.batch import IGNORE
 from dist_mem.data.shard import Index, TokenizedDocument, read_index, write_split
-from dist_mem.evaluation import layouts
+from dist_mem.evaluation import scoring
 from dist_mem.evaluation.report import Report
 from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.memory.base import map_state
@@ -211,8 +211,8 @@ def test_a_split_of_which_nothing_is_scored_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_token_that_is_not_scored_is_an_error(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = layouts.evaluation_batches
-    monkeypatch.setattr(layouts, "evaluation_batches", lambda *args, **kwargs: list(batches(*args, **kwargs))[:-1])
+    batches = scoring.evaluation_batches
+    monkeypatch.setattr(scoring, "evaluation_batches", lambda *args, **kwargs: list(batches(*args, **kwargs))[:-1])
     with pytest.raises(EvaluationError, match=r"document doc0: 96 tokens scored, 100 expected"):
         score(index, make_model(), num_lanes=9)
 

@@ -13,9 +13,8 @@ from dist_mem.config import Config, TrainConfig
 from dist_mem.contract.subject import VOCAB
 from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.evaluation.trained_model import TrainedModel
-from dist_mem.generation.generate import generate, stream
+from dist_mem.generation.generate import Sampling, choose, generate, stream
 from dist_mem.generation.reading import Reading, next_log_probs, read, select, start
-from dist_mem.generation.sampling import Sampling, choose
 from dist_mem.memory.base import named_tensors
 from tests.support.contract_cases import SEG_LEN, case_params, small_model
 

@@ -19,9 +19,8 @@ from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.source import SourceDocument
 from dist_mem.evaluation.trained_model import load_model
 from dist_mem.generation.command import read_prompt
-from dist_mem.generation.generate import generate
+from dist_mem.generation.generate import Sampling, generate
 from dist_mem.generation.reading import read, start
-from dist_mem.generation.sampling import Sampling
 from dist_mem.runtime.terminal import printable
 from tests.support.jobs import build_books, train_here, write_config
 from tests.support.limits import limit

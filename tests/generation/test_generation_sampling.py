@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
-from dist_mem.generation.repetition import distinct, measure, rep
-from dist_mem.generation.sampling import Sampling, choose, kept_probabilities
-from dist_mem.generation.text import TextWriter
+from dist_mem.generation.generate import Sampling, choose, kept_probabilities
+from dist_mem.generation.text import TextWriter, distinct, measure, rep
 from dist_mem.runtime.terminal import printable
 
 DRAWS = 20_000

@@ -20,9 +20,8 @@ from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.errors import EXIT_USAGE, RunError, UnusableError
 from dist_mem.evaluation.memory_file import read_memory_file, write_memory_file
 from dist_mem.evaluation.trained_model import Checkpoint, TrainedModel
-from dist_mem.generation.generate import generate
+from dist_mem.generation.generate import Sampling, generate
 from dist_mem.generation.reading import Reading, next_log_probs, read, select, start
-from dist_mem.generation.sampling import Sampling
 from dist_mem.generation.text_memory import TextMemory, load_memory, read_text, save_memory
 from dist_mem.generation.text_scores import score
 from tests.generation.test_generation import same_reading, trained_model

@@ -11,9 +11,8 @@ import torch
 from dist_mem.config import Config, DataConfig, TrainConfig
 from dist_mem.contract.subject import VOCAB
 from dist_mem.evaluation.trained_model import TrainedModel, init_state, read_lanes
-from dist_mem.generation.generate import generate
+from dist_mem.generation.generate import Sampling, generate
 from dist_mem.generation.reading import next_log_probs, read, start, start_from
-from dist_mem.generation.sampling import Sampling
 from dist_mem.generation.text_scores import score
 from tests.generation.test_generation import BOS, same_reading, trained_model
 from tests.support.contract_cases import SEG_LEN, case_params

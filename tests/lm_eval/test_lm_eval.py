@@ -18,9 +18,8 @@ from dist_mem.__main__ import main
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.source import SourceDocument
 from dist_mem.evaluation.trained_model import load_model
-from dist_mem.generation.generate import generate
+from dist_mem.generation.generate import Sampling, generate
 from dist_mem.generation.reading import read, start
-from dist_mem.generation.sampling import Sampling
 from dist_mem.generation.text_scores import score
 from dist_mem.lm_eval.model import DistMemLM, encode_pair
 from dist_mem.memory import memory_class, memory_kinds

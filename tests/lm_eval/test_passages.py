@@ -11,9 +11,8 @@ import torch
 from dist_mem.config import Config, DataConfig, TrainConfig
 from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.evaluation.trained_model import TrainedModel
-from dist_mem.generation.generate import generate
+from dist_mem.generation.generate import Sampling, generate
 from dist_mem.generation.reading import read, start
-from dist_mem.generation.sampling import Sampling
 from dist_mem.generation.text_scores import score
 from dist_mem.lm_eval.passages import Passage, score_passages
 from tests.generation.test_generation import BOS, trained_model

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_mem.datasets.workers import map_unordered
+from dist_mem.datasets.builder import map_unordered
 from dist_mem.launch.local import launcher
 from dist_mem.recompute.spawn import run_ranks
 from dist_mem.runtime.environment import keep_working_directory_out

@@ -23,11 +23,23 @@ from itertools import count
 from dist_mem.data.shard import TokenizedDocument
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.datasets.babi_stories import NUM_FACTS, Story, draw_story
-from dist_mem.datasets.hash_split import SPLITS
-from dist_mem.datasets.haystacks import Books, Haystack, Library
-from dist_mem.datasets.options import check_paths, positive
-from dist_mem.datasets.task_splits import Task, add_task_options, build_task, counts_of, draw_of_split
-from dist_mem.datasets.task_text import Question, add_text_options, document_of, fitted, tokenizer_of
+from dist_mem.datasets.builder import check_paths, positive
+from dist_mem.datasets.split_names import SPLITS
+from dist_mem.datasets.task_text import (
+    Books,
+    Haystack,
+    Library,
+    Question,
+    Task,
+    add_task_options,
+    add_text_options,
+    build_task,
+    counts_of,
+    document_of,
+    draw_of_split,
+    fitted,
+    tokenizer_of,
+)
 
 MAX_DRAWS = 1_000  # of a story that fits into the length
 

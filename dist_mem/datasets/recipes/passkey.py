@@ -25,12 +25,25 @@ from typing import NamedTuple
 
 from dist_mem.data.shard import TokenizedDocument
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.datasets.hash_split import SPLITS
-from dist_mem.datasets.haystacks import REPEATED, Books, Haystack, Repeat
-from dist_mem.datasets.options import check_paths, positive
-from dist_mem.datasets.sample_words import MATERIALS, TREASURES
-from dist_mem.datasets.task_splits import Task, add_task_options, build_task, counts_of, draw_of_split
-from dist_mem.datasets.task_text import Question, add_text_options, document_of, fitted, tokenizer_of
+from dist_mem.datasets.builder import check_paths, positive
+from dist_mem.datasets.sample_library import MATERIALS, TREASURES
+from dist_mem.datasets.split_names import SPLITS
+from dist_mem.datasets.task_text import (
+    REPEATED,
+    Books,
+    Haystack,
+    Question,
+    Repeat,
+    Task,
+    add_task_options,
+    add_text_options,
+    build_task,
+    counts_of,
+    document_of,
+    draw_of_split,
+    fitted,
+    tokenizer_of,
+)
 
 PASSKEY, RULER = "passkey", "ruler"
 MAX_NEEDLES = 8

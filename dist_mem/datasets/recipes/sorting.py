@@ -19,8 +19,8 @@ import numpy as np
 
 from dist_mem.data.shard import TokenizedDocument
 from dist_mem.data.tokenizers.words import WordTokenizer
-from dist_mem.datasets.hash_split import SPLITS
-from dist_mem.datasets.task_splits import Task, add_task_options, build_task, counts_of
+from dist_mem.datasets.split_names import SPLITS
+from dist_mem.datasets.task_text import Task, add_task_options, build_task, counts_of
 
 NUM_SYMBOLS = 20  # symbols are words "0" to "19"
 SEPARATOR = NUM_SYMBOLS

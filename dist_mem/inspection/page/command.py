@@ -20,8 +20,7 @@ from omegaconf import OmegaConf
 from dist_mem.config.sources import read_overrides
 from dist_mem.data.plan import segment_starts
 from dist_mem.errors import EXIT_DONE, UnusableError, run_error
-from dist_mem.evaluation.cut_short import StopCheck
-from dist_mem.evaluation.job import as_job, found_by_all, use_threads
+from dist_mem.evaluation.job import StopCheck, as_job, found_by_all, use_threads
 from dist_mem.evaluation.sweep import names_of
 from dist_mem.generation.text import read_file
 from dist_mem.inspection.aggregates import aggregate

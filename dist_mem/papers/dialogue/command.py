@@ -22,8 +22,7 @@ from dist_mem.config import Config
 from dist_mem.data.directory import open_index, refresh
 from dist_mem.data.shard import Index
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.cut_short import StopCheck
-from dist_mem.evaluation.job import as_job, described, found_by_all, read_before, track, use_threads
+from dist_mem.evaluation.job import StopCheck, as_job, described, found_by_all, read_before, track, use_threads
 from dist_mem.evaluation.kept_memory import states_and_inputs
 from dist_mem.evaluation.memory_file import MemoryFile
 from dist_mem.evaluation.other_data import data_tag
@@ -36,7 +35,7 @@ from dist_mem.evaluation.trained_model import (
     read_settings,
     tokenizer_of_data,
 )
-from dist_mem.generation.sampling import Sampling
+from dist_mem.generation.generate import Sampling
 from dist_mem.generation.text_memory import load_memory
 from dist_mem.papers.dialogue.metrics import make_scorer, open_wordnet
 from dist_mem.papers.dialogue.replies import Conversation, answer_all, choose_replies, read_conversations

@@ -20,9 +20,8 @@ from dist_mem.data.shard import Index, check_document, read_mask, read_tokens
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.datasets.recipes.cmu_dog import LEAKED
 from dist_mem.evaluation.trained_model import TrainedModel
-from dist_mem.generation.generate import generate
+from dist_mem.generation.generate import Sampling, generate
 from dist_mem.generation.reading import Reading, read, select, start
-from dist_mem.generation.sampling import Sampling
 
 
 class Reply(NamedTuple):

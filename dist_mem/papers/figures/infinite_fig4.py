@@ -19,7 +19,7 @@ from dist_mem.data.documents import Document
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.plotting.drawn import Drawn, Table
 from dist_mem.evaluation.plotting.style import BLUE, GREEN, ORANGE, new_picture
-from dist_mem.generation.sampling import Sampling
+from dist_mem.generation.generate import Sampling
 from dist_mem.papers.dialogue.replies import Answer, Conversation, answer_all, choose_replies, find_replies
 from dist_mem.papers.figures.parts.signal import (
     is_empty,

@@ -18,9 +18,8 @@ from dist_mem.datasets.source import SourceDocument
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation import evaluate, job
 from dist_mem.evaluation.trained_model import TrainedModel
-from dist_mem.generation.generate import generate
+from dist_mem.generation.generate import Sampling, generate
 from dist_mem.generation.reading import read, start
-from dist_mem.generation.sampling import Sampling
 from dist_mem.papers.dialogue import command as command
 from dist_mem.papers.dialogue.command import Settings
 from dist_mem.papers.dialogue.replies import (

@@ -13,8 +13,7 @@ from dist_mem.data.directory import open_index, refresh
 from dist_mem.data.documents import Document, Documents
 from dist_mem.data.plan import cut_lengths
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.cut_short import StopCheck
-from dist_mem.evaluation.job import use_threads
+from dist_mem.evaluation.job import StopCheck, use_threads
 from dist_mem.evaluation.plotting.drawn import Drawn
 from dist_mem.evaluation.trained_model import Checkpoint, TrainedModel, open_model, read_settings, tokenizer_of_data
 from dist_mem.inspection.walk import Step, walk
