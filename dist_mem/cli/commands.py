@@ -23,7 +23,7 @@ from dist_mem.runtime.extras import require
 from dist_mem.runtime.ranks import note_exit_code
 from dist_mem.runtime.shipped import shipped_root
 from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
-from dist_mem.runtime.terminal import listed, table
+from dist_mem.runtime.terminal import listed
 
 
 def load_checked(arguments: Sequence[str], *, builds_model: bool = False) -> Config:
@@ -190,28 +190,6 @@ def generate(options: argparse.Namespace) -> int:
     from dist_mem.generation.command import request_of, run
 
     return run(request_of(options))
-
-
-def reproduce(options: argparse.Namespace) -> int:
-    """Train and evaluate every row of a table of the papers, or of yours."""
-    from dist_mem.studies.command import run
-    from dist_mem.studies.tables import load_table, table_names
-
-    if options.table is None:
-        shipped = [load_table(name) for name in table_names()]
-        rows = [(Path(table.path).stem, ", ".join(table.scales), table.title) for table in shipped]
-        print("\n".join(table([("table", "scales", "what"), *rows])))
-        return 0
-    return run(
-        options.table,
-        scale=options.scale,
-        out=options.out,
-        rows=options.rows,
-        seeds=options.seeds,
-        ranks=options.ranks,
-        extra=options.overrides,
-        only_check=options.check,
-    )
 
 
 def dialogue(options: argparse.Namespace) -> int:

@@ -10,8 +10,8 @@ from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
+from dist_mem.cli import commands as run
 from dist_mem.cli import (
-    arena,
     datasets,
     drawing,
     harness,
@@ -22,21 +22,18 @@ from dist_mem.cli import (
     reporting,
     starting,
     steps,
-    sweeping,
+    studies,
 )
-from dist_mem.cli import commands as run
 from dist_mem.cli.arguments import (
     MODEL,
     add_checkpoint,
     add_memory,
     count,
     keys_of,
-    names,
     output_file,
     output_folder,
     place,
     seed,
-    seeds,
     split,
     unknown_command,
     unknown_option,
@@ -77,9 +74,9 @@ def build_parser() -> tuple[ArgumentParser, Parsers]:
             memory_files.memory: memory_files.add_memory_arguments,
             run.dialogue: _add_dialogue,
             run.export: _add_export,
-            run.reproduce: _add_reproduce,
-            sweeping.sweep: sweeping.add_arguments,
-            arena.arena: arena.add_arguments,
+            studies.reproduce: studies.add_reproduce_arguments,
+            studies.sweep: studies.add_sweep_arguments,
+            studies.arena: studies.add_arena_arguments,
         },
         "check": {
             run.config: _add_config,
@@ -256,21 +253,6 @@ def _add_dialogue(added: ArgumentParser) -> None:
 def _add_inspect(added: ArgumentParser) -> None:
     _add_model(added, overrides="another run to compare with, and key=value overrides of eval.* and data.path")
     inspecting.add_arguments(added)
-
-
-def _add_reproduce(added: ArgumentParser) -> None:
-    added.add_argument(
-        "table", nargs="?", type=place, help="name, for example lamemo.table1, or a .yaml file (default: list them)"
-    )
-    added.add_argument("overrides", nargs="*", default=[], help="key=value overrides for every training")
-    added.add_argument("--check", action="store_true", help="print the resolved settings of every row, and exit")
-    added.add_argument("--scale", default="tiny", help="tiny, small or paper (default: tiny)")
-    added.add_argument(
-        "--out", type=output_folder, metavar="FOLDER", help="output (default: runs/reproduce/TABLE.SCALE)"
-    )
-    added.add_argument("--rows", type=names, default=[], help="only these rows, for example transformer_xl,lamemo")
-    added.add_argument("--seeds", type=seeds, default=[], help="for example 0,1,2 (default: those of the scale)")
-    added.add_argument("--ranks", type=count, default=1, metavar="N", help="processes per training (default: 1)")
 
 
 def _add_step(added: ArgumentParser) -> None:

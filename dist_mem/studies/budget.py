@@ -1,10 +1,10 @@
-"""Equal budgets: overrides that give every memory of an arena the same tokens, FLOPs, parameters or bytes of memory.
+"""Equal budgets: overrides that give every row of a study the same tokens, FLOPs, parameters or bytes of memory.
 
     budget: {flops: 3e15, state_bytes: 98304}
     fit: {params: model.d_inner, state_bytes: {transformer_xl: memory.mem_len, compressive: memory.cmem_len}}
 
 `tokens` or `flops` of the training sets `train.steps`. `params` and `state_bytes` (of a lane) set the key that `fit`
-names, of all memories or of each; a memory without one keeps its size, and the results show what everyone has. Both
+names, of all rows or of each; a row without one keeps its size, and the results show what everyone has. Both
 sizes grow in proportion to such a key, so two counts give the value, which is rounded to what a key of lengths takes:
 a multiple of `train.seg_len`, or of 8 for a width.
 """
@@ -12,15 +12,17 @@ a multiple of `train.seg_len`, or of 8 for a width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
 from dist_mem.config import Config
 from dist_mem.errors import UnusableError
+from dist_mem.studies.runs import all_runs, train_words
+from dist_mem.studies.study import FITTED, Study
 
-WORK = {"tokens": "tokens", "flops": "FLOPs of the training"}  # what sets the steps
-SIZES = {"params": "num_parameters", "state_bytes": "state_bytes_per_lane"}  # budget -> name in `describe`
+_NAMES = {"params": "num_parameters", "state_bytes": "state_bytes_per_lane"}  # of FITTED, in `describe`
 _WIDTH_STEP = 8
 
 Load = Callable[[Sequence[str]], Config]
@@ -28,7 +30,7 @@ Describe = Callable[[Config], Mapping[str, int]]
 
 
 class Costs(NamedTuple):
-    """What a memory takes within its budget."""
+    """What a row takes within its budget."""
 
     parameters: int
     state_bytes: int  # of a lane
@@ -37,33 +39,29 @@ class Costs(NamedTuple):
     flops: int | None  # of the training; None: the memory does not count its operations
 
 
-def check_budget(budget: Mapping[str, float], fit: Mapping[str, Any], *, where: str) -> None:
-    """Raise UnusableError for a budget that says not exactly how long to train, or sizes that nothing fits."""
-    unknown = [name for name in budget if name not in (*WORK, *SIZES)]
-    if unknown:
-        raise UnusableError(f"{where}: budget has {unknown[0]!r}, but must be of {', '.join((*WORK, *SIZES))}")
-    if sum(name in budget for name in WORK) != 1:
-        raise UnusableError(f"{where}: budget must have exactly one of {' and '.join(WORK)}, which sets train.steps")
-    for name in (name for name in SIZES if (name in budget) != (name in fit)):
-        raise UnusableError(f"{where}: {name} must be both in budget, the size, and in fit, the key that sets it")
-    if small := [name for name, value in budget.items() if value <= 0]:
-        raise UnusableError(f"{where}: budget.{small[0]} is {budget[small[0]]:g}, but must be above 0")
+def apply_budget(study: Study, load: Load, describe: Describe) -> dict[str, Costs]:
+    """Give every row of a study its budget, and return what each takes; nothing without a budget.
+
+    Args:
+        load: returns the configuration of some words.  describe: returns its sizes, as `model.describe`.
+
+    Raises:
+        UnusableError: the budget is too small, a key changes no size, or a memory counts no FLOPs.
+    """
+    costs = {}
+    for run in all_runs(study, Path(), study.seeds[:1]) if study.budget else ():
+        name, words = study.candidates.get(run.row, run.row), train_words(study, run, ())
+        added, costs[run.row] = fitted(name, words, study.budget, study.fit, load, describe)
+        study.trained[run.row] += added
+    return costs
 
 
 def fitted(
     name: str, words: Sequence[str], budget: Mapping[str, float], fit: Mapping[str, Any], load: Load, describe: Describe
 ) -> tuple[list[str], Costs]:
-    """Return the overrides that give a memory the budget, and what it then takes.
-
-    Args:
-        name: of the memory.  words: its configurations and overrides.
-        load: returns the configuration of some words.  describe: returns its sizes, as `model.describe`.
-
-    Raises:
-        UnusableError: the budget is too small, a key changes no size, or the memory counts no FLOPs.
-    """
+    """Return the overrides that give a row the budget, and what it then takes; arguments as in `apply_budget`."""
     added: list[str] = []
-    for size in (size for size in SIZES if size in budget):
+    for size in (size for size in FITTED if size in budget):
         key = fit[size].get(name) if isinstance(fit[size], Mapping) else fit[size]
         if key is not None:
             added.append(_fit_size(name, [*words, *added], str(key), size, budget[size], load, describe))
@@ -93,12 +91,12 @@ def _fit_size(
     if not isinstance(now, int):
         raise UnusableError(f"{name}: fit.{size} is {key}, which is {now!r} there and no whole number")
     low, high = 4 * unit, 8 * unit
-    first, second = (describe(load([*words, f"{key}={value}"]))[SIZES[size]] for value in (low, high))
+    first, second = (describe(load([*words, f"{key}={value}"]))[_NAMES[size]] for value in (low, high))
     if first == second:
         raise UnusableError(f"{name}: fit.{size} is {key}, which does not change it: it is {first:,} in any case")
     value = low + (wanted - first) * (high - low) / (second - first)
     if value < unit / 2:
-        least = describe(load([*words, f"{key}={unit}"]))[SIZES[size]]
+        least = describe(load([*words, f"{key}={unit}"]))[_NAMES[size]]
         smallest = f"the smallest {key}, {unit}, has {least:,}"
         raise UnusableError(f"{name}: budget.{size} is {wanted:g}, but {smallest}: give more")
     return f"{key}={round(value / unit) * unit}"

@@ -1,88 +1,138 @@
-"""The reproduce command: build data, train, evaluate and write the table; finished steps are not repeated."""
+"""Run a study: build its data, train, evaluate and write the table; finished steps are not repeated.
+
+`dist-mem reproduce`, `sweep` and `arena` are the doors to this module.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from dist_mem.config import load_config
+import torch
+
+from dist_mem.config import Config, load_config
 from dist_mem.config.check import hint
+from dist_mem.config.sources import COMMAND_LINE, read_sources
+from dist_mem.data.batch_plan import counted
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE, UnusableError
+from dist_mem.estimate.dry_run import check_model
+from dist_mem.launch.submit import submit_array
+from dist_mem.memory import memory_options
+from dist_mem.runtime.files import free_name, sha256_of, write_text
+from dist_mem.runtime.ranks import names_of_gpus
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.runtime.terminal import listed
-from dist_mem.studies.fingerprint import keep_settings
-from dist_mem.studies.job import CommandError, Job, Place, StoppedError
-from dist_mem.studies.one_run import run_one
-from dist_mem.studies.parent_run import ParentRun
-from dist_mem.studies.pool import for_each_run
-from dist_mem.studies.results import cell, write_results
-from dist_mem.studies.row_check import check, check_rows
-from dist_mem.studies.runs import (
-    all_runs,
-    candidates,
-    columns_of,
-    figure_commands,
-    runs_behind,
-    shown_rows,
-    train_words,
-    with_done,
+from dist_mem.runtime.terminal import listed, table
+from dist_mem.studies import estimate
+from dist_mem.studies.budget import Costs, apply_budget
+from dist_mem.studies.job import (
+    CommandError,
+    Job,
+    Place,
+    StoppedError,
+    build,
+    for_each_run,
+    left_to_measure,
+    places,
+    run_one,
 )
-from dist_mem.studies.tables import load_table
+from dist_mem.studies.page import cell, write_results
+from dist_mem.studies.row_check import check, check_rows
+from dist_mem.studies.runs import RESULTS, all_runs, figure_commands, rows_behind, runs_behind, shown_rows, train_words
+from dist_mem.studies.runs import with_done as with_measured
+from dist_mem.studies.study import MAX_RUNS, Study, load_study
 from dist_mem.tracking.mlflow.errors import brief
+from dist_mem.tracking.mlflow.run import connect
+from dist_mem.tracking.mlflow.stores import experiment_of, store_uri
 from dist_mem.tracking.provenance import git_state, versions
 
+# Tags that MLflow's clients set on a run they start, here its parent. dist_mem gets them from MLflow.
+CONTEXT = "MLFLOW_RUN_CONTEXT"
+_RESTARTS = 3  # of a run that died
+_MADE_FROM = "made_from.txt"  # hashes of the file, its scale, the overrides and every configuration file
+_RUN_ID = "mlflow_run_id"
 
-def run(
-    name: str,
-    *,
-    scale: str,
-    out: Path | None,
-    rows: Sequence[str],
-    seeds: Sequence[int],
-    ranks: int,
-    extra: Sequence[str],
-    only_check: bool = False,
-) -> int:
-    """Run the command and return the exit code of the process.
 
-    Args:
-        name: name of the table, or path of its file.  scale: a scale of the table: tiny, small, paper.
-        rows: keys of rows; empty: all.  seeds: empty: those of the scale.
-        ranks: processes per training.
-        extra: key=value overrides for every training; those of eval and tracking also for every evaluation.
-        only_check: only print the resolved settings of every row.
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a study."""
+
+    study: str  # its path, or its name in configs/tables
+    command: str  # reproduce, sweep or arena: names the folder of the results
+    scale: str = ""  # "": the first of the file
+    out: Path | None = None  # None: runs/COMMAND/NAME
+    rows: Sequence[str] = ()  # empty: all
+    seeds: Sequence[int] = ()  # empty: those of the study
+    jobs: int = 1  # trainings at the same time
+    ranks: int = 1  # processes per training
+    extra: Sequence[str] = ()  # key=value for every training; those of eval and tracking also for every evaluation
+    max_runs: int = MAX_RUNS  # more are refused
+    check: bool = False  # print the resolved settings of every row instead
+    plan: bool = False  # print what every row takes within the budget instead
+    site: Config | None = None  # submit the trainings with this block `launch` instead
+    estimate: bool = False  # try every row, and say what the study will take
+    run: bool = True  # False: end after the estimate
+
+
+def run(asked: Request) -> int:
+    """Run the command and return the exit code of the process; the same call continues a stopped one.
 
     Raises:
-        UnusableError: the table, the scale, the rows or the configuration are invalid.
+        UnusableError: the study, the rows or the configurations are invalid, a row does not fit the budget, or sbatch
+            refuses the array.
+        UnfitError: Slurm does not answer.
     """
-    table = load_table(name)
-    name = Path(table.path).stem
-    if scale not in table.scales:
-        raise UnusableError(f"{table.path} has no scale {scale!r}; it has: {', '.join(table.scales)}")
-    chosen = table.scales[scale]
-    known = shown_rows(table, chosen)
-    unknown = [row for row in rows if row not in known]
+    study, extra = load_study(asked.study, asked.scale, max_runs=asked.max_runs), list(asked.extra)
+    if asked.command == "arena" and not study.budget:
+        raise UnusableError(f"{study.path} has no budget: give one, or compare its rows by `dist-mem sweep`")
+    known = shown_rows(study)
+    unknown = [row for row in asked.rows if row not in known]
     if unknown:
+        at = f" at scale {study.scale}" if study.scale else ""
         close = hint(unknown[0], known)
-        raise UnusableError(f"{unknown[0]!r} is not a row of {name} at scale {scale}{close}; rows are{listed(known)}")
-    if only_check:
-        return check(table, chosen, rows=rows, seeds=seeds, ranks=ranks, extra=list(extra))
-    out = out or Path("runs") / "reproduce" / f"{name}.{scale}"
-    requested = [one for row in rows or chosen.rows for one in candidates(table, chosen, row)]
-    runs = all_runs(chosen, out, seeds or chosen.seeds, requested)
-    check_rows(table, chosen, extra, requested)
+        raise UnusableError(f"{unknown[0]!r} is not a row of {study.name}{at}{close}; rows are{listed(known)}")
+    if asked.check:
+        return check(study, rows=asked.rows, seeds=asked.seeds, ranks=asked.ranks, extra=extra)
+    out = asked.out or Path("runs") / asked.command / ".".join(filter(None, (study.name, study.scale)))
+    requested = [one for row in asked.rows for one in rows_behind(study, row)]
+    runs = all_runs(study, out, asked.seeds, requested)
+    if not study.budget:
+        check_rows(study, extra, requested)  # what is refused leaves no folder behind
     with locked(out), StopSignal() as signal:
-        keep_settings(table, chosen, out, extra)
-        job = Job(table, chosen, out, runs, ranks, list(extra), signal)
-        return run_table(job, name=f"{name} ({scale})", places=[Place()], restarts=0)
+        keep_settings(study, out, extra)
+        job = Job(study, out, runs, asked.ranks, extra, signal)
+        if study.budget:
+            build(job, runs[0], print)  # the sizes depend on the vocabulary
+            job.costs = apply_budget(study, partial(_with_extra, extra=extra), check_model)
+            check_rows(study, extra, requested)
+            print(_plan(job.costs), flush=True)
+        if asked.plan:
+            return EXIT_DONE
+        if asked.site is not None:
+            return _submit(job, asked.site, at_once=asked.jobs)
+        return _run(job, asked)
+
+
+def _with_extra(words: Sequence[str], *, extra: Sequence[str]) -> Config:
+    return load_config([*words, *extra], memory_options=memory_options)
+
+
+def _plan(costs: Mapping[str, Costs]) -> str:
+    rows = [
+        [name, *(f"{part:,}" for part in each[:4]), "n/a" if each.flops is None else f"{each.flops:.3g}"]
+        for name, each in costs.items()
+    ]
+    return "\n".join(table([["row", "parameters", "state bytes", "steps", "tokens", "FLOPs"], *rows]))
 
 
 @contextmanager
@@ -111,18 +161,100 @@ def locked(out: Path) -> Iterator[None]:
             raise
 
 
-def run_table(
-    job: Job, *, name: str, places: Sequence[Place], restarts: int, write_more: Callable[[], list[Path]] = list
-) -> int:
-    """Run all runs of a table, write it, and return the exit code of the process.
+def keep_settings(study: Study, out: Path, extra: Sequence[str]) -> None:
+    """Check that the folder never mixes figures of different definitions, and write what it is made from.
 
     Args:
-        write_more: writes files beside the table and returns their paths; they go to MLflow too.
+        extra: overrides for every training.
+
+    Raises:
+        UnusableError: the folder has figures made from other inputs, or a configuration file is missing.
     """
-    parent = _parent(job, name)
+    head = [sha256_of(Path(study.path)), study.scale, shlex.join(extra)]
+    lines = [*head, *_hashes(study)]
+    path = out / _MADE_FROM
+    is_used = (out / "runs").exists() or (out / RESULTS).exists()  # otherwise an earlier call produced nothing
+    if is_used and path.exists():
+        kept = path.read_text(encoding="utf-8").splitlines()
+        changed = [line.partition(" ")[2] for line in lines[len(head) :] if line not in kept]
+        what = f"{' and '.join(changed)} {'has' if len(changed) == 1 else 'have'} changed since"
+        if kept[: len(head)] != head:
+            what, changed = "its definition, the scale or the overrides have changed since", [study.path]
+        if changed:
+            raise UnusableError(
+                f"{out} holds runs of another {study.name}: {what}; give another --out, or remove the folder"
+            )
+    write_text(path, "".join(f"{line}\n" for line in lines))
+
+
+def _hashes(study: Study) -> list[str]:
+    """Return a line per configuration file of any row: the hash of its content without comments, and its path."""
+    contents: dict[str, str] = {}
+    for words in study.trained.values():
+        for point in study.points.values():
+            for source in read_sources([*study.train, *words, *point.train]):
+                contents[source.where] = json.dumps(source.tree, sort_keys=True, default=str)
+    contents.pop(COMMAND_LINE, None)
+    return [f"{hashlib.sha256(text.encode()).hexdigest()} {where}" for where, text in sorted(contents.items())]
+
+
+def _submit(job: Job, site: Config, *, at_once: int) -> int:
+    """Submit the runs that are not finished as a job array, one job each; once they have ended, a call measures them.
+
+    Args:
+        at_once: jobs at the same time.
+    """
+    left = [item for item in job.runs if left_to_measure(job, item)]
+    if not left:
+        raise UnusableError(f"{job.out}: all runs are finished; `{job.study.source}` prints the table")
+    for item in left:
+        build(job, item, print)
+    commands = [shlex.join(train_words(job.study, item, job.extra)) for item in left]
+    list_of_runs = free_name(job.out / "slurm" / "runs.txt")
+    list_of_runs.parent.mkdir(parents=True, exist_ok=True)
+    write_text(list_of_runs, "".join(f"{command}\n" for command in commands))
+    return submit_array(list_of_runs, site, num_tasks=len(left), at_once=at_once, name=job.study.name)
+
+
+def _run(job: Job, asked: Request) -> int:
+    """Estimate and run the runs of a job, several at one time, and write the results; see `run`."""
+    gpus = names_of_gpus(torch.cuda.device_count())
+    everywhere = places(asked.jobs, job.ranks, num_cores=os.cpu_count() or 1, gpus=gpus)
+    rows, seeds = ({getattr(item, part) for item in job.runs} for part in ("row", "seed"))
+    runs = counted(len(job.runs), "run")
+    print(f"{counted(len(rows), 'row')} with {counted(len(seeds), 'seed')}: {runs}", file=sys.stderr)
+    try:
+        seconds = _estimate(job, everywhere) if asked.estimate else None
+    except StoppedError:
+        return EXIT_REQUEUE
+    if not asked.run:
+        return EXIT_DONE
+    begin = time.monotonic()
+    code = run_study(job, everywhere)
+    if code == EXIT_DONE and seconds is not None:
+        took = estimate.duration(time.monotonic() - begin)
+        print(f"took {took}; the estimate was {estimate.duration(seconds)}")
+    return code
+
+
+def _estimate(job: Job, everywhere: Sequence[Place]) -> float | None:
+    """Print what the study will take; return its seconds, None if all is finished."""
+    found, errors = estimate.estimate(job, everywhere)
+    if errors:
+        raise UnusableError(f"{errors[0]}; nothing else was started")
+    if not found:
+        return None
+    device = "GPU" if torch.cuda.is_available() else "CPU"
+    print("\n".join(estimate.report(found, num_places=len(everywhere), ranks=job.ranks, device=device)), flush=True)
+    return estimate.finish_seconds([one.seconds for one in found], len(everywhere))
+
+
+def run_study(job: Job, everywhere: Sequence[Place]) -> int:
+    """Run all runs of a study, write its results, and return the exit code of the process."""
+    parent = _parent(job)
     code, status = EXIT_FAILED, "FAILED"
     try:
-        errors = for_each_run(job, job.runs, places, partial(run_one, job), restarts=restarts)
+        errors = for_each_run(job, job.runs, everywhere, partial(run_one, job), restarts=_RESTARTS)
         for error in errors:
             print(f"error: {error}", file=sys.stderr)
         if not errors:
@@ -133,29 +265,21 @@ def run_table(
     except StoppedError:
         print(f"stopped; the same command continues from here: {job.out}", file=sys.stderr)
         code, status = EXIT_REQUEUE, "KILLED"
-    job.runs = with_done(job.table, job.scale, job.out, job.runs)
-    paths = write_results(job.table, job.scale, job.runs, job.out, _provenance(job))
-    print(paths[0].read_text(encoding="utf-8"))
-    print(f"written: {', '.join(str(path) for path in paths)}")
+    job.runs = with_measured(job.study, job.out, job.runs)
+    paths: list[Path] = []
     try:
-        paths += write_more()
+        paths = write_results(job, _provenance(job))
+        print(paths[0].read_text(encoding="utf-8"))
+        print(f"written: {', '.join(str(path) for path in paths)}")
     finally:
         if parent is not None:
             _close(parent, job, paths, status)
     return code
 
 
-def _close(parent: ParentRun, job: Job, paths: Sequence[Path], status: str) -> None:
-    """Send the table to MLflow; if that fails, print how to send it again, since the files have all results."""
-    try:
-        parent.close(_figures(job), paths, status=status)
-    except Exception as error:  # any of the many libraries under MLflow's stores
-        print(f"MLflow did not receive the table: {brief(error)}; the same command sends it again", file=sys.stderr)
-
-
 def _draw_figures(job: Job) -> None:
-    """Draw the figures of the table; one that its runs do not give, as one that diverged, is left out and said."""
-    for name, command in figure_commands(job.table, job.runs, job.out, job.extra).items():
+    """Draw the figures of the study; one that its runs do not give, as one that diverged, is left out and said."""
+    for name, command in figure_commands(job.study, job.runs, job.out, job.extra).items():
         try:
             job.command(command, f"figure-{name}")
             print(f"{name}: {job.out / 'figures'}", flush=True)
@@ -163,11 +287,61 @@ def _draw_figures(job: Job) -> None:
             print(f"{name} is not drawn: {error}", file=sys.stderr)
 
 
-def _parent(job: Job, name: str) -> ParentRun | None:
+def _provenance(job: Job) -> dict[str, str]:
+    state = git_state()
+    commit = state.tags.get("mlflow.source.git.commit", "unknown")[:12] + (
+        " and uncommitted changes" if state.diff else ""
+    )
+    seeds = sorted({item.seed for item in job.runs})
+    provenance = {"date": datetime.now(UTC).date().isoformat(), "commit": commit, "seeds": ", ".join(map(str, seeds))}
+    provenance["every row"] = f"`{shlex.join(job.study.train)}`"
+    if job.extra:
+        provenance["overrides"] = f"`{shlex.join(job.extra)}`"
+    return provenance
+
+
+class ParentRun:
+    """A run in MLflow that contains the table and the runs of its trainings."""
+
+    def __init__(self, config: Config, out: Path, *, name: str, tags: Mapping[str, str]) -> None:
+        """Reuse the run of an earlier call, or create one. Raises the exceptions of MLflow's client."""
+        self._client = connect(store_uri(config))
+        path = out / _RUN_ID
+        if path.exists():
+            self.run_id = path.read_text(encoding="utf-8").strip()
+        else:
+            self.run_id = self._create(experiment_of(config), name, tags)
+            write_text(path, f"{self.run_id}\n")
+        self._client.update_run(self.run_id, status="RUNNING")
+
+    def _create(self, experiment: Mapping[str, str], name: str, tags: Mapping[str, str]) -> str:
+        experiment_id = experiment.get("id")
+        if experiment_id is None:
+            found = self._client.get_experiment_by_name(experiment["name"])
+            experiment_id = found.experiment_id if found else self._client.create_experiment(experiment["name"])
+        run = self._client.create_run(experiment_id, run_name=name, tags=dict(tags))
+        return str(run.info.run_id)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables for the processes of its children."""
+        return {CONTEXT: json.dumps({"mlflow.parentRunId": self.run_id})}
+
+    def close(self, figures: Mapping[str, float], files: Sequence[Path], *, status: str) -> None:
+        """Log the figures and files and end the run with status FINISHED, KILLED or FAILED."""
+        for name, value in figures.items():
+            self._client.log_metric(self.run_id, name, value)
+        for path in files:
+            self._client.log_artifact(self.run_id, str(path))
+        self._client.set_terminated(self.run_id, status=status)
+
+
+def _parent(job: Job) -> ParentRun | None:
     """Return the parent run of all trainings in MLflow; None if tracking is off or MLflow fails."""
-    config = load_config(train_words(job.scale, job.runs[0], job.extra))
+    config = load_config(train_words(job.study, job.runs[0], job.extra))
     if not config.tracking.mlflow:
         return None
+    name = job.study.name + (f" ({job.study.scale})" if job.study.scale else "")
     tags = {**git_state().tags, **versions(), "dist_mem.table": name}
     try:
         parent = ParentRun(config, job.out, name=name, tags=tags)
@@ -181,24 +355,20 @@ def _parent(job: Job, name: str) -> ParentRun | None:
     return parent
 
 
-def _provenance(job: Job) -> dict[str, str]:
-    state = git_state()
-    commit = state.tags.get("mlflow.source.git.commit", "unknown")[:12] + (
-        " and uncommitted changes" if state.diff else ""
-    )
-    seeds = sorted({item.seed for item in job.runs})
-    provenance = {"date": datetime.now(UTC).date().isoformat(), "commit": commit, "seeds": ", ".join(map(str, seeds))}
-    provenance["every row"] = f"`{shlex.join(job.scale.train)}`"
-    if job.extra:
-        provenance["overrides"] = f"`{shlex.join(job.extra)}`"
-    return provenance
+def _close(parent: ParentRun, job: Job, paths: Sequence[Path], status: str) -> None:
+    """Send the table to MLflow; if that fails, print how to send it again, since the files have all results."""
+    try:
+        parent.close(_means(job), paths, status=status)
+    except Exception as error:  # any of the many libraries under MLflow's stores
+        print(f"MLflow did not receive the table: {brief(error)}; the same command sends it again", file=sys.stderr)
 
 
-def _figures(job: Job) -> dict[str, float]:
+def _means(job: Job) -> dict[str, float]:
     """Return means over seeds, for the parent run, by "row/column": "transformer_xl/test"."""
-    found: dict[str, Any] = {}
-    for name in columns_of(job.table, job.scale):
-        for row in shown_rows(job.table, job.scale):
-            mine = runs_behind(job.table, job.scale, job.runs, row, name)
-            found[f"{row}/{name}"] = cell(mine, name).mean if mine else None
+    found = {
+        f"{row}/{name}": cell(mine, name).mean
+        for name in job.study.columns
+        for row in shown_rows(job.study)
+        if (mine := runs_behind(job.study, job.runs, row, name))
+    }
     return {key: value for key, value in found.items() if value is not None}

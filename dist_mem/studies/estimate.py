@@ -1,6 +1,6 @@
-"""What a sweep will take, before it is run: tokens, hours and the time of its end, from the first steps of every row.
+"""What a study will take, before it is run: tokens, hours and the time of its end, from the first steps of every row.
 
-A trial of each row runs in a folder of its own, in as many places at a time as the sweep will have, until it has made
+A trial of each row runs in a folder of its own, in as many places at a time as the study will have, until it has made
 `MEASURED_STEPS` steps after the first ones; then it is stopped, and its columns are measured. Trials save a checkpoint
 and track in MLflow if the runs will, but in a store of their own, which is removed.
 """
@@ -13,7 +13,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -27,16 +27,14 @@ from dist_mem.errors import EXIT_REQUEUE, UnusableError
 from dist_mem.runtime.file_schema import check, number, read_json, record
 from dist_mem.runtime.files import make_folder, write_text
 from dist_mem.runtime.terminal import table
-from dist_mem.studies.job import CommandError, Job, Place
-from dist_mem.studies.one_run import build, left_to_measure, same_command
-from dist_mem.studies.pool import for_each_run
+from dist_mem.studies.job import CommandError, Job, Place, build, for_each_run, left_to_measure, same_command
 from dist_mem.studies.runs import Run, evaluate_command, train_command, train_words
 from dist_mem.tracking.mlflow.run import connect
 from dist_mem.tracking.tracker import METRICS_FILE, read_points
 
 MEASURED_STEPS = 20
 _FIRST_STEPS = 5  # slower, and not counted
-_FOLDER = "estimates"  # below the sweep's
+_FOLDER = "estimates"  # below the study's
 _STORE = "mlflow"  # below that
 
 
@@ -48,12 +46,10 @@ class Trial:
     evaluation: float  # one during training; 0 if there are none
     rest: float  # start and end of a training, with its last checkpoint
     measuring: float  # of all columns, with the starts of their processes
-    saving: float = 0.0  # of one checkpoint before the last; earlier versions did not measure it
+    saving: float  # of one checkpoint before the last
 
 
-_TRIAL = record(
-    {"step": number, "evaluation": number, "rest": number, "measuring": number}, {"saving": number}, is_open=False
-)
+_TRIAL = record({part.name: number for part in fields(Trial)}, is_open=False)
 
 
 class Estimate(NamedTuple):
@@ -119,7 +115,7 @@ def _try(job: Job, given: Sequence[str], item: Run, report: Callable[[str], None
     metrics, last = trial.directory / METRICS_FILE, _FIRST_STEPS + MEASURED_STEPS
     begin = time.monotonic()
     job.command(
-        train_command(job.scale, trial, ranks=job.ranks, extra=extra, devices=place.devices),
+        train_command(job.study, trial, ranks=job.ranks, extra=extra, devices=place.devices),
         f"{item.name}-estimate",
         also=[EXIT_REQUEUE],
         place=place,
@@ -150,7 +146,7 @@ def _try(job: Job, given: Sequence[str], item: Run, report: Callable[[str], None
 
 
 def _config(job: Job, item: Run) -> Config:
-    return load_config(train_words(job.scale, item, job.extra))
+    return load_config(train_words(job.study, item, job.extra))
 
 
 def _estimated(job: Job, item: Run, trial: Trial) -> Estimate:

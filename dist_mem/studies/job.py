@@ -1,23 +1,46 @@
-"""The state of one call of the command, and how it runs other commands: logged, stopped with it, started again."""
+"""The runs of one call of a command: build data, train, evaluate; several at a time, stopped with it, started again."""
 
 from __future__ import annotations
 
+import queue
 import shlex
 import subprocess
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from dist_mem.errors import EXIT_DONE, UnusableError
+from dist_mem.config import DataConfig
+from dist_mem.data.directory import check_split
+from dist_mem.data.shard import INDEX_NAME
+from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_USAGE, UnusableError
 from dist_mem.launch.local import tied
 from dist_mem.runtime.environment import with_environment
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.studies.runs import Run
-from dist_mem.studies.tables import Scale, Table
+from dist_mem.studies.budget import Costs
+from dist_mem.studies.runs import (
+    Run,
+    build_command,
+    data_of,
+    evaluate_command,
+    figure_of,
+    keep_result,
+    measured,
+    newest_report,
+    read_result,
+    train_command,
+)
+from dist_mem.studies.study import Column, Study
+
+_PAUSE = 1.0  # seconds before another start
+_building = threading.Lock()  # runs at the same time may share their data
 
 
 class CommandError(RuntimeError):
-    """A command of the table has failed; its output is in its log."""
+    """A command of the study has failed; its output is in its log."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -40,17 +63,20 @@ class Place:
         return self.environment.get("CUDA_VISIBLE_DEVICES")
 
 
+Step = Callable[[Run, Callable[[str], None], Place], None]  # what is done for a run, with a function that reports
+
+
 @dataclass
 class Job:
     """The state of one call of the command."""
 
-    table: Table
-    scale: Scale
+    study: Study
     out: Path
     runs: list[Run]
     ranks: int
     extra: list[str]  # overrides for every training and evaluation
     signal: StopSignal
+    costs: dict[str, Costs] = field(default_factory=dict)  # of every row, if the study has a budget
     environment: dict[str, str] = field(default_factory=dict)
 
     def command(
@@ -117,3 +143,123 @@ def places(jobs: int, ranks: int, *, num_cores: int, gpus: Sequence[str]) -> lis
         )
     own = [",".join(gpus[job * ranks : (job + 1) * ranks]) for job in range(jobs)]
     return [Place({**threads, "CUDA_VISIBLE_DEVICES": names}) for names in own]
+
+
+def for_each_run(
+    job: Job, runs: Sequence[Run], places: Sequence[Place], step: Step, *, restarts: int
+) -> list[CommandError | UnusableError]:
+    """Call `step` for every run, one at a time in each place, and return the errors of those that failed.
+
+    Args:
+        restarts: further starts of a run whose command died. Wrong input (exit code 2) is not started again.
+
+    Raises:
+        StoppedError: a signal was received, and all running commands have ended.
+    """
+    free: queue.SimpleQueue[Place] = queue.SimpleQueue()
+    for place in places:
+        free.put(place)
+
+    def attempt(number: int, item: Run) -> CommandError | UnusableError | None:
+        def report(text: str) -> None:
+            print(f"[{number}/{len(runs)}] {text}", flush=True)
+
+        place = free.get()
+        try:
+            for left in range(restarts, -1, -1):
+                if job.signal.received:
+                    raise StoppedError
+                try:
+                    step(item, report, place)
+                    return None
+                except (CommandError, UnusableError) as error:
+                    if left == 0 or isinstance(error, UnusableError) or error.code == EXIT_USAGE:
+                        report(f"{item.name}: failed")
+                        return error
+                    report(f"{item.name}: ended with exit code {error.code}; it is started again")
+                    time.sleep(_PAUSE)
+            return None
+        finally:
+            free.put(place)
+
+    with ThreadPoolExecutor(len(places)) as threads:
+        futures = [threads.submit(attempt, number, item) for number, item in enumerate(runs, start=1)]
+    found = [future.result() for future in futures]  # a StoppedError is raised here, after all have ended
+    return list({str(error): error for error in found if error is not None}.values())
+
+
+def left_to_measure(job: Job, item: Run) -> dict[str, Column]:
+    """Return the columns of a run that have no result yet."""
+    return {name: column for name, column in measured(job.study, item).items() if read_result(item, name) is None}
+
+
+def run_one(job: Job, item: Run, report: Callable[[str], None], place: Place) -> None:
+    """Build, train and evaluate, except for finished steps.
+
+    Raises:
+        StoppedError, CommandError: as `Job.command`.
+        UnusableError: the data are missing.
+    """
+    missing = left_to_measure(job, item)
+    if not missing:
+        report(f"{item.name}: already done")
+        return
+    build(job, item, report)
+    report(f"{item.name}: training")
+    command = train_command(job.study, item, ranks=job.ranks, extra=job.extra, devices=place.devices)
+    code = job.command(command, f"{item.name}-train", also=[EXIT_DIVERGED], place=place)
+    for name in missing if code == EXIT_DIVERGED else ():
+        keep_result(item, name, {"diverged": f"see logs/{item.name}-train.txt"})
+        report(f"{item.name}: {name} diverged")
+    while left := [name for name in missing if read_result(item, name) is None]:
+        for name, value in _measure(job, item, missing, left[0], place).items():
+            report(f"{item.name}: {name} {'n/a' if value is None else f'{value:.4g}'}")
+
+
+def build(job: Job, item: Run, report: Callable[[str], None]) -> None:
+    """Build the data of a run if they are missing. Raises UnusableError if the study cannot build them."""
+    path, point = Path(data_of(job.study, item)), job.study.points[item.point]
+    splits = {"train", *(column.split for column in measured(job.study, item).values())}
+
+    def is_built() -> bool:
+        return all((path / split / INDEX_NAME).exists() for split in splits)  # a builder writes them last
+
+    with _building:
+        if is_built():
+            return
+        if point.build:
+            report(f"building {path}")
+            for command in point.build:
+                # The words of the user's file run as in a shell, also a script that imports what is beside it.
+                job.command(build_command(command), f"build-{path.name}", place=Place({"PYTHONSAFEPATH": ""}))
+        if not is_built():
+            for split in sorted(splits):
+                check_split(DataConfig(path=str(path)), split)  # a column may name one that no builder makes
+            how = f"build it with: {point.made_by}" if point.made_by else f"see {job.study.source}"
+            raise UnusableError(f"{path} is missing, and the table cannot build it; {how}")
+
+
+def _measure(job: Job, item: Run, columns: Mapping[str, Column], name: str, place: Place) -> dict[str, float | None]:
+    """Run the command of a column, and store its figure and those of other columns with the same command."""
+    first = columns[name]
+    job.command(evaluate_command(item, first, job.extra), f"{item.name}-{name}", place=place)
+    report = newest_report(item, first)
+    values: dict[str, float | None] = {}
+    for other, column in same_command(columns, first).items():
+        value, step = figure_of(report, column)
+        values[other] = value  # None if a requirement is missing, as WordNet for METEOR
+        result: dict[str, Any] = {"absent": f"{column.split}/{column.figure}"} if value is None else {"value": value}
+        result |= {"step": step, "evaluate": list(column.evaluate)}
+        if column.command == "evaluate":
+            result["report"] = str(report.relative_to(item.directory))
+        keep_result(item, other, result)
+    return values
+
+
+def same_command(columns: Mapping[str, Column], first: Column) -> dict[str, Column]:
+    """Return the columns whose figures one command measures together with the first."""
+    return {
+        name: column
+        for name, column in columns.items()
+        if replace(column, figure=first.figure, band=first.band) == first
+    }

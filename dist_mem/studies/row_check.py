@@ -1,4 +1,4 @@
-"""`dist-mem reproduce TABLE --check`: print the resolved settings of every row without building or training.
+"""`--check` of a study: print the resolved settings of every row without building or training.
 
 Settings that all rows share are printed once, then per row its other settings, its size, its data and the paper's
 figures. Data and pretrained weights need not exist; if they do, the row is checked against them.
@@ -22,8 +22,8 @@ from dist_mem.estimate.dry_run import check_model, subjects
 from dist_mem.estimate.vocabulary import ASSUMED_VOCAB_SIZE
 from dist_mem.memory import memory_options
 from dist_mem.model import describe
-from dist_mem.studies.runs import Run, all_runs, candidates, columns_of, shown_rows, train_words
-from dist_mem.studies.tables import Row, Scale, Table
+from dist_mem.studies.runs import Run, all_runs, columns_at, rows_behind, shown_rows, train_words
+from dist_mem.studies.study import Row, Study
 
 BLOCKS = ("data", "model", "memory", "train", "optimizer", "schedule", "eval")  # blocks that affect the figures
 _APART = ("data.path", "data.seed", "train.seed")  # printed elsewhere
@@ -40,33 +40,32 @@ class Checked(NamedTuple):
     lines: list[tuple[str, str]]  # label and text: size, data, missing weights
 
 
-def check(
-    table: Table, scale: Scale, *, rows: Sequence[str], seeds: Sequence[int], ranks: int, extra: list[str]
-) -> int:
+def check(study: Study, *, rows: Sequence[str], seeds: Sequence[int], ranks: int, extra: list[str]) -> int:
     """Print the resolved settings. Returns the exit code: 2 if a row cannot be run."""
-    seeds = seeds or scale.seeds
-    requested = [one for row in rows or shown_rows(table, scale) for one in candidates(table, scale, row)]
+    seeds = seeds or study.seeds
+    requested = [one for row in rows for one in rows_behind(study, row)]
     checked, refused = [], []
-    for run in all_runs(scale, Path("runs"), seeds[:1], requested):
+    for run in all_runs(study, Path("runs"), seeds[:1], requested):
         try:
-            checked.append(_check_run(scale, run, ranks=ranks, extra=extra))
+            checked.append(_check_run(study, run, ranks=ranks, extra=extra))
         except ValueError as error:
-            refused.append(f"{_title(table, run)}: {error}")
+            refused.append(f"{_title(study, run)}: {error}")
     shared = _shared(one.settings for one in checked)
-    print(f"{table.title}\n{table.source}\nscale {scale.name}: {scale.about}\n")
-    print(f"every row: {' '.join(scale.train)}\nseeds: {', '.join(map(str, seeds))}")
+    about = f"scale {study.scale}: {study.about}" if study.scale else study.about
+    print(f"{study.title}\n{study.source}\n{about}\n")
+    print(f"every row: {' '.join(study.train)}\nseeds: {', '.join(map(str, seeds))}")
     _print_settings(shared)
-    _print_points(scale, checked, shared)
-    for row in rows or shown_rows(table, scale):
-        _print_row(table, scale, row, [one for one in checked if one.run.row == row], known=shared)
-    for note in table.notes:
+    _print_points(study, checked, shared)
+    for row in rows or shown_rows(study):
+        _print_row(study, row, [one for one in checked if one.run.row == row], known=shared)
+    for note in study.notes:
         print(textwrap.fill(note, _WIDTH, initial_indent="- ", subsequent_indent="  "))
     for text in refused:
         print(f"error: {text}", file=sys.stderr)
     return EXIT_USAGE if refused else EXIT_DONE
 
 
-def check_rows(table: Table, scale: Scale, extra: Sequence[str], rows: Sequence[str] = ()) -> None:
+def check_rows(study: Study, extra: Sequence[str], rows: Sequence[str] = ()) -> None:
     """Check every row before the first run: its keys, its model, its seeds, and the overrides of its columns.
 
     Args:
@@ -75,30 +74,31 @@ def check_rows(table: Table, scale: Scale, extra: Sequence[str], rows: Sequence[
     Raises:
         UnusableError: for the first row that cannot be run; nothing is allocated or started.
     """
-    chosen = list(rows or scale.rows)
-    runs = all_runs(scale, Path(), scale.seeds[:1], chosen) + all_runs(scale, Path(), scale.seeds[1:], chosen[:1])
+    first, *others = study.seeds
+    chosen = rows or list(study.trained)
+    runs = all_runs(study, Path(), [first], chosen) + (all_runs(study, Path(), others, chosen[:1]) if others else [])
     for run in runs:
-        words, where = train_words(scale, run, extra), _title(table, run)
+        words, where = train_words(study, run, extra), _title(study, run)
         try:
             check_model(load_config(words, memory_options=memory_options))
-            for name, column in columns_of(table, scale, run.point).items():
-                where = f"{_title(table, run)}: column {name}"
+            for name, column in columns_at(study, run.point).items():
+                where = f"{_title(study, run)}: column {name}"
                 measuring = [word for word in column.evaluate if "=" in word and not word.startswith("-")]
                 load_config([*words, *measuring], memory_options=memory_options)
         except UnusableError as error:
             raise UnusableError(f"{where}: {error}") from error
 
 
-def _title(table: Table, run: Run) -> str:
-    return f"{table.path}: row {run.row}{f' at {run.point}' if run.point else ''}"
+def _title(study: Study, run: Run) -> str:
+    return f"{study.path}: row {run.row}{f' at {run.point}' if run.point else ''}"
 
 
-def _check_run(scale: Scale, run: Run, *, ranks: int, extra: Sequence[str]) -> Checked:
+def _check_run(study: Study, run: Run, *, ranks: int, extra: Sequence[str]) -> Checked:
     """Resolve one row. Raises ValueError, for example UnusableError, if it cannot be run."""
-    config = load_config(train_words(scale, run, extra), memory_options=memory_options)
+    config = load_config(train_words(study, run, extra), memory_options=memory_options)
     tree = cast(dict[str, Any], OmegaConf.to_container(cast(Any, config), resolve=True))
     settings = {key: value for name in BLOCKS for key, value in _flat(name, tree[name]) if key not in _APART}
-    point = scale.points[run.point]
+    point = study.points[run.point]
     is_built = (local_dir(config.data) / JSON_NAME).exists()
     missing = _missing_weights(config)
     if is_built:
@@ -167,9 +167,9 @@ def _value(value: Any) -> str:
     return str(text).replace(" ", "")
 
 
-def _print_points(scale: Scale, checked: Sequence[Checked], shared: Settings) -> None:
+def _print_points(study: Study, checked: Sequence[Checked], shared: Settings) -> None:
     """Print the settings that the rows share at one named point only, and how to build missing data."""
-    for name, point in scale.points.items():
+    for name, point in study.points.items():
         mine = [one for one in checked if one.run.point == name]
         if name:
             print(f"\nat {name}:")
@@ -179,12 +179,12 @@ def _print_points(scale: Scale, checked: Sequence[Checked], shared: Settings) ->
             _print_labelled("data built by", point.made_by)
 
 
-def _print_row(table: Table, scale: Scale, key: str, checked: Sequence[Checked], *, known: Settings) -> None:
-    row = table.rows[key]
+def _print_row(study: Study, key: str, checked: Sequence[Checked], *, known: Settings) -> None:
+    row = study.rows[key]
     print(f"\n{key}: {row.name}{f' ({row.note})' if row.note else ''}")
     if row.best_of:
-        for name in scale.points:
-            behind = ", ".join(candidates(table, scale, key, name)) or "none"
+        for name in study.points:
+            behind = ", ".join(rows_behind(study, key, name)) or "none"
             print(f"  best on validation{f' at {name}' if name else ''} of: {behind}")
     settings = _shared(one.settings for one in checked)
     _print_settings({name: value for name, value in settings.items() if name not in known})

@@ -1,4 +1,4 @@
-"""The runs of a table, their commands and their results.
+"""The runs of a study, their commands and their results.
 
 Every step is a command that a user can run, in a separate process. The files of a step show that it is finished, so a
 repeated call continues where an earlier one stopped. A row with `best_of` shows the best of other rows on the
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from dist_mem.launch.local import launcher
 from dist_mem.runtime.file_schema import check, figure, integer, optional, read_json, record, table, text
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.processes import dist_mem, own_python, python_module
-from dist_mem.studies.tables import Column, Scale, Table
+from dist_mem.studies.study import Column, Study
 
 # Figures of which a higher one is better; of all others a lower one is.
 _GROWING = ("accuracy", "whole_answers", "recall_accuracy", "dialogue_f1", "dialogue_rouge", "dialogue_meteor")
@@ -35,7 +35,7 @@ class Run:
     row: str
     point: str
     seed: int
-    out: Path  # of the table
+    out: Path  # of the study
 
     @property
     def name(self) -> str:
@@ -51,70 +51,72 @@ class Run:
         return self.out / RESULTS / f"{self.name}-{column}.json"
 
 
-def all_runs(scale: Scale, out: Path, seeds: Sequence[int], rows: Sequence[str]) -> list[Run]:
-    """Return every run of a scale, seed by seed, so that the table is complete as early as possible."""
-    chosen = [row for row in scale.rows if row in rows]
+def all_runs(study: Study, out: Path, seeds: Sequence[int] = (), rows: Collection[str] = ()) -> list[Run]:
+    """Return the runs of a study, seed by seed, so that the table is complete as early as possible.
+
+    Args:
+        seeds: empty: those of the study.  rows: empty: all.
+    """
     return [
         Run(row, name, seed, out)
-        for seed in seeds
-        for name, point in scale.points.items()
-        for row in chosen
-        if row not in point.without
+        for seed in seeds or study.seeds
+        for name, point in study.points.items()
+        for row in study.trained
+        if row in (rows or study.trained) and row not in point.without
     ]
 
 
-def data_of(scale: Scale, run: Run) -> str:
+def data_of(study: Study, run: Run) -> str:
     """Return the data directory of a run: its row's `data.path=`, else its point's."""
-    paths = [word.partition("=")[2] for word in scale.rows[run.row] if word.startswith("data.path=")]
-    return paths[-1] if paths else scale.points[run.point].data
+    paths = [word.partition("=")[2] for word in study.trained[run.row] if word.startswith("data.path=")]
+    return paths[-1] if paths else study.points[run.point].data
 
 
-def with_done(table: Table, scale: Scale, out: Path, requested: Sequence[Run]) -> list[Run]:
+def with_done(study: Study, out: Path, requested: Sequence[Run]) -> list[Run]:
     """Return the requested runs and all others that earlier calls measured, since the table shows them too."""
     found = [re.search(r"seed(\d+)-", path.name) for path in (out / RESULTS).glob("*.json")]
     seeds = sorted({run.seed for run in requested} | {int(match[1]) for match in found if match})
     return [
         run
-        for run in all_runs(scale, out, seeds, list(scale.rows))
-        if run in requested or any(run.result(name).exists() for name in columns_of(table, scale, run.point))
+        for run in all_runs(study, out, seeds)
+        if run in requested or any(run.result(name).exists() for name in columns_at(study, run.point))
     ]
 
 
-def columns_of(table: Table, scale: Scale, point: str | None = None) -> dict[str, Column]:
-    """Return the columns of a scale, or those measured at one point."""
-    columns = scale.columns or table.columns
-    return {name: column for name, column in columns.items() if point is None or column.point == point}
+def columns_at(study: Study, point: str) -> dict[str, Column]:
+    """Return the columns measured at one point."""
+    return {name: column for name, column in study.columns.items() if column.point == point}
 
 
-def candidates(table: Table, scale: Scale, row: str, point: str | None = None) -> list[str]:
-    """Return the rows of this scale behind a row of the table: itself, or those it is the best of.
+def rows_behind(study: Study, row: str, point: str | None = None) -> list[str]:
+    """Return the rows that are run for a row of the table: itself, or those it is the best of.
 
     Args:
         point: return only the rows run at this point; None: all.
     """
-    without = [] if point is None else scale.points[point].without
-    return [name for name in table.rows[row].best_of or [row] if name in scale.rows and name not in without]
+    without = [] if point is None else study.points[point].without
+    return [name for name in study.rows[row].best_of or [row] if name in study.trained and name not in without]
 
 
-def shown_rows(table: Table, scale: Scale) -> list[str]:
-    """Return the rows of the table that have a run at this scale."""
-    return [row for row in table.rows if candidates(table, scale, row)]
+def shown_rows(study: Study) -> list[str]:
+    """Return the rows of the table that have a run."""
+    return [row for row in study.rows if rows_behind(study, row)]
 
 
-def measured(table: Table, scale: Scale, run: Run) -> dict[str, Column]:
+def measured(study: Study, run: Run) -> dict[str, Column]:
     """Return the columns to measure for a run; for a candidate of a `best_of` row also each column on validation."""
-    columns = columns_of(table, scale, run.point)
-    if not any(run.row in row.best_of for row in table.rows.values()):
+    columns = columns_at(study, run.point)
+    if run.row not in study.candidates:
         return columns
     return {_on_validation(name): replace(column, split="validation") for name, column in columns.items()} | columns
 
 
-def runs_behind(table: Table, scale: Scale, runs: Sequence[Run], row: str, name: str) -> list[Run]:
+def runs_behind(study: Study, runs: Sequence[Run], row: str, name: str) -> list[Run]:
     """Return the runs, one per seed, whose figures a cell of the table shows."""
-    column = columns_of(table, scale)[name]
-    behind = candidates(table, scale, row, column.point)
+    column = study.columns[name]
+    behind = rows_behind(study, row, column.point)
     mine = [run for run in runs if run.row in behind and run.point == column.point]
-    if not table.rows[row].best_of:
+    if not study.rows[row].best_of:
         return mine
     seeds = sorted({run.seed for run in mine})
     return [_best([replace(mine[0], row=other, seed=seed) for other in behind], name, column) for seed in seeds]
@@ -151,36 +153,40 @@ def build_command(words: Sequence[str]) -> list[str]:
     return list(words)
 
 
-def train_command(scale: Scale, run: Run, *, ranks: int, extra: Sequence[str], devices: str | None = None) -> list[str]:
+def train_command(study: Study, run: Run, *, ranks: int, extra: Sequence[str], devices: str | None = None) -> list[str]:
     """Return the command of a training, through a launcher for several ranks; `devices` as in `launcher`."""
-    return [*launcher(ranks, devices), "train", *train_words(scale, run, extra)]
+    return [*launcher(ranks, devices), "train", *train_words(study, run, extra)]
 
 
-def train_words(scale: Scale, run: Run, extra: Sequence[str]) -> list[str]:
+def train_words(study: Study, run: Run, extra: Sequence[str]) -> list[str]:
     """Return the configurations and overrides of a training, for `dist-mem train` or `load_config`."""
-    point = scale.points[run.point]
     return [
-        *(*scale.train, *scale.rows[run.row], *point.train, f"data.path={data_of(scale, run)}"),
+        *(*study.train, *study.trained[run.row], *study.points[run.point].train, f"data.path={data_of(study, run)}"),
         *(f"train.seed={run.seed}", f"data.seed={run.seed}", f"name={run.name}", f"run_dir={run.directory}", *extra),
     ]
 
 
 def evaluate_command(run: Run, column: Column, extra: Sequence[str]) -> list[str]:
     """Return the arguments of `dist-mem evaluate`, or of the other command that measures the column."""
-    overrides = [text for text in extra if text.startswith(("eval.", "tracking."))]
+    overrides = _of_evaluations(extra)
     return [*launcher(1), column.command, str(run.directory), "--split", column.split, *column.evaluate, *overrides]
 
 
-def figure_commands(table: Table, runs: Sequence[Run], out: Path, extra: Sequence[str]) -> dict[str, list[str]]:
-    """Return the arguments of `dist-mem figure` for each figure of the table whose rows are all among the runs."""
-    found = {}
-    overrides = [text for text in extra if text.startswith(("eval.", "tracking."))]
-    for name, rows in table.figures.items():
-        first = {run.row: str(run.directory) for run in reversed(runs)}
-        if all(row in first for row in rows):
-            directories = [first[row] for row in rows]
-            found[name] = [*launcher(1), "figure", name, *directories, *overrides, "-o", str(out / "figures")]
-    return found
+def _of_evaluations(extra: Sequence[str]) -> list[str]:
+    return [text for text in extra if text.startswith(("eval.", "tracking."))]
+
+
+def figure_commands(study: Study, runs: Sequence[Run], out: Path, extra: Sequence[str]) -> dict[str, list[str]]:
+    """Return the arguments of `dist-mem figure` for each figure of the study whose rows are all among the runs."""
+    first = {run.row: str(run.directory) for run in reversed(runs)}
+    return {
+        name: [
+            *(*launcher(1), "figure", name, *(first[row] for row in rows)),
+            *(*_of_evaluations(extra), "-o", str(out / "figures")),
+        ]
+        for name, rows in study.figures.items()
+        if all(row in first for row in rows)
+    }
 
 
 def newest_report(run: Run, column: Column) -> Path:
@@ -227,3 +233,9 @@ def read_result(run: Run, column: str) -> dict[str, Any] | None:
     content: dict[str, Any] = read_json(path, UnusableError, "; remove the file")
     check(content, _RESULT, path, UnusableError, "; remove the file")
     return content
+
+
+def report_of(run: Run, column: str) -> Path | None:
+    """Return the report of `dist-mem evaluate` behind a result; None if there is none."""
+    result = read_result(run, column) or {}
+    return run.directory / result["report"] if "report" in result else None

@@ -24,7 +24,7 @@ from dist_mem.config.keys import is_path, keys_of
 from dist_mem.config.sources import read_saved, read_sources
 from dist_mem.datasets.recipes import builder_names
 from dist_mem.memory import memory_options
-from dist_mem.studies.grid import load_sweep
+from dist_mem.studies.study import load_study
 
 STEPS = "train.steps=10"
 NULLS = ("null", "Null", "NULL", "~", "")
@@ -251,10 +251,9 @@ def test_sweeps_keep_the_letters_of_their_values(tmp_path: Path) -> None:
         "title: 0010\ntrain: [name=0010]\ndata: 0012\ngrid: {data.path: [0777, 1e3], optimizer.lr: [1e-3, 0.002]}\n"
         "skip: [{data.path: 1e3, optimizer.lr: 0.001}]\nrows: {0010: [data.path=1_0]}\n"
     )
-    table = load_sweep(tmp_path / "sweep.yaml")
-    scale = table.scales["sweep"]
-    assert (table.title, scale.train, scale.points[""].data) == ("0010", ["name=0010"], "0012")
-    assert scale.rows == {
+    study = load_study(str(tmp_path / "sweep.yaml"))
+    assert (study.title, study.train, study.data) == ("0010", ["name=0010"], "0012")
+    assert study.trained == {
         "path0777-lr0.001": ["data.path=0777", "optimizer.lr=0.001"],
         "path0777-lr0.002": ["data.path=0777", "optimizer.lr=0.002"],
         "path1e3-lr0.002": ["data.path=1e3", "optimizer.lr=0.002"],

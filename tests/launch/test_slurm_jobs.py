@@ -245,7 +245,7 @@ def test_an_arena_is_submitted_with_its_budget_and_measured_afterwards(
     OmegaConf.save({"launch": launch_block(nodes="1")}, tmp_path / "site.yaml")
     memories = {"none": ["memory.kind=none"], "outside": [f"memory.kind={ROOT}/examples/averages.py:Averages"]}
     budget = {"tokens": 5 * config.global_batch_size * config.seg_len}
-    spec = {"train": ["job.yaml"], "memories": memories, "budget": budget, "seeds": [0, 1], "data": str(books)}
+    spec = {"train": ["job.yaml"], "rows": memories, "budget": budget, "seeds": [0, 1], "data": str(books)}
     OmegaConf.save(
         {**spec, "columns": {"dev": {"figure": "token_perplexity", "split": "validation"}}}, tmp_path / "a.yaml"
     )
@@ -265,7 +265,7 @@ def test_an_arena_is_submitted_with_its_budget_and_measured_afterwards(
     runs = [tmp_path / "out" / "runs" / f"{name}-seed{seed}" for name in memories for seed in (0, 1)]
     assert [logged_steps(run)[-1] for run in runs] == [5] * 4
     text = slurm.call(*arena, "--no-estimate", **path_of(slurm))
-    assert (tmp_path / "out" / "cells.csv").read_text().count("--split validation") == 4, text
+    assert (tmp_path / "out" / "table.csv").read_text().count("--split validation") == 4, text
 
 
 @pytest.mark.nightly

@@ -144,9 +144,9 @@ def smaller_sweep(tree: Tree) -> None:
 def smaller_arena(tree: Tree) -> None:
     """Two memories, one seed, and a budget of a few updates."""
     path = tree.folder / "configs/arena/cpu.yaml"
-    memories = yaml.safe_load(path.read_text(encoding="utf-8"))["memories"]
-    two = {name: memories[name] for name in ("none", "transformer_xl")}
-    change_yaml(path, memories=two, seeds=[0], budget={"tokens": 122_880})
+    rows = yaml.safe_load(path.read_text(encoding="utf-8"))["rows"]
+    two = {name: rows[name] for name in ("none", "transformer_xl")}
+    change_yaml(path, rows=two, seeds=[0], budget={"tokens": 122_880})
 
 
 def corpora_of_papers(tree: Tree) -> None:

@@ -15,9 +15,8 @@ from dist_mem.config import load_config, to_yaml
 from dist_mem.errors import EXIT_DONE
 from dist_mem.memory.parts.inspector import Inspector
 from dist_mem.model import MemoryLM, describe
-from dist_mem.studies.arena import SCALE, load_arena
 from dist_mem.studies.budget import fitted
-from dist_mem.studies.tables import load_table
+from dist_mem.studies.study import load_study
 from dist_mem.training.history import HISTORY, Part
 from tests.support.page_commands import FENCE, items_of
 from tests.support.paths import ROOT
@@ -53,8 +52,8 @@ def table_with(heading: str, text: str) -> dict[str, list[str]]:
 
 
 def words_of(row: str) -> list[str]:
-    scale = load_table("recall").scales["small"]
-    return [*scale.train, *scale.points[""].train, *scale.rows[row]]
+    study = load_study("recall", "small")
+    return [*study.train, *study.points[""].train, *study.trained[row]]
 
 
 def sizes_of(words: list[str]) -> dict[str, int]:
@@ -101,11 +100,11 @@ def test_the_figures_of_the_first_table_are_those_of_the_log() -> None:
 
 
 def test_the_sizes_of_the_first_edition_are_those_of_its_file() -> None:
-    arena, table = load_arena(ROOT / "configs/arena/first_edition.yaml")
+    study = load_study(str(ROOT / "configs/arena/first_edition.yaml"))
     page = (DOCS / "explanation" / "arena.md").read_text(encoding="utf-8")
     for name, shown in table_with("memory | parameters", page).items():
-        words = [*table.scales[SCALE].train, *table.scales[SCALE].rows[name]]
-        _, costs = fitted(name, words, arena.budget, arena.fit, load_config, lambda c: describe(c, VOCABULARY))
+        words = [*study.train, *study.trained[name]]
+        _, costs = fitted(name, words, study.budget, study.fit, load_config, lambda c: describe(c, VOCABULARY))
         assert shown[:4] == [f"{value:,}" for value in costs[:4]], name
 
 

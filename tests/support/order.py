@@ -25,7 +25,7 @@ LONGEST = (
     "supervision/test_rendezvous.py",
     "engine/test_zero_state.py",
     "engine/test_memory_zero.py",
-    "studies/test_reproduce.py",
+    "studies/test_runner.py",
     "tracking/test_tracking_outage.py",
     "tracking/test_tracking_auth.py",
     "training/test_stopping.py",

@@ -89,7 +89,7 @@ NOT_RUN = [
     NotRun(
         "docs/explanation/arena.md",
         "dist-mem arena configs/arena/first_edition.yaml",
-        "25 minutes; test_arena.py",
+        "25 minutes; test_runner.py",
         parsed,
     ),
     NotRun("README.md", "python3 -m venv", "the environment is the one that the tests run in", parsed),
@@ -143,7 +143,7 @@ NOT_RUN = [
     NotRun("docs/howto/performance.md", "bash benchmarks/gpu.sh", "a GPU; test_gpu_benchmark.py", shell_syntax),
     NotRun("docs/howto/reproduce.md", "dist-mem reproduce lamemo.table3 --scale small", "hours", parsed),
     NotRun("docs/howto/reproduce.md", "dist-mem reproduce lamemo.table1 --scale paper", "days, on GPUs", parsed),
-    NotRun("docs/howto/recall_tasks.md", "dist-mem sweep", "half an hour each; test_sweep.py", parsed),
+    NotRun("docs/howto/recall_tasks.md", "dist-mem sweep", "half an hour each; test_runner.py", parsed),
     NotRun(
         "docs/howto/sweep.md",
         "dist-mem sweep configs/sweeps/rates.yaml --slurm",

@@ -14,13 +14,21 @@ import pytest
 
 from dist_mem.config import load_config
 from dist_mem.memory import memory_options
-from dist_mem.studies.runs import all_runs, candidates, train_words
-from dist_mem.studies.tables import FOLDER, Scale, Table, load_table, table_names
+from dist_mem.papers.figures import figures
+from dist_mem.studies.runs import all_runs, rows_behind, train_words
+from dist_mem.studies.study import FOLDER, Study, load_study, study_names
 from tests.support.paths import ROOT
 from tests.support.program_arguments import check_arguments
 
-TABLES = {name: load_table(name, ROOT / FOLDER) for name in table_names(ROOT / FOLDER)}
-PAPERS = [name for name, table in TABLES.items() if "paper" in table.scales]
+
+def scales_of(name: str) -> dict[str, Study]:
+    scales = load_study(name, folder=ROOT / FOLDER).scales
+    return {scale: load_study(name, scale, folder=ROOT / FOLDER) for scale in scales}
+
+
+NAMES = study_names(ROOT / FOLDER)
+SCALES = {(name, scale): study for name in NAMES for scale, study in scales_of(name).items()}
+PAPERS = {name: study for (name, scale), study in SCALES.items() if scale == "paper"}
 
 FIGURES: dict[str, dict[str, dict[str, float]]] = {
     "infinite.table1": {
@@ -262,9 +270,9 @@ SETTINGS: dict[tuple[str, str, str], dict[str, Any]] = {
 }
 
 
-def resolved(table: Table, scale: Scale, row: str, point: str) -> Any:
-    (run,) = [run for run in all_runs(scale, Path("out"), [0], [row]) if run.point == point]
-    return load_config(train_words(scale, run, []), memory_options=memory_options)
+def resolved(study: Study, row: str, point: str) -> Any:
+    (run,) = [run for run in all_runs(study, Path("out"), [0], [row]) if run.point == point]
+    return load_config(train_words(study, run, []), memory_options=memory_options)
 
 
 def value_at(config: Any, key: str) -> Any:
@@ -276,8 +284,7 @@ def value_at(config: Any, key: str) -> Any:
 @pytest.mark.parametrize("at", SETTINGS, ids="-".join)
 def test_a_row_has_the_papers_settings(at: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    table = TABLES[at[0]]
-    config = resolved(table, table.scales["paper"], at[1], at[2])
+    config = resolved(PAPERS[at[0]], at[1], at[2])
     expected = SETTINGS[at]
     assert {key: value_at(config, key) for key in expected} == expected
 
@@ -286,41 +293,54 @@ def test_every_row_of_the_papers_is_audited() -> None:
     """Those of their tables; rows that stand beside the paper's for comparison need no values of it."""
     audited = {(name, row) for name, row, _ in SETTINGS}
     for name, rows in FIGURES.items():
-        runnable = [row for row in rows if row in TABLES[name].scales["paper"].rows]
-        assert {(name, row) for row in runnable} <= audited
+        assert {(name, row) for row in rows if row in PAPERS[name].trained} <= audited
 
 
 @pytest.mark.parametrize("name", PAPERS)
 def test_the_papers_figures_are_all_there_and_no_others(name: str) -> None:
-    table = TABLES[name]
-    assert {key: row.paper for key, row in table.rows.items() if row.paper} == FIGURES.get(name, {})
+    rows = PAPERS[name].rows
+    assert {key: row.paper for key, row in rows.items() if row.paper} == FIGURES.get(name, {})
     sizes = {key: tuple(size * 1_000_000 for size in pair) for key, pair in SIZES.items()}
-    found = {key: (row.sizes["parameters"], row.sizes["multiply_adds"]) for key, row in table.rows.items() if row.sizes}
+    found = {key: (row.sizes["parameters"], row.sizes["multiply_adds"]) for key, row in rows.items() if row.sizes}
     assert found == (sizes if name == "lamemo.table1" else {})
+    assert {column for row in rows.values() for column in row.paper} <= PAPERS[name].columns.keys()
+
+
+def test_every_figure_is_made_by_a_table_from_as_many_rows_as_it_shows() -> None:
+    made = {figure: rows for study in SCALES.values() for figure, rows in study.figures.items()}
+    assert set(made) == set(figures())
+    for name, rows in made.items():
+        assert figures()[name].least_runs <= len(rows) <= figures()[name].most_runs, name
 
 
 @pytest.mark.parametrize(("point", "last"), [("4000", 2), ("8000", 6), ("16000", 12)])
 def test_the_compressive_memory_is_chosen_among_the_papers_rates(point: str, last: int) -> None:
-    table = TABLES["infinite.fig3"]
     expected = {f"{kind}{rate}" for kind in ("attention", "no_loss") for rate in range(2, last + 1)}
-    assert set(candidates(table, table.scales["paper"], "compressive", point)) == expected
+    assert set(rows_behind(PAPERS["infinite.fig3"], "compressive", point)) == expected
 
 
 def test_columns_of_figure_5_are_memories_of_1_to_10_segments() -> None:
-    columns = TABLES["lamemo.fig5"].scales["paper"].columns
+    columns = PAPERS["lamemo.fig5"].columns
     assert {key: column.evaluate for key, column in columns.items()} == {
         str(64 * m): ["eval.seg_len=64", f"eval.mem_len={64 * m}"] for m in range(1, 11)
     }
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", NAMES)
 def test_data_that_a_table_cannot_make_come_with_their_command(name: str) -> None:
-    for scale in TABLES[name].scales.values():
+    assert {scale for table, scale in SCALES if table == name} in (
+        {"tiny", "small", "paper"},
+        {"tiny", "small"},
+        {"tiny", "paper"},
+    )
+    for scale in (study for (table, _), study in SCALES.items() if table == name):
         for point in scale.points.values():
-            assert point.build or point.made_by, f"{name}, {scale.name}"
+            assert point.build or point.made_by, f"{name}, {scale.scale}"
             commands = [command for command in (point.made_by or "").split(" && ") if command]
             for command in [*commands, *map(shlex.join, point.build)]:
                 check_arguments(command)
+            words = [word for command in point.build for word in command]
+            assert [word for word in words if word.endswith(".py") and not (ROOT / word).is_file()] == []
             outs = [words[words.index("--out") + 1] for words in map(shlex.split, commands)]
             assert not outs or point.data in outs
 

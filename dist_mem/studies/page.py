@@ -1,0 +1,420 @@
+"""The results of a study: `table.md`, `table.csv` with a line per cell, and `table.png`; with a budget more pictures.
+
+The paper's figures appear beside ours only at the paper's scale. At other scales, where data and sizes differ, the
+Markdown has them in a separate section, and the CSV and the plot omit them. A study with a budget also shows what
+every row took, and an interval of its gain over the first row.
+
+Every line of the CSV has the commands of its training and of its evaluation, and a checksum of what the evaluation
+found in every document: who repeats the two commands on the same kind of machine gets the same checksum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dist_mem.evaluation.bootstrap import MIN_DOCUMENTS, accuracy_interval, gain_interval
+from dist_mem.evaluation.depth import depth_bins, depths_to_csv, plot_depth
+from dist_mem.evaluation.legend import add_legend, save_picture
+from dist_mem.evaluation.plot import MIN_TOKENS, distance_bins, plot_recall, recall_curve
+from dist_mem.evaluation.report import Report, read_report
+from dist_mem.runtime.csv_text import csv_text
+from dist_mem.runtime.files import write_text
+from dist_mem.studies.budget import Costs
+from dist_mem.studies.job import Job
+from dist_mem.studies.runs import (
+    Run,
+    evaluate_command,
+    is_better_higher,
+    measured,
+    read_result,
+    report_of,
+    runs_behind,
+    shown_rows,
+    train_command,
+)
+from dist_mem.studies.study import Study
+from dist_mem.tracking.tracker import METRICS_FILE, read_points
+
+NOT_GIVEN = "-"
+PAGE, CELLS, PICTURE = "table.md", "table.csv", "table.png"
+PARETO, RECALL, RECALL_ACCURACY = "pareto.png", "recall.png", "recall_accuracy.png"
+DEPTH, DEPTHS = "depth.png", "depth.csv"
+SHARES = ("accuracy", "whole_answers")  # figures whose interval is that of a difference
+
+
+class Cell(NamedTuple):
+    """The results of one row in one column."""
+
+    values: list[float]  # one per evaluated seed
+    diverged: int  # seeds whose training diverged
+    absent: int  # seeds whose evaluation has no such figure
+    missing: int  # seeds still to be run
+
+    @property
+    def mean(self) -> float | None:
+        return statistics.fmean(self.values) if self.values else None
+
+    def text(self, *, deviation: bool = False) -> str:
+        """Return the mean ± half the range of the seeds, or with `deviation` their standard deviation."""
+        parts = []
+        if self.values:
+            spread = ""
+            if len(self.values) > 1:
+                half = (max(self.values) - min(self.values)) / 2
+                spread = f" ± {statistics.stdev(self.values) if deviation else half:.2g}"
+            parts.append(f"{statistics.fmean(self.values):.4g}{spread}")
+        if self.diverged:
+            parts.append(f"{self.diverged} diverged")
+        if self.absent:
+            parts.append("n/a")
+        if self.missing:
+            parts.append(f"{self.missing} to run")
+        return ", ".join(parts) or NOT_GIVEN
+
+
+def cell(runs: Sequence[Run], column: str) -> Cell:
+    """Return the results of a column over the runs of a row."""
+    found = [read_result(run, column) for run in runs]
+    values = [result["value"] for result in found if result is not None and "value" in result]
+    diverged = sum(result is not None and "diverged" in result for result in found)
+    absent = sum(result is not None and "absent" in result for result in found)
+    return Cell(values, diverged, absent, missing=found.count(None))
+
+
+class Standing(NamedTuple):
+    """What a row reached within its budget, and what it took."""
+
+    mean: float | None  # of the first column
+    interval: tuple[float, float] | None  # of the gain over the first row; see `_interval`
+    costs: Costs
+    speed: float | None  # tokens/s of a training, the median of its points; the mean over the seeds
+
+
+def standings(study: Study, runs: Sequence[Run], costs: Mapping[str, Costs]) -> dict[str, Standing]:
+    """Return what is known of every row of a study with a budget, in the order of the file."""
+    found: dict[str, Standing] = {}
+    name, column = next(iter(study.columns.items()))
+    first: dict[int, Report] = {}
+    for row in _table_rows(study) if costs else ():
+        mine = runs_behind(study, runs, row, name)
+        reports = {run.seed: read_report(path) for run in mine if (path := report_of(run, name)) is not None}
+        interval = _interval(first, reports, column.figure) if found else None
+        first = first if found else reports
+        speeds = [speed for run in mine if (speed := _speed(run)) is not None]
+        own = costs[(study.rows[row].best_of or [row])[0]]
+        found[row] = Standing(cell(mine, name).mean, interval, own, statistics.fmean(speeds) if speeds else None)
+    return found
+
+
+def _table_rows(study: Study) -> list[str]:
+    """Return the rows of the Markdown; with a budget, of which a picture compares all, only the best of others."""
+    return [row for row in shown_rows(study) if not (study.budget and row in study.candidates)]
+
+
+def _interval(first: Mapping[int, Report], other: Mapping[int, Report], figure: str) -> tuple[float, float] | None:
+    """Return the interval of the gain over seeds and documents; None without a seed of both, or where it is not known.
+
+    The gain is a difference for `SHARES`, and for all other figures the perplexity divided by the other one.
+    """
+    if not (first and other) or figure == "recall_accuracy":
+        return None
+    pair = list(first.values()), list(other.values())
+    if figure in SHARES:
+        return accuracy_interval(*pair, whole=figure == "whole_answers")
+    return gain_interval(*pair)
+
+
+def _speed(run: Run) -> float | None:
+    speeds = [
+        point.metrics["tokens_per_second"]
+        for point in read_points(run.directory / METRICS_FILE)
+        if "tokens_per_second" in point.metrics
+    ]
+    return statistics.median(speeds) if speeds else None
+
+
+def write_results(job: Job, provenance: Mapping[str, str]) -> list[Path]:
+    """Write the files of the results, and return their paths."""
+    study = job.study
+    paths = [job.out / name for name in (PAGE, CELLS, PICTURE)]
+    found = standings(study, job.runs, job.costs)
+    write_text(paths[0], to_markdown(study, job.runs, provenance, found))
+    write_text(paths[1], to_csv(study, job.runs, job.extra))
+    draw(study, job.runs, paths[2])
+    return paths + (_draw_comparison(job, found) if found else [])
+
+
+def to_markdown(
+    study: Study, runs: Sequence[Run], provenance: Mapping[str, str], found: Mapping[str, Standing] | None = None
+) -> str:
+    """Return the table with its notes and, except at the paper's scale, a section with the paper's figures.
+
+    Args:
+        found: what each row of a study with a budget took.
+    """
+    found = found or {}
+    columns, shown = study.columns, _table_rows(study)
+    beside = study.is_papers and any(name in row.paper for row in study.rows.values() for name in columns)
+    pairs = ([f"{name}, paper", f"{name}, ours"] if beside else [name] for name in columns)
+    heading = ["", *(text for pair in pairs for text in pair), *(_budget_heading(study, shown[0]) if found else [])]
+    lines = [f"# {study.title}", "", study.source, "", _line(heading), _line(["---"] * len(heading))]
+    for key in shown:
+        row = study.rows[key]
+        cells = [row.name]
+        for name in columns:
+            mine = runs_behind(study, runs, key, name)
+            ours = cell(mine, name).text(deviation=bool(found)) if mine else NOT_GIVEN
+            cells += [_number(row.paper.get(name)), ours] if beside else [ours]
+        lines.append(_line([*cells, *(_budget_cells(study, found[key]) if found else [])]))
+    lines += ["", study.about, ""]
+    if found:
+        lines += [_about_interval(study, shown[0]), "", f"![Quality against cost]({PARETO})", ""]
+    lines += [f"- {study.rows[key].name}: {study.rows[key].note}" for key in shown if study.rows[key].note]
+    lines += [_chosen(study, runs, key) for key in shown if study.rows[key].best_of]
+    left_out = [row.name for key, row in study.rows.items() if key not in shown_rows(study)]
+    if left_out:
+        lines.append(f"- not run at this scale: {'; '.join(left_out)}")
+    lines += [f"- {note}" for note in study.notes]
+    lines += [f"- {name}: {value}" for name, value in provenance.items()]
+    if not study.is_papers:
+        lines += _papers_section(study)
+    return "\n".join(lines) + "\n"
+
+
+def _budget_heading(study: Study, first: str) -> list[str]:
+    name = study.rows[first].name
+    is_share = _first_figure(study) in SHARES
+    gain = f"memory - {name}, 95 %" if is_share else f"{name} / memory, 95 %"
+    return [gain, "parameters", "bytes of memory a lane", "steps", "tokens", "FLOPs", "tokens/s"]
+
+
+def _budget_cells(study: Study, found: Standing) -> list[str]:
+    sign = "+" if _first_figure(study) in SHARES else ""
+    interval = "" if found.interval is None else " to ".join(f"{bound:{sign}.3f}" for bound in found.interval)
+    *sizes, flops = found.costs
+    speed = "n/a" if found.speed is None else f"{found.speed:,.0f}"
+    return [interval, *(f"{size:,}" for size in sizes), "n/a" if flops is None else f"{flops:.3g}", speed]
+
+
+def _first_figure(study: Study) -> str:
+    return next(iter(study.columns.values())).figure
+
+
+def _about_interval(study: Study, first: str) -> str:
+    """Return the sentences that say what the numbers and intervals of a study with a budget are."""
+    seeds, figure, name = ", ".join(map(str, study.seeds)), _first_figure(study), study.rows[first].name
+    means = f"Means over the seeds {seeds}, ± their standard deviation."
+    if figure == "recall_accuracy":
+        return f"{means} There is no interval: evaluations record recall accuracy by distance, not by document."
+    what, nothing = f"{name}'s perplexity of all scored words or tokens divided by the memory's", 1
+    if figure in SHARES:
+        what, nothing = f"the memory's {figure.replace('_', ' ')} minus {name}'s", 0
+    return (
+        f"{means} The interval is that of {what}, with other seeds and other documents of the same kind: 10,000 draws "
+        f"of the documents, the same for both, and of the seeds of each. An interval that contains {nothing} settles "
+        "nothing; one of two or three seeds is rough. "
+        f"Fewer than {MIN_DOCUMENTS} documents have none."
+    )
+
+
+def _papers_section(study: Study) -> list[str]:
+    """Return the paper's table as a separate section; empty if it prints no figure."""
+    names = list(dict.fromkeys(name for row in study.rows.values() for name in row.paper))
+    if not names:
+        return []
+    lines = ["", "## The paper's figures", "", "Other data and other sizes than above: not comparable.", ""]
+    lines += [_line(["", *names]), _line(["---"] * (1 + len(names)))]
+    for row in study.rows.values():
+        if row.paper:
+            lines.append(_line([row.name, *(_number(row.paper.get(name)) for name in names)]))
+    return lines
+
+
+def _number(value: float | None) -> str:
+    return NOT_GIVEN if value is None else f"{value:g}"
+
+
+def _chosen(study: Study, runs: Sequence[Run], key: str) -> str:
+    """Return a line that names the rows chosen on validation."""
+    chosen = []
+    for name in study.columns:
+        behind = [run for run in runs_behind(study, runs, key, name) if read_result(run, name) is not None]
+        chosen += [f"{name}: {study.rows[run.row].name} (seed {run.seed})" for run in behind]
+    return f"- {study.rows[key].name}, chosen on validation: {'; '.join(chosen) or 'nothing yet'}"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def to_csv(study: Study, runs: Sequence[Run], extra: Sequence[str]) -> str:
+    """Return a CSV of every cell: our figure, step, outcome, checksum and commands; at the paper's scale its figure.
+
+    Args:
+        extra: overrides of every training.
+    """
+    lines: list[list[object]] = []
+    lines.append(["row", "column", "seed", *(["paper"] if study.is_papers else []), "value", "step", "ended"])
+    lines[0] += ["sha256", "training", "evaluation"]
+    for run in runs:
+        training = _command(train_command(study, run, ranks=1, extra=extra))
+        for name, column in measured(study, run).items():
+            result: dict[str, Any] = read_result(run, name) or {"to run": True}
+            ended = next((word for word in ("diverged", "absent", "to run") if word in result), "evaluated")
+            paper = [study.rows[run.row].paper.get(name, "")] if study.is_papers else []
+            report = report_of(run, name)
+            digest = "" if report is None else checksum(read_report(report))
+            figures = [*paper, result.get("value", ""), result.get("step", ""), ended, digest]
+            lines.append([run.row, name, run.seed, *figures, training, _command(evaluate_command(run, column, extra))])
+    return csv_text(lines)
+
+
+def _command(words: Sequence[str]) -> str:
+    """Return a command as a user types it."""
+    return shlex.join(["dist-mem", *words[words.index("dist_mem") + 1 :]])
+
+
+def checksum(report: Report) -> str:
+    """Return the SHA-256 of the figures of every document, without times and places."""
+    figures = [astuple(document)[:-1] for document in report.documents]  # without depths, which older reports lack
+    return hashlib.sha256(json.dumps(figures).encode()).hexdigest()
+
+
+def draw(study: Study, runs: Sequence[Run], path: Path) -> None:
+    """Plot a paper's figure as lines over its columns, or a table as bars, with one colour per row.
+
+    Thin lines span the lowest to the highest seed. The paper's figures, at its scale only, are dashed lines or hollow
+    points.
+    """
+    from matplotlib.figure import Figure  # takes a second to import
+
+    columns = study.columns
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    found = {
+        key: [cell(runs_behind(study, runs, key, name), name).values for name in columns]
+        for key in shown_rows(study)
+        if key not in study.candidates  # only the best of them is drawn
+    }
+    papers = {key: [study.rows[key].paper.get(name) if study.is_papers else None for name in columns] for key in found}
+    rows = [key for key, ours in found.items() if any(ours) or any(value is not None for value in papers[key])]
+    for number, key in enumerate(rows):
+        beside = (number - (len(rows) - 1) / 2) * 0.8 / len(rows)  # of the bars of a column
+        places = [float(name) if study.x_axis else place + beside for place, name in enumerate(columns)]
+        style = _Style(f"C{number}", study.rows[key].name, None if study.x_axis else 0.8 / len(rows))
+        _draw_row(axes, places, found[key], papers[key], style)
+    if not study.x_axis:
+        axes.set_xticks(range(len(columns)), list(columns))
+    if any(value is not None for key in rows for value in papers[key]):
+        axes.plot([], [], "--" if study.x_axis else "o", color="grey", markerfacecolor="white", label="the paper's")
+    seeds = " (thin lines: lowest and highest seed)" if any(len(v) > 1 for key in rows for v in found[key]) else ""
+    axes.set_title(f"{study.title}{seeds}\n{study.about}", fontsize=8, wrap=True)
+    axes.set_xlabel(study.x_axis or "")
+    axes.set_ylabel(study.y_axis or _first_figure(study).replace("_", " "))
+    if rows:
+        add_legend(figure)
+    save_picture(figure, path)
+
+
+class _Style(NamedTuple):
+    colour: str
+    label: str
+    width: float | None  # of a bar; None: a line
+
+
+def _draw_row(
+    axes: Any, places: Sequence[float], ours: Sequence[list[float]], paper: Sequence[float | None], style: _Style
+) -> None:
+    """Draw the means of the seeds with their range, and the paper's figures, at `places`."""
+    seen = [(place, values) for place, values in zip(places, ours, strict=True) if values]
+    xs, ys = [place for place, _ in seen], [statistics.fmean(values) for _, values in seen]
+    published = [(place, value) for place, value in zip(places, paper, strict=True) if value is not None]
+    paper_xs, paper_ys = [place for place, _ in published], [value for _, value in published]
+    if style.width is None:
+        axes.plot(xs, ys, "o-", color=style.colour, label=style.label)
+        axes.plot(paper_xs, paper_ys, "--", color=style.colour, alpha=0.5)
+    else:
+        axes.bar(xs, ys, style.width, color=style.colour, label=style.label)
+        axes.scatter(paper_xs, paper_ys, s=14, color="white", edgecolor="black", zorder=3)
+    several = [(x, y, values) for x, y, (_, values) in zip(xs, ys, seen, strict=True) if len(values) > 1]
+    for x, y, values in several:
+        axes.errorbar(x, y, [[y - min(values)], [max(values) - y]], fmt="none", color="black", lw=0.8, capsize=2)
+
+
+def _draw_comparison(job: Job, found: Mapping[str, Standing]) -> list[Path]:
+    """Draw quality against cost, and what the data record of recall by distance and by depth; return the paths."""
+    first = next(iter(job.study.columns))
+    paths = [job.out / PARETO]
+    _draw_pareto(job.study, found, paths[0])
+    reports = [
+        (job.study.rows[row].name, read_report(path))
+        for row in found
+        for run in runs_behind(job.study, job.runs, row, first)
+        if (path := report_of(run, first)) is not None
+    ]
+    bins = distance_bins([report for _, report in reports])
+    for name, accuracy in ((RECALL, False), (RECALL_ACCURACY, True)):
+        if any(recall_curve(report, bins, accuracy=accuracy)[1] for _, report in reports):
+            paths.append(job.out / name)
+            plot_recall(reports, paths[-1], accuracy=accuracy)
+        elif any(report.recall for _, report in reports):
+            print(f"{name} is not drawn: fewer than {MIN_TOKENS} recall tokens at every distance, or unknown accuracy")
+    if any(depth_bins(report) for _, report in reports):
+        paths += [job.out / DEPTH, job.out / DEPTHS]
+        plot_depth(reports, paths[-2])
+        write_text(paths[-1], depths_to_csv(reports))
+    return paths
+
+
+def _draw_pareto(study: Study, found: Mapping[str, Standing], path: Path) -> None:
+    """Draw the first column against what a row takes; the line joins those that nobody beats in both.
+
+    What the budget made equal is left out: its differences come from whole updates and say nothing.
+    """
+    from matplotlib.figure import Figure  # takes a second to import
+
+    figure, figure_name = Figure(figsize=(10, 4), layout="constrained"), _first_figure(study)
+    costs: dict[str, list[float | None]] = {
+        "FLOPs of the training": [each.costs.flops for each in found.values()],
+        "bytes of memory a lane": [each.costs.state_bytes for each in found.values()],
+    }
+    costs = {label: xs for label, xs in costs.items() if not are_equal(xs)}
+    costs["seconds a million tokens"] = [None if each.speed is None else 1e6 / each.speed for each in found.values()]
+    all_axes = figure.subplots(1, len(costs), sharey=True, squeeze=False)[0]
+    for axes, (label, xs) in zip(all_axes, costs.items(), strict=True):
+        points = [
+            (float(x), each.mean, study.rows[row].name)
+            for x, (row, each) in zip(xs, found.items(), strict=True)
+            if x is not None and each.mean is not None
+        ]
+        for x, y, name in points:
+            axes.plot([x], [y], "o", color="C0")
+            axes.annotate(name, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7)
+        front = pareto_front([(x, y) for x, y, _ in points], higher=is_better_higher(figure_name))
+        axes.plot([x for x, _ in front], [y for _, y in front], "-", color="C1", linewidth=1)
+        axes.set_xlabel(label, fontsize=8)
+    figure.axes[0].set_ylabel(figure_name.replace("_", " "), fontsize=8)
+    save_picture(figure, path)
+
+
+def are_equal(costs: Sequence[float | None]) -> bool:
+    """Return whether two costs or more are known, and all of them lie within five per cent."""
+    known = [cost for cost in costs if cost is not None]
+    return len(known) > 1 and max(known) <= 1.05 * min(known)
+
+
+def pareto_front(points: Sequence[tuple[float, float]], *, higher: bool) -> list[tuple[float, float]]:
+    """Return the points (cost, quality) that no other beats in both, by rising cost."""
+    sign = -1.0 if higher else 1.0
+    front: list[tuple[float, float]] = []
+    for x, y in sorted(points, key=lambda point: (point[0], sign * point[1])):
+        if not front or sign * y < sign * front[-1][1]:
+            front.append((x, y))
+    return front

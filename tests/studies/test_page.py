@@ -1,0 +1,271 @@
+"""The results of a study: its table, its cells, its pictures, and the best of rows on validation."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_mem.evaluation.report import DocumentScore, RecallScore, Report, write_report
+from dist_mem.runtime.signals import StopSignal
+from dist_mem.studies.budget import Costs
+from dist_mem.studies.job import Job
+from dist_mem.studies.page import (
+    Cell,
+    are_equal,
+    cell,
+    checksum,
+    draw,
+    pareto_front,
+    to_csv,
+    to_markdown,
+    write_results,
+)
+from dist_mem.studies.runs import (
+    Run,
+    all_runs,
+    figure_of,
+    keep_result,
+    measured,
+    runs_behind,
+    shown_rows,
+    with_done,
+)
+from dist_mem.studies.study import Column, Study
+from tests.studies.small import ARENA, ROWS, at_tiny, load
+
+COSTS = Costs(parameters=9, state_bytes=8, steps=7, tokens=6, flops=None)
+RIGHT = {"none": 1, "transformer_xl": 2, "outside": 2}  # of the 2 scored tokens of each document, in half of them
+
+
+def text_of(study: Study, runs: list[Run], row: str, column: str) -> str:
+    return cell(runs_behind(study, runs, row, column), column).text()
+
+
+def test_a_row_shows_on_test_what_is_best_on_validation(tmp_path: Path) -> None:
+    study = load(tmp_path)
+    runs = all_runs(study, tmp_path)
+    assert shown_rows(study) == ["xl", "best", "small", "large"]
+    validation = {("small", 0): 0.3, ("large", 0): 0.2, ("small", 1): 0.1, ("large", 1): 0.4}
+    test = {("small", 0): 0.25, ("large", 0): 0.9, ("small", 1): 0.9, ("large", 1): 0.35}
+    for run in runs:
+        name = "500" if run.point == "a" else "1000"
+        assert list(measured(study, run)) == ([name] if run.row == "xl" else [f"{name} on validation", name])
+        if run.row != "xl":
+            keep_result(run, name, {"value": test[run.row, run.seed], "step": 1})
+            keep_result(run, f"{name} on validation", {"value": validation[run.row, run.seed], "step": 1})
+    # More accuracy is better, ...
+    assert [run.row for run in runs_behind(study, runs, "best", "500")] == ["small", "large"]
+    assert cell(runs_behind(study, runs, "best", "500"), "500").values == [0.25, 0.35]
+    # ... and less perplexity.
+    assert [run.row for run in runs_behind(study, runs, "best", "1000")] == ["large", "small"]
+    text = to_markdown(study, runs, {"seeds": "0, 1"})
+    assert "| Best | 0.3 ± 0.05 | 0.9 ± 0 |" in text
+    assert "- Best, chosen on validation: 500: Small (seed 0); 500: Large (seed 1); 1000: Large (seed 0)" in text
+    assert "not run at this scale: Elsewhere" in text
+    assert "- seeds: 0, 1" in text
+    assert "small,500 on validation,0,0.3,1,evaluated" in to_csv(study, runs, [])
+    draw(study, runs, tmp_path / "table.png")
+
+
+def test_nothing_is_chosen_before_all_are_measured(tmp_path: Path) -> None:
+    study = load(tmp_path)
+    runs = all_runs(study, tmp_path, [0])
+    for run in runs:
+        if (run.row, run.point) == ("small", "a"):
+            assert [column.split for column in measured(study, run).values()] == ["validation", "test"]
+            for name in measured(study, run):
+                keep_result(run, name, {"value": 0.3, "step": 1})
+    assert text_of(study, runs, "best", "500") == "1 to run"
+
+
+def test_a_candidate_that_no_call_has_asked_for_is_still_to_be_measured(tmp_path: Path) -> None:
+    """`--rows small --seeds 1`, then the row in question for another seed: with seed 1 there is nothing to choose."""
+    study = load(tmp_path)
+    for rows, seed in ((["small"], 1), (["small", "large"], 0)):
+        asked = all_runs(study, tmp_path, [seed], rows)
+        for run in asked:
+            for name in measured(study, run):
+                keep_result(run, name, {"value": 0.3 if run.row == "small" else 0.4, "step": 1})
+    runs = with_done(study, tmp_path, asked)
+    assert text_of(study, runs, "best", "500") == "0.4, 1 to run"
+    assert "chosen on validation: 500: Large (seed 0); 1000: Small (seed 0)\n" in to_markdown(study, runs, {})
+
+
+def test_one_that_diverged_is_not_chosen_where_another_has_not(tmp_path: Path) -> None:
+    study = load(tmp_path)
+    runs = [run for run in all_runs(study, tmp_path, [0], ["small", "large"]) if run.point == "b"]
+    for run in runs:
+        facts: dict[str, Any] = {"diverged": "why"} if run.row == "small" else {"value": 9.0, "step": 1}
+        for name in ("1000", "1000 on validation"):
+            keep_result(run, name, facts)
+    assert text_of(study, runs, "best", "1000") == "9"
+    for name in ("1000", "1000 on validation"):
+        keep_result(runs[1], name, {"diverged": "why"})
+    assert text_of(study, runs, "best", "1000") == "1 diverged"
+
+
+def test_a_row_is_chosen_among_those_of_a_point(tmp_path: Path) -> None:
+    points = {"a": {"data": "d", "without": ["large"]}, "b": {"data": "e"}}
+    study = load(tmp_path, scales=at_tiny(points=points))
+    runs = all_runs(study, tmp_path, [0])
+    for run in runs:
+        for name in measured(study, run):
+            keep_result(run, name, {"value": 0.9 if run.row == "small" else 0.5, "step": 1})
+    chosen = {name: [run.row for run in runs_behind(study, runs, "best", name)] for name in ("500", "1000")}
+    assert chosen == {"500": ["small"], "1000": ["large"]}
+    assert "| Large | - | 0.5 |" in to_markdown(study, runs, {})
+
+
+def test_a_cell_says_how_many_of_its_seeds_diverged() -> None:
+    assert Cell([2.0, 3.0], diverged=1, absent=0, missing=2).text() == "2.5 ± 0.5, 1 diverged, 2 to run"
+    assert Cell([1.0, 2.0], diverged=1, absent=0, missing=0).text(deviation=True) == "1.5 ± 0.71, 1 diverged"
+    assert Cell([1.0], diverged=0, absent=0, missing=0).text(deviation=True) == "1"
+    assert Cell([], diverged=3, absent=1, missing=0).text() == "3 diverged, n/a"
+
+
+def at_each_scale(folder: Path) -> dict[str, tuple[Study, list[Run]]]:
+    """Return a study at two scales with results of two seeds, and a figure of the paper."""
+    points, columns = {"": {"data": "d"}}, {"test": {"figure": "token_perplexity"}}
+    found = {}
+    for name in ("tiny", "paper"):
+        scale = {"about": "Seconds.", "rows": {"none": [], "xl": []}, "seeds": [0, 1], "points": points}
+        rows = {"none": {"name": "None", "paper": {"test": 1.5}}, "xl": {"name": "XL", "paper": {"test": 1.25}}}
+        study = load(folder, {"title": "Mine", "rows": rows, "columns": columns, "scales": {name: scale}})
+        runs = all_runs(study, folder / name)
+        for run in runs:
+            keep_result(run, "test", {"value": 7.0 + run.seed, "step": 1})
+        found[name] = study, runs
+    return found
+
+
+def test_the_papers_figures_stand_beside_ours_at_its_scale_only(tmp_path: Path) -> None:
+    texts = {name: (to_markdown(*found, {}), to_csv(*found, [])) for name, found in at_each_scale(tmp_path).items()}
+    assert "|  | test, paper | test, ours |" in texts["paper"][0]
+    assert "| None | 1.5 | 7.5 ± 0.5 |" in texts["paper"][0]
+    assert "none,test,0,1.5,7.0,1,evaluated" in texts["paper"][1]
+    ours, _, papers = texts["tiny"][0].partition("## The paper's figures")
+    assert "1.5" not in ours
+    assert "| None | 7.5 ± 0.5 |" in ours
+    assert "| None | 1.5 |" in papers
+    assert "not comparable" in papers
+    assert "none,test,0,7.0,1,evaluated" in texts["tiny"][1]
+
+
+def test_the_picture_has_the_range_of_seeds_and_the_papers_points_at_its_scale_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.collections import LineCollection
+    from matplotlib.figure import Figure
+
+    drawn: list[Any] = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *args, **kw: (drawn.append(figure), save(figure, *args, **kw))
+    )
+    legends = {}
+    for name, (study, runs) in at_each_scale(tmp_path).items():
+        draw(study, runs, tmp_path / f"{name}.png")
+        (axes,) = drawn[-1].axes
+        legends[name] = {text.get_text() for text in axes.figure.legends[0].get_texts()}
+        bars = [collection for collection in axes.collections if isinstance(collection, LineCollection)]
+        ranges = [tuple(segment[:, 1]) for collection in bars for segment in collection.get_segments()]
+        assert ranges == [(7.0, 8.0), (7.0, 8.0)]
+    assert legends == {"tiny": {"None", "XL"}, "paper": {"None", "XL", "the paper's"}}
+
+
+def test_recall_is_read_between_two_distances(tmp_path: Path) -> None:
+    recall = [RecallScore(10, 1.0, 1, 1), RecallScore(40, 4.0, 2, 1), RecallScore(90, 9.0, 3, 0)]
+    report = Report("test", "a", "b", None, 32, 0, 4, [DocumentScore("d", "t", 14.0, 6, 4, 9)], recall)
+    path = write_report(report, tmp_path, "test-step-00000007", metadata={"step": 7})[-1]
+
+    def column(figure: str, *band: int) -> Column:
+        return Column(figure=figure, band=list(band))
+
+    for band, exponent, share in (((0, 32), 1.0, 1.0), ((32, 64), 2.0, 0.5), ((64,), 3.0, 0.0), ((32,), 13.0 / 5, 0.2)):
+        value, step = figure_of(path, column("recall_perplexity", *band))
+        assert value == pytest.approx(2.718281828459045**exponent)
+        assert step == 7
+        assert figure_of(path, column("recall_accuracy", *band)) == (share, 7)
+    for figure in ("recall_perplexity", "recall_accuracy"):
+        assert figure_of(path, column(figure, 200)) == (None, 7)
+
+
+def finished(folder: Path, figure: str, *, num_documents: int, depth: float | None) -> Job:
+    """Return the job of an arena whose three memories have been evaluated with one seed."""
+    band = {"band": [0]} if figure == "recall_accuracy" else {}
+    rows = {**ROWS, "outside": ["memory.kind=mine.py:Mine"]}
+    study = load(folder, ARENA, rows=rows, columns={"first": {"figure": figure, **band}}, seeds=[0])
+    runs = all_runs(study, folder / "out")
+    for run in runs:
+        documents = [
+            DocumentScore(str(place), "", 2.0, 2, 2, 2, RIGHT[run.row] if place % 2 else 2, depth)
+            for place in range(num_documents)
+        ]
+        hits = sum(document.hits or 0 for document in documents)
+        recall = [RecallScore(40, 2.0 * num_documents, 2 * num_documents, hits)]
+        report = Report("test", "d", "t", None, 32, 0, 2 * num_documents, documents, recall)
+        path = write_report(report, run.directory / "evaluations", "test-step-00000007", metadata={"step": 7})[1]
+        keep_result(run, "first", {"value": 0.5, "step": 7, "report": str(path.relative_to(run.directory))})
+    return Job(study, folder / "out", runs, 1, [], StopSignal(), costs=dict.fromkeys(rows, COSTS))
+
+
+@pytest.mark.parametrize(
+    ("figure", "heading", "interval", "sentence"),
+    [
+        ("word_perplexity", "none / memory, 95 %", "1.000 to 1.000", "contains 1 settles nothing"),
+        ("accuracy", "memory - none, 95 %", "+0.175 to +0.325", "the memory's accuracy minus none's"),
+        ("whole_answers", "memory - none, 95 %", "+0.350 to +0.650", "the memory's whole answers minus none's"),
+        ("recall_accuracy", "none / memory, 95 %", "", "There is no interval"),
+    ],
+)
+def test_the_interval_is_that_of_the_first_column(
+    tmp_path: Path, figure: str, heading: str, interval: str, sentence: str
+) -> None:
+    text = write_results(finished(tmp_path, figure, num_documents=40, depth=None), {})[0].read_text(encoding="utf-8")
+    assert f"|  | first | {heading} |" in text
+    assert f"| transformer_xl | 0.5 | {interval} | 9 | 8 | 7 | 6 | n/a | n/a |" in text
+    assert sentence in text
+
+
+def test_a_cell_has_the_commands_and_the_checksum_of_its_evaluation(tmp_path: Path) -> None:
+    job = finished(tmp_path, "accuracy", num_documents=4, depth=None)
+    first, *_ = csv.DictReader(to_csv(job.study, job.runs, ["eval.allow_code=true"]).splitlines())
+    documents = [DocumentScore(str(place), "", 2.0, 2, 2, 2, 1 if place % 2 else 2, 0.5) for place in range(4)]
+    assert first["sha256"] == checksum(Report("test", "d", "t", None, 32, 0, 8, documents, []))
+    assert first["sha256"].startswith("51d149f1b6e0")
+    run = f"{tmp_path}/out/runs/none-seed0"
+    assert first["training"].startswith("dist-mem train job.yaml memory.kind=none data.path=books train.seed=0")
+    assert first["training"].endswith(f"run_dir={run} eval.allow_code=true")
+    assert first["evaluation"] == f"dist-mem evaluate {run} --split test eval.allow_code=true"
+
+
+def test_accuracy_by_depth_is_drawn_where_depths_are_known(tmp_path: Path) -> None:
+    for folder, depth in (tmp_path / "books", None), (tmp_path / "passkey", 0.35):
+        folder.mkdir()
+        write_results(finished(folder, "accuracy", num_documents=40, depth=depth), {})
+        assert [(folder / "out" / name).exists() for name in ("depth.png", "depth.csv")] == [depth is not None] * 2
+    assert "transformer_xl,0.3,0.4,40,1.0\n" in (tmp_path / "passkey" / "out" / "depth.csv").read_text()
+
+
+def test_a_picture_that_too_few_tokens_leave_out_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = finished(tmp_path, "accuracy", num_documents=20, depth=None)
+    write_results(job, {})
+    assert "recall.png is not drawn: fewer than 50 recall tokens" in capsys.readouterr().out
+    assert not (job.out / "recall.png").exists()
+
+
+def test_the_front_has_whom_nobody_beats_in_both() -> None:
+    points = [(1.0, 9.0), (2.0, 5.0), (2.0, 6.0), (3.0, 7.0), (4.0, 5.0), (5.0, 1.0)]
+    assert pareto_front(points, higher=False) == [(1.0, 9.0), (2.0, 5.0), (5.0, 1.0)]
+    assert pareto_front([(x, -y) for x, y in points], higher=True) == [(1.0, -9.0), (2.0, -5.0), (5.0, -1.0)]
+
+
+def test_a_cost_that_the_budget_made_equal_is_known() -> None:
+    assert are_equal([2.00e12, 1.99e12, None])
+    assert are_equal([0, 0])
+    assert not are_equal([2.0e12, 1.9e12])
+    assert not are_equal([0, 100])
+    assert not are_equal([5.0, None])

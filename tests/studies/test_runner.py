@@ -1,0 +1,445 @@
+"""The runner of studies, end to end: every row trained and measured once, also after a stop or a kill."""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dist_mem.__main__ import main
+from dist_mem.config import load_config
+from dist_mem.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USAGE, UnusableError
+from dist_mem.evaluation.report import read_report
+from dist_mem.launch.local import launcher, tied
+from dist_mem.runtime.network_interface import free_port
+from dist_mem.runtime.signals import StopSignal
+from dist_mem.studies.command import ParentRun, Request
+from dist_mem.studies.command import _close as close_parent
+from dist_mem.studies.command import run as run_study
+from dist_mem.studies.estimate import Estimate, finish_seconds, report
+from dist_mem.studies.job import CommandError, Job, Place, StoppedError, for_each_run, places
+from dist_mem.studies.page import checksum
+from dist_mem.studies.runs import Run, all_runs, keep_result
+from dist_mem.studies.study import FOLDER, load_study, study_names
+from dist_mem.tracking.mlflow.run import connect
+from tests.studies.small import SWEEP, load
+from tests.studies.small import write as write_study
+from tests.support.jobs import build_books, logged_steps, write_config
+from tests.support.limits import limit, wait_until
+from tests.support.paths import ROOT
+
+STEPS = 40
+DEV = {"dev": {"figure": "token_perplexity", "split": "validation"}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder to work in, with a table of two rows that takes seconds."""
+    data = build_books(tmp_path)
+    changes = {"train": {"steps": STEPS}, "checkpoint": {"every": 5}}
+    write_config(tmp_path / "job.yaml", data, tmp_path / "unused", changes)
+    scale = {
+        "about": "Seconds.",
+        "train": ["job.yaml", "tracking.mlflow=true", "tracking.uri=sqlite:///store.db"],
+        "rows": {"none": ["memory.kind=none"], "xl": []},
+        "points": {"": {"data": str(data)}},
+    }
+    write_table(
+        tmp_path,
+        {
+            "title": "Two memories",
+            "source": "nobody",
+            "rows": {"none": {"name": "None", "paper": {"test": 1.5}}, "xl": {"name": "XL"}},
+            "columns": {**DEV, "test": {"figure": "token_perplexity"}},
+            "scales": {"tiny": scale},
+        },
+    )
+    return tmp_path
+
+
+def write_table(folder: Path, table: dict[str, Any]) -> None:
+    path = folder / FOLDER / "two.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(table, sort_keys=False))
+
+
+def changed(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    table = yaml.safe_load((folder / FOLDER / "two.yaml").read_text())
+    change(table)
+    write_table(folder, table)
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "dist_mem", *arguments], cwd=folder, env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, errors = process.communicate(timeout=limit(600))
+    return process.returncode, out, errors
+
+
+def done(folder: Path, *arguments: str) -> str:
+    code, text, errors = finish(start(folder, *arguments))
+    assert code == EXIT_DONE, errors
+    return text
+
+
+def lines_of(folder: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader((folder / "table.csv").read_text(encoding="utf-8").splitlines()))
+
+
+def values(folder: Path) -> dict[tuple[str, str], str]:
+    return {(line["row"], line["column"]): line["value"] for line in lines_of(folder)}
+
+
+@pytest.mark.nightly
+def test_figures_are_drawn_from_the_rows_that_they_show(folder: Path) -> None:
+    figures = {"lamemo.fig7": ["xl"], "lamemo.fig8": ["xl", "none"], "lamemo.fig6": ["xl"]}
+    changed(folder, lambda table: table.update(figures=figures))
+    options = ("--out", "out", "--rows", "xl", "train.steps=2", "checkpoint.every=null")
+    code, text, errors = finish(start(folder, "reproduce", "two", *options))
+    assert code == EXIT_DONE, errors
+    assert "lamemo.fig7: out/figures" in text
+    assert "lamemo.fig6 is not drawn: " in errors  # it has no alpha
+    assert {path.name.partition("-")[0] for path in (folder / "out" / "figures").iterdir()} == {"lamemo.fig7"}
+
+
+@pytest.mark.slow
+def test_runs_stand_under_a_parent_in_mlflow(folder: Path) -> None:
+    done(folder, "reproduce", "two", "--out", "out", "--rows", "xl", "train.steps=2", "checkpoint.every=null")
+    client = connect(f"sqlite:///{folder / 'store.db'}")
+    parent = client.get_run((folder / "out" / "mlflow_run_id").read_text().strip())
+    (child,) = client.search_runs(
+        [parent.info.experiment_id], filter_string=f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'"
+    )
+    assert (parent.info.status, child.info.status, child.info.run_name) == ("FINISHED", "FINISHED", "xl-seed0")
+    assert {"table.md", "table.csv", "table.png"} == {file.path for file in client.list_artifacts(parent.info.run_id)}
+    expected = float(values(folder / "out")["xl", "test"])
+    assert parent.data.metrics["xl/test"] == expected
+    assert child.data.metrics["eval/test/token_perplexity"] == expected
+
+
+@pytest.mark.slow
+def test_a_row_that_diverges_is_a_row_that_says_so(folder: Path) -> None:
+    options = ("--rows", "xl", "--out", "out", "optimizer.kind=sgd", "optimizer.lr=1e30", "tracking.mlflow=false")
+    assert "| XL | 1 diverged | 1 diverged |" in done(folder, "reproduce", "two", *options)
+
+
+def measured(folder: Path, rows: list[str], seed: int = 0) -> None:
+    """As if these rows had been trained and evaluated, with 2.5 in every column."""
+    for row in rows:
+        for column in ("dev", "test"):
+            keep_result(Run(row, "", seed, folder / "out"), column, {"value": 2.5, "step": STEPS})
+
+
+def reproduce(*extra: str, scale: str = "", rows: Sequence[str] = (), seeds: Sequence[int] = ()) -> int:
+    return run_study(Request("two", "reproduce", scale, Path("out"), rows, seeds, extra=extra))
+
+
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder, as the current one, with a table that is not tracked and has a second scale."""
+
+    def change(table: dict[str, Any]) -> None:
+        tiny = table["scales"]["tiny"]
+        table["scales"]["small"] = {**tiny, "train": [*tiny["train"], "train.steps=50"]}
+        tiny["train"].append("tracking.mlflow=false")
+
+    changed(folder, change)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_a_row_that_a_table_does_not_have_is_refused(here: Path) -> None:
+    with pytest.raises(UnusableError, match="'xll' is not a row of two at scale tiny: did you mean xl"):
+        reproduce(rows=["xll"])
+
+
+def test_figures_of_one_definition_are_not_those_of_another(here: Path) -> None:
+    """What is measured is not trained again, so nothing else would compare them."""
+    measured(here, ["none", "xl"])
+    assert reproduce() == EXIT_DONE
+    with pytest.raises(UnusableError, match="holds runs of another two: its definition, the scale or the overrides"):
+        reproduce(scale="small")
+    text = (here / "job.yaml").read_text()
+    (here / "job.yaml").write_text(f"# a comment changes nothing\n{text}")
+    assert reproduce() == EXIT_DONE
+    (here / "job.yaml").write_text(text.replace("seg_len: 16", "seg_len: 32"))
+    with pytest.raises(
+        UnusableError, match=r"out holds runs of another two: job\.yaml has changed since; give another"
+    ):
+        reproduce()
+
+
+def test_a_call_that_came_to_nothing_binds_no_folder(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changed(here, lambda table: table["scales"]["tiny"]["points"].update({"": {"data": "nowhere"}}))
+    with pytest.raises(UnusableError, match="stepz"):
+        reproduce("train.stepz=5")
+    assert reproduce("train.steps=5") == EXIT_USAGE
+    assert "nowhere is missing" in capsys.readouterr().err
+    measured(here, ["none", "xl"])
+    with pytest.raises(UnusableError, match="holds runs of another two"):
+        reproduce()
+
+
+def test_rows_and_seeds_of_earlier_calls_stay_in_the_table(here: Path) -> None:
+    measured(here, ["none"])
+    measured(here, ["xl"])
+    measured(here, ["xl"], seed=1)
+    assert reproduce(rows=["none"]) == EXIT_DONE
+    assert values(here / "out") == dict.fromkeys(
+        [(row, name) for row in ("none", "xl") for name in ("dev", "test")], "2.5"
+    )
+    assert reproduce(rows=["xl"], seeds=[1]) == EXIT_DONE
+    text = (here / "out" / "table.md").read_text()
+    assert "| None | 2.5 | 2.5 |" in text
+    assert "| XL | 2.5 ± 0 | 2.5 ± 0 |" in text
+    assert "- seeds: 0, 1" in text
+
+
+def test_what_is_measured_is_reported_where_data_of_another_row_are_missing(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed(here, lambda table: table["scales"]["tiny"]["points"].update({"": {"data": "nowhere"}}))
+    measured(here, ["none"])
+    assert reproduce() == EXIT_USAGE
+    captured = capsys.readouterr()
+    assert "| None | 2.5 | 2.5 |" in captured.out
+    assert "error: nowhere is missing, and the table cannot build it" in captured.err
+    for split in ("train", "tset"):
+        (here / "nowhere" / split).mkdir(parents=True)
+        (here / "nowhere" / split / "index.json").touch()
+    assert reproduce() == EXIT_USAGE
+    assert "error: nowhere has no split 'test': it has train, tset; did you mean tset?" in capsys.readouterr().err
+
+
+def test_without_mlflow_a_table_is_made_all_the_same(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measured(here, ["none", "xl"])
+    uri = f"http://127.0.0.1:{free_port()}"
+    assert reproduce(f"tracking.uri={uri}", "tracking.mlflow=true") == EXIT_DONE
+    captured = capsys.readouterr()
+    assert "MLflow has no run for the table: MlflowException: " in captured.err
+    assert "| XL | 2.5 |" in captured.out
+    parent = object.__new__(ParentRun)
+    parent.run_id, parent._client = "0", connect(uri)
+    job = Job(load_study("two"), Path("out"), [], 1, [], StopSignal([]))
+    close_parent(parent, job, [Path("out/table.md")], "FINISHED")
+    assert "MLflow did not receive the table: MlflowException: " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_mlflow_takes_the_figures_of_every_table(sqlite_uri: str, client: Any, tmp_path: Path) -> None:
+    experiment = client.get_experiment_by_name("dist_mem")
+    parent = object.__new__(ParentRun)
+    parent.run_id, parent._client = client.create_run(experiment.experiment_id).info.run_id, client
+    figures = {}
+    for name in study_names(ROOT / FOLDER):
+        for scale in load_study(name, folder=ROOT / FOLDER).scales:
+            study = load_study(name, scale, folder=ROOT / FOLDER)
+            figures |= {f"{row}/{column}": 1.0 for row in study.rows for column in study.columns}
+    parent.close(figures, [], status="FINISHED")
+    assert client.get_run(parent.run_id).data.metrics == figures
+
+
+def test_one_call_at_a_time_works_in_a_folder(here: Path) -> None:
+    measured(here, ["none", "xl"])
+    with (here / "out" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UnusableError, match="another call of the command uses this folder"):
+            reproduce()
+    assert reproduce() == EXIT_DONE
+
+
+RANK = """
+import os, signal, time
+from pathlib import Path
+
+def save(number, frame):
+    Path(f"saved-{os.environ['RANK']}").touch()
+    os._exit(85)
+
+signal.signal(signal.SIGTERM, save)
+Path(f"up-{os.environ['RANK']}").touch()
+time.sleep(200)
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_reaches_the_ranks_before_the_command_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_rank.py").write_text(RANK)
+    monkeypatch.chdir(tmp_path)
+    stop = StopSignal([])
+    job = Job(load(tmp_path), tmp_path, [], 2, [], stop, environment={"PYTHONPATH": str(tmp_path)})
+
+    def tell() -> None:
+        wait_until(lambda: len(list(tmp_path.glob("up-*"))) == 2, "both ranks")
+        stop.received = "SIGTERM"
+
+    threading.Thread(target=tell, daemon=True).start()
+    with pytest.raises(StoppedError):
+        job.command([*launcher(2)[:-1], "a_rank"], "train")
+    assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
+    assert launcher(2) != launcher(2)  # a port of its own, so that two tables do not meet
+
+
+def test_a_setpriv_that_knows_no_death_signal_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of RHEL 8 (util-linux 2.32) and of busybox: every command of a table would end with its usage."""
+    (tmp_path / "setpriv").write_text("#!/bin/sh\necho \"setpriv: unrecognized option '$1'\" >&2\nexit 1\n")
+    (tmp_path / "setpriv").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert tied(["train"]) == ["train"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv (util-linux)")
+def test_a_training_saves_when_the_command_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "a_rank.py").write_text(RANK)
+    starts = f"import subprocess; subprocess.run({tied([sys.executable, 'a_rank.py'])!r})"
+    table = subprocess.Popen([sys.executable, "-c", starts], cwd=tmp_path, env={**os.environ, "RANK": "0"})
+    wait_until(lambda: (tmp_path / "up-0").exists(), "the training")
+    table.kill()
+    table.wait()
+    wait_until(lambda: (tmp_path / "saved-0").exists(), "what it saves")
+
+
+def test_runs_at_one_time_share_the_cores_and_no_gpu() -> None:
+    assert places(1, 4, num_cores=8, gpus=list("0123")) == [Place()], "one alone has all, as without a sweep"
+    assert [place.environment for place in places(2, 2, num_cores=9, gpus=[])] == [{"OMP_NUM_THREADS": "2"}] * 2
+    found = places(2, 2, num_cores=2, gpus=["2", "3", "GPU-a", "GPU-b", "9"])
+    assert [place.environment["CUDA_VISIBLE_DEVICES"] for place in found] == ["2,3", "GPU-a,GPU-b"]
+    with pytest.raises(UnusableError, match="--jobs 3 with --ranks 2 takes 6 GPUs, but here are 5"):
+        places(3, 2, num_cores=2, gpus=list("01234"))
+
+
+def test_the_end_is_that_of_the_last_place() -> None:
+    assert finish_seconds([5.0, 3.0, 4.0, 1.0], 2) == 7.0
+    run = Run("none", "", 0, Path())
+    *_, last = report([Estimate(run, 10, 2_000_000, 0.5, 5400.0)] * 2, num_places=1, ranks=4, device="GPU")
+    assert "2 runs: 4 M tokens, 12 GPU-hours; with --jobs 1 about 3:00:00, until " in last
+
+
+DIES_AT_FIRST = "import os, sys; n = os.open(sys.argv[1], os.O_CREAT | os.O_APPEND | os.O_RDWR); os.write(n, b'x')"
+DIES_AT_FIRST += "; sys.exit(0 if os.fstat(n).st_size > int(sys.argv[2]) else int(sys.argv[3]))"
+
+
+def test_a_run_that_died_is_started_again_and_stops_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = load(tmp_path, SWEEP)
+    job = Job(study, tmp_path, all_runs(study, tmp_path), 1, [], StopSignal([]))
+    first, second, third, fourth = (run.row for run in job.runs)
+    codes = {first: (2, 1), second: (99, 137), third: (99, 2)}
+
+    def step(job: Job, item: Run, tell: Callable[[str], None], place: Place) -> None:
+        times, code = codes.get(item.row, (0, 0))
+        job.command([sys.executable, "-c", DIES_AT_FIRST, str(job.out / item.row), str(times), str(code)], item.name)
+
+    errors = for_each_run(job, job.runs, [Place(), Place()], partial(step, job), restarts=2)
+    assert [error.code for error in errors if isinstance(error, CommandError)] == [137, 2]
+    starts = {run.row: (job.out / run.row).stat().st_size for run in job.runs}
+    assert starts == {first: 3, second: 3, third: 1, fourth: 1}, "wrong input is not started again"
+    assert f"{first}-seed0: ended with exit code 1; it is started again" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_trials_save_and_track_like_the_runs_and_leave_nothing_in_the_store(tmp_path: Path) -> None:
+    """A sweep of 250 steps took 1:10 and not 0:55, because its trials had neither checkpoints nor MLflow."""
+    data = build_books(tmp_path)
+    settings = {"train": {"steps": 60}, "tracking": {"mlflow": True, "uri": "sqlite:///store.db"}}
+    write_config(tmp_path / "job.yaml", data, tmp_path / "unused", settings)
+    write_study(tmp_path, SWEEP, grid={"memory.kind": ["none"]}, columns=DEV, data=str(data))
+    before = {path.name for path in tmp_path.iterdir()}
+    out = tmp_path / "out"
+    done(tmp_path, "sweep", "one.yaml", "--estimate", "--out", str(out))
+    (kept,) = (out / "estimates").glob("*.json")
+    assert json.loads(kept.read_text(encoding="utf-8"))["saving"] > 0.0
+    log = "".join(path.read_text(encoding="utf-8") for path in (out / "logs").iterdir())
+    assert "estimates/mlflow/store.db" in log, "it was tracked"
+    assert {path.name for path in tmp_path.iterdir()} - before == {"out"}
+    assert [path.name for path in (out / "estimates").rglob("*") if path.is_file()] == [kept.name]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_sweep_says_what_it_takes_and_survives_a_killed_row(tmp_path: Path) -> None:
+    data = build_books(tmp_path)
+    steps = {"train": {"steps": 60}, "checkpoint": {"every": 10}}
+    write_config(tmp_path / "job.yaml", data, tmp_path / "unused", steps)
+    write_study(tmp_path, SWEEP, grid={"memory.kind": ["none", "causal"]}, columns=DEV, data=str(data))
+
+    out = tmp_path / "out"  # as a whole path, it is that of this test alone
+    process = start(tmp_path, "sweep", "one.yaml", "--jobs", "2", "--out", str(out))
+    run = out / "runs" / "kindnone-seed0"
+    wait_until(lambda: process.poll() is not None or len(logged_steps(run)) > 15, "some steps", seconds=400)
+    found = subprocess.run(["pkill", "-KILL", "-f", f"train.*run_dir={run}"], check=False)
+    assert found.returncode == 0, "a training to kill"
+    code, text, errors = finish(process)
+    assert code == EXIT_DONE, errors
+    assert "2 runs: " in text
+    assert "tokens, " in text
+    assert f"kindnone-seed0: ended with exit code {-signal.SIGKILL}; it is started again" in text
+    assert "the estimate was" in text
+    assert (out / "table.png").is_file()
+    assert [line["ended"] for line in lines_of(out)] == ["evaluated", "evaluated"]
+    assert all(logged_steps(out / "runs" / f"kind{kind}-seed0")[-1] == 60 for kind in ("none", "causal"))
+    assert "already done" in done(tmp_path, "sweep", "one.yaml", "--jobs", "2", "--out", str(out))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_an_arena_that_was_stopped_goes_on_and_its_cells_can_be_repeated(tmp_path: Path) -> None:
+    """A memory from outside the package takes part like any other."""
+    data = build_books(tmp_path)
+    write_config(
+        tmp_path / "job.yaml", data, tmp_path / "unused", {"checkpoint": {"every": 10}, "train": {"threads": 1}}
+    )
+    rows = {"none": ["memory.kind=none"], "outside": [f"memory.kind={ROOT}/examples/averages.py:Averages"]}
+    budget = {"tokens": 60 * load_config([str(tmp_path / "job.yaml")]).train.global_batch_size * 16}
+    arena = {"train": ["job.yaml"], "rows": rows, "columns": DEV, "data": str(data), "budget": budget}
+    write_study(tmp_path, arena, seeds=[0, 1])
+
+    assert "outside" in done(tmp_path, "arena", "one.yaml", "--plan", "--out", "out")
+    command = ("arena", "one.yaml", "eval.allow_code=true", "--out", "out", "--jobs", "2", "--no-estimate")
+    process = start(tmp_path, *command)
+    run = tmp_path / "out" / "runs" / "none-seed0"
+    wait_until(lambda: process.poll() is not None or len(logged_steps(run)) > 5, "some steps", seconds=400)
+    process.send_signal(signal.SIGTERM)  # of the command alone: it tells its trainings
+    assert finish(process)[0] == EXIT_REQUEUE
+    text = done(tmp_path, *command)
+    assert "none / memory, 95 %" in text
+    assert (tmp_path / "out" / "pareto.png").is_file()
+    cells = lines_of(tmp_path / "out")
+    assert [(cell["row"], cell["seed"]) for cell in cells] == [(name, seed) for seed in "01" for name in rows]
+    assert len({cell["sha256"] for cell in cells}) == 4
+    for cell in (cells[0], cells[-1]):
+        name = f"{cell['row']}-seed{cell['seed']}"
+        by_hand = tmp_path / "by_hand" / name
+        for part in ("training", "evaluation"):
+            words = [word.replace(f"out/runs/{name}", str(by_hand)) for word in shlex.split(cell[part])]
+            done(tmp_path, *words[1:])
+        (report,) = (by_hand / "evaluations").glob("validation-*.json")
+        assert checksum(read_report(report)) == cell["sha256"]
+
+
+def test_the_tables_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce"]) == EXIT_DONE
+    assert "lamemo.table1 " in capsys.readouterr().out
