@@ -13,7 +13,7 @@ from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
 def add_arguments(added: ArgumentParser) -> None:
     """Add the arguments of `dist-mem report`."""
     added.add_argument("runs", nargs="+", type=place, metavar="RUN", help="run directories, and key=value overrides")
-    book = added.add_mutually_exclusive_group()
+    book = added.add_mutually_exclusive_group(required=True)
     book.add_argument("--book", metavar="ID", help="show this document, read by the first run")
     book.add_argument("--text", type=Path, metavar="FILE", help="show this UTF-8 file, read by the first run")
     added.add_argument("--split", type=split, metavar="NAME", help="split of --book (default: eval.split)")
@@ -23,7 +23,7 @@ def add_arguments(added: ArgumentParser) -> None:
 
 
 def report(options: Namespace) -> int:
-    """Write one HTML file about runs: settings, curves, tables, figures, a book."""
+    """Write one HTML file about a book: what each word gains from memory, and from which passage."""
     given = [text for text in options.runs if "=" in text and not Path(text).is_dir()]
     runs = [Path(text) for text in options.runs if text not in given]
     if not runs:
@@ -31,9 +31,6 @@ def report(options: Namespace) -> int:
     if options.split is not None and options.book is None:
         raise UnusableError(f"--split {options.split}: only with --book; it is the split of that document")
     overrides = (*given, *options.overrides)
-    unused = [text for text in overrides if not text.startswith("tracking.")]
-    if unused and options.book is None and options.text is None:
-        raise UnusableError(f"report: {unused[0]}: only with --book or --text; without, no model reads anything")
     with StopSignal(OF_SCHEDULERS) as early:
         from dist_mem.runtime.distributed import choose_accelerator
 

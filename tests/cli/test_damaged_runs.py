@@ -17,6 +17,7 @@ from dist_mem.config import load_config
 from dist_mem.data.shard import write_split
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.report import write_report
+from dist_mem.inspection.page.tables import find_evaluations, summary_table
 from dist_mem.supervision.lease import sign_of_life
 from dist_mem.supervision.timeline import beginning
 from dist_mem.tracking.tracker import METRICS_FILE, MetricsFile
@@ -95,7 +96,6 @@ def changed(text: str, choose: random.Random) -> str:
 COMMANDS: dict[str, Callable[[Path], list[str]]] = {
     "status": lambda run: ["status", str(run)],
     "status as JSON": lambda run: ["status", str(run), "--json"],
-    "report": lambda run: ["report", str(run), "tracking.mlflow=false"],
     "compare": lambda run: ["compare", str(run), str(run)],
     "batch": lambda run: ["batch", str(run), "--step", "2"],
     "figure": lambda run: ["figure", "lamemo.fig8", str(run), str(run), "tracking.mlflow=false"],
@@ -104,13 +104,14 @@ COMMANDS: dict[str, Callable[[Path], list[str]]] = {
 
 
 def read_as_a_start(run: Path) -> None:
-    """Read what a start of a training reads before it trains."""
+    """Read what a start of a training reads before it trains, and a report page before it reads a book."""
     for read in (
         lambda: read_finished(run),
         lambda: read_history(run),
         lambda: note_start(run, beginning()),
         lambda: MetricsFile(run / METRICS_FILE, first_step=2).close("FINISHED"),
         lambda: sign_of_life(run),
+        lambda: summary_table(find_evaluations(run, "run")),
     ):
         try:
             read()

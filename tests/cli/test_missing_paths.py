@@ -39,7 +39,7 @@ CALLS: dict[str, list[list[str]]] = {
     "arena": [[f"{MISSING}.yaml"], [f"{MISSING}.yaml", "--slurm"], [f"{MISSING}.yaml", "--plan"]],
     "dialogue": [[MISSING], [MISSING, "--wordnet", "other"]],
     "inspect": [[MISSING], [MISSING, "--book", "1"], ["run", "--text", MISSING]],
-    "report": [[MISSING], [MISSING, "--book", "1"], ["run", "--text", MISSING]],
+    "report": [[MISSING, "--book", "1"], ["run", "--text", MISSING]],
     "figure": [["lamemo.fig1", MISSING]],
     "read": [[MISSING, "--run", "run", "--out", "out"], [str(ROOT / "README.md"), "--run", MISSING, "--out", "out"]],
     "memory": [["show", MISSING]],

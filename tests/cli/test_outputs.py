@@ -15,6 +15,7 @@ from dist_mem.cli.datasets import builder_parser
 from dist_mem.cli.parser import build_parser
 from dist_mem.datasets.recipes import builder_names
 from tests.cli.test_missing_paths import WRITTEN
+from tests.evaluation.test_protocol import MEMORIES, make_run
 
 PARSERS = {**build_parser()[1], **{f"data build {name}": builder_parser(name) for name in builder_names()}}
 POSITIONAL = {("init", "folder")}  # which must be new or empty
@@ -57,10 +58,9 @@ def test_what_is_no_file_is_refused_and_a_link_is_followed(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("option", ["-o", "--out"])
 def test_a_report_to_a_device_leaves_the_device(
-    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    option: str, library: Path, tmp_path: Path, single_process: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
+    run, _ = make_run(tmp_path, library, MEMORIES["none"])
     (run / "config.yaml").write_text("tracking: {mlflow: false}\n")
     target, link = tmp_path / "null", tmp_path / "link"
     if os.getuid() == 0:
@@ -70,7 +70,7 @@ def test_a_report_to_a_device_leaves_the_device(
     kind = stat.S_IFMT(target.lstat().st_mode)
     link.symlink_to(target)
     for path in (target, link):
-        code = main(["report", str(run), option, str(path)])
+        code = main(["report", str(run), "--book", "doc4", "--split", "test", option, str(path)])
         assert code == (0 if kind == stat.S_IFCHR else 2), capsys.readouterr().err
         assert stat.S_IFMT(target.lstat().st_mode) == kind and link.is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "null", "run"]

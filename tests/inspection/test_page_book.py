@@ -17,6 +17,7 @@ from dist_mem.inspection.looked import Looked
 from dist_mem.inspection.page.assemble import assembled
 from dist_mem.inspection.page.book import NO_PASSAGE, Book, encoded
 from dist_mem.inspection.page.columns import column, numbers
+from dist_mem.inspection.page.markup import Markup
 from dist_mem.inspection.reading import DocumentReading
 
 PIECES = [b" word", b"\n", b"\xc3", b"\xa9", b"</script>", *(f" w{number}".encode() for number in range(1000))]
@@ -119,5 +120,5 @@ def test_a_token_names_the_passages_whose_removal_is_worst() -> None:
 @pytest.mark.slow
 def test_a_book_of_500_000_tokens_is_under_10_mb() -> None:
     book = make_book(500_000, num_layers=3, seg_len=512)
-    page = assembled("A long book", [], footer="", book=encoded(book, room=9_000_000))
+    page = assembled("A long book", Markup(), encoded(book, room=9_000_000), Markup(), footer="")
     assert len(page.encode()) < 10_000_000

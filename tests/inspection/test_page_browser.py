@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from dist_mem.inspection.counterfactual import Counterfactual, Passage, Removals
-from dist_mem.inspection.page.assemble import Section, assembled
+from dist_mem.inspection.page.assemble import assembled
 from dist_mem.inspection.page.book import encoded
-from dist_mem.inspection.page.curves import charts
-from dist_mem.tracking.tracker import Point
+from dist_mem.inspection.page.markup import Markup, table
 from tests.inspection.test_page_book import make_book
 from tests.support.chromium import Browser, Page, running_chromium, why_not
 
@@ -44,9 +43,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokens[22], tokens[100], tokens[3:5] = 0, 7, [2, 3]  # the two bytes of one character
     reading = book.reading._replace(document=book.reading.document._replace(tokens=tokens))
     stored = encoded(book._replace(pieces=pieces, reading=reading, removed=removed), room=10**6)
-    curves = charts([[Point(step, 0.0, {"loss": 1 / step}) for step in range(1, 99)]], ["run"])
+    summary = table("A wide table", ["run", *(f"column {number}" for number in range(20))], [["run", *["1.0"] * 20]])
     path = tmp_path_factory.mktemp("page") / "page.html"
-    path.write_text(assembled("A run", [Section("Curves", curves)], footer="", book=stored), encoding="utf-8")
+    path.write_text(assembled("A run", summary, stored, Markup(), footer=""), encoding="utf-8")
     return path
 
 
@@ -96,7 +95,7 @@ def test_a_summary_of_all_the_past_names_no_passage_and_no_removal_says_why(brow
     layers = ({"summary": book.reading.layers[0]["memory"]},)
     stored = encoded(book._replace(reading=book.reading._replace(layers=layers), not_removed="it sums up"), room=10**6)
     path = tmp_path / "page.html"
-    path.write_text(assembled("A run", [], footer="", book=stored), encoding="utf-8")
+    path.write_text(assembled("A run", Markup(), stored, Markup(), footer=""), encoding="utf-8")
     page = opened(browser, path, 1280)
     page.click("#t100")
     shown = details(page)

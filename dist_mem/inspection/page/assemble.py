@@ -1,6 +1,6 @@
 """The report page as text: the template files of this folder, filled with sections, data, style and script.
 
-Nothing in the page leads to a network: style, script, pictures and data are in the file, and its content security
+Nothing in the page leads to a network: style, script and data are in the file, and its content security
 policy allows no other. Only this script runs, which the policy names by its hash, whatever a text contains.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
 from importlib import resources
 from string import Template
 from typing import Any, NamedTuple
@@ -27,9 +26,9 @@ class Section(NamedTuple):
     content: Markup
 
 
-def assembled(title: str, sections: Sequence[Section], *, footer: str, book: dict[str, Any] | None = None) -> str:
-    """Return the page; `book`: as `book.encoded` returns it, shown first."""
-    parts = [Section("Book", Markup(_file("book.html"))), *sections] if book else list(sections)
+def assembled(title: str, summary: Markup, book: dict[str, Any], words: Markup, *, footer: str) -> str:
+    """Return the page; `book`: as `book.encoded` returns it."""
+    parts = [Section("Summary", summary), Section("Book", Markup(_file("book.html"))), Section("Words", words)]
     style, script = "".join(map(_file, _STYLES)), "".join(map(_file, _SCRIPTS))
     return Template(_file("page.html")).substitute(
         policy=f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}",
@@ -39,7 +38,7 @@ def assembled(title: str, sections: Sequence[Section], *, footer: str, book: dic
         sections=joined(element("a", part.name, href=f"#{_anchor(part)}") for part in parts),
         content=joined(element("section", element("h2", part.name), part.content, id=_anchor(part)) for part in parts),
         footer=joined([footer]),
-        data=_data(book) if book else "",
+        data=_data(book),
     )
 
 
@@ -48,7 +47,7 @@ def _file(name: str) -> str:
 
 
 def _anchor(section: Section) -> str:
-    return section.name.lower().replace(" ", "-")
+    return section.name.lower()
 
 
 def _hash(content: str) -> str:

@@ -1,11 +1,10 @@
-"""The report command: one self-contained HTML file about one or several runs.
+"""The report command: one self-contained HTML file about a book as one or two runs read it.
 
-    dist-mem report runs/demo
     dist-mem report runs/demo runs/demo_none --book 900000
     dist-mem report runs/demo --text book.txt -o book.html
 
-Without a book, only files of the runs are read. With one, the first run reads it with memory, without, and without each
-passage in its memory, if that can forget one; a second run reads it too. The page is added to the first run in MLflow.
+The first run reads the book with memory, without, and without each passage in its memory, if that can forget one; a
+second run reads it too. The page is added to the first run in MLflow.
 """
 
 from __future__ import annotations
@@ -19,26 +18,22 @@ from omegaconf import OmegaConf
 
 from dist_mem.config.sources import read_overrides
 from dist_mem.data.plan import segment_starts
-from dist_mem.errors import EXIT_DONE, UnusableError, run_error
+from dist_mem.errors import UnusableError
 from dist_mem.evaluation.job import StopCheck, as_job, found_by_all, use_threads
 from dist_mem.evaluation.sweep import names_of
 from dist_mem.generation.text import read_file
 from dist_mem.inspection.aggregates import aggregate
 from dist_mem.inspection.counterfactual import MOST, cannot_forget, remove_passages
-from dist_mem.inspection.page.assemble import Section, assembled
+from dist_mem.inspection.page.assemble import assembled
 from dist_mem.inspection.page.book import Book, encoded
-from dist_mem.inspection.page.curves import charts
-from dist_mem.inspection.page.markup import Markup
-from dist_mem.inspection.page.pictures import pictures
-from dist_mem.inspection.page.tables import evaluation_tables, find_evaluations, gain_tables, settings_table
+from dist_mem.inspection.page.tables import find_evaluations, gain_tables, summary_table
 from dist_mem.inspection.reading import read_document
 from dist_mem.inspection.request import Request, open_other, open_subject, settings_of
 from dist_mem.inspection.words import words_of
 from dist_mem.runtime.distributed import World
-from dist_mem.runtime.files import checked_inside, write_text
+from dist_mem.runtime.files import write_text
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.tracking.mlflow.sync import log_to_run, read_config
-from dist_mem.tracking.tracker import METRICS_FILE, read_points
 
 PAGE_NAME = "report.html"
 ROOM = 9_000_000  # bytes of the page's book; the details of tokens are cut to fit
@@ -48,7 +43,7 @@ class Asked(NamedTuple):
     """What the page shows."""
 
     runs: Sequence[Path]
-    book: str | None = None  # id of a document, which the first run reads, and the second if there is one
+    book: str | None = None  # id of a document
     text: Path | None = None  # a UTF-8 file that is read in place of it
     split: str | None = None  # of the document; None: eval.split
     removes: bool = True  # the book is also read without each passage
@@ -66,51 +61,27 @@ def run(asked: Asked, *, out: Path | None, early: StopSignal | None = None) -> i
         UnusableError: a run, the document, the text or an override cannot be used.
     """
     path = out or asked.runs[0] / PAGE_NAME
-    if asked.book is None and asked.text is None:
-        try:
-            _publish(_page(asked), path, asked)
-        except (OSError, ValueError) as error:
-            raise run_error(error) from error
-        return EXIT_DONE
 
     def work(world: World, check: StopCheck) -> None:
         if world.size > 1:
             raise UnusableError(f"dist-mem report runs on one process, not on {world.size}")
         text = None if asked.text is None else read_file(asked.text, "--text")
-        _settings(asked)  # what is wrong is said before a model reads for hours
-        _publish(_page(asked, _book(asked, text, world, check)), path, asked)
+        labels = names_of(asked.runs)
+        evaluations = [
+            entry for path, label in zip(asked.runs, labels, strict=True) for entry in find_evaluations(path, label)
+        ]
+        summary = summary_table(evaluations)  # what is wrong is said before a model reads for hours
+        book = _book(asked, text, world, check)
+        page = assembled(
+            ", ".join(labels),
+            summary,
+            encoded(book, room=ROOM),
+            gain_tables(aggregate(words_of(book.reading.pieces), book.reading.gain)),
+            footer=f"Made by dist-mem report {' '.join(labels)}. This file needs no network.",
+        )
+        _publish(page, path, asked)
 
     return as_job(work, asked.overrides, early)
-
-
-def _page(asked: Asked, book: Book | None = None) -> str:
-    """Return the page. Raises OSError or ValueError for a file of a run that cannot be read."""
-    labels = names_of(asked.runs)
-    settings = _settings(asked)
-    evaluations = [
-        entry for path, label in zip(asked.runs, labels, strict=True) for entry in find_evaluations(path, label)
-    ]
-    sections = [
-        Section(
-            "Curves", charts([read_points(checked_inside(path, path / METRICS_FILE)) for path in asked.runs], labels)
-        ),
-        Section("Evaluations", evaluation_tables(evaluations)),
-        Section("Figures", pictures(asked.runs, labels)),
-        Section("Settings", settings),
-    ]
-    if book is not None:
-        gains = aggregate(words_of(book.reading.pieces), book.reading.gain)
-        sections.insert(0, Section("Words", gain_tables(gains)))
-    return assembled(
-        ", ".join(labels),
-        [part for part in sections if part.content],
-        footer=f"Made by dist-mem report {' '.join(labels)}. This file needs no network.",
-        book=None if book is None else encoded(book, room=ROOM),
-    )
-
-
-def _settings(asked: Asked) -> Markup:
-    return settings_table(asked.runs, names_of(asked.runs))
 
 
 def _book(asked: Asked, text: str | None, world: World, check: StopCheck) -> Book:

@@ -1,11 +1,9 @@
-"""HTML and SVG elements as text in which everything that is not markup is escaped."""
+"""HTML elements as text in which everything that is not markup is escaped."""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Iterable
-
-VOID = ("br", "img", "input", "meta")  # elements without an end tag
 
 
 class Markup(str):
@@ -22,8 +20,6 @@ def element(name: str, *children: str, **attributes: str | float) -> Markup:
     given = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"' for key, value in attributes.items()
     )
-    if name in VOID:
-        return Markup(f"<{name}{given}>")
     return Markup(f"<{name}{given}>{joined(children)}</{name}>")
 
 

@@ -1,5 +1,5 @@
 "use strict";
-// Start of the page: the theme, and the book if there is one.
+// Start of the page: the theme, and the book.
 
 const root = document.documentElement, theme = byId("theme");
 
@@ -19,14 +19,12 @@ theme.addEventListener("click", () => {
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showTheme);
 showTheme();
 
-if (byId("book-data")) {
-  if (typeof DecompressionStream === "undefined") {
-    byId("book-sum").textContent = "This browser is too old to read the book of this page; one of 2023 or later can.";
-  } else {
-    Book.read(JSON.parse(byId("book-data").textContent)).then((book) => {
-      const view = new BookView(book);
-      addEventListener("hashchange", () => view.follow(location.hash));
-      view.follow(location.hash);
-    });
-  }
+if (typeof DecompressionStream === "undefined") {
+  byId("book-sum").textContent = "This browser is too old to read the book of this page; one of 2023 or later can.";
+} else {
+  Book.read(JSON.parse(byId("book-data").textContent)).then((book) => {
+    const view = new BookView(book);
+    addEventListener("hashchange", () => view.follow(location.hash));
+    view.follow(location.hash);
+  });
 }
